@@ -1,0 +1,83 @@
+# One command per habit. `make serve` and `make check` build what they need by themselves.
+#
+#   make serve      a running server on http://127.0.0.1:8000 (ARGS="--port 9000" adds flags)
+#   make test       the CPU tests        make test-slow   the long ones
+#   make check      all that must hold before a commit; rewrites nothing
+#   make fix        formats and mends what ruff can mend
+#   make bench      every benchmark, as JSON on stdout or under benchmarks/results
+#   make gpu        the GPU tests, with GPU_PYTHON (default python3), not with .venv
+
+PYTHON ?= python3
+GPU_PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-moe
+ARGS ?=
+
+# Which torch build is installed is pip's configuration (PIP_EXTRA_INDEX_URL and so on).
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+RUN = $(VENV)/bin/python -P -m
+PYTEST = $(VENV)/bin/python -m pytest
+
+PACKAGES = topspin models kernels m2n_comm attention_nodes expert_nodes server
+SOURCES = $(PACKAGES) tests benchmarks .ci
+
+BENCHMARKS = vs_transformers m2n disaggregation pingpong payload scheduler_overhead
+
+.PHONY: help serve venv test test-slow check fix bench gpu clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(VENV)/.installed-test
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: a second run installs nothing, a changed pyproject.toml installs again.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --quiet -e .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --quiet -e ".[test]"
+	touch $@ $(VENV)/.installed
+
+serve: $(VENV)/.installed
+	$(VENV)/bin/topspin pull $(MODEL)
+	exec $(VENV)/bin/topspin serve $(MODEL) $(ARGS)
+
+# Tests start many small processes on few cores: one OpenMP thread each is fastest.
+test test-slow check: export OMP_NUM_THREADS ?= 1
+
+test: $(VENV)/.installed-test
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(VENV)/.installed-test
+	$(PYTEST) -m "slow and not gpu" $(ARGS)
+
+check: $(VENV)/.installed-test
+	$(RUN) ruff format --check $(wildcard $(SOURCES))
+	$(RUN) ruff check $(wildcard $(SOURCES))
+	$(RUN) mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python .ci/lines.py $(wildcard $(SOURCES))
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+fix: $(VENV)/.installed-test
+	$(RUN) ruff format $(wildcard $(SOURCES))
+	$(RUN) ruff check --fix $(wildcard $(SOURCES))
+
+bench: $(VENV)/.installed-test
+	$(VENV)/bin/topspin pull $(MODEL)
+	@set -e; for name in $(BENCHMARKS); do \
+	  echo "== $$name"; $(VENV)/bin/python -m benchmarks.$$name; \
+	done
+
+gpu:
+	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || { \
+	  echo "make gpu: $(GPU_PYTHON) has no torch that sees a GPU; set GPU_PYTHON to one that does" >&2; \
+	  exit 1; }
+	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+clean:
+	rm -rf $(VENV)
