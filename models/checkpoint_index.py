@@ -1,0 +1,155 @@
+"""Which file of a checkpoint holds which tensor, read from safetensors headers alone.
+
+Owns finding the shards (model.safetensors, or model.safetensors.index.json), parsing and
+checking their headers, and the checkpoint's fingerprint. Reads no tensor data and knows
+no model; imports no torch. models.checkpoint reads tensors with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from topspin.errors import CheckpointError
+
+# The format's own limit on a header (safetensors README); a larger one is damage.
+_MAX_HEADER_BYTES = 100_000_000
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class TensorEntry(NamedTuple):
+    """Where one tensor lies: dtype is safetensors' name for it, e.g. "BF16".
+
+    `offset_bytes` counts from the start of the file.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointIndex:
+    """All tensors of a checkpoint; every shard exists and is as long as its header says."""
+
+    tensors: Mapping[str, TensorEntry]
+    fingerprint: str
+
+
+class _Shard(NamedTuple):
+    header: bytes
+    tensors: dict[str, TensorEntry]
+
+
+def read_index(path: Path) -> CheckpointIndex:
+    """Return the index of the checkpoint directory `path`.
+
+    The fingerprint is a SHA-256 over config.json and every shard's name and header: it
+    costs no reading of weights and is equal on every node that has the same checkpoint.
+    Raises CheckpointError naming the file or tensor for a missing or truncated shard, a
+    tensor stored twice, or one that the index file promises and no shard holds.
+    """
+    weight_map = _weight_map(path)
+    files = sorted({path / _SINGLE} if weight_map is None else set(weight_map.values()))
+    digest = hashlib.sha256(_config_bytes(path))
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        shard = _read_shard(file)
+        digest.update(file.name.encode() + b"\0" + struct.pack("<Q", len(shard.header)))
+        digest.update(shard.header)
+        for name, entry in shard.tensors.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{file}: tensor {name} is also stored in {tensors[name].file.name}"
+                )
+            tensors[name] = entry
+    if weight_map is not None:
+        _check_weight_map(weight_map, tensors)
+    return CheckpointIndex(tensors=tensors, fingerprint=digest.hexdigest())
+
+
+def _config_bytes(path: Path) -> bytes:
+    try:
+        return (path / "config.json").read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path / 'config.json'}: cannot be read: {error}") from error
+
+
+def _weight_map(path: Path) -> dict[str, Path] | None:
+    """Return tensor name -> shard of a sharded checkpoint, None for a single file."""
+    if (path / _SINGLE).exists():
+        return None
+    index_path = path / _INDEX
+    if not index_path.exists():
+        raise CheckpointError(
+            f"{path}: has neither {_SINGLE} nor {_INDEX}; Topspin reads safetensors only"
+        )
+    try:
+        weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        named = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index_path}: is no safetensors index: {error!r}") from error
+    if not named:
+        raise CheckpointError(f"{index_path}: weight_map is empty")
+    for file in named.values():
+        if Path(file).name != file:
+            raise CheckpointError(f"{index_path}: shard {file!r} is not a plain file name")
+    return {name: path / file for name, file in named.items()}
+
+
+def _check_weight_map(weight_map: Mapping[str, Path], tensors: Mapping[str, TensorEntry]) -> None:
+    for name, file in weight_map.items():
+        entry = tensors.get(name)
+        if entry is None or entry.file != file:
+            raise CheckpointError(f"{file}: tensor {name}, promised by {_INDEX}, is missing")
+
+
+def _read_shard(file: Path) -> _Shard:
+    try:
+        file_size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 2 <= header_size <= min(_MAX_HEADER_BYTES, file_size - 8):
+                raise CheckpointError(f"{file}: is truncated, or no safetensors file")
+            header = stream.read(header_size)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: shard is missing") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+    try:
+        parsed = json.loads(header)
+        parsed.pop("__metadata__", None)
+        start = 8 + header_size
+        tensors = {name: _entry(file, value, start=start) for name, value in parsed.items()}
+        ends = [int(value["data_offsets"][1]) for value in parsed.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{file}: its header is damaged: {error!r}") from error
+    expected = 8 + header_size + max(ends, default=0)
+    if file_size != expected:
+        raise CheckpointError(
+            f"{file}: is {file_size} bytes long, its header says {expected}; download it again"
+        )
+    return _Shard(header=header, tensors=tensors)
+
+
+def _entry(file: Path, value: Mapping[str, object], *, start: int) -> TensorEntry:
+    shape = value["shape"]
+    offsets = value["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list):
+        raise TypeError(f"shape {shape!r} or offsets {offsets!r} is no list")
+    return TensorEntry(
+        file=file,
+        dtype=str(value["dtype"]),
+        shape=tuple(int(size) for size in shape),
+        size_bytes=int(offsets[1]) - int(offsets[0]),
+        offset_bytes=start + int(offsets[0]),
+    )

@@ -1,0 +1,100 @@
+"""From what a user calls a model to a checkpoint directory on this machine.
+
+Owns the meaning of a model's name (a directory, the default model, or a HuggingFace hub
+id) and where Topspin keeps the models it makes. Knows nothing of what is inside a
+checkpoint; the CLI and every node call resolve_model. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from topspin.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-moe"
+
+# Safetensors and what describes them: never a pickle, nor a second copy of the weights.
+_ALLOWED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_IGNORED = ["*.bin", "*.pt", "*.pth", "consolidated*", "original/*", "onnx/*"]
+
+
+def cache_root(environ: Mapping[str, str] | None = None) -> Path:
+    """Return Topspin's cache: $TOPSPIN_CACHE, $XDG_CACHE_HOME/topspin or ~/.cache/topspin."""
+    environ = os.environ if environ is None else environ
+    if environ.get("TOPSPIN_CACHE"):
+        return Path(environ["TOPSPIN_CACHE"]).expanduser()
+    if environ.get("XDG_CACHE_HOME"):
+        return Path(environ["XDG_CACHE_HOME"]).expanduser() / "topspin"
+    return Path.home() / ".cache" / "topspin"
+
+
+def made_model_path(name: str, root: Path | None = None) -> Path:
+    """Return where a model that Topspin makes lies, whether or not it does."""
+    return (cache_root() if root is None else root) / "models" / name
+
+
+def resolve_model(model: str) -> Path:
+    """Return the checkpoint directory that `model` names, downloading a hub id if need be.
+
+    A directory wins over every other meaning. Raises ConfigError naming `model` if it is
+    nowhere: not pulled, not on the hub, or not reachable.
+    """
+    directory = Path(model).expanduser()
+    if model and directory.is_dir():
+        if not (directory / "config.json").exists():
+            raise ConfigError(f"{model}: is a directory without config.json, no checkpoint")
+        return directory.resolve()
+    if model == DEFAULT_MODEL:
+        made = made_model_path(DEFAULT_MODEL)
+        if not (made / "config.json").exists():
+            raise ConfigError(f"{model}: is not in {made}; run `topspin pull {model}`")
+        return made
+    if not model or directory.is_absolute() or model.startswith((".", "~")):
+        raise ConfigError(f"{model!r}: no such directory")
+    if model.count("/") != 1:
+        raise ConfigError(
+            f"{model!r}: is neither a directory, nor {DEFAULT_MODEL}, nor a hub id such as "
+            "organisation/name"
+        )
+    return _download(model)
+
+
+def _download(repo_id: str) -> Path:
+    """Return the snapshot of a hub repository; what is cached is not downloaded again."""
+    try:
+        path = huggingface_hub.snapshot_download(
+            repo_id, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"{repo_id}: is not a hub id: {error}") from error
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{repo_id}: needs its licence accepted on the hub and a token (HF_TOKEN)"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{repo_id}: no such directory, and no such model on the hub (or it is private "
+            "and HF_TOKEN is not set)"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"{repo_id}: is not in the local hub cache, and the hub cannot be reached; download "
+            "it where there is a network, or give a directory"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"{repo_id}: cannot be downloaded: {error}") from error
+    snapshot = Path(path)
+    if not (snapshot / "config.json").exists():
+        raise ConfigError(f"{repo_id}: its snapshot {snapshot} has no config.json, no checkpoint")
+    return snapshot

@@ -1,0 +1,102 @@
+"""A whole forward pass in plain torch from our ModelConfig and weights.
+
+Owns nothing but the test of a claim: that what models/ reads is all there is to know to
+compute what transformers computes. Knows no cache, batching or kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.rope import inverse_frequencies
+from models.weights import AttentionWeights, ExpertLayerWeights, ExpertWeights, LayerWeights
+
+
+def plain_logits(
+    config: ModelConfig,
+    attention: AttentionWeights,
+    experts: ExpertWeights,
+    tokens: Sequence[int],
+) -> Tensor:
+    """Return logits [tokens, V] of one sequence; `experts` must hold all, in id order."""
+    hidden = attention.embed[torch.tensor(list(tokens))]
+    expert_layers = dict(zip(config.moe_layers, experts.layers, strict=True))
+    for layer_idx, layer in enumerate(attention.layers):
+        normed = _rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
+        hidden = hidden + _attention(config, layer_idx, layer, normed)
+        normed = _rms_norm(hidden, layer.post_norm, config.rms_norm_eps)
+        hidden = hidden + _mlp(config, layer, expert_layers.get(layer_idx), normed)
+    return F.linear(_rms_norm(hidden, attention.final_norm, config.rms_norm_eps), attention.lm_head)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def _attention(config: ModelConfig, layer_idx: int, layer: LayerWeights, x: Tensor) -> Tensor:
+    sizes = [config.q_size, config.kv_size, config.kv_size]
+    q, k, v = torch.split(F.linear(x, layer.qkv, layer.qkv_bias), sizes, dim=-1)
+    eps = config.rms_norm_eps
+    if config.qk_norm == "full":
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        q, k = _rms_norm(q, layer.q_norm, eps), _rms_norm(k, layer.k_norm, eps)
+    if config.clip_qkv is not None:
+        q, k, v = (part.clamp(-config.clip_qkv, config.clip_qkv) for part in (q, k, v))
+    q, k, v = (part.view(len(x), -1, config.head_dim).transpose(0, 1) for part in (q, k, v))
+    if config.qk_norm == "head":
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        q, k = _rms_norm(q, layer.q_norm, eps), _rms_norm(k, layer.k_norm, eps)
+    q, k = _rotate(config, q), _rotate(config, k)
+    group = config.num_heads // config.num_kv_heads
+    k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+    scores = q @ k.transpose(1, 2) / math.sqrt(config.head_dim)
+    distance = torch.arange(len(x))[:, None] - torch.arange(len(x))[None, :]
+    window = config.layers[layer_idx].sliding_window
+    hidden_from = (distance < 0) | (distance >= (len(x) if window is None else window))
+    scores = scores.masked_fill(hidden_from, -math.inf)
+    out = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+    return F.linear(out, layer.o, layer.o_bias)
+
+
+def _rotate(config: ModelConfig, x: Tensor) -> Tensor:
+    rope = inverse_frequencies(config.rope, config.head_dim, seq_len=x.shape[1])
+    angles = torch.arange(x.shape[1]).float()[:, None] * torch.from_numpy(rope.inv_freq)
+    cos, sin = angles.cos() * rope.attention_scaling, angles.sin() * rope.attention_scaling
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _gated(x: Tensor, gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+    gate, up = F.linear(x, gate_up, bias).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _mlp(
+    config: ModelConfig, layer: LayerWeights, experts: ExpertLayerWeights | None, x: Tensor
+) -> Tensor:
+    if layer.dense is not None:
+        inner = _gated(x, layer.dense.gate_up, layer.dense.gate_up_bias)
+        return F.linear(inner, layer.dense.down, layer.dense.down_bias)
+    assert config.moe is not None
+    assert layer.router is not None
+    assert experts is not None
+    weights, chosen = F.linear(x, layer.router).softmax(-1).topk(config.moe.top_k, dim=-1)
+    if config.moe.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for weight, expert_id in zip(weights[token], chosen[token], strict=True):
+            inner = _gated(x[token], experts.gate_up[expert_id])
+            out[token] += weight * F.linear(inner, experts.down[expert_id])
+    if layer.shared is not None:
+        shared = F.linear(_gated(x, layer.shared.gate_up), layer.shared.down)
+        out = out + F.linear(x, layer.shared.gate).sigmoid() * shared
+    return out

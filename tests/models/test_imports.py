@@ -1,0 +1,24 @@
+"""The modules of models/ that the server imports bring no torch with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+TORCH_FREE = (
+    "chat_template",
+    "checkpoint_index",
+    "config",
+    "families",
+    "hub",
+    "rope",
+    "tokenizer",
+)
+
+
+def test_the_servers_modules_import_no_torch() -> None:
+    imports = "; ".join(f"import models.{name}" for name in TORCH_FREE)
+    code = (
+        f"import sys; {imports}; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
