@@ -1,0 +1,6 @@
+"""Every tensor operation of the serving path, once per kind of device.
+
+`reference` is the plain torch oracle, `cpu` the fast version for hosts without a
+GPU, `dispatch` chooses one of them at start, `sampling` turns logits into tokens.
+Nothing here knows requests, checkpoints, transports or model families.
+"""

@@ -1,0 +1,125 @@
+"""The data that kernels take and return, shared by every implementation.
+
+Owns the shapes of attention metadata, packed weights, routing and permutation.
+Knows no arithmetic and no device. Callers (attention and expert nodes) build
+`AttentionMeta` once per micro-batch and treat the packed weights as opaque.
+
+Dimensions: T tokens, H hidden, N query heads, G key/value heads, D head size,
+S sequences, R rows, K experts per token, E local experts, F ffn size, V vocabulary,
+B cache blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMeta:
+    """Where each query token of a micro-batch stands; the same for all layers.
+
+    Sequence s owns query rows `query_start[s] : query_start[s + 1]`, n of them (n may
+    be 0); its row i sits at position `context_lens[s] - n + i`. Keys of positions
+    `0 .. context_lens[s] - 1` are in the cache blocks that `block_tables[s]` names.
+    Rows from `query_start[S]` on are padding: attention gives 0 for them.
+
+    `tree_mask[t, j]` says whether query row t sees the j-th new position of its own
+    sequence (itself and its ancestors in a draft tree); what is committed is always
+    visible. A token's distance for a sliding window is then counted along its branch:
+    its position is the committed length plus the number of its ancestors.
+
+    `memo` is for kernels only: what they derive from this object for one layer (gather
+    indices, masks) is kept there for the other layers.
+    """
+
+    query_start: Tensor
+    """i32[S + 1], cumulative numbers of query rows."""
+    context_lens: Tensor
+    """i32[S], positions visible to the last query row: committed + new."""
+    block_tables: Tensor
+    """i32[S, max_blocks]; entries past a sequence's last block are never read."""
+    max_query_len: int
+    """Upper bound of the query rows of one sequence."""
+    max_context_len: int
+    """Upper bound of context_lens."""
+    tree_mask: Tensor | None = None
+    """bool[T, max_query_len], or None: causal."""
+    memo: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeight:
+    """A weight [O, I] in the layout of the implementation that packed it.
+
+    Hand it only to the `linear` and `dense_mlp` of that implementation.
+    """
+
+    data: Tensor
+    out_features: int
+    in_features: int
+    packed: bool
+    """True if `data` is in a private layout, False if it is the plain matrix."""
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertWeights:
+    """The gated MLPs of E local experts, in the layout of who packed them.
+
+    `rebuild_experts` of the same implementation makes others of them; nothing writes the
+    lists.
+    """
+
+    gate_up: list[LinearWeight]
+    """By slot, weights [2F, H]: rows 0..F-1 are the gate, F..2F-1 the up projection.
+    If joined, one weight [2EF, H]: the gates of all slots, then their up projections."""
+    down: list[LinearWeight]
+    """By slot, weights [H, F]. If joined, one weight [H, EF]."""
+    num_experts: int
+    hidden_size: int
+    ffn_size: int
+    dtype: torch.dtype
+    joined: bool = False
+
+
+class ExpertMatrices(NamedTuple):
+    """One expert as a checkpoint has it."""
+
+    gate_up: Tensor
+    """[2F, H], gate rows above up rows."""
+    down: Tensor
+    """[H, F]."""
+
+
+class Routing(NamedTuple):
+    """The experts of each token, by descending router probability."""
+
+    experts: Tensor
+    """i64[T, K], logical expert ids."""
+    weights: Tensor
+    """f32[T, K]."""
+
+
+class Permutation(NamedTuple):
+    """(row, choice) pairs grouped by local expert, in ascending order inside a group."""
+
+    order: Tensor
+    """i64[R * K], flat indices row * K + k; pairs whose expert is not here come last."""
+    row_of: Tensor
+    """i64[R * K], the row of each entry of `order`."""
+    counts: Tensor
+    """i64[E], pairs per expert."""
+    offsets: Tensor
+    """i64[E + 1]; expert e owns order[offsets[e] : offsets[e + 1]]."""
+
+
+class ExpertOutput(NamedTuple):
+    """What a node's experts contribute to each row, and how busy each of them was."""
+
+    out: Tensor
+    """[R, H], the weighted partial sums."""
+    counts: Tensor
+    """i64[E], rows computed per expert."""

@@ -1,0 +1,202 @@
+"""Ops whose result for a row has the same bits whatever is computed beside it.
+
+Matrix products always have ROW_GROUP rows: more go in several products, fewer are padded,
+so that one code path of the library, with one order of summation over the inputs, serves
+every batch. What is computed element by element uses only operations that round alike in
+and outside of vector registers (`F.silu` and `torch.sigmoid` in fp32 do not). Attention is
+in `kernels.deterministic_attention`. Used by both kinds of nodes under `--deterministic`.
+
+The promise holds between processes that run the same torch build on the same kind of
+processor, with any number of threads. Dimension letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.cpu import add_rms_norm, rms_norm, rotate
+from kernels.deterministic_attention import paged_attention
+from kernels.reference import collect_experts, embed, permute, rebuild_slots, route, write_kv
+
+__all__ = [
+    "add_rms_norm",
+    "dense_mlp",
+    "embed",
+    "grouped_mlp",
+    "linear",
+    "name",
+    "pack_experts",
+    "pack_linear",
+    "paged_attention",
+    "pair_mlp",
+    "permute",
+    "rebuild_experts",
+    "rms_norm",
+    "rotate",
+    "route",
+    "sigmoid",
+    "swiglu",
+    "write_kv",
+]
+
+name: Final = "deterministic"
+
+# Rows of every matrix product. From 16 on oneDNN and MKL give the same bits with any
+# number of threads; a decode step of 16 sequences is one product.
+ROW_GROUP: Final = 16
+
+
+def can_prepack(dtype: torch.dtype) -> bool:
+    """Tell whether this build of torch prepacks weights of `dtype`.
+
+    Unlike `kernels.cpu`, fp32 is prepacked too: any order of summation will do, as long as
+    it is always the same, and this one costs half the time.
+    """
+    ops = torch.ops.mkldnn
+    if not (hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight")):
+        return False
+    return dtype == torch.float32 or bool(ops._is_mkldnn_bf16_supported())
+
+
+def pack_linear(weight: Tensor) -> LinearWeight:
+    """Prepack a weight [O, I] for oneDNN if possible; the caller drops the original."""
+    num_out, num_in = weight.shape
+    if not can_prepack(weight.dtype):
+        return LinearWeight(weight.contiguous(), num_out, num_in, packed=False)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return LinearWeight(packed, num_out, num_in, packed=True)
+
+
+def _product(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+    """Multiply exactly ROW_GROUP contiguous rows."""
+    if not weight.packed:
+        return F.linear(x, weight.data, bias)
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
+    return result
+
+
+def linear(
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O]."""
+    num_rows = x.shape[0]
+    x = x.contiguous()
+    num_whole = num_rows - num_rows % ROW_GROUP
+    results = [
+        _product(x[begin : begin + ROW_GROUP], weight, bias)
+        for begin in range(0, num_whole, ROW_GROUP)
+    ]
+    if num_whole < num_rows:
+        padded = x.new_zeros(ROW_GROUP, x.shape[1])
+        padded[: num_rows - num_whole] = x[num_whole:]
+        results.append(_product(padded, weight, bias)[: num_rows - num_whole])
+    if out is None and len(results) == 1:
+        return results[0]
+    if not results:
+        return x.new_empty(0, weight.out_features) if out is None else out
+    return torch.cat(results) if out is None else torch.cat(results, out=out)
+
+
+def sigmoid(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Give 1 / (1 + exp(-x)), computed in fp32, in the dtype of x."""
+    result = x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Give silu(gate) * up [R, F] of gate_up [R, 2F]; see `kernels.reference.swiglu`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    wide = gate.float()
+    units = wide.neg().exp_().add_(1.0)
+    units = torch.div(wide, units, out=units).to(gate_up.dtype)
+    return torch.mul(units, up, out=out)
+
+
+def dense_mlp(
+    x: Tensor,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Apply a gated MLP to x [R, H]: gate_up [2F, H], swiglu, down [H, F]; gives [R, H]."""
+    return linear(swiglu(linear(x, gate_up, gate_up_bias)), down, down_bias, out)
+
+
+def pack_experts(
+    gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+) -> ExpertWeights:
+    """Prepack E experts, always by slot; see `kernels.reference.pack_experts`."""
+    return collect_experts([pack_linear(w) for w in gate_up], [pack_linear(w) for w in down])
+
+
+def rebuild_experts(
+    experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, ExpertWeights]:
+    """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
+    return rebuild_slots(experts, slots, pack_linear)
+
+
+def pair_mlp(hidden: Tensor, slots: Tensor, experts: ExpertWeights) -> ExpertOutput:
+    """Give mlp(slots[r, k], hidden[r]) for every pair whose expert is here, unweighted.
+
+    hidden [R, H], slots i32[R, K] (negative: not here). `out` is [P, H] in the dtype of
+    hidden, the P pairs by ascending (row, choice).
+    """
+    groups = permute(slots, experts.num_experts)
+    sizes = groups.counts
+    padded = sizes.add(ROW_GROUP - 1).div_(ROW_GROUP, rounding_mode="floor").mul_(ROW_GROUP)
+    ends = padded.cumsum(0)
+    num_pairs = int(groups.offsets[-1])
+    # Where each pair, grouped by expert, stands among the padded rows.
+    shift = (ends - padded - groups.offsets[:-1]).repeat_interleave(sizes)
+    position = torch.arange(num_pairs) + shift
+    source = torch.zeros(int(ends[-1]), dtype=torch.int64)
+    source[position] = groups.row_of[:num_pairs]
+    inputs = torch.split(hidden.index_select(0, source), padded.tolist())
+    busy = [(slot, rows) for slot, rows in enumerate(inputs) if rows.shape[0]]
+    if not busy:
+        return ExpertOutput(hidden.new_empty(0, experts.hidden_size), sizes)
+    units = swiglu(torch.cat([linear(rows, experts.gate_up[slot]) for slot, rows in busy]))
+    parts = torch.split(units, [rows.shape[0] for _, rows in busy])
+    results = torch.cat(
+        [linear(rows, experts.down[slot]) for (slot, _), rows in zip(busy, parts, strict=True)]
+    )
+    # Back to (row, choice) order: `order` names each pair by its place in that order.
+    place = torch.empty(slots.numel(), dtype=torch.int64)
+    place[groups.order[:num_pairs]] = position
+    here = (slots.reshape(-1) >= 0).nonzero()[:, 0]
+    return ExpertOutput(results.index_select(0, place[here]), sizes)
+
+
+def grouped_mlp(
+    hidden: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    *,
+    out: Tensor | None = None,
+) -> ExpertOutput:
+    """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
+
+    The bits depend on which experts are here: a node that must not let them depend on
+    that answers with the rows of `pair_mlp`.
+    """
+    rows, counts = pair_mlp(hidden, slots, experts)
+    parts = torch.zeros(*slots.shape, experts.hidden_size)
+    parts[slots >= 0] = rows.float()
+    parts *= weights[:, :, None]
+    total = torch.zeros(slots.shape[0], experts.hidden_size)
+    for choice in parts.unbind(1):
+        total += choice
+    if out is None:
+        return ExpertOutput(total.to(hidden.dtype), counts)
+    return ExpertOutput(out.copy_(total), counts)

@@ -1,0 +1,143 @@
+"""Choose the implementation of all ops, once, when a node starts.
+
+`Ops` is the interface that the nodes are coded against; `kernels.reference`,
+`kernels.cpu` and `kernels.deterministic` satisfy it as modules. Holds no arithmetic and
+detects nothing by itself: the configuration names the device. Called by the nodes'
+start-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels import cpu, deterministic, reference
+from kernels.contracts import (
+    AttentionMeta,
+    ExpertMatrices,
+    ExpertOutput,
+    ExpertWeights,
+    LinearWeight,
+    Permutation,
+    Routing,
+)
+from topspin.errors import ConfigError
+
+__all__ = ["Ops", "select_ops"]
+
+
+class Ops(Protocol):
+    """Every op; `kernels.reference` documents shapes, units and rounding of each."""
+
+    @property
+    def name(self) -> str:
+        """Name by which `select_ops` knows this implementation."""
+
+    def embed(self, tokens: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
+    ) -> Tensor: ...
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        *,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+    ) -> None: ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: AttentionMeta,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def pack_linear(self, weight: Tensor) -> LinearWeight: ...
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def sigmoid(self, x: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+
+    def swiglu(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+
+    def dense_mlp(
+        self,
+        x: Tensor,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def route(
+        self,
+        logits: Tensor,
+        *,
+        top_k: int,
+        renormalise: bool,
+        weights_dtype: torch.dtype = torch.float32,
+    ) -> Routing: ...
+
+    def permute(self, slots: Tensor, num_experts: int) -> Permutation: ...
+
+    def pack_experts(
+        self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+    ) -> ExpertWeights: ...
+
+    def rebuild_experts(
+        self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
+    ) -> Generator[None, None, ExpertWeights]: ...
+
+    def grouped_mlp(
+        self,
+        hidden: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        experts: ExpertWeights,
+        *,
+        out: Tensor | None = None,
+    ) -> ExpertOutput: ...
+
+
+def select_ops(device: str, dtype: torch.dtype) -> Ops:
+    """Give the ops for `device`: "cpu", "deterministic", or "reference" (any device).
+
+    Raises ConfigError for a device without kernels or a dtype they do not compute in.
+    """
+    implementations: dict[str, Ops] = {
+        "cpu": cpu,
+        "deterministic": deterministic,
+        "reference": reference,
+    }
+    if device not in implementations:
+        known = ", ".join(sorted(implementations))
+        raise ConfigError(f"no kernels for device {device!r}; choose one of: {known}")
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(f"kernels compute in float32 or bfloat16, not in {dtype}")
+    return implementations[device]

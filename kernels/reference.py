@@ -1,0 +1,330 @@
+"""Every op in plain torch: the oracle that fast kernels are tested against.
+
+Correct on any device and dtype, with fp32 accumulation and the rounding points of
+HuggingFace transformers; no attention is paid to speed. Knows no model family: what
+differs between families comes as arguments. Called by tests, and by the nodes when
+`reference` is selected in `kernels.dispatch`.
+
+Dimension letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contracts import (
+    AttentionMeta,
+    ExpertMatrices,
+    ExpertOutput,
+    ExpertWeights,
+    LinearWeight,
+    Permutation,
+    Routing,
+)
+
+name: Final = "reference"
+
+
+def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return result
+    assert out.shape == result.shape, f"out is {tuple(out.shape)}, not {tuple(result.shape)}"
+    return out.copy_(result)
+
+
+def embed(tokens: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Look up tokens i64[T] in table [V, H]; gives [T, H]."""
+    return _deliver(table[tokens], out)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
+    """Divide each row of x [..., H] by its root mean square, then scale by weight [H].
+
+    The mean and the division are fp32, the result of the division is rounded to
+    x.dtype before the weight multiplies it (LlamaRMSNorm of transformers).
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return _deliver(weight * normed.to(x.dtype), out)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Add x [T, H] to residual [T, H] in place and return rms_norm of the sum."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps=eps, out=out)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Apply rotary position embedding to q [T, N, D] and k [T, G, D] in place.
+
+    Rotate-half convention of transformers' Llama. cos and sin are f32 [T, D/2] (the
+    same for both halves) or [T, D], already gathered by position, and are rounded to
+    the dtype of q before they multiply, as there.
+    """
+    half = q.shape[-1] // 2
+    cos, sin = cos.to(q.dtype).unsqueeze(1), sin.to(q.dtype).unsqueeze(1)
+    for x in (q, k):
+        low, high = x[..., :half].clone(), x[..., half:].clone()
+        x[..., :half] = low * cos[..., :half] - high * sin[..., :half]
+        x[..., half:] = high * cos[..., -half:] + low * sin[..., -half:]
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store k, v [T, G, D] into caches [B, block_size, G, D] at slots i64[T].
+
+    A slot is block_id * block_size + offset. Slots are distinct and not negative.
+    """
+    k_cache.view(-1, *k_cache.shape[2:])[slots] = k
+    v_cache.view(-1, *v_cache.shape[2:])[slots] = v
+
+
+def visible(
+    num_new: int,
+    context_len: int,
+    *,
+    sliding_window: int | None,
+    tree: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """Which keys the new rows of one sequence see, bool[num_new, context_len].
+
+    `tree` is bool[num_new, num_new] or None (causal); see AttentionMeta. A key is in a
+    sliding window w iff query position - key position < w, as in transformers.
+    """
+    committed = context_len - num_new
+    key_positions = torch.arange(context_len, device=device)
+    if tree is None:
+        query_positions = key_positions[committed:]
+        seen = key_positions <= query_positions[:, None]
+    else:
+        seen = torch.ones(num_new, context_len, dtype=torch.bool, device=device)
+        seen[:, committed:] = tree
+        query_positions = committed - 1 + tree.sum(-1)
+        key_positions = torch.cat((key_positions[:committed], query_positions))
+    if sliding_window is not None:
+        seen &= query_positions[:, None] - key_positions < sliding_window
+    return seen
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend q [T, N, D] to the cached keys and values [B, block_size, G, D].
+
+    The keys and values of the new tokens are in the cache already (write_kv). Query
+    head h reads key/value head h // (N / G). Gives [T, N, D] in q.dtype; scores,
+    softmax and the sum are fp32.
+    """
+    block_size, num_groups = k_cache.shape[1], k_cache.shape[2]
+    repeat = q.shape[1] // num_groups
+    result = torch.zeros_like(q)
+    starts = meta.query_start.tolist()
+    for idx, context_len in enumerate(meta.context_lens.tolist()):
+        start, end = starts[idx], starts[idx + 1]
+        num_new = end - start
+        if num_new == 0:
+            continue
+        blocks = meta.block_tables[idx, : -(-context_len // block_size)].long()
+        keys = k_cache[blocks].flatten(0, 1)[:context_len].float()
+        values = v_cache[blocks].flatten(0, 1)[:context_len].float()
+        keys = keys.repeat_interleave(repeat, dim=1)
+        values = values.repeat_interleave(repeat, dim=1)
+        tree = None if meta.tree_mask is None else meta.tree_mask[start:end, :num_new]
+        seen = visible(
+            num_new, context_len, sliding_window=sliding_window, tree=tree, device=q.device
+        )
+        scores = torch.einsum("qnd,knd->nqk", q[start:end].float(), keys) * scale
+        scores = scores.masked_fill(~seen, float("-inf"))
+        summed = torch.einsum("nqk,knd->qnd", scores.softmax(-1), values)
+        result[start:end] = summed.to(q.dtype)
+    return _deliver(result, out)
+
+
+def pack_linear(weight: Tensor) -> LinearWeight:
+    """Take a weight [O, I] into this implementation's layout; here it stays as it is."""
+    return LinearWeight(weight, weight.shape[0], weight.shape[1], packed=False)
+
+
+def linear(
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O]."""
+    return _deliver(F.linear(x, weight.data, bias), out)
+
+
+def sigmoid(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Give 1 / (1 + exp(-x)), element by element."""
+    return _deliver(torch.sigmoid(x), out)
+
+
+def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Give silu(gate) * up [R, F] of gate_up [R, 2F], whose first half is the gate."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return _deliver(F.silu(gate) * up, out)
+
+
+def dense_mlp(
+    x: Tensor,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Apply a gated MLP to x [R, H]: gate_up [2F, H], swiglu, down [H, F]; gives [R, H]."""
+    return linear(swiglu(linear(x, gate_up, gate_up_bias)), down, down_bias, out)
+
+
+def route(
+    logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype = torch.float32
+) -> Routing:
+    """Choose top_k experts per token from router logits [T, num_experts].
+
+    Softmax over all experts in fp32, then the top_k by descending probability, divided
+    by their sum if `renormalise`. The weights are f32; `weights_dtype` rounds them first
+    (the transformers Qwen and OLMoE routers round to the model's dtype, Mixtral's does
+    not).
+    """
+    probabilities = F.softmax(logits, dim=-1, dtype=torch.float32)
+    weights, experts = torch.topk(probabilities, top_k, dim=-1)
+    if renormalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return Routing(experts, weights.to(weights_dtype).float())
+
+
+def count_slots(flat: Tensor, num_experts: int) -> Tensor:
+    """Count the pairs of each local expert, i64[E], in slots i64[...] (negative: not here)."""
+    counts = torch.bincount(flat.reshape(-1).add(1).clamp_(min=0), minlength=num_experts + 1)
+    assert counts.numel() == num_experts + 1, f"a slot is not below num_experts {num_experts}"
+    return counts[1:]
+
+
+def permute(slots: Tensor, num_experts: int) -> Permutation:
+    """Group the pairs of slots i32[R, K] by local expert; a negative slot is 'not here'.
+
+    Deterministic: inside a group pairs keep ascending (row, choice) order. Slots must be
+    below num_experts.
+    """
+    flat = slots.reshape(-1).long()
+    counts = count_slots(flat, num_experts)
+    order = torch.argsort(torch.where(flat < 0, num_experts, flat), stable=True)
+    offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    row_of = torch.div(order, max(slots.shape[1], 1), rounding_mode="floor")
+    return Permutation(order, row_of, counts, offsets)
+
+
+def pack_experts(
+    gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+) -> ExpertWeights:
+    """Take E experts' gate_up [2F, H] and down [H, F] into this implementation's layout.
+
+    Both may be stacked tensors [E, 2F, H] and [E, H, F], or any iterables of matrices:
+    these are consumed one at a time. There is at least one expert. `share_per_row` is
+    the share of a layer's experts that a token is routed to (top_k / experts of the
+    layer, 0: unknown); an implementation may choose its layout by it.
+    """
+    return collect_experts([pack_linear(w) for w in gate_up], [pack_linear(w) for w in down])
+
+
+def collect_experts(gate_up: list[LinearWeight], down: list[LinearWeight]) -> ExpertWeights:
+    """Join packed matrices to ExpertWeights, checking that their shapes agree."""
+    assert gate_up, "no expert"
+    assert len(gate_up) == len(down), f"{len(gate_up)} gate_up, {len(down)} down"
+    ffn_size, hidden_size = down[0].in_features, down[0].out_features
+    for first, second in zip(gate_up, down, strict=True):
+        assert (first.out_features, first.in_features) == (2 * ffn_size, hidden_size)
+        assert (second.out_features, second.in_features) == (hidden_size, ffn_size)
+    return ExpertWeights(gate_up, down, len(gate_up), hidden_size, ffn_size, gate_up[0].data.dtype)
+
+
+def check_expert(experts: ExpertWeights, matrices: ExpertMatrices) -> None:
+    """Assert that an expert's matrices fit among packed experts."""
+    gate_up, down = matrices
+    assert gate_up.shape == (2 * experts.ffn_size, experts.hidden_size), tuple(gate_up.shape)
+    assert down.shape == (experts.hidden_size, experts.ffn_size), tuple(down.shape)
+    assert gate_up.dtype == down.dtype == experts.dtype, f"{gate_up.dtype}, {down.dtype}"
+
+
+def rebuild_experts(
+    experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, ExpertWeights]:
+    """Return experts whose slot i is old slot slots[i], or the given matrices.
+
+    Yields between pieces of the work, a matrix or less each, so that a caller can do it in
+    passing. `experts` stays as it is, and what does not change is shared with it.
+    """
+    return rebuild_slots(experts, slots, pack_linear)
+
+
+def rebuild_slots(
+    experts: ExpertWeights,
+    slots: Sequence[int | ExpertMatrices],
+    pack: Callable[[Tensor], LinearWeight],
+) -> Generator[None, None, ExpertWeights]:
+    """Do what `rebuild_experts` says for experts that are packed by slot, by `pack`."""
+    gate_up: list[LinearWeight] = []
+    down: list[LinearWeight] = []
+    for source in slots:
+        if isinstance(source, int):
+            gate_up.append(experts.gate_up[source])
+            down.append(experts.down[source])
+            continue
+        check_expert(experts, source)
+        gate_up.append(pack(source.gate_up))
+        yield
+        down.append(pack(source.down))
+        yield
+    return replace(experts, gate_up=gate_up, down=down, num_experts=len(slots))
+
+
+def grouped_mlp(
+    hidden: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    *,
+    out: Tensor | None = None,
+) -> ExpertOutput:
+    """Sum each row's local experts: sum_k weights[r, k] * mlp(slots[r, k], hidden[r]).
+
+    hidden [R, H], slots i32[R, K] (negative: not here, contributes nothing), weights
+    f32[R, K]. `out` [R, H] may have another dtype than hidden (a wider one keeps the
+    fp32 sum's precision); without it the result has hidden's. The K contributions are
+    added in fp32 by ascending k. A row without a local expert gives 0.
+    """
+    num_rows, top_k = slots.shape
+    groups = permute(slots, experts.num_experts)
+    parts = torch.zeros(
+        num_rows * top_k, experts.hidden_size, dtype=torch.float32, device=hidden.device
+    )
+    flat_weights = weights.reshape(-1, 1)
+    bounds = groups.offsets.tolist()
+    for slot in range(experts.num_experts):
+        pairs = groups.order[bounds[slot] : bounds[slot + 1]]
+        if pairs.numel() == 0:
+            continue
+        rows = groups.row_of[bounds[slot] : bounds[slot + 1]]
+        result = dense_mlp(hidden[rows], experts.gate_up[slot], experts.down[slot])
+        parts[pairs] = result.float() * flat_weights[pairs]
+    total = torch.zeros(num_rows, experts.hidden_size, dtype=torch.float32, device=hidden.device)
+    for choice in parts.view(num_rows, top_k, experts.hidden_size).unbind(1):
+        total += choice
+    return ExpertOutput(
+        _deliver(total if out is not None else total.to(hidden.dtype), out), groups.counts
+    )

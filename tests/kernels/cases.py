@@ -1,0 +1,92 @@
+"""Paged caches and micro-batches for the attention tests.
+
+A case knows each sequence's keys and values in plain order, so that a test can compute
+what attention must give without reading a block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.contracts import AttentionMeta
+
+
+class Heads(NamedTuple):
+    query: int
+    kv: int
+    dim: int
+
+
+class AttentionCase(NamedTuple):
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    meta: AttentionMeta
+    keys: list[Tensor]
+    """Per sequence [context_len, G, D]."""
+    values: list[Tensor]
+
+
+def attention_case(
+    context_lens: Sequence[int],
+    query_lens: Sequence[int],
+    *,
+    heads: Heads,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    parents: Sequence[Sequence[int | None]] | None = None,
+    padding_rows: int = 0,
+    seed: int = 0,
+) -> AttentionCase:
+    """Build a case whose unused cache slots hold NaN and whose unused table entries lie."""
+    rng = torch.Generator().manual_seed(seed)
+    num_blocks = [-(-length // block_size) for length in context_lens]
+    total = sum(num_blocks) + 3
+    order = torch.randperm(total, generator=rng).tolist()
+    k_cache = torch.full((total, block_size, heads.kv, heads.dim), float("nan"), dtype=dtype)
+    v_cache = k_cache.clone()
+    tables = torch.full((len(context_lens), max(num_blocks, default=0) + 1), 1 << 30).int()
+    keys, values = [], []
+    for idx, length in enumerate(context_lens):
+        blocks, order = order[: num_blocks[idx]], order[num_blocks[idx] :]
+        tables[idx, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        keys.append(torch.randn(length, heads.kv, heads.dim, generator=rng).to(dtype))
+        values.append(torch.randn(length, heads.kv, heads.dim, generator=rng).to(dtype))
+        for position in range(length):
+            place = blocks[position // block_size], position % block_size
+            k_cache[place], v_cache[place] = keys[-1][position], values[-1][position]
+    num_rows = sum(query_lens) + padding_rows
+    tree_mask = None
+    if parents is not None:
+        tree_mask = torch.zeros(num_rows, max(query_lens), dtype=torch.bool)
+        row = 0
+        for tree in parents:
+            for node in range(len(tree)):
+                tree_mask[row, path(tree, node)] = True
+                row += 1
+    starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()] if query_lens else [0]
+    return AttentionCase(
+        q=torch.randn(num_rows, heads.query, heads.dim, generator=rng).to(dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        meta=AttentionMeta(
+            query_start=torch.tensor(starts, dtype=torch.int32),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),
+            block_tables=tables,
+            max_query_len=max(query_lens, default=0),
+            max_context_len=max(context_lens, default=0),
+            tree_mask=tree_mask,
+        ),
+        keys=keys,
+        values=values,
+    )
+
+
+def path(parents: Sequence[int | None], node: int) -> list[int]:
+    """Nodes from the root to `node`; parents[i] is None or a smaller index."""
+    parent = parents[node]
+    return [*([] if parent is None else path(parents, parent)), node]

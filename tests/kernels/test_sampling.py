@@ -1,0 +1,379 @@
+"""Sampling against transformers' processors, exact distributions, and itself in other batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kernels.philox import as_signed
+from kernels.sampling import BannedTokens, LogitBias, SamplingBatch, process_logits, sample
+
+GRID = 1000
+
+
+def batch(num_rows: int, **settings: object) -> SamplingBatch:
+    """A batch of `num_rows` with neutral values but for `settings`: numbers or tensors."""
+
+    def column(name: str, neutral: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        value = settings.pop(name, neutral)
+        return torch.as_tensor(value).to(dtype).expand(num_rows).clone()
+
+    columns = {
+        "temperature": column("temperature", 1.0),
+        "top_k": column("top_k", 0, torch.int64),
+        "top_p": column("top_p", 1.0),
+        "min_p": column("min_p", 0.0),
+        "presence_penalty": column("presence_penalty", 0.0),
+        "frequency_penalty": column("frequency_penalty", 0.0),
+        "repetition_penalty": column("repetition_penalty", 1.0),
+        "seeds": column("seeds", 0, torch.int64),
+        "choices": column("choices", 0, torch.int64),
+        "positions": column("positions", 0, torch.int64)
+        if "positions" in settings
+        else torch.arange(num_rows),
+    }
+    return SamplingBatch(**columns, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def even_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the row's uniforms by the midpoints of an even grid."""
+
+    def midpoints(seeds: Sequence[int], *_: object, **__: object) -> np.ndarray:
+        return (np.arange(len(seeds)) + 0.5) / len(seeds)
+
+    monkeypatch.setattr("kernels.sampling.uniforms", midpoints)
+
+
+def integrate(logits: Tensor, **settings: object) -> Tensor:
+    """Tokens that GRID even uniforms give for one row of logits, in order of the uniform."""
+    return sample(logits.expand(GRID, -1), batch(GRID, **settings)).tokens
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.5},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 24},
+    {"top_k": 1000},
+    {"top_p": 0.0},
+    {"top_p": 0.3},
+    {"top_p": 0.9, "temperature": 0.7},
+    {"top_p": 0.999},
+    {"min_p": 0.2},
+    {"min_p": 1.0},
+    {"top_k": 6, "top_p": 0.75},
+    {"min_p": 0.05, "top_p": 0.8, "temperature": 1.5},
+    {"min_p": 0.1, "top_k": 8, "top_p": 0.95, "temperature": 1.3},
+]
+
+
+@pytest.mark.usefixtures("even_draws")
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+def test_integrated_distribution_is_that_of_transformers(settings: dict[str, float]) -> None:
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) * 2
+    chain = LogitsProcessorList([TemperatureLogitsWarper(float(settings.get("temperature", 1.0)))])
+    if "min_p" in settings:
+        chain.append(MinPLogitsWarper(settings["min_p"]))
+    if "top_k" in settings:
+        chain.append(TopKLogitsWarper(int(settings["top_k"])))
+    if "top_p" in settings:
+        chain.append(TopPLogitsWarper(settings["top_p"]))
+    wanted = chain(torch.zeros(1, 0, dtype=torch.int64), logits[None].double())[0].softmax(-1)
+
+    tokens = integrate(logits, **settings)
+    assert torch.equal(tokens, tokens.sort().values), "the CDF does not ascend by token id"
+    shares = torch.bincount(tokens, minlength=24) / GRID
+    # An interval of the CDF holds its length times GRID midpoints, give or take one.
+    torch.testing.assert_close(shares.double(), wanted, rtol=0, atol=1.01 / GRID)
+
+
+@pytest.mark.usefixtures("even_draws")
+def test_tokens_that_tie_stay_or_go_together() -> None:
+    logits = torch.tensor([1.0, 3.0, 1.0, 3.0, 1.0])
+    assert integrate(logits, top_k=1).unique().tolist() == [1, 3]
+    assert integrate(logits, top_k=3).unique().tolist() == [0, 1, 2, 3, 4]
+    assert integrate(logits, top_p=0.1).unique().tolist() == [1, 3]
+
+
+@pytest.mark.usefixtures("even_draws")
+def test_a_nucleus_of_thousands() -> None:
+    logits = torch.randn(6000, generator=torch.Generator().manual_seed(2)) * 0.3
+    kept = TopPLogitsWarper(0.9)(torch.zeros(1, 0), logits[None].double())[0]
+    tokens = integrate(logits, top_p=0.9)
+    assert kept[tokens].isfinite().all()
+    cdf = kept.softmax(-1).cumsum(-1)
+    midpoints = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
+    assert torch.equal(tokens, torch.searchsorted(cdf, midpoints, right=True))
+
+
+def test_frequencies_over_seeds_fit_the_distribution() -> None:
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(3))
+    num_draws = 4000
+    tokens = sample(
+        logits.expand(num_draws, -1), batch(num_draws, seeds=torch.arange(num_draws), positions=0)
+    ).tokens
+    wanted = logits.double().softmax(-1) * num_draws
+    statistic = ((torch.bincount(tokens, minlength=20) - wanted) ** 2 / wanted).sum()
+    # 19 degrees of freedom; 50.8 is exceeded with probability 1e-4.
+    assert statistic < 50.8
+
+
+def test_a_low_temperature_is_nearly_greedy() -> None:
+    logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(4))
+    tokens = sample(logits, batch(50, temperature=1e-4)).tokens
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 9e-6])
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(4)) * 1e30
+    logits[:, 7] = logits[:, 9] = logits.amax(-1)  # draws would take either
+    settings = {"top_p": 0.9, "min_p": 0.1}
+    result = sample(logits, batch(50, temperature=temperature, **settings))
+    assert result.valid.all()
+    assert torch.equal(result.tokens, sample(logits, batch(50, temperature=0.0)).tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
+    temperature: float, settings: dict[str, float]
+) -> None:
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(10))
+    beside = sample(logits, batch(6, temperature=temperature, **settings)).tokens
+    # Row 0 overflows by its penalty, row 3 has every token banned.
+    banned = BannedTokens(torch.full((40,), 3), torch.arange(40))
+    logits[0, 1], logits[1, 5], logits[2, 5], logits[4] = 5.0, math.nan, math.inf, -math.inf
+    result = sample(
+        logits,
+        batch(
+            6,
+            temperature=temperature,
+            repetition_penalty=torch.tensor([1e-38, 1.0, 1.0, 1.0, 1.0, 1.0]),
+            prompts=[[1]] * 6,
+            outputs=[[]] * 6,
+            banned=banned,
+            **settings,
+        ),
+        num_top_logprobs=2,
+    )
+    assert result.valid.tolist() == [False] * 5 + [True]
+    assert ((result.tokens >= 0) & (result.tokens < 40)).all()
+    assert result.tokens[5] == beside[5]
+    plain = sample(logits, batch(6, temperature=temperature, **settings))
+    assert plain.valid.tolist() == [True, False, False, True, False, True]
+    assert torch.equal(plain.tokens[[3, 5]], beside[[3, 5]])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_ban_hides_no_nan_of_the_model(temperature: float) -> None:
+    logits = torch.zeros(2, 4)
+    logits[0, 2] = math.nan
+    banned = BannedTokens(torch.tensor([0]), torch.tensor([2]))
+    result = sample(logits, batch(2, temperature=temperature, banned=banned))
+    assert result.valid.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_lowest_id_of_equals(dtype: torch.dtype) -> None:
+    logits = torch.zeros(3, 70, dtype=dtype)
+    logits[0, [5, 66]], logits[1, [69, 33, 34]] = 1.0, 2.0
+    assert sample(logits, batch(3, temperature=0.0)).tokens.tolist() == [5, 33, 0]
+
+
+def test_greedy_rows_ignore_filters_but_not_penalties() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]] * 2)
+    settings = batch(
+        2,
+        temperature=0.0,
+        top_k=2,
+        top_p=0.1,
+        frequency_penalty=torch.tensor([0.0, 0.6]),
+        outputs=[[1, 1], [1, 1]],
+    )
+    assert sample(logits, settings).tokens.tolist() == [1, 2]
+
+
+def test_nothing_to_apply_means_no_copy() -> None:
+    logits = torch.zeros(2, 5)
+    assert process_logits(logits, batch(2, temperature=0.5, top_k=3)) is logits
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_repetition_penalty_is_that_of_transformers(as_tensor: bool) -> None:
+    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(5))
+    prompts, outputs = [[0, 1, 2, 2], [3], []], [[5, 2], [], [7, 7, 8]]
+    penalties = [1.3, 1.0, 0.8]
+    processed = process_logits(
+        logits,
+        batch(
+            3,
+            repetition_penalty=torch.tensor(penalties),
+            prompts=[torch.tensor(p, dtype=torch.int64) for p in prompts] if as_tensor else prompts,
+            outputs=outputs,
+        ),
+    )
+    for row, penalty in enumerate(penalties):
+        ids = torch.tensor([prompts[row] + outputs[row]])
+        wanted = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits[row : row + 1].clone())
+        torch.testing.assert_close(processed[row : row + 1], wanted)
+    assert not torch.equal(processed[0], logits[0])
+
+
+def test_presence_and_frequency_count_the_output_only() -> None:
+    logits = torch.randn(2, 8, generator=torch.Generator().manual_seed(6))
+    output = [4, 4, 4, 1]
+    processed = process_logits(
+        logits,
+        batch(
+            2,
+            presence_penalty=torch.tensor([0.5, 0.0]),
+            frequency_penalty=torch.tensor([0.25, 0.0]),
+            prompts=[[0, 1], [0]],
+            outputs=[output, output],
+        ),
+    )
+    wanted = logits.clone()
+    for token in range(8):
+        wanted[0, token] -= 0.25 * output.count(token) + 0.5 * (token in output)
+    torch.testing.assert_close(processed, wanted)
+
+
+def test_penalties_then_bias_then_bans() -> None:
+    logits = torch.tensor([[2.0, 1.0, -1.0, 0.5]])
+    before = logits.clone()
+    processed = process_logits(
+        logits,
+        batch(
+            1,
+            repetition_penalty=2.0,
+            frequency_penalty=0.5,
+            prompts=[[0]],
+            outputs=[[2, 2]],
+            logit_bias=LogitBias(
+                torch.tensor([0, 0, 0]), torch.tensor([0, 2, 3]), torch.tensor([5.0, 0.25, 9.0])
+            ),
+            banned=BannedTokens(torch.tensor([0]), torch.tensor([3])),
+        ),
+    )
+    assert processed.tolist() == [[6.0, 1.0, -2.75, -math.inf]]
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.usefixtures("even_draws")
+def test_banned_tokens_are_never_drawn() -> None:
+    logits = torch.tensor([9.0, 1.0, 1.0, 9.0])
+    rows = torch.arange(GRID).repeat_interleave(2)
+    banned = BannedTokens(rows, torch.tensor([0, 3]).repeat(GRID))
+    for settings in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.5}):
+        assert integrate(logits, banned=banned, **settings).unique().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.5, 3), (1 - 2.0**-53, 3)])
+def test_borders_of_the_cdf_belong_to_the_next_token_with_any_probability(
+    uniform: float, token: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens 1 and 3 have one half each; 0, 2 and 4 have nothing and are never chosen."""
+    monkeypatch.setattr("kernels.sampling.uniforms", lambda *_, **__: np.array([uniform]))
+    never = -math.inf
+    logits = torch.tensor([[never, 0.0, never, 0.0, never]])
+    assert sample(logits, batch(1)).tokens.tolist() == [token]
+
+
+def test_logprobs_are_of_the_model_not_of_the_processing() -> None:
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(7))
+    bias = LogitBias(torch.tensor([0]), torch.tensor([17]), torch.tensor([100.0]))
+    settings = batch(4, temperature=0.3, top_k=5, logit_bias=bias)
+    result = sample(logits, settings, num_top_logprobs=3)
+    wanted = F.log_softmax(logits.double(), -1).float()
+    assert result.tokens[0] == 17
+    assert result.logprobs is not None
+    assert result.top_ids is not None
+    assert result.top_logprobs is not None
+    torch.testing.assert_close(result.logprobs, wanted[range(4), result.tokens])
+    best = wanted.sort(-1, descending=True)
+    assert torch.equal(result.top_ids, best.indices[:, :3])
+    torch.testing.assert_close(result.top_logprobs, best.values[:, :3])
+
+
+def test_logprobs_only_when_asked() -> None:
+    logits = torch.zeros(2, 5)
+    assert sample(logits, batch(2))[2:] == (None, None, None)
+    chosen_only = sample(logits, batch(2), num_top_logprobs=0)
+    assert chosen_only.logprobs is not None
+    assert chosen_only.top_ids is not None
+    assert chosen_only.top_ids.shape == (2, 0)
+    more_than_there_are = sample(logits, batch(2), num_top_logprobs=20)
+    assert more_than_there_are.top_ids is not None
+    assert more_than_there_are.top_ids.shape == (2, 5)
+
+
+def mixed_batch(rows: Sequence[int]) -> SamplingBatch:
+    """The given rows of one batch of 24 rows that use everything in turn."""
+    rng = torch.Generator().manual_seed(8)
+    num_rows = 24
+    row = torch.arange(num_rows)
+    tokens = torch.randint(0, 500, (num_rows, 9), generator=rng)
+    kept = torch.tensor(rows)
+    place = {old: new for new, old in enumerate(rows)}
+    ruled = [r for r in rows if r % 5 == 0]
+    return batch(
+        len(rows),
+        temperature=torch.tensor([0.0, 0.7, 1.0, 1.8])[row % 4][kept],
+        top_k=torch.tensor([0, 10, 0, 0, 300])[row % 5][kept],
+        top_p=torch.tensor([1.0, 1.0, 0.9])[row % 3][kept],
+        min_p=torch.tensor([0.0] * 6 + [0.1])[row % 7][kept],
+        presence_penalty=torch.tensor([0.0, 0.0, 0.5])[row % 3][kept],
+        repetition_penalty=torch.tensor([1.0, 1.0, 1.0, 1.2])[row % 4][kept],
+        seeds=torch.tensor([as_signed((1 << 64) - 1 - 3 * r) for r in rows]),
+        choices=(row % 2)[kept],
+        positions=(row * 7)[kept],
+        prompts=[tokens[r, :5].tolist() for r in rows],
+        outputs=[tokens[r, 5:].tolist() for r in rows],
+        logit_bias=LogitBias(
+            integers([place[r] for r in ruled]),
+            integers([r * 3 for r in ruled]),
+            torch.full((len(ruled),), 2.0),
+        ),
+        banned=BannedTokens(integers([place[r] for r in ruled]), integers(ruled)),
+    )
+
+
+def integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+    logits = torch.randn(24, 500, generator=torch.Generator().manual_seed(9)) * 2
+    every = list(range(24))
+    whole = sample(logits, mixed_batch(every)).tokens
+    splits = [[r] for r in every] + [every[:5], every[5:], every[::-1], every[1::2], [7, 3, 20]]
+    for rows in splits:
+        part = sample(logits[rows], mixed_batch(rows)).tokens
+        assert torch.equal(part, whole[rows]), rows
+
+
+def test_draws_of_one_request_differ_by_position_and_choice() -> None:
+    logits = torch.zeros(200, 1000)
+    by_position = sample(logits, batch(200, seeds=5)).tokens
+    by_choice = sample(logits, batch(200, seeds=5, positions=0, choices=torch.arange(200))).tokens
+    assert by_position.unique().numel() > 150
+    assert by_choice.unique().numel() > 150
+    assert torch.equal(by_position, sample(logits, batch(200, seeds=5)).tokens)
