@@ -1,0 +1,82 @@
+"""Data addresses of expert nodes: their forms, and who may be at the other end.
+
+"unix:@NAME" (shm) and "tcp:HOST:PORT"; behind "nixl:" either, of the handshake. Owns the
+rule that hosts are loopback ones. Knows no handshake; open.py calls it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import time
+
+from m2n_comm.tcp import tune_socket
+from topspin.errors import ConfigError, DeadlineExceeded, PeerLost
+
+UNIX = "unix:"
+TCP = "tcp:"
+NIXL = "nixl:"
+
+
+def connect(address: str, *, expert: int, deadline_s: float, remote: bool = False) -> socket.socket:
+    """Return a connected socket. Raises ConfigError, PeerLost or DeadlineExceeded."""
+    handshake = address.removeprefix(NIXL)
+    if handshake.startswith(f"{UNIX}@"):
+        where: str | tuple[str, int] = "\0" + handshake.removeprefix(f"{UNIX}@")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    elif handshake.startswith(TCP):
+        host, _, port = handshake.removeprefix(TCP).rpartition(":")
+        if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"expert {expert}: {address!r} is not tcp:HOST:PORT")
+        if not remote:
+            check_loopback(host)
+        where = (host, int(port))
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    else:
+        raise ConfigError(f"expert {expert}: {address!r} is neither unix:@NAME nor tcp:HOST:PORT")
+    try:
+        tune_socket(sock)
+        sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
+        sock.connect(where)
+    except TimeoutError as error:
+        sock.close()
+        raise DeadlineExceeded(f"expert {expert}: no connection to {address}") from error
+    except OSError as error:
+        sock.close()
+        raise PeerLost(f"expert {expert}: {address}: {error.strerror}") from error
+    if sock.family == socket.AF_UNIX and not same_user(sock):
+        sock.close()
+        raise PeerLost(f"expert {expert}: {address} belongs to another user")
+    return sock
+
+
+def is_on_this_host(address: str) -> bool:
+    """Return whether the node at `address` surely runs on this host."""
+    kind, _, rest = address.removeprefix(NIXL).partition(":")
+    return kind == "unix" or is_loopback(rest.rpartition(":")[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is an IPv4 loopback address."""
+    try:
+        return ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_loopback(host: str) -> None:
+    """Raise ConfigError unless `host` is an IPv4 loopback address."""
+    if not is_loopback(host):
+        raise ConfigError(
+            f"tcp host {host!r}: frames are neither authenticated nor encrypted, so only "
+            "IPv4 loopback addresses (127.0.0.1) are allowed"
+        )
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Return whether the process at the other end of a Unix socket runs as our user."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return bool(uid == os.getuid())

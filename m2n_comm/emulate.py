@@ -1,0 +1,62 @@
+"""Gives any transport the latency and bandwidth of a link that the machine does not have.
+
+The sender stamps each frame with the time at which the emulated link would have delivered
+it and goes on; the receiver does not look at a frame before its time. Works between
+processes of one host, whose CLOCK_MONOTONIC is the same. Knows no sockets; the two sides
+of M2N call it. Used to measure pipelines for networks that are not there.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from topspin.errors import ConfigError
+
+# time.sleep() wakes late by the kernel's timer slack (50 us); the rest is spun.
+_SLACK_NS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEmulation:
+    """One-way latency, and bandwidth of each direction of each pair (None: unlimited)."""
+
+    latency_us: float = 0.0
+    gbps: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a link that cannot be."""
+        if not 0 <= self.latency_us < 1e9:
+            raise ConfigError(f"link latency {self.latency_us} us: must be in [0, 1e9)")
+        if self.gbps is not None and not self.gbps > 0:
+            raise ConfigError(f"link bandwidth {self.gbps} Gbit/s: must be positive")
+
+    @property
+    def shaper(self) -> LinkShaper | None:
+        """Return the sending end of a new link, or None if it would delay nothing."""
+        if self.latency_us == 0 and self.gbps is None:
+            return None
+        return LinkShaper(self)
+
+
+class LinkShaper:
+    """The sending end of one direction of one pair: frames leave one after the other."""
+
+    def __init__(self, link: LinkEmulation) -> None:
+        self._latency_ns = round(link.latency_us * 1000)
+        self._ns_per_byte = 0.0 if link.gbps is None else 8.0 / link.gbps
+        self._free_ns = 0
+
+    def deliver_ns(self, size_bytes: int, *, now_ns: int) -> int:
+        """Return when a frame of `size_bytes` that is sent now is there; occupies the link."""
+        self._free_ns = max(now_ns, self._free_ns) + round(size_bytes * self._ns_per_byte)
+        return self._free_ns + self._latency_ns
+
+
+def wait_delivery(deliver_ns: int, *, deadline_s: float) -> bool:
+    """Wait until `deliver_ns`; return False at `deadline_s` if that comes first."""
+    end_ns = min(deliver_ns, round(deadline_s * 1e9))
+    while (left_ns := end_ns - time.monotonic_ns()) > 0:
+        if left_ns > _SLACK_NS:
+            time.sleep((left_ns - _SLACK_NS) / 1e9)
+    return deliver_ns <= end_ns

@@ -1,0 +1,425 @@
+"""How a pair meets: who both ends are, and that they agree on every size.
+
+Owns the two messages (schema-checked MessagePack behind a bounded length), the accepting
+loop of an expert node and the asking end of an attention node. Knows sockets but not what
+travels on them afterwards; open.py calls it for shm and tcp alike.
+
+A peer of a past life (another incarnation), a stranger, and one that stays silent are
+refused without disturbing the others; the right peer with another version or shape can
+never work, so both ends raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.lines import CHECK_INTERVAL_S, Check, wait_on
+from m2n_comm.net import NetShape
+from m2n_comm.wire import PROTOCOL
+from topspin.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    FrameError,
+    PeerLost,
+    StaleFrame,
+    TopspinError,
+    VersionMismatch,
+)
+
+_PREFIX = struct.Struct("<4sI")
+_MAGIC = b"TSHS"
+_MAX_BODY = 2**16
+_MAX_FDS = 3
+_SILENCE_S = 5.0
+_MAX_PENDING = 256
+_MAX_INCARNATION = 2**64
+
+
+class PairShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields of NetShape that both ends must have alike."""
+
+    hidden_size: int
+    top_k: int
+    num_layers: int
+    payload: str
+    window_rows: int
+    num_micro_batches: int
+    per_pair_answers: bool = False
+    request_payload: str = ""
+
+
+class PairMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the other end may write with nixl, and how to reach it. `bell`: ring me, I block."""
+
+    agent: str
+    metadata: bytes
+    base: int
+    size_bytes: int
+    bell: bool
+
+
+class PairHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """What each end says of the pair: first the attention node, then the expert node.
+
+    `generation` tells the pairs of two process lives apart, of which a reformed engine makes
+    several. The link to emulate and whether tcp payloads carry a checksum are the attention
+    node's choice, which the expert node repeats. `memory` is the sender's own, on nixl only.
+    """
+
+    protocol: int
+    revision: str
+    attention: int
+    expert: int
+    attention_incarnation: int
+    expert_incarnation: int
+    shape: PairShape
+    generation: int = 1
+    latency_us: float = 0.0
+    gbps: float | None = None
+    checksum: bool = True
+    memory: PairMemory | None = None
+
+    @property
+    def link(self) -> LinkEmulation:
+        """Return the link to emulate. Raises ConfigError for one that cannot be."""
+        return LinkEmulation(latency_us=self.latency_us, gbps=self.gbps)
+
+
+class PairRefusal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Why the expert node will not form the pair; `code` as in topspin.errors."""
+
+    code: str
+    reason: str
+
+
+class Meeting(NamedTuple):
+    """A pair that was agreed on: the open socket, what was said, and descriptors received."""
+
+    sock: socket.socket
+    hello: PairHello
+    fds: tuple[int, ...]
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[PairHello | PairRefusal] = msgspec.msgpack.Decoder(
+    PairHello | PairRefusal
+)
+_ERRORS: dict[str, type[TopspinError]] = {
+    error.code: error for error in (FrameError, StaleFrame, VersionMismatch)
+}
+
+
+def pair_shape(shape: NetShape) -> PairShape:
+    """Return the part of `shape` that both ends compare."""
+    return PairShape(
+        hidden_size=shape.hidden_size,
+        top_k=shape.top_k,
+        num_layers=shape.num_layers,
+        payload=str(shape.payload),
+        request_payload=str(shape.request_dtype),
+        window_rows=shape.window_rows,
+        num_micro_batches=shape.num_micro_batches,
+        per_pair_answers=shape.per_pair_answers,
+    )
+
+
+def make_hello(
+    shape: NetShape,
+    *,
+    attention: int,
+    expert: int,
+    attention_incarnation: int,
+    expert_incarnation: int,
+    revision: str,
+    generation: int = 1,
+    link: LinkEmulation | None = None,
+    checksum: bool = True,
+) -> PairHello:
+    """Return the message of this pair. Raises ConfigError for an incarnation beyond 64 bits."""
+    for incarnation in (attention_incarnation, expert_incarnation):
+        if not 0 <= incarnation < _MAX_INCARNATION:
+            raise ConfigError(f"incarnation {incarnation} does not fit 64 bits")
+    link = link or LinkEmulation()
+    return PairHello(
+        protocol=PROTOCOL,
+        revision=revision,
+        attention=attention,
+        expert=expert,
+        attention_incarnation=attention_incarnation,
+        expert_incarnation=expert_incarnation,
+        shape=pair_shape(shape),
+        generation=generation,
+        latency_us=link.latency_us,
+        gbps=link.gbps,
+        checksum=checksum,
+    )
+
+
+def check_hello(got: PairHello, want: PairHello) -> None:
+    """Raise StaleFrame, VersionMismatch or FrameError naming the first field that differs."""
+    origin = f"handshake of attention {want.attention} with expert {want.expert}"
+    for names, error in (
+        (("attention_incarnation", "expert_incarnation", "generation"), StaleFrame),
+        (("protocol", "revision"), VersionMismatch),
+        (("attention", "expert"), FrameError),
+    ):
+        for name in names:
+            if getattr(got, name) != getattr(want, name):
+                raise error(
+                    f"{origin}: {name} is {getattr(got, name)}, expected {getattr(want, name)}"
+                )
+    for name in PairShape.__struct_fields__:
+        theirs, ours = getattr(got.shape, name), getattr(want.shape, name)
+        if theirs != ours:
+            raise FrameError(f"{origin}: {name} is {theirs}, expected {ours}")
+
+
+def send_message(
+    sock: socket.socket, message: PairHello | PairRefusal, fds: tuple[int, ...] = ()
+) -> None:
+    """Send one message, with descriptors on a Unix socket. Raises OSError."""
+    body = _ENCODER.encode(message)
+    data = _PREFIX.pack(_MAGIC, len(body)) + body
+    sent = socket.send_fds(sock, [data], list(fds)) if fds else 0
+    if sent < len(data):
+        sock.sendall(data[sent:])
+
+
+class Reader:
+    """Reads one message from a socket, never a byte beyond it. Owns the descriptors it gets."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.fds: list[int] = []
+        self._data = b""
+
+    def advance(self) -> PairHello | PairRefusal | None:
+        """Read what is there; return the message when it is whole.
+
+        Raises FrameError for what is no handshake, PeerLost at the end of the stream,
+        BlockingIOError or TimeoutError as the socket does.
+        """
+        needed = _PREFIX.size
+        if len(self._data) >= _PREFIX.size:
+            needed += self._body_bytes()
+        data, fds, flags, _ = (
+            socket.recv_fds(self.sock, needed - len(self._data), _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            if self.sock.family == socket.AF_UNIX
+            else (self.sock.recv(needed - len(self._data)), [], 0, None)
+        )
+        self.fds += fds
+        if flags & socket.MSG_CTRUNC or len(self.fds) > _MAX_FDS:
+            raise FrameError("handshake: too many descriptors")
+        if not data:
+            raise PeerLost("the peer closed the connection during the handshake")
+        self._data += data
+        if len(self._data) < _PREFIX.size:
+            return None
+        if len(self._data) < _PREFIX.size + self._body_bytes():
+            return None
+        try:
+            return _DECODER.decode(self._data[_PREFIX.size :])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise FrameError(f"handshake: {error}") from error
+
+    def close_fds(self) -> None:
+        """Close the descriptors that were received."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+    def _body_bytes(self) -> int:
+        magic, body_bytes = _PREFIX.unpack_from(self._data)
+        if magic != _MAGIC:
+            raise FrameError("handshake: magic is wrong, this is not an M2N peer")
+        if not 1 <= body_bytes <= _MAX_BODY:
+            raise FrameError(f"handshake: {body_bytes} bytes, at most {_MAX_BODY} are allowed")
+        return int(body_bytes)
+
+
+def ask(
+    sock: socket.socket, want: PairHello, *, deadline_s: float, check: Check = wait_on
+) -> Meeting:
+    """Read the expert node's answer to `want`, which has been sent.
+
+    Returns the socket and its descriptors. Raises what the expert node refused with, or
+    what differs; DeadlineExceeded, PeerLost, what `check` raises. On an error no descriptor
+    stays open.
+    """
+    reader = Reader(sock)
+    try:
+        message = None
+        while message is None:
+            left_s = deadline_s - time.monotonic()
+            sock.settimeout(max(min(left_s, CHECK_INTERVAL_S), 0.001))
+            try:
+                message = reader.advance()
+            except TimeoutError:
+                check()
+                if left_s <= 0:
+                    raise
+        if isinstance(message, PairRefusal):
+            raise _ERRORS.get(message.code, PeerLost)(message.reason)
+        check_hello(message, want)
+    except TimeoutError as error:
+        reader.close_fds()
+        raise DeadlineExceeded(f"expert {want.expert} did not answer the handshake") from error
+    except OSError as error:
+        reader.close_fds()
+        raise PeerLost(f"expert {want.expert}: {error.strerror} in the handshake") from error
+    except BaseException:
+        reader.close_fds()
+        raise
+    return Meeting(sock, message, tuple(reader.fds))
+
+
+class Reception:
+    """Accepts the attention nodes of one expert node, in any order, each once.
+
+    `expected[i]` is what attention node i must say (None: it is absent); `trusted` says
+    whether a connection may speak at all (peer credentials). Every pending connection has its
+    own deadline. `check` is called now and then and may end the wait.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        expected: tuple[PairHello | None, ...],
+        trusted: Callable[[socket.socket], bool],
+        deadline_s: float,
+        check: Check = wait_on,
+    ) -> None:
+        self._listener = listener
+        self._expected = {i: hello for i, hello in enumerate(expected) if hello is not None}
+        self._check = check
+        self._trusted = trusted
+        self._deadline_s = deadline_s
+        self._pending: dict[int, tuple[Reader, float]] = {}
+        self._met: dict[int, Meeting] = {}
+        self._refused: list[str] = []
+
+    def run(self, welcome: Callable[[socket.socket, PairHello], None]) -> dict[int, Meeting]:
+        """Return the meeting of each attention node, after `welcome` has answered each.
+
+        Raises DeadlineExceeded naming who is missing and who was refused, and the error of
+        an expected peer that can never fit. On an error every connection is closed.
+        """
+        try:
+            while len(self._met) < len(self._expected):
+                self._turn(welcome)
+        except BaseException:
+            for meeting in self._met.values():
+                meeting.sock.close()
+            raise
+        finally:
+            for reader, _ in self._pending.values():
+                self._drop(reader)
+        return {index: self._met[index] for index in sorted(self._met)}
+
+    def _turn(self, welcome: Callable[[socket.socket, PairHello], None]) -> None:
+        """Wait for one event: a connection, a message, or a deadline."""
+        now = time.monotonic()
+        for fd, (reader, end_s) in list(self._pending.items()):
+            if now >= end_s:
+                self._refuse(fd, reader, "it said nothing")
+        if now >= self._deadline_s:
+            missing = [i for i in self._expected if i not in self._met]
+            raise DeadlineExceeded(
+                f"attention nodes {missing} did not connect"
+                + (f"; refused: {'; '.join(self._refused)}" if self._refused else "")
+            )
+        poller = select.poll()
+        if len(self._pending) < _MAX_PENDING:
+            poller.register(self._listener, select.POLLIN)
+        for fd in self._pending:
+            poller.register(fd, select.POLLIN)
+        end_s = min([end for _, end in self._pending.values()] + [self._deadline_s])
+        events = poller.poll(min(max(0, end_s - now), CHECK_INTERVAL_S) * 1000 + 1)
+        if not events:
+            self._check()
+        for fd, _ in events:
+            if fd == self._listener.fileno():
+                self._accept()
+            else:
+                self._read(fd, welcome)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it left again before it was accepted
+        if not self._trusted(sock):
+            self._note("a connection of another user")
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._pending[sock.fileno()] = (Reader(sock), time.monotonic() + _SILENCE_S)
+
+    def _read(self, fd: int, welcome: Callable[[socket.socket, PairHello], None]) -> None:
+        reader, _ = self._pending[fd]
+        try:
+            message = reader.advance()
+        except BlockingIOError:
+            return
+        except (OSError, FrameError, PeerLost) as error:
+            self._refuse(fd, reader, str(error))
+            return
+        if message is None:
+            return
+        if not isinstance(message, PairHello) or reader.fds:
+            self._refuse(fd, reader, "its first message is no hello")
+            return
+        self._judge(fd, reader, message, welcome)
+
+    def _judge(
+        self,
+        fd: int,
+        reader: Reader,
+        hello: PairHello,
+        welcome: Callable[[socket.socket, PairHello], None],
+    ) -> None:
+        """Take the pair, or answer with a refusal; raise if an expected peer can never fit."""
+        try:
+            if hello.attention not in self._expected or hello.attention in self._met:
+                raise StaleFrame(f"attention {hello.attention} is unknown or connected already")
+            check_hello(hello, self._expected[hello.attention])
+        except (StaleFrame, VersionMismatch, FrameError) as error:
+            reader.sock.settimeout(1.0)
+            with contextlib.suppress(OSError):  # it may be gone; the reason is noted here too
+                send_message(reader.sock, PairRefusal(code=error.code, reason=str(error)))
+            self._refuse(fd, reader, str(error))
+            if not isinstance(error, StaleFrame):
+                raise
+            return
+        del self._pending[fd]
+        try:
+            reader.sock.settimeout(max(self._deadline_s - time.monotonic(), 0.001))
+            welcome(reader.sock, hello)
+        except OSError as error:
+            reader.sock.close()
+            self._note(f"attention {hello.attention}: {error.strerror}")
+            return
+        self._met[hello.attention] = Meeting(reader.sock, hello, ())
+
+    def _refuse(self, fd: int, reader: Reader, reason: str) -> None:
+        del self._pending[fd]
+        self._drop(reader)
+        self._note(reason)
+
+    def _drop(self, reader: Reader) -> None:
+        reader.close_fds()
+        reader.sock.close()
+
+    def _note(self, reason: str) -> None:
+        if len(self._refused) < 8:
+            self._refused.append(reason)

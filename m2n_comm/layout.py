@@ -1,0 +1,164 @@
+"""Routing and expert table -> which rows go to which expert node, with which slots.
+
+Pure: no memory of a transport, no clock. attention_side.py calls `plan_sends` once per
+dispatch and `write_part` once per part. A token goes at most once to a node; a pair whose
+expert is elsewhere has slot -1 there. Which replica serves which pair of an expert with
+several is chosen by replicas.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from m2n_comm.payload import pack_rows
+from m2n_comm.replicas import ReplicaChoice, replica_choice
+from m2n_comm.windows import Window
+from topspin.errors import FrameError
+from topspin.expert_table import ExpertTable
+
+
+@dataclass(frozen=True, slots=True)
+class RouteMap:
+    """An expert table as tensors.
+
+    slot_of[layer] is [N, P] int32: the slot of replica p on node n, -1 where it is
+    elsewhere; replicas are numbered by expert, then node, so without redundancy p is the
+    expert. `choices[layer]` is None there.
+    """
+
+    version: int
+    num_nodes: int
+    num_experts: int
+    slot_of: tuple[torch.Tensor, ...]
+    choices: tuple[ReplicaChoice | None, ...]
+
+
+class SendPlan(NamedTuple):
+    """The rows that each expert node gets of one dispatch.
+
+    slots [N, T, K] integers, -1 elsewhere; `rows[n]` the ascending token rows of node n,
+    int64, or None for all T in order; `counts[n]` how many they are.
+    """
+
+    slots: torch.Tensor
+    rows: tuple[torch.Tensor | None, ...]
+    counts: tuple[int, ...]
+
+
+def route_map(table: ExpertTable) -> RouteMap:
+    """Return `table` in the form that plan_sends reads."""
+    slot_of, choices = [], []
+    for layer in range(len(table.slots)):
+        replicas = table.replicas(layer)
+        everywhere = [replica for found in replicas for replica in found]
+        slots = [[-1] * len(everywhere) for _ in range(table.num_nodes)]
+        for column, replica in enumerate(everywhere):
+            slots[replica.node][column] = replica.slot
+        slot_of.append(torch.tensor(slots, dtype=torch.int32))
+        choices.append(replica_choice(replicas, num_nodes=table.num_nodes))
+    return RouteMap(
+        version=table.version,
+        num_nodes=table.num_nodes,
+        num_experts=table.num_experts,
+        slot_of=tuple(slot_of),
+        choices=tuple(choices),
+    )
+
+
+def plan_sends(route: RouteMap, layer: int, experts: torch.Tensor) -> SendPlan:
+    """Plan the sends of experts [T, K] int64, logical ids. Raises FrameError for unknown ids."""
+    num_rows, top_k = experts.shape
+    nodes = route.num_nodes
+    chosen = experts.reshape(-1)
+    choice = route.choices[layer]
+    if choice is not None:
+        _check_known(route, layer, chosen)
+        chosen = choice.choose(chosen)
+    try:
+        # The look-up is the check: it refuses every id that has no column.
+        flat = torch.index_select(route.slot_of[layer], 1, chosen)
+    except (IndexError, RuntimeError):
+        _check_known(route, layer, chosen)
+        raise
+    slots = flat.view(nodes, num_rows, top_k)
+    if nodes == 1 or num_rows == 0:
+        return SendPlan(slots, (None,) * nodes, (num_rows,) * nodes)
+    held = slots.amax(dim=2) >= 0
+    counts = held.sum(dim=1).tolist()
+    rows = held.view(-1).nonzero().view(-1).remainder_(num_rows)
+    ends = tuple(accumulate(counts))
+    return SendPlan(
+        slots,
+        tuple(
+            None if count == num_rows else rows[end - count : end]
+            for count, end in zip(counts, ends, strict=True)
+        ),
+        tuple(counts),
+    )
+
+
+def _check_known(route: RouteMap, layer: int, experts: torch.Tensor) -> None:
+    if not experts.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(experts))
+    if low < 0 or high >= route.num_experts:
+        raise FrameError(
+            f"layer {layer}: routed to experts {low}..{high}, there are 0..{route.num_experts - 1}"
+        )
+
+
+def num_parts(count: int, window_rows: int) -> int:
+    """Return in how many windows `count` rows travel; 0 rows travel in one."""
+    return max(1, -(-count // window_rows))
+
+
+def write_part(
+    window: Window,
+    plan: SendPlan,
+    node: int,
+    *,
+    low: int,
+    high: int,
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """Write rows low..high-1 of the node's share into a request window, once.
+
+    hidden [T, H] and weights [T, K] are of the window's dtypes if rows are selected, unless
+    the window is compressed: then hidden is of any, and `scratch` [W, H] fp32 is needed.
+    """
+    count = high - low
+    if count == 0:
+        return
+    rows = plan.rows[node]
+    slots = plan.slots[node]
+    to_slots, to_weights, to_hidden, to_scales = window.first(count)
+    if window.scales is not None:
+        assert scratch is not None
+        if rows is None:
+            slots, weights = slots[low:high], weights[low:high]
+            hidden = hidden[low:high]
+        else:
+            selected = rows[low:high]
+            slots, weights = slots[selected], weights[selected]
+            hidden = hidden[selected]
+        to_slots.copy_(slots)
+        to_weights.copy_(weights)
+        pack_rows(hidden, to_hidden, to_scales, scratch)
+        return
+    if rows is None:
+        if count < slots.shape[0]:
+            slots, weights, hidden = slots[low:high], weights[low:high], hidden[low:high]
+        to_slots.copy_(slots)
+        to_weights.copy_(weights)
+        to_hidden.copy_(hidden)
+        return
+    selected = rows if count == plan.counts[node] else rows[low:high]
+    torch.index_select(slots, 0, selected, out=to_slots)
+    torch.index_select(weights, 0, selected, out=to_weights)
+    torch.index_select(hidden, 0, selected, out=to_hidden)

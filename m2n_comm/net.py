@@ -1,0 +1,222 @@
+"""The one interface of the data plane, and the rules that every transport keeps.
+
+Owns the protocols AttentionNet and ExpertNet and their value types; the transports are
+local.py, shm.py and tcp.py, chosen by m2n_comm.open. Knows no model and no request.
+
+Call order on an attention node, per step that it takes part in:
+    begin(ticket)
+    for each MoE layer, for each micro-batch mb in 0..m-1:
+        dispatch(mb, layer, hidden, routing)      sends, never waits for an answer
+        ... other work ...
+        combine(mb, layer, out)                   waits for the answers of that dispatch
+A micro-batch has at most one dispatch in the air. On an expert node:
+    begin(ticket)
+    for each MoE layer, for each micro-batch: for batch in gather(mb, layer): reply(batch, partial)
+
+Rules: every participant sends every expert node one frame per (micro-batch, layer),
+possibly of 0 rows, in one or more parts of at most `window_rows` rows; a token goes at
+most once to an expert node, with its (slot, weight) pairs; the expert node returns one
+weighted partial sum per row, or (NetShape.per_pair_answers) one row per pair; the
+attention side adds what belongs to a token in fp32.
+Every wait for a peer ends `deadline_s` after it began: that limits what a peer computes
+between two frames, about a layer, and not a step. Only the first answer of a step that
+follows one of other attention nodes may take longer, since the experts serve that step
+first; whoever hands out tickets watches it. What is late, stale, or of the wrong shape
+raises a TransportError, and a failed net stays failed (its memory is not used again).
+
+Threads: a net belongs to the one busy thread of its node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+
+from topspin.config import MAX_MICRO_BATCHES, NodeConfig
+from topspin.expert_table import ExpertTable
+from topspin.messages import StepTicket
+from topspin.trace import Ring
+
+# On a core of one's own spinning saves the wake-up; on a shared one it takes the peer's time.
+WaitPolicy = Literal["block", "spin"]
+
+_COMPRESSED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetShape:
+    """What both ends of a pair must agree on; checked in the handshake.
+
+    `payload` is the dtype of hidden rows in both directions, but for `compressed`: then
+    requests travel as float8_e4m3fn or int8 with a scale per row. `compute`: the dtype in
+    which the expert node gets the rows (None: payload). `window_rows`: the rows of a
+    window; `num_micro_batches` the most that a ticket may ask for. `per_pair_answers`: an
+    answer has the unweighted row of each (row, expert) pair, not one weighted sum per row,
+    and the attention side adds them by ascending expert id.
+    """
+
+    hidden_size: int
+    top_k: int
+    num_layers: int
+    payload: torch.dtype
+    window_rows: int
+    num_micro_batches: int
+    deadline_s: float
+    per_pair_answers: bool = False
+    compressed: torch.dtype | None = None
+    compute: torch.dtype | None = None
+
+    @property
+    def request_dtype(self) -> torch.dtype:
+        """Return the dtype of a request's rows in its window."""
+        return self.compressed or self.payload
+
+    @property
+    def answer_rows(self) -> int:
+        """Return the rows of an answer window."""
+        return self.window_rows * (self.top_k if self.per_pair_answers else 1)
+
+    @classmethod
+    def from_config(
+        cls, config: NodeConfig, *, hidden_size: int, top_k: int, num_layers: int
+    ) -> NetShape:
+        """Return the shape that both ends derive from the same model and settings."""
+        return cls(
+            hidden_size=hidden_size,
+            top_k=top_k,
+            num_layers=num_layers,
+            payload=payload_dtype(config),
+            window_rows=min(config.m2n.window_rows, config.max_num_batched_tokens),
+            num_micro_batches=MAX_MICRO_BATCHES,
+            deadline_s=config.m2n.deadline_s,
+            per_pair_answers=config.compute.deterministic,
+            compressed=_COMPRESSED.get(config.m2n.payload),
+            compute=getattr(torch, config.model.dtype),
+        )
+
+
+def payload_dtype(config: NodeConfig) -> torch.dtype:
+    """Return the dtype of uncompressed rows that --m2n-payload means."""
+    match config.m2n.payload:
+        case "auto":
+            dtype: torch.dtype = getattr(torch, config.model.dtype)
+            return dtype
+        case "fp32":
+            return torch.float32
+        case _:
+            return torch.bfloat16
+
+
+def wait_policy(config: NodeConfig) -> WaitPolicy:
+    """Return how a node waits within a step: it spins on cores of its own unless told."""
+    if config.m2n.wait != "auto":
+        return config.m2n.wait
+    return "spin" if config.compute.layout == "split" else "block"
+
+
+class ExpertBatch(NamedTuple):
+    """Rows that an expert node computes at once: one part of each participant, joined.
+
+    hidden [R, H] in the compute dtype; slots [R, K] int32, the expert slots on this node, -1
+    where the pair went elsewhere; weights [R, K] fp32. `row_counts[i]` rows came from participant
+    i of the ticket, in that order. The slots are those of expert table `table_version`,
+    which is the ticket's. The tensors are valid until reply().
+    """
+
+    micro_batch: int
+    layer: int
+    part: int
+    hidden: torch.Tensor
+    slots: torch.Tensor
+    weights: torch.Tensor
+    row_counts: tuple[int, ...]
+    table_version: int = 1
+
+
+class NetTimes(NamedTuple):
+    """What an attention node's net has measured since begin().
+
+    `wait_s` was spent in combine(); `expert_s` is the busiest expert node's time from having
+    rows to replying; `link_s` is the mean one-way time of the round trips in which neither
+    side let a frame lie, None if there was none.
+    """
+
+    wait_s: float
+    expert_s: float
+    link_s: float | None
+
+
+class AttentionNet(Protocol):
+    """The attention side of all pairs (this node, every expert node)."""
+
+    trace: Ring | None
+
+    def set_table(self, table: ExpertTable) -> None:
+        """Keep `table` beside the ones known: a step is routed by the version of its ticket.
+
+        Older versions are forgotten when a newer one is first used. Raises ProtocolError if
+        it does not fit.
+        """
+
+    def begin(self, ticket: StepTicket) -> None:
+        """Open a step that this node takes part in."""
+
+    def dispatch(
+        self,
+        micro_batch: int,
+        layer: int,
+        hidden: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Send hidden [T, H] with its routing: experts [T, K] int64 logical, weights [T, K] fp32.
+
+        `layer` counts MoE layers. T may be 0. The tensors may be reused after return unless
+        T exceeds window_rows; then they must stay unchanged until combine().
+        """
+
+    def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill out [T, H] fp32 with the sum of all partials of that dispatch and return it."""
+
+    def wait_s(self) -> float:
+        """Return the seconds spent waiting in combine() since begin()."""
+
+    def times(self) -> NetTimes:
+        """Return what was measured since begin()."""
+
+    def close(self) -> None:
+        """Release all memory and descriptors; safe to call twice."""
+
+
+class ExpertNet(Protocol):
+    """The expert side of all pairs (every attention node, this node)."""
+
+    trace: Ring | None
+
+    def begin(self, ticket: StepTicket) -> None:
+        """Open a step."""
+
+    def set_table(self, table: ExpertTable) -> None:
+        """Serve tickets of `table` too, beside the newest one known before it.
+
+        Raises ProtocolError if it does not fit.
+        """
+
+    def gather(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
+        """Yield the parts of that micro-batch, each joined over the ticket's participants.
+
+        Reply to each before taking the next. A batch may have 0 rows.
+        """
+
+    def reply(self, batch: ExpertBatch, partial: torch.Tensor) -> None:
+        """Send partial [R, H] (any float dtype) back, each row to where it came from.
+
+        With per_pair_answers partial is [P, H]: a row for each slot that is not -1, by
+        ascending (row, choice).
+        """
+
+    def close(self) -> None:
+        """Release all memory and descriptors; safe to call twice."""

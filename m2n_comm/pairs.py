@@ -1,0 +1,105 @@
+"""Answers of one row per (token, expert) pair, and their sum in an order that nothing moves.
+
+With partial sums the bits of a token's sum depend on which experts share a node. Here an
+expert node answers with the unweighted row of every pair that it serves, pairs by
+ascending (row, choice); PairSum puts the rows of all nodes together and adds a token's
+rows by ascending logical expert id, in fp32. Pure but for the buffer; knows no transport.
+attention_side.py uses it if NetShape.per_pair_answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from m2n_comm.layout import SendPlan, num_parts
+from m2n_comm.net import NetShape
+
+
+@dataclass(frozen=True, slots=True)
+class PairPlan:
+    """Which answer rows come back from each expert node, and how they are added.
+
+    `places[n]` i64[P], where the rows of node n go among the T * K pairs; part r of its
+    answers brings `bounds[n][r] : bounds[n][r + 1]` of them. `order` i64[K, T]: a token's
+    pairs by ascending expert id, the first of all tokens first; `weights` f32[K, T, 1] theirs.
+    """
+
+    places: tuple[torch.Tensor, ...]
+    bounds: tuple[tuple[int, ...], ...]
+    order: torch.Tensor
+    weights: torch.Tensor
+
+    def num_rows(self, node: int, part: int) -> int:
+        """Return the rows of one answer."""
+        return self.bounds[node][part + 1] - self.bounds[node][part]
+
+
+def plan_pairs(
+    plan: SendPlan, experts: torch.Tensor, weights: torch.Tensor, *, window_rows: int
+) -> PairPlan:
+    """Plan the answers to the sends of `plan`; experts [T, K] logical ids, weights f32[T, K]."""
+    num_tokens, top_k = experts.shape
+    places, bounds = [], []
+    for node, count in enumerate(plan.counts):
+        here = plan.slots[node] >= 0
+        places.append(here.reshape(-1).nonzero().view(-1))
+        per_token = here.sum(dim=1)
+        rows = plan.rows[node]
+        ends = (per_token if rows is None else per_token[rows]).cumsum(0).tolist()
+        bounds.append(
+            (
+                0,
+                *(
+                    ends[min((part + 1) * window_rows, count) - 1] if count else 0
+                    for part in range(num_parts(count, window_rows))
+                ),
+            )
+        )
+    choices = experts.argsort(dim=1)
+    first_pair = torch.arange(num_tokens).mul_(top_k)
+    return PairPlan(
+        tuple(places),
+        tuple(bounds),
+        choices.add(first_pair[:, None]).t().contiguous(),
+        weights.gather(1, choices).t().contiguous()[:, :, None],
+    )
+
+
+class PairSum:
+    """The rows of one dispatch's pairs, while its answers arrive.
+
+    The buffer grows to the largest dispatch and is kept; combine() runs one dispatch at a
+    time, so that one buffer serves all micro-batches.
+    """
+
+    def __init__(self, shape: NetShape) -> None:
+        self._rows = torch.empty((shape.window_rows * shape.top_k, shape.hidden_size)).to(
+            shape.payload
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the bytes of the buffer."""
+        return self._rows.nbytes
+
+    def put(self, pairs: PairPlan, node: int, part: int, rows: torch.Tensor) -> None:
+        """Take the answer rows [P, H] of one part of `node`."""
+        num_pairs = pairs.order.numel()
+        if len(self._rows) < num_pairs:
+            # Nothing of this dispatch has been put yet, or it would have room.
+            self._rows = self._rows.new_empty(num_pairs, self._rows.shape[1])
+        low, high = pairs.bounds[node][part : part + 2]
+        self._rows.index_copy_(0, pairs.places[node][low:high], rows)
+
+    def add_up(self, pairs: PairPlan, out: torch.Tensor) -> None:
+        """Fill out [T, H] fp32: products and sums are rounded apart, pair after pair."""
+        out.zero_()
+        for order, weights in zip(pairs.order, pairs.weights, strict=True):
+            out.add_(self._rows.index_select(0, order).float().mul_(weights))
+
+
+def count_pairs(slots: torch.Tensor) -> int:
+    """Return how many answer rows the request rows with `slots` [R, K] make."""
+    return int((slots >= 0).sum())

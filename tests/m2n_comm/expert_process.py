@@ -1,0 +1,46 @@
+"""An expert node as a process: `python -m tests.m2n_comm.expert_process TRANSPORT [HOST]`.
+
+Prints its address, serves STEPS steps of one attention node, then waits for a step that
+never comes. Used by test_processes.py, which kills it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import cast, get_args
+
+from m2n_comm.open import Between, listen_expert
+from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, serve_steps
+
+EXPERT_INCARNATION = 2**63 + 5
+ATTENTION_INCARNATION = 2**64 - 1
+STEPS = 6
+
+
+def main(transport: str, host: str | None = None) -> None:
+    """Serve until killed; with `host` at that address, which other hosts may reach."""
+    shape = make_shape()
+    table = make_table(shape, 1)
+    assert transport in get_args(Between)
+    listener = listen_expert(cast(Between, transport), host=host, remote=host is not None)
+    print(listener.address, flush=True)
+    net = listener.accept(
+        shape,
+        index=0,
+        incarnation=EXPERT_INCARNATION,
+        attention_incarnations=(ATTENTION_INCARNATION,),
+        timeout_s=20.0,
+        table=table,
+    )
+    serve = FakeExperts(shape, 7).serve(table, 0)
+    serve_steps(net, [make_ticket(step, m=2) for step in range(1, STEPS + 1)], serve)
+    print("served", flush=True)
+    # The next frame is gathered and never answered.
+    net.begin(make_ticket(STEPS + 1, m=2))
+    next(iter(net.gather(0, 0)))
+    print("holding", flush=True)
+    next(iter(net.gather(1, 0)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,241 @@
+"""The contract of m2n_comm.net, the same tests for every transport: what comes back."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from m2n_comm.attention_side import AttentionSide
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.net import ExpertBatch
+from tests.m2n_comm.harness import (
+    NUM_EXPERTS,
+    TRANSPORTS,
+    Collected,
+    FakeExperts,
+    Fleet,
+    Rows,
+    RowsOf,
+    Transport,
+    assert_right_sums,
+    few_rows,
+    fleet_of,
+    make_shape,
+    make_table,
+    make_ticket,
+    mixed_rows,
+    rally,
+    random_rows,
+)
+from topspin.expert_table import ExpertTable
+from topspin.messages import StepTicket
+
+TOPOLOGIES = ((1, 1), (2, 2), (1, 3), (3, 2))
+
+
+def check_sums(
+    fleet: Fleet, tickets: list[StepTicket], rows_of: RowsOf, table: ExpertTable
+) -> None:
+    """Play `tickets` and compare every sum with the dense reference."""
+    fake = FakeExperts(fleet.shape, NUM_EXPERTS)
+    results: Collected = {}
+    failures = fleet.run(tickets, rally(rows_of, results))
+    assert failures == {}
+    count = 0
+    for ticket in tickets:
+        for index, layer, mb in itertools.product(
+            ticket.participants, range(fleet.shape.num_layers), range(ticket.num_micro_batches)
+        ):
+            rows = rows_of(ticket, index, layer, mb)
+            torch.testing.assert_close(
+                results[ticket.step, index, layer, mb],
+                fake.expected(table, layer, rows),
+                rtol=1e-5,
+                atol=2e-5 if fleet.shape.payload == torch.float32 else 2e-2,
+            )
+            count += 1
+    assert count == len(results)
+
+
+@pytest.mark.parametrize("payload", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: f"{t[0]}x{t[1]}")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_equal_the_dense_reference(
+    transport: Transport, topology: tuple[int, int], payload: torch.dtype
+) -> None:
+    m, n = topology
+    shape = make_shape(payload=payload)
+    everyone = tuple(range(m))
+    tickets = [make_ticket(s, participants=everyone, m=1 + s % 4) for s in range(1, 9)]
+    with fleet_of(transport, m, n, shape=shape) as fleet:
+        check_sums(fleet, tickets, mixed_rows(shape), make_table(shape, n))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_bf16_partials_are_carried_bit_for_bit_and_added_in_fp32(transport: Transport) -> None:
+    shape = make_shape(payload=torch.bfloat16)
+    table = make_table(shape, 2)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    rows = random_rows(shape, 20, choose_from=tuple(range(NUM_EXPERTS)), seed=3)
+    want = torch.zeros(20, shape.hidden_size)
+    for node in range(2):
+        slot_of = {expert: slot for slot, expert in enumerate(table.experts_of(node)[0])}
+        slots = torch.tensor([[slot_of.get(e, -1) for e in row] for row in rows.experts.tolist()])
+        batch = ExpertBatch(0, 0, 0, rows.hidden, slots.int(), rows.weights, (20,))
+        want += fake.serve(table, node)(batch).float()
+    results: Collected = {}
+    with fleet_of(transport, 1, 2, shape=shape) as fleet:
+        assert fleet.run([make_ticket(1)], rally(lambda t, i, layer, mb: rows, results)) == {}
+    assert torch.equal(results[1, 0, 0, 0], want)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_tokens_whose_experts_are_all_on_one_node(transport: Transport) -> None:
+    shape = make_shape()
+    table = make_table(shape, 2)
+    only = table.experts_of(1)[0]
+    assert len(only) >= shape.top_k
+
+    def rows_of(ticket: StepTicket, index: int, layer: int, mb: int) -> Rows:
+        return random_rows(shape, 19, choose_from=only, seed=ticket.step)
+
+    with fleet_of(transport, 2, 2, shape=shape) as fleet:
+        tickets = [make_ticket(s, participants=(0, 1), m=2) for s in (1, 2)]
+        check_sums(fleet, tickets, rows_of, table)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_only_the_participants_of_a_ticket_are_waited_for(transport: Transport) -> None:
+    shape = make_shape()
+    sets = [(0, 2), (1,), (0, 1, 2), (1, 2), (0,)]
+    tickets = [make_ticket(s + 1, participants=p, m=2) for s, p in enumerate(sets)]
+    with fleet_of(transport, 3, 2, shape=shape) as fleet:
+        check_sums(fleet, tickets, mixed_rows(shape), make_table(shape, 2))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_one_participant_with_more_parts_than_the_other(transport: Transport) -> None:
+    shape = make_shape()
+
+    def rows_of(ticket: StepTicket, index: int, layer: int, mb: int) -> Rows:
+        size = 41 if index == 0 else mb
+        everything = tuple(range(NUM_EXPERTS))
+        return random_rows(shape, size, choose_from=everything, seed=ticket.step + index)
+
+    with fleet_of(transport, 2, 1, shape=shape) as fleet:
+        tickets = [make_ticket(s, participants=(0, 1), m=3) for s in (1, 2)]
+        check_sums(fleet, tickets, rows_of, make_table(shape, 1))
+
+
+def with_replica(table: ExpertTable, version: int) -> ExpertTable:
+    """Return `table` with one more slot on node 0, a copy of expert 3."""
+    layers = tuple((nodes[0] + (3,), *nodes[1:]) for nodes in table.slots)
+    return ExpertTable(version=version, num_experts=table.num_experts, slots=layers)
+
+
+def rows_for_expert_3(ticket: StepTicket, index: int, layer: int, mb: int) -> Rows:
+    """Return 12 rows that all go to experts 3, 4 and 5."""
+    return random_rows(make_shape(), 12, choose_from=(3, 4, 5), seed=ticket.step)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_step_is_routed_by_the_table_of_its_ticket(transport: Transport) -> None:
+    shape = make_shape()
+    old = make_table(shape, 2)
+    new = with_replica(old, 2)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    rows_on_node_0: dict[int, int] = {}
+    with fleet_of(transport, 2, 2, shape=shape, table=old) as fleet:
+        step_now = [0]
+        serve_0 = fake.serve(new, 0)
+
+        def recording(batch: ExpertBatch) -> torch.Tensor:
+            assert batch.table_version == versions[step_now[0]]
+            rows_on_node_0[step_now[0]] = rows_on_node_0.get(step_now[0], 0) + len(batch.hidden)
+            return serve_0(batch)
+
+        for expert in fleet.experts:
+            expert.set_table(new)
+        fleet.replace_serve(0, recording)
+
+        fleet.attention[1].set_table(new)
+        versions = {1: 1, 2: 1, 3: 2, 4: 2}
+        for step, who in ((1, 0), (2, 1), (3, 0), (4, 1)):
+            step_now[0] = step
+            results: Collected = {}
+            play = rally(rows_for_expert_3, results)
+
+            def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
+                if ticket.step == 1:
+                    net.set_table(new)  # in the middle of step 1
+                play(net, ticket, index)  # noqa: B023
+
+            ticket = make_ticket(step, participants=(who,), version=versions[step])
+            assert fleet.run([ticket], attention) == {}
+            want = fake.expected(old, 0, rows_for_expert_3(ticket, who, 0, 0))
+            torch.testing.assert_close(results[step, who, 0, 0], want)
+    # By the old table expert 3 is only on node 1, and 4 and 5 are anyway.
+    assert rows_on_node_0.get(1, 0) == rows_on_node_0.get(2, 0) == 0
+    assert rows_on_node_0[3] > 0
+    assert rows_on_node_0[4] > 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_wait_s_counts_from_begin(transport: Transport) -> None:
+    waits: list[float] = []
+
+    def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
+        assert net.wait_s() == 0.0
+        rally(few_rows, {})(net, ticket, index)
+        waits.append(net.wait_s())
+
+    link = LinkEmulation(latency_us=25_000)
+    with fleet_of(transport, link=link) as fleet:
+        start_s = time.monotonic()
+        assert fleet.run([make_ticket(1), make_ticket(2)], attention) == {}
+        total_s = time.monotonic() - start_s
+    # Two layers, each there and back over 25 ms, nearly all of it inside combine().
+    assert all(0.03 <= wait < total_s for wait in waits)
+    assert sum(waits) <= total_s
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_emulated_link_overlaps_micro_batches(transport: Transport) -> None:
+    results: Collected = {}
+    link = LinkEmulation(latency_us=60_000, gbps=10.0)
+    with fleet_of(transport, link=link) as fleet:
+        start_s = time.monotonic()
+        assert fleet.run([make_ticket(1, m=4)], rally(few_rows, results)) == {}
+        elapsed_s = time.monotonic() - start_s
+    # One micro-batch alone needs 2 layers x 2 ways x 60 ms; four in turn would need 960 ms.
+    assert 0.24 <= elapsed_s < 0.9
+    assert_right_sums(results)
+    assert len(results) == 8
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_expert_reads_in_place_when_one_participant_has_rows(transport: Transport) -> None:
+    shape = make_shape()
+    places: list[bool] = []
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    with fleet_of(transport, 2, 1, shape=shape) as fleet:
+        expert = fleet.experts[0]
+        compute = fake.serve(make_table(shape, 1), 0)
+        windows = [expert.lines.inbox(peer, 0).hidden.data_ptr() for peer in range(2)]
+
+        def serve(batch: ExpertBatch) -> torch.Tensor:
+            places.append(batch.hidden.data_ptr() in windows)
+            return compute(batch)
+
+        fleet.replace_serve(0, serve)
+
+        def rows_of(ticket: StepTicket, index: int, layer: int, mb: int) -> Rows:
+            size = 4 if index == 1 or ticket.step == 2 else 0
+            return random_rows(shape, size, choose_from=(0, 1, 2), seed=index)
+
+        tickets = [make_ticket(s, participants=(0, 1)) for s in (1, 2)]
+        assert fleet.run(tickets, rally(rows_of, {})) == {}
+    assert places == [True, True, False, False]

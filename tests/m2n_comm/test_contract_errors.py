@@ -1,0 +1,340 @@
+"""The contract of m2n_comm.net, the same tests for every transport: what goes wrong."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from m2n_comm.attention_side import AttentionSide
+from m2n_comm.faults import Change, Damage, Delay, Drop, Duplicate, Fault, FaultInjector, Reorder
+from tests.m2n_comm.harness import (
+    NIXL,
+    NUM_EXPERTS,
+    TABLE_TRANSPORTS,
+    TRANSPORTS,
+    Collected,
+    Fleet,
+    Rows,
+    Transport,
+    assert_right_sums,
+    few_rows,
+    fleet_of,
+    make_shape,
+    make_table,
+    make_ticket,
+    mixed_rows,
+    rally,
+    random_rows,
+    reader_of,
+)
+from topspin.errors import (
+    DeadlineExceeded,
+    FrameError,
+    PeerLost,
+    ProtocolError,
+    StaleFrame,
+    TransportError,
+)
+from topspin.expert_table import ExpertTable
+from topspin.messages import StepTicket
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_table_two_versions_back_is_stale(transport: Transport) -> None:
+    with fleet_of(transport) as fleet:
+        for version in (2, 3):
+            set_version(fleet, version)
+        FaultInjector({0: Change("table_version", 1)}).attach(fleet.attention[0])
+        failures = fleet.run([make_ticket(1, version=3)], rally(mixed_rows(fleet.shape), {}))
+    error = failures[reader_of(transport, "attention")]
+    assert isinstance(error, StaleFrame)
+    assert "table_version is 1, expected 3" in str(error)
+
+
+def set_version(fleet: Fleet, version: int) -> None:
+    """Give every node of a fleet of one expert node the uniform table as `version`."""
+    slots = make_table(fleet.shape, 1).slots
+    table = ExpertTable(version=version, num_experts=NUM_EXPERTS, slots=slots)
+    for net in (*fleet.attention, *fleet.experts):
+        net.set_table(table)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_ticket_of_an_unknown_table_is_refused_by_both_sides(transport: Transport) -> None:
+    with fleet_of(transport) as fleet:
+        with pytest.raises(ProtocolError, match=r"expert table 2, attention 0 has \[1\]"):
+            fleet.attention[0].begin(make_ticket(1, version=2))
+        with pytest.raises(ProtocolError, match=r"expert table 2, expert 0 has \[1\]"):
+            fleet.experts[0].begin(make_ticket(1, version=2))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_older_table_is_forgotten_once_a_newer_one_was_used(transport: Transport) -> None:
+    with fleet_of(transport) as fleet:
+        set_version(fleet, 2)
+        tickets = [make_ticket(1), make_ticket(2, version=2)]
+        assert fleet.run(tickets, rally(few_rows, {})) == {}
+        with pytest.raises(ProtocolError, match=r"expert table 1, attention 0 has \[2\]"):
+            fleet.attention[0].begin(make_ticket(3))
+
+
+def run_with_fault(
+    transport: Transport,
+    side: str,
+    faults: dict[int, Fault],
+    *,
+    deadline_s: float = 20.0,
+    close_failed: bool = True,
+) -> tuple[dict[str, BaseException], Collected, FaultInjector]:
+    """Play 2 steps of 2 micro-batches on 1x1 with faults in the frames that `side` sends."""
+    shape = make_shape(deadline_s=deadline_s)
+    injector = FaultInjector(faults)
+    results: Collected = {}
+    with fleet_of(transport, 1, 1, shape=shape) as fleet:
+        fleet.close_failed = close_failed
+        injector.attach(fleet.attention[0] if side == "attention" else fleet.experts[0])
+        tickets = [make_ticket(step, m=2) for step in (1, 2)]
+        failures = fleet.run(tickets, rally(few_rows, results))
+    return failures, results, injector
+
+
+STALE = ("attention_incarnation", "expert_incarnation", "step", "table_version", "sequence")
+
+
+WRONG = (
+    "kind",
+    "payload",
+    "attention",
+    "expert",
+    "layer",
+    "part",
+    "num_parts",
+    "rows",
+    "hidden_size",
+    "payload_bytes",
+)
+
+
+@pytest.mark.parametrize("field", STALE + WRONG)
+@pytest.mark.parametrize("side", ["attention", "expert"])
+@pytest.mark.parametrize("transport", TABLE_TRANSPORTS)
+def test_every_wrong_header_field_is_a_typed_error_at_the_reader(
+    transport: Transport, side: str, field: str
+) -> None:
+    value = 0 if field == "num_parts" else 77
+    failures, results, injector = run_with_fault(transport, side, {5: Change(field, value)})
+    assert injector.remaining == 0
+    error = failures[reader_of(transport, side)]
+    assert isinstance(error, StaleFrame if field in STALE else FrameError), error
+    assert "77" in str(error) or field == "num_parts"
+    assert_right_sums(results)
+    assert len(results) < 8
+
+
+@pytest.mark.parametrize("side", ["attention", "expert"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_frame_for_another_micro_batch_never_becomes_a_sum(
+    transport: Transport, side: str
+) -> None:
+    failures, results, _ = run_with_fault(
+        transport, side, {4: Change("micro_batch", 3)}, deadline_s=0.4
+    )
+    # shm, nixl and local read the header where they expect it; tcp files the frame by it, in the
+    # window of micro-batch 3, and finds its sequence there wrong.
+    assert isinstance(failures[reader_of(transport, side)], FrameError | StaleFrame)
+    assert_right_sums(results)
+    assert len(results) < 8
+
+
+@pytest.mark.parametrize("offset", [0, 4, 8, 30, 60, 95])
+@pytest.mark.parametrize("transport", ["local", "shm", NIXL])
+def test_a_damaged_header_is_a_frame_error(transport: Transport, offset: int) -> None:
+    failures, results, _ = run_with_fault(transport, "attention", {3: Damage(offset)})
+    assert isinstance(failures[reader_of(transport, "attention")], FrameError)
+    assert_right_sums(results)
+
+
+@pytest.mark.parametrize("side", ["attention", "expert"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_lost_frame_is_a_deadline_that_names_peer_layer_and_micro_batch(
+    transport: Transport, side: str
+) -> None:
+    # Frames of a side are numbered step by step, layer by layer: frame 3 is layer 1, mb 1.
+    # Both ends wait in vain; neither closes, or the later one would see a lost peer.
+    failures, results, _ = run_with_fault(
+        transport, side, {3: Drop()}, deadline_s=0.3, close_failed=False
+    )
+    error = failures[reader_of(transport, side)]
+    assert isinstance(error, DeadlineExceeded)
+    waited_for = "attention 0" if reader_of(transport, side) == "expert 0" else "expert 0"
+    assert f"{waited_for} before the wait's deadline (layer 1, micro-batch 1)" in str(error)
+    assert_right_sums(results)
+    assert len(results) == 3
+
+
+@pytest.mark.parametrize("side", ["attention", "expert"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_frame_delivered_late_but_in_time_changes_nothing(
+    transport: Transport, side: str
+) -> None:
+    start_s = time.monotonic()
+    failures, results, _ = run_with_fault(transport, side, {3: Delay(0.15)})
+    assert failures == {}
+    assert time.monotonic() - start_s > 0.15
+    assert_right_sums(results)
+    assert len(results) == 8
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_frame_delivered_after_the_deadline_is_not_used(transport: Transport) -> None:
+    failures, results, _ = run_with_fault(transport, "expert", {3: Delay(60.0)}, deadline_s=0.3)
+    assert isinstance(failures["attention 0"], DeadlineExceeded)
+    assert len(results) == 3
+
+
+@pytest.mark.parametrize("fault", [Duplicate(), Reorder()], ids=["duplicate", "reorder"])
+@pytest.mark.parametrize("number", [0, 3, 4])
+@pytest.mark.parametrize("side", ["attention", "expert"])
+@pytest.mark.parametrize("transport", TABLE_TRANSPORTS)
+def test_a_duplicated_or_reordered_frame_is_harmless_or_a_typed_error(
+    transport: Transport, side: str, number: int, fault: Fault
+) -> None:
+    failures, results, injector = run_with_fault(transport, side, {number: fault}, deadline_s=0.3)
+    assert injector.remaining == 0
+    assert all(isinstance(error, TransportError) for error in failures.values()), failures
+    assert_right_sums(results)
+    assert len(results) == 8 or failures
+    if isinstance(fault, Duplicate) and transport == "tcp":
+        # The second copy is a whole frame of its own there, and must be refused.
+        assert isinstance(failures[reader_of(transport, side)], StaleFrame)
+    if isinstance(fault, Duplicate) and transport != "tcp":
+        assert failures == {}
+    if isinstance(fault, Reorder) and side == "attention" and number == 0:
+        assert failures == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [("num_parts", 4, FrameError), ("table_version", 2, StaleFrame)],
+)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_later_part_must_agree_with_the_first(
+    transport: Transport, field: str, value: int, error: type[TransportError]
+) -> None:
+    def rows_of(ticket: StepTicket, index: int, layer: int, mb: int) -> Rows:
+        return random_rows(make_shape(), 20, choose_from=tuple(range(NUM_EXPERTS)), seed=1)
+
+    with fleet_of(transport) as fleet:
+        FaultInjector({1: Change(field, value)}).attach(fleet.attention[0])
+        failures = fleet.run([make_ticket(1)], rally(rows_of, {}))
+    found = failures[reader_of(transport, "attention")]
+    assert type(found) is error
+    assert f"{field} is {value}" in str(found)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_slot_beyond_the_node_is_refused(transport: Transport) -> None:
+    # The expert node knows a table in which its layers are shorter than the sender believes.
+    shape = make_shape()
+    short = ExpertTable(version=1, num_experts=6, slots=((tuple(range(6)),),) * shape.num_layers)
+    with fleet_of(transport) as fleet:
+        fleet.experts[0].set_table(short)
+        rows = random_rows(shape, 5, choose_from=(4, 5, 6), seed=1)
+        failures = fleet.run([make_ticket(1)], rally(lambda t, i, layer, mb: rows, {}))
+    error = failures[reader_of(transport, "attention")]
+    assert isinstance(error, FrameError)
+    assert "slots 4..6, expert 0 has 0..5" in str(error)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_closed_peer_is_lost_at_once(transport: Transport) -> None:
+    def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
+        if index == 1:
+            net.close()
+            return
+        rally(few_rows, {})(net, ticket, index)
+
+    start_s = time.monotonic()
+    with fleet_of(transport, 2, 1) as fleet:
+        failures = fleet.run([make_ticket(1, participants=(0, 1))], attention)
+    assert time.monotonic() - start_s < 5.0  # the deadline is 20 s
+    node = reader_of(transport, "attention")
+    assert isinstance(failures[node], PeerLost)
+    assert "attention 1" in str(failures[node])
+    assert isinstance(failures["attention 0"], PeerLost)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_failed_net_refuses_further_use(transport: Transport) -> None:
+    shape = make_shape(deadline_s=0.2)
+    with fleet_of(transport, shape=shape) as fleet:
+        net = fleet.attention[0]
+        FaultInjector({0: Drop()}).attach(net)
+        rows = few_rows(make_ticket(1), 0, 0, 0)
+        net.begin(make_ticket(1))
+        net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+        with pytest.raises(DeadlineExceeded):
+            net.combine(0, 0, torch.empty_like(rows.hidden))
+        for use in (
+            lambda: net.begin(make_ticket(2)),
+            lambda: net.dispatch(1, 0, rows.hidden, rows.experts, rows.weights),
+            lambda: net.combine(0, 0, torch.empty_like(rows.hidden)),
+        ):
+            with pytest.raises(TransportError, match=r"can not be used any more: Deadline"):
+                use()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_waiting_costs_no_cpu_and_is_counted(transport: Transport) -> None:
+    shape = make_shape(deadline_s=0.4)
+    with fleet_of(transport, shape=shape) as fleet:
+        net = fleet.attention[0]
+        FaultInjector({0: Drop()}).attach(net)
+        rows = few_rows(make_ticket(1), 0, 0, 0)
+        net.begin(make_ticket(1))
+        net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+        cpu_s = time.thread_time()
+        with pytest.raises(DeadlineExceeded):
+            net.combine(0, 0, torch.empty_like(rows.hidden))
+        assert time.thread_time() - cpu_s < 0.1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_caller_errors_are_typed_and_name_what_is_wrong(transport: Transport) -> None:
+    with fleet_of(transport) as fleet:
+        net = fleet.attention[0]
+        with pytest.raises(ProtocolError, match="attention 0 takes no part"):
+            net.begin(make_ticket(1, participants=(1,)))
+        with pytest.raises(ProtocolError, match="5 micro-batches"):
+            net.begin(make_ticket(1, m=5))
+        with pytest.raises(ProtocolError, match="expert table 1: 2 layers over 3 nodes"):
+            net.set_table(make_table(fleet.shape, 3))
+        net.begin(make_ticket(1))
+        rows = few_rows(make_ticket(1), 0, 0, 0)
+        with pytest.raises(FrameError, match=r"experts is \(4, 3\), expected \(5, 3\)"):
+            net.dispatch(0, 0, rows.hidden, rows.experts[1:], rows.weights)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_step_can_not_begin_while_a_dispatch_is_in_the_air(transport: Transport) -> None:
+    with fleet_of(transport) as fleet:
+        net = fleet.attention[0]
+        rows = few_rows(make_ticket(1), 0, 0, 0)
+        net.begin(make_ticket(1))
+        net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+        with pytest.raises(ProtocolError, match="micro-batch 0 of step 1 is still in the air"):
+            net.begin(make_ticket(2))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_closing_twice_is_safe_and_a_closed_net_says_so(transport: Transport) -> None:
+    with fleet_of(transport) as fleet:
+        fleet.close()
+        fleet.close()
+        with pytest.raises(TransportError, match="it is closed"):
+            fleet.attention[0].begin(make_ticket(1))
+        if transport != "local":
+            with pytest.raises(TransportError, match="it is closed"):
+                fleet.experts[0].begin(make_ticket(1))

@@ -1,0 +1,141 @@
+"""Nets of a reformed engine: absent peers, later generations, waits that are given up."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from m2n_comm.net import ExpertNet
+from m2n_comm.open import Between, connect_attention, listen_expert
+from tests.m2n_comm.harness import make_shape, make_table
+from tests.m2n_comm.test_open import BETWEEN, Meeting
+from topspin.errors import DeadlineExceeded, Interrupted, ProtocolError, StaleFrame
+from topspin.expert_table import ExpertTable
+from topspin.messages import ExpertPeer, StepTicket
+
+
+def give_up() -> None:
+    raise Interrupted("the scheduler has sent Halt")
+
+
+def ticket(participants: tuple[int, ...]) -> StepTicket:
+    return StepTicket(
+        step=1,
+        previous=0,
+        generation=2,
+        table_version=1,
+        num_micro_batches=1,
+        participants=participants,
+        row_buckets=(4,),
+    )
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_a_pair_works_beside_absent_peers(transport: Between) -> None:
+    """Attention 1 and expert 1 of two each; expert 1 holds everything."""
+    shape = make_shape()
+    everything = tuple(range(make_table(shape, 1).num_experts))
+    table = ExpertTable(1, len(everything), (((), everything),) * shape.num_layers)
+    listener = listen_expert(transport)
+    peer = ExpertPeer(address=listener.address, incarnation=7)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(
+            listener.accept,
+            shape,
+            index=1,
+            incarnation=7,
+            attention_incarnations=(None, 51),
+            timeout_s=10.0,
+            table=table,
+            generation=2,
+        )
+        net = connect_attention(
+            shape,
+            index=1,
+            incarnation=51,
+            experts=[None, peer],
+            table=table,
+            timeout_s=10.0,
+            generation=2,
+        )
+        expert = accepted.result()
+        with pytest.raises(ProtocolError, match="participants"):
+            expert.begin(ticket((0, 1)))
+        answered = pool.submit(double, expert)
+        net.begin(ticket((1,)))
+        hidden = torch.arange(3.0 * shape.hidden_size).view(3, -1).to(shape.payload)
+        experts = torch.zeros((3, shape.top_k), dtype=torch.int64) + torch.arange(shape.top_k)
+        net.dispatch(0, 0, hidden, experts, torch.ones(3, shape.top_k))
+        out = net.combine(0, 0, torch.empty(3, shape.hidden_size))
+        answered.result()
+        assert torch.equal(out, 2 * hidden.float())
+        absent_holds = ExpertTable(2, len(everything), ((everything, ()),) * shape.num_layers)
+        with pytest.raises(ProtocolError, match="absent"):
+            net.set_table(absent_holds)
+        net.close()
+        expert.close()
+    listener.close()
+
+
+def double(expert: ExpertNet) -> None:
+    expert.begin(ticket((1,)))
+    for batch in expert.gather(0, 0):
+        expert.reply(batch, 2 * batch.hidden)
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_an_address_is_used_again_and_tells_generations_apart(transport: Between) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        meeting = Meeting(transport, pool)
+        first = meeting.accept(generation=1, reuse=True)
+        meeting.connect(generation=1)
+        first.result()
+        second = meeting.accept(generation=2, reuse=True)
+        with pytest.raises(StaleFrame, match="generation"):
+            meeting.connect(generation=1)  # it had not heard of the end of its generation
+        meeting.connect(generation=2)
+        second.result()
+        meeting.close()
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_meetings_and_steps_can_be_given_up(transport: Between) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        meeting = Meeting(transport, pool)
+        with pytest.raises(Interrupted):
+            meeting.connect(check=give_up)  # nobody accepts
+        with pytest.raises(Interrupted):
+            meeting.accept(check=give_up, num_attention=2, reuse=True).result()
+        with pytest.raises(DeadlineExceeded):
+            meeting.accept(timeout_s=0.3, num_attention=2, reuse=True).result()
+        meeting.close()
+
+
+@pytest.mark.parametrize("transport", BETWEEN)
+def test_a_step_that_waits_is_given_up(transport: Between) -> None:
+    shape = make_shape()
+    given_up: list[bool] = []
+
+    def halt() -> None:
+        if given_up:
+            give_up()
+
+    with ThreadPoolExecutor(3) as pool:
+        meeting = Meeting(transport, pool)
+        accepted = meeting.accept(check=halt, reuse=True)
+        net = meeting.connect(check=halt)
+        expert = accepted.result()
+        step = ticket((0,))
+        expert.begin(step)
+        net.begin(step)
+        hidden = torch.zeros((1, shape.hidden_size), dtype=shape.payload)
+        experts = torch.arange(shape.top_k).view(1, -1)
+        given_up.append(True)
+        with pytest.raises(Interrupted):
+            next(expert.gather(0, 0))
+        net.dispatch(0, 0, hidden, experts, torch.ones(1, shape.top_k))
+        with pytest.raises(Interrupted):
+            net.combine(0, 0, torch.empty(1, shape.hidden_size))
+        meeting.close()

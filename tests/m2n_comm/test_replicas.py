@@ -1,0 +1,84 @@
+"""Which replica serves a pair: every pair once, in row order, and the peak near the least."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from m2n_comm.replicas import ACTIVATION_ROWS, ReplicaChoice, replica_choice, spread_rows
+from topspin.expert_table import Replica
+
+
+def peak(loads: list[int], rows: list[int]) -> int:
+    """Return the highest load of the nodes that get rows."""
+    return max(
+        load + count + ACTIVATION_ROWS for load, count in zip(loads, rows, strict=True) if count
+    )
+
+
+@given(
+    count=st.integers(1, 24),
+    loads=st.lists(st.integers(0, 40), min_size=1, max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_rows_are_split_with_the_least_peak(count: int, loads: list[int]) -> None:
+    rows = spread_rows(count, loads)
+    assert sum(rows) == count
+    assert min(rows) >= 0
+    every_split = product(range(count + 1), repeat=len(loads))
+    assert peak(loads, rows) == min(
+        peak(loads, list(split)) for split in every_split if sum(split) == count
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "loads", "rows"),
+    [
+        (1, [5, 5], [1, 0]),  # equal: the first
+        (1, [6, 5], [0, 1]),
+        (5, [0, 0], [3, 2]),
+        (100, [0, 0, 0], [34, 34, 32]),
+        (4, [0, 20], [4, 0]),  # not worth reading the expert's weights twice
+        (30, [0, 20], [25, 5]),
+    ],
+)
+def test_spread_rows(count: int, loads: list[int], rows: list[int]) -> None:
+    assert spread_rows(count, loads) == rows
+
+
+REPLICAS = [
+    [Replica(0, 0)],
+    [Replica(0, 1), Replica(1, 0), Replica(2, 0)],
+    [Replica(2, 1)],
+    [Replica(1, 1), Replica(2, 2)],
+]
+
+
+@given(pairs=st.lists(st.sampled_from([0, 1, 1, 1, 2, 3, 3]), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_every_pair_gets_a_replica_of_its_expert_in_row_order(pairs: list[int]) -> None:
+    choice = ReplicaChoice(REPLICAS, num_nodes=3)
+    chosen = choice.choose(torch.tensor(pairs, dtype=torch.int64)).tolist()
+    expert_of = [e for e, found in enumerate(REPLICAS) for _ in found]
+    assert [expert_of[replica] for replica in chosen] == pairs
+    for expert in range(4):
+        mine = [r for r, e in zip(chosen, pairs, strict=True) if e == expert]
+        assert mine == sorted(mine)
+    assert chosen == choice.choose(torch.tensor(pairs, dtype=torch.int64)).tolist()
+    counts = [pairs.count(expert) for expert in range(4)]
+    assert [chosen.count(replica) for replica in range(7)] == choice.quotas(counts)
+
+
+def test_the_busiest_expert_is_spread_first_and_around_what_is_fixed() -> None:
+    choice = ReplicaChoice(REPLICAS, num_nodes=3)
+    # Node 0 has 58 fixed, node 2 has 18. Expert 1 lifts nodes 1 and 2 to 47 and spares node
+    # 0; expert 3 then lifts both to 57, which is less than 59 for one of them alone.
+    assert choice.quotas([50, 60, 10, 4]) == [50, 0, 39, 21, 10, 2, 2]
+
+
+def test_without_redundancy_there_is_nothing_to_choose() -> None:
+    assert replica_choice([[Replica(0, 0)], [Replica(1, 0)]], num_nodes=2) is None

@@ -1,0 +1,99 @@
+"""Nothing grows: memory and descriptors are taken at start and given back at close."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tracemalloc
+
+import pytest
+import torch
+
+from m2n_comm.attention_side import AttentionSide
+from m2n_comm.windows import PairLayout
+from tests.m2n_comm.harness import (
+    NIXL,
+    TRANSPORTS,
+    FakeExperts,
+    Fleet,
+    Transport,
+    make_shape,
+    make_table,
+    make_ticket,
+    open_fleet,
+    random_rows,
+)
+from topspin.messages import StepTicket
+
+
+def open_one_by_two(transport: Transport, *, num_layers: int = 2) -> Fleet:
+    shape = make_shape(num_layers=num_layers)
+    table = make_table(shape, 2)
+    fake = FakeExperts(shape, 7)
+    serves = [fake.serve(table, node) for node in range(2)]
+    return open_fleet(transport, 1, 2, shape=shape, table=table, serves=serves)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_steps_take_nothing_that_is_not_given_back(transport: Transport) -> None:
+    fleet = open_one_by_two(transport, num_layers=1)
+    shape = fleet.shape
+    rows = [random_rows(shape, n, choose_from=tuple(range(7)), seed=n) for n in (3, 13)]
+    outs = [torch.empty(sent.hidden.shape) for sent in rows]
+    warm, steps = 20, 220
+    seen: dict[int, tuple[int, int, int]] = {}
+
+    def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
+        for layer in range(shape.num_layers):
+            for mb, sent in enumerate(rows):
+                net.dispatch(mb, layer, sent.hidden, sent.experts, sent.weights)
+            for mb, out in enumerate(outs):
+                net.combine(mb, layer, out)
+        if ticket.step in (warm, steps):
+            gc.collect()
+            traced = tracemalloc.get_traced_memory()[0]
+            num_fds = len(os.listdir("/proc/self/fd"))
+            seen[ticket.step] = (traced, num_fds, net.registered_bytes)
+
+    tracemalloc.start()
+    try:
+        assert fleet.run([make_ticket(s, m=2) for s in range(1, steps + 1)], attention) == {}
+    finally:
+        tracemalloc.stop()
+        fleet.close()
+    assert seen[steps][1:] == seen[warm][1:]
+    # 200 steps are 1800 frames: 10 bytes a frame are noise of the interpreter.
+    assert seen[steps][0] - seen[warm][0] < 20_000
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_registered_bytes_count_every_window(transport: Transport) -> None:
+    fleet = open_one_by_two(transport)
+    pair = PairLayout(fleet.shape).total_bytes
+    scratch = fleet.shape.window_rows * fleet.shape.hidden_size * 4
+    assert fleet.attention[0].registered_bytes == 2 * pair + scratch
+    joined = fleet.shape.window_rows * (24 * 4 + 3 * 4 + 3 * 4)
+    own_windows = 0 if transport == "local" else pair
+    assert fleet.experts[0].registered_bytes == own_windows + joined
+    fleet.close()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("transport", ["shm", "tcp", NIXL])
+def test_close_gives_all_descriptors_back(transport: Transport, failed: bool) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+
+    def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
+        if failed:
+            net.dispatch(0, 0, torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1))
+        for layer in range(2):
+            rows = random_rows(net.shape, 9, choose_from=(1, 4, 6), seed=1)
+            net.dispatch(0, layer, rows.hidden, rows.experts, rows.weights)
+            net.combine(0, layer, torch.empty(rows.hidden.shape))
+
+    fleet = open_one_by_two(transport)
+    assert bool(fleet.run([make_ticket(1)], attention)) == failed
+    fleet.close()
+    # Although `fleet` still holds the closed nets, and a failure its traceback.
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -1,0 +1,138 @@
+"""A step may take far longer than a wait: only a peer that says nothing is late."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import attention_nodes.command
+import expert_nodes.worker
+from m2n_comm.net import ExpertBatch
+from m2n_comm.open import connect_attention, listen_expert
+from tests.m2n_comm.harness import (
+    TRANSPORTS,
+    Collected,
+    FakeExperts,
+    Fleet,
+    Transport,
+    few_rows,
+    fleet_of,
+    make_shape,
+    make_table,
+    make_ticket,
+    rally,
+)
+from topspin.errors import DeadlineExceeded
+from topspin.messages import ExpertPeer, StepTicket
+
+DEADLINE_S = 0.3
+LAYER_S = 0.2
+
+
+def slow(serve: Callable[[ExpertBatch], torch.Tensor]) -> Callable[[ExpertBatch], torch.Tensor]:
+    """Return an expert whose computing takes LAYER_S."""
+
+    def compute(batch: ExpertBatch) -> torch.Tensor:
+        time.sleep(LAYER_S)
+        return serve(batch)
+
+    return compute
+
+
+def play_steps(fleet: Fleet, tickets: list[StepTicket], results: Collected) -> None:
+    """Let every node do its tickets with a slow expert; no error."""
+    fleet.replace_serve(0, slow(fleet.serves[0]))
+    assert fleet.run(tickets, rally(few_rows, results)) == {}
+    fake = FakeExperts(fleet.shape, 7)
+    table = make_table(fleet.shape, 1)
+    for (step, index, layer, mb), got in results.items():
+        rows = few_rows(make_ticket(step), index, layer, mb)
+        torch.testing.assert_close(got, fake.expected(table, layer, rows))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_step_of_many_slow_layers_is_not_late(transport: Transport) -> None:
+    results: Collected = {}
+    with fleet_of(transport, shape=make_shape(num_layers=4, deadline_s=DEADLINE_S)) as fleet:
+        play_steps(fleet, [make_ticket(1)], results)
+    assert len(results) == 4
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_node_that_begins_the_next_step_early_waits_for_its_turn(transport: Transport) -> None:
+    """Attention 1 takes no part in step 1, which takes longer than the deadline."""
+    results: Collected = {}
+    shape = make_shape(num_layers=4, deadline_s=DEADLINE_S)
+    with fleet_of(transport, 2, shape=shape) as fleet:
+        tickets = [make_ticket(1), make_ticket(2, participants=(0, 1))]
+        play_steps(fleet, tickets, results)
+    assert len(results) == 12
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_silent_peer_is_late_after_progress_too(transport: Transport) -> None:
+    """The patience for one's turn ends with the first answer, that for a peer never grows."""
+    shape = make_shape(deadline_s=DEADLINE_S)
+    with fleet_of(transport, 1, shape=shape) as fleet:
+        fleet.close_failed = False
+        hung = threading.Event()
+        serve = fleet.serves[0]
+
+        def hang(batch: ExpertBatch) -> torch.Tensor:
+            if batch.layer == 1:
+                hung.wait(3 * DEADLINE_S)
+            return serve(batch)
+
+        fleet.replace_serve(0, hang)
+        # Step 4 was another node's, for all that this one knows.
+        failures = fleet.run([make_ticket(5)], rally(few_rows, {}))
+    assert isinstance(failures["attention 0"], DeadlineExceeded)
+    assert "expert 0" in str(failures["attention 0"])
+
+
+def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention node has connected to an expert node that accepts ten minutes later."""
+    shape = make_shape()
+    offset_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + offset_s)
+    monkeypatch.setattr("m2n_comm.open.time", clock)
+    monkeypatch.setattr("m2n_comm.handshake.time", clock)
+    asked = threading.Semaphore(0)
+    opened: list[object] = []
+    listener = listen_expert("shm")
+    peer = ExpertPeer(address=listener.address, incarnation=2)
+
+    def connect() -> None:
+        net = connect_attention(
+            shape,
+            index=0,
+            incarnation=1,
+            experts=[peer],
+            table=make_table(shape, 1),
+            timeout_s=attention_nodes.command.CONNECT_TIMEOUT_S,
+            check=asked.release,
+        )
+        opened.append(net)
+        net.close()
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    assert asked.acquire(timeout=10.0)
+    offset_s = 600.0
+    for _ in range(4):  # it looks at the clock, and waits on
+        assert asked.acquire(timeout=10.0)
+    listener.accept(
+        shape,
+        index=0,
+        incarnation=2,
+        attention_incarnations=(1,),
+        timeout_s=expert_nodes.worker.CONNECT_TIMEOUT_S,
+    ).close()
+    thread.join(10.0)
+    listener.close()
+    assert opened

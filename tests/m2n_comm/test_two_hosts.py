@@ -1,0 +1,108 @@
+"""tcp between two hosts: two network namespaces, joined by a virtual cable."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.tcp import TcpLines
+from tests.m2n_comm.expert_process import ATTENTION_INCARNATION, EXPERT_INCARNATION, STEPS
+from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, random_rows
+from topspin.errors import ConfigError
+from topspin.messages import ExpertPeer
+
+OURS, THEIRS = "10.213.77.1", "10.213.77.2"
+
+
+def ip(*arguments: str) -> None:
+    """Run `ip`; skips the test where that is not permitted or ip is not there."""
+    try:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("the ip command is not installed")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"ip {' '.join(arguments)}: {error.stderr.strip()}")
+
+
+@pytest.fixture
+def other_host() -> Iterator[str]:
+    """Make a network namespace that is reached at THEIRS; yields its name."""
+    tag = secrets.token_hex(3)
+    name, here, there = f"topspin-{tag}", f"tsa{tag}", f"tsb{tag}"
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
+        ip("address", "add", f"{OURS}/30", "dev", here)
+        ip("link", "set", here, "up")
+        ip("-n", name, "address", "add", f"{THEIRS}/30", "dev", there)
+        ip("-n", name, "link", "set", there, "up")
+        yield name
+    finally:
+        # The cable goes with the namespace.
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def test_rows_travel_between_two_hosts_with_checksums(other_host: str) -> None:
+    shape, table = make_shape(), make_table(make_shape(), 1)
+    fake = FakeExperts(shape, 7)
+    command = [sys.executable, "-m", "tests.m2n_comm.expert_process", "tcp", THEIRS]
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", other_host, *command],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        assert address.startswith(f"tcp:{THEIRS}:")
+        net = connect_attention(
+            shape,
+            index=0,
+            incarnation=ATTENTION_INCARNATION,
+            experts=[ExpertPeer(address=address, incarnation=EXPERT_INCARNATION)],
+            table=table,
+            timeout_s=20.0,
+            remote=True,
+        )
+        assert isinstance(net.lines, TcpLines)
+        assert net.lines.checksums == {0: True}
+        for step in range(1, STEPS + 1):
+            net.begin(make_ticket(step, m=2))
+            for layer in range(shape.num_layers):
+                for mb, size in enumerate((5, 8 * step - 7)):
+                    rows = random_rows(shape, size, choose_from=tuple(range(7)), seed=step)
+                    net.dispatch(mb, layer, rows.hidden, rows.experts, rows.weights)
+                    got = net.combine(mb, layer, torch.empty(rows.hidden.shape))
+                    want = fake.expected(table, layer, rows)
+                    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+        assert process.stdout.readline() == "served\n"
+        net.close()
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def test_other_hosts_are_reached_only_if_that_is_said() -> None:
+    with pytest.raises(ConfigError, match="only IPv4 loopback"):
+        listen_expert("tcp", host="0.0.0.0")
+    with pytest.raises(ConfigError, match="only IPv4 loopback"):
+        connect_attention(
+            make_shape(),
+            index=0,
+            incarnation=1,
+            experts=[ExpertPeer(address=f"tcp:{THEIRS}:5", incarnation=2)],
+            table=make_table(make_shape(), 1),
+            timeout_s=1.0,
+        )
