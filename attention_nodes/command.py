@@ -1,0 +1,62 @@
+"""The attention node's command line; everything else comes with the scheduler's Welcome."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from attention_nodes.replica import Replica
+from attention_nodes.worker import AttentionWorker
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.net import AttentionNet, wait_policy
+from m2n_comm.open import connect_attention
+from topspin.channel import ControlClient
+from topspin.cores import take_cores
+from topspin.membership import run_node
+from topspin.messages import Welcome
+from topspin.process import follow_parent, start_logging
+
+# Experts answer once they have loaded, however long that takes; the scheduler ends the wait if
+# one of them is lost (Inbox.check).
+CONNECT_TIMEOUT_S = 3600.0
+
+
+def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> None:
+    """Run attention node `index`, its experts being in other processes."""
+
+    def connect(welcome: Welcome, replica: Replica, incarnation: int) -> AttentionNet:
+        m2n = welcome.config.m2n
+        return connect_attention(
+            replica.net_shape(welcome.config),
+            index=index,
+            incarnation=incarnation,
+            experts=welcome.topology.experts,
+            table=welcome.table,
+            timeout_s=CONNECT_TIMEOUT_S,
+            link=LinkEmulation(latency_us=m2n.link_latency_us, gbps=m2n.link_gbps),
+            wait=wait_policy(welcome.config),
+            generation=welcome.topology.generation,
+            check=worker.inbox.check,
+        )
+
+    worker = AttentionWorker(control, index=index, model_path=model_path, open_net=connect)
+    worker.introduce()
+    worker.serve()
+
+
+def main() -> int:
+    """Run one attention node; returns its exit status."""
+    follow_parent()
+    take_cores()
+    parser = argparse.ArgumentParser(prog="python -m attention_nodes", description=__doc__)
+    parser.add_argument("--control", required=True, help="address of the scheduler")
+    parser.add_argument("--index", type=int, required=True, help="which attention node this is")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    args = parser.parse_args()
+    return run_node(
+        "attention",
+        args.index,
+        args.control,
+        logger=start_logging("attention"),
+        body=lambda control: connect_worker(control, index=args.index, model_path=args.model),
+    )

@@ -1,0 +1,169 @@
+"""The attention half of every layer, and the two ends of the model.
+
+Owns the packed weights of one replica and the order of operations inside a layer, for
+all families: what differs between them is in ModelConfig. Knows no experts (rally.py
+sends the rows out) and no sequences (step_inputs.py has turned them into indices).
+
+Dimensions: T tokens, H hidden, N query heads, G kv heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attention_nodes.kv_cache import KvCache
+from attention_nodes.step_inputs import MicroBatchInputs
+from kernels.contracts import LinearWeight, Routing
+from kernels.dispatch import Ops
+from models.config import ModelConfig
+from models.weights import AttentionWeights, LayerWeights
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One decoder layer's weights, packed. `moe_idx` counts MoE layers; None: a dense MLP."""
+
+    idx: int
+    moe_idx: int | None
+    sliding_window: int | None
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: LinearWeight
+    qkv_bias: Tensor | None
+    o: LinearWeight
+    o_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    router: LinearWeight | None
+    mlp: tuple[LinearWeight, LinearWeight] | None
+    mlp_biases: tuple[Tensor | None, Tensor | None]
+    shared_gate: LinearWeight | None
+
+
+class Decoder:
+    """One replica's layers. Stateless between calls but for the KV cache that it writes."""
+
+    def __init__(
+        self, config: ModelConfig, weights: AttentionWeights, ops: Ops, kv_cache: KvCache
+    ) -> None:
+        """Pack `weights`, layer by layer; each original is dropped as soon as it is packed."""
+        self.config = config
+        self._ops = ops
+        self._kv = kv_cache
+        self._scale = config.head_dim**-0.5
+        self._embed = weights.embed
+        self._final_norm = weights.final_norm
+        self._lm_head = ops.pack_linear(weights.lm_head)
+        moe_idx = {layer: idx for idx, layer in enumerate(config.moe_layers)}
+        self.layers: list[Layer] = []
+        for idx in range(config.num_layers):
+            self.layers.append(self._pack(idx, moe_idx.get(idx), weights.layers[0]))
+            del weights.layers[0]
+
+    def _pack(self, idx: int, moe_idx: int | None, weights: LayerWeights) -> Layer:
+        pack = self._ops.pack_linear
+        mlp = weights.dense if weights.dense is not None else weights.shared
+        return Layer(
+            idx=idx,
+            moe_idx=moe_idx,
+            sliding_window=self.config.layers[idx].sliding_window,
+            input_norm=weights.input_norm,
+            post_norm=weights.post_norm,
+            qkv=pack(weights.qkv),
+            qkv_bias=weights.qkv_bias,
+            o=pack(weights.o),
+            o_bias=weights.o_bias,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+            router=pack(weights.router) if weights.router is not None else None,
+            mlp=(pack(mlp.gate_up), pack(mlp.down)) if mlp is not None else None,
+            mlp_biases=(
+                (weights.dense.gate_up_bias, weights.dense.down_bias)
+                if weights.dense is not None
+                else (None, None)
+            ),
+            shared_gate=pack(weights.shared.gate) if weights.shared is not None else None,
+        )
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the residual stream [T, H] that tokens i64[T] start with."""
+        return self._ops.embed(tokens, self._embed)
+
+    def attention_half(
+        self, layer: Layer, residual: Tensor, delta: Tensor | None, inputs: MicroBatchInputs
+    ) -> Tensor:
+        """Add `delta` [T, H] and then attention to `residual`, in place; return it normed.
+
+        What is returned [T, H] is the input of the layer's MLP or experts.
+        """
+        ops, eps = self._ops, self.config.rms_norm_eps
+        if delta is None:
+            normed = ops.rms_norm(residual, layer.input_norm, eps=eps)
+        else:
+            normed = ops.add_rms_norm(delta, residual, layer.input_norm, eps=eps)
+        q, k, v = self._project(layer, normed)
+        ops.rotate(q, k, inputs.cos, inputs.sin)
+        keys, values = self._kv.keys[layer.idx], self._kv.values[layer.idx]
+        ops.write_kv(k, v, keys, values, inputs.kv_slots)
+        attended = ops.paged_attention(
+            q,
+            keys,
+            values,
+            inputs.meta,
+            scale=self._scale,
+            sliding_window=layer.sliding_window,
+        )
+        out = ops.linear(attended.flatten(1), layer.o, layer.o_bias)
+        return ops.add_rms_norm(out, residual, layer.post_norm, eps=eps)
+
+    def _project(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [T, N, D], k and v [T, G, D] before rotation."""
+        config, ops = self.config, self._ops
+        qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
+        q = qkv[:, : config.q_size]
+        k = qkv[:, config.q_size : config.q_size + config.kv_size]
+        v = qkv[:, config.q_size + config.kv_size :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            if config.qk_norm == "head":
+                q = q.reshape(-1, config.num_heads, config.head_dim)
+                k = k.reshape(-1, config.num_kv_heads, config.head_dim)
+            q = ops.rms_norm(q, layer.q_norm, eps=config.rms_norm_eps)
+            k = ops.rms_norm(k, layer.k_norm, eps=config.rms_norm_eps)
+        if config.clip_qkv is not None:
+            q, k, v = (x.clamp(-config.clip_qkv, config.clip_qkv) for x in (q, k, v))
+        num_tokens = len(normed)
+        return (
+            q.reshape(num_tokens, config.num_heads, config.head_dim),
+            k.view(num_tokens, config.num_kv_heads, config.head_dim),
+            v.view(num_tokens, config.num_kv_heads, config.head_dim),
+        )
+
+    def route(self, layer: Layer, normed: Tensor) -> Routing:
+        """Choose the routed experts of normed [T, H]; only for MoE layers."""
+        assert layer.router is not None
+        assert self.config.moe is not None
+        return self._ops.route(
+            self._ops.linear(normed, layer.router),
+            top_k=self.config.moe.top_k,
+            renormalise=self.config.moe.norm_topk_prob,
+        )
+
+    def local_mlp(self, layer: Layer, normed: Tensor) -> Tensor | None:
+        """Return what this node itself adds: a dense layer's MLP or the gated shared expert."""
+        if layer.mlp is None:
+            return None
+        gate_up, down = layer.mlp
+        gate_up_bias, down_bias = layer.mlp_biases
+        out = self._ops.dense_mlp(
+            normed, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias
+        )
+        if layer.shared_gate is not None:
+            out = self._ops.sigmoid(self._ops.linear(normed, layer.shared_gate)) * out
+        return out
+
+    def logits(self, residual: Tensor) -> Tensor:
+        """Return fp32 logits [R, V] of finished residual rows [R, H]."""
+        normed = self._ops.rms_norm(residual, self._final_norm, eps=self.config.rms_norm_eps)
+        return self._ops.linear(normed, self._lm_head).float()

@@ -1,0 +1,110 @@
+"""The rally: micro-batches travel between this node's attention and the experts.
+
+Owns the order in which layers and micro-batches are served, and what is in the air.
+Knows no weights (decoder.py), no transport (m2n_comm.net) and no plan: `rally` takes
+inputs and leaves each micro-batch's finished residual stream. Runs in the node's one
+busy thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attention_nodes.decoder import Decoder, Layer
+from attention_nodes.step_inputs import MicroBatchInputs
+from m2n_comm.net import AttentionNet
+from topspin.progress import Beat
+from topspin.trace import Kind, Ring
+
+
+@dataclass(eq=False)
+class Flight:
+    """One micro-batch under way: its residual stream [T, H] and what is to be added to it.
+
+    `combined` [T, H] fp32 is where the experts' answers are summed; `in_air` is the MoE
+    layer whose answer is awaited; `local` what this node computed meanwhile; `delta` is
+    added to the residual by the next attention half.
+    """
+
+    inputs: MicroBatchInputs
+    residual: Tensor
+    combined: Tensor
+    in_air: int | None = None
+    local: Tensor | None = None
+    delta: Tensor | None = None
+
+
+def rally(
+    decoder: Decoder,
+    net: AttentionNet | None,
+    flights: list[Flight],
+    trace: Ring | None = None,
+    *,
+    beat: Beat | None = None,
+) -> None:
+    """Run all layers over all micro-batches; the residuals are complete afterwards.
+
+    `net` may be None for a model without routed experts. `trace` gets a stamp per hop;
+    `beat` is called whenever a micro-batch enters a layer.
+    """
+    for layer in decoder.layers:
+        for micro_batch, flight in enumerate(flights):
+            take_back(net, micro_batch, flight)
+            if beat is not None:
+                beat()
+            normed = decoder.attention_half(layer, flight.residual, flight.delta, flight.inputs)
+            flight.delta = None
+            if layer.moe_idx is None:
+                flight.delta = run_local(decoder, micro_batch, layer, normed, trace)
+            else:
+                send_out(decoder, net, micro_batch, flight, layer, normed, trace)
+    for micro_batch, flight in enumerate(flights):
+        take_back(net, micro_batch, flight)
+        if flight.delta is not None:
+            flight.residual += flight.delta
+
+
+def send_out(
+    decoder: Decoder,
+    net: AttentionNet | None,
+    micro_batch: int,
+    flight: Flight,
+    layer: Layer,
+    normed: Tensor,
+    trace: Ring | None,
+) -> None:
+    """Dispatch rows to their experts, then run the shared expert while they are away."""
+    assert net is not None
+    assert layer.moe_idx is not None
+    routing = decoder.route(layer, normed)
+    if trace is not None:
+        trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
+    net.dispatch(micro_batch, layer.moe_idx, normed, routing.experts, routing.weights)
+    if trace is not None:
+        trace.stamp(Kind.DISPATCHED, layer.moe_idx, micro_batch)
+    flight.in_air = layer.moe_idx
+    flight.local = run_local(decoder, micro_batch, layer, normed, trace)
+
+
+def run_local(
+    decoder: Decoder, micro_batch: int, layer: Layer, normed: Tensor, trace: Ring | None
+) -> Tensor | None:
+    """Run what this node itself adds: a dense layer's MLP or the shared expert."""
+    local = decoder.local_mlp(layer, normed)
+    if trace is not None and local is not None:
+        trace.stamp(Kind.LOCAL, layer.idx, micro_batch)
+    return local
+
+
+def take_back(net: AttentionNet | None, micro_batch: int, flight: Flight) -> None:
+    """Wait for the experts' answer, if one is awaited, and make it the next delta."""
+    if flight.in_air is None:
+        return
+    assert net is not None
+    flight.delta = net.combine(micro_batch, flight.in_air, flight.combined)
+    if flight.local is not None:
+        flight.delta += flight.local
+    flight.in_air = None
+    flight.local = None

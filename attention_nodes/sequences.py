@@ -1,0 +1,163 @@
+"""What an attention node remembers of each sequence between steps.
+
+Owns, per admitted sequence, its tokens, how many of them are in the KV cache, its block
+table and its sampling parameters, in arrays indexed by a row so that a micro-batch is
+assembled without a loop over tokens. Knows no tensors, no weights and no scheduling: it
+does what plans say and refuses, by ProtocolError, plans that contradict what it has.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from topspin.errors import ProtocolError
+from topspin.messages import NewSequence, SamplingParams
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Limits(NamedTuple):
+    """What ids a plan may name."""
+
+    max_len: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+
+
+def unpack(data: bytes, *, what: str) -> IntArray:
+    """Return packed int32 `data` as int64; raises ProtocolError if its size is odd."""
+    if len(data) % 4:
+        raise ProtocolError(f"{what}: {len(data)} bytes are no int32 array")
+    return np.frombuffer(data, dtype="<i4").astype(np.int64)
+
+
+class SequenceTable:
+    """All sequences that the scheduler has admitted to this node.
+
+    Invariant: positions below `num_committed[row]` are in the cache; `tokens[row]` is known
+    below `num_known[row]`, and num_committed < num_known between steps unless a prompt is
+    still being prefilled. Rows are reused; arrays grow by doubling. The big arrays are
+    zero pages until they are touched.
+    """
+
+    def __init__(self, limits: Limits, *, capacity: int = 64) -> None:
+        self.limits = limits
+        self._max_blocks = -(-limits.max_len // limits.block_size)
+        self._row_of: dict[int, int] = {}
+        self._free_rows = list(range(capacity - 1, -1, -1))
+        self.tokens = np.zeros((capacity, limits.max_len + 1), dtype=np.int32)
+        self.block_tables = np.zeros((capacity, self._max_blocks), dtype=np.int32)
+        self.num_known = np.zeros(capacity, dtype=np.int64)
+        self.num_committed = np.zeros(capacity, dtype=np.int64)
+        self.num_prompt = np.zeros(capacity, dtype=np.int64)
+        self.num_blocks = np.zeros(capacity, dtype=np.int64)
+        self._sampling: list[SamplingParams | None] = [None] * capacity
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def admit(self, new: NewSequence) -> None:
+        """Take in a sequence that this node has not seen (or not under this id)."""
+        if new.seq_id in self._row_of:
+            raise ProtocolError(f"sequence {new.seq_id} was admitted already")
+        tokens = unpack(new.tokens, what=f"sequence {new.seq_id}: tokens")
+        if not 0 < new.num_prompt_tokens <= len(tokens) <= self.limits.max_len:
+            raise ProtocolError(
+                f"sequence {new.seq_id}: {len(tokens)} tokens, {new.num_prompt_tokens} of them "
+                f"prompt, where 1 to {self.limits.max_len} are possible"
+            )
+        if not 0 <= new.num_computed < len(tokens):
+            raise ProtocolError(
+                f"sequence {new.seq_id}: {new.num_computed} of {len(tokens)} tokens computed"
+            )
+        if tokens.min() < 0 or tokens.max() >= self.limits.vocab_size:
+            raise ProtocolError(f"sequence {new.seq_id}: a token id is outside the vocabulary")
+        row = self._take_row()
+        self._row_of[new.seq_id] = row
+        self.tokens[row, : len(tokens)] = tokens
+        self.num_known[row] = len(tokens)
+        self.num_committed[row] = new.num_computed
+        self.num_prompt[row] = new.num_prompt_tokens
+        self.num_blocks[row] = 0
+        self._sampling[row] = new.sampling
+        self.add_blocks(row, unpack(new.blocks, what=f"sequence {new.seq_id}: blocks"))
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            capacity = len(self.num_known)
+            for name in (
+                "tokens",
+                "block_tables",
+                "num_known",
+                "num_committed",
+                "num_prompt",
+                "num_blocks",
+            ):
+                old = getattr(self, name)
+                grown = np.zeros((2 * capacity, *old.shape[1:]), dtype=old.dtype)
+                grown[:capacity] = old
+                setattr(self, name, grown)
+            self._sampling += [None] * capacity
+            self._free_rows = list(range(2 * capacity - 1, capacity - 1, -1))
+        return self._free_rows.pop()
+
+    def forget(self, seq_id: int) -> None:
+        """Drop a sequence; its blocks belong to the scheduler and may be reused."""
+        row = self._row_of.pop(seq_id, None)
+        if row is None:
+            raise ProtocolError(f"sequence {seq_id} is finished but was never admitted")
+        self._sampling[row] = None
+        self._free_rows.append(row)
+
+    def clear(self) -> None:
+        """Forget every sequence (the start of a new generation)."""
+        for seq_id in list(self._row_of):
+            self.forget(seq_id)
+
+    def rows_of(self, seq_ids: IntArray) -> IntArray:
+        """Return the rows of `seq_ids`; raises ProtocolError for an unknown one."""
+        try:
+            return np.array([self._row_of[seq_id] for seq_id in seq_ids.tolist()], dtype=np.int64)
+        except KeyError as error:
+            raise ProtocolError(f"sequence {error.args[0]} is not on this node") from None
+
+    def add_blocks(self, row: int, blocks: IntArray) -> None:
+        """Append cache blocks to the table of `row`."""
+        held = int(self.num_blocks[row])
+        if held + len(blocks) > self._max_blocks:
+            raise ProtocolError(f"{held + len(blocks)} blocks exceed the longest sequence")
+        if len(blocks) and (blocks.min() < 0 or blocks.max() >= self.limits.num_blocks):
+            raise ProtocolError("a block id is outside the cache")
+        self.block_tables[row, held : held + len(blocks)] = blocks
+        self.num_blocks[row] = held + len(blocks)
+
+    def check_advance(self, rows: IntArray, counts: IntArray) -> None:
+        """Raise ProtocolError unless each row can advance by `counts` known, covered tokens."""
+        ends = self.num_committed[rows] + counts
+        if (counts < 1).any():
+            raise ProtocolError("a slice advances by less than one position")
+        if (ends > self.num_known[rows]).any():
+            raise ProtocolError("a slice goes past the tokens that are known")
+        if (ends > self.num_blocks[rows] * self.limits.block_size).any():
+            raise ProtocolError("a slice goes past the blocks of its sequence")
+
+    def commit(self, rows: IntArray, counts: IntArray) -> None:
+        """Record that the next `counts` positions of `rows` are in the cache."""
+        self.num_committed[rows] += counts
+
+    def append(self, rows: IntArray, sampled: IntArray) -> None:
+        """Record the token sampled after the last known one of each row."""
+        if (self.num_known[rows] != self.num_committed[rows]).any():
+            raise ProtocolError("a token was sampled before the end of a prompt")
+        self.tokens[rows, self.num_known[rows]] = sampled
+        self.num_known[rows] += 1
+
+    def sampling(self, row: int) -> SamplingParams:
+        """Return the sampling parameters of the sequence in `row`."""
+        params = self._sampling[row]
+        assert params is not None
+        return params

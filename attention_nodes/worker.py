@@ -1,0 +1,188 @@
+"""The attention node: take a plan, run the rally, sample, report.
+
+Owns one step's course and the node's life: join, load, connect, warm up, execute
+StepPlans, halt and connect anew when the engine reforms, stop. The net is opened by a
+callable, so that the same worker runs alone in its process (shm, tcp) or beside the
+experts (local). Runs in the process's one busy thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from attention_nodes.replica import Replica
+from m2n_comm.net import AttentionNet
+from models.checkpoint import Checkpoint
+from topspin import __version__
+from topspin.channel import ControlClient
+from topspin.errors import Interrupted, ProtocolError, TransportError
+from topspin.inbox import Inbox
+from topspin.membership import await_welcome, reform_failed, step_failed
+from topspin.messages import (
+    Halt,
+    Halted,
+    Hello,
+    Loaded,
+    PrepareTable,
+    Ready,
+    Reform,
+    StepPlan,
+    TablePrepared,
+    Topology,
+    Welcome,
+)
+from topspin.process import new_incarnation
+from topspin.progress import StepProgress
+
+OpenNet = Callable[[Welcome, Replica, int], AttentionNet]
+
+
+class AttentionWorker:
+    """One attention node on one control connection.
+
+    Invariant: `_is_formed` says whether the node takes part in the engine's generation; then
+    `_net` is usable (None for a model without routed experts). `can_reform` False: what ends
+    a generation ends this node.
+    """
+
+    def __init__(
+        self,
+        control: ControlClient,
+        *,
+        index: int,
+        model_path: Path,
+        open_net: OpenNet,
+        can_reform: bool = True,
+    ) -> None:
+        self._control = control
+        self.inbox = Inbox(control)
+        self._progress = StepProgress(control, role="attention", index=index)
+        self._can_reform = can_reform
+        self._net: AttentionNet | None = None
+        self._is_formed = False
+        self._index = index
+        self._model_path = model_path
+        self._open_net = open_net
+        self._logger = logging.getLogger("attention")
+        self.incarnation = new_incarnation()
+
+    def introduce(self) -> None:
+        """Say Hello."""
+        self._control.send(
+            Hello(
+                role="attention",
+                index=self._index,
+                incarnation=self.incarnation,
+                revision=__version__,
+                fingerprint=Checkpoint(self._model_path).fingerprint(),
+                pid=os.getpid(),
+            )
+        )
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """After introduce(): join, then serve until told to stop; raises Stopped or an error."""
+        welcome = await_welcome(self._control)
+        started = time.monotonic()
+        replica = Replica.load(self._model_path, welcome.config)
+        self.inbox.trace = replica.trace
+        load_s = time.monotonic() - started
+        try:
+            if welcome.joins_late:
+                self._control.send(
+                    Loaded(
+                        role="attention",
+                        index=self._index,
+                        num_blocks=replica.num_blocks,
+                        load_s=load_s,
+                    )
+                )
+            else:
+                self._form(replica, welcome, load_s=load_s)
+            while True:
+                self._run_next(replica, welcome)
+        finally:
+            self._disband()
+
+    def _form(self, replica: Replica, welcome: Welcome, *, load_s: float) -> None:
+        """Connect to the expert nodes of the topology and report ready."""
+        if replica.is_moe:
+            self._net = self._open_net(welcome, replica, self.incarnation)
+        self._is_formed = True
+        generation = welcome.topology.generation
+        self._control.send(
+            Ready(
+                role="attention",
+                index=self._index,
+                num_blocks=replica.num_blocks,
+                load_s=load_s,
+                generation=generation,
+            )
+        )
+        self._logger.info(
+            "attention %d ready (generation %d, %.1f s)", self._index, generation, load_s
+        )
+
+    def _disband(self) -> None:
+        """Leave the generation: its memory is not used again."""
+        net, self._net = self._net, None
+        self._is_formed = False
+        if net is not None:
+            net.close()
+
+    def _run_next(self, replica: Replica, welcome: Welcome) -> None:
+        message = self.inbox.next()
+        if isinstance(message, StepPlan):
+            if self._is_formed:  # else it was sent before the scheduler knew of a failed step
+                self._execute(replica, message, may_fail=welcome.config.restart)
+        elif isinstance(message, PrepareTable):
+            if self._net is not None:  # else a Reform is on its way, with a table of its own
+                self._net.set_table(message.table)
+                version = message.table.version
+                self._control.send(
+                    TablePrepared(role="attention", index=self._index, version=version)
+                )
+        elif isinstance(message, Halt) and self._can_reform:
+            self._disband()
+            self._control.send(
+                Halted(role="attention", index=self._index, generation=message.generation)
+            )
+        elif isinstance(message, Reform):
+            self._reform(replica, welcome, message.topology)
+        else:
+            raise ProtocolError(f"expected StepPlan, got {type(message).__name__}")
+
+    def _execute(self, replica: Replica, plan: StepPlan, *, may_fail: bool) -> None:
+        """Do a step; if the net fails and the engine can reform, leave and wait for that."""
+        try:
+            self._progress.begin(plan.ticket)
+            result = replica.execute(plan, self._net, index=self._index, beat=self._progress.beat)
+        except Exception as error:
+            self._control.send(step_failed(plan.ticket, "attention", self._index, error))
+            if not (may_fail and self._can_reform and isinstance(error, TransportError)):
+                raise
+            self._logger.warning("attention %d: step %d: %s", self._index, plan.ticket.step, error)
+        else:
+            self._control.send(result)
+            return
+        self._disband()
+
+    def _reform(self, replica: Replica, welcome: Welcome, topology: Topology) -> None:
+        """Take part in a new generation; if that fails, say so and wait for the next one."""
+        self._disband()
+        started = time.monotonic()
+        renewed = msgspec.structs.replace(welcome, topology=topology)
+        try:
+            self._form(replica, renewed, load_s=time.monotonic() - started)
+        except Interrupted:
+            self._disband()
+        except TransportError as error:
+            self._disband()
+            self._control.send(reform_failed(topology, "attention", self._index, error))

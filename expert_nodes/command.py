@@ -1,0 +1,32 @@
+"""The expert node's command line; everything else comes with the scheduler's Welcome."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from expert_nodes.worker import ExpertWorker
+from topspin.cores import take_cores
+from topspin.membership import run_node
+from topspin.process import follow_parent, start_logging
+
+
+def main() -> int:
+    """Run one expert node; returns its exit status."""
+    follow_parent()
+    take_cores()
+    parser = argparse.ArgumentParser(prog="python -m expert_nodes", description=__doc__)
+    parser.add_argument("--control", required=True, help="address of the scheduler")
+    parser.add_argument("--index", type=int, required=True, help="which expert node this is")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    parser.add_argument("--transport", choices=["shm", "tcp", "nixl"], required=True)
+    args = parser.parse_args()
+    return run_node(
+        "expert",
+        args.index,
+        args.control,
+        logger=start_logging("expert"),
+        body=lambda control: ExpertWorker(control, index=args.index, model_path=args.model).run(
+            args.transport
+        ),
+    )

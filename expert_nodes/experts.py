@@ -1,0 +1,156 @@
+"""The routed experts that one node holds.
+
+Owns their packed weights per table version, MoE layer and slot, how the experts of a new
+version are read and packed, and counts how often each slot is used. Knows no transport: it
+turns an ExpertBatch into the rows' weighted partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from expert_nodes.versions import Held, SlotCounts, Versions, make_version
+from kernels import deterministic
+from kernels.contracts import ExpertMatrices, ExpertOutput
+from kernels.contracts import ExpertWeights as PackedExperts
+from kernels.dispatch import Ops
+from m2n_comm.net import ExpertBatch, NetShape
+from models.config import ModelConfig
+from models.expert_reader import ExpertReader
+from models.weights import ExpertWeights
+from topspin.config import NodeConfig
+from topspin.trace import Ring
+
+
+class Experts:
+    """All MoE layers' experts of this node."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ExpertWeights,
+        ops: Ops,
+        *,
+        held: Sequence[Sequence[int]],
+        version: int = 1,
+        per_pair_answers: bool = False,
+    ) -> None:
+        """Pack `weights`, layer by layer; each original is dropped as soon as it is packed.
+
+        `held` lists, per MoE layer, the logical experts of `weights` in slot order, which is
+        what table `version` gives this node. `per_pair_answers` is NetShape's; `ops` are
+        then the deterministic ones.
+        """
+        assert config.moe is not None
+        self._config = config
+        self._top_k = config.moe.top_k
+        self._ops = ops
+        assert not per_pair_answers or ops.name == deterministic.name
+        self._per_pair_answers = per_pair_answers
+        self.trace: Ring | None = None
+        layers: list[PackedExperts] = []
+        for _ in range(len(weights.layers)):
+            layer = weights.layers[0]
+            layers.append(
+                ops.pack_experts(
+                    layer.gate_up,
+                    layer.down,
+                    share_per_row=config.moe.top_k / config.moe.num_experts,
+                )
+            )
+            del weights.layers[0]
+        self._versions = Versions(make_version(version, held, layers))
+
+    @property
+    def num_layers(self) -> int:
+        """Return the number of MoE layers."""
+        return len(self._versions.newest.layers)
+
+    @property
+    def has_counts(self) -> bool:
+        """Say whether take_counts() has something to return."""
+        return self._versions.has_counts
+
+    def net_shape(self, config: NodeConfig) -> NetShape:
+        """Return the shape of the pairs that this node takes part in."""
+        return NetShape.from_config(
+            config,
+            hidden_size=self._config.hidden_size,
+            top_k=self._top_k,
+            num_layers=self.num_layers,
+        )
+
+    def compute(self, batch: ExpertBatch) -> Tensor:
+        """Return the weighted partial sums [R, H] of `batch`, or its pairs' rows [P, H]."""
+        version = self._versions.use(batch.table_version)
+        layer = version.layers[batch.layer]
+        result = self._run(batch.hidden, batch.slots, batch.weights, layer)
+        self._versions.count(version, batch.layer, result.counts)
+        return result.out
+
+    def warm_up(self) -> None:
+        """Run every layer once on one row, so that the first request finds code and memory."""
+        for experts in self._versions.newest.layers:
+            hidden = torch.zeros(1, experts.hidden_size, dtype=experts.dtype)
+            slots = torch.arange(self._top_k, dtype=torch.int32)[None] % experts.num_experts
+            self._run(hidden, slots, torch.zeros(1, self._top_k), experts)
+
+    def _run(
+        self, hidden: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts
+    ) -> ExpertOutput:
+        if self._per_pair_answers:
+            return deterministic.pair_mlp(hidden, slots, experts)
+        return self._ops.grouped_mlp(hidden, slots, weights, experts)
+
+    def take_counts(self) -> list[SlotCounts]:
+        """Return (per table version, layer and slot) the pairs served since the last call."""
+        return self._versions.take_counts()
+
+    # Other tables.
+
+    def prepare(
+        self, version: int, held: Held, reader: ExpertReader
+    ) -> Generator[None, None, None]:
+        """Make table `version` usable, in which this node holds `held`; the one in use stays.
+
+        Yields after each piece of about half a millisecond (small experts that are packed
+        together: after each pass over one of a layer's matrices). Slots that hold what they
+        held share memory with the version before.
+        """
+        base = self._versions.newest
+        for layer, (old, new) in enumerate(zip(base.held, held, strict=True)):
+            for expert in new:
+                if expert not in old:
+                    reader.read_ahead(layer, expert)
+                    yield
+        layers: list[PackedExperts] = []
+        for layer, (old, new) in enumerate(zip(base.held, held, strict=True)):
+            if old == new:
+                layers.append(base.layers[layer])
+                continue
+            sources: list[int | ExpertMatrices] = []
+            for expert in new:
+                if expert in old:
+                    sources.append(old.index(expert))
+                else:
+                    tensors = yield from reader.read(layer, expert)
+                    sources.append(ExpertMatrices(tensors.gate_up, tensors.down))
+            packed = yield from self._ops.rebuild_experts(base.layers[layer], sources)
+            layers.append(packed)
+        self._versions.add(make_version(version, held, layers))
+        reader.close()
+
+    def rename(self, version: int, held: Held) -> None:
+        """Call the experts `held`, which are loaded, by a new version, and forget all others.
+
+        Raises ProtocolError if others were loaded.
+        """
+        self._versions.rename(version, held)
+
+    @property
+    def versions(self) -> list[int]:
+        """Return the table versions that can be computed with, ascending."""
+        return self._versions.numbers

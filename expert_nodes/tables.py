@@ -1,0 +1,72 @@
+"""Preparing the next expert table while this one is served.
+
+Owns the one change that is under way and how much of it is done at a time: a bounded piece
+after each step, and one after the other while there is nothing else to do. So a step waits
+for a piece at most, and no second thread competes for the interpreter. Knows no channel;
+worker.py brings the tables and sends the answers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from expert_nodes.experts import Experts
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.expert_reader import ExpertReader
+from topspin.config import NodeConfig
+from topspin.expert_table import ExpertTable
+from topspin.messages import TablePrepared
+
+# How long a step that waits may be held up; a piece that has begun is finished.
+WORK_S = 0.001
+
+
+class TableChange:
+    """What expert node `index` does for PrepareTable; at most one at a time."""
+
+    def __init__(
+        self, experts: Experts, *, model_path: Path, config: NodeConfig, index: int
+    ) -> None:
+        self._experts = experts
+        self._index = index
+        self._reader = ExpertReader(
+            Checkpoint(model_path),
+            load_model_config(model_path),
+            dtype=getattr(torch, config.model.dtype),
+        )
+        self._pieces: Iterator[None] | None = None
+        self._version = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether work() has something to do."""
+        return self._pieces is not None
+
+    def start(self, table: ExpertTable) -> None:
+        """Begin with `table`; one that was begun before is given up."""
+        self._version = table.version
+        held = tuple(table.experts_of(self._index))
+        self._pieces = self._experts.prepare(table.version, held, self._reader)
+
+    def cancel(self) -> None:
+        """Give up what was begun."""
+        self._pieces = None
+        self._reader.close()
+
+    def work(self) -> TablePrepared | None:
+        """Do about a millisecond's work; returns the answer once all is done.
+
+        Raises CheckpointError if the checkpoint cannot be read any more.
+        """
+        assert self._pieces is not None, "start() first"
+        until_s = time.monotonic() + WORK_S
+        for _ in self._pieces:
+            if time.monotonic() >= until_s:
+                return None
+        self._pieces = None
+        return TablePrepared(role="expert", index=self._index, version=self._version)

@@ -1,0 +1,112 @@
+"""From plan to indices: checked against a plain loop over tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attention_nodes.rotary import RotaryTable
+from attention_nodes.sequences import Limits, SequenceTable
+from attention_nodes.step_inputs import build_inputs
+from models.config import load_model_config
+from models.rope import inverse_frequencies, rope_seq_len
+from tests.checkpoints import make_checkpoint
+from topspin.errors import ProtocolError
+from topspin.messages import MicroBatch, NewSequence, SamplingParams, pack_ints
+
+BLOCK_SIZE = 4
+LIMITS = Limits(max_len=40, block_size=BLOCK_SIZE, num_blocks=50, vocab_size=288)
+
+
+@pytest.fixture(params=["llama", "llama_dynamic_ntk"])
+def rotary(request: pytest.FixtureRequest, tmp_path: Path) -> RotaryTable:
+    path = make_checkpoint(tmp_path, request.param)
+    return RotaryTable(load_model_config(path), max_len=40)
+
+
+def table_of(prompts: dict[int, list[int]], *, committed: dict[int, int]) -> SequenceTable:
+    table = SequenceTable(LIMITS)
+    for seq_id, prompt in prompts.items():
+        table.admit(
+            NewSequence(
+                seq_id=seq_id,
+                tokens=pack_ints(prompt),
+                num_prompt_tokens=len(prompt),
+                num_computed=committed[seq_id],
+                blocks=pack_ints([seq_id * 3 + 1]),
+                sampling=SamplingParams(max_tokens=4, seed=seq_id),
+            )
+        )
+    return table
+
+
+def micro_batch(**changes: object) -> MicroBatch:
+    fields: dict[str, object] = {
+        "seq_ids": pack_ints([2, 0]),
+        "num_tokens": pack_ints([5, 1]),
+        "sample": bytes([0, 1]),
+        "block_counts": pack_ints([2, 0]),
+        "block_ids": pack_ints([40, 30]),
+    }
+    return MicroBatch(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_indices_equal_a_loop_over_tokens(rotary: RotaryTable) -> None:
+    prompts = {0: [9, 8, 7], 2: list(range(100, 120))}
+    table = table_of(prompts, committed={0: 2, 2: 3})
+    inputs = build_inputs(micro_batch(), table, rotary)
+    blocks = {0: [1], 2: [7, 40, 30]}
+    tokens, slots = [], []
+    for seq_id, start, count in ((2, 3, 5), (0, 2, 1)):
+        for position in range(start, start + count):
+            tokens.append(prompts[seq_id][position])
+            block = blocks[seq_id][position // BLOCK_SIZE]
+            slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+    assert inputs.tokens.tolist() == tokens
+    assert inputs.kv_slots.tolist() == slots
+    assert inputs.meta.query_start.tolist() == [0, 5, 6]
+    assert inputs.meta.context_lens.tolist() == [8, 3]
+    assert inputs.meta.block_tables.tolist()[0] == [7, 40]
+    assert (inputs.meta.max_query_len, inputs.meta.max_context_len) == (5, 8)
+    assert inputs.sample_rows.tolist() == [5]
+    assert inputs.seq_ids.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seq_ids": pack_ints([2])},
+        {"seq_ids": pack_ints([2, 5])},
+        {"block_counts": pack_ints([3, 0])},
+        {"block_counts": pack_ints([-1, 3])},
+        {"num_tokens": pack_ints([5, 2])},
+        {"sample": b""},
+    ],
+)
+def test_contradictory_plans_are_refused(changes: dict[str, object], rotary: RotaryTable) -> None:
+    table = table_of({0: [9, 8, 7], 2: list(range(20))}, committed={0: 2, 2: 3})
+    with pytest.raises(ProtocolError):
+        build_inputs(micro_batch(**changes), table, rotary)
+
+
+def test_an_empty_micro_batch_has_no_rows(rotary: RotaryTable) -> None:
+    empty = MicroBatch(seq_ids=b"", num_tokens=b"", sample=b"", block_counts=b"", block_ids=b"")
+    inputs = build_inputs(empty, SequenceTable(LIMITS), rotary)
+    assert inputs.num_tokens == 0
+    assert inputs.cos.shape[0] == 0
+
+
+def test_dynamic_frequencies_follow_each_tokens_own_length(tmp_path: Path) -> None:
+    config = load_model_config(make_checkpoint(tmp_path, "llama_dynamic_ntk"))
+    rotary = RotaryTable(config, max_len=40)
+    positions, prompts = np.array([3, 19, 20, 30]), np.array([20, 20, 20, 7])
+    cos, sin = rotary.gather(positions, prompts)
+    for idx, (position, prompt) in enumerate(zip(positions, prompts, strict=True)):
+        seq_len = rope_seq_len(int(position), prompt_len=int(prompt))
+        frequencies = inverse_frequencies(config.rope, config.head_dim, seq_len=seq_len)
+        angles = torch.from_numpy(frequencies.inv_freq) * float(position)
+        torch.testing.assert_close(cos[idx], angles.cos())
+        torch.testing.assert_close(sin[idx], angles.sin())

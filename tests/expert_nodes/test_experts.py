@@ -1,0 +1,135 @@
+"""The expert node's arithmetic, its counts, and the order in which it serves a ticket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_nodes.experts import Experts
+from expert_nodes.worker import run_ticket
+from kernels.dispatch import select_ops
+from m2n_comm.net import ExpertBatch
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.weights import load_expert_weights
+from tests.checkpoints import make_checkpoint, oracle_model
+from topspin.expert_table import uniform_table
+from topspin.messages import StepTicket, unpack_ints
+
+NUM_ROWS = 11
+
+
+def load(path: Path, slots: list[tuple[int, ...]]) -> Experts:
+    config = load_model_config(path)
+    weights = load_expert_weights(Checkpoint(path), config, dtype=torch.float32, experts=slots)
+    return Experts(config, weights, select_ops("cpu", torch.float32), held=slots)
+
+
+def batch_of(
+    hidden: Tensor, slots: Tensor, weights: Tensor, *, layer: int, version: int = 1
+) -> ExpertBatch:
+    return ExpertBatch(0, layer, 0, hidden, slots.int(), weights, (len(hidden),), version)
+
+
+def taken(experts: Experts) -> dict[int, list[list[int]]]:
+    """Take the counts, by version, layer and slot."""
+    return {
+        version: [list(unpack_ints(layer)) for layer in counts]
+        for version, counts in experts.take_counts()
+    }
+
+
+@torch.inference_mode()
+def test_partial_sums_of_all_nodes_equal_transformers_moe_block(tmp_path: Path) -> None:
+    """Three nodes hold uneven shares of 8 experts; their partials add up to the HF block."""
+    path = make_checkpoint(tmp_path, "mixtral")
+    block = oracle_model(path).model.layers[1].mlp
+    torch.manual_seed(0)
+    hidden = torch.randn(NUM_ROWS, 64)
+    logits = torch.nn.functional.linear(hidden, block.gate.weight)
+    routed = select_ops("reference", torch.float32).route(logits, top_k=2, renormalise=True)
+    table = uniform_table(num_layers=2, num_experts=8, num_nodes=3)
+    total = torch.zeros(NUM_ROWS, 64)
+    num_pairs = 0
+    for node in range(3):
+        experts = load(path, table.experts_of(node))
+        local = {expert: slot for slot, expert in enumerate(table.slots[1][node])}
+        slots = torch.tensor([[local.get(e, -1) for e in row] for row in routed.experts.tolist()])
+        total += experts.compute(batch_of(hidden, slots, routed.weights, layer=1))
+        counts = taken(experts)[1]
+        assert counts[0] == [0] * len(local)
+        assert counts[1] == [(slots == slot).sum().item() for slot in range(len(local))]
+        num_pairs += sum(counts[1])
+    assert num_pairs == NUM_ROWS * 2
+    expected = block(hidden[None])
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    torch.testing.assert_close(total, expected.view(NUM_ROWS, 64), rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_counts_start_again_after_they_are_taken(tmp_path: Path) -> None:
+    experts = load(make_checkpoint(tmp_path, "mixtral"), [(0, 1), (2, 3)])
+    experts.warm_up()
+    assert not experts.has_counts
+    slots, weights = torch.tensor([[0, 1], [1, -1]]), torch.ones(2, 2)
+    experts.compute(batch_of(torch.zeros(2, 64), slots, weights, layer=0))
+    assert experts.has_counts
+    assert taken(experts) == {1: [[1, 2], [0, 0]]}
+    assert not experts.has_counts
+    assert taken(experts) == {}
+
+
+class RecordingNet:
+    """An ExpertNet that yields two parts per gather and records every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int, int]] = []
+
+    def begin(self, ticket: StepTicket) -> None:
+        self.calls.append(("begin", ticket.step, 0, 0))
+
+    def gather(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
+        for part in range(2):
+            self.calls.append(("gather", layer, micro_batch, part))
+            empty = torch.zeros(0, 2)
+            yield ExpertBatch(
+                micro_batch, layer, part, torch.zeros(0, 64), empty.int(), empty, (0,)
+            )
+
+    def reply(self, batch: ExpertBatch, partial: Tensor) -> None:
+        assert partial.shape == (0, 64)
+        self.calls.append(("reply", batch.layer, batch.micro_batch, batch.part))
+
+    def close(self) -> None:
+        raise AssertionError("a step does not close the net")
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@torch.inference_mode()
+def test_a_ticket_is_served_layer_by_layer_then_micro_batch(
+    tmp_path: Path, num_micro_batches: int
+) -> None:
+    experts = load(make_checkpoint(tmp_path, "mixtral"), [(0,), (1, 2)])
+    net = RecordingNet()
+    ticket = StepTicket(
+        step=4,
+        previous=3,
+        generation=1,
+        table_version=1,
+        num_micro_batches=num_micro_batches,
+        participants=(0,),
+        row_buckets=(1,) * num_micro_batches,
+    )
+    run_ticket(net, experts, ticket, beat=lambda: net.calls.append(("beat", 0, 0, 0)))
+    expected = [("begin", 4, 0, 0)]
+    for layer in range(2):
+        for micro_batch in range(num_micro_batches):
+            for part in range(2):
+                expected.append(("gather", layer, micro_batch, part))
+                expected.append(("beat", 0, 0, 0))
+                expected.append(("reply", layer, micro_batch, part))
+    assert net.calls == expected

@@ -1,0 +1,184 @@
+"""Other tables: what is prepared in pieces computes as if loaded at start; old ones go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_nodes import tables
+from expert_nodes.experts import Experts
+from expert_nodes.tables import TableChange
+from kernels.dispatch import select_ops
+from models import expert_reader
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.expert_reader import ExpertReader
+from models.weights import load_expert_weights
+from tests.checkpoints import make_checkpoint
+from tests.expert_nodes.test_experts import batch_of, taken
+from topspin.config import (
+    CacheSection,
+    ComputeSection,
+    M2NSection,
+    ModelSection,
+    NodeConfig,
+    TopologySection,
+)
+from topspin.errors import ProtocolError
+from topspin.expert_table import ExpertTable
+from topspin.messages import TablePrepared
+
+FIRST = ((0, 1, 2), (5, 6, 7))
+SECOND = ((0, 4, 2), (5, 6, 7))
+THIRD = ((4, 0), (1, 2, 3, 6))
+NUM_ROWS = 7
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def load(path: Path, held: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> Experts:
+    config = load_model_config(path)
+    weights = load_expert_weights(Checkpoint(path), config, dtype=dtype, experts=held)
+    return Experts(config, weights, select_ops("cpu", dtype), held=held)
+
+
+def reader_of(path: Path, dtype: torch.dtype) -> ExpertReader:
+    return ExpertReader(Checkpoint(path), load_model_config(path), dtype=dtype)
+
+
+def outputs(
+    experts: Experts, held: tuple[tuple[int, ...], ...], version: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Compute rows that use every slot of every layer."""
+    generator = torch.Generator().manual_seed(5)
+    results = []
+    for layer, ids in enumerate(held):
+        hidden = torch.randn(NUM_ROWS, 64, generator=generator).to(dtype)
+        slots = torch.stack([torch.arange(NUM_ROWS) % len(ids), torch.full((NUM_ROWS,), -1)], 1)
+        weights = torch.rand(NUM_ROWS, 2, generator=generator)
+        batch = batch_of(hidden, slots, weights, layer=layer, version=version)
+        results.append(experts.compute(batch).clone())
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["mixtral", "olmoe"])  # by slot; joined in bfloat16
+def test_a_prepared_table_computes_as_if_loaded_at_start(
+    tmp_path: Path, variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_reader, "PIECE_BYTES", 2000)
+    path = make_checkpoint(tmp_path, variant)
+    experts, reader = load(path, FIRST, dtype), reader_of(path, dtype)
+    before = outputs(experts, FIRST, 1, dtype)
+    for version, held in ((2, SECOND), (3, THIRD)):
+        pieces = 0
+        for _ in experts.prepare(version, held, reader):
+            pieces += 1
+            if pieces == 3:  # in the middle, the table in use still works
+                old_held = FIRST if version == 2 else SECOND
+                old = outputs(experts, old_held, version - 1, dtype)
+                if version == 2:
+                    assert all(map(torch.equal, old, before))
+        assert pieces > 5
+        fresh = outputs(load(path, held, dtype), held, 1, dtype)
+        assert all(map(torch.equal, outputs(experts, held, version, dtype), fresh))
+
+
+def test_what_stays_is_shared_and_the_old_table_goes_with_the_first_use(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    experts = load(path, FIRST, torch.float32)
+    old = experts._versions.newest
+    for _ in experts.prepare(2, SECOND, reader_of(path, torch.float32)):
+        pass
+    new = experts._versions.newest
+    assert new.layers[1] is old.layers[1]
+    assert new.layers[0].down[2] is old.layers[0].down[2]
+    assert new.layers[0].down[1] is not old.layers[0].down[1]
+    assert experts.versions == [1, 2]
+    gone = weakref.ref(old.layers[0].down[1].data)
+    del old
+    outputs(experts, FIRST, 1, torch.float32)
+    assert experts.versions == [1, 2]
+    outputs(experts, SECOND, 2, torch.float32)
+    assert experts.versions == [2]
+    assert gone() is None
+    with pytest.raises(ProtocolError, match=r"expert table 1: this node has \[2\]"):
+        outputs(experts, FIRST, 1, torch.float32)
+
+
+def test_counts_carry_the_version_under_which_they_were_served(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    experts = load(path, FIRST, torch.float32)
+    outputs(experts, FIRST, 1, torch.float32)
+    for _ in experts.prepare(2, THIRD, reader_of(path, torch.float32)):
+        pass
+    outputs(experts, THIRD, 2, torch.float32)
+    assert taken(experts) == {1: [[3, 2, 2], [3, 2, 2]], 2: [[4, 3], [2, 2, 2, 1]]}
+    assert taken(experts) == {}
+
+
+def test_a_table_that_begins_anew_must_be_loaded_already(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    experts = load(path, FIRST, torch.float32)
+    want = outputs(experts, FIRST, 1, torch.float32)
+    for _ in experts.prepare(2, SECOND, reader_of(path, torch.float32)):
+        pass
+    experts.rename(2, FIRST)  # a recovery took the number for another table
+    assert experts.versions == [2]
+    assert all(map(torch.equal, outputs(experts, FIRST, 2, torch.float32), want))
+    assert sum(taken(experts)[1][0]) == NUM_ROWS
+    with pytest.raises(ProtocolError, match="expert table 3 gives this node other experts"):
+        experts.rename(3, SECOND)
+
+
+def node_config(path: Path) -> NodeConfig:
+    return NodeConfig(
+        model=ModelSection(path=str(path), dtype="float32"),
+        topology=TopologySection(expert_nodes=2),
+        cache=CacheSection(),
+        m2n=M2NSection(),
+        compute=ComputeSection(),
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
+
+
+def test_a_change_does_a_little_at_a_time_and_answers_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    monkeypatch.setattr(tables, "WORK_S", 0.0)  # one piece per call
+    experts = load(path, FIRST, torch.float32)
+    change = TableChange(experts, model_path=path, config=node_config(path), index=1)
+    assert not change.is_busy
+    other = ((3, 4, 5, 6, 7), (0, 1, 2, 3, 4))
+
+    def table(version: int, held: tuple[tuple[int, ...], ...]) -> ExpertTable:
+        slots = tuple(zip(other, held, strict=True))
+        return ExpertTable(version=version, num_experts=8, slots=slots)
+
+    change.start(table(2, THIRD))
+    assert change.is_busy
+    assert change.work() is None
+    change.start(table(3, SECOND))  # a newer one replaces it
+    answers = []
+    while change.is_busy:
+        answers.append(change.work())
+    assert answers[:-1] == [None] * (len(answers) - 1)
+    assert len(answers) > 4
+    assert answers[-1] == TablePrepared(role="expert", index=1, version=3)
+    assert experts.versions == [1, 3]
+    change.start(table(4, THIRD))
+    change.work()
+    change.cancel()
+    assert not change.is_busy
+    assert experts.versions == [1, 3]
