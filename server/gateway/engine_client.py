@@ -1,0 +1,308 @@
+"""The gateway's side of the control connection: request ids in, outputs to their owners.
+
+Owns the table of requests in flight, the reading of the connection (`run`; the caller may hand
+in another `connection` after it has returned and run it again), and the promise
+that every request submitted here ends exactly once: finished, cancelled, or with a typed
+error. Knows no HTTP, no text and no socket (a ControlConnection is handed in).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from topspin.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    NodeLost,
+    NotFound,
+    PeerLost,
+    ProtocolError,
+    StepFailed,
+    TopspinError,
+    VersionMismatch,
+)
+from topspin.messages import (
+    AbortRequest,
+    AddRequest,
+    AnyMessage,
+    EngineState,
+    Message,
+    Outputs,
+    Refused,
+    RequestFailed,
+    RequestOutput,
+    Stats,
+    StatsQuery,
+    Trace,
+    TraceRequest,
+)
+
+_log = logging.getLogger("gateway")
+
+
+class ControlConnection(Protocol):
+    """What is needed of topspin.channel.AsyncControlClient."""
+
+    async def recv(self) -> AnyMessage:
+        """Return the next message; raises PeerLost when the scheduler is gone."""
+
+    def send(self, message: Message) -> None:
+        """Queue a message for the scheduler."""
+
+    def close(self) -> None:
+        """Release the connection."""
+
+
+class ClientGone(Exception):
+    """The HTTP client closed its connection; there is nobody to answer."""
+
+
+class Arrival(NamedTuple):
+    """One output, the choice it belongs to, and when it came (time.monotonic)."""
+
+    choice_idx: int
+    output: RequestOutput
+    at_s: float
+
+
+class Call:
+    """The choices of one HTTP request while the engine works on them.
+
+    Ends once: when all choices have finished, by `cancel`, or by an error, which `next`
+    raises after everything that came before it.
+    """
+
+    def __init__(self, close: Callable[[Call], None], abort: Callable[[str], None]) -> None:
+        self._close = close
+        self._abort = abort
+        self._arrived: list[Arrival] = []
+        self._wake = asyncio.Event()
+        self._error: Exception | None = None
+        self.request_ids: list[str] = []
+
+    async def next(self) -> list[Arrival]:
+        """Wait for outputs and return all that came; raises what ended the call."""
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def deliver(self, arrival: Arrival) -> None:
+        """Hand over an output (called by the reader)."""
+        self._arrived.append(arrival)
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the call with `error` and free its choices; the first error stays."""
+        if self._error is None:
+            self._error = error
+            self._wake.set()
+        self._close(self)
+
+    def stop_choice(self, choice_idx: int) -> None:
+        """Abort one choice in the engine, e.g. because a stop string was found."""
+        self._abort(self.request_ids[choice_idx])
+
+    def cancel(self) -> None:
+        """End the call because the client has gone; a finished call is left as it is."""
+        self.fail(ClientGone())
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """One request in flight and the output position that must come next."""
+
+    call: Call
+    choice_idx: int
+    next_index: int = 0
+
+
+@dataclass(slots=True)
+class EngineClient:
+    """All requests of this gateway; `run` must be running for anything to arrive."""
+
+    connection: ControlConnection
+    state: EngineState = field(default_factory=lambda: EngineState(state="starting"))
+    _requests: dict[str, _InFlight] = field(default_factory=dict)
+    _queries: dict[int, asyncio.Future[Stats | Trace]] = field(default_factory=dict)
+    _query_ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _draining: bool = False
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of choices that the engine still works on for this gateway."""
+        return len(self._requests)
+
+    @property
+    def condition(self) -> str:
+        """The engine's state, or `stopping` while this gateway drains."""
+        return "stopping" if self._draining else self.state.state
+
+    def check_ready(self) -> None:
+        """Raise EngineUnavailable unless a new request can be accepted."""
+        if self._draining:
+            raise EngineUnavailable("the server is shutting down")
+        if self.state.state not in ("ready", "recovering"):
+            # What a failure says of processes and exceptions is for the log.
+            is_told = self.state.detail and self.state.state != "failed"
+            detail = f": {self.state.detail}" if is_told else ""
+            raise EngineUnavailable(f"the engine is not ready ({self.state.state}){detail}")
+
+    def submit(self, requests: Sequence[AddRequest]) -> Call:
+        """Send `requests`, the choices of one call in order; raises EngineUnavailable."""
+        self.check_ready()
+        call = Call(self._release, self._abort)
+        for choice_idx, request in enumerate(requests):
+            assert request.request_id not in self._requests, "request ids are unique"
+            call.request_ids.append(request.request_id)
+            self._requests[request.request_id] = _InFlight(call, choice_idx)
+        for request in requests:
+            self.connection.send(request)
+        return call
+
+    async def stats(self, deadline_s: float) -> Stats:
+        """Ask the scheduler for its counters; raises EngineUnavailable past the deadline."""
+        stats = await self._ask(StatsQuery(query_id=next(self._query_ids)), deadline_s)
+        assert isinstance(stats, Stats)
+        return stats
+
+    async def trace(self, seconds: float, deadline_s: float) -> Trace:
+        """Ask all nodes for their stamps of the last `seconds`; raises as stats()."""
+        query_id = next(self._query_ids)
+        trace = await self._ask(TraceRequest(query_id=query_id, seconds=seconds), deadline_s)
+        assert isinstance(trace, Trace)
+        return trace
+
+    async def _ask(self, query: StatsQuery | TraceRequest, deadline_s: float) -> Stats | Trace:
+        if self.state.state == "failed":
+            raise EngineUnavailable("the engine has failed")
+        query_id = query.query_id
+        answer: asyncio.Future[Stats | Trace] = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = answer
+        try:
+            self.connection.send(query)
+            async with asyncio.timeout(deadline_s):
+                return await answer
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"the scheduler did not answer within {deadline_s:g} s"
+            ) from None
+        finally:
+            del self._queries[query_id]
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those in flight go on."""
+        self._draining = True
+
+    def fail_all(self, error: TopspinError) -> None:
+        """End every call in flight with `error`, aborting what the engine still has."""
+        for in_flight in list(self._requests.values()):
+            in_flight.call.fail(error)
+        for query in self._queries.values():
+            if not query.done():
+                query.set_exception(error)
+
+    async def run(self) -> None:
+        """Read the connection until the scheduler is gone; every call then ends with NodeLost.
+
+        Raises VersionMismatch if the scheduler refuses this gateway. Whatever ends the
+        reading, no call is left waiting for it.
+        """
+        try:
+            while True:
+                await self._read_one()
+        except PeerLost:
+            self._engine_failed(NodeLost("the connection to the scheduler was lost"))
+        except VersionMismatch as refusal:
+            self._engine_failed(refusal)
+            raise
+        except BaseException:
+            self._engine_failed(EngineUnavailable("the gateway no longer reads from the scheduler"))
+            raise
+
+    async def _read_one(self) -> None:
+        try:
+            message = await self.connection.recv()
+        except ProtocolError as error:
+            # Whose output was in it cannot be known, so nobody's may be missing silently.
+            self.fail_all(error)
+            return
+        if isinstance(message, Refused):
+            raise VersionMismatch(f"the scheduler refused this gateway: {message.reason}")
+        self._handle(message)
+
+    def _handle(self, message: AnyMessage) -> None:
+        if isinstance(message, Outputs):
+            now_s = time.monotonic()
+            for output in message.outputs:
+                self._deliver(output, now_s)
+        elif isinstance(message, RequestFailed):
+            in_flight = self._requests.pop(message.request_id, None)
+            if in_flight is not None:
+                in_flight.call.fail(_typed_error(message))
+        elif isinstance(message, Stats | Trace):
+            query = self._queries.get(message.query_id)
+            if query is not None and not query.done():
+                query.set_result(message)
+        elif isinstance(message, EngineState):
+            self.state = message
+            if message.state == "failed":
+                _log.error("gateway: the engine failed: %s", message.detail)
+                self.fail_all(EngineUnavailable("the engine has failed"))
+        else:
+            self.fail_all(ProtocolError(f"the scheduler sent {type(message).__name__}"))
+
+    def _deliver(self, output: RequestOutput, now_s: float) -> None:
+        in_flight = self._requests.get(output.request_id)
+        if in_flight is None:
+            return  # it was aborted, and this output was already on its way
+        if output.index != in_flight.next_index:
+            in_flight.call.fail(
+                ProtocolError(
+                    f"output {output.index} came where {in_flight.next_index} was expected"
+                )
+            )
+            return
+        in_flight.next_index += len(output.token_ids)
+        if output.finish_reason is not None:
+            del self._requests[output.request_id]
+        in_flight.call.deliver(Arrival(in_flight.choice_idx, output, now_s))
+
+    def _abort(self, request_id: str) -> None:
+        if self._requests.pop(request_id, None) is not None and self.state.state != "failed":
+            self.connection.send(AbortRequest(request_id=request_id))
+
+    def _release(self, call: Call) -> None:
+        for request_id in call.request_ids:
+            self._abort(request_id)
+
+    def _engine_failed(self, error: TopspinError) -> None:
+        self.state = EngineState(state="failed", detail=str(error))
+        self.fail_all(error)
+
+
+def _typed_error(failed: RequestFailed) -> TopspinError:
+    """Return the error that a RequestFailed stands for."""
+    kinds: tuple[type[TopspinError], ...] = (
+        InvalidRequest,
+        NotFound,
+        EngineUnavailable,
+        NodeLost,
+        StepFailed,
+        EngineError,
+        ProtocolError,
+    )
+    for kind in kinds:
+        if kind.code == failed.code and kind.status == failed.status:
+            return kind(failed.message)
+    return InvalidRequest(failed.message) if failed.status == 400 else EngineError(failed.message)

@@ -1,0 +1,150 @@
+"""Errors as HTTP clients see them: one JSON shape for every failure.
+
+Owns the mapping from topspin.errors to status, headers and OpenAI's error object (four
+members, always), and the errors that only HTTP has. Knows no route and no engine; called by
+the application's exception handlers and by streams that fail half-way.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from topspin.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    NodeLost,
+    NotFound,
+    RequestError,
+    StepFailed,
+    TopspinError,
+)
+
+MAX_MESSAGE_CHARS = 512
+RETRY_AFTER_S = 1
+INTERNAL_ERROR = "internal error"
+# What clients are told instead of the text, which may name processes, hosts and exceptions.
+PUBLIC_MESSAGES = {
+    NodeLost.code: "a node that held the request was lost",
+    StepFailed.code: "a step that carried the request failed",
+    EngineError.code: "the engine could not serve the request",
+}
+
+_log = logging.getLogger("gateway")
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and requested output do not fit the model or a node's cache."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(NotFound):
+    """The request names a model that is not served here."""
+
+    code = "model_not_found"
+
+
+class BodyTooLarge(RequestError):
+    """The request body is over the limit; it was not read further."""
+
+    code = "request_too_large"
+    status = 413
+
+
+class BodyTimeout(RequestError):
+    """The request body did not arrive in time."""
+
+    code = "request_timeout"
+    status = 408
+
+
+class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's error object; `param` and `code` may be null but are never missing."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole body of a failed request."""
+
+    error: ErrorObject
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure ready to be sent: as a response, or as an event of a running stream."""
+
+    status: int
+    body: ErrorBody
+
+    def encode(self) -> bytes:
+        """Return the body as JSON."""
+        return msgspec.json.encode(self.body)
+
+
+def truncated(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
+    """Return `text`, cut at `limit` characters: a message never echoes a huge request."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def describe(error: Exception) -> Failure:
+    """Return what a client is told about `error`.
+
+    A RequestError and an EngineUnavailable speak to clients; of any other error they get the
+    code with a fixed message, and its text goes to the log only.
+    """
+    if isinstance(error, TopspinError):
+        generic = error.code == RequestError.code
+        return _failure(
+            error.status,
+            message=_public_message(error),
+            param=error.param if isinstance(error, RequestError) else None,
+            code=None if generic else error.code,
+        )
+    if isinstance(error, HTTPException):
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        return _failure(error.status_code, message=str(error.detail), param=None, code=code)
+    _log.error("a request failed by a bug", exc_info=error)
+    return _failure(500, message=INTERNAL_ERROR, param=None, code="internal_error")
+
+
+def _public_message(error: TopspinError) -> str:
+    if isinstance(error, RequestError | EngineUnavailable):
+        return str(error)
+    _log.error("a request failed (%s): %s", error.code, error)
+    return PUBLIC_MESSAGES.get(error.code, INTERNAL_ERROR)
+
+
+def error_response(error: Exception) -> Response:
+    """Return the HTTP response for `error`."""
+    failure = describe(error)
+    headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+    if failure.status == 503:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    return Response(
+        failure.encode(),
+        status_code=failure.status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def _failure(status: int, *, message: str, param: str | None, code: str | None) -> Failure:
+    return Failure(
+        status=status,
+        body=ErrorBody(
+            error=ErrorObject(
+                message=truncated(message),
+                type="invalid_request_error" if status < 500 else "server_error",
+                param=None if param is None else truncated(param, 128),
+                code=code,
+            )
+        ),
+    )

@@ -1,0 +1,211 @@
+"""One generation request from its body to its answer.
+
+Owns the order of things: read, decode, check, tokenise, submit, and write what the choices
+grow by as one answer or as a stream. Knows no routes (server.gateway.app) and no socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from models.chat_template import ChatTemplate
+from models.tokenizer import IncrementalDetokenizer, Tokenizer
+from server.gateway.engine_client import ClientGone, EngineClient
+from server.gateway.generation import ChoiceText
+from server.gateway.metrics import GatewayMetrics
+from server.gateway.params import (
+    RequestParams,
+    ServedModel,
+    chat_params,
+    check_choices,
+    completion_params,
+)
+from server.gateway.prompts import (
+    chat_prompt,
+    completion_prompts,
+    num_completion_prompts,
+)
+from server.gateway.replies import (
+    DONE_EVENT,
+    ChatReplies,
+    Choice,
+    CompletionReplies,
+    Replies,
+    ReplyHead,
+    error_event,
+)
+from server.gateway.run import Growth, Run
+from server.gateway.schema import decode_chat, decode_completion
+from server.gateway.streaming import EventStream, read_body
+from topspin.errors import InvalidRequest
+from topspin.messages import AddRequest, pack_ints
+
+# Larger bodies are tokenised in a worker thread: a long prompt must not hold up all streams.
+INLINE_BODY_BYTES = 16 * 1024
+
+
+class Prepared(NamedTuple):
+    """A checked request: its parameters, its prompts, and the field that held them."""
+
+    params: RequestParams
+    prompts: list[list[int]]
+    prompt_field: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationHandler:
+    """Serves both generation endpoints of one gateway.
+
+    `template` None: the checkpoint has no chat template, and chat is refused.
+    """
+
+    engine: EngineClient
+    model: ServedModel
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    metrics: GatewayMetrics
+
+    async def chat(self, request: Request) -> Response:
+        """Answer POST /v1/chat/completions."""
+        return await self._answer(request, self._prepare_chat, ChatReplies, id_prefix="chatcmpl")
+
+    async def completion(self, request: Request) -> Response:
+        """Answer POST /v1/completions."""
+        return await self._answer(
+            request, self._prepare_completion, CompletionReplies, id_prefix="cmpl"
+        )
+
+    def _prepare_chat(self, data: bytes) -> Prepared:
+        body = decode_chat(data)
+        params = chat_params(body, self.model)
+        if self.template is None:
+            raise InvalidRequest(
+                "the model has no chat template; use /v1/completions", param="messages"
+            )
+        prompt = chat_prompt(body, template=self.template, tokenizer=self.tokenizer)
+        return Prepared(params, [prompt], "messages")
+
+    def _prepare_completion(self, data: bytes) -> Prepared:
+        body = decode_completion(data)
+        params = completion_params(body, self.model)
+        check_choices(num_completion_prompts(body), params.num_choices)
+        prompts = completion_prompts(
+            body, tokenizer=self.tokenizer, vocab_size=self.model.vocab_size
+        )
+        return Prepared(params, prompts, "prompt")
+
+    async def _answer(
+        self,
+        request: Request,
+        prepare: Callable[[bytes], Prepared],
+        make_replies: Callable[[ReplyHead, Tokenizer], Replies],
+        *,
+        id_prefix: str,
+    ) -> Response:
+        arrived_at_s = time.monotonic()
+        data = await read_body(request)
+        self.engine.check_ready()
+        if len(data) > INLINE_BODY_BYTES:
+            prepared = await asyncio.to_thread(prepare, data)
+        else:
+            prepared = prepare(data)
+        params = prepared.params
+        head = ReplyHead(
+            id=f"{id_prefix}-{secrets.token_hex(16)}",
+            created_at_s=int(time.time()),
+            model=params.model,
+            prompts=prepared.prompts,
+            num_logprobs=params.text.num_logprobs,
+            include_usage=params.include_usage,
+            return_token_ids=params.return_token_ids,
+        )
+        run = self._submit(prepared, request_id=head.id, arrived_at_s=arrived_at_s)
+        run.watch(request.receive)
+        replies = make_replies(head, self.tokenizer)
+        if not params.stream:
+            return await _whole_answer(run, replies)
+        # Waiting here gives a request that fails before its first token a proper status.
+        grown = await run.next()
+        blocks = _event_blocks(run, grown, replies, include_usage=params.include_usage)
+        return EventStream(blocks, close=run.close)
+
+    def _submit(self, prepared: Prepared, *, request_id: str, arrived_at_s: float) -> Run:
+        """Check lengths, then make and send one engine request per choice."""
+        params = prepared.params
+        limit = self.engine.state.max_request_tokens
+        budgets = [
+            params.output_budget(len(prompt), limit=limit, param=prepared.prompt_field)
+            for prompt in prepared.prompts
+        ]
+        requests: list[AddRequest] = []
+        choices: list[Choice] = []
+        for prompt_idx, (prompt, budget) in enumerate(zip(prepared.prompts, budgets, strict=True)):
+            packed = pack_ints(prompt)
+            for nth in range(params.num_choices):
+                index = len(choices)
+                requests.append(
+                    AddRequest(
+                        request_id=f"{request_id}-{index}",
+                        prompt=packed,
+                        sampling=params.sampling_of(nth, max_tokens=budget),
+                        cache_salt=params.cache_salt,
+                    )
+                )
+                detokenizer = IncrementalDetokenizer(
+                    self.tokenizer,
+                    prompt_ids=prompt,
+                    skip_special_tokens=params.text.skip_special_tokens,
+                )
+                text = ChoiceText(params.text, detokenizer)
+                choices.append(Choice(index=index, prompt_idx=prompt_idx, text=text))
+        return Run(
+            self.engine.submit(requests),
+            choices=choices,
+            prompts=prepared.prompts,
+            metrics=self.metrics,
+            arrived_at_s=arrived_at_s,
+        )
+
+
+async def _whole_answer(run: Run, replies: Replies) -> Response:
+    """Return the answer once all choices have finished."""
+    while not run.done:
+        for choice, delta, _ in await run.next():
+            choice.shown.append(delta.text)
+            choice.token_ids.extend(delta.token_ids)
+            choice.logprobs.extend(delta.logprobs)
+    run.close()
+    return Response(replies.whole(run.choices, run.usage()), media_type="application/json")
+
+
+async def _event_blocks(
+    run: Run, grown: list[Growth], replies: Replies, *, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """Yield the stream's events, in blocks of all that is there to be sent.
+
+    A failure becomes an error event: the status has been sent long ago.
+    """
+    try:
+        while True:
+            events = [replies.events(choice, delta, first=first) for choice, delta, first in grown]
+            if run.done:
+                break
+            if block := b"".join(events):
+                yield block
+            grown = await run.next()
+    except ClientGone:
+        return
+    except Exception as error:
+        yield error_event(error) + DONE_EVENT
+        return
+    if include_usage:
+        events.append(replies.usage_event(run.usage()))
+    yield b"".join(events) + DONE_EVENT

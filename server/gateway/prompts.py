@@ -1,0 +1,126 @@
+"""From messages or text to prompt tokens.
+
+Owns the use of the chat template (which keyword arguments a client may set, how the last
+message is continued) and the forms that a completion's prompt may have. Knows no sampling
+and no HTTP; server.gateway.handler calls it, for large bodies in a worker thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from models.chat_template import ChatTemplate
+from models.tokenizer import Tokenizer
+from server.gateway.errors import truncated
+from server.gateway.params import check_vocabulary
+from server.gateway.schema import ChatBody, ChatMessage, CompletionBody
+from topspin.errors import InvalidRequest
+
+# Parameters of ChatTemplate.render that have fields of their own, or are refused; the names that
+# the template machinery itself uses are refused there.
+_NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+
+
+def chat_prompt(body: ChatBody, *, template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
+    """Return the prompt of a chat request; raises InvalidRequest naming the field."""
+    kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    for name in kwargs:
+        if name in _NOT_VARIABLES or not name.isidentifier():
+            raise InvalidRequest(
+                f"`chat_template_kwargs`: `{truncated(name, 64)}` may not be set by a request",
+                param="chat_template_kwargs",
+            )
+    messages = [_plain(message) for message in body.messages]
+    if body.continue_final_message:
+        text = _continued(body, messages, template=template, kwargs=kwargs)
+    else:
+        text = template.render(
+            messages, add_generation_prompt=body.add_generation_prompt is not False, **kwargs
+        )
+    # The template writes the special tokens itself.
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    if not token_ids:
+        raise InvalidRequest("the messages give an empty prompt", param="messages")
+    return token_ids
+
+
+def completion_prompts(
+    body: CompletionBody, *, tokenizer: Tokenizer, vocab_size: int
+) -> list[list[int]]:
+    """Return the prompts of a completion request, at least one, none of them empty.
+
+    Raises InvalidRequest for mixed lists, empty prompts and ids outside the vocabulary.
+    """
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        prompts = [tokenizer.encode(prompt, add_special_tokens=True)]
+    elif all(isinstance(item, int) for item in prompt):
+        prompts = [[item for item in prompt if isinstance(item, int)]]
+    elif all(isinstance(item, str) for item in prompt):
+        texts = [item for item in prompt if isinstance(item, str)]
+        prompts = [tokenizer.encode(text, add_special_tokens=True) for text in texts]
+    elif all(isinstance(item, list) for item in prompt):
+        prompts = [item for item in prompt if isinstance(item, list)]
+    else:
+        raise InvalidRequest(
+            "`prompt` mixes strings, token ids and lists of them; give one kind", param="prompt"
+        )
+    for token_ids in prompts:
+        if not token_ids:
+            raise InvalidRequest("a prompt is empty", param="prompt")
+        check_vocabulary(token_ids, vocab_size=vocab_size, param="prompt")
+    return prompts
+
+
+def num_completion_prompts(body: CompletionBody) -> int:
+    """Return how many prompts the request has, without reading them."""
+    if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):
+        return 1
+    return len(body.prompt)
+
+
+def _plain(message: ChatMessage) -> dict[str, object]:
+    """Return the message as templates know it: plain text, and no `developer` role.
+
+    OpenAI's `developer` is what its older models, and open models' templates, call `system`.
+    """
+    content = message.content
+    if not isinstance(content, str):
+        content = "\n".join(part.text or "" for part in content)
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, object] = {"role": role, "content": content}
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _continued(
+    body: ChatBody,
+    messages: list[dict[str, object]],
+    *,
+    template: ChatTemplate,
+    kwargs: dict[str, Any],
+) -> str:
+    """Return the prompt up to the end of the last message's text, which the model continues."""
+    if body.add_generation_prompt:
+        raise InvalidRequest(
+            "`continue_final_message` and `add_generation_prompt` exclude each other",
+            param="continue_final_message",
+        )
+    if messages[-1]["role"] != "assistant":
+        raise InvalidRequest(
+            "`continue_final_message` needs the last message to be the assistant's",
+            param="continue_final_message",
+        )
+    # A mark that no client can foresee shows where the template put the end of the text.
+    mark = f"<{secrets.token_hex(16)}>"
+    marked = {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}
+    text = template.render([*messages[:-1], marked], add_generation_prompt=False, **kwargs)
+    shown, found, _ = text.partition(mark)
+    if not found:
+        raise InvalidRequest(
+            "the model's chat template does not show the last message as it is",
+            param="continue_final_message",
+        )
+    return shown

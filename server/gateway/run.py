@@ -1,0 +1,137 @@
+"""A submitted request: its choices, and the engine call that feeds them.
+
+Owns the life of a request between submission and its last token: growth of the choices,
+measurements, usage, and that the engine is told when nobody waits any more. Knows no JSON
+and no connection; server.gateway.handler drives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from starlette.types import Receive
+
+from server.gateway.engine_client import Arrival, Call, ClientGone
+from server.gateway.generation import Delta
+from server.gateway.metrics import GatewayMetrics
+from server.gateway.replies import Choice
+from server.gateway.streaming import watch_client
+from server.gateway.wire import PromptTokensDetails, Usage
+
+
+class Growth(NamedTuple):
+    """What a choice has grown by; `first` marks the first of its deltas."""
+
+    choice: Choice
+    delta: Delta
+    first: bool
+
+
+class Run:
+    """The choices of one HTTP request while they are generated.
+
+    Invariant: however it ends, nothing of it stays in the engine after `close`, and `next`
+    closes the run itself when it raises.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        *,
+        choices: list[Choice],
+        prompts: Sequence[Sequence[int]],
+        metrics: GatewayMetrics,
+        arrived_at_s: float,
+    ) -> None:
+        self._call = call
+        self._prompts = prompts
+        self._metrics = metrics
+        self._arrived_at_s = arrived_at_s
+        self._watcher: asyncio.Task[None] | None = None
+        self._started = False
+        self._closed = False
+        self._num_unfinished = len(choices)
+        self.choices = choices
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has finished."""
+        return self._num_unfinished == 0
+
+    def watch(self, receive: Receive) -> None:
+        """Cancel the call as soon as the client goes."""
+        self._watcher = asyncio.create_task(watch_client(receive, self._call.cancel))
+
+    async def next(self) -> list[Growth]:
+        """Wait for outputs; returns what the choices have grown by, in order of arrival.
+
+        Raises ClientGone, or what the request failed by.
+        """
+        try:
+            arrivals = await self._call.next()
+            if not self._started:
+                self._started = True
+                self._metrics.prompt_tokens.inc(sum(map(len, self._prompts)))
+            return [growth for arrival in arrivals if (growth := self._grow(arrival)) is not None]
+        except (ClientGone, asyncio.CancelledError):
+            self.close()
+            raise
+        except Exception:
+            self.close("error")
+            raise
+
+    def _grow(self, arrival: Arrival) -> Growth | None:
+        choice = self.choices[arrival.choice_idx]
+        if choice.finish_reason is not None:
+            return None  # these tokens come after a stop string
+        delta = choice.text.push(arrival.output)
+        if delta.stopped_here:
+            self._call.stop_choice(arrival.choice_idx)
+        first = choice.last_output_at_s is None
+        if first:
+            choice.num_cached_tokens = arrival.output.num_cached_tokens
+        self._measure(choice, delta, arrival.at_s)
+        choice.num_tokens += len(delta.token_ids)
+        choice.last_output_at_s = arrival.at_s
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason
+            self._num_unfinished -= 1
+        return Growth(choice, delta, first)
+
+    def _measure(self, choice: Choice, delta: Delta, at_s: float) -> None:
+        metrics = self._metrics
+        num_tokens = len(delta.token_ids)
+        if choice.last_output_at_s is None:
+            metrics.time_to_first_token.observe(at_s - self._arrived_at_s)
+        elif num_tokens:
+            metrics.inter_token_latency.observe((at_s - choice.last_output_at_s) / num_tokens)
+        metrics.generation_tokens.inc(num_tokens)
+        if delta.finish_reason is not None:
+            metrics.finished[delta.finish_reason].inc()
+            metrics.e2e_latency.observe(at_s - self._arrived_at_s)
+
+    def usage(self) -> Usage:
+        """Return the token counts; what was cached is told of each prompt's first choice."""
+        num_prompt_tokens = sum(map(len, self._prompts))
+        num_output_tokens = sum(choice.num_tokens for choice in self.choices)
+        firsts = {choice.prompt_idx: choice for choice in reversed(self.choices)}
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_output_tokens,
+            total_tokens=num_prompt_tokens + num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(choice.num_cached_tokens for choice in firsts.values())
+            ),
+        )
+
+    def close(self, reason: Literal["abort", "error"] = "abort") -> None:
+        """Free what the engine still has of the request; only the first call counts."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._metrics.finished[reason].inc(self._num_unfinished)
+        self._call.cancel()

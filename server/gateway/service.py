@@ -1,0 +1,246 @@
+"""The gateway process: command line, control connection, HTTP server, orderly end.
+
+Owns the life of the process and what happens at a signal: new requests are refused, those in
+flight get a short while and then end with an error of their own. A lost control connection is
+replaced for as long as the process lives. Knows no route. Started by
+topspin.launch as `python -m server.gateway`, or by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from models.chat_template import ChatTemplate
+from models.config import load_model_config
+from models.tokenizer import Tokenizer
+from server.gateway.app import create_app
+from server.gateway.engine_client import EngineClient
+from server.gateway.params import ServedModel
+from topspin import __version__
+from topspin.channel import AsyncControlClient
+from topspin.config import EngineConfig, GatewaySection, load_config
+from topspin.errors import ConfigError, EngineUnavailable, TopspinError
+from topspin.messages import Hello
+from topspin.process import follow_parent, new_incarnation, start_logging
+
+MAX_HEADER_BYTES = 64 * 1024
+KEEP_ALIVE_S = 65
+BACKLOG = 2048
+DRAIN_S = 1.0
+# Between a lost control connection and the next one.
+RECONNECT_DELAY_S = 0.1
+# A request thread notices its error within this; then connections are cut.
+CUT_S = 1
+# The scheduler's own deadline comes first; health only has to notice if that fails.
+PROGRESS_MARGIN_S = 10.0
+
+_log = logging.getLogger("gateway")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with signals handed to `on_stop` (a second one ends at once)."""
+
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._on_stop = on_stop
+        self._stopping = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM or SIGINT; runs in the main thread between two bytecodes."""
+        if self._stopping:
+            self.force_exit = True
+            self.should_exit = True
+        self._stopping = True
+        self._on_stop()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the gateway; returns the exit status."""
+    follow_parent()
+    parser = argparse.ArgumentParser(prog="python -m server.gateway", description=__doc__)
+    parser.add_argument("--config", required=True, help="resolved EngineConfig as JSON")
+    parser.add_argument("--control", required=True, help="address of the scheduler")
+    parser.add_argument("--index", type=int, default=0, help="which gateway of the engine")
+    parser.add_argument("--port-fd", type=int, help="descriptor to write the bound port to")
+    parser.add_argument("--drain-s", type=float, default=DRAIN_S, help="grace at SIGTERM")
+    args = parser.parse_args(argv)
+    start_logging("gateway")
+    try:
+        asyncio.run(
+            serve(
+                load_config(args.config),
+                control=args.control,
+                index=args.index,
+                port_fd=args.port_fd,
+                drain_s=args.drain_s,
+            )
+        )
+    except TopspinError as error:
+        _log.error("gateway: %s", error)
+        return 1
+    return 0
+
+
+async def serve(
+    config: EngineConfig,
+    *,
+    control: str,
+    index: int = 0,
+    port_fd: int | None = None,
+    drain_s: float = DRAIN_S,
+) -> None:
+    """Serve until a signal comes.
+
+    Raises ConfigError if the model's files or the port cannot be used, VersionMismatch if
+    the scheduler refuses this gateway. A scheduler that is lost does not end the gateway: it
+    answers 503 until it is connected again or its supervisor stops it.
+    """
+    with contextlib.closing(bind(config.gateway)) as listener:
+        engine = EngineClient(AsyncControlClient(control))
+        try:
+            app = build_app(config, engine)
+            engine.connection.send(_hello(index))
+            listener.listen(BACKLOG)
+            port = listener.getsockname()[1]
+            _log.info("gateway: listens on %s port %d", config.gateway.host, port)
+            if port_fd is not None:
+                with os.fdopen(port_fd, "w") as announcement:
+                    announcement.write(f"{port}\n")
+            reading = _stay_connected(engine, control=control, index=index)
+            await _serve_http(app, engine, listener, reading=reading, drain_s=drain_s)
+        finally:
+            engine.connection.close()
+
+
+def _hello(index: int) -> Hello:
+    return Hello(
+        role="gateway",
+        index=index,
+        incarnation=new_incarnation(),
+        revision=__version__,
+        pid=os.getpid(),
+    )
+
+
+async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> None:
+    """Read from the scheduler; after a loss connect and say Hello anew, until cancelled.
+
+    Between the loss and the scheduler's answer the engine counts as failed, so that nothing
+    is sent. Raises VersionMismatch if the scheduler refuses this gateway.
+    """
+    while True:
+        await engine.run()
+        _log.error("gateway: %s; connecting again", engine.state.detail)
+        engine.connection.close()
+        engine.connection = AsyncControlClient(control)
+        await asyncio.sleep(RECONNECT_DELAY_S)
+        engine.connection.send(_hello(index))
+
+
+def build_app(config: EngineConfig, engine: EngineClient) -> FastAPI:
+    """Read what the gateway needs of the checkpoint and return the application."""
+    path = Path(config.model.path)
+    model_config = load_model_config(path)
+    model = ServedModel(
+        names=config.model.served_names,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        created_at_s=int(time.time()),
+    )
+    return create_app(
+        engine,
+        model=model,
+        tokenizer=Tokenizer.from_directory(path),
+        template=ChatTemplate.find(path),
+        progress_deadline_s=config.m2n.deadline_s + PROGRESS_MARGIN_S,
+    )
+
+
+def bind(section: GatewaySection) -> socket.socket:
+    """Return a socket bound to the configured address, not yet listening.
+
+    Raises ConfigError if the name does not resolve or the port is taken.
+    """
+    where = f"--host {section.host} --port {section.port}"
+    try:
+        found = socket.getaddrinfo(
+            section.host, section.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{where}: {error.strerror}") from error
+    return listener
+
+
+async def _serve_http(
+    app: FastAPI,
+    engine: EngineClient,
+    listener: socket.socket,
+    *,
+    reading: Coroutine[None, None, None],
+    drain_s: float,
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    server = HttpServer(http_config(app), lambda: loop.call_soon_threadsafe(stop.set))
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    reader = asyncio.create_task(reading)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((http, reader, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if reader.done():
+            reader.result()  # raises: it ends only by an error
+        engine.drain()
+        await _until_idle(engine, drain_s)
+        engine.fail_all(EngineUnavailable("the server is shutting down"))
+        server.should_exit = True
+        await http
+    finally:
+        server.should_exit = True
+        for task in (reader, stopping):
+            task.cancel()
+        await asyncio.gather(http, reader, stopping, return_exceptions=True)
+
+
+async def _until_idle(engine: EngineClient, timeout_s: float) -> None:
+    """Wait until nothing is in flight, at most `timeout_s`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while engine.num_in_flight:
+                await asyncio.sleep(0.02)
+
+
+def http_config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CUT_S,
+        backlog=BACKLOG,
+    )

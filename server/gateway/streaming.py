@@ -1,0 +1,104 @@
+"""The connection side of an answer: reading a body within limits, watching, sending events.
+
+Owns body size and receipt deadline, the notice that a client has gone, and the ASGI response
+that sends server-sent events as they come. Knows no JSON and no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.gateway.engine_client import ClientGone
+from server.gateway.errors import BodyTimeout, BodyTooLarge
+
+MAX_BODY_BYTES = 8 * 2**20
+BODY_DEADLINE_S = 30.0
+SEND_DEADLINE_S = 60.0
+
+_log = logging.getLogger("gateway")
+
+
+async def read_body(
+    request: Request,
+    *,
+    max_bytes: int = MAX_BODY_BYTES,
+    deadline_s: float = BODY_DEADLINE_S,
+) -> bytes:
+    """Return the body; raises BodyTooLarge, BodyTimeout or ClientGone.
+
+    A body that announces too great a length is refused before any of it is read.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for piece in request.stream():
+                if len(body) + len(piece) > max_bytes:
+                    raise _too_large(max_bytes)
+                body += piece
+    except TimeoutError:
+        raise BodyTimeout(f"the request body did not arrive within {deadline_s:g} s") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the request body is larger than {max_bytes} bytes")
+
+
+async def watch_client(receive: Receive, on_gone: Callable[[], None]) -> None:
+    """Call `on_gone` when the client has closed the connection; to be run as a task."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            on_gone()
+            return
+
+
+class EventStream(Response):
+    """Sends each block of events as it comes; `close` is called however it ends.
+
+    A client that reads nothing for `send_deadline_s` loses its stream: what it does not take
+    would otherwise be kept for it without end.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        blocks: AsyncGenerator[bytes, None],
+        *,
+        close: Callable[[], None],
+        send_deadline_s: float = SEND_DEADLINE_S,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        # The length is not known yet.
+        del self.headers["content-length"]
+        self._blocks = blocks
+        self._close = close
+        self._send_deadline_s = send_deadline_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response (ASGI)."""
+        try:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            async with aclosing(self._blocks) as blocks:
+                async for block in blocks:
+                    async with asyncio.timeout(self._send_deadline_s):
+                        await send({"type": "http.response.body", "body": block, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            _log.warning("a client read nothing for %g s; its stream ends", self._send_deadline_s)
+        finally:
+            self._close()

@@ -1,0 +1,58 @@
+"""GET /trace: the stamps of all nodes, for `topspin trace`.
+
+Owns the route, its limits and its form: JSON with each node's records in base64 (the
+conversion to Perfetto's form is the reader's work, not this event loop's). Only clients of
+this host are answered: stamps tell when others are served. Called by server.gateway.app.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from server.gateway.engine_client import EngineClient
+from topspin.errors import InvalidRequest, NotFound
+
+# The scheduler gives up on a silent node after 5 s.
+TRACE_DEADLINE_S = 8.0
+DEFAULT_SECONDS = 2.0
+MAX_SECONDS = 60.0
+
+
+def add_trace_route(app: FastAPI, engine: EngineClient) -> None:
+    """Add GET /trace?seconds=S."""
+
+    @app.get("/trace")
+    async def trace(request: Request) -> Response:
+        if not _is_loopback(request):
+            raise NotFound("traces are shown to clients of the server's own host only")
+        seconds = _seconds(request.query_params.get("seconds"))
+        found = await engine.trace(seconds, TRACE_DEADLINE_S)
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+
+def _is_loopback(request: Request) -> bool:
+    if request.client is None:
+        return False
+    try:
+        address = ipaddress.ip_address(request.client.host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+def _seconds(text: str | None) -> float:
+    if text is None:
+        return DEFAULT_SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= MAX_SECONDS:
+        raise InvalidRequest(
+            f"seconds is {text[:32]!r}: must be above 0, at most {MAX_SECONDS:g}", param="seconds"
+        )
+    return seconds

@@ -1,0 +1,160 @@
+"""The answers of the OpenAI API as structs, encoded by msgspec.
+
+Owns the names and the order of members, and nothing else. `Optional` members are null when
+they have no value, members that are UNSET are absent (they were not asked for).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """`cached_tokens`: prompt tokens whose keys and values were in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate for a position. `bytes` are the token's own, even half a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """The chosen token of a position and the best candidates."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a chat choice, one entry per token."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a completion choice; offsets count characters of its token texts."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class ChatMessageOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The assistant's message."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a whole chat answer."""
+
+    index: int
+    message: ChatMessageOut
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a chat answer that is not streamed."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk adds to the message; empty in the chunk that ends a choice."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The choice of a chat chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a streamed chat answer."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a completion, whole or (with finish_reason null) of a chunk."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion answer, and also one event of a streamed one."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of /v1/models; max_model_len is null until the engine has said it."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "topspin"
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of /v1/models."""
+
+    object: str = "list"
+    data: list[ModelCard]

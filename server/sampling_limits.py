@@ -1,0 +1,20 @@
+"""The ranges of a request's sampling parameters.
+
+Owns the numbers alone, so that the gateway, which refuses by field of the HTTP body, and
+the scheduler, which trusts no gateway, agree. Imports nothing but typing; read by
+server.gateway.schema and server.scheduler.intake.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+MAX_TEMPERATURE: Final = 2.0
+MAX_PENALTY: Final = 2.0
+# A logit divided or multiplied by a penalty within these stays a finite fp32 number.
+MIN_REPETITION_PENALTY: Final = 0.01
+MAX_REPETITION_PENALTY: Final = 100.0
+MAX_BIAS: Final = 100.0
+MAX_LOGPROBS: Final = 20
+MAX_COUNT: Final = 2**31 - 1
+MAX_SEED: Final = 2**64 - 1

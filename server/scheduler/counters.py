@@ -1,0 +1,63 @@
+"""What the policy has done since start, for /metrics.
+
+Owns plain numbers. Filled by policy.py and results.py.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from topspin.messages import STEP_BUCKETS_S, StepHistogram, StepTimings
+
+PHASES = ("prepare", "attention", "expert", "wait", "link", "sample", "scheduler_gap")
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Durations by bucket, as StepHistogram has them."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS_S) + 1))
+    sum_s: float = 0.0
+
+    def observe(self, duration_s: float) -> None:
+        """Count a duration in the first bucket whose bound is not below it."""
+        self.counts[bisect_left(STEP_BUCKETS_S, duration_s)] += 1
+        self.sum_s += duration_s
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start. Prefix cache queries and hits count tokens of admitted sequences."""
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    step_seconds: float = 0.0
+    phases: dict[str, Histogram] = field(
+        default_factory=lambda: {phase: Histogram() for phase in PHASES}
+    )
+    num_replays: int = 0
+
+    def observe(self, timings: StepTimings, *, after_idle: bool) -> None:
+        """Count one attention node's step; before the first of a busy time is no gap."""
+        phases = self.phases
+        phases["prepare"].observe(timings.prepare_s)
+        phases["attention"].observe(timings.attention_s)
+        phases["expert"].observe(timings.expert_s)
+        phases["wait"].observe(timings.wait_s)
+        phases["sample"].observe(timings.sample_s)
+        if timings.link_s is not None:
+            phases["link"].observe(timings.link_s)
+        if not after_idle:
+            phases["scheduler_gap"].observe(timings.gap_s)
+
+    def step_phases(self) -> dict[str, StepHistogram]:
+        """Return all phases for a message."""
+        return {
+            phase: StepHistogram(counts=tuple(each.counts), sum_s=each.sum_s)
+            for phase, each in self.phases.items()
+        }

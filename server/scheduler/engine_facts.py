@@ -1,0 +1,66 @@
+"""What the scheduler must know of the model and of the machine, and nothing more.
+
+Owns no behaviour but where these facts come from; reading a checkpoint's configuration
+needs no torch. Called by command.py and service.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from models.config import load_model_config
+from models.rope import is_length_dependent
+from topspin.config import EngineConfig
+
+
+class EngineFacts(NamedTuple):
+    """A model's sizes (0 MoE layers and experts for a dense one) and this host's cores.
+
+    `shares_prefixes`: a token's cached key and value depend on the tokens before it alone.
+    """
+
+    num_moe_layers: int
+    num_experts: int
+    vocab_size: int
+    hidden_size: int
+    num_cores: int
+    shares_prefixes: bool = True
+
+
+def read_facts(model_path: str, num_cores: int) -> EngineFacts:
+    """Return the facts of the checkpoint at `model_path`; raises ConfigError."""
+    model = load_model_config(Path(model_path))
+    return EngineFacts(
+        num_moe_layers=len(model.moe_layers),
+        num_experts=model.moe.num_experts if model.moe is not None and model.moe_layers else 0,
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        num_cores=num_cores,
+        # With dynamic NTK a key is rotated by its own prompt's length.
+        shares_prefixes=not is_length_dependent(model.rope),
+    )
+
+
+def shares_cores(config: EngineConfig, expert_addresses: Sequence[str], num_cores: int) -> bool:
+    """Say whether attention and expert nodes compute on the same cores, and so take turns.
+
+    They do when all run on this host and ask for more threads together than it has cores,
+    and always in one process, where the experts run while the attention node waits. With
+    `--layout split` every node has cores of its own.
+    """
+    if "local" in expert_addresses:
+        return True
+    if config.compute.layout == "split":
+        return False
+    if not all(_is_local(address) for address in expert_addresses):
+        return False
+    num_threads = config.compute.num_threads
+    num_nodes = config.topology.attention_nodes + config.topology.expert_nodes
+    return num_threads is None or num_threads * num_nodes > num_cores
+
+
+def _is_local(address: str) -> bool:
+    handshake = address.removeprefix("nixl:")
+    return address == "local" or handshake.startswith(("unix:", "tcp:127.", "tcp:localhost:"))

@@ -1,0 +1,289 @@
+"""Where the copies of one layer's experts go so that no expert node is much busier than another.
+
+Owns the algorithms, pure and for one MoE layer: how many copies each expert gets, which node
+holds which, and how good that is. Follows the two policies of EPLB (DeepSeek): *global*, and
+*hierarchical*, which first gives whole expert groups to hosts; beyond them it never puts two
+copies of one expert on a node, takes nodes of different capacities, and improves a placement
+by exchanges. Knows no time, no table version and no slot: expert_placement.py does.
+
+An expert's load is shared evenly by its copies; a node's load is the sum of what it holds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
+
+from topspin.expert_table import ExpertTable
+
+Bins = list[set[int]]
+"""By node, the experts that it holds."""
+
+# A refinement of one layer ends after so many changes at most, per node.
+MAX_CHANGES_PER_NODE = 4
+# One that lowers the peak by less than this share of the mean node load is not worth making.
+MIN_STEP = 0.005
+
+
+def balance(table: ExpertTable, loads: Sequence[Sequence[float]]) -> float:
+    """Return by what factor `table` makes the experts' time longer than perfect balance would.
+
+    loads[layer][expert]. Layers are computed one after the other, each as slowly as its
+    busiest node: the sum over layers of the highest node load, by the sum of the mean ones.
+    1 if there is no load. Nodes that hold nothing in a layer do not count in its mean.
+    """
+    peak = mean = 0.0
+    for layer, layer_loads in zip(table.slots, loads, strict=True):
+        found = node_loads(layer, layer_loads)
+        held = [load for load, experts in zip(found, layer, strict=True) if experts]
+        peak += max(held, default=0.0)
+        mean += sum(held) / len(held) if held else 0.0
+    return peak / mean if mean else 1.0
+
+
+def node_loads(nodes: Sequence[Sequence[int] | set[int]], loads: Sequence[float]) -> list[float]:
+    """Return the load of each node of one layer: its experts' loads, by their copies."""
+    copies = [0] * len(loads)
+    for experts in nodes:
+        for expert in experts:
+            copies[expert] += 1
+    return [sum(loads[expert] / copies[expert] for expert in experts) for experts in nodes]
+
+
+def replicate(loads: Sequence[float], *, num_slots: int, max_copies: int) -> list[int]:
+    """Return the number of copies of each expert, `num_slots` in all.
+
+    Each further copy goes to the expert with the highest load per copy; equal ones in turn.
+    No expert gets more than `max_copies`, so some slots may stay unused.
+    """
+    num_experts = len(loads)
+    assert num_experts <= num_slots, "every expert needs a slot"
+    copies = [1] * num_experts
+    queue = [(-load, 1, expert) for expert, load in enumerate(loads)]
+    heapify(queue)
+    for _ in range(min(num_slots, num_experts * max_copies) - num_experts):
+        expert = queue[0][2]
+        while copies[expert] == max_copies:
+            heapreplace(queue, (float("inf"), 0, expert))
+            expert = queue[0][2]
+        copies[expert] += 1
+        heapreplace(queue, (-loads[expert] / copies[expert], copies[expert], expert))
+    return copies
+
+
+def pack(loads: Sequence[float], copies: Sequence[int], capacities: Sequence[int]) -> Bins:
+    """Place `copies` of each expert: the heaviest first, on the least loaded node with room.
+
+    Never two of one expert on a node. Capacities may leave no such place for a last copy;
+    then copies change places, and if that cannot help, another expert gets the slot.
+    """
+    bins: Bins = [set() for _ in capacities]
+    filled = [0.0] * len(capacities)
+    shares = [load / count for load, count in zip(loads, copies, strict=True)]
+    order = sorted(range(len(loads)), key=lambda expert: (-shares[expert], expert))
+    for expert in order:
+        for _ in range(copies[expert]):
+            open_nodes = [
+                node
+                for node, held in enumerate(bins)
+                if len(held) < capacities[node] and expert not in held
+            ]
+            if not open_nodes:
+                _make_place(bins, expert, loads, capacities)
+                filled = [sum(shares[other] for other in held) for held in bins]
+                continue
+            node = min(open_nodes, key=lambda node: (filled[node], node))
+            bins[node].add(expert)
+            filled[node] += shares[expert]
+    return bins
+
+
+def _make_place(bins: Bins, expert: int, loads: Sequence[float], capacities: Sequence[int]) -> None:
+    """Place a copy of `expert` although every node with room holds one already."""
+    room = next(node for node, held in enumerate(bins) if len(held) < capacities[node])
+    for held in bins:
+        movable = held - bins[room]
+        if expert not in held and movable:
+            moved = min(movable, key=lambda other: (loads[other], other))
+            held.remove(moved)
+            held.add(expert)
+            bins[room].add(moved)
+            return
+    # Whoever lacks `expert` holds only what `room` holds too: the copy is of no use.
+    others = [other for other in range(len(loads)) if other not in bins[room]]
+    if others:
+        bins[room].add(max(others, key=lambda other: (loads[other], -other)))
+
+
+def refine(bins: Bins, loads: Sequence[float]) -> Bins:
+    """Return `bins` after changes of one or two experts that lower the busiest node's load.
+
+    The busiest node exchanges an expert with another node or, where that does not help, a
+    copy that an expert can spare becomes one of another expert. Sizes stay. Each change is
+    the best of its kind; it ends when none helps.
+    """
+    state = _Refinement([set(held) for held in bins], loads)
+    for _ in range(MAX_CHANGES_PER_NODE * len(bins)):
+        change = state.best_exchange() or state.best_substitution()
+        if change is None:
+            break
+        state.make(change)
+    return state.bins
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """`node` drops one expert for another; if `partner` is a node, it does the opposite.
+
+    `peak` is the highest load after it of all nodes whose load changes.
+    """
+
+    peak: float
+    node: int
+    dropped: int
+    added: int
+    partner: int | None = None
+
+
+class _Refinement:
+    """A placement under way. Invariant: `copies`, `filled` and `hot` are those of `bins`."""
+
+    def __init__(self, bins: Bins, loads: Sequence[float]) -> None:
+        self.bins = bins
+        self._loads = loads
+        self._count()
+
+    def _count(self) -> None:
+        self._copies = [0] * len(self._loads)
+        for held in self.bins:
+            for expert in held:
+                self._copies[expert] += 1
+        self._shares = [
+            load / max(1, count) for load, count in zip(self._loads, self._copies, strict=True)
+        ]
+        self._filled = [sum(self._shares[expert] for expert in held) for held in self.bins]
+        self._hot = max(range(len(self.bins)), key=lambda node: (self._filled[node], -node))
+        mean = sum(self._filled) / len(self._filled)
+        self._limit = self._filled[self._hot] - MIN_STEP * mean
+
+    def make(self, change: _Change) -> None:
+        """Carry out a change."""
+        self.bins[change.node].remove(change.dropped)
+        self.bins[change.node].add(change.added)
+        if change.partner is not None:
+            self.bins[change.partner].remove(change.added)
+            self.bins[change.partner].add(change.dropped)
+        self._count()
+
+    def best_exchange(self) -> _Change | None:
+        """Return the best exchange between the hot node and another, None if none helps."""
+        best: _Change | None = None
+        hot, shares, filled = self.bins[self._hot], self._shares, self._filled
+        for node, held in enumerate(self.bins):
+            if filled[node] >= self._limit:
+                continue
+            here = sorted((shares[expert], expert) for expert in held - hot)
+            if not here:
+                continue
+            wanted = (filled[self._hot] - filled[node]) / 2
+            for given in sorted(hot - held):
+                at = bisect_left(here, (shares[given] - wanted, -1))
+                for share, taken in here[max(0, at - 1) : at + 1]:
+                    moved = shares[given] - share
+                    peak = max(filled[self._hot] - moved, filled[node] + moved)
+                    if peak < (self._limit if best is None else best.peak):
+                        best = _Change(peak, self._hot, given, taken, partner=node)
+        return best
+
+    def best_substitution(self) -> _Change | None:
+        """Return the best way to give a spare copy's slot to another expert.
+
+        Either the hot node drops a copy, or another node takes a copy of what the hot node
+        holds; else its load would not fall.
+        """
+        best: _Change | None = None
+        hot = self.bins[self._hot]
+        for node, held in enumerate(self.bins):
+            spare = sorted(expert for expert in held if self._copies[expert] > 1)
+            if node == self._hot:
+                added = [expert for expert in range(len(self._loads)) if expert not in held]
+            else:
+                added = sorted(hot - held)
+            for old in spare:
+                for new in added:
+                    peak = self._peak_after(node, old, new)
+                    if peak < (self._limit if best is None else best.peak):
+                        best = _Change(peak, node, old, new)
+        return best
+
+    def _peak_after(self, node: int, dropped: int, added: int) -> float:
+        """Return the highest changed load if `node` held `added` instead of `dropped`."""
+        loads, copies, shares = self._loads, self._copies, self._shares
+        raised = loads[dropped] / (copies[dropped] - 1)
+        lowered = loads[added] / (copies[added] + 1)
+        peak = self._filled[node] - shares[dropped] + lowered
+        for other, held in enumerate(self.bins):
+            if other == node or not (other == self._hot or dropped in held or added in held):
+                continue
+            load = self._filled[other]
+            if dropped in held:
+                load += raised - shares[dropped]
+            if added in held:
+                load += lowered - shares[added]
+            peak = max(peak, load)
+        return peak
+
+
+def place_global(loads: Sequence[float], capacities: Sequence[int]) -> Bins:
+    """Return a placement over nodes with `capacities` slots each.
+
+    Raises AssertionError if they cannot hold every expert once.
+    """
+    assert max(capacities) <= len(loads), "more slots on a node than there are experts"
+    num_nodes = sum(capacity > 0 for capacity in capacities)
+    copies = replicate(loads, num_slots=sum(capacities), max_copies=num_nodes)
+    return refine(pack(loads, copies, capacities), loads)
+
+
+def place_hierarchical(
+    loads: Sequence[float],
+    capacities: Sequence[int],
+    *,
+    num_groups: int,
+    hosts: Sequence[Sequence[int]],
+) -> Bins:
+    """Return a placement that keeps each expert group on one host.
+
+    Groups are runs of equal length; `hosts` lists the nodes of each host. Groups go to
+    hosts, as many to each, then experts are replicated and packed within the host. Where
+    that cannot be (the groups do not divide, or a host has not the slots), the placement is
+    the global one.
+    """
+    num_experts = len(loads)
+    size = num_experts // num_groups
+    groups_per_host = num_groups // len(hosts)
+    slots = [sum(capacities[node] for node in nodes) for nodes in hosts]
+    fits = all(
+        groups_per_host * size <= count
+        and all(capacities[node] <= groups_per_host * size for node in nodes)
+        for nodes, count in zip(hosts, slots, strict=True)
+    )
+    if num_experts % num_groups or num_groups % len(hosts) or not fits:
+        return place_global(loads, capacities)
+    ends = accumulate([size] * num_groups, initial=0)
+    groups = [range(low, high) for low, high in pairwise(ends)]
+    group_loads = [sum(loads[expert] for expert in group) for group in groups]
+    ones = [1] * num_groups
+    chosen = refine(pack(group_loads, ones, [groups_per_host] * len(hosts)), group_loads)
+    bins: Bins = [set() for _ in capacities]
+    for nodes, held in zip(hosts, chosen, strict=True):
+        experts = [expert for group in sorted(held) for expert in groups[group]]
+        local = place_global(
+            [loads[expert] for expert in experts], [capacities[node] for node in nodes]
+        )
+        for node, found in zip(nodes, local, strict=True):
+            bins[node] = {experts[idx] for idx in found}
+    return bins

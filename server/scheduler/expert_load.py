@@ -1,0 +1,164 @@
+"""How many (token, expert) pairs each logical expert serves, and each expert node.
+
+Owns the sums since start, and moving averages per MoE layer; turns the slots of a node's
+report into logical experts by the table of the version that the report names. Called by
+service.py and balancer.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from topspin.errors import ProtocolError
+from topspin.expert_table import ExpertTable
+from topspin.messages import ExpertCounts, unpack_ints
+
+# Reports of older tables than these may still be on their way.
+NUM_TABLES = 8
+# Averages are kept as sums whose weight grows; beyond this they are scaled down.
+MAX_WEIGHT = 1e12
+
+
+class LayerCounts(NamedTuple):
+    """A node's counts in one layer: the experts in slot order, and their pairs."""
+
+    experts: tuple[int, ...]
+    counts: list[int]
+
+
+class _Layer:
+    """Sums of one layer. What is added later weighs more, which is an exponential average.
+
+    The weight doubles with every half-life. Reports gather in `_fresh` until fold(), so that
+    those of one round weigh the same whichever node is the first to report.
+    """
+
+    def __init__(self, num_experts: int, num_nodes: int, half_life_pairs: float) -> None:
+        self.tokens = [0] * num_experts
+        self._recent = [0.0] * num_experts
+        self._of_nodes = [0.0] * num_nodes
+        self._fresh = [0] * num_experts
+        self._fresh_of_nodes = [0] * num_nodes
+        self._weight = 1.0
+        self._half_life_pairs = half_life_pairs
+
+    def add(self, node: int | None, found: LayerCounts) -> None:
+        """Add counts; `node` None: they say nothing of who serves what now."""
+        for expert, count in zip(found.experts, found.counts, strict=True):
+            self.tokens[expert] += count
+            self._fresh[expert] += count
+        if node is not None:
+            self._fresh_of_nodes[node] += sum(found.counts)
+
+    def fold(self) -> None:
+        """End a round of reports."""
+        self._recent, self._of_nodes = self.recent(), self.of_nodes()
+        self._weight = self._next_weight()
+        self._fresh = [0] * len(self._fresh)
+        self._fresh_of_nodes = [0] * len(self._fresh_of_nodes)
+        if self._weight > MAX_WEIGHT:
+            self._recent = [value / self._weight for value in self._recent]
+            self._of_nodes = [value / self._weight for value in self._of_nodes]
+            self._weight = 1.0
+
+    def recent(self) -> list[float]:
+        """Return the averages by expert, in a unit of their own."""
+        weight = self._next_weight()
+        return [r + f * weight for r, f in zip(self._recent, self._fresh, strict=True)]
+
+    def of_nodes(self) -> list[float]:
+        """Return the averages by node, in the same unit."""
+        weight = self._next_weight()
+        return [r + f * weight for r, f in zip(self._of_nodes, self._fresh_of_nodes, strict=True)]
+
+    def forget_nodes(self, num_nodes: int) -> None:
+        """Average anew what nodes serve."""
+        self._of_nodes = [0.0] * num_nodes
+        self._fresh_of_nodes = [0] * num_nodes
+
+    def _next_weight(self) -> float:
+        return self._weight * float(2 ** min(sum(self._fresh) / self._half_life_pairs, 64))
+
+
+class ExpertLoad:
+    """Sums and averages per MoE layer and logical expert, and per node."""
+
+    def __init__(self, table: ExpertTable, *, half_life_pairs: int = 512) -> None:
+        """`half_life_pairs` counts pairs per expert, in each layer."""
+        self._table = table
+        self._tables = {table.version: table}
+        self._layers = [
+            _Layer(table.num_experts, table.num_nodes, half_life_pairs * table.num_experts)
+            for _ in table.slots
+        ]
+        self._reported: set[int] = set()
+
+    def use(self, table: ExpertTable) -> None:
+        """Note the table that steps are routed by from now on; nodes are averaged anew."""
+        self._table = table
+        self._tables[table.version] = table
+        for version in sorted(self._tables)[:-NUM_TABLES]:
+            del self._tables[version]
+        for layer in self._layers:
+            layer.forget_nodes(table.num_nodes)
+
+    def knows(self, version: int) -> bool:
+        """Say whether reports of table `version` can be read."""
+        return version in self._tables
+
+    def add(self, report: ExpertCounts) -> None:
+        """Add a node's report; raises ProtocolError, and adds nothing, if it does not fit."""
+        table = self._tables.get(report.table_version)
+        if table is None or not 0 <= report.index < table.num_nodes:
+            raise ProtocolError(
+                f"expert {report.index}: counts by table version {report.table_version}"
+            )
+        experts_of_layers = table.experts_of(report.index)
+        counts_of_layers = [list(unpack_ints(layer)) for layer in report.counts]
+        if [len(c) for c in counts_of_layers] != [len(e) for e in experts_of_layers]:
+            raise ProtocolError(f"expert {report.index}: counts do not match its slots")
+        if any(count < 0 for counts in counts_of_layers for count in counts):
+            raise ProtocolError(f"expert {report.index}: a negative count")
+        if report.index in self._reported:
+            self._reported.clear()
+            for layer in self._layers:
+                layer.fold()
+        self._reported.add(report.index)
+        for layer, experts, counts in zip(
+            self._layers, experts_of_layers, counts_of_layers, strict=True
+        ):
+            node = report.index if table is self._table else None
+            layer.add(node, LayerCounts(experts, counts))
+
+    def totals(self) -> tuple[tuple[int, ...], ...]:
+        """Return the sums, [layer][expert]."""
+        return tuple(tuple(layer.tokens) for layer in self._layers)
+
+    @property
+    def pairs_per_expert(self) -> float:
+        """Return how many pairs an expert has served on average, in the quietest layer."""
+        num_experts = max(1, self._table.num_experts)
+        return min((sum(layer.tokens) for layer in self._layers), default=0) / num_experts
+
+    def recent(self) -> list[list[float]]:
+        """Return the averages, [layer][expert]; in each layer only their ratios mean something."""
+        return [_shares(layer.recent()) for layer in self._layers]
+
+    def balance(self) -> float | None:
+        """Return max/mean of what the nodes have served by the table in use, None if nothing.
+
+        Averaged and summed over layers as expert_balance.balance does for predictions.
+        """
+        peak = mean = 0.0
+        for slots, layer in zip(self._table.slots, self._layers, strict=True):
+            held = [n for n, experts in zip(layer.of_nodes(), slots, strict=True) if experts]
+            shares = _shares(held)
+            peak += max(shares, default=0.0)
+            mean += sum(shares) / len(shares) if shares else 0.0
+        return peak / mean if mean else None
+
+
+def _shares(values: list[float]) -> list[float]:
+    """Return `values` divided by their sum, so that every layer weighs the same."""
+    total = sum(values)
+    return [value / total for value in values] if total else [0.0] * len(values)

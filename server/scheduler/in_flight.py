@@ -1,0 +1,163 @@
+"""The steps that run: what each planned, and the answers that have come.
+
+Owns the order of steps and the check that an answer is one to what was asked. Knows no
+blocks and no queue. Called by policy.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from server.scheduler import sequence
+from server.scheduler.cost_fit import StepLoad
+from topspin.errors import ProtocolError
+from topspin.messages import StepResult, pack_ints, unpack_ints
+
+# Step k+1 is planned while step k runs; a third would be two tokens ahead of what is known.
+MAX_STEPS_IN_FLIGHT = 2
+
+
+class NodePart(NamedTuple):
+    """One node's slices in plan order, as parallel lists, and the packed ids of the sampled."""
+
+    seqs: list[sequence.Sequence]
+    counts: list[int]
+    samples: list[int]
+    sampled_ids: bytes
+
+
+class NodeAnswer(NamedTuple):
+    """A part with, per slice, its sampled token (None: not sampled, or failed)."""
+
+    part: NodePart
+    tokens: Sequence[int | None]
+    result: StepResult
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """A step that was sent; `took_s` is set when it is done.
+
+    `after_idle`: there was no request before it, so that nodes have not waited in vain.
+    """
+
+    step: int
+    sent_s: float
+    parts: dict[int, NodePart]
+    loads: dict[int, StepLoad] = field(default_factory=dict)
+    after_idle: bool = False
+    answers: dict[int, NodeAnswer] = field(default_factory=dict)
+    took_s: float = 0.0
+
+    def unanswered(self) -> list[int]:
+        """Return the attention nodes that have not answered, ascending."""
+        return sorted(self.parts.keys() - self.answers.keys())
+
+
+class StepsInFlight:
+    """At most two steps, oldest first; done in order, whatever order answers come in."""
+
+    def __init__(self, generation: int) -> None:
+        self._generation = generation
+        self._steps: deque[RunningStep] = deque()
+        self._head_since_s = 0.0
+        self._progress_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        """Say whether no step may be planned now."""
+        return len(self._steps) >= MAX_STEPS_IN_FLIGHT
+
+    @property
+    def head(self) -> RunningStep | None:
+        """Return the step that the nodes work on."""
+        return self._steps[0] if self._steps else None
+
+    @property
+    def head_since_s(self) -> float:
+        """Return when the head was sent, or when the step before it was done."""
+        return self._head_since_s
+
+    @property
+    def progress_s(self) -> float:
+        """Return when a node last said that it gets on with the head, or when that began."""
+        return max(self._head_since_s, self._progress_s)
+
+    def progressed(self, *, step: int, generation: int, now: float) -> None:
+        """Note that a node gets on with a step; of another one than the head it says nothing."""
+        if self._steps and self._steps[0].step == step and self._generation == generation:
+            self._progress_s = now
+
+    def restart(self, generation: int) -> None:
+        """Forget all steps; only results of `generation` are answers from now on."""
+        self._generation = generation
+        self._steps.clear()
+
+    def push(self, step: RunningStep) -> None:
+        """Append a step that is being sent."""
+        if not self._steps:
+            self._head_since_s = step.sent_s
+        self._steps.append(step)
+
+    def accept(self, result: StepResult) -> None:
+        """Take a node's answer.
+
+        Raises ProtocolError, and changes nothing, if no such answer was outstanding or if
+        it does not name exactly the sequences that the plan sampled.
+        """
+        running = next((s for s in self._steps if s.step == result.step), None)
+        if running is None or result.generation != self._generation:
+            raise ProtocolError(
+                f"attention {result.index}: result of step {result.step} (generation "
+                f"{result.generation}), which is not running"
+            )
+        part = running.parts.get(result.index)
+        if part is None or result.index in running.answers:
+            raise ProtocolError(
+                f"attention {result.index}: a result of step {result.step} was not awaited"
+            )
+        running.answers[result.index] = NodeAnswer(part, _tokens_of(part, result), result)
+
+    def finished(self, now: float) -> Iterator[RunningStep]:
+        """Remove and yield, in order, the steps that all their nodes have answered."""
+        while self._steps and not self._steps[0].parts.keys() - self._steps[0].answers.keys():
+            step = self._steps.popleft()
+            step.took_s = now - self._head_since_s
+            self._head_since_s = now
+            yield step
+
+
+def _tokens_of(part: NodePart, result: StepResult) -> Sequence[int | None]:
+    """Return the token of each slice of `part`; raises ProtocolError as accept() says."""
+    tokens = unpack_ints(result.tokens)
+    num_slices = len(part.seqs)
+    all_sampled = len(part.sampled_ids) == 4 * num_slices == len(result.tokens)
+    if all_sampled and result.seq_ids == part.sampled_ids and not result.errors:
+        return tokens  # the common decode step, without a dict
+    seq_ids = unpack_ints(result.seq_ids)
+    if len(seq_ids) != len(tokens) or len(set(seq_ids)) != len(seq_ids):
+        raise ProtocolError(
+            f"attention {result.index}: step {result.step}: {len(tokens)} tokens for "
+            f"{len(seq_ids)} sequences"
+        )
+    token_of = dict(zip(seq_ids, tokens, strict=True))
+    sampled = set(unpack_ints(part.sampled_ids))
+    planned = {seq.seq_id for seq in part.seqs}
+    failed = result.errors.keys()
+    if not token_of.keys() <= sampled or not failed <= planned or sampled - failed - set(token_of):
+        raise ProtocolError(
+            f"attention {result.index}: step {result.step}: the answer does not name the "
+            "sequences that were sampled"
+        )
+    return [token_of.get(seq.seq_id) for seq in part.seqs]
+
+
+def pack_sampled(seqs: list[sequence.Sequence], samples: list[int]) -> bytes:
+    """Return the packed ids of the sequences that are sampled."""
+    return pack_ints(seq.seq_id for seq, sample in zip(seqs, samples, strict=True) if sample)

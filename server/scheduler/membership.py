@@ -1,0 +1,214 @@
+"""Who makes up the engine: M attention nodes, N expert nodes, any number of gateways.
+
+Owns the roll of nodes from Hello to Ready, and who is refused. Pure: peers are opaque ids,
+messages come as arguments and are returned. Called by service.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from topspin.config import NodeConfig
+from topspin.errors import ConfigError, ProtocolError, VersionMismatch
+from topspin.expert_table import ExpertTable
+from topspin.messages import (
+    PROTOCOL_VERSION,
+    ExpertPeer,
+    Hello,
+    Loaded,
+    Ready,
+    Role,
+    Topology,
+    Welcome,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A node's place in the engine."""
+
+    role: Role
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+@dataclass(slots=True)
+class _Joined:
+    peer: bytes
+    hello: Hello
+    ready: Ready | None = None
+
+
+class Membership:
+    """The roll of the engine's nodes.
+
+    Invariant: all nodes on it speak one protocol, run one revision and serve one checkpoint
+    (the first node's); each place is taken once.
+    """
+
+    def __init__(self, *, num_attention: int, num_experts: int, revision: str) -> None:
+        self._places = [Member("attention", index) for index in range(num_attention)]
+        self._places += [Member("expert", index) for index in range(num_experts)]
+        self._num_attention = num_attention
+        self._num_experts = num_experts
+        self._revision = revision
+        self._nodes: dict[Member, _Joined] = {}
+        self._member_of: dict[bytes, Member] = {}
+        self._num_blocks: dict[Member, int] = {}
+        self.gateways: set[bytes] = set()
+
+    def join(self, peer: bytes, hello: Hello) -> None:
+        """Put a node or a gateway on the roll.
+
+        Raises VersionMismatch or ConfigError with the reason to send in Refused.
+        """
+        name = Member(hello.role, hello.index)
+        if hello.protocol != PROTOCOL_VERSION:
+            raise VersionMismatch(
+                f"{name} speaks protocol {hello.protocol}, this engine {PROTOCOL_VERSION}"
+            )
+        if hello.revision != self._revision:
+            raise VersionMismatch(
+                f"{name} runs revision {hello.revision!r}, this engine {self._revision!r}"
+            )
+        if peer in self._member_of or peer in self.gateways:
+            raise ConfigError(f"{name} said Hello on a connection that has said Hello before")
+        if hello.role == "gateway":
+            self.gateways.add(peer)
+            return
+        self._check_place(name)
+        for other, joined in self._nodes.items():
+            if joined.hello.fingerprint != hello.fingerprint:
+                raise VersionMismatch(
+                    f"{name} serves checkpoint {hello.fingerprint!r}, {other} serves "
+                    f"{joined.hello.fingerprint!r}"
+                )
+        self._nodes[name] = _Joined(peer, hello)
+        self._member_of[peer] = name
+
+    def _check_place(self, name: Member) -> None:
+        if name not in self._places:
+            raise ConfigError(
+                f"{name} has no place: the engine has {self._num_attention} attention and "
+                f"{self._num_experts} expert nodes"
+            )
+        if name in self._nodes:
+            raise ConfigError(
+                f"{name} is there already (pid {self._nodes[name].hello.pid}); each place is "
+                "taken once"
+            )
+
+    def ready(self, peer: bytes, message: Ready) -> None:
+        """Note that a node is ready; raises ProtocolError if it cannot be, ConfigError if empty."""
+        member = self._member_of.get(peer)
+        claimed = Member(message.role, message.index)
+        if member is None or member != claimed or not self.is_complete:
+            raise ProtocolError(f"{member or 'a stranger'} reports {claimed} ready")
+        node = self._nodes[member]
+        if node.ready is not None:
+            raise ProtocolError(f"{member} reports ready twice")
+        if member.role == "attention" and message.num_blocks < 1:
+            raise ConfigError(f"{member} has no KV-cache blocks")
+        node.ready = message
+        self._num_blocks[member] = message.num_blocks
+
+    @property
+    def is_complete(self) -> bool:
+        """Say whether every place is taken, so that Welcome can be sent."""
+        return len(self._nodes) == len(self._places)
+
+    @property
+    def is_ready(self) -> bool:
+        """Say whether every node is ready."""
+        return self.is_complete and all(node.ready is not None for node in self._nodes.values())
+
+    def awaited(self) -> str:
+        """Return, for people, what the start still waits for."""
+        missing = [str(place) for place in self._places if place not in self._nodes]
+        if missing:
+            return "waiting for " + ", ".join(missing)
+        loading = [str(p) for p in self._places if self._nodes[p].ready is None]
+        return "loading: " + ", ".join(loading) if loading else ""
+
+    def welcome(self, config: NodeConfig, table: ExpertTable) -> Welcome:
+        """Return the message for every node, once the roll is complete."""
+        assert self.is_complete
+        return Welcome(config=config, topology=self.topology(self._places, table, generation=1))
+
+    def topology(self, nodes: Iterable[Member], table: ExpertTable, *, generation: int) -> Topology:
+        """Return who makes up `generation`: `nodes`, all of them on the roll."""
+        hellos = {node: self._nodes[node].hello for node in nodes}
+        experts = [hellos.get(place) for place in self._places if place.role == "expert"]
+        attention = [hellos.get(place) for place in self._places if place.role == "attention"]
+        return Topology(
+            generation=generation,
+            table=table,
+            experts=tuple(
+                None
+                if hello is None
+                else ExpertPeer(address=hello.data_address, incarnation=hello.incarnation)
+                for hello in experts
+            ),
+            attention_incarnations=tuple(
+                None if hello is None else hello.incarnation for hello in attention
+            ),
+        )
+
+    def has(self, member: Member) -> bool:
+        """Say whether a place is taken."""
+        return member in self._nodes
+
+    def leave(self, member: Member) -> None:
+        """Strike a node off the roll: its connection is a stranger's from now on."""
+        del self._member_of[self._nodes.pop(member).peer]
+
+    def loaded(self, peer: bytes, message: Loaded) -> None:
+        """Note what a node that joins late has; raises ProtocolError if it has less than before."""
+        member = self._member_of.get(peer)
+        if member is None or member != Member(message.role, message.index):
+            raise ProtocolError(f"{member or 'a stranger'} reports {message.role} loaded")
+        before = self._num_blocks.get(member, message.num_blocks)
+        if message.num_blocks != before:
+            raise ProtocolError(f"{member} has {message.num_blocks} blocks, it had {before}")
+
+    def member(self, peer: bytes) -> Member | None:
+        """Return the place of the node `peer`, None for gateways and strangers."""
+        return self._member_of.get(peer)
+
+    def describe(self, member: Member) -> str:
+        """Return a node's name for people, with its process id."""
+        return f"{member} (pid {self._nodes[member].hello.pid})"
+
+    def pid(self, member: Member) -> int:
+        """Return a node's process id, as it said."""
+        return self._nodes[member].hello.pid
+
+    @property
+    def places(self) -> list[Member]:
+        """Return every place that the engine has."""
+        return self._places
+
+    def peer(self, member: Member) -> bytes:
+        """Return the connection of a node that is on the roll."""
+        return self._nodes[member].peer
+
+    def peers(self, role: Role | None = None) -> list[bytes]:
+        """Return the connections of the nodes (of `role`) on the roll, in index order."""
+        return [
+            self._nodes[place].peer
+            for place in self._places
+            if place in self._nodes and role in (None, place.role)
+        ]
+
+    def num_blocks(self) -> list[int]:
+        """Return each attention node's cache size in blocks, once all are ready."""
+        assert self.is_ready
+        nodes = [self._nodes[place] for place in self._places if place.role == "attention"]
+        return [node.ready.num_blocks for node in nodes if node.ready is not None]
+
+    def expert_addresses(self) -> list[str]:
+        """Return where the expert nodes accept attention nodes."""
+        return [n.hello.data_address for m, n in self._nodes.items() if m.role == "expert"]

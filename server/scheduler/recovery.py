@@ -1,0 +1,200 @@
+"""How an engine goes on after it has lost a node: the stages of a new generation.
+
+Owns which nodes are part of the engine, whose answer is awaited, since when, and the expert
+table that the present nodes can serve. Pure: no socket, no clock, no request. Called by
+service.py, which sends what a stage asks for and reports what comes back.
+
+    serving --loss, failed step--> halting --all halted--> forming --all ready--> serving
+    serving --a node is back--> draining --no step left--> halting
+    halting --all halted, but experts or attention are missing--> waiting --back--> forming
+
+Every loss begins a new generation, in any stage. A node that reacts too late is lost too.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from server.scheduler.membership import Member
+from topspin.expert_table import ExpertTable
+
+
+class Stage(Enum):
+    """What the engine is doing; steps are planned in SERVING only."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    HALTING = "halting"
+    WAITING = "waiting"
+    FORMING = "forming"
+
+
+class Recovery:
+    """The engine's generation and stage.
+
+    Invariant: `nodes` are those that have loaded and are not lost; all of them halt and form
+    together. Outside HALTING and FORMING nobody's answer is awaited.
+    """
+
+    def __init__(
+        self, *, halt_deadline_s: float, restart_deadline_s: float, needs_all: bool
+    ) -> None:
+        """`needs_all`: no generation without every place (all nodes live in one process)."""
+        self._halt_deadline_s = halt_deadline_s
+        self._restart_deadline_s = restart_deadline_s
+        self._needs_all = needs_all
+        self.generation = 1
+        self.stage = Stage.SERVING
+        self.nodes: set[Member] = set()
+        self._places: set[Member] = set()
+        self._late: set[Member] = set()
+        self._awaited: set[Member] = set()
+        self._stage_since_s = 0.0
+        self._down_since_s: float | None = None
+        self.has_expired = False
+
+    def start(self, members: set[Member]) -> None:
+        """Begin generation 1 with every node in its place."""
+        self.nodes = set(members)
+        self._places = set(members)
+
+    @property
+    def is_serving(self) -> bool:
+        """Say whether steps may be planned."""
+        return self.stage is Stage.SERVING
+
+    @property
+    def absent(self) -> list[Member]:
+        """Return the places without a loaded node, for messages and tables."""
+        return sorted(self._places - self.nodes, key=str)
+
+    @property
+    def awaited(self) -> list[Member]:
+        """Return the nodes whose answer the stage waits for."""
+        return sorted(self._awaited, key=str)
+
+    def lose(self, member: Member) -> None:
+        """Strike a node off; the caller then begins a new generation if it was in `nodes`."""
+        self.nodes.discard(member)
+        self._late.discard(member)
+        self._awaited.discard(member)
+
+    def drain(self, now: float) -> None:
+        """Plan no more steps, so that a new generation can begin without losing one."""
+        assert self.stage is Stage.SERVING
+        self._enter(Stage.DRAINING, now)
+
+    def halt(self, now: float) -> None:
+        """Begin a new generation: every node must halt."""
+        self.generation += 1
+        if self._down_since_s is None:
+            self._down_since_s = now
+        self.nodes |= self._late
+        self._late.clear()
+        self._enter(Stage.HALTING, now)
+        self._awaited = set(self.nodes)
+
+    def loaded(self, member: Member, now: float) -> None:
+        """Take in a node that has loaded late: at once, or after the forming under way.
+
+        While the others serve, they are drained first.
+        """
+        if self.stage is Stage.FORMING:
+            self._late.add(member)
+            return
+        self.nodes.add(member)
+        if self.stage is Stage.SERVING:
+            self.drain(now)
+
+    def halted(self, member: Member, generation: int) -> None:
+        """Note that a node has halted; the answer to an earlier Halt counts for nothing."""
+        if self.stage is Stage.HALTING and generation == self.generation:
+            self._awaited.discard(member)
+
+    @property
+    def has_halted(self) -> bool:
+        """Say whether a topology may be made: nobody holds on to an older generation."""
+        return self.stage is Stage.WAITING or (self.stage is Stage.HALTING and not self._awaited)
+
+    def try_form(self, full: ExpertTable, current: ExpertTable, now: float) -> ExpertTable | None:
+        """Return the table with which the present nodes form, or None if they must wait.
+
+        `full` is the table of all places, `current` the one in use.
+        """
+        assert self.has_halted
+        self._enter(Stage.WAITING, now)
+        if not any(node.role == "attention" for node in self.nodes):
+            return None
+        if self._needs_all and self.absent:
+            return None
+        absent = {place.index for place in self.absent if place.role == "expert"}
+        table = table_without(full, absent, current=current)
+        if table is not None:
+            self._enter(Stage.FORMING, now)
+            self._awaited = set(self.nodes)
+        return table
+
+    def ready(self, member: Member, generation: int, now: float) -> bool:
+        """Note that a node is ready; True once all are, and the engine serves again."""
+        if self.stage is not Stage.FORMING or generation != self.generation:
+            return False
+        self._awaited.discard(member)
+        if self._awaited:
+            return False
+        self._enter(Stage.SERVING, now)
+        self._down_since_s = None
+        self.has_expired = False
+        return True
+
+    def take_late(self) -> bool:
+        """Add the nodes that loaded while the others formed; True if there are any."""
+        found = bool(self._late)
+        self.nodes |= self._late
+        self._late.clear()
+        return found
+
+    def overdue(self, now: float) -> list[Member]:
+        """Return the nodes that have not answered in time, and are therefore dead."""
+        limit_s = {
+            Stage.HALTING: self._halt_deadline_s,
+            Stage.FORMING: self._restart_deadline_s,
+        }.get(self.stage)
+        if limit_s is None or now - self._stage_since_s <= limit_s:
+            return []
+        return self.awaited
+
+    def expires(self, now: float) -> bool:
+        """Say, once, that requests have waited for long enough."""
+        since_s = self._down_since_s
+        if self.has_expired or since_s is None or now - since_s <= self._restart_deadline_s:
+            return False
+        self.has_expired = True
+        return True
+
+    def _enter(self, stage: Stage, now: float) -> None:
+        self.stage = stage
+        self._stage_since_s = now
+        self._awaited = set()
+
+
+def table_without(
+    full: ExpertTable, absent: set[int], *, current: ExpertTable
+) -> ExpertTable | None:
+    """Return `full` without the slots of the `absent` expert nodes, under a new version.
+
+    `current` itself if it says the same already; None if an expert has no other replica.
+    The others' slots stay as they are, so nobody has to load anything.
+    """
+    slots = tuple(
+        tuple(() if node in absent else experts for node, experts in enumerate(layer))
+        for layer in full.slots
+    )
+    if slots == current.slots:
+        return current
+    for layer in slots:
+        held = {expert for experts in layer for expert in experts}
+        if len(held) < full.num_experts:
+            return None
+    return msgspec.structs.replace(full, slots=slots, version=current.version + 1)

@@ -1,0 +1,209 @@
+"""Collects traces from all nodes, on the scheduler's clock, and records the scheduler's own.
+
+Owns the course of a collection: a few pings to each node, which bound its clock's offset,
+then the query, then the answer. Pure: messages and times come as arguments and messages to
+send are returned (only the ring reads the clock). Called by service.py.
+
+A node answers between steps, so a ping may lie there for as long as a step takes, and half
+the round trip would be a poor estimate. Each ping bounds the offset on both sides instead:
+the node read its clock after we had sent and before we received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from topspin.config import TraceSection
+from topspin.messages import (
+    ClockPing,
+    ClockPong,
+    Message,
+    NodeTrace,
+    Trace,
+    TraceDump,
+    TraceQuery,
+    TraceRequest,
+)
+from topspin.trace import RECORD_BYTES, Kind, Ring
+
+NUM_PINGS = 4
+DEADLINE_S = 5.0
+MAX_SECONDS = 60.0
+# Of all nodes together; a control message may have 64 MiB.
+MAX_RECORD_BYTES = 48 * 2**20
+
+
+class Ask(NamedTuple):
+    """A message for the node `name`."""
+
+    name: str
+    message: Message
+
+
+class Offset(NamedTuple):
+    """A clock's offset from ours, and by how much it may be wrong."""
+
+    offset_ns: int
+    error_ns: int
+
+
+@dataclass(slots=True)
+class _Node:
+    role: str
+    index: int
+    num_pings: int = 0
+    low_ns: int = -(2**62)
+    high_ns: int = 2**62
+    records: bytes | None = None
+
+    def offset(self) -> Offset:
+        """Return the offset within the bounds: 0 if that is possible, as it is on one host."""
+        error_ns = max(0, self.high_ns - self.low_ns)
+        if self.low_ns <= 0 <= self.high_ns:
+            return Offset(0, error_ns)
+        return Offset((self.low_ns + self.high_ns) // 2, error_ns // 2)
+
+
+class TraceCollection:
+    """One trace under way. Done when every node has answered, or at the deadline."""
+
+    def __init__(
+        self,
+        request: TraceRequest,
+        nodes: Mapping[str, tuple[str, int]],
+        *,
+        collection_id: int,
+        now: float,
+    ) -> None:
+        """`nodes` maps names to (role, index); nodes are asked under `collection_id`."""
+        self._request_id = request.query_id
+        self._query_id = collection_id
+        self._seconds = min(max(0.0, request.seconds), MAX_SECONDS)
+        self._nodes = {name: _Node(role, index) for name, (role, index) in nodes.items()}
+        self._deadline_s = now + DEADLINE_S
+
+    def start(self, now_ns: int) -> list[Ask]:
+        """Return the first ping of every node."""
+        ping = ClockPing(query_id=self._query_id, sent_ns=now_ns)
+        return [Ask(name, ping) for name in self._nodes]
+
+    def on_pong(self, name: str, pong: ClockPong, now_ns: int) -> list[Ask]:
+        """Narrow a node's bounds and return what to ask next."""
+        node = self._nodes.get(name)
+        if node is None or pong.query_id != self._query_id:
+            return []
+        node.num_pings += 1
+        node.low_ns = max(node.low_ns, pong.node_ns - now_ns)
+        node.high_ns = min(node.high_ns, pong.node_ns - pong.sent_ns)
+        if node.num_pings < NUM_PINGS:
+            return [Ask(name, ClockPing(query_id=self._query_id, sent_ns=now_ns))]
+        return [Ask(name, TraceQuery(query_id=self._query_id, seconds=self._seconds))]
+
+    def on_dump(self, name: str, dump: TraceDump) -> None:
+        """Keep a node's stamps."""
+        node = self._nodes.get(name)
+        if node is not None and dump.query_id == self._query_id:
+            node.records = dump.records
+
+    def is_done(self, now: float) -> bool:
+        """Say whether there is nothing to wait for."""
+        missing = any(node.records is None for node in self._nodes.values())
+        return not missing or now >= self._deadline_s
+
+    def result(self, own_records: bytes) -> Trace:
+        """Return the answer, with the scheduler's own stamps."""
+        traces = [
+            NodeTrace(role="scheduler", index=0, offset_ns=0, error_ns=0, records=own_records)
+        ]
+        for node in self._nodes.values():
+            if node.records is not None:
+                offset = node.offset()
+                traces.append(
+                    NodeTrace(
+                        role=node.role,
+                        index=node.index,
+                        offset_ns=offset.offset_ns,
+                        error_ns=offset.error_ns,
+                        records=node.records,
+                    )
+                )
+        share = MAX_RECORD_BYTES // len(traces) // RECORD_BYTES * RECORD_BYTES
+        return Trace(
+            query_id=self._request_id,
+            nodes=tuple(
+                NodeTrace(
+                    role=trace.role,
+                    index=trace.index,
+                    offset_ns=trace.offset_ns,
+                    error_ns=trace.error_ns,
+                    records=trace.records[-share:],
+                )
+                for trace in traces
+            ),
+            missing=tuple(name for name, node in self._nodes.items() if node.records is None),
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Return how far back the stamps go."""
+        return self._seconds
+
+
+class Answer(NamedTuple):
+    """A finished trace for the gateway `peer`."""
+
+    peer: bytes
+    trace: Trace
+
+
+class Tracer:
+    """The scheduler's own ring, and the collections under way, at most one per gateway."""
+
+    def __init__(self, section: TraceSection) -> None:
+        self._ring = Ring(section.num_stamps) if section.enabled else None
+        self._collections: dict[bytes, TraceCollection] = {}
+        self._num_collections = 0
+
+    def stamp(self, kind: Kind, step: int, peer: int) -> None:
+        """Record that a plan was sent to, or a result came from, attention node `peer`."""
+        if self._ring is not None:
+            self._ring.step = step
+            self._ring.stamp(kind, 0, 0, peer)
+
+    def start(
+        self,
+        gateway: bytes,
+        request: TraceRequest,
+        *,
+        nodes: Mapping[str, tuple[str, int]],
+        now: float,
+        now_ns: int,
+    ) -> list[Ask]:
+        """Begin a collection; one that the gateway had begun before is dropped."""
+        self._num_collections += 1
+        collection = TraceCollection(request, nodes, collection_id=self._num_collections, now=now)
+        self._collections[gateway] = collection
+        return collection.start(now_ns)
+
+    def on_node_message(self, name: str, message: ClockPong | TraceDump, now_ns: int) -> list[Ask]:
+        """Take a node's answer and return what to ask next."""
+        asks: list[Ask] = []
+        for collection in self._collections.values():
+            if isinstance(message, ClockPong):
+                asks += collection.on_pong(name, message, now_ns)
+            else:
+                collection.on_dump(name, message)
+        return asks
+
+    def finished(self, now: float, now_ns: int) -> list[Answer]:
+        """Remove and return the traces that are complete or late."""
+        answers = []
+        for gateway, collection in list(self._collections.items()):
+            if collection.is_done(now):
+                del self._collections[gateway]
+                since_ns = max(0, now_ns - round(collection.seconds * 1e9))
+                own = b"" if self._ring is None else self._ring.dump(since_ns)
+                answers.append(Answer(gateway, collection.result(own)))
+        return answers

@@ -1,0 +1,268 @@
+"""What gateway tests put in place of the scheduler, the checkpoint and the network.
+
+FakeEngine is a control connection whose other end is the test: it answers AddRequest by a
+script or leaves the test to emit outputs itself. `gateway` runs the application around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import cache
+
+import httpx
+import msgspec
+import tokenizers
+import uvicorn
+from fastapi import FastAPI
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from models.chat_template import ChatTemplate
+from models.tokenizer import Tokenizer
+from server.gateway.app import create_app
+from server.gateway.engine_client import EngineClient
+from server.gateway.params import ServedModel
+from server.gateway.service import http_config
+from topspin.messages import (
+    AbortRequest,
+    AddRequest,
+    AnyMessage,
+    EngineState,
+    FinishReason,
+    Message,
+    Outputs,
+    RequestOutput,
+    Stats,
+    StatsQuery,
+    TokenLogprobs,
+)
+
+MODEL_NAME = "tiny"
+MAX_REQUEST_TOKENS = 100
+# What would wait for ever is a failed test instead.
+DEADLINE_S = 20.0
+SPECIAL_TOKENS = ("<|eos|>", "<|im_start|>", "<|im_end|>")
+MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("w", "o"), ("o", "r"))
+
+
+@cache
+def backend() -> tokenizers.Tokenizer:
+    """Return a byte-level tokenizer: 256 bytes, a few merges, the specials."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *(left + right for left, right in MERGES)]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab={token: idx for idx, token in enumerate(tokens)}, merges=list(MERGES))
+    )
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    return made
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Return the tokenizer as the gateway has it."""
+    return Tokenizer(backend(), special_tokens={"eos_token": "<|eos|>"}, source="test")
+
+
+def ids(text: str) -> list[int]:
+    """Return the tokens of `text`."""
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+EOS_ID = ids("<|eos|>")[0]
+
+
+TEMPLATE = (
+    "{% if prefix is defined %}{{ prefix }}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@cache
+def template() -> ChatTemplate:
+    """Return a chat template: a variable, then `role: content` per line."""
+    return ChatTemplate({"default": TEMPLATE}, special_tokens={}, source="test")
+
+
+Script = Callable[[AddRequest], Iterable[RequestOutput]]
+
+
+def output(
+    request: AddRequest | str,
+    token_ids: Sequence[int],
+    *,
+    index: int = 0,
+    finish_reason: FinishReason | None = None,
+    stop_token_id: int | None = None,
+    logprobs: tuple[TokenLogprobs, ...] = (),
+    num_cached_tokens: int = 0,
+) -> RequestOutput:
+    """Return an output of `request`."""
+    return RequestOutput(
+        request_id=request if isinstance(request, str) else request.request_id,
+        index=index,
+        token_ids=tuple(token_ids),
+        finish_reason=finish_reason,
+        stop_token_id=stop_token_id,
+        logprobs=logprobs,
+        num_cached_tokens=num_cached_tokens,
+    )
+
+
+def saying(text: str, *, finish_reason: FinishReason = "length") -> Script:
+    """Return a script that generates `text`, one token per output."""
+
+    def script(request: AddRequest) -> Iterator[RequestOutput]:
+        token_ids = ids(text)
+        for index, token_id in enumerate(token_ids):
+            last = index == len(token_ids) - 1
+            yield output(
+                request,
+                [token_id],
+                index=index,
+                finish_reason=finish_reason if last else None,
+            )
+
+    return script
+
+
+class FakeEngine:
+    """The scheduler as the gateway sees it. Invariant: an aborted request gets nothing more."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script
+        self.added: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self.stats = Stats(
+            query_id=0,
+            num_waiting=0,
+            num_running=0,
+            kv_cache_usage=0.0,
+            num_blocks=8,
+            prefix_cache_queries=0,
+            prefix_cache_hits=0,
+            num_preemptions=0,
+            num_steps=0,
+            prompt_tokens=0,
+            generation_tokens=0,
+            step_seconds=0.0,
+        )
+        self.answers_stats = True
+        self.request_came = asyncio.Event()
+        self.abort_came = asyncio.Event()
+        self._incoming: asyncio.Queue[AnyMessage | Exception] = asyncio.Queue()
+
+    async def recv(self) -> AnyMessage:
+        """Return the next message; an exception in its place is raised."""
+        message = await self._incoming.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def send(self, message: Message) -> None:
+        """Take what the gateway sends."""
+        if isinstance(message, AddRequest):
+            self.added.append(message)
+            self.request_came.set()
+            if self.script is not None:
+                for item in self.script(message):
+                    self.emit(item)
+        elif isinstance(message, AbortRequest):
+            self.aborted.append(message.request_id)
+            self.abort_came.set()
+        elif isinstance(message, StatsQuery) and self.answers_stats:
+            self.say(msgspec.structs.replace(self.stats, query_id=message.query_id))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def say(self, message: AnyMessage | Exception) -> None:
+        """Have the gateway receive `message`."""
+        self._incoming.put_nowait(message)
+
+    async def settle(self) -> None:
+        """Wait until the gateway has read all that was said."""
+        while not self._incoming.empty():
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    def emit(self, *outputs: RequestOutput) -> None:
+        """Have the gateway receive the outputs of one step."""
+        self.say(Outputs(outputs=outputs))
+
+    def become_ready(self, max_request_tokens: int = MAX_REQUEST_TOKENS) -> None:
+        """Announce a ready engine."""
+        self.say(EngineState(state="ready", max_request_tokens=max_request_tokens))
+
+
+def make_app(engine: EngineClient, *, progress_deadline_s: float = 5.0) -> FastAPI:
+    """Return the application over `engine` and the tiny model."""
+    return create_app(
+        engine,
+        model=ServedModel(
+            names=(MODEL_NAME, "org/alias"),
+            vocab_size=tokenizer().vocab_size,
+            eos_token_ids=(EOS_ID,),
+            created_at_s=1_700_000_000,
+        ),
+        tokenizer=tokenizer(),
+        template=template(),
+        progress_deadline_s=progress_deadline_s,
+    )
+
+
+@asynccontextmanager
+async def gateway(
+    fake: FakeEngine, *, ready: bool = True, progress_deadline_s: float = 5.0
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Run the application in this loop, without a network; yields a client for it."""
+    engine = EngineClient(fake)
+    reader = asyncio.create_task(engine.run())
+    if ready:
+        fake.become_ready()
+        while engine.state.state != "ready":
+            await asyncio.sleep(0)
+    transport = httpx.ASGITransport(
+        make_app(engine, progress_deadline_s=progress_deadline_s), raise_app_exceptions=False
+    )
+    try:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            httpx.AsyncClient(transport=transport, base_url="http://gateway") as client,
+        ):
+            yield client
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+class LoopbackServer(uvicorn.Server):
+    """uvicorn for tests: leaves the process's signals alone."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+@asynccontextmanager
+async def loopback(fake: FakeEngine) -> AsyncIterator[int]:
+    """Serve over real sockets, in this loop; yields the port."""
+    engine = EngineClient(fake)
+    reader = asyncio.create_task(engine.run())
+    fake.become_ready()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = LoopbackServer(http_config(make_app(engine)))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            await serving
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)

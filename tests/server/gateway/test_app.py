@@ -1,0 +1,196 @@
+"""Models, health, metrics and version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.gateway.health import ProgressWatch
+from tests.server.gateway.fakes import EOS_ID, FakeEngine, gateway, ids, output, saying
+from topspin import __version__
+from topspin.errors import PeerLost
+from topspin.messages import AddRequest, EngineState, RequestOutput
+
+
+def get(path: str, fake: FakeEngine, *, ready: bool = True) -> httpx.Response:
+    async def test() -> httpx.Response:
+        async with gateway(fake, ready=ready) as client:
+            return await client.get(path)
+
+    return asyncio.run(test())
+
+
+def test_models_are_listed_under_every_served_name() -> None:
+    cards = get("/v1/models", FakeEngine()).json()
+    assert cards["object"] == "list"
+    assert [card["id"] for card in cards["data"]] == ["tiny", "org/alias"]
+    assert cards["data"][0] == {
+        "id": "tiny",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "topspin",
+        "max_model_len": 100,
+    }
+    assert get("/v1/models/org/alias", FakeEngine()).json() == cards["data"][1]
+    assert get("/v1/models/tiny", FakeEngine(), ready=False).json()["max_model_len"] is None
+
+
+def test_version() -> None:
+    assert get("/version", FakeEngine()).json() == {"version": __version__}
+
+
+def test_health_follows_the_engine() -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with gateway(fake, ready=False) as client:
+            starting = await client.get("/health")
+            assert (starting.status_code, starting.json()["state"]) == (503, "starting")
+            fake.become_ready()
+            await fake.settle()
+            ready = await client.get("/health")
+            assert (ready.status_code, ready.json()) == (200, {"state": "ready"})
+            fake.say(EngineState(state="stopping", detail="signal"))
+            stopping = await client.get("/health")
+            assert (stopping.status_code, stopping.json()["state"]) == (503, "stopping")
+
+    asyncio.run(test())
+
+
+def test_health_fails_when_the_scheduler_is_lost_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.gateway.app.STATS_DEADLINE_S", 0.01)
+
+    async def test() -> None:
+        fake = FakeEngine()
+        async with gateway(fake) as client:
+            fake.answers_stats = False
+            hung = await client.get("/health")
+            assert hung.status_code == 503
+            assert "did not answer" in hung.json()["detail"]
+            fake.say(PeerLost("closed"))
+            lost = await client.get("/health")
+            assert (lost.status_code, lost.json()["state"]) == (503, "failed")
+
+    asyncio.run(test())
+
+
+def test_health_fails_when_work_makes_no_progress() -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with gateway(fake, progress_deadline_s=0.0) as client:
+            fake.stats = msgspec.structs.replace(fake.stats, num_running=1, num_steps=7)
+            assert (await client.get("/health")).status_code == 200
+            stalled = await client.get("/health")
+            assert (stalled.status_code, stalled.json()["state"]) == (503, "stalled")
+            fake.stats = msgspec.structs.replace(fake.stats, num_steps=8)
+            assert (await client.get("/health")).status_code == 200
+
+    asyncio.run(test())
+
+
+def test_progress_is_judged_by_steps_and_work() -> None:
+    idle = FakeEngine().stats
+    busy = msgspec.structs.replace(idle, num_waiting=1)
+    watch = ProgressWatch(deadline_s=10.0)
+    assert watch.stalled_for_s(idle, 0.0) is None
+    assert watch.stalled_for_s(idle, 100.0) is None, "no work, no stall"
+    assert watch.stalled_for_s(busy, 105.0) is None
+    assert watch.stalled_for_s(busy, 110.0) is None
+    assert watch.stalled_for_s(busy, 110.5) == 10.5
+    stepped = msgspec.structs.replace(busy, num_steps=1)
+    assert watch.stalled_for_s(stepped, 111.0) is None
+    assert watch.stalled_for_s(stepped, 121.5) == 10.5
+    assert watch.stalled_for_s(idle, 122.0) is None
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """Return value by sample name and labels, as Prometheus would read them."""
+    return {
+        (sample.name, ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def two_tokens(request: AddRequest) -> Iterator[RequestOutput]:
+    yield output(request, ids("hello"))
+    yield output(request, [EOS_ID], index=1, finish_reason="stop", stop_token_id=EOS_ID)
+
+
+def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
+    async def test() -> None:
+        fake = FakeEngine(two_tokens)
+        fake.stats = msgspec.structs.replace(
+            fake.stats,
+            num_running=3,
+            num_waiting=2,
+            kv_cache_usage=0.25,
+            num_preemptions=4,
+            prefix_cache_queries=50,
+            prefix_cache_hits=20,
+            num_steps=11,
+            expert_tokens=((5, 6), (7, 8)),
+            expert_table_version=3,
+            expert_migrations=9,
+            expert_balance=1.125,
+            expert_balance_before=1.5,
+        )
+        async with gateway(fake) as client:
+            body: dict[str, Any] = {"model": "tiny", "prompt": "hi", "n": 2}
+            await client.post("/v1/completions", json=body)
+            fake.script = saying("hello")
+            await client.post("/v1/completions", json={**body, "n": 1, "stream": True})
+            response = await client.get("/metrics")
+            assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+            found = samples(response.text)
+        expected = {
+            ("topspin_engine_up", ""): 1,
+            ("topspin_num_requests_running", ""): 3,
+            ("topspin_num_requests_waiting", ""): 2,
+            ("topspin_kv_cache_usage_perc", ""): 0.25,
+            ("topspin_num_preemptions_total", ""): 4,
+            ("topspin_prefix_cache_queries_total", ""): 50,
+            ("topspin_prefix_cache_hits_total", ""): 20,
+            ("topspin_engine_steps_total", ""): 11,
+            ("topspin_expert_tokens_total", "expert=1,layer=0"): 6,
+            ("topspin_expert_tokens_total", "expert=0,layer=1"): 7,
+            ("topspin_expert_table_version", ""): 3,
+            ("topspin_expert_migrations_total", ""): 9,
+            ("topspin_expert_balance", "table=current"): 1.125,
+            ("topspin_expert_balance", "table=previous"): 1.5,
+            ("topspin_prompt_tokens_total", ""): 4,
+            ("topspin_generation_tokens_total", ""): 5,
+            ("topspin_request_success_total", "finished_reason=stop"): 2,
+            ("topspin_request_success_total", "finished_reason=length"): 1,
+            ("topspin_request_success_total", "finished_reason=abort"): 0,
+            ("topspin_request_success_total", "finished_reason=error"): 0,
+            ("topspin_time_to_first_token_seconds_count", ""): 3,
+            ("topspin_inter_token_latency_seconds_count", ""): 2,
+            ("topspin_e2e_request_latency_seconds_count", ""): 3,
+        }
+        assert {key: found.get(key) for key in expected} == expected
+
+    asyncio.run(test())
+
+
+def test_metrics_without_an_engine_say_so_and_keep_their_own() -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with gateway(fake) as client:
+            pending = asyncio.create_task(
+                client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"})
+            )
+            await fake.request_came.wait()
+            fake.say(PeerLost("closed"))
+            assert (await pending).status_code == 503
+            found = samples((await client.get("/metrics")).text)
+        assert found["topspin_engine_up", ""] == 0
+        assert ("topspin_num_requests_running", "") not in found
+        assert found["topspin_request_success_total", "finished_reason=error"] == 1
+
+    asyncio.run(test())

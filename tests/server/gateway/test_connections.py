@@ -1,0 +1,158 @@
+"""Clients that leave, send slowly or never read, over real sockets and at the ASGI seam."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from server.gateway.engine_client import ClientGone
+from server.gateway.errors import BodyTimeout
+from server.gateway.service import MAX_HEADER_BYTES
+from server.gateway.streaming import MAX_BODY_BYTES, EventStream, read_body
+from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, output, saying
+from topspin.messages import FinishReason
+
+
+def http_request(body: dict[str, Any], *, path: str = "/v1/completions") -> bytes:
+    data = json.dumps({"model": "tiny", **body}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_client_that_leaves_frees_its_choices(stream: bool, num_before: int) -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with loopback(fake) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(http_request({"prompt": "hi", "n": 2, "stream": stream}))
+            await fake.request_came.wait()
+            for index in range(num_before):
+                fake.emit(output(fake.added[0], ids("a"), index=index))
+                if stream:
+                    await reader.readuntil(b'"text":"a"')
+            writer.close()
+            await writer.wait_closed()
+            await fake.abort_came.wait()
+            assert sorted(fake.aborted) == sorted(added.request_id for added in fake.added)
+            async with httpx.AsyncClient() as client:
+                metrics = await client.get(f"http://127.0.0.1:{port}/metrics")
+            assert 'topspin_request_success_total{finished_reason="abort"} 2.0' in metrics.text
+
+    asyncio.run(test())
+
+
+def test_a_stream_comes_event_by_event_over_one_connection() -> None:
+    async def test() -> None:
+        fake = FakeEngine()
+        async with loopback(fake) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for nth in range(2):
+                fake.request_came.clear()
+                writer.write(http_request({"prompt": "hi", "stream": True}))
+                await fake.request_came.wait()
+                request = fake.added[nth]
+                for index, text in enumerate("abc"):
+                    finish: FinishReason | None = "length" if text == "c" else None
+                    fake.emit(output(request, ids(text), index=index, finish_reason=finish))
+                    # Each token is read before the next one exists.
+                    await reader.readuntil(f'"text":"{text}"'.encode())
+                await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+            assert fake.aborted == []
+            writer.close()
+            await writer.wait_closed()
+
+    asyncio.run(test())
+
+
+def test_a_body_that_is_too_large_is_answered_and_the_rest_discarded() -> None:
+    async def test() -> None:
+        async with loopback(FakeEngine(saying("ok"))) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            size_bytes = MAX_BODY_BYTES + 1
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size_bytes}\r\n\r\n"
+            )
+            writer.write(head.encode() + b" " * size_bytes)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+            writer.close()
+            await writer.wait_closed()
+
+    asyncio.run(test())
+
+
+def test_headers_are_capped() -> None:
+    async def test() -> None:
+        async with loopback(FakeEngine()) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            # No end of the headers in sight: only the cap can bring an answer.
+            writer.write(b"GET /version HTTP/1.1\r\nX-Long: " + b"x" * (MAX_HEADER_BYTES + 1))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+            assert b"server: " not in (await reader.read()).lower()
+            writer.close()
+            await writer.wait_closed()
+
+    asyncio.run(test())
+
+
+def request_of(messages: list[Message]) -> Request:
+    """Return a request whose body comes as `messages`, and then nothing."""
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop(0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+def test_a_body_that_does_not_arrive_is_a_timeout() -> None:
+    async def test() -> None:
+        request = request_of([{"type": "http.request", "body": b"{", "more_body": True}])
+        with pytest.raises(BodyTimeout):
+            await read_body(request, deadline_s=0.01)
+
+    asyncio.run(test())
+
+
+def test_a_client_that_leaves_in_its_body_is_gone() -> None:
+    async def test() -> None:
+        with pytest.raises(ClientGone):
+            await read_body(request_of([{"type": "http.disconnect"}]))
+
+    asyncio.run(test())
+
+
+def test_a_client_that_never_reads_loses_its_stream() -> None:
+    async def test() -> None:
+        ended: list[str] = []
+
+        async def blocks() -> AsyncGenerator[bytes, None]:
+            try:
+                while True:
+                    yield b"data: {}\n\n"
+            finally:
+                ended.append("blocks")
+
+        async def receive() -> Message:
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        stream = EventStream(blocks(), close=lambda: ended.append("close"), send_deadline_s=0.01)
+        async with asyncio.timeout(DEADLINE_S):
+            await stream({"type": "http"}, receive, send)
+        assert ended == ["blocks", "close"]
+
+    asyncio.run(test())

@@ -1,0 +1,270 @@
+"""Requests in flight end exactly once, whatever the control connection brings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+from server.gateway.engine_client import Arrival, Call, ClientGone, EngineClient
+from tests.server.gateway.fakes import FakeEngine, output
+from topspin.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    NodeLost,
+    NotFound,
+    PeerLost,
+    ProtocolError,
+    StepFailed,
+    TopspinError,
+    VersionMismatch,
+)
+from topspin.messages import (
+    AddRequest,
+    AnyMessage,
+    EngineState,
+    Refused,
+    RequestFailed,
+    SamplingParams,
+    Stop,
+)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+def request(request_id: str) -> AddRequest:
+    return AddRequest(
+        request_id=request_id, prompt=b"", sampling=SamplingParams(max_tokens=4, seed=1)
+    )
+
+
+class Connected(NamedTuple):
+    fake: FakeEngine
+    engine: EngineClient
+    reader: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[Connected]:
+    fake = FakeEngine()
+    engine = EngineClient(fake)
+    reader = asyncio.create_task(engine.run())
+    fake.become_ready()
+    while engine.state.state != "ready":
+        await asyncio.sleep(0)
+    try:
+        yield Connected(fake, engine, reader)
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)
+
+
+async def outcome(call: Call) -> TopspinError:
+    """Return the error that ends a call that has no outputs left."""
+    with pytest.raises(TopspinError) as caught:
+        await call.next()
+    return caught.value
+
+
+def test_outputs_reach_their_choice_in_order() -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, _):
+            one = engine.submit([request("a-0"), request("a-1")])
+            other = engine.submit([request("b-0")])
+            assert [added.request_id for added in fake.added] == ["a-0", "a-1", "b-0"]
+            fake.emit(output("a-1", [5]), output("b-0", [6]), output("a-0", [7]))
+            fake.emit(output("a-1", [8, 9], index=1, finish_reason="stop"))
+            arrived: list[Arrival] = []
+            while len(arrived) < 3:
+                arrived += await one.next()
+            assert [(item.choice_idx, item.output.token_ids) for item in arrived] == [
+                (1, (5,)),
+                (0, (7,)),
+                (1, (8, 9)),
+            ]
+            assert [item.output.token_ids for item in await other.next()] == [(6,)]
+            assert engine.num_in_flight == 2, "a-1 has finished"
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (PeerLost("closed"), NodeLost),
+        (ProtocolError("rubbish"), ProtocolError),
+        (EngineState(state="failed", detail="attention 0 died"), EngineUnavailable),
+        (Stop(reason="a message for nodes"), ProtocolError),
+    ],
+)
+def test_what_hits_the_engine_ends_every_call_once(
+    message: AnyMessage | Exception, kind: type[TopspinError]
+) -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, _):
+            calls = [engine.submit([request(f"{name}-0"), request(f"{name}-1")]) for name in "ab"]
+            fake.emit(output("a-0", [1]))
+            fake.say(message)
+            assert [item.output.token_ids for item in await calls[0].next()] == [(1,)]
+            for call in calls:
+                assert type(await outcome(call)) is kind
+            assert engine.num_in_flight == 0
+
+    run(test())
+
+
+def test_a_lost_scheduler_is_said_to_new_requests_and_gets_no_aborts() -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, reader):
+            call = engine.submit([request("a-0")])
+            fake.say(PeerLost("closed"))
+            await outcome(call)
+            await reader
+            assert fake.aborted == []
+            with pytest.raises(EngineUnavailable, match=r"not ready \(failed\)"):
+                engine.submit([request("b-0")])
+            with pytest.raises(EngineUnavailable):
+                await engine.stats(1.0)
+
+    run(test())
+
+
+def test_a_refused_gateway_says_why_and_ends() -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, reader):
+            fake.say(Refused(reason="revision 0.0.9"))
+            with pytest.raises(VersionMismatch, match=r"revision 0\.0\.9"):
+                await reader
+            assert engine.condition == "failed"
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "kind"),
+    [
+        ("invalid_request_error", 400, InvalidRequest),
+        ("not_found", 404, NotFound),
+        ("engine_unavailable", 503, EngineUnavailable),
+        ("node_lost", 503, NodeLost),
+        ("step_failed", 503, StepFailed),
+        ("something_new", 503, EngineError),
+        ("something_new", 400, InvalidRequest),
+        ("protocol_error", 500, ProtocolError),
+    ],
+)
+def test_a_failed_choice_fails_its_call_and_frees_its_siblings(
+    code: str, status: int, kind: type[TopspinError]
+) -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, _):
+            call = engine.submit([request("a-0"), request("a-1")])
+            other = engine.submit([request("b-0")])
+            fake.say(RequestFailed(request_id="a-1", code=code, status=status, message="why"))
+            error = await outcome(call)
+            assert type(error) is kind
+            assert str(error) == "why"
+            assert error.status == status
+            assert fake.aborted == ["a-0"]
+            fake.emit(output("b-0", [3], finish_reason="length"))
+            assert len(await other.next()) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_an_output_that_repeats_or_skips_fails_its_request_only(index: int) -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, _):
+            call = engine.submit([request("a-0")])
+            other = engine.submit([request("b-0")])
+            fake.emit(output("a-0", [1, 2]), output("b-0", [1]))
+            fake.emit(output("a-0", [9], index=index))
+            assert len(await call.next()) == 1
+            assert isinstance(await outcome(call), ProtocolError)
+            assert fake.aborted == ["a-0"]
+            fake.emit(output("b-0", [2], index=1))
+            assert len(await other.next()) >= 1
+
+    run(test())
+
+
+def test_a_cancelled_call_is_aborted_and_late_outputs_are_dropped() -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, _):
+            call = engine.submit([request("a-0"), request("a-1")])
+            fake.emit(output("a-0", [1], finish_reason="length"))
+            await call.next()
+            call.cancel()
+            call.cancel()
+            assert fake.aborted == ["a-1"], "what has finished needs no abort"
+            fake.emit(output("a-1", [1]))
+            with pytest.raises(ClientGone):
+                await call.next()
+            assert engine.num_in_flight == 0
+
+    run(test())
+
+
+def test_stopping_one_choice_leaves_the_others() -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, _):
+            call = engine.submit([request("a-0"), request("a-1")])
+            call.stop_choice(0)
+            assert fake.aborted == ["a-0"]
+            fake.emit(output("a-0", [4]), output("a-1", [5]))
+            assert [item.choice_idx for item in await call.next()] == [1]
+
+    run(test())
+
+
+def test_a_bug_in_reading_leaves_nobody_waiting() -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, reader):
+            call = engine.submit([request("a-0")])
+            fake.say(RuntimeError("a bug"))
+            with pytest.raises(RuntimeError):
+                await reader
+            assert isinstance(await outcome(call), EngineUnavailable)
+            with pytest.raises(EngineUnavailable):
+                engine.submit([request("b-0")])
+
+    run(test())
+
+
+def test_stats_answer_or_a_deadline() -> None:
+    async def test() -> None:
+        async with connected() as (fake, engine, _):
+            assert (await engine.stats(5.0)).num_blocks == 8
+            fake.answers_stats = False
+            with pytest.raises(EngineUnavailable, match="did not answer within"):
+                await engine.stats(0.01)
+            # An answer that comes too late belongs to nobody.
+            fake.say(fake.stats)
+            waiting = asyncio.create_task(engine.stats(5.0))
+            await asyncio.sleep(0)
+            fake.say(PeerLost("closed"))
+            with pytest.raises(NodeLost):
+                await waiting
+
+    run(test())
+
+
+def test_nothing_is_accepted_before_the_engine_is_ready_or_while_draining() -> None:
+    async def test() -> None:
+        engine = EngineClient(FakeEngine())
+        with pytest.raises(EngineUnavailable, match="not ready"):
+            engine.submit([request("a-0")])
+        async with connected() as (_, ready, _reader):
+            ready.drain()
+            assert ready.condition == "stopping"
+            with pytest.raises(EngineUnavailable, match="shutting down"):
+                ready.submit([request("a-0")])
+
+    run(test())

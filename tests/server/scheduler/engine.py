@@ -1,0 +1,294 @@
+"""A whole engine on a virtual clock: the policy, M fake nodes, and a client that checks.
+
+Every step is executed faithfully; the order of scheduling, answering, adding and aborting
+is the test's choice. `finish()` runs to the end and compares every output with `generate`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from server.scheduler.cost import CostModel
+from server.scheduler.outbox import Delivery
+from server.scheduler.plans import Step
+from server.scheduler.policy import Policy
+from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate
+from topspin.config import (
+    CacheSection,
+    EngineConfig,
+    ModelSection,
+    SchedulerSection,
+    TopologySection,
+)
+from topspin.messages import (
+    AddRequest,
+    Outputs,
+    RequestFailed,
+    RequestOutput,
+    SamplingParams,
+    StepResult,
+    pack_ints,
+    unpack_ints,
+)
+
+GATEWAY = b"gateway"
+
+
+def make_config(
+    *,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int = 64,
+    micro_batches: int | None = 1,
+    prefix_caching: bool = True,
+    max_queued_requests: int = 1000,
+    max_preemptions: int = 4,
+    num_nodes: int = 1,
+) -> EngineConfig:
+    """Return a resolved configuration with small limits."""
+    return EngineConfig(
+        model=ModelSection(path="unused", max_model_len=max_model_len, dtype="float32"),
+        topology=TopologySection(attention_nodes=num_nodes),
+        cache=CacheSection(block_size=block_size),
+        scheduler=SchedulerSection(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            micro_batches=micro_batches,
+            prefix_caching=prefix_caching,
+            max_queued_requests=max_queued_requests,
+            max_preemptions=max_preemptions,
+        ),
+    )
+
+
+def make_policy(config: EngineConfig, num_blocks: int = 32) -> Policy:
+    """Return a policy over nodes of `num_blocks` blocks each, on separate cores."""
+    return Policy(
+        config,
+        num_blocks=[num_blocks] * config.topology.attention_nodes,
+        table_version=1,
+        vocab_size=VOCAB_SIZE,
+        shares_cores=False,
+        cost=CostModel(),
+    )
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    seed: int = 0,
+    min_tokens: int = 0,
+    stop_token_ids: tuple[int, ...] = (),
+    eos_token_ids: tuple[int, ...] = (),
+    salt: str = "",
+) -> AddRequest:
+    """Return a request with the given prompt."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        seed=seed,
+        min_tokens=min_tokens,
+        stop_token_ids=stop_token_ids,
+        eos_token_ids=eos_token_ids,
+    )
+    return AddRequest(
+        request_id=request_id, prompt=pack_ints(prompt), sampling=sampling, cache_salt=salt
+    )
+
+
+@dataclass
+class Received:
+    """What the client of one request has got."""
+
+    message: AddRequest
+    tokens: list[int] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    failure: RequestFailed | None = None
+    aborted: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Say whether nothing more may come."""
+        finished = bool(self.outputs) and self.outputs[-1].finish_reason is not None
+        return self.aborted or self.failure is not None or finished
+
+
+class Engine:
+    """The policy with its nodes. Tenants are told apart by seed: one seed, one request."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        num_blocks: int = 32,
+        fails: Callable[[int], bool] = lambda seq_id: False,
+    ) -> None:
+        self.config = config
+        self.policy = make_policy(config, num_blocks)
+        self.clients: dict[str, Received] = {}
+        self.now = 0.0
+        self._tenants: dict[int, str] = {}
+        self._num_blocks = num_blocks
+        self._fails = fails
+        self.nodes = [self._new_node(index) for index in range(config.topology.attention_nodes)]
+        self.present = set(range(len(self.nodes)))
+        self.generation = 1
+        # Results of generations that were given up, which may still come.
+        self.late: list[StepResult] = []
+        # Per node: results that it has computed and the scheduler has not seen.
+        self.results: list[deque[StepResult]] = [deque() for _ in self.nodes]
+        # Per node: the tables of the sequences in each step that has not succeeded.
+        self._touched: list[deque[dict[int, set[int]]]] = [deque() for _ in self.nodes]
+        self.steps: list[Step] = []
+
+    def _new_node(self, index: int) -> FakeNode:
+        return FakeNode(
+            index=index,
+            num_blocks=self._num_blocks,
+            block_size=self.config.cache.block_size,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            tenant_of=lambda seed: self._tenants[seed],
+            fails=self._fails,
+        )
+
+    def halt(self, lost: Sequence[int] = ()) -> None:
+        """End the generation; the attention nodes `lost` come back, if ever, with nothing."""
+        self.generation += 1
+        self.receive(self.policy.halt(self.generation))
+        for index, node in enumerate(self.nodes):
+            self.late += self.results[index]
+            self.results[index].clear()
+            self._touched[index].clear()
+            node.sequences.clear()
+        for index in lost:
+            self.present.discard(index)
+            self.policy.lose(index)
+            self.nodes[index] = self._new_node(index)
+        self.policy.check_integrity()
+
+    def resume(self, back: Sequence[int] = ()) -> None:
+        """Go on with the nodes that are left and those that are back."""
+        self.present |= set(back)
+        self.policy.resume(self.present, table_version=self.generation)
+
+    def answer_late(self) -> None:
+        """Deliver a result of a generation that was given up."""
+        if self.late:
+            assert self.policy.update(self.late.pop(0), self.now) == []
+
+    def add(self, message: AddRequest) -> RequestFailed | None:
+        """Send a request; its client is in `clients` even if it was refused."""
+        self._tenants[message.sampling.seed] = message.cache_salt
+        refused = self.policy.add(message, peer=GATEWAY)
+        if refused is None or message.request_id not in self.clients:
+            self.clients[message.request_id] = Received(message, failure=refused)
+        return refused
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, ended or not."""
+        ended = self.clients[request_id].ended
+        assert self.policy.abort(request_id, peer=GATEWAY) == (not ended)
+        if not ended:
+            self.clients[request_id].aborted = True
+
+    def schedule(self) -> bool:
+        """Plan a step and let the nodes execute it; False if there was none."""
+        step = self.policy.schedule(self.now)
+        if step is None:
+            return False
+        self.steps.append(step)
+        assert tuple(step.plans) == step.ticket.participants
+        for index, plan in step.plans.items():
+            self._check_reuse(index, step)
+            self.results[index].append(self.nodes[index].execute(plan))
+            tables = {
+                seq_id: set(self.nodes[index].sequences[seq_id].table)
+                for micro_batch in plan.micro_batches
+                for seq_id in unpack_ints(micro_batch.seq_ids)
+            }
+            self._touched[index].append(tables)
+        return True
+
+    def _check_reuse(self, index: int, step: Step) -> None:
+        """No block that a running step touches for one sequence is given to another."""
+        for micro_batch in step.plans[index].micro_batches:
+            ids = list(unpack_ints(micro_batch.block_ids))
+            counts = unpack_ints(micro_batch.block_counts)
+            for seq_id, count in zip(unpack_ints(micro_batch.seq_ids), counts, strict=True):
+                blocks, ids = set(ids[:count]), ids[count:]
+                for tables in self._touched[index]:
+                    for other, table in tables.items():
+                        assert other == seq_id or not table & blocks, "reused too early"
+
+    def answer(self, index: int) -> bool:
+        """Deliver the oldest result of one node; False if it has none."""
+        if not self.results[index]:
+            return False
+        self.now += 0.01
+        self._touched[index].popleft()
+        self.receive(self.policy.update(self.results[index].popleft(), self.now))
+        return True
+
+    def receive(self, deliveries: list[Delivery]) -> None:
+        """Check and keep what the gateways are sent."""
+        for peer, message in deliveries:
+            assert peer == GATEWAY
+            if isinstance(message, Outputs):
+                for output in message.outputs:
+                    client = self.clients[output.request_id]
+                    assert not client.ended, "an output after the end"
+                    assert output.index == len(client.tokens)
+                    client.tokens += output.token_ids
+                    client.outputs.append(output)
+            else:
+                client = self.clients[message.request_id]
+                assert not client.ended
+                client.failure = message
+
+    def turn(self) -> bool:
+        """Plan what can be planned, then let every node answer once; False when idle."""
+        planned = False
+        while self.schedule():
+            planned = True
+        answered = [self.answer(index) for index in range(len(self.nodes))]
+        return planned or any(answered)
+
+    def finish(self, max_turns: int = 2000) -> None:
+        """Run until idle; every request must have ended once, with the right output."""
+        for _ in range(max_turns):
+            self.policy.check_integrity()
+            if not self.turn():
+                break
+        else:
+            raise AssertionError("the engine does not come to an end")
+        self.check_outputs()
+        assert self.policy.num_running == self.policy.num_waiting == 0
+        assert self.policy.stats(0, ()).kv_cache_usage == 0.0
+
+    def check_outputs(self) -> None:
+        """Compare everything received with direct generation."""
+        for client in self.clients.values():
+            message = client.message
+            expected = generate(
+                unpack_ints(message.prompt), message.sampling, self.config.max_model_len
+            )
+            assert client.ended
+            if client.aborted or client.failure:
+                assert client.tokens == expected[: len(client.tokens)]
+            else:
+                assert client.tokens == expected
+                self._check_end(client)
+
+    def _check_end(self, client: Received) -> None:
+        sampling = client.message.sampling
+        last = client.outputs[-1]
+        stops = {*sampling.stop_token_ids, *sampling.eos_token_ids}
+        stopped = client.tokens[-1] in stops and len(client.tokens) > sampling.min_tokens
+        assert last.finish_reason == ("stop" if stopped else "length")
+        assert last.stop_token_id == (client.tokens[-1] if stopped else None)
+        assert all(output.finish_reason is None for output in client.outputs[:-1])

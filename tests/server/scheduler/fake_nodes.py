@@ -1,0 +1,223 @@
+"""Attention nodes without tensors: they execute StepPlans and distrust the scheduler.
+
+A node keeps, per cache position, which token of which prefix was written there and for
+which tenant, and checks at every slice that the sequence's block table holds exactly its
+own prefix. Its model is deterministic: the next token is a hash of the whole prefix and
+the seed, so that `generate` below is an oracle for any schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+from topspin.messages import (
+    MicroBatch,
+    NewSequence,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    pack_ints,
+    unpack_ints,
+)
+
+VOCAB_SIZE = 50
+TIMINGS = StepTimings(total_s=0.0, attention_s=0.0, wait_s=0.0, sample_s=0.0)
+
+
+class Written(NamedTuple):
+    """What a cache position holds: the digest of its token's whole prefix, and for whom."""
+
+    prefix: bytes
+    tenant: str
+
+
+def extend(prefix: bytes, token: int) -> bytes:
+    """Return the digest of a prefix with one more token."""
+    return blake2b(prefix + token.to_bytes(4, "little"), digest_size=12).digest()
+
+
+def next_token(prefix: bytes, seed: int) -> int:
+    """Return the token that the model samples after `prefix`."""
+    digest = blake2b(prefix + seed.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % VOCAB_SIZE
+
+
+def generate(prompt: Sequence[int], sampling: SamplingParams, max_model_len: int) -> list[int]:
+    """Return the output that a request must get, computed alone and directly."""
+    prefix = b""
+    for token in prompt:
+        prefix = extend(prefix, token)
+    output: list[int] = []
+    stops = {*sampling.stop_token_ids, *sampling.eos_token_ids}
+    while len(output) < sampling.max_tokens and len(prompt) + len(output) < max_model_len:
+        token = next_token(prefix, sampling.seed)
+        if len(output) < sampling.min_tokens and token in stops:
+            token = unmasked(token, stops)
+        output.append(token)
+        prefix = extend(prefix, token)
+        if token in stops and len(output) > sampling.min_tokens:
+            break
+    return output
+
+
+def unmasked(token: int, stops: set[int]) -> int:
+    """Return the next token id that is no stop: what masking does before min_tokens."""
+    while token in stops:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+@dataclass
+class NodeSequence:
+    """A sequence as the node knows it. `prefixes[i]` digests tokens 0..i."""
+
+    new: NewSequence
+    tokens: list[int]
+    table: list[int]
+    num_committed: int
+    prefixes: list[bytes] = field(default_factory=list)
+
+
+class FakeNode:
+    """One attention node. `fails(seq_id)` makes a sampled sequence an error, for good."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tenant_of: Callable[[int], str] = lambda seed: "",
+        fails: Callable[[int], bool] = lambda seq_id: False,
+    ) -> None:
+        self.index = index
+        self.sequences: dict[int, NodeSequence] = {}
+        self.max_rows_seen = 0
+        self._cache: dict[tuple[int, int], Written] = {}
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._tenant_of = tenant_of
+        self._fails = fails
+        self._seen_ids: set[int] = set()
+        self._last_step = 0
+        self._generation = 1
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Do a step and return what a node would send."""
+        ticket = plan.ticket
+        assert ticket.step > self._last_step
+        assert ticket.generation >= self._generation
+        if ticket.previous == 0:
+            self.sequences.clear()  # a generation begins
+            self._generation = ticket.generation
+        else:
+            assert ticket.previous == ticket.step - 1
+        assert self.index in ticket.participants
+        self._last_step = ticket.step
+        for seq_id in unpack_ints(plan.finished):
+            del self.sequences[seq_id]
+        for new in plan.new:
+            self._admit(new)
+        assert len(self.sequences) <= self._max_num_seqs
+        assert len(plan.micro_batches) == ticket.num_micro_batches == len(ticket.row_buckets)
+        sampled: dict[int, int] = {}
+        errors: dict[int, str] = {}
+        seen: list[int] = []
+        num_rows = 0
+        for micro_batch, bucket in zip(plan.micro_batches, ticket.row_buckets, strict=True):
+            rows = sum(unpack_ints(micro_batch.num_tokens))
+            assert rows <= bucket
+            num_rows += rows
+            seen += self._run(micro_batch, sampled, errors)
+        assert len(set(seen)) == len(seen), "a sequence is in two slices"
+        assert seen, "a participant has something to do"
+        assert num_rows <= self._max_num_batched_tokens
+        return StepResult(
+            step=ticket.step,
+            generation=ticket.generation,
+            index=self.index,
+            seq_ids=pack_ints(sampled.keys()),
+            tokens=pack_ints(sampled.values()),
+            timings=TIMINGS,
+            errors=errors,
+        )
+
+    def _admit(self, new: NewSequence) -> None:
+        assert new.seq_id not in self._seen_ids, "a sequence id came twice"
+        self._seen_ids.add(new.seq_id)
+        table = list(unpack_ints(new.blocks))
+        tokens = list(unpack_ints(new.tokens))
+        assert new.num_computed == len(table) * self._block_size
+        assert new.num_computed < len(tokens), "no token is left to compute"
+        seq = NodeSequence(new, [], table, new.num_computed)
+        for token in tokens:
+            self._append(seq, token)
+        self.sequences[new.seq_id] = seq
+
+    def _append(self, seq: NodeSequence, token: int) -> None:
+        seq.tokens.append(token)
+        seq.prefixes.append(extend(seq.prefixes[-1] if seq.prefixes else b"", token))
+
+    def _run(
+        self, micro_batch: MicroBatch, sampled: dict[int, int], errors: dict[int, str]
+    ) -> list[int]:
+        block_ids = list(unpack_ints(micro_batch.block_ids))
+        seq_ids = list(unpack_ints(micro_batch.seq_ids))
+        slices = zip(
+            seq_ids,
+            unpack_ints(micro_batch.num_tokens),
+            micro_batch.sample,  # a byte per slice
+            unpack_ints(micro_batch.block_counts),
+            strict=True,
+        )
+        for seq_id, num_tokens, sample, num_blocks in slices:
+            assert num_tokens > 0
+            seq = self.sequences[seq_id]
+            seq.table += block_ids[:num_blocks]
+            del block_ids[:num_blocks]
+            assert all(0 <= block < self._num_blocks for block in seq.table)
+            assert len(set(seq.table)) == len(seq.table)
+            failed = self._fails(seq_id)
+            self._feed(seq, num_tokens, garbage=failed)
+            assert sample == (seq.num_committed >= len(seq.tokens))
+            if failed:
+                errors[seq_id] = "not a number"
+                # The plan after next does not know yet: keep the lengths as it expects them.
+                if sample:
+                    self._append(seq, 0)
+            elif sample:
+                sampled[seq_id] = self._sample(seq)
+        assert not block_ids
+        return seq_ids
+
+    def _feed(self, seq: NodeSequence, num_tokens: int, *, garbage: bool) -> None:
+        size = self._block_size
+        tenant = self._tenant_of(seq.new.sampling.seed)
+        end = seq.num_committed + num_tokens
+        assert end <= len(seq.tokens), "a token is fed that is not known"
+        assert end <= len(seq.table) * size, "no block for a position"
+        assert len(seq.table) == -(-end // size), "a block too many"
+        for position in range(seq.num_committed, end):
+            prefix = b"garbage" if garbage else seq.prefixes[position]
+            self._cache[seq.table[position // size], position % size] = Written(prefix, tenant)
+        for position in range(end):
+            if not garbage:
+                found = self._cache[seq.table[position // size], position % size]
+                assert found == Written(seq.prefixes[position], tenant), "another's cache"
+        seq.num_committed = end
+
+    def _sample(self, seq: NodeSequence) -> int:
+        sampling = seq.new.sampling
+        token = next_token(seq.prefixes[-1], sampling.seed)
+        if len(seq.tokens) - seq.new.num_prompt_tokens < sampling.min_tokens:
+            token = unmasked(token, {*sampling.stop_token_ids, *sampling.eos_token_ids})
+        self._append(seq, token)
+        return token

@@ -1,0 +1,92 @@
+"""What is read of a model without torch, and whether roles share cores."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from server.scheduler.engine_facts import EngineFacts, read_facts, shares_cores
+from tests.server.scheduler.engine import make_config
+from topspin.config import ComputeSection, TopologySection
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": False,
+}
+MIXTRAL = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def write_config(path: Path, config: dict[str, Any]) -> str:
+    """Write a checkpoint's config.json; returns the directory."""
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_facts_of_a_moe_model(tmp_path: Path) -> None:
+    assert read_facts(write_config(tmp_path, MIXTRAL), 2) == EngineFacts(3, 8, 300, 64, 2)
+
+
+def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
+    assert read_facts(write_config(tmp_path, LLAMA), 2) == EngineFacts(0, 0, 300, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "num_threads", "shared"),
+    [
+        (["unix:@a", "unix:@b"], None, True),
+        (["local"], None, True),
+        (["local"], 1, True),  # 3 threads on 6 cores, but they take turns
+        (["tcp:127.0.0.1:4000"], 4, True),
+        (["unix:@a"], 2, False),  # 2 attention and 1 expert node, 2 threads each, 6 cores
+        (["nixl:unix:@a", "nixl:tcp:127.0.0.1:4000"], None, True),
+        (["unix:@a", "tcp:10.0.0.7:4000"], None, False),
+        (["nixl:tcp:10.0.0.7:4000"], None, False),
+    ],
+)
+def test_shared_cores(addresses: list[str], num_threads: int | None, shared: bool) -> None:
+    config = msgspec.structs.replace(
+        make_config(),
+        topology=TopologySection(attention_nodes=2, expert_nodes=1),
+        compute=ComputeSection(num_threads=num_threads),
+    )
+    assert shares_cores(config, addresses, 6) == shared
+
+
+def test_the_scheduler_imports_no_torch() -> None:
+    code = (
+        "import sys, server.scheduler.command; "
+        "bad = {'torch', 'kernels', 'm2n_comm', 'attention_nodes', 'expert_nodes'}; "
+        "assert not bad & set(sys.modules), bad & set(sys.modules)"
+    )
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
+
+
+def test_split_nodes_share_no_cores_except_in_one_process() -> None:
+    config = msgspec.structs.replace(make_config(), compute=ComputeSection(layout="split"))
+    assert not shares_cores(config, ["unix:@x"], 2)
+    assert shares_cores(config, ["local"], 2)

@@ -1,0 +1,312 @@
+"""A recovery's messages: who is told what, in which order, and what becomes of requests."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+
+from server.scheduler.failover import Failover, Port
+from server.scheduler.membership import Member, Membership
+from server.scheduler.outbox import Delivery
+from tests.server.scheduler.engine import GATEWAY, make_config, make_policy, make_request
+from topspin.config import FailoverSection, M2NSection, TopologySection, Transport
+from topspin.errors import ProtocolError
+from topspin.expert_table import ExpertTable
+from topspin.messages import (
+    AnyMessage,
+    Halt,
+    Halted,
+    Hello,
+    Loaded,
+    Message,
+    Ready,
+    Reform,
+    RequestFailed,
+    Welcome,
+)
+
+A0, A1 = Member("attention", 0), Member("attention", 1)
+E0, E1 = Member("expert", 0), Member("expert", 1)
+REDUNDANT = ExpertTable(3, 2, (((0, 1), (1, 0)),))
+SINGLE = ExpertTable(3, 2, (((0,), (1,)),))
+NUM_BLOCKS = 32
+
+
+class World:
+    """A failover over two attention and two expert nodes, which answer when `react` says."""
+
+    def __init__(self, table: ExpertTable = REDUNDANT, *, transport: Transport = "shm") -> None:
+        config = msgspec.structs.replace(
+            make_config(num_nodes=2),
+            topology=TopologySection(attention_nodes=2, expert_nodes=2),
+            m2n=M2NSection(transport=transport),
+            failover=FailoverSection(restart=True, restart_deadline_s=30.0, halt_deadline_s=5.0),
+        )
+        self.membership = Membership(num_attention=2, num_experts=2, revision="r")
+        self.num_hellos = 0
+        for member in self.membership.places:
+            self.hello(member)
+        for member in self.membership.places:
+            blocks = NUM_BLOCKS if member.role == "attention" else 0
+            ready = Ready(role=member.role, index=member.index, num_blocks=blocks)
+            self.membership.ready(self.membership.peer(member), ready)
+        self.policy = make_policy(config, NUM_BLOCKS)
+        self.now = 0.0
+        self.sent: list[tuple[Member, Message]] = []
+        self.states: list[tuple[str, str]] = []
+        self.failed: list[RequestFailed] = []
+        self.dead: list[int] = []
+        self.tables: list[ExpertTable] = []
+        self.failover = Failover(
+            config,
+            membership=self.membership,
+            policy=self.policy,
+            table=table,
+            port=Port(
+                send=lambda member, message: self.sent.append((member, message)),
+                deliver=self._deliver,
+                announce=lambda state, detail: self.states.append((state, detail)),
+                log=lambda text, level: logging.getLogger("test").log(level, text),
+                now=lambda: self.now,
+                report_dead=self.dead.append,
+                use_table=self.tables.append,
+            ),
+        )
+
+    def hello(self, member: Member) -> None:
+        self.num_hellos += 1
+        hello = Hello(
+            role=member.role,
+            index=member.index,
+            incarnation=self.num_hellos,
+            revision="r",
+            data_address=f"unix:@{self.num_hellos}" if member.role == "expert" else "",
+            pid=1000 + self.num_hellos,
+        )
+        self.membership.join(f"peer {self.num_hellos}".encode(), hello)
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for _, message in deliveries:
+            assert isinstance(message, RequestFailed)
+            self.failed.append(message)
+
+    def say(self, member: Member, message: AnyMessage) -> None:
+        assert self.failover.handle(self.membership.peer(member), member, message)
+
+    def take(self, kind: type[Any]) -> dict[Member, Any]:
+        """Return, once, what was sent; all of one kind."""
+        sent, self.sent = self.sent, []
+        assert all(isinstance(message, kind) for _, message in sent), sent
+        found = dict(sent)
+        assert len(found) == len(sent), "sent twice"
+        return found
+
+    def halt_all(self) -> None:
+        for member, halt in self.take(Halt).items():
+            self.say(
+                member, Halted(role=member.role, index=member.index, generation=halt.generation)
+            )
+
+    def form_all(self) -> Reform:
+        reforms = self.take(Reform)
+        for member, reform in reforms.items():
+            generation = reform.topology.generation
+            self.say(member, Ready(role=member.role, index=member.index, generation=generation))
+        first, *others = reforms.values()
+        assert all(other == first for other in others)
+        assert isinstance(first, Reform)
+        return first
+
+    def drop_welcomes(self) -> None:
+        self.sent = [each for each in self.sent if not isinstance(each[1], Welcome)]
+
+    def come_back(self, member: Member, num_blocks: int | None = None) -> None:
+        self.hello(member)
+        self.failover.joined(member)
+        if num_blocks is None:
+            num_blocks = NUM_BLOCKS if member.role == "attention" else 0
+        self.say(member, Loaded(role=member.role, index=member.index, num_blocks=num_blocks))
+
+
+def test_an_expert_with_live_replicas_is_not_waited_for() -> None:
+    world = World()
+    world.failover.lose(E1, "killed")
+    assert world.dead == [1004]
+    assert not world.failover.is_serving
+    assert set(world.sent and dict(world.sent)) == {A0, A1, E0}
+    world.halt_all()
+    topology = world.form_all().topology
+    assert (topology.generation, topology.table.version) == (2, 4)
+    assert topology.table.slots == (((0, 1), ()),)
+    assert topology.experts[1] is None
+    assert topology.attention_incarnations == (1, 2)
+    assert world.failover.is_serving
+    assert not world.failover.is_whole
+    assert [table.version for table in world.tables] == [4]
+    assert [state for state, _ in world.states] == ["recovering", "ready"]
+
+
+def test_a_restarted_node_is_welcomed_with_its_share_and_drained_in() -> None:
+    world = World()
+    world.policy.add(make_request("r", [1, 2, 3], max_tokens=5), peer=GATEWAY)
+    world.failover.lose(E1, "killed")
+    world.halt_all()
+    world.form_all()
+    assert world.policy.schedule(world.now) is not None
+    world.hello(E1)
+    world.failover.joined(E1)
+    (welcome,) = world.take(Welcome).values()
+    assert welcome.joins_late
+    assert welcome.table.experts_of(1) == [(1, 0)]
+    world.say(E1, Loaded(role="expert", index=1))
+    # A step is under way: it is not thrown away for a guest.
+    assert world.sent == []
+    assert not world.failover.is_serving
+    world.policy.halt(2)  # stands for its result
+    world.failover.advance()
+    assert set(dict(world.sent)) == {A0, A1, E0, E1}
+    world.halt_all()
+    topology = world.form_all().topology
+    assert topology.table.slots == REDUNDANT.slots
+    assert topology.table.version == 5
+    assert topology.experts[1] is not None
+    assert topology.experts[1].incarnation == 5
+    assert world.failover.is_whole
+
+
+def test_without_a_replica_requests_wait_and_then_end_typed() -> None:
+    world = World(SINGLE)
+    world.policy.add(make_request("r", [1, 2, 3]), peer=GATEWAY)
+    world.failover.lose(E0, "killed")
+    world.halt_all()
+    world.take(Reform)
+    assert world.states[-1] == ("recovering", "waiting for expert 0")
+    world.now = 29.0
+    world.failover.advance()
+    assert world.failed == []
+    assert world.failover.accepts
+    world.now = 31.0
+    world.failover.advance()
+    world.failover.advance()
+    (failed,) = world.failed
+    assert (failed.code, failed.status) == ("node_lost", 503)
+    assert "expert 0" in failed.message
+    assert world.states[-1][0] == "starting"
+    assert not world.failover.accepts
+    world.come_back(E0)
+    world.drop_welcomes()
+    world.form_all()
+    assert world.states[-1] == ("ready", "")
+    assert world.failover.accepts
+
+
+def test_the_last_attention_node_is_waited_for() -> None:
+    world = World()
+    world.failover.lose(A0, "killed")
+    world.halt_all()
+    world.form_all()
+    assert world.states[-1] == ("ready", "without attention 0")
+    world.failover.lose(A1, "killed")
+    world.halt_all()
+    assert world.states[-1] == ("recovering", "waiting for attention 0, attention 1")
+    world.come_back(A1)
+    world.drop_welcomes()
+    assert world.form_all().topology.attention_incarnations == (None, 5)
+    assert world.states[-1] == ("ready", "without attention 0")
+
+
+def test_losing_more_while_halting_or_forming_starts_over() -> None:
+    world = World()
+    world.failover.lose(A0, "killed")
+    world.take(Halt)
+    world.failover.lose(E0, "killed too")
+    halts = world.take(Halt)
+    assert {halt.generation for halt in halts.values()} == {3}
+    world.say(A1, Halted(role="attention", index=1, generation=2))
+    world.say(E1, Halted(role="expert", index=1, generation=3))
+    assert world.sent == []
+    world.say(A1, Halted(role="attention", index=1, generation=3))
+    world.take(Reform)
+    world.failover.lose(A1, "and another")
+    (halt,) = world.take(Halt).values()
+    assert halt.generation == 4
+
+
+def test_a_failed_step_loses_nobody() -> None:
+    world = World()
+    world.failover.step_failed(1, "a frame was lost")
+    world.failover.step_failed(1, "the other side says so too")
+    world.failover.step_failed(7, "nonsense")
+    assert len(world.sent) == 4
+    world.halt_all()
+    topology = world.form_all().topology
+    assert (topology.generation, topology.table) == (2, REDUNDANT)
+    assert world.dead == []
+    assert world.tables == []
+
+
+def test_a_failed_forming_is_tried_again_after_a_pause() -> None:
+    world = World()
+    world.failover.step_failed(1, "a frame was lost")
+    world.halt_all()
+    world.take(Reform)
+    world.failover.step_failed(2, "could not connect")
+    world.halt_all()
+    assert world.sent == []
+    world.now += 0.3
+    world.failover.advance()
+    world.form_all()
+    assert world.failover.is_serving
+
+
+def test_who_answers_pings_but_does_not_halt_is_dead() -> None:
+    world = World()
+    world.failover.progress_lost("no step ends")
+    for member in (A0, A1, E1):
+        world.say(member, Halted(role=member.role, index=member.index, generation=2))
+    world.take(Halt)
+    world.now = 5.1
+    world.failover.advance()
+    assert world.dead == [1003]
+    assert not world.membership.has(E0)
+    world.halt_all()
+    world.form_all()
+    assert world.failover.is_serving
+
+
+def test_nodes_of_one_process_are_lost_together() -> None:
+    world = World(transport="local")
+    world.failover.lose(A1, "its thread failed")
+    assert sorted(world.dead) == [1001, 1002, 1003, 1004]
+    assert world.states[-1][0] == "recovering"
+    for member in world.membership.places:
+        assert not world.failover.is_serving
+        world.come_back(member)
+    world.drop_welcomes()
+    world.form_all()
+    assert world.failover.is_serving
+
+
+def test_a_node_that_is_lost_while_it_loads_disturbs_nobody() -> None:
+    world = World()
+    world.failover.lose(A0, "killed")
+    world.halt_all()
+    world.form_all()
+    world.hello(A0)
+    world.failover.joined(A0)
+    world.take(Welcome)
+    world.failover.lose(A0, "killed while loading")
+    assert world.sent == []
+    assert world.failover.is_serving
+
+
+def test_a_node_must_speak_for_itself_and_come_back_as_large() -> None:
+    world = World()
+    with pytest.raises(ProtocolError, match="speaks for"):
+        world.say(A0, Halted(role="attention", index=1, generation=1))
+    world.failover.lose(A0, "killed")
+    with pytest.raises(ProtocolError, match="blocks"):
+        world.come_back(A0, num_blocks=NUM_BLOCKS - 1)

@@ -1,0 +1,634 @@
+"""The policy's rules, one by one, on a virtual clock and nodes that check what they get."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from server.scheduler.plans import Step
+from tests.server.scheduler.engine import GATEWAY, Engine, make_config, make_policy, make_request
+from tests.server.scheduler.fake_nodes import TIMINGS, VOCAB_SIZE, generate
+from topspin.errors import NodeLost, ProtocolError
+from topspin.messages import (
+    AddRequest,
+    Outputs,
+    Progress,
+    RequestFailed,
+    StepResult,
+    TokenLogprobs,
+    pack_ints,
+    unpack_ints,
+)
+
+
+def num_tokens_of(step: Step, node: int = 0) -> list[int]:
+    """Return the slices' sizes of a plan with one micro-batch."""
+    (micro_batch,) = step.plans[node].micro_batches
+    return list(unpack_ints(micro_batch.num_tokens))
+
+
+def first_stop(prompt: list[int], seed: int, position: int) -> int:
+    """Return the token at an output position, if it does not occur earlier."""
+    output = generate(prompt, make_request("", prompt, max_tokens=20, seed=seed).sampling, 64)
+    assert output[position] not in output[:position]
+    return output[position]
+
+
+# The two steps in flight.
+
+
+def test_a_third_step_waits_for_the_first() -> None:
+    engine = Engine(make_config())
+    engine.add(make_request("r", [1, 2, 3]))
+    assert engine.schedule()
+    assert engine.schedule()
+    assert not engine.schedule()
+    assert engine.answer(0)
+    assert engine.schedule()
+    assert [step.ticket.step for step in engine.steps] == [1, 2, 3]
+    assert [step.ticket.previous for step in engine.steps] == [0, 1, 2]
+    engine.finish()
+
+
+def test_an_idle_policy_plans_nothing() -> None:
+    assert Engine(make_config()).schedule() is False
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5])
+def test_no_step_beyond_a_predicted_end(max_tokens: int) -> None:
+    engine = Engine(make_config())
+    engine.add(make_request("r", [1, 2, 3], max_tokens=max_tokens))
+    engine.finish()
+    assert len(engine.steps) == max_tokens
+
+
+def test_no_step_beyond_the_model_length() -> None:
+    engine = Engine(make_config(max_model_len=6))
+    engine.add(make_request("r", [1, 2, 3], max_tokens=50))
+    engine.finish()
+    assert len(engine.clients["r"].tokens) == 3
+    assert len(engine.steps) == 3
+
+
+def test_what_is_sampled_past_a_stop_is_neither_emitted_nor_counted() -> None:
+    prompt, seed = [1, 2, 3], 4
+    stop = first_stop(prompt, seed, 2)
+    engine = Engine(make_config())
+    engine.add(make_request("r", prompt, max_tokens=20, seed=seed, stop_token_ids=(stop,)))
+    engine.finish()
+    assert len(engine.steps) == 4  # three tokens, and the step that ran meanwhile
+    assert len(engine.clients["r"].tokens) == 3
+    assert engine.clients["r"].outputs[-1].stop_token_id == stop
+    stats = engine.policy.stats(1, ())
+    assert (stats.generation_tokens, stats.prompt_tokens) == (3, 3)
+    assert (stats.num_steps, stats.query_id) == (4, 1)
+
+
+def test_a_stop_token_before_min_tokens_does_not_stop() -> None:
+    prompt = [1, 2, 3]
+    engine = Engine(make_config())
+    everything = tuple(range(VOCAB_SIZE - 1))  # one token is left to sample before the minimum
+    request = make_request(
+        "r", prompt, max_tokens=20, min_tokens=3, stop_token_ids=everything, seed=4
+    )
+    engine.add(request)
+    engine.finish()
+    tokens = engine.clients["r"].tokens
+    assert tokens[:3] == [VOCAB_SIZE - 1] * 3
+    assert len(tokens) > 3
+
+
+def test_eos_stops_like_a_stop_token() -> None:
+    prompt, seed = [1, 2, 3], 4
+    eos = first_stop(prompt, seed, 2)
+    engine = Engine(make_config())
+    engine.add(make_request("r", prompt, max_tokens=20, seed=seed, eos_token_ids=(eos,)))
+    engine.finish()
+    assert engine.clients["r"].outputs[-1].finish_reason == "stop"
+    assert len(engine.clients["r"].tokens) == 3
+
+
+# Batching.
+
+
+def test_decodes_first_then_prefill_chunks_up_to_the_budget() -> None:
+    engine = Engine(make_config(max_num_batched_tokens=8))
+    engine.add(make_request("a", [1] * 3, max_tokens=20, seed=0))
+    engine.add(make_request("b", [2] * 12, max_tokens=20, seed=1))
+    for _ in range(3):
+        engine.schedule()
+        engine.answer(0)
+    assert num_tokens_of(engine.steps[0]) == [3, 5]
+    assert num_tokens_of(engine.steps[1]) == [1, 7]  # b's last chunk, and its first token
+    assert num_tokens_of(engine.steps[2]) == [1, 1]
+    assert list(engine.steps[1].plans[0].micro_batches[0].sample) == [1, 1]
+    assert list(engine.steps[0].plans[0].micro_batches[0].sample) == [1, 0]
+    engine.finish()
+
+
+def test_no_more_sequences_than_seats() -> None:
+    engine = Engine(make_config(max_num_seqs=2))
+    for number in range(5):
+        engine.add(make_request(f"r{number}", [number] * 3, max_tokens=4, seed=number))
+    engine.schedule()
+    assert (engine.policy.num_running, engine.policy.num_waiting) == (2, 3)
+    engine.finish()
+
+
+def test_only_new_sequences_travel_whole() -> None:
+    engine = Engine(make_config())
+    engine.add(make_request("r", [1, 2, 3]))
+    engine.schedule()
+    engine.schedule()
+    (new,) = engine.steps[0].plans[0].new
+    assert list(unpack_ints(new.tokens)) == [1, 2, 3]
+    assert engine.steps[1].plans[0].new == ()
+    engine.finish()
+
+
+def test_the_node_is_told_once_that_a_sequence_is_finished() -> None:
+    engine = Engine(make_config())
+    engine.add(make_request("r", [1, 2, 3], max_tokens=2))
+    engine.finish()
+    engine.add(make_request("s", [1, 2, 3], max_tokens=2, seed=1))
+    engine.finish()
+    assert [list(unpack_ints(step.plans[0].finished)) for step in engine.steps] == [[], [], [1], []]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 4])
+def test_a_fixed_number_of_micro_batches(num_micro_batches: int) -> None:
+    engine = Engine(make_config(micro_batches=num_micro_batches, num_nodes=2))
+    for number in range(3):
+        engine.add(make_request(f"r{number}", [number] * 3, seed=number))
+    engine.finish()
+    for step in engine.steps:
+        assert step.ticket.num_micro_batches == num_micro_batches
+        for plan in step.plans.values():
+            assert len(plan.micro_batches) == num_micro_batches
+
+
+def test_row_buckets_bound_every_participant() -> None:
+    engine = Engine(make_config(num_nodes=2, max_num_batched_tokens=16))
+    engine.add(make_request("a", [1] * 3, seed=0))
+    engine.add(make_request("b", [2] * 9, seed=1))
+    engine.schedule()
+    ticket = engine.steps[0].ticket
+    assert ticket.participants == (0, 1)
+    assert ticket.row_buckets == (16,)
+    engine.finish()
+
+
+def test_nodes_without_work_take_no_part() -> None:
+    engine = Engine(make_config(num_nodes=3))
+    engine.add(make_request("r", [1, 2, 3]))
+    engine.finish()
+    assert {step.ticket.participants for step in engine.steps} == {(0,)}
+
+
+def test_requests_spread_over_the_nodes() -> None:
+    engine = Engine(make_config(num_nodes=3))
+    for number in range(6):
+        engine.add(make_request(f"r{number}", [number] * 3, seed=number))
+    engine.schedule()
+    assert [len(engine.steps[0].plans[node].new) for node in range(3)] == [2, 2, 2]
+    engine.finish()
+
+
+def test_a_step_is_done_when_all_participants_have_answered() -> None:
+    engine = Engine(make_config(num_nodes=2))
+    engine.add(make_request("a", [1] * 3, seed=0))
+    engine.add(make_request("b", [2] * 3, seed=1))
+    engine.schedule()
+    engine.schedule()
+    engine.answer(1)
+    engine.answer(1)  # node 1 is a whole step ahead
+    assert not engine.clients["b"].tokens
+    oldest = engine.policy.oldest_step(engine.now)
+    assert oldest is not None
+    assert oldest.unanswered == [0]
+    engine.answer(0)
+    assert len(engine.clients["a"].tokens) == len(engine.clients["b"].tokens) == 1
+    engine.answer(0)
+    assert len(engine.clients["a"].tokens) == len(engine.clients["b"].tokens) == 2
+    engine.finish()
+
+
+def test_a_step_runs_from_the_end_of_the_one_before() -> None:
+    engine = Engine(make_config())
+    engine.add(make_request("r", [1, 2, 3], max_tokens=3))
+    engine.now = 10.0
+    engine.schedule()
+    engine.now = 12.0
+    engine.schedule()
+    engine.answer(0)  # at 12.01
+    oldest = engine.policy.oldest_step(15.01)
+    assert oldest is not None
+    assert oldest.step == 2
+    assert oldest.silent_s == pytest.approx(3.0)
+    for step, generation in ((1, 1), (3, 1), (2, 2)):  # none of them is the one that runs
+        message = Progress(step=step, generation=generation, role="expert", index=0)
+        engine.policy.progressed(message, 14.0)
+    assert engine.policy.oldest_step(15.01) == oldest
+    engine.policy.progressed(Progress(step=2, generation=1, role="expert", index=0), 14.0)
+    slow = engine.policy.oldest_step(15.01)
+    assert slow is not None
+    assert slow.silent_s == pytest.approx(1.01)
+    assert engine.policy.stats(0, ()).step_seconds == pytest.approx(2.01)
+    engine.finish()
+    assert engine.policy.oldest_step(20.0) is None
+
+
+# The prefix cache.
+
+
+def test_a_prefix_is_reused_once_its_step_has_succeeded() -> None:
+    engine = Engine(make_config())
+    prompt = list(range(10))
+    engine.add(make_request("a", prompt, max_tokens=1, seed=0))
+    engine.schedule()
+    engine.add(make_request("b", prompt, max_tokens=1, seed=1))
+    engine.schedule()  # a's blocks are written, but not yet known to be right
+    engine.finish()
+    engine.add(make_request("c", prompt, max_tokens=1, seed=2))
+    engine.finish()
+    cached = {name: client.outputs[0].num_cached_tokens for name, client in engine.clients.items()}
+    assert cached == {"a": 0, "b": 0, "c": 8}
+    stats = engine.policy.stats(0, ())
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (30, 8)
+
+
+def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
+    engine = Engine(make_config())
+    for number in range(2):
+        engine.add(make_request(f"r{number}", list(range(8)), max_tokens=1, seed=number))
+        engine.finish()
+    assert engine.clients["r1"].outputs[0].num_cached_tokens == 4
+    assert num_tokens_of(engine.steps[1]) == [4]
+
+
+def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
+    engine = Engine(make_config())
+    engine.add(make_request("a", [1, 2, 3], max_tokens=10, seed=0))
+    engine.finish()
+    conversation = [1, 2, 3, *engine.clients["a"].tokens, 9]
+    engine.add(make_request("b", conversation, max_tokens=1, seed=1))
+    engine.finish()
+    assert engine.clients["b"].outputs[0].num_cached_tokens == 12
+
+
+def test_tenants_share_nothing() -> None:
+    engine = Engine(make_config())
+    for number, salt in enumerate(("x", "y", "x")):
+        request = make_request(f"r{number}", list(range(9)), max_tokens=1, seed=number, salt=salt)
+        engine.add(request)
+        engine.finish()
+    cached = [engine.clients[f"r{n}"].outputs[0].num_cached_tokens for n in range(3)]
+    assert cached == [0, 0, 8]
+
+
+def test_prefix_caching_can_be_off() -> None:
+    engine = Engine(make_config(prefix_caching=False))
+    for number in range(2):
+        engine.add(make_request(f"r{number}", list(range(9)), max_tokens=1, seed=number))
+        engine.finish()
+    assert engine.clients["r1"].outputs[0].num_cached_tokens == 0
+    assert engine.policy.stats(0, ()).prefix_cache_queries == 0
+
+
+def test_the_prefix_decides_the_node() -> None:
+    engine = Engine(make_config(num_nodes=2))
+    engine.add(make_request("a", [1] * 9, max_tokens=1, seed=0))
+    engine.add(make_request("b", [2] * 9, max_tokens=1, seed=1))
+    engine.finish()
+    engine.add(make_request("c", [2] * 9, max_tokens=1, seed=2))
+    engine.finish()
+    assert tuple(engine.steps[-1].plans) == (1,)
+
+
+def test_a_failed_sequence_publishes_nothing() -> None:
+    engine = Engine(make_config(), fails=lambda seq_id: seq_id == 1)
+    engine.add(make_request("a", list(range(9)), seed=0))
+    engine.finish()
+    engine.add(make_request("b", list(range(9)), seed=1))
+    engine.finish()
+    assert engine.clients["b"].outputs[0].num_cached_tokens == 0
+
+
+# Blocks and preemption.
+
+
+def test_blocks_return_with_the_last_step_that_touches_them() -> None:
+    prompt, seed = [1, 2, 3], 4
+    stop = first_stop(prompt, seed, 2)
+    engine = Engine(make_config(), num_blocks=16)
+    engine.add(make_request("r", prompt, max_tokens=20, seed=seed, stop_token_ids=(stop,)))
+    for _ in range(3):
+        engine.schedule()
+        engine.schedule()
+        engine.answer(0)
+    assert engine.clients["r"].ended
+    assert engine.policy.num_running == 0
+    assert engine.policy.stats(0, ()).kv_cache_usage > 0
+    engine.policy.check_integrity()
+    engine.answer(0)
+    assert engine.policy.stats(0, ()).kv_cache_usage == 0
+    engine.policy.check_integrity()
+
+
+def test_the_latest_arrival_gives_way_and_keeps_its_place_and_tokens() -> None:
+    config = make_config(block_size=2, max_num_seqs=2, max_model_len=24)
+    engine = Engine(config, num_blocks=12)
+    for number in range(3):
+        engine.add(make_request(f"r{number}", [number] * 5, max_tokens=16, seed=number))
+    while not engine.policy.stats(0, ()).num_preemptions:
+        engine.turn()
+    # r1 gave way to r0; it comes before r2, which has never run.
+    assert engine.clients["r1"].tokens
+    assert not engine.clients["r2"].tokens
+    engine.finish()
+    admitted = [new for step in engine.steps for new in step.plans[0].new]
+    assert [new.sampling.seed for new in admitted][:3] == [0, 1, 1]
+    again = admitted[2]
+    assert again.seq_id != admitted[1].seq_id
+    assert again.num_prompt_tokens == 5
+    # The token of the step that ran when it was preempted was still accepted.
+    index = len(unpack_ints(again.tokens)) - 5
+    assert list(unpack_ints(again.tokens))[5:] == engine.clients["r1"].tokens[:index]
+    assert index > 0
+    # It came back to what it had left in the cache; what its client is told does not change.
+    assert again.num_computed > 0
+    assert {output.num_cached_tokens for output in engine.clients["r1"].outputs} == {0}
+
+
+def test_a_request_is_preempted_at_most_so_often() -> None:
+    config = make_config(block_size=1, max_num_seqs=6, max_model_len=30, max_preemptions=2)
+    engine = Engine(config, num_blocks=30)
+    for number in range(6):
+        engine.add(make_request(f"r{number}", [number] * 4, max_tokens=26, seed=number))
+    engine.finish()
+    admissions = [new.sampling.seed for step in engine.steps for new in step.plans[0].new]
+    assert engine.policy.stats(0, ()).num_preemptions == len(admissions) - 6
+    assert 1 < max(admissions.count(seed) for seed in range(6)) <= 3
+
+
+def admissions(engine: Engine) -> list[int]:
+    """Return the seeds of the requests admitted to node 0, in order."""
+    return [new.sampling.seed for step in engine.steps for new in step.plans[0].new]
+
+
+def test_a_protected_sequence_is_no_victim_and_its_blocks_are_kept_for_it() -> None:
+    config = make_config(
+        block_size=1, max_num_seqs=4, max_model_len=30, max_preemptions=1, prefix_caching=False
+    )
+    engine = Engine(config, num_blocks=30)
+    engine.add(make_request("oldest", [0] * 4, max_tokens=26, seed=0))
+    engine.add(make_request("short", [1] * 4, max_tokens=8, seed=1))
+    engine.add(make_request("latest", [2] * 4, max_tokens=18, seed=2))
+    while admissions(engine) != [0, 1, 2, 2]:  # `latest` gives way, comes back when `short` ends
+        assert engine.turn()
+    # A block would do for the new request, but those free `latest` may still ask for.
+    engine.add(make_request("new", [3], max_tokens=1, seed=3))
+    engine.turn()
+    assert engine.policy.num_running == 2
+    assert engine.policy.stats(0, ()).kv_cache_usage < 0.9
+    engine.finish()
+    # Then it is the oldest that gives way, and comes back first.
+    assert admissions(engine) == [0, 1, 2, 2, 0, 3]
+
+
+def test_admission_leaves_room_for_the_first_output_token() -> None:
+    engine = Engine(make_config(block_size=1), num_blocks=10)
+    engine.add(make_request("a", [1] * 5, max_tokens=2, seed=0))
+    engine.add(make_request("b", [2] * 5, max_tokens=2, seed=1))
+    engine.schedule()
+    assert engine.policy.num_running == 1
+    engine.finish()
+    assert engine.policy.stats(0, ()).num_preemptions == 0
+
+
+def test_without_preemptions_only_what_surely_fits_is_admitted() -> None:
+    config = make_config(block_size=1, max_num_seqs=6, max_model_len=30, max_preemptions=0)
+    engine = Engine(config, num_blocks=30)
+    for number in range(4):
+        engine.add(make_request(f"r{number}", [number] * 4, max_tokens=11, seed=number))
+    engine.schedule()
+    assert engine.policy.num_running == 2  # 14 positions each
+    engine.finish()
+    assert engine.policy.stats(0, ()).num_preemptions == 0
+
+
+# Refusals and ends.
+
+
+def refusal(engine: Engine, message: AddRequest) -> tuple[str, int, str]:
+    """Add a request that must be refused; returns code, status and message."""
+    failed = engine.policy.add(message, peer=GATEWAY)
+    assert isinstance(failed, RequestFailed)
+    assert failed.request_id == message.request_id
+    return failed.code, failed.status, failed.message
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (make_request("r", []), "empty"),
+        (make_request("r", [VOCAB_SIZE]), "0..49"),
+        (make_request("r", [-1]), "0..49"),
+        (make_request("r", [1], max_tokens=0), "max_tokens is 0"),
+        (make_request("r", [1] * 64), "leaves no room"),
+        (make_request("r", [1] * 20, max_tokens=13), "do not fit the cache of a node"),
+        (
+            msgspec.structs.replace(make_request("r", [1]), prompt=b"\1\2\3"),
+            "not a multiple of 4",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(message: AddRequest, reason: str) -> None:
+    engine = Engine(make_config(), num_blocks=8)
+    code, status, text = refusal(engine, message)
+    assert (code, status) == ("invalid_request_error", 400)
+    assert reason in text
+    assert engine.policy.num_waiting == 0
+
+
+def test_the_longest_request_that_fits_is_served() -> None:
+    engine = Engine(make_config(), num_blocks=8)
+    assert engine.policy.max_request_tokens == 32
+    engine.add(make_request("r", [1] * 20, max_tokens=12))
+    engine.finish()
+    assert len(engine.clients["r"].tokens) == 12
+
+
+def test_a_request_id_is_used_once_at_a_time_and_gateway() -> None:
+    engine = Engine(make_config())
+    engine.add(make_request("r", [1], max_tokens=1))
+    code, status, text = refusal(engine, make_request("r", [1]))
+    assert (code, status) == ("invalid_request_error", 400)
+    assert "'r'" in text
+    assert engine.policy.add(make_request("r", [1]), peer=b"other") is None
+    assert engine.policy.abort_peer(b"other") == 1
+    engine.finish()
+    assert engine.policy.add(make_request("r", [1]), peer=GATEWAY) is None
+
+
+def test_the_queue_has_a_limit() -> None:
+    engine = Engine(make_config(max_num_seqs=2, max_queued_requests=3))
+    for number in range(5):  # two seats and three places in the queue
+        assert engine.add(make_request(f"r{number}", [1, number], seed=number)) is None
+    code, status, text = refusal(engine, make_request("late", [1]))
+    assert (code, status) == ("engine_unavailable", 503)
+    assert "3" in text
+    engine.finish()
+    assert engine.add(make_request("later", [1], seed=9)) is None
+    engine.finish()
+
+
+def test_a_preempted_request_is_not_subject_to_the_queue_limit() -> None:
+    config = make_config(block_size=2, max_num_seqs=2, max_model_len=24, max_queued_requests=0)
+    engine = Engine(config, num_blocks=12)
+    for number in range(2):
+        engine.add(make_request(f"r{number}", [number] * 5, max_tokens=16, seed=number))
+    engine.finish()
+    assert engine.policy.stats(0, ()).num_preemptions > 0
+
+
+def test_abort_is_silent_and_final() -> None:
+    engine = Engine(make_config(max_num_seqs=1))
+    engine.add(make_request("running", [1, 2], max_tokens=20, seed=0))
+    engine.add(make_request("waiting", [1, 2], max_tokens=20, seed=1))
+    engine.turn()
+    engine.schedule()
+    engine.abort("running")
+    engine.abort("waiting")
+    engine.abort("running")
+    assert engine.policy.num_running == engine.policy.num_waiting == 0
+    engine.finish()
+    assert not engine.clients["waiting"].tokens
+
+
+def test_abort_of_one_gateway_leaves_the_others() -> None:
+    engine = Engine(make_config())
+    engine.add(make_request("r", [1, 2], seed=0))
+    assert engine.policy.abort("r", peer=b"other") is False
+    assert engine.policy.abort_peer(b"other") == 0
+    engine.finish()
+
+
+def test_outputs_go_to_the_gateway_that_asked() -> None:
+    policy = make_policy(make_config())
+    for peer in (b"one", b"two"):
+        policy.add(make_request("r", [1, 2], max_tokens=1), peer=peer)
+    step = policy.schedule(0.0)
+    assert step is not None
+    ids = step.plans[0].micro_batches[0].seq_ids
+    result = StepResult(
+        step=1,
+        generation=step.ticket.generation,
+        index=0,
+        seq_ids=ids,
+        tokens=pack_ints([7, 8]),
+        timings=TIMINGS,
+    )
+    deliveries = policy.update(result, 1.0)
+    found = {}
+    for peer, message in deliveries:
+        assert isinstance(message, Outputs)
+        found[peer] = [output.token_ids for output in message.outputs]
+    assert found == {b"one": [(7,)], b"two": [(8,)]}
+
+
+def test_an_error_of_one_sequence_fails_one_request() -> None:
+    engine = Engine(make_config(), fails=lambda seq_id: seq_id == 1)
+    engine.add(make_request("bad", [1, 2], seed=0))
+    engine.add(make_request("good", [1, 2], seed=1))
+    engine.finish()
+    failed = engine.clients["bad"].failure
+    assert failed is not None
+    assert (failed.status, failed.code) == (503, "engine_error")
+    assert failed.message == "not a number"
+    assert engine.clients["good"].failure is None
+
+
+def test_fail_all_ends_everything_once() -> None:
+    engine = Engine(make_config(max_num_seqs=1))
+    engine.add(make_request("running", [1, 2], max_tokens=20, seed=0))
+    engine.add(make_request("waiting", [1, 2], max_tokens=20, seed=1))
+    engine.turn()
+    engine.schedule()
+    engine.receive(engine.policy.fail_all(NodeLost("expert 0 is gone")))
+    for client in engine.clients.values():
+        assert client.failure is not None
+        assert (client.failure.code, client.failure.status) == ("node_lost", 503)
+        assert client.failure.message == "expert 0 is gone"
+    assert engine.policy.fail_all(NodeLost("again")) == []
+    engine.finish()
+
+
+def test_logprobs_reach_the_request_that_asked() -> None:
+    policy = make_policy(make_config())
+    plain = make_request("plain", [1, 2], max_tokens=1)
+    asked = msgspec.structs.replace(
+        plain, request_id="asked", sampling=msgspec.structs.replace(plain.sampling, logprobs=1)
+    )
+    policy.add(plain, peer=GATEWAY)
+    policy.add(asked, peer=GATEWAY)
+    step = policy.schedule(0.0)
+    assert step is not None
+    logprobs = TokenLogprobs(logprob=-0.5, top_ids=(8,), top_logprobs=(-0.5,))
+    ids = step.plans[0].micro_batches[0].seq_ids
+    result = StepResult(
+        step=1,
+        generation=step.ticket.generation,
+        index=0,
+        seq_ids=ids,
+        tokens=pack_ints([7, 8]),
+        timings=TIMINGS,
+        logprobs={unpack_ints(ids)[1]: logprobs},
+    )
+    ((_, message),) = policy.update(result, 1.0)
+    assert isinstance(message, Outputs)
+    assert {o.request_id: o.logprobs for o in message.outputs} == {
+        "plain": (),
+        "asked": (logprobs,),
+    }
+
+
+# Results that were not asked for.
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": 2},
+        {"generation": 9},
+        {"index": 1},
+        {"seq_ids": pack_ints([]), "tokens": pack_ints([])},
+        {"seq_ids": pack_ints([1, 2, 3]), "tokens": pack_ints([5, 5, 5])},
+        {"seq_ids": pack_ints([1, 1]), "tokens": pack_ints([5, 5])},
+        {"tokens": pack_ints([5])},
+        {"tokens": pack_ints([5, 5, 5])},
+        {"tokens": b"abc"},
+        {"errors": {3: "unknown"}},
+    ],
+)
+def test_a_wrong_result_is_a_protocol_error_and_changes_nothing(changes: dict[str, object]) -> None:
+    engine = Engine(make_config())
+    engine.add(make_request("a", [1, 2], seed=0))
+    engine.add(make_request("b", [1, 2], seed=1))
+    engine.schedule()
+    right = engine.results[0][0]
+    with pytest.raises(ProtocolError):
+        engine.policy.update(msgspec.structs.replace(right, **changes), 1.0)
+    engine.finish()
+
+
+def test_a_result_counts_once() -> None:
+    engine = Engine(make_config(num_nodes=2))
+    engine.add(make_request("a", [1, 2], seed=0))
+    engine.add(make_request("b", [3, 4], seed=1))
+    engine.schedule()
+    result = engine.results[0][0]
+    engine.answer(0)
+    with pytest.raises(ProtocolError):
+        engine.policy.update(result, 1.0)
+    engine.finish()

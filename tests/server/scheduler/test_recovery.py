@@ -1,0 +1,160 @@
+"""The stages of a recovery and the tables that it forms with, without messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.scheduler.membership import Member
+from server.scheduler.recovery import Recovery, Stage, table_without
+from topspin.expert_table import ExpertTable, uniform_table
+
+A0, A1 = Member("attention", 0), Member("attention", 1)
+E0, E1 = Member("expert", 0), Member("expert", 1)
+EVERYONE = {A0, A1, E0, E1}
+UNIFORM = uniform_table(num_layers=2, num_experts=4, num_nodes=2)
+REDUNDANT = ExpertTable(7, 4, (((0, 1, 2, 3), (2, 3, 0, 1)),) * 2)
+
+
+def make(*, needs_all: bool = False) -> Recovery:
+    recovery = Recovery(halt_deadline_s=2.0, restart_deadline_s=10.0, needs_all=needs_all)
+    recovery.start(EVERYONE)
+    return recovery
+
+
+def halt_all(recovery: Recovery, now: float) -> None:
+    recovery.halt(now)
+    for member in list(recovery.awaited):
+        recovery.halted(member, recovery.generation)
+
+
+def test_a_lost_attention_node_leaves_the_others_serving() -> None:
+    recovery = make()
+    recovery.lose(A0)
+    recovery.halt(1.0)
+    assert recovery.generation == 2
+    assert recovery.awaited == [A1, E0, E1]
+    recovery.halted(A1, 1)  # of an earlier generation
+    assert recovery.awaited == [A1, E0, E1]
+    for member in (A1, E0, E1):
+        assert not recovery.has_halted
+        recovery.halted(member, 2)
+    assert recovery.has_halted
+    assert recovery.try_form(UNIFORM, UNIFORM, 1.1) is UNIFORM
+    assert recovery.stage is Stage.FORMING
+    assert not recovery.ready(A1, 2, 1.2)
+    assert not recovery.ready(E0, 1, 1.2)
+    assert not recovery.ready(E0, 2, 1.2)
+    assert recovery.ready(E1, 2, 1.3)
+    assert recovery.is_serving
+    assert recovery.absent == [A0]
+
+
+def test_without_replicas_an_expert_node_is_waited_for() -> None:
+    recovery = make()
+    recovery.lose(E1)
+    halt_all(recovery, 0.0)
+    assert recovery.try_form(UNIFORM, UNIFORM, 0.1) is None
+    assert recovery.stage is Stage.WAITING
+    recovery.loaded(E1, 3.0)
+    assert recovery.has_halted
+    assert recovery.try_form(UNIFORM, UNIFORM, 3.0) is UNIFORM
+    assert recovery.awaited == [A0, A1, E0, E1]
+
+
+def test_with_replicas_an_expert_node_is_not_waited_for() -> None:
+    recovery = make()
+    recovery.lose(E1)
+    halt_all(recovery, 0.0)
+    table = recovery.try_form(REDUNDANT, REDUNDANT, 0.1)
+    assert table is not None
+    assert (table.version, table.slots) == (8, (((0, 1, 2, 3), ()),) * 2)
+    table.validate()
+    # And back: the full table again, under a version of its own.
+    for member in list(recovery.awaited):
+        recovery.ready(member, 2, 0.2)
+    recovery.loaded(E1, 5.0)
+    assert recovery.stage is Stage.DRAINING
+    halt_all(recovery, 5.1)
+    back = recovery.try_form(REDUNDANT, table, 5.2)
+    assert back is not None
+    assert (back.version, back.slots) == (9, REDUNDANT.slots)
+
+
+def test_without_attention_nodes_nothing_forms() -> None:
+    recovery = make()
+    recovery.lose(A0)
+    recovery.lose(A1)
+    halt_all(recovery, 0.0)
+    assert recovery.try_form(REDUNDANT, REDUNDANT, 0.1) is None
+
+
+def test_nodes_of_one_process_form_only_together() -> None:
+    recovery = make(needs_all=True)
+    recovery.lose(A1)
+    halt_all(recovery, 0.0)
+    assert recovery.try_form(REDUNDANT, REDUNDANT, 0.1) is None
+    recovery.loaded(A1, 1.0)
+    assert recovery.try_form(REDUNDANT, REDUNDANT, 1.0) is REDUNDANT
+
+
+def test_who_does_not_react_is_overdue() -> None:
+    recovery = make()
+    recovery.halt(0.0)
+    recovery.halted(E0, 2)
+    assert recovery.overdue(1.9) == []
+    assert recovery.overdue(2.1) == [A0, A1, E1]
+    for member in (A0, A1, E1):
+        recovery.halted(member, 2)
+    recovery.try_form(UNIFORM, UNIFORM, 3.0)
+    assert recovery.overdue(12.9) == []
+    recovery.ready(A0, 2, 4.0)
+    assert recovery.overdue(13.1) == [A1, E0, E1]
+
+
+def test_waiting_expires_once_and_is_forgotten_when_the_engine_serves() -> None:
+    recovery = make()
+    recovery.lose(E1)
+    halt_all(recovery, 0.0)
+    recovery.try_form(UNIFORM, UNIFORM, 0.1)
+    recovery.halt(9.0)  # another loss does not prolong the wait
+    assert not recovery.expires(9.9)
+    assert recovery.expires(10.1)
+    assert not recovery.expires(10.2)
+    assert recovery.has_expired
+    recovery.loaded(E1, 11.0)
+    for member in list(recovery.awaited):
+        recovery.halted(member, recovery.generation)
+    recovery.try_form(UNIFORM, UNIFORM, 11.0)
+    for member in list(recovery.awaited):
+        recovery.ready(member, recovery.generation, 11.5)
+    assert recovery.is_serving
+    assert not recovery.has_expired
+    assert not recovery.expires(1000.0)
+
+
+def test_a_node_that_loads_while_others_form_comes_in_with_the_next_generation() -> None:
+    recovery = make()
+    recovery.lose(A1)
+    halt_all(recovery, 0.0)
+    recovery.try_form(UNIFORM, UNIFORM, 0.1)
+    recovery.loaded(A1, 0.2)
+    assert A1 not in recovery.awaited
+    for member in (A0, E0, E1):
+        recovery.ready(member, 2, 0.3)
+    assert recovery.is_serving
+    assert recovery.take_late()
+    assert not recovery.take_late()
+    recovery.drain(0.4)
+    recovery.halt(0.5)
+    assert A1 in recovery.awaited
+
+
+@pytest.mark.parametrize("absent", [{0}, {1}, {0, 1}])
+def test_a_table_without_a_single_copy_is_none(absent: set[int]) -> None:
+    assert table_without(UNIFORM, absent, current=UNIFORM) is None
+
+
+def test_a_table_that_says_the_same_keeps_its_version() -> None:
+    assert table_without(UNIFORM, set(), current=UNIFORM) is UNIFORM
+    dense = ExpertTable(1, 0, ())
+    assert table_without(dense, set(), current=dense) is dense
