@@ -1,0 +1,216 @@
+"""The control channel: messages arrive, a closed peer is noticed once, rubbish is typed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from topspin.channel import (
+    AsyncControlClient,
+    ControlClient,
+    ControlServer,
+    Event,
+    Malformed,
+    PeerGone,
+    Received,
+)
+from topspin.errors import PeerLost
+from topspin.messages import AbortRequest, Hello, Refused, StatsQuery, Stop
+
+
+@pytest.fixture
+def address() -> str:
+    return f"ipc://@topspin-test-{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def server(address: str) -> Iterator[ControlServer]:
+    server = ControlServer(address)
+    yield server
+    server.close()
+
+
+def wait_for(server: ControlServer, count: int) -> list[Event]:
+    events: list[Event] = []
+    deadline = time.monotonic() + 10
+    while len(events) < count:
+        assert time.monotonic() < deadline, f"only {events}"
+        events += server.poll(1.0)
+    return events
+
+
+def test_messages_travel_both_ways(server: ControlServer, address: str) -> None:
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=7))
+    (event,) = wait_for(server, 1)
+    assert isinstance(event, Received)
+    assert event.message == StatsQuery(query_id=7)
+    assert server.send(event.peer, Stop(reason="test"))
+    assert client.recv(10.0) == Stop(reason="test")
+    client.close()
+
+
+def test_a_refusal_after_a_loss_is_a_loss(address: str) -> None:
+    """libzmq connects again by itself and sends what was queued, without a Hello."""
+
+    async def test() -> None:
+        client = AsyncControlClient(address)
+        server = ControlServer(address)
+        client.send(StatsQuery(query_id=1))
+        wait_for(server, 1)
+        server.close()
+        client.send(StatsQuery(query_id=2))
+        server = ControlServer(address)
+        (event,) = wait_for(server, 1)
+        assert server.send(event.peer, Refused(reason="StatsQuery before Hello"))
+        assert await client._socket.poll(10_000)
+        try:
+            with pytest.raises(PeerLost):
+                await client.recv()
+        finally:
+            client.close()
+            server.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_connect(server: ControlServer, address: str) -> None:
+    # Loaded before the change of user, who may not be allowed to read the packages.
+    code = (
+        "import os, sys\n"
+        "from topspin.channel import ControlClient\n"
+        "from topspin.errors import PeerLost\n"
+        "from topspin.messages import StatsQuery\n"
+        "uid = int(sys.argv[2])\n"
+        "if uid: os.setgid(uid); os.setuid(uid)\n"
+        "client = ControlClient(sys.argv[1])\n"
+        "client.send(StatsQuery(query_id=uid))\n"
+        "client.recv(60.0)\n"
+    )
+    strangers = [
+        subprocess.Popen([sys.executable, "-c", code, address, str(uid)], stderr=subprocess.PIPE)
+        for uid in (65534, 0)
+    ]
+    try:
+        stranger, friend = strangers
+        # Refused by the kernel's word at once, while a message of our own user arrives.
+        assert b"closed the control connection" in stranger.communicate(timeout=20)[1]
+        (event,) = wait_for(server, 1)
+        assert isinstance(event, Received)
+        assert event.message == StatsQuery(query_id=0)
+        assert server.poll(0.01) == []
+        friend.kill()
+    finally:
+        for process in strangers:
+            process.kill()
+            process.communicate()
+
+
+def test_recv_returns_none_when_nothing_comes(server: ControlServer, address: str) -> None:
+    client = ControlClient(address)
+    assert client.recv(0.01) is None
+    client.close()
+
+
+def test_a_closed_client_is_reported_once_after_its_messages(
+    server: ControlServer, address: str
+) -> None:
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=1))
+    client.send(StatsQuery(query_id=2))
+    client.close()
+    events = wait_for(server, 3)
+    assert [type(event) for event in events] == [Received, Received, PeerGone]
+    assert len({event.peer for event in events}) == 1
+    assert server.poll(0.01) == []
+    assert not server.send(events[0].peer, Stop(reason="gone"))
+
+
+def test_descriptor_reuse_does_not_end_the_new_peer(server: ControlServer, address: str) -> None:
+    for round_idx in range(20):
+        client = ControlClient(address)
+        client.send(StatsQuery(query_id=round_idx))
+        events = wait_for(server, 1)
+        client.close()
+        events += wait_for(server, 1) if len(events) < 2 else []
+        assert [type(event) for event in events] == [Received, PeerGone]
+        assert events[0].peer == events[1].peer
+
+
+def test_a_killed_process_is_noticed_within_a_second(server: ControlServer, address: str) -> None:
+    code = (
+        "import sys, signal; from topspin.channel import ControlClient;"
+        "from topspin.messages import StatsQuery;"
+        "c = ControlClient(sys.argv[1]); c.send(StatsQuery(query_id=1)); signal.pause()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, address])
+    wait_for(server, 1)
+    process.send_signal(signal.SIGKILL)
+    killed_at = time.monotonic()
+    process.wait()
+    (event,) = wait_for(server, 1)
+    assert isinstance(event, PeerGone)
+    assert time.monotonic() - killed_at < 1.0
+
+
+def test_client_reads_what_came_before_the_end_then_raises(address: str) -> None:
+    server = ControlServer(address)
+    client = ControlClient(address)
+    client.send(StatsQuery(query_id=1))
+    (event,) = wait_for(server, 1)
+    server.send(event.peer, Stop(reason="first"))
+    server.send(event.peer, Stop(reason="second"))
+    server.close()
+    assert client.recv(10.0) == Stop(reason="first")
+    assert client.recv(10.0) == Stop(reason="second")
+    with pytest.raises(PeerLost):
+        client.recv(10.0)
+    client.close()
+
+
+def test_rubbish_is_malformed_and_names_why(server: ControlServer, address: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as raw:
+        raw.connect(address)
+        raw.send(b"\xc1 not msgpack")
+        raw.send_multipart([b"two", b"frames"])
+        events = wait_for(server, 2)
+    assert all(isinstance(event, Malformed) for event in events)
+
+
+def test_async_client(server: ControlServer, address: str) -> None:
+    async def talk() -> None:
+        client = AsyncControlClient(address)
+        client.send(Hello(role="gateway", index=0, incarnation=1, revision="r"))
+        client.send(AbortRequest(request_id="x"))
+        events = await asyncio.to_thread(wait_for, server, 2)
+        server.send(events[0].peer, Stop(reason="later"))
+        assert await asyncio.wait_for(client.recv(), 10) == Stop(reason="later")
+        client.close()
+
+    asyncio.run(talk())
+
+
+def test_async_client_raises_when_the_server_goes(address: str) -> None:
+    async def talk() -> None:
+        server = ControlServer(address)
+        client = AsyncControlClient(address)
+        client.send(StatsQuery(query_id=1))
+        events = await asyncio.to_thread(wait_for, server, 1)
+        server.send(events[0].peer, Stop(reason="last"))
+        await asyncio.to_thread(server.close)
+        assert await asyncio.wait_for(client.recv(), 10) == Stop(reason="last")
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(client.recv(), 10)
+        client.close()
+
+    asyncio.run(talk())

@@ -1,0 +1,237 @@
+"""The configuration: defaults that resolve, limits that are refused by name, JSON."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from topspin.config import (
+    BalanceSection,
+    CacheSection,
+    ComputeSection,
+    EngineConfig,
+    GatewaySection,
+    M2NSection,
+    ModelSection,
+    SchedulerSection,
+    TopologySection,
+    load_config,
+    resolve,
+)
+from topspin.errors import ConfigError, TopspinError
+
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "topology": TopologySection,
+    "scheduler": SchedulerSection,
+    "cache": CacheSection,
+    "m2n": M2NSection,
+    "compute": ComputeSection,
+    "balance": BalanceSection,
+    "gateway": GatewaySection,
+}
+
+
+def resolved(
+    config: EngineConfig,
+    *,
+    dtype: str = "bfloat16",
+    positions: int = 2048,
+    num_experts: int = 1024,
+) -> EngineConfig:
+    return resolve(
+        config,
+        checkpoint_dtype=dtype,
+        max_position_embeddings=positions,
+        num_experts=num_experts,
+    )
+
+
+def with_setting(setting: str, value: Any) -> EngineConfig:
+    """Return a config in which one `section.field` differs from the defaults."""
+    section, field = setting.split(".")
+    if section == "model":
+        return EngineConfig(model=ModelSection(path="/models/tiny", **{field: value}))
+    changed: dict[str, Any] = {section: SECTIONS[section](**{field: value})}
+    return EngineConfig(model=ModelSection(path="/models/tiny"), **changed)
+
+
+def test_every_auto_becomes_concrete() -> None:
+    config = resolved(EngineConfig(model=ModelSection(path="/models/tiny")))
+    assert config.model.dtype == "bfloat16"
+    assert config.max_model_len == 2048
+    assert config.model.served_names == ("tiny",)
+    assert config.m2n.transport == "shm"
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "dtype"),
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")],
+)
+def test_auto_dtype_follows_the_checkpoint(checkpoint: str, dtype: str) -> None:
+    config = resolved(EngineConfig(model=ModelSection(path="x")), dtype=checkpoint)
+    assert config.model.dtype == dtype
+
+
+def test_what_is_chosen_stays() -> None:
+    model = ModelSection(path="x", served_names=("a", "b"), dtype="float32", max_model_len=100)
+    config = resolved(EngineConfig(model=model, m2n=M2NSection(transport="tcp")))
+    assert config.model == model
+    assert config.m2n.transport == "tcp"
+    assert resolved(config) == config
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "option"),
+    [
+        ("topology.attention_nodes", 0, "--attention-nodes 0"),
+        ("topology.attention_nodes", 1025, "--attention-nodes 1025"),
+        ("topology.expert_nodes", 0, "--expert-nodes 0"),
+        ("scheduler.max_num_seqs", 0, "--max-num-seqs 0"),
+        ("scheduler.max_num_batched_tokens", 0, "--max-num-batched-tokens 0"),
+        ("scheduler.max_num_batched_tokens", 63, "--max-num-batched-tokens 63"),
+        ("scheduler.max_queued_requests", -1, "--max-queued-requests -1"),
+        ("scheduler.max_preemptions", -1, "--max-preemptions -1"),
+        ("scheduler.micro_batches", 0, "--micro-batches 0"),
+        ("scheduler.micro_batches", 5, "--micro-batches 5"),
+        ("cache.block_size", 0, "--block-size 0"),
+        ("cache.kv_cache_bytes", 0, "--kv-cache-memory 0"),
+        ("m2n.window_rows", 0, "--m2n-window-rows 0"),
+        ("m2n.link_latency_us", -0.5, "--link-latency-us -0.5"),
+        ("m2n.link_gbps", 0.0, "--link-gbps 0.0"),
+        ("m2n.link_gbps", math.nan, "--link-gbps nan"),
+        ("m2n.link_latency_us", math.inf, "--link-latency-us inf"),
+        ("m2n.deadline_s", math.inf, "--step-deadline inf"),
+        ("m2n.deadline_s", 0.0, "--step-deadline 0.0"),
+        ("compute.num_threads", 0, "--num-threads 0"),
+        ("balance.redundant_experts", -1, "--redundant-experts -1"),
+        ("balance.redundant_experts", 1, "--redundant-experts 1: 1 expert nodes hold 0 second"),
+        ("balance.interval_s", -1.0, "--expert-balance-interval -1.0"),
+        ("balance.min_gain", -0.5, "--expert-balance-min-gain -0.5"),
+        ("balance.half_life_pairs", 0, "--expert-load-half-life 0"),
+        ("gateway.port", 65536, "--port 65536"),
+        ("gateway.port", -1, "--port -1"),
+        ("model.max_model_len", 0, "--max-model-len 0"),
+        ("model.max_model_len", 2049, "--max-model-len 2049: the model has positions up to 2048"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_flag(setting: str, value: Any, option: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolved(with_setting(setting, value))
+    assert str(raised.value).startswith(option)
+    assert isinstance(raised.value, TopspinError)
+    assert isinstance(raised.value, ValueError)
+
+
+def test_there_are_no_more_expert_nodes_than_experts() -> None:
+    resolved(with_setting("topology.expert_nodes", 8), num_experts=8)
+    with pytest.raises(ConfigError, match="--expert-nodes 9: the model has 8 experts per layer"):
+        resolved(with_setting("topology.expert_nodes", 9), num_experts=8)
+
+
+def test_expert_nodes_for_a_dense_model_are_refused() -> None:
+    config = with_setting("topology.expert_nodes", 2)
+    with pytest.raises(ConfigError, match="--expert-nodes 2: a dense model"):
+        resolved(config, num_experts=0)
+
+
+def test_a_dense_model_has_no_expert_nodes() -> None:
+    config = resolved(with_setting("topology.expert_nodes", 1), num_experts=0)
+    assert config.topology == TopologySection(attention_nodes=1, expert_nodes=0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("topology.expert_nodes", 1024),
+        ("scheduler.micro_batches", 1),
+        ("scheduler.micro_batches", 4),
+        ("scheduler.max_queued_requests", 0),
+        ("scheduler.max_num_batched_tokens", 64),
+        ("m2n.link_gbps", 0.1),
+        ("gateway.port", 0),
+        ("model.max_model_len", 2048),
+    ],
+)
+def test_the_limits_themselves_are_allowed(setting: str, value: Any) -> None:
+    resolved(with_setting(setting, value))
+
+
+def test_copies_never_need_an_expert_twice_on_a_node() -> None:
+    def config(redundant: int) -> EngineConfig:
+        return EngineConfig(
+            model=ModelSection(path="x"),
+            topology=TopologySection(expert_nodes=3),
+            balance=BalanceSection(redundant_experts=redundant),
+        )
+
+    assert resolved(config(16), num_experts=8).balance.redundant_experts == 16
+    with pytest.raises(ConfigError, match="--redundant-experts 17: 3 expert nodes hold 16"):
+        resolved(config(17), num_experts=8)
+
+
+def test_deterministic_chooses_its_kernels() -> None:
+    config = resolved(with_setting("compute.deterministic", True))
+    assert config.compute.kernels == "deterministic"
+    assert resolved(config) == config
+    assert resolved(EngineConfig(model=ModelSection(path="x"))).compute.kernels == "cpu"
+
+
+def test_kernels_that_cannot_be_deterministic_are_refused() -> None:
+    def config(kernels: str, *, deterministic: bool) -> EngineConfig:
+        compute = ComputeSection(kernels=kernels, deterministic=deterministic)
+        return EngineConfig(model=ModelSection(path="x"), compute=compute)
+
+    with pytest.raises(ConfigError, match="--deterministic with --kernels reference"):
+        resolved(config("reference", deterministic=True))
+    with pytest.raises(ConfigError, match=r"--kernels deterministic: .*use --deterministic"):
+        resolved(config("deterministic", deterministic=False))
+
+
+def test_nobody_changes_a_section() -> None:
+    config = EngineConfig(model=ModelSection(path="x"))
+    with pytest.raises(AttributeError):
+        config.gateway.port = 1  # type: ignore[misc]
+
+
+def test_nodes_receive_their_part_only() -> None:
+    config = resolved(with_setting("scheduler.max_num_seqs", 7))
+    node = config.for_node()
+    assert (node.max_num_seqs, node.max_num_batched_tokens) == (7, 512)
+    for section in ("model", "topology", "cache", "m2n", "compute"):
+        assert getattr(node, section) == getattr(config, section)
+    assert not hasattr(node, "gateway")
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    config = resolved(with_setting("m2n.link_gbps", 25.0))
+    file = tmp_path / "config.json"
+    file.write_bytes(msgspec.json.encode(config))
+    assert load_config(str(file)) == config
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"{", "truncated"),
+        (b'{"model": {"path": "x", "colour": 1}}', "colour"),
+        (b'{"model": {"path": "x"}, "m2n": {"transport": "carrier pigeon"}}', "carrier pigeon"),
+        (b'{"model": {"path": 3}}', "path"),
+        (b"{}", "model"),
+        (b"\xff\xfe", "malformed"),
+        (b'{"model": {"path": "\xff"}}', "utf-8"),
+    ],
+)
+def test_a_damaged_config_file_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"--config {file}: .*{reason}"):
+        load_config(str(file))
+
+
+def test_a_missing_config_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(str(tmp_path / "none.json"))

@@ -1,0 +1,374 @@
+"""The control plane's wire format, read and written by an independent MessagePack."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, get_args
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from topspin import messages
+from topspin.config import (
+    CacheSection,
+    ComputeSection,
+    M2NSection,
+    ModelSection,
+    NodeConfig,
+    TopologySection,
+)
+from topspin.errors import ProtocolError
+from topspin.expert_table import uniform_table
+from topspin.messages import (
+    PROTOCOL_VERSION,
+    AbortRequest,
+    AddRequest,
+    AnyMessage,
+    ClockPing,
+    ClockPong,
+    EngineState,
+    ExpertCounts,
+    ExpertPeer,
+    Goodbye,
+    Halt,
+    Halted,
+    Hello,
+    Loaded,
+    MicroBatch,
+    NewSequence,
+    NodeTrace,
+    Outputs,
+    PrepareTable,
+    Progress,
+    Ready,
+    Reform,
+    Refused,
+    RequestFailed,
+    RequestOutput,
+    SamplingParams,
+    Stats,
+    StatsQuery,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    StepTicket,
+    StepTimings,
+    Stop,
+    TablePrepared,
+    TokenLogprobs,
+    Topology,
+    Trace,
+    TraceDump,
+    TraceQuery,
+    TraceRequest,
+    Welcome,
+    decode,
+    encode,
+    pack_ints,
+    unpack_ints,
+)
+
+SAMPLING = SamplingParams(
+    max_tokens=5,
+    seed=2**64 - 1,
+    choice=2,
+    temperature=0.5,
+    logit_bias={7: -100.0, 49151: 2.5},
+    stop_token_ids=(1, 2),
+    eos_token_ids=(0,),
+    logprobs=0,
+)
+TICKET = StepTicket(
+    step=9,
+    previous=8,
+    generation=1,
+    table_version=2,
+    num_micro_batches=2,
+    participants=(0, 1),
+    row_buckets=(16, 8),
+)
+TOPOLOGY = Topology(
+    table=uniform_table(num_layers=2, num_experts=5, num_nodes=2),
+    experts=(ExpertPeer(address="tcp:h:1", incarnation=3), None),
+    attention_incarnations=(4, None),
+    generation=3,
+)
+EXAMPLES: tuple[AnyMessage, ...] = (
+    TraceRequest(query_id=1, seconds=2.0),
+    ClockPing(query_id=1, sent_ns=2**40),
+    ClockPong(query_id=1, sent_ns=2**40, node_ns=2**41),
+    TraceQuery(query_id=1, seconds=2.0),
+    TraceDump(query_id=1, records=b"\0" * 24),
+    Trace(
+        query_id=1,
+        nodes=(NodeTrace(role="expert", index=1, offset_ns=-5, error_ns=3, records=b"\0" * 24),),
+        missing=("attention 0",),
+    ),
+    Hello(role="expert", index=1, incarnation=2**62, revision="0.1.0", data_address="unix:@x"),
+    Welcome(
+        config=NodeConfig(
+            model=ModelSection(path="/m", served_names=("m",), dtype="float32", max_model_len=9),
+            topology=TopologySection(),
+            cache=CacheSection(),
+            m2n=M2NSection(transport="tcp", link_gbps=1.5),
+            compute=ComputeSection(num_threads=2),
+            max_num_seqs=3,
+            max_num_batched_tokens=4,
+        ),
+        topology=TOPOLOGY,
+        joins_late=True,
+    ),
+    Loaded(role="attention", index=0, num_blocks=100, load_s=0.25),
+    Halt(generation=2),
+    Halted(role="expert", index=1, generation=2),
+    Reform(topology=TOPOLOGY),
+    Refused(reason="index 3 is taken"),
+    Ready(role="attention", index=0, num_blocks=100, weight_bytes=2**40, load_s=0.25),
+    Stop(reason="SIGTERM"),
+    Goodbye(role="attention", index=0, code="config_error", message="no memory"),
+    AddRequest(request_id="r-1", prompt=pack_ints([1, 2, 3]), sampling=SAMPLING, cache_salt="t"),
+    AbortRequest(request_id="r-1"),
+    Outputs(
+        outputs=(
+            RequestOutput(
+                request_id="r-1",
+                index=4,
+                token_ids=(10, 0),
+                logprobs=(TokenLogprobs(-0.5, (10, 11), (-0.5, -1.25)), TokenLogprobs(-1.0)),
+                finish_reason="stop",
+                stop_token_id=0,
+                num_cached_tokens=16,
+            ),
+        )
+    ),
+    RequestFailed(request_id="r-1", code="node_lost", status=503, message="expert 1"),
+    EngineState(state="ready", max_request_tokens=2048),
+    StatsQuery(query_id=1),
+    Stats(
+        query_id=1,
+        num_waiting=0,
+        num_running=1,
+        kv_cache_usage=0.5,
+        num_blocks=10,
+        prefix_cache_queries=2,
+        prefix_cache_hits=1,
+        num_preemptions=0,
+        num_steps=3,
+        prompt_tokens=4,
+        generation_tokens=5,
+        step_seconds=0.125,
+        expert_tokens=((1, 2), (3, 0)),
+        expert_table_version=2,
+        expert_migrations=7,
+        expert_balance=1.25,
+        expert_balance_before=1.5,
+    ),
+    TICKET,
+    StepPlan(
+        ticket=TICKET,
+        finished=pack_ints([3]),
+        new=(
+            NewSequence(
+                seq_id=4,
+                tokens=pack_ints([5, 6]),
+                num_prompt_tokens=2,
+                num_computed=0,
+                blocks=b"",
+                sampling=SAMPLING,
+            ),
+        ),
+        micro_batches=(
+            MicroBatch(
+                seq_ids=pack_ints([4]),
+                num_tokens=pack_ints([2]),
+                sample=pack_ints([1]),
+                block_counts=pack_ints([1]),
+                block_ids=pack_ints([0]),
+            ),
+        ),
+    ),
+    StepResult(
+        step=9,
+        generation=1,
+        index=0,
+        seq_ids=pack_ints([4]),
+        tokens=pack_ints([77]),
+        timings=StepTimings(total_s=0.5, attention_s=0.25, wait_s=0.125, sample_s=0.0),
+        logprobs={4: TokenLogprobs(-0.5)},
+        errors={5: "no finite logit"},
+    ),
+    Progress(step=7, generation=2, role="attention", index=1),
+    StepFailed(step=9, generation=1, role="expert", index=1, code="peer_lost", message="gone"),
+    ExpertCounts(index=0, table_version=1, counts=(pack_ints([4, 0]),)),
+    PrepareTable(table=uniform_table(num_layers=1, num_experts=3, num_nodes=2, num_redundant=2)),
+    TablePrepared(role="expert", index=1, version=2),
+)
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    assert {type(example) for example in EXAMPLES} == set(get_args(AnyMessage))
+    declared = {
+        value
+        for value in vars(messages).values()
+        if isinstance(value, type)
+        and issubclass(value, messages.Message)
+        and value is not messages.Message
+    }
+    assert declared == set(get_args(AnyMessage))
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_every_message_round_trips(message: AnyMessage) -> None:
+    again = decode(encode(message))
+    assert type(again) is type(message)
+    assert again == message
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_another_msgpack_reads_the_fields_by_name(message: AnyMessage) -> None:
+    fields = msgpack.unpackb(encode(message), strict_map_key=False)
+    assert fields == _plain(message)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as a map of its fields by name, tuples as arrays."""
+    if isinstance(value, msgspec.Struct):
+        tag = {"type": type(value).__name__} if isinstance(value, messages.Message) else {}
+        return tag | {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_what_another_msgpack_writes_is_read(message: AnyMessage) -> None:
+    fields = msgpack.unpackb(encode(message), strict_map_key=False)
+    assert decode(msgpack.packb(fields)) == message
+
+
+def test_golden_bytes_of_a_ticket() -> None:
+    """The form on the wire; when it changes, so does PROTOCOL_VERSION."""
+    assert PROTOCOL_VERSION == 1
+    golden = (
+        b"\x88\xa4type\xaaStepTicket\xa4step\x09\xa8previous\x08\xaageneration\x01"
+        b"\xadtable_version\x02\xb1num_micro_batches\x02\xacparticipants\x92\x00\x01"
+        b"\xabrow_buckets\x92\x10\x08"
+    )
+    assert encode(TICKET) == golden
+    assert decode(golden) == TICKET
+
+
+def test_golden_bytes_of_a_request() -> None:
+    request = AddRequest(
+        request_id="r", prompt=pack_ints([1, 258]), sampling=SamplingParams(max_tokens=3, seed=4)
+    )
+    golden = msgpack.packb(
+        {
+            "type": "AddRequest",
+            "request_id": "r",
+            "prompt": b"\x01\x00\x00\x00\x02\x01\x00\x00",
+            "sampling": {
+                "max_tokens": 3,
+                "seed": 4,
+                "choice": 0,
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "logit_bias": {},
+                "min_tokens": 0,
+                "stop_token_ids": [],
+                "eos_token_ids": [],
+                "logprobs": None,
+            },
+            "cache_salt": "",
+        }
+    )
+    assert encode(request) == golden
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"type": "StepTickets"}, "StepTickets"),
+        ({"type": 3}, "type"),
+        ({"step": "9"}, "step"),
+        ({"participants": [0, "1"]}, "participants"),
+        ({"colour": 1}, "colour"),
+        ({"row_buckets": None}, "row_buckets"),
+    ],
+)
+def test_a_wrong_field_is_a_protocol_error(change: dict[str, Any], reason: str) -> None:
+    fields = msgpack.unpackb(encode(TICKET)) | change
+    with pytest.raises(ProtocolError, match=reason):
+        decode(msgpack.packb(fields))
+
+
+@pytest.mark.parametrize("missing", ["type", "step", "row_buckets"])
+def test_a_missing_field_is_a_protocol_error(missing: str) -> None:
+    fields = msgpack.unpackb(encode(TICKET))
+    del fields[missing]
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(fields))
+
+
+@given(st.binary(max_size=300))
+@example(b"")
+@example(b"\x91" * 100_000)  # an array in an array in an array ...
+@example(b"\xdd\xff\xff\xff\xff")  # an array of 4 billion entries that never come
+@example(b"\xc6\xff\xff\xff\xff")
+@example(b"\x81\xa4type\xa4Stop")
+@example(b"\x82\xa4type\xa4Stop\xa6reason\xa1\xff")  # not UTF-8
+@example(b"\x82\xa4type\xa4\xff\xff\xff\xff\xa6reason\xa0")
+@example(b"\x82\xa4\xff\xff\xff\xff\xa4Stop\xa6reason\xa0")
+def test_random_bytes_are_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(data)
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_damaged_message_is_a_message_or_a_protocol_error(
+    message: AnyMessage, data: st.DataObject
+) -> None:
+    encoded = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        again = decode(bytes(encoded))
+    except ProtocolError:
+        return
+    assert isinstance(again, get_args(AnyMessage))
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_cut_message_is_a_protocol_error(message: AnyMessage, data: st.DataObject) -> None:
+    encoded = encode(message)
+    with pytest.raises(ProtocolError):
+        decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
+
+
+@given(st.lists(st.integers(min_value=-(2**31), max_value=2**31 - 1)))
+def test_packed_integers_are_little_endian_int32(values: list[int]) -> None:
+    packed = pack_ints(values)
+    assert packed == struct.pack(f"<{len(values)}i", *values)
+    assert list(unpack_ints(packed)) == values
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_an_integer_that_does_not_fit_is_not_packed(value: int) -> None:
+    with pytest.raises(OverflowError):
+        pack_ints([value])
+
+
+@given(st.binary(max_size=41).filter(lambda data: len(data) % 4))
+def test_a_part_of_an_integer_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="multiple of 4"):
+        unpack_ints(data)

@@ -1,0 +1,203 @@
+"""`--layout auto`: measures a few layouts for some seconds and takes the fastest.
+
+Owns the candidates, the choice, what is said about it, and the cache of choices (per model
+shape, dtype, topology, machine and versions, in the user's cache). What a candidate costs
+comes from topspin.calibration_node, a process per candidate. Called by `topspin serve`
+before it starts anything; knows no roles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from models.hub import cache_root
+from topspin import __version__
+from topspin.config import EngineConfig
+from topspin.cores import CORES_VARIABLE, Layout, NodeCores, assign_cores
+from topspin.errors import TopspinError
+
+CANDIDATE_TIMEOUT_S = 60.0
+# What a candidate must win by: within this, the simpler one (it comes first) is taken.
+_MARGIN = 0.03
+
+Between = Literal["local", "shm", "tcp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One layout to try: where attention and experts run, and on which cores."""
+
+    layout: Layout
+    transport: Between
+    nodes: tuple[NodeCores, ...]
+
+    def __str__(self) -> str:
+        """Return what a person calls it."""
+        if self.transport == "local":
+            return f"one process, {self.nodes[0].num_threads} threads"
+        wait = "spin" if self.layout == "split" else "block"
+        threads = "+".join(str(node.num_threads) for node in self.nodes)
+        return f"{self.layout} cores over {self.transport}, {threads} threads, {wait}"
+
+
+Measure = Callable[[EngineConfig, Candidate], float]
+
+
+def candidates(config: EngineConfig, cores: Sequence[int]) -> list[Candidate]:
+    """Return what may be chosen for `config`, the simplest first.
+
+    One process is only a candidate while --transport is auto and the topology is 1x1.
+    """
+    transport = config.m2n.transport
+    threads = config.compute.num_threads
+    topology = config.topology
+    found = []
+    if transport == "auto" and (topology.attention_nodes, topology.expert_nodes) == (1, 1):
+        node = assign_cores("shared", num_nodes=1, cores=cores, num_threads=threads)
+        found.append(Candidate("shared", "local", tuple(node)))
+    between: Between = "tcp" if transport == "tcp" else "shm"
+    for layout in ("shared", "split"):
+        if layout == "split" and topology.attention_nodes + topology.expert_nodes > len(cores):
+            continue
+        nodes = assign_cores(layout, num_nodes=2, cores=cores, num_threads=threads)
+        found.append(Candidate(layout, between, tuple(nodes)))
+    return found
+
+
+def calibrate(
+    config: EngineConfig,
+    *,
+    emit: Callable[[str], None],
+    measure: Measure | None = None,
+    cores: Sequence[int] | None = None,
+    cache: Path | None = None,
+) -> EngineConfig:
+    """Return `config` with its layout (and transport, if auto) chosen; `emit` gets the reasons.
+
+    Without experts, with one core, and with transports that it cannot try, the layout is
+    "shared". A candidate that fails is left out; if all fail, too.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
+    if config.m2n.transport in ("local", "nixl") or not config.topology.expert_nodes:
+        emit("layout: shared (nothing to choose)")
+        return _with(config, Candidate("shared", "shm", ()))
+    tried = candidates(config, cores)
+    cache = (cache_root() / "layouts.json") if cache is None else cache
+    key = _key(config, cores)
+    known = _read(cache)
+    if key in known and (chosen := _named(tried, known[key])) is not None:
+        emit(f"layout: {chosen} (measured before; remove {cache} to measure again)")
+        return _with(config, chosen)
+    times: dict[str, float] = {}
+    for candidate in tried:
+        try:
+            times[str(candidate)] = (measure or run_candidate)(config, candidate)
+        except TopspinError as error:
+            emit(f"layout: {candidate} is out: {error}")
+    if not times:
+        return _with(config, Candidate("shared", "shm", ()))
+    best = min(times.values())
+    chosen = next(c for c in tried if times.get(str(c), best * 2) <= best * (1 + _MARGIN))
+    for name, step_ms in times.items():
+        emit(f"layout: {name}: {step_ms:.2f} ms per trial step ({step_ms / best:.2f}x)")
+    emit(f"layout: {chosen} is taken")
+    _write(cache, known | {key: str(chosen)})
+    return _with(config, chosen)
+
+
+class CalibrationError(TopspinError):
+    """A candidate could not be measured."""
+
+
+def run_candidate(config: EngineConfig, candidate: Candidate) -> float:
+    """Time `candidate` in a process of its own; returns milliseconds per trial step."""
+    first = candidate.nodes[0]
+    environment = {**os.environ, **first.environment(os.environ)}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).resolve().parent.parent), environment.get("PYTHONPATH")])
+    )
+    argv = [sys.executable, "-P", "-m", "topspin.calibration_node", "--model", config.model.path]
+    argv += ["--dtype", "float32" if config.model.dtype == "float32" else "bfloat16"]
+    argv += ["--kernels", config.compute.kernels, "--transport", candidate.transport]
+    if candidate.layout == "split":
+        expert = candidate.nodes[1].environment(os.environ)
+        argv += ["--expert-cores", expert[CORES_VARIABLE]]
+    try:
+        done = subprocess.run(
+            argv,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=CANDIDATE_TIMEOUT_S,
+        )
+        return float(json.loads(done.stdout)["step_ms"])
+    except subprocess.TimeoutExpired as error:
+        raise CalibrationError(f"no result in {CANDIDATE_TIMEOUT_S:.0f} s") from error
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "no output").strip().splitlines()[-1:]
+        raise CalibrationError(f"exit status {error.returncode}: {' '.join(last)}") from error
+    except (ValueError, KeyError) as error:
+        raise CalibrationError(f"unreadable result: {done.stdout!r}") from error
+
+
+def _with(config: EngineConfig, chosen: Candidate) -> EngineConfig:
+    transport = config.m2n.transport
+    if transport == "auto":
+        transport = chosen.transport
+    return msgspec.structs.replace(
+        config,
+        compute=msgspec.structs.replace(config.compute, layout=chosen.layout),
+        m2n=msgspec.structs.replace(config.m2n, transport=transport),
+    )
+
+
+def _named(tried: Sequence[Candidate], name: str) -> Candidate | None:
+    return next((candidate for candidate in tried if str(candidate) == name), None)
+
+
+def _key(config: EngineConfig, cores: Sequence[int]) -> str:
+    shapes = (Path(config.model.path) / "config.json").read_bytes()
+    facts = (
+        hashlib.sha256(shapes).hexdigest(),
+        config.model.dtype,
+        config.compute.kernels,
+        config.compute.num_threads,
+        config.topology.attention_nodes,
+        config.topology.expert_nodes,
+        config.m2n.transport,
+        tuple(cores),
+        platform.node(),
+        platform.release(),
+        __version__,
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _read(cache: Path) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(cache.read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _write(cache: Path, choices: dict[str, str]) -> None:
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        fresh = cache.with_name(f"{cache.name}.{os.getpid()}")
+        fresh.write_text(json.dumps(choices, indent=1) + "\n")
+        fresh.replace(cache)
+    except OSError:
+        # Without a cache the next start measures again.
+        return

@@ -1,0 +1,261 @@
+"""The control plane's sockets: one ROUTER in the scheduler, a DEALER in every peer.
+
+Owns connection settings (size caps, heartbeats, high-water marks) and turns what ZeroMQ
+reports into three facts: a message came, a peer is gone, a peer sent rubbish. Knows the
+messages' encoding (topspin.messages) but none of their meaning. A closed connection is
+noticed at once and a silent one by libzmq's heartbeat, whose thread keeps answering
+while a node computes; a hung node is found by the scheduler's deadlines, not here.
+Over ipc the scheduler takes connections of its own user only. Peers do not check whose
+socket they connect to: a stranger would have to bind the address before the scheduler, whose
+start then fails and ends the engine.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from topspin.errors import PeerLost, ProtocolError
+from topspin.messages import AnyMessage, Message, Refused, decode, encode
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+HIGH_WATER_MARK = 100_000
+LINGER_MS = 1000
+
+
+class Heartbeat(NamedTuple):
+    """How often a silent peer is pinged, and after how long without an answer it is gone."""
+
+    interval_ms: int
+    timeout_ms: int
+
+
+RELAXED_HEARTBEAT = Heartbeat(1000, 5000)
+# A frozen peer is to be noticed within 2 s: it freezes just after a ping was answered.
+FAILOVER_HEARTBEAT = Heartbeat(400, 1200)
+
+
+class Received(NamedTuple):
+    """A well-formed message from `peer` (an opaque connection id)."""
+
+    peer: bytes
+    message: AnyMessage
+
+
+class Malformed(NamedTuple):
+    """`peer` sent something that is no control message."""
+
+    peer: bytes
+    reason: str
+
+
+class PeerGone(NamedTuple):
+    """The connection of `peer`, which had sent something before, has closed."""
+
+    peer: bytes
+
+
+Event = Received | Malformed | PeerGone
+
+
+def _configure(socket: zmq.Socket[Any], heartbeat: Heartbeat = RELAXED_HEARTBEAT) -> None:
+    """Set what libzmq leaves unbounded or off by default."""
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat.interval_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, heartbeat.timeout_ms)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+
+
+class ControlServer:
+    """The scheduler's end: one address, many peers.
+
+    Invariant: a peer that has sent something is reported PeerGone exactly once, after all
+    that it sent.
+    """
+
+    def __init__(self, address: str, *, heartbeat: Heartbeat = RELAXED_HEARTBEAT) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        _configure(self._socket, heartbeat)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if address.startswith("ipc:"):
+            # An abstract socket has no file permissions; the kernel vouches for the user.
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.bind(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._peer_of_fd: dict[int, bytes] = {}
+        self._fd_of_peer: dict[bytes, int] = {}
+        self._unclaimed_closed_fds: set[int] = set()
+
+    def poll(self, timeout_s: float | None) -> list[Event]:
+        """Wait for events until `timeout_s` from now (None: for ever); [] if none came."""
+        self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000)))
+        events: list[Event] = []
+        gone: list[PeerGone] = []
+        while (event := self._next_message(gone)) is not None:
+            events.append(event)
+        self._collect_gone(gone)
+        for peer in gone:
+            self._fd_of_peer.pop(peer.peer, None)
+        return events + gone
+
+    def _next_message(self, gone: list[PeerGone]) -> Event | None:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        peer = frames[0].bytes
+        if peer not in self._fd_of_peer:
+            self._register(peer, int(frames[-1].get(zmq.SRCFD)), gone)
+        if len(frames) != 2:
+            return Malformed(peer, f"{len(frames) - 1} frames instead of one")
+        try:
+            return Received(peer, decode(frames[1].bytes))
+        except ProtocolError as error:
+            return Malformed(peer, str(error))
+
+    def _register(self, peer: bytes, fd: int, gone: list[PeerGone]) -> None:
+        """Tie a new peer to its descriptor, whose number an older connection may have had."""
+        self._collect_gone(gone)
+        self._fd_of_peer[peer] = fd
+        if fd in self._unclaimed_closed_fds and not self._is_reachable(peer):
+            gone.append(PeerGone(peer))
+        else:
+            self._peer_of_fd[fd] = peer
+        self._unclaimed_closed_fds.discard(fd)
+
+    def _is_reachable(self, peer: bytes) -> bool:
+        """Probe by an empty frame, which clients skip."""
+        try:
+            self._socket.send_multipart([peer, b""], zmq.NOBLOCK)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _collect_gone(self, gone: list[PeerGone]) -> None:
+        """Turn the monitor's closed descriptors into peers; keep the numbers of unknown ones."""
+        while True:
+            try:
+                report = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            peer = self._peer_of_fd.pop(report["value"], None)
+            if peer is None:
+                self._unclaimed_closed_fds.add(report["value"])
+            else:
+                gone.append(PeerGone(peer))
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Queue `message` for `peer`; False if it is gone or does not read what it is sent."""
+        try:
+            self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
+        except (zmq.Again, zmq.ZMQError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Flush what is queued (at most a second) and release the sockets."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()
+
+
+class ControlClient:
+    """A node's end: one connection to the scheduler, for the whole life of the process."""
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def recv(self, timeout_s: float | None = None) -> AnyMessage | None:
+        """Return the next message, or None if none came within `timeout_s` (None: wait).
+
+        Raises PeerLost once the connection has closed and all that came before is read,
+        ProtocolError if what came is no control message.
+        """
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                timeout_ms = None if timeout_s is None else max(0, round(timeout_s * 1000))
+                ready = dict(self._poller.poll(timeout_ms))
+                if not ready:
+                    return None
+                if self._socket not in ready:
+                    raise PeerLost("the scheduler closed the control connection") from None
+                continue
+            if data:  # an empty frame is the scheduler's probe
+                return decode(data)
+
+    def send(self, message: Message) -> None:
+        """Queue `message` for the scheduler."""
+        self._socket.send(encode(message))
+
+    def close(self) -> None:
+        """Flush what is queued (at most a second) and release the sockets."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()
+
+
+class AsyncControlClient:
+    """The gateway's end, for asyncio; the same promises as ControlClient."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _configure(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+        self._poller = zmq.asyncio.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._is_lost = False
+
+    async def recv(self) -> AnyMessage:
+        """Return the next message; raises PeerLost and ProtocolError as ControlClient.recv."""
+        while True:
+            ready = dict(await self._poller.poll())
+            self._is_lost = self._is_lost or self._monitor in ready
+            if self._socket not in ready:
+                raise PeerLost("the scheduler closed the control connection")
+            data = await self._socket.recv()
+            if not data:  # an empty frame is the scheduler's probe
+                continue
+            message = decode(data)
+            # libzmq connects again by itself, without a Hello: a refusal may be of that.
+            if self._is_lost and isinstance(message, Refused):
+                raise PeerLost("the scheduler closed the control connection")
+            return message
+
+    def send(self, message: Message) -> None:
+        """Queue `message` for the scheduler without waiting."""
+        # The high-water mark is far above what is ever in flight, so this never blocks.
+        self._socket.send(encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Release the sockets; flushes what is queued, unless the connection was lost."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0 if self._is_lost else None)
+        self._context.term()

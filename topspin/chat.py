@@ -1,0 +1,257 @@
+"""`topspin chat`: a conversation in the terminal with any server of OpenAI's chat API.
+
+Owns the loop (read a line, stream the answer, keep the history) and how it looks: rich on
+a terminal; on pipes one message per line in and one answer after the other out. Knows no
+engine, only HTTP. Called by topspin.cli.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Any, NamedTuple, Protocol
+
+import httpx
+import msgspec
+
+from topspin.errors import TopspinError
+
+CONNECT_TIMEOUT_S = 5.0
+# Between two tokens: a request may wait in a full queue for a long time.
+READ_TIMEOUT_S = 600.0
+
+HELP = "/clear forgets the conversation, /exit (or Ctrl-D) ends; Ctrl-C stops an answer."
+
+
+class ChatError(TopspinError):
+    """The server cannot be reached, refused the request, or broke off; says what it said."""
+
+    code = "chat_failed"
+
+
+class ChatMessage(NamedTuple):
+    """One turn of the conversation."""
+
+    role: str
+    content: str
+
+
+class ChatClient:
+    """Speaks to one model of one server; a context manager."""
+
+    def __init__(self, url: str, *, transport: httpx.BaseTransport | None = None) -> None:
+        self._url = url
+        self._http = httpx.Client(
+            base_url=url.rstrip("/"),
+            timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            transport=transport,
+        )
+
+    def __enter__(self) -> ChatClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def first_model(self) -> str:
+        """Return the name of the model that the server lists first."""
+        try:
+            response = self._http.get("/v1/models")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+        if response.status_code != 200:
+            raise ChatError(_refusal(response.status_code, response.content))
+        try:
+            return str(msgspec.json.decode(response.content)["data"][0]["id"])
+        except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError) as error:
+            raise ChatError(f"{self._url}/v1/models is no list of models") from error
+
+    def stream(
+        self, model: str, messages: list[ChatMessage], *, max_tokens: int | None = None
+    ) -> Generator[str, None, None]:
+        """Yield the answer to `messages` piece by piece; raises ChatError."""
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": [message._asdict() for message in messages],
+            "stream": True,
+        }
+        if max_tokens is not None:
+            body["max_tokens"] = max_tokens
+        try:
+            with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise ChatError(_refusal(response.status_code, response.read()))
+                yield from _answer_pieces(response.iter_lines())
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: Exception) -> ChatError:
+        return ChatError(f"{self._url}: {error} (is `topspin serve` running there?)")
+
+
+def _answer_pieces(lines: Iterator[str]) -> Iterator[str]:
+    """Yield the content deltas of server-sent events; raises ChatError at an error event."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
+            return
+        try:
+            event = msgspec.json.decode(data)
+            if "error" in event:
+                raise ChatError(str(event["error"]["message"]))
+            pieces = [choice["delta"].get("content") for choice in event["choices"]]
+        except (
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:
+            raise ChatError(f"not a chunk of a chat completion: {data[:200]}") from error
+        yield from (piece for piece in pieces if piece)
+    raise ChatError("the server broke off the answer")
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """Return what the server said in an error response."""
+    try:
+        return f"{status}: {msgspec.json.decode(body)['error']['message']}"
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        return f"the server answered with status {status}"
+
+
+class Screen(Protocol):
+    """Where messages come from and answers go."""
+
+    @property
+    def ends_on_error(self) -> bool:
+        """Whether a failed answer ends the conversation."""
+
+    def read(self) -> str | None:
+        """Return the user's next message, None at the end."""
+
+    def show(self, pieces: Iterator[str]) -> str:
+        """Show an answer while it comes; return all of it (or what came before Ctrl-C)."""
+
+    def tell(self, text: str) -> None:
+        """Say something that is not an answer."""
+
+
+class PipeScreen:
+    """One message per line of stdin, each answer on stdout with a newline behind it."""
+
+    ends_on_error = True
+
+    def read(self) -> str | None:
+        """Return the next line, None at the end of stdin."""
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
+    def show(self, pieces: Iterator[str]) -> str:
+        """Write the pieces as they come."""
+        answer = ""
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            answer += piece
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        return answer
+
+    def tell(self, text: str) -> None:
+        """Write to stderr: stdout holds answers only."""
+        print(text, file=sys.stderr)
+
+
+class TerminalScreen:
+    """A prompt with line editing; an error ends the answer and not the conversation."""
+
+    ends_on_error = False
+
+    def __init__(self) -> None:
+        import readline  # noqa: F401  # gives input() editing and a history
+
+        from rich.console import Console
+
+        self._console = Console()
+
+    def read(self) -> str | None:
+        """Ask for a line; None on Ctrl-D, an empty message on Ctrl-C."""
+        try:
+            return self._console.input("[bold green]> [/]")
+        except EOFError:
+            self._console.print()
+            return None
+        except KeyboardInterrupt:
+            self._console.print()
+            return ""
+
+    def show(self, pieces: Iterator[str]) -> str:
+        """Print the pieces as they come; Ctrl-C keeps what has come."""
+        answer = ""
+        try:
+            for piece in pieces:
+                self._console.out(piece, end="", highlight=False)
+                answer += piece
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self._console.print()
+        return answer
+
+    def tell(self, text: str) -> None:
+        """Print dimmed."""
+        self._console.print(text, style="dim", markup=False, highlight=False)
+
+
+def converse(
+    client: ChatClient,
+    screen: Screen,
+    *,
+    model: str,
+    system: str | None = None,
+    max_tokens: int | None = None,
+) -> None:
+    """Answer message after message until the user ends.
+
+    Raises ChatError for a failed answer if the screen wants to end then.
+    """
+    opening = [ChatMessage("system", system)] if system is not None else []
+    history = list(opening)
+    while (text := screen.read()) is not None:
+        match text.strip():
+            case "":
+                continue
+            case "/exit":
+                return
+            case "/clear":
+                history = list(opening)
+                screen.tell("forgotten")
+                continue
+        asked = [*history, ChatMessage("user", text)]
+        try:
+            # Closing the stream closes the connection, which makes the server stop too.
+            with closing(client.stream(model, asked, max_tokens=max_tokens)) as pieces:
+                answer = screen.show(pieces)
+        except ChatError as error:
+            if screen.ends_on_error:
+                raise
+            screen.tell(f"error: {error}")
+            continue
+        if answer:
+            history = [*asked, ChatMessage("assistant", answer)]
+
+
+def chat(*, url: str, model: str | None, system: str | None, max_tokens: int | None) -> int:
+    """Run `topspin chat` on stdin and stdout; returns the exit status. Raises ChatError."""
+    interactive = sys.stdin.isatty() and sys.stdout.isatty()
+    screen: Screen = TerminalScreen() if interactive else PipeScreen()
+    with ChatClient(url) as client:
+        name = model or client.first_model()
+        if interactive:
+            screen.tell(f"{name} at {url}. {HELP}")
+        converse(client, screen, model=name, system=system, max_tokens=max_tokens)
+    return 0

@@ -1,0 +1,146 @@
+"""`topspin collect-env`: what a bug report needs to say about the machine and the versions.
+
+Owns gathering and printing; reads no setting and changes nothing. torch is asked in a
+process of its own, so that the command line itself never imports it. Called by topspin.cli.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+import topspin
+from topspin.units import format_size
+
+TORCH_TIMEOUT_S = 120.0
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "gguf",
+    "msgspec",
+    "pyzmq",
+    "fastapi",
+    "uvicorn",
+    "transformers",
+    "triton",
+)
+# Those that decide which matrix kernels torch can use.
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16")
+
+_ASK_TORCH = """
+import json, torch
+print(json.dumps({
+    "build": torch.version.git_version[:10],
+    "cuda": torch.version.cuda or "none",
+    "hip": getattr(torch.version, "hip", None) or "none",
+    "threads": torch.get_num_threads(),
+    "interop threads": torch.get_num_interop_threads(),
+    "cpu capability": torch.backends.cpu.get_cpu_capability(),
+    "onednn": torch.backends.mkldnn.is_available(),
+    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+}))
+"""
+
+
+class Fact(NamedTuple):
+    """One line of the report."""
+
+    name: str
+    value: str
+
+
+def collect() -> list[Fact]:
+    """Return the facts in printing order; what cannot be found out says so in its value."""
+    return [
+        Fact("topspin", topspin.__version__),
+        Fact("python", f"{platform.python_version()} ({sys.executable})"),
+        Fact("system", platform.platform()),
+        *_machine(),
+        *(Fact(name, _version(name)) for name in PACKAGES),
+        *_torch(),
+        *(Fact(name, value) for name, value in sorted(os.environ.items()) if _is_relevant(name)),
+    ]
+
+
+def _machine() -> list[Fact]:
+    fields: dict[str, str] = {}
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    flags = fields.get("flags", "").split()
+    usable = len(os.sched_getaffinity(0))
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return [
+        Fact("cpu", fields.get("model name", "unknown")),
+        Fact("cpu flags", " ".join(flag for flag in CPU_FLAGS if flag in flags) or "none of note"),
+        Fact("cores", f"{usable} usable of {os.cpu_count()}"),
+        Fact("cgroup cpu limit", _read(Path("/sys/fs/cgroup/cpu.max")).strip() or "unknown"),
+        Fact("memory", format_size(page_bytes * os.sysconf("SC_PHYS_PAGES"))),
+        Fact("memory free", format_size(page_bytes * os.sysconf("SC_AVPHYS_PAGES"))),
+    ]
+
+
+def _torch() -> list[Fact]:
+    """Ask torch in a process of its own."""
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-P", "-c", _ASK_TORCH],
+            capture_output=True,
+            timeout=TORCH_TIMEOUT_S,
+            check=True,
+        )
+        answers = msgspec.json.decode(asked.stdout, type=dict[str, str | int | bool | list[str]])
+    except subprocess.CalledProcessError as error:
+        last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return [Fact("torch facts", f"not available: {' '.join(last)}")]
+    except (subprocess.TimeoutExpired, OSError, ValueError, msgspec.DecodeError) as error:
+        return [Fact("torch facts", f"not available: {error}")]
+    return [Fact(f"torch {name}", _format(value)) for name, value in answers.items()]
+
+
+def _format(value: str | int | bool | list[str]) -> str:
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    return str(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_relevant(name: str) -> bool:
+    return name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_")) or name in (
+        "CUDA_VISIBLE_DEVICES",
+        "TOPSPIN_CACHE",
+        "TOPSPIN_LOG_LEVEL",
+    )
+
+
+def collect_env() -> int:
+    """Print the facts, one per line; returns the exit status."""
+    facts = collect()
+    width = max(len(fact.name) for fact in facts)
+    for fact in facts:
+        print(f"{fact.name:{width}}  {fact.value}")
+    return 0

@@ -1,0 +1,325 @@
+"""The settings of one engine: frozen sections, composed and validated once.
+
+Owns what can be set, its defaults and its limits. Knows no command line (topspin.cli
+fills the sections), no tensors and no sockets. `resolve` turns every "auto" into a
+concrete value and returns a new object; nobody changes a section afterwards. A role
+receives only its part: nodes get a NodeConfig in the scheduler's Welcome.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from topspin.errors import ConfigError
+
+MAX_MICRO_BATCHES = 4
+DETERMINISTIC_KERNELS = "deterministic"
+
+Transport = Literal["local", "shm", "tcp", "nixl"]
+Dtype = Literal["float32", "bfloat16"]
+Payload = Literal["auto", "bf16", "fp32", "fp8", "int8"]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A group of settings that one part of the system reads."""
+
+
+class ModelSection(Section, frozen=True, kw_only=True):
+    """What is served: a checkpoint directory and how it is read."""
+
+    path: str
+    served_names: tuple[str, ...] = ()
+    dtype: Literal["auto"] | Dtype = "auto"
+    max_model_len: int | None = None
+
+
+class TopologySection(Section, frozen=True, kw_only=True):
+    """How many nodes of each role make up the engine (M attention, N expert)."""
+
+    attention_nodes: int = 1
+    expert_nodes: int = 1
+
+
+class SchedulerSection(Section, frozen=True, kw_only=True):
+    """Limits of the batch and of the queue. Token budgets are per attention node and step."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    micro_batches: int | None = None
+    prefix_caching: bool = True
+    max_queued_requests: int = 1024
+    max_preemptions: int = 4
+
+
+class CacheSection(Section, frozen=True, kw_only=True):
+    """The paged KV cache of each attention node."""
+
+    block_size: int = 16
+    kv_cache_bytes: int = 256 * 2**20
+
+
+class M2NSection(Section, frozen=True, kw_only=True):
+    """The data plane between attention and expert nodes.
+
+    `payload`: how hidden rows travel; auto is the model's dtype, fp8 and int8 compress the
+    way out (with a scale per row) and answer in bf16. `wait`: how a node waits within a
+    step; auto spins on cores of its own and blocks on shared ones, idle nodes always block.
+    `deadline_s` limits one wait for a peer, not the step: a long step that gets on is fine.
+    """
+
+    transport: Literal["auto"] | Transport = "auto"
+    payload: Payload = "auto"
+    wait: Literal["auto", "block", "spin"] = "auto"
+    window_rows: int = 256
+    link_latency_us: float = 0.0
+    link_gbps: float | None = None
+    deadline_s: float = 30.0
+
+
+class ComputeSection(Section, frozen=True, kw_only=True):
+    """How a node computes. `num_threads` None: all cores that the process may use.
+
+    `deterministic`: a request's logits have the same bits on any layout, in any batch, after
+    any replay; resolve() chooses the kernels that can promise it. `layout`: whether nodes of
+    one host take turns on all cores or have cores of their own (topspin.cores); auto is
+    replaced before resolve(), by topspin.calibrate.
+    """
+
+    kernels: str = "cpu"
+    num_threads: int | None = None
+    deterministic: bool = False
+    layout: Literal["auto", "shared", "split"] = "shared"
+
+
+class BalanceSection(Section, frozen=True, kw_only=True):
+    """Where routed experts are kept, and when that is thought over.
+
+    `redundant_experts` slots per MoE layer, over all expert nodes, hold second copies.
+    Every `interval_s` (0: never) the table is thought over, if there are several expert
+    nodes. A new one must lower their max/mean by more than `min_gain` (0.05 is 5 %). Loads
+    are averaged with a half-life of `half_life_pairs` routed pairs per layer and expert.
+    """
+
+    redundant_experts: int = 0
+    interval_s: float = 60.0
+    min_gain: float = 0.05
+    half_life_pairs: int = 512
+
+
+class TraceSection(Section, frozen=True, kw_only=True):
+    """The flight recorder of every node: on or off, and how many stamps it keeps."""
+
+    enabled: bool = True
+    num_stamps: int = 2**17
+
+
+class FailoverSection(Section, frozen=True, kw_only=True):
+    """What happens when a node is lost. `restart` False: the engine ends.
+
+    Otherwise nodes are restarted; requests wait up to `restart_deadline_s` for an engine that
+    can serve them. A node that has not reacted `halt_deadline_s` after it was told to give up
+    a step is dead.
+    """
+
+    restart: bool = False
+    restart_deadline_s: float = 30.0
+    halt_deadline_s: float = 10.0
+
+
+class GatewaySection(Section, frozen=True, kw_only=True):
+    """The HTTP side."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+class NodeConfig(Section, frozen=True, kw_only=True):
+    """What an attention or expert node needs to know; sent in Welcome."""
+
+    model: ModelSection
+    topology: TopologySection
+    cache: CacheSection
+    m2n: M2NSection
+    compute: ComputeSection
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    restart: bool = False
+    trace: TraceSection = TraceSection()
+
+
+class EngineConfig(Section, frozen=True, kw_only=True):
+    """All settings of one engine."""
+
+    model: ModelSection
+    topology: TopologySection = TopologySection()
+    scheduler: SchedulerSection = SchedulerSection()
+    cache: CacheSection = CacheSection()
+    m2n: M2NSection = M2NSection()
+    compute: ComputeSection = ComputeSection()
+    balance: BalanceSection = BalanceSection()
+    trace: TraceSection = TraceSection()
+    gateway: GatewaySection = GatewaySection()
+    failover: FailoverSection = FailoverSection()
+
+    def for_node(self) -> NodeConfig:
+        """Return the part that attention and expert nodes receive."""
+        return NodeConfig(
+            model=self.model,
+            topology=self.topology,
+            cache=self.cache,
+            m2n=self.m2n,
+            compute=self.compute,
+            max_num_seqs=self.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
+            restart=self.failover.restart,
+            trace=self.trace,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the longest sequence, prompt and output together, in tokens."""
+        assert self.model.max_model_len is not None, "resolve() first"
+        return self.model.max_model_len
+
+
+def resolve(
+    config: EngineConfig, *, checkpoint_dtype: str, max_position_embeddings: int, num_experts: int
+) -> EngineConfig:
+    """Validate `config` and replace every "auto" by what the checkpoint says.
+
+    `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes
+    an engine without expert nodes. Raises ConfigError naming the option, its value and what
+    would do.
+    """
+    _validate(config)
+    compute = _resolve_compute(config.compute)
+    dtype = config.model.dtype
+    if dtype == "auto":
+        # float16 checkpoints run in bfloat16: CPUs have no fast float16 matmul.
+        dtype = "float32" if checkpoint_dtype == "float32" else "bfloat16"
+    max_model_len = config.model.max_model_len or max_position_embeddings
+    if max_model_len > max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {max_model_len}: the model has positions up to "
+            f"{max_position_embeddings}"
+        )
+    topology = config.topology
+    if num_experts and topology.expert_nodes > num_experts:
+        raise ConfigError(
+            f"--expert-nodes {topology.expert_nodes}: the model has {num_experts} experts per "
+            "layer, so that many nodes at most have something to do"
+        )
+    if not num_experts and topology.expert_nodes > 1:
+        raise ConfigError(
+            f"--expert-nodes {topology.expert_nodes}: a dense model has no experts to hold"
+        )
+    if not num_experts:
+        topology = msgspec.structs.replace(topology, expert_nodes=0)
+    _check_copies(config.balance.redundant_experts, topology.expert_nodes, num_experts)
+    transport = config.m2n.transport
+    names = config.model.served_names or (Path(config.model.path).name,)
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(
+            config.model, dtype=dtype, max_model_len=max_model_len, served_names=names
+        ),
+        topology=topology,
+        compute=compute,
+        m2n=msgspec.structs.replace(
+            config.m2n,
+            transport="shm" if transport == "auto" else transport,
+        ),
+    )
+
+
+def _resolve_compute(compute: ComputeSection) -> ComputeSection:
+    """Choose the kernels that --deterministic needs, or refuse those that were asked for."""
+    if compute.deterministic:
+        if compute.kernels not in ("cpu", DETERMINISTIC_KERNELS):
+            raise ConfigError(
+                f"--deterministic with --kernels {compute.kernels}: their sums depend on the "
+                "batch; leave --kernels at cpu"
+            )
+        return msgspec.structs.replace(compute, kernels=DETERMINISTIC_KERNELS)
+    if compute.kernels == DETERMINISTIC_KERNELS:
+        raise ConfigError(
+            f"--kernels {compute.kernels}: the nodes' answers must be added in order as well; "
+            "use --deterministic"
+        )
+    return compute
+
+
+def _check_copies(redundant_experts: int, num_nodes: int, num_experts: int) -> None:
+    """Check the second copies against what the expert nodes can hold."""
+    most = num_experts * (num_nodes - 1) if num_nodes else 0
+    if redundant_experts > most:
+        raise ConfigError(
+            f"--redundant-experts {redundant_experts}: {num_nodes} expert nodes hold "
+            f"{most} second copies of {num_experts} experts at most, never two on one node"
+        )
+
+
+def _validate(config: EngineConfig) -> None:
+    """Check every numeric limit; raises ConfigError for the first that does not hold."""
+    _in_range("--attention-nodes", config.topology.attention_nodes, 1, 1024)
+    _in_range("--expert-nodes", config.topology.expert_nodes, 1, 1024)
+    _in_range("--max-num-seqs", config.scheduler.max_num_seqs, 1, 65536)
+    _in_range("--max-num-batched-tokens", config.scheduler.max_num_batched_tokens, 1, 2**20)
+    _in_range("--max-queued-requests", config.scheduler.max_queued_requests, 0, 2**20)
+    _in_range("--max-preemptions", config.scheduler.max_preemptions, 0, 2**20)
+    _in_range("--block-size", config.cache.block_size, 1, 1024)
+    _in_range("--kv-cache-memory", config.cache.kv_cache_bytes, 1, 2**50)
+    _in_range("--m2n-window-rows", config.m2n.window_rows, 1, 2**16)
+    _in_range("--port", config.gateway.port, 0, 65535)
+    _in_range("--trace-stamps", config.trace.num_stamps, 1, 2**21)
+    if config.model.max_model_len is not None:
+        _in_range("--max-model-len", config.model.max_model_len, 1, 2**24)
+    if config.scheduler.micro_batches is not None:
+        _in_range("--micro-batches", config.scheduler.micro_batches, 1, MAX_MICRO_BATCHES)
+    if config.compute.num_threads is not None:
+        _in_range("--num-threads", config.compute.num_threads, 1, 4096)
+    _in_range("--redundant-experts", config.balance.redundant_experts, 0, 2**20)
+    _in_range("--expert-load-half-life", config.balance.half_life_pairs, 1, 2**30)
+    _not_negative("--expert-balance-interval", config.balance.interval_s)
+    _not_negative("--expert-balance-min-gain", config.balance.min_gain)
+    _not_negative("--link-latency-us", config.m2n.link_latency_us)
+    if config.m2n.link_gbps is not None:
+        _positive("--link-gbps", config.m2n.link_gbps)
+    _positive("--step-deadline", config.m2n.deadline_s)
+    _positive("--restart-deadline", config.failover.restart_deadline_s)
+    _positive("--halt-deadline", config.failover.halt_deadline_s)
+    if config.scheduler.max_num_batched_tokens < config.scheduler.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens} is less than "
+            f"--max-num-seqs {config.scheduler.max_num_seqs}: not every running sequence could "
+            "advance by a token in a step"
+        )
+
+
+def _in_range(option: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{option} {value}: must be between {low} and {high}")
+
+
+def _not_negative(option: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{option} {value}: must be a number, not negative")
+
+
+def _positive(option: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{option} {value}: must be a positive number")
+
+
+def load_config(path: str) -> EngineConfig:
+    """Read an EngineConfig from the JSON file at `path` (any readable path, `/dev/fd/N` too)."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=EngineConfig)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error

@@ -1,0 +1,140 @@
+"""Every error that crosses a boundary between Topspin's parts.
+
+    TopspinError
+    +-- ConfigError (ValueError)      start-up: a setting, a file or a model that cannot be served
+    |   +-- CheckpointError           a checkpoint lacks a tensor, or one has the wrong shape
+    +-- RequestError                  the client's fault; carries an HTTP 4xx status
+    |   +-- InvalidRequest            400
+    |   +-- NotFound                  404
+    +-- EngineError                   our fault; carries an HTTP 5xx status
+    |   +-- EngineUnavailable         503: not ready, draining, or overloaded
+    |   +-- NodeLost                  503: a node or the scheduler died
+    |   +-- StepFailed                503: a step did not finish within its deadline
+    +-- ProtocolError                 a peer sent what the contract does not allow
+    |   +-- VersionMismatch           a peer of another version, or another checkpoint
+    +-- TransportError                the data plane
+        +-- PeerLost                  the connection closed
+        +-- DeadlineExceeded          nothing came within the deadline
+        +-- StaleFrame                an old incarnation, table version or sequence
+        +-- Interrupted               the scheduler has ended the generation
+        +-- FrameError                wrong shape, dtype, size or checksum
+
+Programmer errors stay `assert`; user input never reaches an assert. This module
+knows no transport and no HTTP framework: the gateway maps `status` and `code`.
+"""
+
+from __future__ import annotations
+
+
+class TopspinError(Exception):
+    """Root of the tree; `code` is the stable machine-readable name of the kind of error."""
+
+    code = "internal_error"
+    status = 500
+
+
+class ConfigError(TopspinError, ValueError):
+    """A setting, file or model that cannot be served; says which, its value, and what would do."""
+
+    code = "invalid_config"
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint is incomplete or damaged; names the file or the tensor."""
+
+    code = "invalid_checkpoint"
+
+
+class RequestError(TopspinError):
+    """The client's fault. `param` is the offending request field, if one can be named."""
+
+    code = "invalid_request_error"
+    status = 400
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """A field is missing, malformed, out of range or unsupported."""
+
+
+class NotFound(RequestError):
+    """The model or the path does not exist."""
+
+    code = "not_found"
+    status = 404
+
+
+class EngineError(TopspinError):
+    """The request was fine and could not be served; a client may try again."""
+
+    code = "engine_error"
+    status = 503
+
+
+class EngineUnavailable(EngineError):
+    """The engine is not ready, is draining, or its queue is full."""
+
+    code = "engine_unavailable"
+
+
+class NodeLost(EngineError):
+    """A node (or the scheduler) that held the request died."""
+
+    code = "node_lost"
+
+
+class StepFailed(EngineError):
+    """The step that carried the request did not finish."""
+
+    code = "step_failed"
+
+
+class ProtocolError(TopspinError):
+    """A peer sent what the contract does not allow."""
+
+    code = "protocol_error"
+
+
+class VersionMismatch(ProtocolError):
+    """A peer speaks another protocol, runs another revision, or serves another checkpoint."""
+
+    code = "version_mismatch"
+
+
+class TransportError(TopspinError):
+    """The data plane between attention and expert nodes failed."""
+
+    code = "transport_error"
+
+
+class PeerLost(TransportError):
+    """The peer closed the connection, or its process ended."""
+
+    code = "peer_lost"
+
+
+class DeadlineExceeded(TransportError):
+    """What a step waited for did not come in time."""
+
+    code = "deadline_exceeded"
+
+
+class Interrupted(TransportError):
+    """A wait was given up because the scheduler has ended the generation it belonged to."""
+
+    code = "interrupted"
+
+
+class StaleFrame(TransportError):
+    """A frame of another incarnation, table version or sequence; its content is not used."""
+
+    code = "stale_frame"
+
+
+class FrameError(TransportError):
+    """A frame of the wrong shape, dtype, size or checksum; its content is not used."""
+
+    code = "frame_error"

@@ -1,0 +1,86 @@
+"""The expert table: which node holds which routed expert, in which slot.
+
+Owns the mapping (per MoE layer) from logical expert to its replicas and its default,
+uniform form. Pure data: knows no weights, no tensors and no loads. The scheduler makes
+tables, attention nodes route by them, expert nodes load by them. A new placement is a
+new version; frames carry the version that they were routed by.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from topspin.errors import ProtocolError
+
+
+class Replica(NamedTuple):
+    """One copy of a logical expert: the expert node and the slot in that node's layer."""
+
+    node: int
+    slot: int
+
+
+class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`slots[layer][node]` lists the logical experts that the node holds, in slot order.
+
+    Layers count MoE layers only. Invariant (checked by `validate`): every logical expert
+    0..num_experts-1 has at least one replica in each layer, never two on one node.
+    """
+
+    version: int
+    num_experts: int
+    slots: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of expert nodes that the table spreads over."""
+        return len(self.slots[0]) if self.slots else 0
+
+    def experts_of(self, node: int) -> list[tuple[int, ...]]:
+        """Return, per MoE layer, the logical experts of `node` in slot order."""
+        return [layer[node] for layer in self.slots]
+
+    def replicas(self, layer: int) -> list[list[Replica]]:
+        """Return, for each logical expert of `layer`, its replicas in node order."""
+        found: list[list[Replica]] = [[] for _ in range(self.num_experts)]
+        for node, experts in enumerate(self.slots[layer]):
+            for slot, expert in enumerate(experts):
+                found[expert].append(Replica(node, slot))
+        return found
+
+    def validate(self) -> None:
+        """Raise ProtocolError if an expert is missing, unknown, or twice on one node."""
+        everyone = set(range(self.num_experts))
+        for layer, nodes in enumerate(self.slots):
+            if len(nodes) != self.num_nodes:
+                raise ProtocolError(f"expert table: layer {layer} has {len(nodes)} nodes")
+            for node, experts in enumerate(nodes):
+                if len(set(experts)) != len(experts):
+                    raise ProtocolError(f"expert table: layer {layer} node {node}: a second copy")
+            held = {expert for experts in nodes for expert in experts}
+            if held != everyone:
+                raise ProtocolError(
+                    f"expert table: layer {layer}: missing {sorted(everyone - held)}, "
+                    f"unknown {sorted(held - everyone)}"
+                )
+
+
+def uniform_table(
+    *, num_layers: int, num_experts: int, num_nodes: int, num_redundant: int = 0
+) -> ExpertTable:
+    """Return version 1: contiguous runs of experts, sizes differing by at most one.
+
+    `num_redundant` slots per layer, over all nodes, hold second and further copies, going
+    round the experts in order; at most num_experts * (num_nodes - 1), or an expert would
+    be twice on a node.
+    """
+    assert 0 <= num_redundant <= num_experts * (num_nodes - 1), "no room for the copies"
+    num_slots = num_experts + num_redundant
+    bounds = [num_slots * node // num_nodes for node in range(num_nodes + 1)]
+    layer = tuple(
+        tuple(place % num_experts for place in range(low, high)) for low, high in pairwise(bounds)
+    )
+    return ExpertTable(version=1, num_experts=num_experts, slots=(layer,) * num_layers)

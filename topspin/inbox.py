@@ -1,0 +1,66 @@
+"""What the scheduler sends to one node: in order, but that a Halt overtakes the rest.
+
+Owns the messages that have been read and not handled, so that a node can look, in the
+middle of a step's wait, whether the step still makes sense. Knows no step and no net;
+the workers take messages from it and hand `check` to their nets. Questions about traces
+are answered here (topspin.trace_node), from `trace`, and go no further.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from topspin.channel import ControlClient
+from topspin.errors import Interrupted, ProtocolError
+from topspin.membership import Stopped
+from topspin.messages import AnyMessage, Halt, Refused, Stop
+from topspin.trace import Ring
+from topspin.trace_node import answer_trace
+
+
+class Inbox:
+    """One node's messages. Belongs to the node's one busy thread, like the connection."""
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+        self.trace: Ring | None = None
+        self._queue: deque[AnyMessage] = deque()
+
+    def next(self, timeout_s: float | None = None) -> AnyMessage | None:
+        """Return the next message, or None if none came within `timeout_s` (None: wait).
+
+        Raises Stopped, ProtocolError if the scheduler has refused this node (it takes it for
+        dead, and another one may have its place), PeerLost if the scheduler is gone.
+        """
+        self._read()
+        while not self._queue:
+            message = self._control.recv(timeout_s)
+            if message is None:
+                return None
+            self._take(message)
+        message = self._queue.popleft()
+        if isinstance(message, Stop):
+            raise Stopped(message.reason)
+        if isinstance(message, Refused):
+            raise ProtocolError(f"the scheduler has refused this node: {message.reason}")
+        return message
+
+    def check(self) -> None:
+        """Raise Interrupted if the step under way is not wanted any more; never waits.
+
+        Raises PeerLost if the scheduler is gone.
+        """
+        self._read()
+        if self._queue and isinstance(self._queue[0], Halt | Stop | Refused):
+            raise Interrupted(f"the scheduler has sent {type(self._queue[0]).__name__}")
+
+    def _read(self) -> None:
+        while (message := self._control.recv(0)) is not None:
+            self._take(message)
+
+    def _take(self, message: AnyMessage) -> None:
+        if answer_trace(self._control, message, self.trace):
+            return
+        if isinstance(message, Halt | Stop | Refused):
+            self._queue.clear()
+        self._queue.append(message)

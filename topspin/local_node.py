@@ -1,0 +1,243 @@
+"""The monolithic node process: attention and experts composed in one process.
+
+Owns the composition for `--transport local`: every role joins the scheduler by its own
+control connection and thread, as if it were a process, but rows are handed over in
+memory and the experts run inside combine(), in the attention node's thread. The expert
+threads only wait for Stop and report counts. Knows no arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from attention_nodes.replica import Replica
+from attention_nodes.worker import AttentionWorker
+from expert_nodes.experts import Experts
+from expert_nodes.tables import TableChange
+from expert_nodes.worker import COUNTS_INTERVAL_S, load_experts
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.expert_side import ExpertSide
+from m2n_comm.lines import CHECK_INTERVAL_S
+from m2n_comm.local import LocalHub
+from m2n_comm.net import AttentionNet, NetShape
+from models.checkpoint import Checkpoint
+from topspin import __version__
+from topspin.channel import ControlClient
+from topspin.errors import ProtocolError
+from topspin.membership import Stopped, join, run_node
+from topspin.messages import (
+    AnyMessage,
+    ExpertCounts,
+    Hello,
+    Loaded,
+    PrepareTable,
+    Ready,
+    Reform,
+    Role,
+    Stop,
+    Welcome,
+)
+from topspin.process import follow_parent, new_incarnation, start_logging
+from topspin.trace_node import answer_trace
+
+# While experts are read for another table, so long after each millisecond of it: the thread
+# that computes shares the interpreter.
+PREPARE_PAUSE_S = 0.003
+
+JOIN_TIMEOUT_S = 5.0
+
+
+class LocalNode:
+    """All nodes of one engine as threads of this process, around one hub."""
+
+    def __init__(
+        self, *, address: str, model_path: Path, attention_nodes: int, expert_nodes: int
+    ) -> None:
+        self._address = address
+        self._model_path = model_path
+        self._num_attention = attention_nodes
+        self._num_experts = expert_nodes
+        self._logger = logging.getLogger("local")
+        self._lock = threading.Lock()
+        self._hub: LocalHub | None = None
+        self._threads: list[threading.Thread] = []
+        self._num_attached = 0
+        self._all_attached = threading.Event()
+
+    def run(self) -> int:
+        """Serve until the scheduler stops; returns the process's exit status."""
+        for index in range(self._num_experts):
+            self._start("expert", index)
+        for index in range(1, self._num_attention):
+            self._start("attention", index)
+        status = self._run_attention(0)
+        # A thread that is inside torch while the interpreter ends aborts the process.
+        for thread in self._threads:
+            thread.join(JOIN_TIMEOUT_S)
+        return status
+
+    def _start(self, role: Role, index: int) -> None:
+        target = self._run_expert if role == "expert" else self._run_attention
+        thread = threading.Thread(target=target, args=(index,), name=f"{role}-{index}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run_attention(self, index: int) -> int:
+        def body(control: ControlClient) -> None:
+            def open_net(welcome: Welcome, replica: Replica, _: int) -> AttentionNet:
+                # The experts may load for long.
+                while not self._all_attached.wait(CHECK_INTERVAL_S):
+                    worker.inbox.check()
+                hub = self._get_hub(replica.net_shape(welcome.config), welcome)
+                return hub.attention_net(index, welcome.table)
+
+            worker = AttentionWorker(
+                control,
+                index=index,
+                model_path=self._model_path,
+                open_net=open_net,
+                can_reform=False,
+            )
+            worker.introduce()
+            worker.serve()
+
+        return run_node("attention", index, self._address, logger=self._logger, body=body)
+
+    def _run_expert(self, index: int) -> int:
+        def body(control: ControlClient) -> None:
+            welcome = join(
+                control,
+                Hello(
+                    role="expert",
+                    index=index,
+                    incarnation=new_incarnation(),
+                    revision=__version__,
+                    fingerprint=Checkpoint(self._model_path).fingerprint(),
+                    data_address="local",
+                    pid=os.getpid(),
+                ),
+            )
+            with torch.inference_mode():
+                experts = load_experts(self._model_path, welcome, index)
+            net = self._attach(index, experts, welcome)
+            if welcome.joins_late:
+                control.send(Loaded(role="expert", index=index))
+            else:
+                control.send(Ready(role="expert", index=index))
+            change = TableChange(
+                experts, model_path=self._model_path, config=welcome.config, index=index
+            )
+            _LocalExpert(control, index, experts, net, change).wait_for_stop()
+
+        return run_node("expert", index, self._address, logger=self._logger, body=body)
+
+    def _get_hub(self, shape: NetShape, welcome: Welcome) -> LocalHub:
+        m2n = welcome.config.m2n
+        with self._lock:
+            if self._hub is None:
+                self._hub = LocalHub(
+                    shape,
+                    num_attention=self._num_attention,
+                    num_experts=self._num_experts,
+                    link=LinkEmulation(latency_us=m2n.link_latency_us, gbps=m2n.link_gbps),
+                )
+            return self._hub
+
+    def _attach(self, index: int, experts: Experts, welcome: Welcome) -> ExpertSide:
+        hub = self._get_hub(experts.net_shape(welcome.config), welcome)
+        with self._lock:
+            net = hub.attach_expert(index, experts.compute, table=welcome.table)
+            net.trace = experts.trace
+            self._num_attached += 1
+            if self._num_attached == self._num_experts:
+                self._all_attached.set()
+        return net
+
+
+class _LocalExpert:
+    """The control half of an expert node, whose experts run in the attention threads."""
+
+    def __init__(
+        self,
+        control: ControlClient,
+        index: int,
+        experts: Experts,
+        net: ExpertSide,
+        change: TableChange,
+    ) -> None:
+        self._control = control
+        self._index = index
+        self._experts = experts
+        self._net = net
+        self._change = change
+
+    @torch.inference_mode()
+    def wait_for_stop(self) -> None:
+        """Report counts and prepare tables until told to stop; raises Stopped."""
+        # Steps are computed in another thread, with that one's pool of threads.
+        torch.set_num_threads(1)
+        reported_s = 0.0
+        while True:
+            timeout_s = PREPARE_PAUSE_S if self._change.is_busy else COUNTS_INTERVAL_S
+            message = self._control.recv(timeout_s)
+            if message is not None:
+                self._handle(message)
+            if self._change.is_busy:
+                answer = self._change.work()
+                if answer is not None:
+                    self._control.send(answer)
+            if time.monotonic() - reported_s >= COUNTS_INTERVAL_S and self._experts.has_counts:
+                reported_s = time.monotonic()
+                self._report_counts()
+
+    def _handle(self, message: AnyMessage) -> None:
+        if answer_trace(self._control, message, self._experts.trace):
+            return
+        if isinstance(message, Stop):
+            raise Stopped(message.reason)
+        if isinstance(message, PrepareTable):
+            self._net.set_table(message.table)
+            self._change.start(message.table)
+        elif isinstance(message, Reform):
+            generation = message.topology.generation
+            table = message.topology.table
+            self._change.cancel()
+            self._experts.rename(table.version, tuple(table.experts_of(self._index)))
+            self._control.send(Ready(role="expert", index=self._index, generation=generation))
+        else:
+            raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _report_counts(self) -> None:
+        for version, counts in self._experts.take_counts():
+            self._control.send(
+                ExpertCounts(index=self._index, table_version=version, counts=counts)
+            )
+
+
+def main() -> int:
+    """Run the node process; returns its exit status."""
+    follow_parent()
+    parser = argparse.ArgumentParser(prog="python -m topspin.local_node", description=__doc__)
+    parser.add_argument("--control", required=True, help="address of the scheduler")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    parser.add_argument("--attention-nodes", type=int, default=1)
+    parser.add_argument("--expert-nodes", type=int, default=1)
+    args = parser.parse_args()
+    start_logging("local")
+    return LocalNode(
+        address=args.control,
+        model_path=args.model,
+        attention_nodes=args.attention_nodes,
+        expert_nodes=args.expert_nodes,
+    ).run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

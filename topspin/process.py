@@ -1,0 +1,51 @@
+"""What every role process does about its own life: die with its supervisor, log, exit.
+
+Owns the parent-death link, the logging format and the exit statuses. Knows no role.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import secrets
+import signal
+import sys
+
+PARENT_PID_VARIABLE = "TOPSPIN_PARENT_PID"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def follow_parent() -> None:
+    """Have the kernel kill this process when its supervisor dies.
+
+    Does nothing unless the supervisor named itself in TOPSPIN_PARENT_PID (a node that is
+    started by hand or by Kubernetes has no supervisor). Linux ties the signal to the
+    *thread* that started this process, so a supervisor starts roles from its main thread.
+    """
+    parent = os.environ.get(PARENT_PID_VARIABLE)
+    if parent is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != int(parent):
+        # The supervisor died before prctl took effect.
+        sys.exit(1)
+
+
+def start_logging(role: str) -> logging.Logger:
+    """Send log records to stderr, one line each; returns the role's logger."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=os.environ.get("TOPSPIN_LOG_LEVEL", "INFO"),
+        format="%(asctime)s %(levelname)s %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    return logging.getLogger(role)
+
+
+def new_incarnation() -> int:
+    """Return a number that no other process life has: 63 random bits, never 0."""
+    return secrets.randbits(62) + 1

@@ -1,0 +1,109 @@
+"""The flight recorder of one node: a ring of stamps, written at near-zero cost.
+
+Owns the kinds of stamps, the record's form and the ring. A stamp is one clock call and one
+pack into memory that was allocated at start; who does not record has None for a ring and
+pays one test. Knows no messages (topspin.trace_node answers queries) and no analysis
+(topspin.trace_report). Written by the node's one busy thread; in a process that runs
+several nodes another thread may dump it, since a record is written under the GIL.
+
+A stamp says that something has *ended*: the time since the stamp before it on the same
+node belongs to it. So a node's timeline has no holes, and waiting is what ends in ARRIVED,
+GATHERED or PLAN_RECEIVED.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from bisect import bisect_left
+from time import monotonic_ns
+from typing import NamedTuple
+
+from topspin.errors import ProtocolError
+
+_RECORD = struct.Struct("<QQHHHH")
+_PACK = _RECORD.pack_into
+RECORD_BYTES = _RECORD.size
+DEFAULT_CAPACITY = 2**17
+
+
+class Kind(enum.IntEnum):
+    """What has just ended; `peer` is an attention node for experts and the scheduler, and
+    an expert node for attention nodes. Layers of ATTENTION and LOCAL count decoder layers,
+    all others MoE layers."""
+
+    PLAN_RECEIVED = 1  # attention: the wait for the next plan
+    STEP_BEGAN = 2  # attention: the plan was turned into inputs; expert: the ticket was read
+    ATTENTION = 3  # attention: norms, attention half and router of one layer
+    DISPATCHED = 4  # attention: rows are on their way to every expert node
+    LOCAL = 5  # attention: shared expert or dense layer
+    ARRIVED = 6  # attention: the wait for the answer of expert `peer`
+    COMBINED = 7  # attention: partials were added
+    RALLIED = 8  # attention: all layers of all micro-batches are done
+    STEP_ENDED = 9  # attention: tokens are sampled, the result is ready
+    GATHERED = 10  # expert: the wait for the frame of attention node `peer`
+    JOINED = 11  # expert: headers are checked, rows joined
+    COMPUTED = 12  # expert: the grouped MLP
+    REPLIED = 13  # expert: answers are on their way
+    PLAN_SENT = 14  # scheduler: the plan of `peer` was sent
+    RESULT_RECEIVED = 15  # scheduler: the result of `peer` has come
+
+
+WAITS = frozenset({Kind.PLAN_RECEIVED, Kind.ARRIVED, Kind.GATHERED})
+
+
+class Stamp(NamedTuple):
+    """One record. `t_ns` is CLOCK_MONOTONIC of the node's host."""
+
+    t_ns: int
+    step: int
+    kind: int
+    layer: int
+    micro_batch: int
+    peer: int
+
+
+class Ring:
+    """The last `capacity` stamps. Invariant: times ascend from the oldest to the newest."""
+
+    __slots__ = ("_buffer", "_next", "_size", "_wrapped", "step")
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        assert capacity > 0
+        self._size = capacity * RECORD_BYTES
+        self._buffer = bytearray(self._size)
+        self._next = 0
+        self._wrapped = False
+        self.step = 0
+
+    def stamp(self, kind: int, layer: int = 0, micro_batch: int = 0, peer: int = 0) -> None:
+        """Record that something of the current `step` has ended now."""
+        at = self._next
+        _PACK(self._buffer, at, monotonic_ns(), self.step, kind, layer, micro_batch, peer)
+        at += RECORD_BYTES
+        if at == self._size:
+            at = 0
+            self._wrapped = True
+        self._next = at
+
+    def dump(self, since_ns: int = 0) -> bytes:
+        """Return the records from `since_ns` on, oldest first."""
+        end = self._next
+        recent = bytes(self._buffer[:end])
+        data = bytes(self._buffer[end:]) + recent if self._wrapped else recent
+        first = bisect_left(
+            range(len(data) // RECORD_BYTES), since_ns, key=lambda idx: _time_of(data, idx)
+        )
+        return data[first * RECORD_BYTES :]
+
+
+def _time_of(data: bytes, record_idx: int) -> int:
+    at = record_idx * RECORD_BYTES
+    return int.from_bytes(data[at : at + 8], "little")
+
+
+def read_stamps(records: bytes) -> list[Stamp]:
+    """Return the stamps in what dump() returned; raises ProtocolError for a torn record."""
+    if len(records) % RECORD_BYTES:
+        raise ProtocolError(f"trace: {len(records)} bytes is not a multiple of {RECORD_BYTES}")
+    return [Stamp._make(fields) for fields in _RECORD.iter_unpack(records)]

@@ -1,0 +1,94 @@
+"""Replays steps as a dependency graph: how long they would take if a node were faster.
+
+Owns the pipeline's exact recurrence and the what-if over nodes. Pure: durations come in,
+times go out, in any one unit. Called by trace_report.py; the scheduler's model of equal
+micro-batches is tested against it.
+
+Order, as m2n_comm.net prescribes it: every node serves (layer, micro-batch) in turn; an
+expert node begins one when it is free and every attention node's frame is there, an
+attention node when it is free and every expert node's answer to the layer before is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+# durations[node][layer][micro_batch]
+Durations = Mapping[str, Sequence[Sequence[float]]]
+
+
+class StepGraph(NamedTuple):
+    """What every node of one step has done, and how long it took."""
+
+    step: int
+    attention: Durations
+    experts: Durations
+
+
+class WhatIf(NamedTuple):
+    """How much shorter steps would be, as a share, were `name` as fast as the others' mean."""
+
+    name: str
+    gain: float
+
+
+def replay(attention: Durations, experts: Durations, link: float) -> float:
+    """Return when the last answer of a step is back, frames taking `link` each way."""
+    free = dict.fromkeys([*attention, *experts], 0.0)
+    first = next(iter(attention.values()))
+    num_layers, num_micro_batches = len(first), len(first[0])
+    back = [0.0] * num_micro_batches
+    for layer in range(num_layers):
+        for micro_batch in range(num_micro_batches):
+            arrived = 0.0
+            for name, grid in attention.items():
+                free[name] = max(free[name], back[micro_batch]) + grid[layer][micro_batch]
+                arrived = max(arrived, free[name] + link)
+            answered = 0.0
+            for name, grid in experts.items():
+                free[name] = max(free[name], arrived) + grid[layer][micro_batch]
+                answered = max(answered, free[name])
+            back[micro_batch] = answered + link
+    return max(back)
+
+
+def what_if(graphs: Sequence[StepGraph], link: float) -> list[WhatIf]:
+    """Return the gain of making each node average, largest first.
+
+    A node's times are replaced by the mean of its role's other nodes on the same step,
+    layer and micro-batch, where that is less. A node without others is left out.
+    """
+    total = sum(replay(graph.attention, graph.experts, link) for graph in graphs)
+    if not total:
+        return []
+    found = []
+    for is_attention in (True, False):
+        names = {name for graph in graphs for name in _side(graph, is_attention)}
+        for name in sorted(names):
+            if any(len(_side(graph, is_attention)) > 1 for graph in graphs):
+                changed = sum(_replay_without(graph, name, is_attention, link) for graph in graphs)
+                found.append(WhatIf(name, 1.0 - changed / total))
+    return sorted(found, key=lambda each: -each.gain)
+
+
+def _side(graph: StepGraph, is_attention: bool) -> Durations:
+    return graph.attention if is_attention else graph.experts
+
+
+def _replay_without(graph: StepGraph, name: str, is_attention: bool, link: float) -> float:
+    """Replay one step with `name` made average."""
+    side = dict(_side(graph, is_attention))
+    others = [grid for other, grid in side.items() if other != name]
+    if name in side and others:
+        side[name] = [
+            [
+                min(own, fmean(grid[layer][micro_batch] for grid in others))
+                for micro_batch, own in enumerate(row)
+            ]
+            for layer, row in enumerate(side[name])
+        ]
+    if is_attention:
+        return replay(side, graph.experts, link)
+    return replay(graph.attention, side, link)

@@ -1,0 +1,52 @@
+"""Human-readable sizes: parsing `2GiB` and printing byte counts.
+
+Owns nothing else; knows no configuration.
+"""
+
+from __future__ import annotations
+
+import re
+
+from topspin.errors import ConfigError
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "kb": 10**3,
+    "m": 10**6,
+    "mb": 10**6,
+    "g": 10**9,
+    "gb": 10**9,
+    "t": 10**12,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_size(text: str, *, option: str) -> int:
+    """Return the number of bytes that `text` names, e.g. `2GiB`, `512MiB` or `1000000`.
+
+    Raises ConfigError naming `option` when the text is not a positive size.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{option}: {text!r} is not a size; write for example 2GiB or 512MiB")
+    size_bytes = int(float(match.group(1)) * factor)
+    if size_bytes <= 0:
+        raise ConfigError(f"{option}: {text!r} is not a positive size")
+    return size_bytes
+
+
+def format_size(size_bytes: int) -> str:
+    """Return `size_bytes` in the largest binary unit that keeps at least one whole digit."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
