@@ -1,0 +1,1 @@
+"""Benchmarks: one script per question; each prints a table and writes JSON to results/."""
