@@ -1,0 +1,70 @@
+"""The M2N benchmark measures every backend, and its ratios say what they claim."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import m2n, report
+from topspin.cli import main
+
+
+@pytest.mark.parametrize(
+    ("topology", "backends"),
+    [("1x1", m2n.OURS + m2n.BASELINES), ("2x2", ("shm", "tcp", "gloo", "zmq ipc"))],
+)
+def test_every_backend_plays_on_both_sides(
+    topology: str, backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(m2n, "TRIPS", 8)
+    monkeypatch.setattr(m2n, "BURST_BYTES", 4096)
+    num_nodes = sum(int(part) for part in topology.split("x"))
+    rows = m2n.run([topology], [8192], backends, rounds=1)
+    assert [row["backend"] for row in rows] == m2n.backends_of(
+        num_nodes // 2, num_nodes // 2, backends
+    )
+    for row in rows:
+        assert row["message_bytes"] == 8192
+        assert 0 < row["p50_us"] <= row["p99_us"]
+        assert row["gb_per_s"] > 0
+
+
+def test_ratios_are_how_many_times_better_ours_is() -> None:
+    def row(backend: str, size: int, p50_us: float, gb_per_s: float) -> dict[str, object]:
+        return {
+            "topology": "1x1",
+            "message_bytes": size,
+            "backend": backend,
+            "p50_us": p50_us,
+            "gb_per_s": gb_per_s,
+        }
+
+    found = m2n.ratios(
+        [
+            row("gloo", 65536, 100.0, 1.0),
+            row("shm spin", 65536, 20.0, 2.0),
+            row("tcp", 65536, 50.0, 2.0),
+            row("gloo", 262144, 100.0, 1.5),
+            row("shm spin", 262144, 20.0, 6.0),
+        ]
+    )
+    assert found == {
+        "gloo p50 / shm spin p50 at 64 KB": 5.0,
+        "shm spin / gloo throughput at 256 KB": 4.0,
+        "gloo p50 / tcp p50 at 64 KB": 2.0,
+    }
+
+
+def test_the_command_writes_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(m2n, "TRIPS", 8)
+    flags = ["--topologies", "1x1", "--sizes", "4096", "--backends", "local", "--rounds", "1"]
+    assert main(["bench", "m2n", *flags]) == 0
+    written = json.loads((tmp_path / "m2n.json").read_text())
+    assert [row["backend"] for row in written["rows"]] == ["local"]
+    assert written["machine"]["cores"] >= 1
+    assert "p50" in capsys.readouterr().out

@@ -1,0 +1,330 @@
+"""Tiny random checkpoints of every supported family, and the oracle that generates from them.
+
+Owns the registry of named variants (make_checkpoint), written by transformers itself in
+float32 with a byte-level tokenizer and a chat template, and oracle_generate: greedy
+decoding by transformers with the top-1/top-2 logit margin, so that a test can tell a real
+difference from one of summation order. Shared by all test folders; knows nothing of ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+HIDDEN_SIZE = 64
+VOCAB_SIZE = 288
+BOS_TOKEN_ID = 256
+EOS_TOKEN_ID = 257
+
+_SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>")
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN_SIZE,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+    "tie_word_embeddings": False,
+}
+_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MIXTRAL: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 48,
+}
+_OLMOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 4, "intermediate_size": 40}
+_LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8.0,
+    "beta_slow": 1.0,
+}
+
+
+class Variant(NamedTuple):
+    """A family (a transformers model_type) and what differs from the common tiny shape."""
+
+    model_type: str
+    overrides: Mapping[str, Any]
+
+
+VARIANTS: dict[str, Variant] = {
+    "llama": Variant("llama", {"num_key_value_heads": 4}),
+    "llama_gqa_rope_linear": Variant(
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "llama3_rope": Variant("llama", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama_yarn": Variant("llama", {"rope_parameters": _YARN_ROPE, "max_position_embeddings": 128}),
+    "llama_dynamic_ntk": Variant(
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+            "max_position_embeddings": 16,
+        },
+    ),
+    "llama_bias": Variant("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "mixtral": Variant("mixtral", _MIXTRAL),
+    "mixtral_sliding_window": Variant(
+        "mixtral", {**_MIXTRAL, "sliding_window": 8, "tie_word_embeddings": True}
+    ),
+    "qwen2_moe": Variant(
+        "qwen2_moe",
+        {
+            **_MOE,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 40,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen2_moe_sparse_step": Variant(
+        "qwen2_moe",
+        {
+            **_MOE,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 3,
+        },
+    ),
+    "qwen3_moe": Variant(
+        "qwen3_moe",
+        {**_MOE, "num_experts_per_tok": 4, "head_dim": 32, "norm_topk_prob": True},
+    ),
+    "qwen3_moe_unnormalised": Variant(
+        "qwen3_moe",
+        {
+            **_MOE,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [0],
+            "head_dim": 8,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmoe": Variant("olmoe", {**_OLMOE, "norm_topk_prob": False}),
+    "olmoe_clip_qkv": Variant(
+        "olmoe",
+        {
+            **_OLMOE,
+            "num_key_value_heads": 4,
+            "clip_qkv": 0.7,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    ),
+}
+
+MOE_VARIANTS: tuple[str, ...] = tuple(
+    name for name, variant in VARIANTS.items() if variant.model_type != "llama"
+)
+
+
+class Generated(NamedTuple):
+    """One prompt's continuation: its tokens, and the least top-1/top-2 logit margin."""
+
+    tokens: list[int]
+    margin: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OracleResult:
+    """Per prompt: the greedy tokens, and the minimum logit margin over the steps."""
+
+    tokens: list[list[int]]
+    margins: list[float]
+
+
+def make_checkpoint(path: Path, name: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write variant `name` (a key of VARIANTS) into directory `path` and return it.
+
+    Weights depend on `seed` only. `overrides` change options of the HuggingFace config.
+    """
+    variant = VARIANTS[name]
+    options = {**_COMMON, **variant.overrides, **overrides}
+    model = _build(variant.model_type, options)
+    _randomise(model, seed=seed)
+    path.mkdir(parents=True, exist_ok=True)
+    _quietly(lambda: model.save_pretrained(path))
+    write_tokenizer(path)
+    return path
+
+
+def write_tokenizer(path: Path) -> None:
+    """Write tokenizer.json (one token per byte, a few merges, specials) and its config."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: idx for idx, symbol in enumerate(alphabet)}
+    for idx, token in enumerate(_SPECIAL_TOKENS):
+        vocab[token] = BOS_TOKEN_ID + idx
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("\u0120", "the"), ("e", "r")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in _SPECIAL_TOKENS])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "eos_token": "<|eos|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def oracle_model(path: Path) -> Any:
+    """Return transformers' float32 model of a checkpoint, in evaluation mode."""
+    loader = _transformers().AutoModelForCausalLM
+    return _quietly(
+        lambda: loader.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    )
+
+
+def oracle_generate(
+    path: Path,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    *,
+    stop_at_eos: bool = False,
+) -> OracleResult:
+    """Continue each prompt alone (no padding) by transformers, greedily, in float32.
+
+    Without stop_at_eos every continuation has max_new_tokens tokens.
+    """
+    model = oracle_model(path)
+    eos = _eos_ids(model) if stop_at_eos else frozenset()
+    results = [_generate(model, prompt, max_new_tokens, eos) for prompt in prompts]
+    return OracleResult(
+        tokens=[result.tokens for result in results], margins=[result.margin for result in results]
+    )
+
+
+def _build(model_type: str, options: Mapping[str, Any]) -> Any:
+    library = _transformers()
+    config = _quietly(lambda: library.AutoConfig.for_model(model_type, **options))
+    loader = library.AutoModelForCausalLM
+    return _quietly(lambda: loader.from_config(config).to(torch.float32).eval())
+
+
+def _transformers() -> Any:
+    # Imported late: it takes a second that tests without an oracle need not wait.
+    return importlib.import_module("transformers")
+
+
+def _randomise(model: Any, *, seed: int) -> None:
+    """Give every parameter a random value that makes the network's parts matter.
+
+    transformers' own 0.02 leaves logits nearly flat at this size; here matrices keep the
+    scale of their input, experts and routers differ clearly, norms are near one, and the
+    output is sharp enough for a greedy margin.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    is_tied = bool(model.config.tie_word_embeddings)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                # Four times the output makes up for the small tied embedding.
+                gain = 4.0 if is_tied and name == "model.norm.weight" else 1.0
+                parameter.copy_(gain * (1.0 + 0.2 * noise))
+            else:
+                parameter.copy_(_scale(name, noise.shape[-1], is_tied=is_tied) * noise)
+
+
+def _scale(name: str, num_inputs: int, *, is_tied: bool) -> float:
+    scale: float = num_inputs**-0.5
+    if name.endswith("bias"):
+        return 0.3
+    if "embed_tokens" in name:
+        # A large tied embedding would only ever repeat the last token.
+        return 0.1 if is_tied else 1.0
+    if name.endswith("gate.weight") or "shared_expert_gate" in name:
+        return 2.0 * scale
+    if "lm_head" in name:
+        return 3.0 * scale
+    return 1.3 * scale
+
+
+def _generate(
+    model: Any, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int]
+) -> Generated:
+    # Dynamic NTK frequencies are state of the module; a fresh one is what one request
+    # alone would see.
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(model.config)
+    tokens: list[int] = []
+    margin = float("inf")
+    cache = None
+    input_ids = torch.tensor([list(prompt)])
+    with torch.no_grad():
+        for _ in range(max_new_tokens):
+            output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            best = output.logits[0, -1].float().topk(2)
+            margin = min(margin, float(best.values[0] - best.values[1]))
+            token = int(best.indices[0])
+            tokens.append(token)
+            if token in eos:
+                break
+            input_ids = torch.tensor([[token]])
+    return Generated(tokens=tokens, margin=margin)
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list) else [eos])
+
+
+def _quietly(action: Callable[[], Any]) -> Any:
+    """Run `action` without transformers' progress bars and notices."""
+    logging = _transformers().utils.logging
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return action()
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()

@@ -1,0 +1,332 @@
+"""A whole engine inside the test process: every part real, but threads for processes.
+
+Owns the wiring: server.scheduler's Service, attention and expert workers, the control
+channel over an abstract socket and any transport run as they do in production, so that
+a matrix of layouts costs seconds. tests/system starts the same parts as processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from attention_nodes.command import connect_worker
+from expert_nodes.worker import ExpertWorker
+from models.config import load_model_config
+from server.scheduler.engine_facts import read_facts
+from server.scheduler.service import Service
+from topspin.channel import (
+    FAILOVER_HEARTBEAT,
+    RELAXED_HEARTBEAT,
+    ControlClient,
+    ControlServer,
+)
+from topspin.config import (
+    CacheSection,
+    ComputeSection,
+    EngineConfig,
+    FailoverSection,
+    M2NSection,
+    ModelSection,
+    Payload,
+    SchedulerSection,
+    TopologySection,
+    resolve,
+)
+from topspin.local_node import LocalNode
+from topspin.membership import run_node
+from topspin.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineState,
+    Hello,
+    Message,
+    Outputs,
+    RequestFailed,
+    SamplingParams,
+    Stats,
+    StatsQuery,
+    TokenLogprobs,
+    Trace,
+    TraceRequest,
+    pack_ints,
+)
+
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class Collected:
+    """What one request has received."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    failed: RequestFailed | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.failed is not None
+
+
+def engine_config(
+    path: Path,
+    *,
+    attention_nodes: int = 1,
+    expert_nodes: int = 1,
+    transport: Literal["local", "shm", "tcp", "nixl"] = "local",
+    payload: Payload = "auto",
+    micro_batches: int | None = 1,
+    kernels: str = "cpu",
+    deterministic: bool = False,
+    num_threads: int = 1,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    block_size: int = 4,
+    kv_cache_bytes: int = 8 * 2**20,
+    window_rows: int = 16,
+    max_num_batched_tokens: int = 48,
+    deadline_s: float = TIMEOUT_S,
+    failover: FailoverSection | None = None,
+    **scheduler: Any,
+) -> EngineConfig:
+    """Return a resolved configuration for a tiny model; windows are small on purpose."""
+    model = load_model_config(path)
+    if model.moe is None:
+        expert_nodes = 1  # more would be refused, and this one is not started
+    config = EngineConfig(
+        model=ModelSection(path=str(path), dtype=dtype),
+        topology=TopologySection(attention_nodes=attention_nodes, expert_nodes=expert_nodes),
+        scheduler=SchedulerSection(
+            max_num_seqs=16,
+            max_num_batched_tokens=max_num_batched_tokens,
+            micro_batches=micro_batches,
+            **scheduler,
+        ),
+        cache=CacheSection(block_size=block_size, kv_cache_bytes=kv_cache_bytes),
+        m2n=M2NSection(
+            transport=transport, payload=payload, window_rows=window_rows, deadline_s=deadline_s
+        ),
+        failover=failover or FailoverSection(),
+        compute=ComputeSection(
+            kernels=kernels, num_threads=num_threads, deterministic=deterministic
+        ),
+    )
+    return resolve(
+        config,
+        checkpoint_dtype=model.dtype,
+        max_position_embeddings=model.context_length,
+        num_experts=model.moe.num_experts if model.moe is not None else 0,
+    )
+
+
+class Engine:
+    """A running engine and one gateway connection to it. Use as a context manager.
+
+    Nodes named in `external` are the test's to start, at `address`. With `--restart on` the
+    others start again when they end, while `may_restart` is set; `dead` has the process ids
+    of lost nodes, `states` and `details` what the gateway was told.
+    """
+
+    def __init__(self, config: EngineConfig, *, external: Sequence[str] = ()) -> None:
+        self.config = config
+        self.address = self._address = f"ipc://@topspin-test-{secrets.token_hex(8)}"
+        self._path = Path(config.model.path)
+        self._threads: list[threading.Thread] = []
+        self.exit_statuses: dict[str, int] = {}
+        self.dead: list[int] = []
+        self.states: list[str] = []
+        self.details: list[str] = []
+        self._external = external
+        self._is_stopping = False
+        self.may_restart = threading.Event()
+        self.may_restart.set()
+        restarts = config.failover.restart
+        heartbeat = FAILOVER_HEARTBEAT if restarts else RELAXED_HEARTBEAT
+        self._channel = ControlServer(self._address, heartbeat=heartbeat)
+        self._service = Service(
+            self._channel,
+            config,
+            read_facts(config.model.path, 1),
+            clock=time.monotonic,
+            logger=logging.getLogger("scheduler"),
+            report_dead=self.dead.append,
+        )
+        self._start("scheduler", self._run_service)
+        self._start_nodes()
+        self._client = ControlClient(self._address)
+        self._client.send(Hello(role="gateway", index=0, incarnation=1, revision=_revision()))
+        self.requests: dict[str, Collected] = {}
+        self._num_added = 0
+        self._num_queries = 0
+        self.state = EngineState(state="starting")
+        if not external:
+            self.wait_until_ready()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_stopping = True
+        self.may_restart.set()
+        self._service.request_stop("the test is over")
+        self._client.send(StatsQuery(query_id=0))  # wakes the scheduler's poll
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), f"{thread.name} does not stop"
+        self._client.close()
+        assert set(self.exit_statuses.values()) == {0}, self.exit_statuses
+
+    def _start(self, name: str, target: Any) -> None:
+        def run() -> None:
+            self.exit_statuses[name] = target()
+            while self.exit_statuses[name] and self.config.failover.restart:
+                self.may_restart.wait()
+                if self._is_stopping or name == "scheduler":
+                    return
+                self.exit_statuses[name] = target()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run_service(self) -> int:
+        try:
+            return self._service.run()
+        finally:
+            self._channel.close()
+
+    def _start_nodes(self) -> None:
+        topology = self.config.topology
+        if self.config.m2n.transport == "local":
+            node = LocalNode(
+                address=self._address,
+                model_path=self._path,
+                attention_nodes=topology.attention_nodes,
+                expert_nodes=topology.expert_nodes,
+            )
+            self._start("local", node.run)
+            return
+        for index in range(topology.expert_nodes):
+            if f"expert {index}" not in self._external:
+                self._start(f"expert {index}", lambda index=index: self._run_expert(index))
+        for index in range(topology.attention_nodes):
+            if f"attention {index}" not in self._external:
+                self._start(f"attention {index}", lambda index=index: self._run_attention(index))
+
+    def _run_expert(self, index: int) -> int:
+        def body(control: ControlClient) -> None:
+            transport = self.config.m2n.transport
+            assert transport in ("shm", "tcp", "nixl")
+            ExpertWorker(control, index=index, model_path=self._path).run(transport)
+
+        return run_node(
+            "expert", index, self._address, logger=logging.getLogger("expert"), body=body
+        )
+
+    def _run_attention(self, index: int) -> int:
+        return run_node(
+            "attention",
+            index,
+            self._address,
+            logger=logging.getLogger("attention"),
+            body=lambda control: connect_worker(control, index=index, model_path=self._path),
+        )
+
+    def wait_until_ready(self) -> None:
+        """Wait until the engine serves; call it yourself if there are external nodes."""
+        while self.state.state != "ready":
+            message = self._receive()
+            assert isinstance(message, EngineState), message
+            assert message.state in ("starting", "ready", "recovering"), message
+            self._take(message)
+
+    def _receive(self) -> Message:
+        message = self._client.recv(TIMEOUT_S)
+        assert message is not None, "the engine is silent"
+        return message
+
+    # A gateway's calls.
+
+    def add(self, prompt: Sequence[int], *, cache_salt: str = "", **sampling: Any) -> str:
+        """Send a request (greedy and seeded unless `sampling` says otherwise)."""
+        request_id = f"r{self._num_added}"
+        self._num_added += 1
+        fields = {"max_tokens": 24, "seed": 1234, "temperature": 0.0, **sampling}
+        self._client.send(
+            AddRequest(
+                request_id=request_id,
+                prompt=pack_ints(prompt),
+                sampling=SamplingParams(**fields),
+                cache_salt=cache_salt,
+            )
+        )
+        self.requests[request_id] = Collected()
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self._client.send(AbortRequest(request_id=request_id))
+        del self.requests[request_id]
+
+    def collect(self, *, until: Any = None) -> None:
+        """Read outputs until every request has ended (or `until()` is true)."""
+        done = until or (lambda: all(each.ended for each in self.requests.values()))
+        while not done():
+            self._take(self._receive())
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, EngineState):
+            self.state = message
+            self.states.append(message.state)
+            self.details.append(message.detail)
+            return
+        if isinstance(message, RequestFailed):
+            request = self.requests[message.request_id]
+            assert not request.ended, f"{message.request_id} ended twice"
+            request.failed = message
+            return
+        assert isinstance(message, Outputs), message
+        for output in message.outputs:
+            request = self.requests.get(output.request_id, Collected())
+            assert not request.ended, f"{output.request_id} ended twice"
+            assert output.index == len(request.tokens) or output.request_id not in self.requests
+            request.tokens += output.token_ids
+            request.logprobs += output.logprobs
+            request.finish_reason = output.finish_reason
+            request.num_cached_tokens = max(request.num_cached_tokens, output.num_cached_tokens)
+
+    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
+        """Run all prompts at once to their ends; returns their output tokens."""
+        ids = [self.add(prompt, **sampling) for prompt in prompts]
+        self.collect()
+        failures = [self.requests[each].failed for each in ids if self.requests[each].failed]
+        assert not failures, failures
+        return [self.requests[each].tokens for each in ids]
+
+    def trace(self, seconds: float) -> Trace:
+        """Return the stamps of all nodes; call when no request is open."""
+        self._num_queries += 1
+        self._client.send(TraceRequest(query_id=self._num_queries, seconds=seconds))
+        message = self._receive()
+        assert isinstance(message, Trace), message
+        return message
+
+    def stats(self) -> Stats:
+        """Return the scheduler's counters; call when no request is open."""
+        self._num_queries += 1
+        self._client.send(StatsQuery(query_id=self._num_queries))
+        message = self._receive()
+        assert isinstance(message, Stats), message
+        return message
+
+
+def _revision() -> str:
+    from topspin import __version__
+
+    return __version__

@@ -1,0 +1,61 @@
+"""Faults on demand in the nets of nodes that the test did not open itself.
+
+Owns the patch of the two doors through which nodes get their nets. Used in the process of
+the tests (threads for nodes) and in tests.system.chaos_node (real nodes). What a fault does
+to a frame is m2n_comm.faults'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from attention_nodes import command
+from m2n_comm.faults import Fault, FaultInjector
+from m2n_comm.open import ExpertListener, connect_attention
+
+
+class OnDemand(FaultInjector):
+    """Does to the next frame what `fault` says, and then nothing more.
+
+    An exception stands for a bug: sending the frame raises it, and the node ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.fault: Fault | Exception | None = None
+        self.num_injected = 0
+
+    def next_fault(self) -> Fault | None:
+        """Return the wanted fault, once."""
+        fault, self.fault = self.fault, None
+        self.num_injected += fault is not None
+        if isinstance(fault, Exception):
+            raise fault
+        return fault
+
+
+@contextmanager
+def faulty_nets(injector_of: Callable[[str, int], OnDemand | None]) -> Iterator[None]:
+    """Attach `injector_of(role, index)` to every net that a node opens meanwhile."""
+    connect, accept = connect_attention, ExpertListener.accept
+
+    def faulty_connect(*args: Any, **kwargs: Any) -> Any:
+        return _attach(connect(*args, **kwargs), injector_of("attention", kwargs["index"]))
+
+    def faulty_accept(*args: Any, **kwargs: Any) -> Any:
+        return _attach(accept(*args, **kwargs), injector_of("expert", kwargs["index"]))
+
+    with (
+        mock.patch.object(command, "connect_attention", faulty_connect),
+        mock.patch.object(ExpertListener, "accept", faulty_accept),
+    ):
+        yield
+
+
+def _attach(net: Any, injector: OnDemand | None) -> Any:
+    if injector is not None:
+        injector.attach(net)
+    return net

@@ -1,0 +1,59 @@
+"""Checkpoints with their oracle's answers, made once per test session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from models.config import load_model_config
+from tests.checkpoints import make_checkpoint, oracle_generate
+
+NUM_PROMPTS = 8
+NUM_TOKENS = 24
+# Below this top-1/top-2 logit margin another order of summation may choose another token.
+MIN_MARGIN = 1e-3
+PROMPT_LENS = (5, 41, 17, 1, 30, 8, 64, 12, 3, 23, 9, 50, 14, 2, 33, 19)
+
+
+class Case(NamedTuple):
+    """A checkpoint, prompts, and what transformers continues them with, greedily in fp32."""
+
+    path: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+
+CaseOf = Callable[[str], Case]
+
+
+@pytest.fixture(scope="session")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> CaseOf:
+    """Return the function that gives a variant's Case, cached."""
+    cases: dict[str, Case] = {}
+
+    def get(variant: str) -> Case:
+        if variant not in cases:
+            cases[variant] = _make_case(tmp_path_factory.mktemp(variant), variant)
+        return cases[variant]
+
+    return get
+
+
+def _make_case(directory: Path, variant: str) -> Case:
+    path = make_checkpoint(directory, variant)
+    config = load_model_config(path)
+    longest = config.context_length - NUM_TOKENS
+    rng = np.random.default_rng(11)
+    prompts = [
+        rng.integers(0, config.vocab_size, size=1 + (length - 1) % longest).tolist()
+        for length in PROMPT_LENS
+    ]
+    result = oracle_generate(path, prompts, NUM_TOKENS)
+    clear = [idx for idx, margin in enumerate(result.margins) if margin >= MIN_MARGIN]
+    assert len(clear) >= NUM_PROMPTS, f"{variant}: margins {result.margins}"
+    chosen = clear[:NUM_PROMPTS]
+    return Case(path, [prompts[idx] for idx in chosen], [result.tokens[idx] for idx in chosen])

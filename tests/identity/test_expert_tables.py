@@ -1,0 +1,237 @@
+"""Experts move while requests run, and no token changes: copies, live tables, balance.
+
+The engine is whole; see tests/engine.py. Tables are asked for by the scheduler's own hook,
+at points that are counted in output tokens, so that they fall into prefill and decode.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+
+from models.config import load_model_config
+from server.scheduler.expert_balance import balance
+from tests.checkpoints import oracle_generate
+from tests.engine import TIMEOUT_S, Engine, engine_config
+from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, Case, CaseOf
+from topspin.config import BalanceSection, EngineConfig
+from topspin.expert_table import ExpertTable, uniform_table
+from topspin.messages import Stats
+
+TRANSPORTS = ("local", "shm", "tcp")
+NUM_EXPERTS = 8
+NUM_LAYERS = 2
+
+
+def config_of(
+    path: Path, topology: tuple[int, int], *, balance: BalanceSection, **settings: Any
+) -> EngineConfig:
+    config = engine_config(path, attention_nodes=topology[0], expert_nodes=topology[1], **settings)
+    return msgspec.structs.replace(config, balance=balance)
+
+
+def only_copies(redundant: int) -> BalanceSection:
+    return BalanceSection(redundant_experts=redundant, interval_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("transport", "topology", "redundant", "micro_batches"),
+    [("local", (1, 3), 5, 2), ("shm", (2, 2), 8, 1), ("tcp", (1, 3), 9, 1)],
+)
+def test_copies_change_no_token(
+    case_of: CaseOf, transport: str, topology: tuple[int, int], redundant: int, micro_batches: int
+) -> None:
+    case = case_of("mixtral")
+    config = config_of(
+        case.path,
+        topology,
+        balance=only_copies(redundant),
+        transport=transport,
+        micro_batches=micro_batches,
+    )
+    with Engine(config) as engine:
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+
+
+def random_tables(num_nodes: int, *, redundant: int, seed: int) -> Iterator[ExpertTable]:
+    """Yield tables with the sizes of the uniform one and experts anywhere."""
+    rng = random.Random(seed)
+    first = uniform_table(
+        num_layers=NUM_LAYERS,
+        num_experts=NUM_EXPERTS,
+        num_nodes=num_nodes,
+        num_redundant=redundant,
+    )
+    while True:
+        layers = []
+        for layer in first.slots:
+            names = rng.sample(range(NUM_EXPERTS), NUM_EXPERTS)
+            nodes = [[names[expert] for expert in experts] for experts in layer]
+            for experts in nodes:
+                rng.shuffle(experts)
+            layers.append(tuple(map(tuple, nodes)))
+        yield ExpertTable(version=1, num_experts=NUM_EXPERTS, slots=tuple(layers))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("variant", "transport", "topology", "redundant", "micro_batches"),
+    [
+        ("mixtral", "local", (2, 2), 2, 1),
+        ("mixtral", "shm", (1, 3), 4, 2),
+        ("mixtral", "shm", (2, 2), 0, 1),
+        ("mixtral", "tcp", (2, 2), 3, 1),
+        ("olmoe", "shm", (1, 2), 2, 1),  # experts joined in one matrix, in bfloat16
+    ],
+)
+def test_tables_change_while_streams_go_on(
+    case_of: CaseOf,
+    variant: str,
+    transport: str,
+    topology: tuple[int, int],
+    redundant: int,
+    micro_batches: int,
+    dtype: str,
+) -> None:
+    """Prompts go in chunks of 16 tokens, and whenever a table is in use the next is asked for."""
+    case = case_of(variant)
+    settings: dict[str, Any] = {
+        "transport": transport,
+        "micro_batches": micro_batches,
+        "max_num_batched_tokens": 16,
+        "dtype": dtype,
+    }
+    config = config_of(case.path, topology, balance=only_copies(redundant), **settings)
+    tables = random_tables(topology[1], redundant=redundant, seed=len(transport))
+    with Engine(config) as engine:
+        balancer = engine._service._balancer
+        ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
+
+        def go_on() -> bool:
+            if not balancer.is_preparing and balancer._wanted is None:
+                balancer.ask(next(tables))
+            return all(engine.requests[each].ended for each in ids)
+
+        engine.collect(until=go_on)
+        assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
+        tokens = [engine.requests[each].tokens for each in ids]
+        stats = engine.stats()
+    assert stats.expert_table_version >= 3
+    assert stats.expert_migrations > 0
+    if dtype == "float32":
+        assert tokens == case.tokens
+    else:
+        assert [len(each) for each in tokens] == [NUM_TOKENS] * len(ids)
+
+
+@pytest.fixture(scope="module")
+def skewed(case_of: CaseOf, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Return a model that takes expert 2 or 3 for every token, with the oracle's answers."""
+    case = case_of("mixtral")
+    path = tmp_path_factory.mktemp("skewed")
+    shutil.copytree(case.path, path, dirs_exist_ok=True)
+    weights = load_file(path / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith("block_sparse_moe.gate.weight"):
+            # Opposite logits, far from 0: each token takes one of the two first.
+            tensor[2] *= 8.0
+            tensor[3] = -tensor[2]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    result = oracle_generate(path, case.prompts, NUM_TOKENS)
+    clear = [idx for idx, margin in enumerate(result.margins) if margin >= MIN_MARGIN]
+    assert len(clear) >= 4, result.margins
+    return Case(path, [case.prompts[i] for i in clear], [result.tokens[i] for i in clear])
+
+
+def counted(engine: Engine, num_pairs: int) -> Stats:
+    """Return the stats once the expert nodes have reported `num_pairs` pairs per layer."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        stats = engine.stats()
+        totals = [sum(layer) for layer in stats.expert_tokens]
+        if totals == [num_pairs] * NUM_LAYERS:
+            return stats
+        assert max(totals) <= num_pairs
+    raise AssertionError(f"{totals} pairs reported instead of {num_pairs} per layer")
+
+
+@pytest.mark.parametrize("transport", ["local", "shm"])
+def test_every_routed_pair_is_reported_once(case_of: CaseOf, transport: str) -> None:
+    """All by the nodes' own clock, without a request to wake them."""
+    case = case_of("mixtral")
+    model = load_model_config(case.path)
+    assert model.moe is not None
+    config = config_of(
+        case.path, (2, 2), balance=only_copies(0), transport=transport, prefix_caching=False
+    )
+    # The last token of a request is sampled and never computed.
+    num_tokens = sum(len(prompt) + NUM_TOKENS - 1 for prompt in case.prompts)
+    with Engine(config) as engine:
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        stats = counted(engine, model.moe.top_k * num_tokens)
+        assert all(len(layer) == model.moe.num_experts for layer in stats.expert_tokens)
+
+
+@pytest.mark.parametrize(("transport", "redundant"), [("local", 0), ("shm", 2), ("tcp", 2)])
+def test_a_skewed_model_is_balanced_live(
+    skewed: Case, transport: str, redundant: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expert_nodes.worker.COUNTS_INTERVAL_S", 0.02)
+    monkeypatch.setattr("topspin.local_node.COUNTS_INTERVAL_S", 0.02)
+    config = config_of(
+        skewed.path,
+        (1, 2),
+        balance=BalanceSection(redundant_experts=redundant, interval_s=0.0, half_life_pairs=4096),
+        transport=transport,
+        prefix_caching=False,
+        max_num_batched_tokens=64,
+    )
+    num_tokens = sum(len(prompt) + NUM_TOKENS - 1 for prompt in skewed.prompts)
+    with Engine(config) as engine:
+        service = engine._service
+        assert engine.generate(skewed.prompts, max_tokens=NUM_TOKENS) == skewed.tokens
+        before = counted(engine, 2 * num_tokens)
+        assert (before.expert_table_version, before.expert_migrations) == (1, 0)
+        assert before.expert_balance > 1.1
+        # Streams run while the table changes.
+        ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in skewed.prompts]
+        engine.collect(until=lambda: any(engine.requests[each].tokens for each in ids))
+        service.request_balance()
+        engine.collect()
+        assert [engine.requests[each].tokens for each in ids] == skewed.tokens
+        during = counted(engine, 4 * num_tokens)
+        assert during.expert_table_version == 2
+        assert 0 < during.expert_migrations <= NUM_LAYERS * (NUM_EXPERTS + redundant)
+        assert during.expert_balance_before > 1.05
+        assert engine.generate(skewed.prompts, max_tokens=NUM_TOKENS) == skewed.tokens
+        after = counted(engine, 6 * num_tokens)
+        loads = [list(map(float, layer)) for layer in after.expert_tokens]
+        now = service._table
+    assert after.expert_balance < 1 + (before.expert_balance - 1) / 2
+    first = uniform_table(
+        num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_nodes=2, num_redundant=redundant
+    )
+    assert balance(now, loads) < 1 + (balance(first, loads) - 1) / 2
+
+
+def test_the_clock_asks_for_balance_by_itself(skewed: Case) -> None:
+    """With an interval that has always passed, the table changes as soon as counts suffice."""
+    config = config_of(
+        skewed.path,
+        (1, 2),
+        balance=BalanceSection(interval_s=1e-6, half_life_pairs=2),
+        transport="shm",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("expert_nodes.worker.COUNTS_INTERVAL_S", 0.0)
+        with Engine(config) as engine:
+            assert engine.generate(skewed.prompts, max_tokens=NUM_TOKENS) == skewed.tokens
+            assert engine.stats().expert_table_version >= 2

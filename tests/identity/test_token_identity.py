@@ -1,0 +1,204 @@
+"""Greedy output in fp32 equals transformers' token for token, on every layout.
+
+The engine is whole (scheduler, control channel, transports), its processes are threads;
+see tests/engine.py. The full product of families and layouts is marked slow.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.config import load_model_config
+from tests.checkpoints import MOE_VARIANTS, VARIANTS, make_checkpoint, oracle_generate
+from tests.engine import Engine, engine_config
+from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, CaseOf
+
+TRANSPORTS = ("local", "shm", "tcp")
+TOPOLOGIES = ((1, 1), (2, 2), (1, 3))
+LAYOUTS = tuple(product(TRANSPORTS, TOPOLOGIES, (1, 2, 3, 4)))
+# Every family once, each on another layout, so that together they meet many.
+SPREAD = tuple(
+    (variant, *LAYOUTS[(idx * 7 + 1) % len(LAYOUTS)]) for idx, variant in enumerate(MOE_VARIANTS)
+)
+DENSE = tuple(sorted(set(VARIANTS) - set(MOE_VARIANTS)))
+
+
+def generate(
+    case_of: CaseOf,
+    variant: str,
+    transport: str,
+    topology: tuple[int, int],
+    micro_batches: int,
+    **settings: Any,
+) -> None:
+    case = case_of(variant)
+    config = engine_config(
+        case.path,
+        attention_nodes=topology[0],
+        expert_nodes=topology[1],
+        transport=transport,  # type: ignore[arg-type]
+        micro_batches=micro_batches,
+        **settings,
+    )
+    with Engine(config) as engine:
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+
+
+@pytest.mark.parametrize(("variant", "transport", "topology", "micro_batches"), SPREAD)
+def test_every_family(
+    case_of: CaseOf, variant: str, transport: str, topology: tuple[int, int], micro_batches: int
+) -> None:
+    generate(case_of, variant, transport, topology, micro_batches)
+
+
+@pytest.mark.parametrize("variant", DENSE)
+@pytest.mark.parametrize("transport", ["local", "shm"])
+def test_dense_models_run_without_expert_nodes(
+    case_of: CaseOf, variant: str, transport: str
+) -> None:
+    generate(case_of, variant, transport, (2, 1), 2)
+
+
+@pytest.mark.parametrize(("transport", "topology", "micro_batches"), LAYOUTS)
+def test_every_layout(
+    case_of: CaseOf, transport: str, topology: tuple[int, int], micro_batches: int
+) -> None:
+    generate(case_of, "qwen2_moe", transport, topology, micro_batches)
+
+
+def test_an_fp32_payload_changes_no_token_and_a_bf16_payload_none_of_a_bf16_model(
+    case_of: CaseOf,
+) -> None:
+    generate(case_of, "qwen2_moe", "shm", (1, 3), 2, payload="fp32")
+    case = case_of("qwen2_moe")
+    outputs = []
+    for payload in ("auto", "bf16"):
+        config = engine_config(
+            case.path, expert_nodes=2, transport="tcp", dtype="bfloat16", payload=payload
+        )
+        with Engine(config) as engine:
+            outputs.append(engine.generate(case.prompts, max_tokens=NUM_TOKENS))
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("payload", ["fp8", "int8"])
+def test_a_compressed_payload_serves_the_whole_engine(case_of: CaseOf, payload: Any) -> None:
+    case = case_of("qwen2_moe")
+    outputs = []
+    for transport in ("local", "shm"):
+        config = engine_config(
+            case.path, expert_nodes=1, transport=transport, payload=payload, micro_batches=2
+        )
+        with Engine(config) as engine:
+            outputs.append(engine.generate(case.prompts, max_tokens=NUM_TOKENS))
+    # The rows are coded token by token, so the transport does not matter.
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+@pytest.mark.parametrize(
+    ("topology", "micro_batches"),
+    [
+        ((2, 2), 2),
+        pytest.param((1, 1), 3, marks=pytest.mark.slow),
+        pytest.param((1, 3), 4, marks=pytest.mark.slow),
+    ],
+)
+def test_layouts_over_nixl(case_of: CaseOf, topology: tuple[int, int], micro_batches: int) -> None:
+    generate(case_of, "qwen3_moe", "nixl", topology, micro_batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+@pytest.mark.parametrize(("transport", "topology", "micro_batches"), LAYOUTS)
+@pytest.mark.parametrize("variant", MOE_VARIANTS)
+def test_every_family_on_every_layout(
+    case_of: CaseOf,
+    variant: str,
+    transport: str,
+    topology: tuple[int, int],
+    micro_batches: int,
+    kernels: str,
+) -> None:
+    generate(case_of, variant, transport, topology, micro_batches, kernels=kernels)
+
+
+@pytest.mark.parametrize("variant", ["mixtral_sliding_window", "qwen3_moe"])
+def test_reference_kernels(case_of: CaseOf, variant: str) -> None:
+    generate(case_of, variant, "shm", (1, 1), 2, kernels="reference")
+
+
+@pytest.mark.parametrize(
+    ("transport", "topology", "micro_batches"), [("shm", (1, 1), 1), ("local", (2, 2), 3)]
+)
+def test_preemption_does_not_change_tokens(
+    case_of: CaseOf, transport: str, topology: tuple[int, int], micro_batches: int
+) -> None:
+    """A pool that holds the longest request and little more forces recompute."""
+    case = case_of("mixtral")
+    model = load_model_config(case.path)
+    bytes_per_token = 2 * 4 * model.num_layers * model.kv_size
+    longest = max(map(len, case.prompts)) + NUM_TOKENS
+    config = engine_config(
+        case.path,
+        attention_nodes=topology[0],
+        expert_nodes=topology[1],
+        transport=transport,  # type: ignore[arg-type]
+        micro_batches=micro_batches,
+        kv_cache_bytes=(longest + 8) * bytes_per_token,
+    )
+    with Engine(config) as engine:
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("transport", "topology", "micro_batches"), [("shm", (1, 1), 2), ("tcp", (2, 2), 1)]
+)
+def test_prefix_cache_hits_do_not_change_tokens(
+    case_of: CaseOf, transport: str, topology: tuple[int, int], micro_batches: int
+) -> None:
+    case = case_of("olmoe")
+    config = engine_config(
+        case.path,
+        attention_nodes=topology[0],
+        expert_nodes=topology[1],
+        transport=transport,  # type: ignore[arg-type]
+        micro_batches=micro_batches,
+    )
+    with Engine(config) as engine:
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        cold = engine.stats()
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        warm = engine.stats()
+        assert warm.prefix_cache_hits > cold.prefix_cache_hits
+        longest = max(range(len(case.prompts)), key=lambda idx: len(case.prompts[idx]))
+        again = engine.add(case.prompts[longest], max_tokens=NUM_TOKENS)
+        engine.collect()
+        assert engine.requests[again].tokens == case.tokens[longest]
+        assert engine.requests[again].num_cached_tokens >= len(case.prompts[longest]) - 5
+        # Another tenant finds nothing.
+        other = engine.add(case.prompts[longest], max_tokens=NUM_TOKENS, cache_salt="other")
+        engine.collect()
+        assert engine.requests[other].tokens == case.tokens[longest]
+        assert engine.requests[other].num_cached_tokens == 0
+
+
+def test_dynamic_ntk_shares_no_prefix(tmp_path: Path) -> None:
+    """Beyond its positions such a model rotates a prompt's keys by the prompt's own length."""
+    path = make_checkpoint(tmp_path, "llama_dynamic_ntk", max_position_embeddings=32)
+    rng = np.random.default_rng(2)
+    prefix = rng.integers(0, 250, size=40).tolist()
+    prompts = [prefix, [*prefix[:36], 9, 7], prefix[:33]]
+    oracle = oracle_generate(path, prompts, 12)
+    assert min(oracle.margins) >= MIN_MARGIN, oracle.margins
+    with Engine(engine_config(path)) as engine:
+        tokens = [engine.generate([prompt], max_tokens=12)[0] for prompt in prompts]
+        assert tokens == oracle.tokens
+        assert engine.stats().prefix_cache_hits == 0

@@ -1,0 +1,39 @@
+"""`topspin serve` whose nodes are chaos nodes: the same flags, processes and supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+from topspin.launch import LaunchContext, launch, role_commands
+from topspin.serve_command import ServeArguments, add_arguments, engine_config
+from topspin.supervisor import RoleCommand
+
+NODES = ("attention_nodes", "expert_nodes")
+
+
+def chaos_commands(context: LaunchContext) -> list[RoleCommand]:
+    """Return a real engine's commands, the nodes' through tests.system.chaos_node."""
+    return [_chaotic(command) for command in role_commands(context)]
+
+
+def _chaotic(command: RoleCommand) -> RoleCommand:
+    module = next((word for word in command.argv if word in NODES), None)
+    if module is None:
+        return command
+    position = command.argv.index(module)
+    argv = (*command.argv[:position], "tests.system.chaos_node", *command.argv[position:])
+    return replace(command, argv=argv)
+
+
+def main() -> int:
+    """Serve until told to stop; returns the exit status."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args(sys.argv[2:], namespace=ServeArguments())  # after "serve"
+    return launch(engine_config(arguments), roles=chaos_commands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""A real `topspin serve` and its processes, for tests.
+
+Owns starting the command on a free port, waiting for what it prints, and looking at its
+process tree through /proc. Knows no test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+READY = re.compile(r"ready at (http://\S+)")
+READY_TIMEOUT_S = 120.0
+ROLES = {
+    "attention_nodes": "attention",
+    "expert_nodes": "expert",
+    "server.scheduler": "scheduler",
+    "server.gateway": "gateway",
+    "topspin.local_node": "local",
+}
+
+
+class Server:
+    """`python -m topspin serve` with its output in a file. Use as a context manager.
+
+    `module` may be another one that serves with the same flags.
+    """
+
+    def __init__(self, model: Path, directory: Path, *flags: str, module: str = "topspin") -> None:
+        self.output_path = directory / f"serve-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", module, "serve", str(model), "--port", "0"]
+        command += ["--served-model-name", "tiny", "--kv-cache-memory", "8MiB", *flags]
+        with self.output_path.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.url = self._wait_until_ready()
+        self.pids = self.pids_by_role()
+
+    def _wait_until_ready(self) -> str:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            found = READY.search(self.output)
+            if found:
+                return found.group(1)
+            try:
+                self.process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(f"topspin serve exited: {self.output}")
+        self.process.kill()
+        raise AssertionError(f"not ready: {self.output}")
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text(errors="replace")
+
+    def pids_by_role(self) -> dict[str, int]:
+        pids: dict[str, int] = {}
+        for pid in descendants(self.process.pid):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            role = next((ROLES[word] for word in words if word in ROLES), None)
+            if role is not None:
+                index = words[words.index("--index") + 1] if "--index" in words else None
+                pids[role if index is None else f"{role} {index}"] = pid
+        return pids
+
+    def kill(self, role: str) -> float:
+        """SIGKILL a role; returns the time of it (monotonic seconds)."""
+        os.kill(self.pids[role], signal.SIGKILL)
+        return time.monotonic()
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        return self.process.wait(timeout_s)
+
+    def assert_nothing_left(self, timeout_s: float = 10.0) -> None:
+        """Fail if a role process outlives the supervisor."""
+        deadline = time.monotonic() + timeout_s
+        while alive := {role for role, pid in self.pids.items() if is_running(pid)}:
+            assert time.monotonic() < deadline, f"orphans: {alive}"
+            os.sched_yield()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            status = self.wait()
+            if error is None:
+                assert status == 0, self.output
+        if error is None:
+            self.assert_nothing_left()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of all processes below `pid`."""
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Say whether `pid` exists and is no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the user and system time that `pid` has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

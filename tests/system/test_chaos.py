@@ -1,0 +1,156 @@
+"""Real processes, and what happens to them: streams go on as if nothing had.
+
+The smoke row runs by default; the matrix and the soak are slow. Every event is one of
+tests.system.chaos; what must come of each is the tokens of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.system import chaos
+from tests.system.chaos import EVENTS, Streams, check_identical, wait_until, wait_until_whole
+from tests.system.server import Server
+
+NUM_TOKENS = 60
+MIN_MARGIN = 5e-4
+# A step takes about 40 ms, so that things happen in the middle of something.
+FLAGS = ("--restart", "on", "--link-latency-us", "5000", "--step-deadline", "2")
+# What the issue of a node's death may take to be noticed, beside a loaded machine's delays.
+CLOSED_S, FROZEN_S, SLACK_S = 1.0, 2.0, 1.0
+
+
+class Model(NamedTuple):
+    """A checkpoint, prompts (the last one long), and their greedy continuations."""
+
+    path: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = make_checkpoint(tmp_path_factory.mktemp("chaos"), "qwen3_moe")
+    prompts = [[5, 9, 200, 31, 77], list(range(40, 70)), [(7 * i) % 250 for i in range(150)]]
+    result = oracle_generate(path, prompts, NUM_TOKENS)
+    assert min(result.margins) >= MIN_MARGIN, min(result.margins)
+    return Model(path, prompts, result.tokens)
+
+
+def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
+    model: Model, tmp_path: Path
+) -> None:
+    """The smoke row."""
+    with Server(model.path, tmp_path, *FLAGS, "--attention-nodes", "2") as server:
+        streams = Streams(server.url, model.prompts, NUM_TOKENS)
+        streams.wait_for_events(12)
+        chaos.kill(server, "expert 0")
+        noticed_s = wait_until(lambda: "lost expert 0" in server.output, "not noticed")
+        assert noticed_s < CLOSED_S + SLACK_S
+        check_identical(streams.join(), model.tokens)
+        wait_until_whole(server)
+        streams = Streams(server.url, model.prompts, NUM_TOKENS)
+        streams.wait_for_events(12)
+        started = time.monotonic()
+        chaos.stop_and_continue(server, "attention 0")
+        assert time.monotonic() - started < FROZEN_S + SLACK_S
+        check_identical(streams.join(), model.tokens)
+        assert "attention 0 was killed by SIGKILL; it is started again" in server.output
+
+
+# Thinks the expert table over all the time and takes every gain: experts are always moving.
+RESTLESS = (
+    *("--redundant-experts", "2", "--expert-balance-interval", "0.05"),
+    *("--expert-balance-min-gain", "0", "--expert-load-half-life", "1"),
+)
+
+
+@pytest.fixture(scope="module", params=["shm", "tcp", "shm restless"])
+def chaotic(
+    model: Model, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("chaotic")
+    transport, _, restless = request.param.partition(" ")
+    nodes = ("--attention-nodes", "2", "--expert-nodes", "2")
+    flags = ("--transport", transport, *nodes, *(RESTLESS if restless else ()))
+    module = "tests.system.chaos_serve"
+    with Server(
+        model.path, directory, *FLAGS, *flags, "--max-num-batched-tokens", "64", module=module
+    ) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["prefill", "mid-stream"])
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("role", ["attention 0", "expert 1"])
+def test_the_matrix(chaotic: Server, model: Model, role: str, event: str, moment: str) -> None:
+    wait_until_whole(chaotic)
+    seen = len(chaotic.output)
+    streams = Streams(chaotic.url, model.prompts, NUM_TOKENS)
+    if moment == "mid-stream":
+        streams.wait_for_events(15)
+    else:
+        # The long prompt alone takes three steps.
+        time.sleep(0.06)
+    EVENTS[event](chaotic, role)
+    check_identical(streams.join(), model.tokens)
+    if event in ("kill", "stop and continue"):
+        assert f"lost {role}" in chaotic.output[seen:]
+
+
+@pytest.mark.slow
+def test_experts_have_moved_where_they_should(
+    chaotic: Server, request: pytest.FixtureRequest
+) -> None:
+    """After the rows of the matrix: where experts should have moved, they have."""
+    moved = chaotic.output.count("is in use")
+    assert (moved >= 3) == ("restless" in request.node.callspec.id)
+
+
+@pytest.mark.slow
+def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
+    """Ten minutes of streams and losses: memory and descriptors of the others stay flat."""
+    duration_s = float(os.environ.get("TOPSPIN_SOAK_S", "600"))
+    flags = ("--attention-nodes", "2", "--expert-nodes", "2")
+    module = "tests.system.chaos_serve"
+    with Server(model.path, tmp_path, *FLAGS, *flags, module=module) as server:
+        watched = [server.pids[role] for role in ("scheduler", "gateway", "attention 1")]
+        samples: list[list[tuple[int, int]]] = []
+        ends = time.monotonic() + duration_s
+        roles = itertools.cycle(("attention 0", "expert 1"))
+        for event, role in zip(itertools.cycle(EVENTS), roles, strict=False):
+            streams = Streams(server.url, model.prompts, NUM_TOKENS)
+            streams.wait_for_events(10)
+            EVENTS[event](server, role)
+            check_identical(streams.join(), model.tokens)
+            wait_until_whole(server)
+            samples.append([(resident_kib(pid), num_descriptors(pid)) for pid in watched])
+            if time.monotonic() > ends:
+                break
+        assert len(samples) >= 4
+        for name, first, last in zip(
+            ("scheduler", "gateway", "attention 1"),
+            samples[len(samples) // 4],
+            samples[-1],
+            strict=True,
+        ):
+            assert last[1] <= first[1] + 4, f"{name}: descriptors {first[1]} -> {last[1]}"
+            assert last[0] <= first[0] * 1.1 + 8192, f"{name}: KiB {first[0]} -> {last[0]}"
+
+
+def resident_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+
+def num_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))

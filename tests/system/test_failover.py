@@ -1,0 +1,196 @@
+"""Failover inside one process (nodes are threads): faults in frames, and a node that was
+thought dead and was not (a real process, without a supervisor that would end it)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import msgspec
+import pytest
+
+from m2n_comm.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
+from models.config import load_model_config
+from tests.engine import Engine, engine_config
+from tests.faults import OnDemand, faulty_nets
+from tests.system.conftest import NUM_TOKENS, Tiny
+from topspin.config import BalanceSection, EngineConfig, FailoverSection
+
+DEADLINE_S = 0.5
+FAULTS: dict[str, Fault] = {
+    "dropped": Drop(),
+    "duplicated": Duplicate(),
+    "reordered": Reorder(),
+    "of another step": Change("step", 999),
+    "of another life": Change("attention_incarnation", 999),
+    "of another table": Change("table_version", 999),
+    "damaged": Damage(20),
+}
+
+
+def make_config(
+    tiny: Tiny,
+    transport: Literal["shm", "tcp"],
+    *,
+    deadline_s: float = DEADLINE_S,
+    num_nodes: int = 1,
+) -> EngineConfig:
+    return engine_config(
+        tiny.path,
+        transport=transport,
+        deadline_s=deadline_s,
+        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+        attention_nodes=num_nodes,
+        expert_nodes=num_nodes,
+    )
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("role", ["attention", "expert"])
+def test_every_fault_of_a_frame_is_recovered_from(
+    tiny: Tiny, transport: Literal["shm", "tcp"], role: str
+) -> None:
+    injector = OnDemand()
+    config = make_config(tiny, transport, num_nodes=2)
+
+    def injector_of(net_role: str, index: int) -> OnDemand | None:
+        return injector if (net_role, index) == (role, 0) else None
+
+    with faulty_nets(injector_of), Engine(config) as engine:
+        for name, fault in FAULTS.items():
+            disturb(engine, tiny, injector, fault, name)
+        stats = engine.stats()
+        assert stats.num_preemptions == 0
+        assert stats.num_replays >= len(tiny.prompts)
+    assert injector.num_injected == len(FAULTS)
+    assert engine.dead == []
+    # Nothing of a duplicate is ever read twice in shared memory; all else is noticed.
+    assert engine.states.count("recovering") >= len(FAULTS) - 2
+
+
+def with_replicas(tiny: Tiny, config: EngineConfig) -> EngineConfig:
+    """Return `config` with every expert on both nodes."""
+    model = load_model_config(tiny.path)
+    assert model.moe is not None
+    balance = BalanceSection(redundant_experts=model.moe.num_experts, interval_s=0.0)
+    return msgspec.structs.replace(config, balance=balance)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_expert_node_with_live_replicas_is_done_without(
+    tiny: Tiny, transport: Literal["shm", "tcp"]
+) -> None:
+    injector = OnDemand()
+    config = with_replicas(tiny, make_config(tiny, transport, num_nodes=2))
+
+    def injector_of(role: str, index: int) -> OnDemand | None:
+        return injector if (role, index) == ("expert", 1) else None
+
+    with faulty_nets(injector_of), Engine(config) as engine:
+        engine.may_restart.clear()
+        disturb(engine, tiny, injector, RuntimeError("a bug"), "crash")
+        assert "without expert 1" in engine.details
+        # And once it can come back, it does, with its share.
+        engine.may_restart.set()
+        engine.collect(until=lambda: engine.details[-1] == "" and engine.state.state == "ready")
+        assert engine.generate(tiny.prompts, max_tokens=NUM_TOKENS) == tiny.tokens
+        assert engine.stats().expert_table_version == 3
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_losses_while_the_expert_table_changes(
+    tiny: Tiny, transport: Literal["shm", "tcp"]
+) -> None:
+    """Experts change places all the time, frames are lost, and nodes crash, in turn."""
+    injectors = {("expert", 1): OnDemand(), ("attention", 0): OnDemand()}
+    config = make_config(tiny, transport, num_nodes=2)
+    with (
+        faulty_nets(lambda role, index: injectors.get((role, index))),
+        Engine(config) as engine,
+    ):
+        balancer = engine._service._balancer
+
+        def change_on() -> None:
+            if not balancer.is_preparing and balancer._wanted is None:
+                table = engine._service._table
+                swapped = tuple(layer[::-1] for layer in table.slots)
+                balancer.ask(msgspec.structs.replace(table, slots=swapped))
+
+        faults: list[Fault | Exception] = [Drop(), RuntimeError("a bug")] * 2
+        for number, fault in enumerate(faults):
+            injector = list(injectors.values())[number // 2]
+            disturb(engine, tiny, injector, fault, f"loss {number}", meanwhile=change_on)
+        assert all(each.num_injected == 2 for each in injectors.values())
+        assert engine.stats().expert_table_version > 4
+
+
+def disturb(
+    engine: Engine,
+    tiny: Tiny,
+    injector: OnDemand,
+    fault: Fault | Exception,
+    name: str,
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Let `fault` happen in the middle of all requests; their outputs must not show it."""
+    ids = [engine.add(prompt, max_tokens=NUM_TOKENS, cache_salt=name) for prompt in tiny.prompts]
+
+    def have(count: int) -> bool:
+        meanwhile()
+        return all(len(engine.requests[each].tokens) >= count for each in ids)
+
+    engine.collect(until=lambda: have(4))
+    injector.fault = fault
+    engine.collect(until=lambda: have(NUM_TOKENS))
+    assert [engine.requests[each].tokens for each in ids] == tiny.tokens, name
+    assert all(engine.requests[each].failed is None for each in ids)
+
+
+@contextmanager
+def expert_process(engine: Engine, tiny: Tiny) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "expert_nodes", "--control", engine.address),
+            *("--model", str(tiny.path), "--index", "0", "--transport", "shm"),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_back_from_the_dead_harms_nobody(tiny: Tiny) -> None:
+    config = make_config(tiny, "shm", deadline_s=30.0)
+    with (
+        Engine(config, external=("expert 0",)) as engine,
+        expert_process(engine, tiny) as zombie,
+    ):
+        engine.wait_until_ready()
+        ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in tiny.prompts]
+        engine.collect(until=lambda: all(engine.requests[each].tokens for each in ids))
+        os.kill(zombie.pid, signal.SIGSTOP)
+        engine.collect(until=lambda: engine.dead == [zombie.pid])
+        with expert_process(engine, tiny):
+            engine.wait_until_ready()
+            # It wakes in the middle of a step of a generation that is over.
+            os.kill(zombie.pid, signal.SIGCONT)
+            engine.collect()
+            assert [engine.requests[each].tokens for each in ids] == tiny.tokens
+            _, log = zombie.communicate(timeout=20)
+            assert zombie.returncode == 1
+            assert "closed the control connection" in log or "refused" in log
+            assert engine.generate(tiny.prompts, max_tokens=NUM_TOKENS) == tiny.tokens
+            assert engine.dead == [zombie.pid]

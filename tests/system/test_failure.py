@@ -1,0 +1,150 @@
+"""A killed role: every request ends once, typed, in time; nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.system.conftest import Tiny
+from tests.system.server import Server
+
+# Two MoE layers, two hops each: about 80 ms a step, so that requests are still under way.
+SLOW_LINK = ("--link-latency-us", "20000")
+NUM_STREAMS = 3
+DETECTION_S = 3.0
+
+
+class Ended(NamedTuple):
+    """How one stream ended: its error events, how many [DONE], and when."""
+
+    num_tokens: int
+    errors: list[dict[str, Any]]
+    num_done: int
+    at: float
+
+
+def stream(url: str, prompt: list[int], started: threading.Semaphore) -> Ended:
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 200,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    num_tokens, num_done, errors = 0, 0, []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                num_done += 1
+            elif line.startswith("data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    errors.append(event["error"])
+                else:
+                    if num_tokens == 0:
+                        started.release()
+                    num_tokens += sum(len(each["token_ids"]) for each in event["choices"])
+    return Ended(num_tokens, errors, num_done, time.monotonic())
+
+
+def run_streams(server: Server, prompts: list[list[int]]) -> tuple[list[threading.Thread], Any]:
+    """Start streams and return once each has received tokens."""
+    started = threading.Semaphore(0)
+    results: dict[int, Ended] = {}
+    threads = []
+    for idx in range(NUM_STREAMS):
+
+        def run(idx: int = idx) -> None:
+            results[idx] = stream(server.url, prompts[idx % len(prompts)], started)
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+    for _ in range(NUM_STREAMS):
+        assert started.acquire(timeout=30)
+    return threads, results
+
+
+@pytest.mark.parametrize(
+    ("role", "transport"),
+    [
+        ("expert 0", "shm"),
+        ("attention 0", "shm"),
+        ("scheduler", "shm"),
+        ("expert 0", "tcp"),
+        ("local", "local"),
+    ],
+)
+def test_a_killed_role_ends_every_request_with_one_typed_error(
+    tiny: Tiny, tmp_path: Path, role: str, transport: str
+) -> None:
+    shared_memory = sorted(os.listdir("/dev/shm"))
+    with Server(tiny.path, tmp_path, "--transport", transport, *SLOW_LINK) as server:
+        threads, results = run_streams(server, tiny.prompts)
+        killed_at = server.kill(role)
+        for thread in threads:
+            thread.join(30)
+        assert len(results) == NUM_STREAMS
+        for ended in results.values():
+            assert len(ended.errors) == 1, ended
+            assert ended.errors[0]["code"] in {"node_lost", "step_failed"}, ended
+            assert ended.num_done == 1
+            assert 0 < ended.num_tokens < 200
+            assert ended.at - killed_at < DETECTION_S
+        assert server.wait() == 1
+        assert role in server.output
+        assert "SIGKILL" in server.output
+    assert sorted(os.listdir("/dev/shm")) == shared_memory
+
+
+def test_a_killed_gateway_stops_the_engine(tiny: Tiny, tmp_path: Path) -> None:
+    with Server(tiny.path, tmp_path) as server:
+        server.kill("gateway")
+        assert server.wait() == 1
+        assert "gateway" in server.output
+
+
+def test_a_frozen_gateway_serves_again(tiny: Tiny, tmp_path: Path) -> None:
+    with Server(tiny.path, tmp_path, "--restart", "on") as server:  # the shorter heartbeat
+        os.kill(server.pids["gateway"], signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while "a gateway is gone" not in server.output:
+            assert time.monotonic() < deadline, server.output
+            os.sched_yield()
+        os.kill(server.pids["gateway"], signal.SIGCONT)
+        while server.output.count("gateway 0 joined") < 2:
+            assert time.monotonic() < deadline, server.output
+            os.sched_yield()
+        while httpx.get(f"{server.url}/health").status_code != 200:
+            assert time.monotonic() < deadline, server.output
+        body = {"model": "tiny", "prompt": tiny.prompts[0], "max_tokens": 4}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+
+
+def test_roles_die_with_a_killed_supervisor(tiny: Tiny, tmp_path: Path) -> None:
+    with Server(tiny.path, tmp_path) as server:
+        server.process.kill()
+        assert server.wait() == -signal.SIGKILL
+        server.assert_nothing_left()
+
+
+def test_sigterm_ends_open_requests_and_exits_0(tiny: Tiny, tmp_path: Path) -> None:
+    with Server(tiny.path, tmp_path, *SLOW_LINK) as server:
+        threads, results = run_streams(server, tiny.prompts)
+        server.process.terminate()
+        for thread in threads:
+            thread.join(30)
+        assert server.wait() == 0
+        for ended in results.values():
+            assert [error["code"] for error in ended.errors] == ["engine_unavailable"]
+            assert ended.num_done == 1
