@@ -1,0 +1,1 @@
+"""The load tester behind `topspin bench serve`, `sweep` and `compare`; imports no torch."""

@@ -1,0 +1,186 @@
+"""What the load tester's parts hand one another: requests in, records out.
+
+Owns the types only: a BenchRequest is what a dataset asks for, a Target where it is sent, a
+Load when; a RequestRecord is all that was measured of one request, and a Run all of them.
+Datasets make BenchRequests; benchmarks.load.client makes a Run of them; metrics, result,
+report, sweep and compare read a Run. All times are seconds on one monotonic clock, counted
+from the start of the run, unless the name says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Message = dict[str, Any]
+Backend = Literal["openai", "openai-chat"]
+RampUp = Literal["linear", "exponential"]
+
+ENDPOINTS: dict[str, str] = {
+    "openai": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+}
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One request as a dataset asks for it; exactly one of `prompt` and `messages` is set.
+
+    In a session (multi-turn conversation) `messages` holds only what is new in this turn: the
+    user's message, and in turn 0 also a system message. The client sends the conversation so
+    far, with the replies that the model really gave, once the turn before has ended.
+    """
+
+    max_tokens: int
+    prompt: str | list[int] | None = None
+    messages: list[Message] | None = None
+    # How long the prompt is, where the dataset knows it; usage from the server goes first.
+    prompt_tokens: int | None = None
+    # A replayed timestamp, from the start of the run. In a later turn: not before this.
+    arrival_s: float | None = None
+    session: int | None = None
+    turn: int = 0
+    # Fields of this request's body, over those of the Target.
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if it is not one request."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("a request has either a prompt or messages")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; at least 1 is needed")
+        if self.turn and self.session is None:
+            raise ValueError(f"turn {self.turn} belongs to no session")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server of the OpenAI API: where, which endpoint, which model, with what in every body."""
+
+    base_url: str
+    model: str
+    backend: Backend = "openai"
+    # Path below base_url; None: the backend's usual one.
+    endpoint: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """The address that requests are posted to."""
+        return self.base_url.rstrip("/") + (self.endpoint or ENDPOINTS[self.backend])
+
+
+@dataclass(frozen=True)
+class Load:
+    """When requests are sent: open loop by rate, ramp or replay, or closed loop by users."""
+
+    request_rate: float = math.inf
+    # Shape of the gamma distribution of the gaps: 1 is Poisson, below 1 bursts, inf is a clock.
+    burstiness: float = 1.0
+    ramp_up: RampUp | None = None
+    ramp_up_start_rps: float | None = None
+    ramp_up_end_rps: float | None = None
+    # Take the requests' own arrival_s, times time_scale (2: half as fast).
+    replay: bool = False
+    time_scale: float = 1.0
+    max_concurrency: int | None = None
+    # Closed loop: each of so many users sends, reads the reply, thinks, and sends again.
+    users: int | None = None
+    think_time_s: float = 0.0
+    request_timeout_s: float = 600.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """All that was measured of one request; None where it never came to it.
+
+    intended_s <= admitted_s <= sent_s <= first_token_s <= last_token_s <= end_s.
+
+    `intended_s` is when the schedule wanted it sent: the arrival time in an open loop; in a
+    closed loop (users, or an infinite rate under a concurrency limit) the moment when a user
+    or a place became free. From intended to admitted it waited for a place under
+    --max-concurrency; from admitted to sent the client was late by its own fault.
+
+    An arrival is one read from the socket that brought output: events that come in one read
+    have been seen at one time. `arrival_tokens` says how many tokens each brought; exact where
+    the server tells (token ids, logprobs, running usage) or sent one token an event, else the
+    tokens of `usage` shared out by length of text.
+    """
+
+    index: int
+    intended_s: float
+    admitted_s: float | None = None
+    sent_s: float | None = None
+    first_token_s: float | None = None
+    # The last output, or the finish reason if that came later.
+    last_token_s: float | None = None
+    # When the reply was complete, or the failure was noticed.
+    end_s: float | None = None
+    arrival_times_s: tuple[float, ...] = ()
+    arrival_tokens: tuple[int, ...] = ()
+    arrival_tokens_exact: bool = True
+    # How many events carried output.
+    num_events: int = 0
+    prompt_tokens: int | None = None
+    output_tokens: int = 0
+    # "usage": the server's count. "events": it gave none; the least that its events can hold.
+    tokens_from: Literal["usage", "events"] = "usage"
+    max_tokens: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    http_status: int | None = None
+    # None: it succeeded. Else a short stable name, e.g. "http_429", "timeout", "connection".
+    error_kind: str | None = None
+    error: str = ""
+    session: int | None = None
+    turn: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the whole reply came."""
+        return self.error_kind is None
+
+
+@dataclass(frozen=True)
+class ClientHealth:
+    """Whether the client itself kept up; if `saturated`, the figures are the client's limits."""
+
+    # CPU seconds of this process over the run's duration: 1.0 is one core.
+    cpu_share: float
+    # How late a periodic timer of the event loop fired, in seconds.
+    loop_lag_p50_s: float
+    loop_lag_p99_s: float
+    loop_lag_max_s: float
+    # sent_s - admitted_s over all requests, in seconds.
+    send_lateness_p50_s: float
+    send_lateness_p99_s: float
+    send_lateness_max_s: float
+    # One full sentence for each reason why the client counts as saturated.
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the client, not the server, may be what was measured."""
+        return bool(self.reasons)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load test of one target: what metrics, JSON, report, sweep and compare read."""
+
+    target: Target
+    load: Load
+    records: tuple[RequestRecord, ...]
+    health: ClientHealth
+    duration_s: float
+    # Wall-clock start, ISO 8601 with the time zone.
+    started_at: str
+    # How many requests were asked for; more than len(records) if it was interrupted.
+    num_requested: int
+    interrupted: bool = False
+    # The dataset and what else the caller wants written beside the figures.
+    settings: dict[str, Any] = field(default_factory=dict)
