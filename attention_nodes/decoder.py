@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from attention_nodes.kv_cache import KvCache
@@ -18,6 +19,7 @@ from attention_nodes.step_inputs import MicroBatchInputs
 from kernels.contracts import LinearWeight, Routing
 from kernels.dispatch import Ops
 from models.config import ModelConfig
+from models.families import FAMILIES
 from models.weights import AttentionWeights, LayerWeights
 
 
@@ -144,10 +146,12 @@ class Decoder:
         """Choose the routed experts of normed [T, H]; only for MoE layers."""
         assert layer.router is not None
         assert self.config.moe is not None
+        rounds = FAMILIES[self.config.family].rounds_routing_weights
         return self._ops.route(
             self._ops.linear(normed, layer.router),
             top_k=self.config.moe.top_k,
             renormalise=self.config.moe.norm_topk_prob,
+            weights_dtype=normed.dtype if rounds else torch.float32,
         )
 
     def local_mlp(self, layer: Layer, normed: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ and takes results away, and hands in the net.
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from kernels.dispatch import select_ops
 from m2n_comm.net import AttentionNet, NetShape, NetTimes
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
+from models.unused_tensors import describe_unused, unused_tensors
 from models.weights import load_attention_weights
 from topspin.config import NodeConfig
 from topspin.errors import ProtocolError
@@ -40,6 +42,8 @@ from topspin.messages import (
 from topspin.progress import Beat
 from topspin.trace import Kind
 from topspin.trace_node import ring_of
+
+_log = logging.getLogger("attention")
 
 
 class Replica:
@@ -86,7 +90,11 @@ class Replica:
             dtype=dtype,
             max_len=config.model.max_model_len,
         )
-        weights = load_attention_weights(Checkpoint(path), model, dtype=dtype)
+        checkpoint = Checkpoint(path)
+        weights = load_attention_weights(checkpoint, model, dtype=dtype)
+        unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
+        if unused:
+            _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
         ops = select_ops(config.compute.kernels, dtype)
         replica = cls(model, Decoder(model, weights, ops, cache), cache.num_blocks, config)
         replica._warm_up()

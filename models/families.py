@@ -21,6 +21,8 @@ class Family:
     expert_gate, expert_up, expert_down: the three projections of one routed expert.
     kv_heads_default_to_heads: whether a missing num_key_value_heads means plain MHA;
     the other families must say it.
+    rounds_routing_weights: whether the weights of the chosen experts are rounded to the
+    model's dtype before they are used.
     """
 
     model_type: str
@@ -33,6 +35,7 @@ class Family:
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
+    rounds_routing_weights: bool = False
 
 
 _FAMILIES = (
@@ -64,6 +67,7 @@ _FAMILIES = (
         qk_norm="none",
         kv_heads_default_to_heads=False,
         moe_blocks=("mlp",),
+        rounds_routing_weights=True,
     ),
     Family(
         model_type="qwen3_moe",
@@ -73,6 +77,7 @@ _FAMILIES = (
         qk_norm="head",
         kv_heads_default_to_heads=False,
         moe_blocks=("mlp",),
+        rounds_routing_weights=True,
     ),
     Family(
         model_type="olmoe",
@@ -82,6 +87,7 @@ _FAMILIES = (
         qk_norm="full",
         kv_heads_default_to_heads=True,
         moe_blocks=("mlp",),
+        rounds_routing_weights=True,
     ),
 )
 

@@ -1,0 +1,45 @@
+"""Which tensors of a checkpoint no role reads: a sign that config.json describes another model.
+
+Owns the rule only. Knows no shapes and reads nothing; the attention node calls it once it
+has read its own tensors, and warns, as transformers does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from models.config import ModelConfig
+from models.families import FAMILIES, layer_name
+
+# Some old checkpoints store what is computed from the configuration.
+_COMPUTED = ".rotary_emb.inv_freq"
+
+
+def unused_tensors(names: Iterable[str], config: ModelConfig, *, read: frozenset[str]) -> list[str]:
+    """Return, sorted, the `names` that neither the attention role has `read` nor experts are.
+
+    What is left are layers or experts beyond those of `config`, or parts that its family
+    does not have.
+    """
+    rest = (name for name in names if name not in read and not name.endswith(_COMPUTED))
+    return sorted(name for name in rest if not _is_routed_expert(name, config))
+
+
+def describe_unused(unused: list[str], *, num_named: int = 3) -> str:
+    """Return a sentence part that counts `unused` and names the first few."""
+    named = ", ".join(unused[:num_named])
+    more = len(unused) - num_named
+    return f"{len(unused)} tensors: {named}" + (f" and {more} more" if more > 0 else "")
+
+
+def _is_routed_expert(name: str, config: ModelConfig) -> bool:
+    """Say whether an expert node may be asked to read `name`, in either layout."""
+    if config.moe is None:
+        return False
+    for layer_idx in config.moe_layers:
+        for block in FAMILIES[config.family].moe_blocks:
+            prefix = layer_name(layer_idx, f"{block}.experts.")
+            if name.startswith(prefix):
+                expert = name.removeprefix(prefix).split(".")[0]
+                return not expert.isdecimal() or int(expert) < config.moe.num_experts
+    return False

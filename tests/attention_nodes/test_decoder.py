@@ -1,0 +1,31 @@
+"""The router of a real replica against transformers', in the dtype that is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention_nodes.replica import Replica
+from tests.checkpoints import make_checkpoint, oracle_model
+from tests.engine import engine_config
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_routing_weights_are_transformers_bit_for_bit(
+    tmp_path: Path, variant: str, dtype: str
+) -> None:
+    """Qwen's and OLMoE's are rounded to the model's dtype, Mixtral's are not."""
+    path = make_checkpoint(tmp_path, variant)
+    config = engine_config(path, kernels="reference", dtype=dtype)
+    block = oracle_model(path).model.layers[0].mlp.to(getattr(torch, dtype))
+    hidden = torch.randn(40, block.gate.weight.shape[1], generator=torch.Generator().manual_seed(3))
+    hidden = hidden.to(getattr(torch, dtype))
+    with torch.inference_mode():
+        decoder = Replica.load(path, config.for_node())._decoder
+        routing = decoder.route(decoder.layers[0], hidden)
+        _, weights, experts = block.gate(hidden)
+    assert torch.equal(routing.experts, experts)
+    assert torch.equal(routing.weights, weights.float())
