@@ -31,6 +31,7 @@ from topspin.config import EngineConfig
 from topspin.cores import assign_cores
 from topspin.display import Display, open_display
 from topspin.errors import EngineError
+from topspin.process import CONFIG_ERROR_STATUS
 from topspin.supervisor import RoleCommand, Supervisor
 
 HEALTH_INTERVAL_S = 0.1
@@ -187,7 +188,8 @@ def launch(
     """Run the engine that the resolved `config` describes, until a signal or a failure.
 
     Must run in the main thread. Returns the exit status: 0 after an orderly stop, 1 after
-    a role has ended by itself, 128 + signal after a second signal cut the stop short.
+    a role has ended by itself, 2 if one did because its configuration cannot be served,
+    128 + signal after a second signal cut the stop short.
     Raises EngineError if the system cannot start a process. No process is left behind.
     """
     started = time.monotonic()
@@ -251,6 +253,8 @@ def _finish(supervisor: Supervisor, display: Display) -> int:
     supervisor.stop()
     if supervisor.was_forced:
         return 128 + (supervisor.signal_number or 0)
+    if failed and any(gone.returncode == CONFIG_ERROR_STATUS for gone in supervisor.exits):
+        return CONFIG_ERROR_STATUS  # the role that found it may not have been the first to end
     return 1 if failed else 0
 
 

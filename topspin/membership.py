@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 
 from topspin.channel import ControlClient
-from topspin.errors import PeerLost, ProtocolError, TopspinError, VersionMismatch
+from topspin.errors import ConfigError, PeerLost, ProtocolError, TopspinError, VersionMismatch
 from topspin.messages import (
     Goodbye,
     Hello,
@@ -23,6 +23,7 @@ from topspin.messages import (
     Topology,
     Welcome,
 )
+from topspin.process import CONFIG_ERROR_STATUS
 
 
 class Stopped(Exception):
@@ -87,7 +88,8 @@ def run_node(
 ) -> int:
     """Run `body` with a control connection to `address`; return the process's exit status.
 
-    0 after an orderly stop, 1 after an error, which is logged and told to the scheduler.
+    0 after an orderly stop; after an error, which is logged and told to the scheduler, 1, or
+    2 if the node was configured with what it cannot do.
     """
     control = ControlClient(address)
     try:
@@ -100,7 +102,7 @@ def run_node(
     except TopspinError as error:
         logger.error("%s %d: %s", role, index, error)
         control.send(Goodbye(role=role, index=index, code=error.code, message=str(error)))
-        return 1
+        return CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else 1
     except Exception as error:
         logger.exception("%s %d failed", role, index)
         message = f"{type(error).__name__}: {error}"

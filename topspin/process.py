@@ -14,6 +14,9 @@ import sys
 
 PARENT_PID_VARIABLE = "TOPSPIN_PARENT_PID"
 
+# How a role, and the command line, ends when what it was told cannot be done as it stands.
+CONFIG_ERROR_STATUS = 2
+
 _PR_SET_PDEATHSIG = 1
 
 

@@ -33,7 +33,7 @@ from topspin.channel import AsyncControlClient
 from topspin.config import EngineConfig, GatewaySection, load_config
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 from topspin.messages import Hello
-from topspin.process import follow_parent, new_incarnation, start_logging
+from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation, start_logging
 
 MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 65
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except TopspinError as error:
         _log.error("gateway: %s", error)
-        return 1
+        return CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else 1
     return 0
 
 

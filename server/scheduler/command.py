@@ -20,9 +20,7 @@ from server.scheduler.service import Service
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlServer
 from topspin.config import load_config
 from topspin.errors import ConfigError
-from topspin.process import follow_parent, start_logging
-
-CONFIG_ERROR_STATUS = 2
+from topspin.process import CONFIG_ERROR_STATUS, follow_parent, start_logging
 
 
 def main() -> int:

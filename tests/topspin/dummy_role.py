@@ -48,6 +48,12 @@ def crash() -> None:
     sys.exit(3)
 
 
+def refuse_configuration() -> None:
+    """End as a role does whose configuration cannot be served."""
+    say("--port 1: Permission denied")
+    sys.exit(2)
+
+
 def raw_output() -> None:
     """Write what is not a plain line: no newline at the end, no UTF-8, a very long line."""
     os.write(2, b"to stderr\n")
@@ -162,6 +168,7 @@ BEHAVIOURS: dict[str, Callable[..., None]] = {
     for behaviour in (
         wait,
         crash,
+        refuse_configuration,
         raw_output,
         die_by_signal,
         stubborn,

@@ -170,6 +170,16 @@ def test_a_role_that_fails_while_starting_ends_the_start() -> None:
     assert display.lines[told + 1 : told + 21] == [f"    line {n}" for n in range(5, 25)]
 
 
+def test_a_role_that_cannot_do_what_it_was_told_makes_it_a_configuration_error() -> None:
+    with nothing_left_open():
+        status = launch(
+            engine(),
+            roles=with_gateway(dummy("expert 0", "refuse_configuration"), num_refusals=10**9),
+            display=RecordingDisplay(),
+        )
+    assert status == 2
+
+
 def test_a_role_that_dies_later_ends_the_engine(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -312,7 +312,7 @@ def test_a_taken_port_is_named(checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, stderr = ended(start(checkpoint, "ipc://@topspin-test-nobody", port=port))
-    assert status == 1
+    assert status == 2
     assert f"--port {port}: Address already in use" in stderr
     assert "Traceback" not in stderr
 
