@@ -33,6 +33,7 @@ __all__ = [
     "name",
     "pack_experts",
     "pack_linear",
+    "pack_projection",
     "paged_attention",
     "pair_mlp",
     "permute",
@@ -71,6 +72,10 @@ def pack_linear(weight: Tensor) -> LinearWeight:
         return LinearWeight(weight.contiguous(), num_out, num_in, packed=False)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     return LinearWeight(packed, num_out, num_in, packed=True)
+
+
+# The matrices that --quantization covers; here they are packed as any other.
+pack_projection = pack_linear
 
 
 def _product(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:

@@ -72,6 +72,9 @@ class Ops(Protocol):
 
     def pack_linear(self, weight: Tensor) -> LinearWeight: ...
 
+    def pack_projection(self, weight: Tensor) -> LinearWeight:
+        """Pack, as `pack_linear`, one of the matrices that --quantization covers."""
+
     def linear(
         self,
         x: Tensor,

@@ -160,6 +160,10 @@ def pack_linear(weight: Tensor) -> LinearWeight:
     return LinearWeight(weight, weight.shape[0], weight.shape[1], packed=False)
 
 
+# The matrices that --quantization covers; here they are packed as any other.
+pack_projection = pack_linear
+
+
 def linear(
     x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
