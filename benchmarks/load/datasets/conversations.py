@@ -1,0 +1,242 @@
+"""Datasets of real text: ShareGPT, multi-turn conversations, and custom JSONL.
+
+Owns the three file formats. ShareGPT: a JSON list of {"conversations": [{"from", "value"}]};
+of each conversation the first message is the prompt and the second gives the output's length,
+as vllm bench serve takes it. Multi-turn: a JSON list of {"messages": [{"role", "content"}]},
+or ShareGPT's form; its users' turns are kept and its replies only give lengths, because the
+model's own replies are sent back. Custom: a JSON object a line with `prompt`, `messages` or
+`prompt_token_ids`, and optionally `output_tokens` and `timestamp` (seconds).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.load.contracts import BenchRequest, Message
+from benchmarks.load.datasets.lines import Entry, json_entries, jsonl_entries
+from benchmarks.load.datasets.settings import DatasetSettings
+from models.tokenizer import Tokenizer
+from topspin.errors import ConfigError, InvalidRequest
+
+# Who speaks, in the spellings that files use.
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
+# vllm bench serve leaves out ShareGPT prompts and replies shorter than this.
+_SHAREGPT_MIN_LEN = 4
+
+
+def sharegpt_requests(
+    settings: DatasetSettings, tokenizer: Tokenizer | None, rng: np.random.Generator
+) -> list[BenchRequest]:
+    """Return the first question of each conversation, with the length of its answer.
+
+    Conversations with fewer than two messages, or out of the bounds of length, are left out.
+    """
+    if tokenizer is None:
+        raise ConfigError("dataset sharegpt counts tokens: give --tokenizer DIRECTORY")
+    assert settings.path is not None
+    max_prompt_len, max_total_len = settings.lengths_allowed
+    found: list[BenchRequest] = []
+    for entry in _mixed(list(json_entries(settings.path)), settings, rng):
+        if len(found) == settings.num_prompts:
+            break
+        turns = _turns(entry, "conversations")
+        if len(turns) < 2:
+            continue
+        prompt = turns[0]["content"]
+        prompt_len = _length(entry, tokenizer, prompt, add_special_tokens=True)
+        output_len = settings.sharegpt_output_len
+        if output_len is None:
+            reply = turns[1]["content"]
+            output_len = _length(entry, tokenizer, reply, add_special_tokens=True)
+            if output_len < _SHAREGPT_MIN_LEN:
+                continue
+        if prompt_len < _SHAREGPT_MIN_LEN or prompt_len > max_prompt_len:
+            continue
+        if prompt_len + output_len <= max_total_len:
+            found.append(_text_request(prompt, prompt_len, output_len, chat=settings.chat))
+    return found
+
+
+def session_requests(
+    settings: DatasetSettings, tokenizer: Tokenizer | None, rng: np.random.Generator
+) -> list[BenchRequest]:
+    """Return the conversations of a file, one request per user turn, turn by turn.
+
+    The longest reply is --multi-turn-output-len, or the length of the file's reply.
+    """
+    assert settings.path is not None
+    sessions: list[list[BenchRequest]] = []
+    for entry in _mixed(list(json_entries(settings.path)), settings, rng):
+        key = "messages" if "messages" in entry.fields else "conversations"
+        turns = _turns(entry, key)
+        if any(turn["role"] == "user" for turn in turns):
+            sessions.append(_session(entry, turns, len(sessions), settings, tokenizer))
+        if settings.num_prompts is not None and len(sessions) >= settings.num_prompts:
+            break
+    longest = max((len(session) for session in sessions), default=0)
+    by_turn = [s[turn] for turn in range(longest) for s in sessions if turn < len(s)]
+    return by_turn[: settings.num_prompts]
+
+
+def _session(
+    entry: Entry,
+    turns: Sequence[Message],
+    session: int,
+    settings: DatasetSettings,
+    tokenizer: Tokenizer | None,
+) -> list[BenchRequest]:
+    """Return one conversation's user turns, each with the messages that are new in it."""
+    requests: list[BenchRequest] = []
+    new: list[Message] = []
+    for idx, message in enumerate(turns):
+        if message["role"] == "assistant":
+            continue
+        new.append(message)
+        if message["role"] == "system":
+            continue
+        output_len = settings.turn_output_len
+        if output_len is None:
+            reply = turns[idx + 1] if idx + 1 < len(turns) else None
+            if reply is None or reply["role"] != "assistant":
+                raise entry.place.error(
+                    f"message {idx + 1} has no reply to take the output's length from: "
+                    "give --multi-turn-output-len N"
+                )
+            if tokenizer is None:
+                raise ConfigError(
+                    "the lengths of a file's replies are counted in tokens: give --tokenizer "
+                    "DIRECTORY, or --multi-turn-output-len N"
+                )
+            output_len = max(1, _length(entry, tokenizer, reply["content"]))
+        requests.append(
+            BenchRequest(messages=new, max_tokens=output_len, session=session, turn=len(requests))
+        )
+        new = []
+    return requests
+
+
+def custom_requests(
+    settings: DatasetSettings, tokenizer: Tokenizer | None, rng: np.random.Generator
+) -> list[BenchRequest]:
+    """Return the lines of a custom file; with timestamps in the order of time, else mixed."""
+    assert settings.path is not None
+    entries = list(jsonl_entries(settings.path))
+    timed = [entry for entry in entries if entry.fields.get("timestamp") is not None]
+    if timed and len(timed) != len(entries):
+        untimed = next(e for e in entries if e.fields.get("timestamp") is None)
+        raise untimed.place.error("has no timestamp, but other lines have one")
+    if timed:
+        entries = sorted(entries, key=lambda entry: entry.number("timestamp", least=0))
+    else:
+        entries = _mixed(entries, settings, rng)
+    max_prompt_len, max_total_len = settings.lengths_allowed
+    found = []
+    start_s = float(entries[0].fields["timestamp"]) if timed else None
+    for entry in entries:
+        request = _custom(entry, settings, tokenizer, start_s)
+        prompt_len = request.prompt_tokens or 0
+        if prompt_len <= max_prompt_len and prompt_len + request.max_tokens <= max_total_len:
+            found.append(request)
+    return found[: settings.num_prompts]
+
+
+def _custom(
+    entry: Entry, settings: DatasetSettings, tokenizer: Tokenizer | None, start_s: float | None
+) -> BenchRequest:
+    kinds = [key for key in ("prompt", "messages", "prompt_token_ids") if key in entry.fields]
+    if len(kinds) != 1:
+        raise entry.place.error(
+            f"needs exactly one of prompt, messages and prompt_token_ids; has {kinds or 'none'}"
+        )
+    output_len = settings.custom_output_len
+    if output_len is None:
+        if "output_tokens" not in entry.fields:
+            raise entry.place.error("has no output_tokens: give --custom-output-len N")
+        output_len = entry.whole("output_tokens", least=1)
+    arrival_s = None if start_s is None else float(entry.fields["timestamp"]) - start_s
+    if kinds == ["messages"]:
+        if not settings.chat:
+            raise entry.place.error("messages need a chat endpoint: --backend openai-chat")
+        messages = _turns(entry, "messages")
+        if not messages or messages[-1]["role"] == "assistant":
+            raise entry.place.error("messages must end with a message to reply to")
+        return BenchRequest(messages=messages, max_tokens=output_len, arrival_s=arrival_s)
+    if kinds == ["prompt_token_ids"]:
+        if settings.chat:
+            raise entry.place.error("prompt_token_ids need /v1/completions: --backend openai")
+        ids = entry.ids("prompt_token_ids")
+        if not ids:
+            raise entry.place.error("prompt_token_ids is empty")
+        return BenchRequest(
+            prompt=ids, prompt_tokens=len(ids), max_tokens=output_len, arrival_s=arrival_s
+        )
+    prompt = entry.fields["prompt"]
+    if not isinstance(prompt, str) or not prompt:
+        raise entry.place.error("prompt must be a text that is not empty")
+    if settings.chat:
+        messages = [{"role": "user", "content": prompt}]
+        return BenchRequest(messages=messages, max_tokens=output_len, arrival_s=arrival_s)
+    length = None
+    if tokenizer is not None:
+        length = _length(entry, tokenizer, prompt, add_special_tokens=True)
+    return BenchRequest(
+        prompt=prompt, prompt_tokens=length, max_tokens=output_len, arrival_s=arrival_s
+    )
+
+
+def _text_request(prompt: str, prompt_len: int, output_len: int, *, chat: bool) -> BenchRequest:
+    if chat:
+        messages = [{"role": "user", "content": prompt}]
+        return BenchRequest(messages=messages, max_tokens=output_len)
+    return BenchRequest(prompt=prompt, prompt_tokens=prompt_len, max_tokens=output_len)
+
+
+def _turns(entry: Entry, key: str) -> list[Message]:
+    """Return the entry's messages as {"role", "content"}, from either spelling."""
+    raw: Any = entry.fields.get(key)
+    if not isinstance(raw, list):
+        raise entry.place.error(f"{key} must be a list of messages")
+    turns: list[Message] = []
+    for idx, message in enumerate(raw, 1):
+        fields = message if isinstance(message, dict) else {}
+        speaker = fields.get("role", fields.get("from"))
+        content = fields.get("content", fields.get("value"))
+        role = _ROLES.get(speaker) if isinstance(speaker, str) else None
+        if role is None:
+            raise entry.place.error(
+                f"message {idx} is from {speaker!r}; known: {', '.join(_ROLES)}"
+            )
+        if not isinstance(content, str):
+            raise entry.place.error(f"message {idx} has no text")
+        turns.append({"role": role, "content": content})
+    return turns
+
+
+def _mixed(
+    entries: Sequence[Entry], settings: DatasetSettings, rng: np.random.Generator
+) -> list[Entry]:
+    """Return the entries in an order by the seed, or their own with --disable-shuffle."""
+    if not settings.shuffle:
+        return list(entries)
+    return [entries[idx] for idx in rng.permutation(len(entries))]
+
+
+def _length(
+    entry: Entry, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False
+) -> int:
+    try:
+        return len(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except InvalidRequest as error:
+        raise entry.place.error(str(error)) from error

@@ -1,0 +1,103 @@
+"""Datasets that are made, not read: random, prefix-repetition, multi-turn.
+
+Pure: settings, a PromptMaker and a generator in, requests out. Knows no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.load.contracts import BenchRequest, Message
+from benchmarks.load.datasets.prompts import PromptMaker
+from benchmarks.load.datasets.settings import DEFAULT_NUM_PROMPTS, DatasetSettings
+
+
+def completion(
+    maker: PromptMaker, passages: Sequence[Sequence[int]], output_len: int, *, chat: bool
+) -> BenchRequest:
+    """Return one request whose prompt is the passages one after the other.
+
+    As a chat the passages are the user's message; the template adds tokens that are not known
+    here, so prompt_tokens is None.
+    """
+    prompt = maker.prompt(passages)
+    if chat:
+        return BenchRequest(messages=[{"role": "user", "content": prompt}], max_tokens=output_len)
+    num_tokens = sum(len(passage) for passage in passages)
+    return BenchRequest(prompt=prompt, prompt_tokens=num_tokens, max_tokens=output_len)
+
+
+def random_requests(
+    settings: DatasetSettings, maker: PromptMaker, rng: np.random.Generator
+) -> list[BenchRequest]:
+    """Return prompts of random tokens; lengths are uniform within the range ratio, ends included.
+
+    The lengths are drawn before the tokens, so that another vocabulary gives equal lengths.
+    """
+    count = settings.num_prompts or DEFAULT_NUM_PROMPTS
+    ratio = settings.random_range_ratio
+    input_lens = _lengths(rng, settings.random_input_len, ratio.input, count, least=0)
+    output_lens = _lengths(rng, settings.random_output_len, ratio.output, count, least=1)
+    prefix = maker.draw(rng, settings.random_prefix_len)
+    return [
+        completion(maker, [prefix, maker.draw(rng, input_len)], output_len, chat=settings.chat)
+        for input_len, output_len in zip(input_lens, output_lens, strict=True)
+    ]
+
+
+def _lengths(
+    rng: np.random.Generator, middle: int, ratio: float, count: int, *, least: int
+) -> list[int]:
+    low = max(least, int(np.floor(middle * (1 - ratio))))
+    high = max(low, int(np.ceil(middle * (1 + ratio))))
+    lengths: list[int] = rng.integers(low, high, size=count, endpoint=True).tolist()
+    return lengths
+
+
+def prefix_repetition_requests(
+    settings: DatasetSettings, maker: PromptMaker, rng: np.random.Generator
+) -> list[BenchRequest]:
+    """Return prompts that share a few long prefixes, each prefix equally often, in mixed order.
+
+    num_prompts that num_prefixes does not divide gives the first prefixes one prompt more.
+    """
+    count = settings.num_prompts or DEFAULT_NUM_PROMPTS
+    prefixes = [maker.draw(rng, settings.prefix_len) for _ in range(settings.num_prefixes)]
+    requests = [
+        completion(
+            maker,
+            [prefixes[idx % len(prefixes)], maker.draw(rng, settings.suffix_len)],
+            settings.prefix_output_len,
+            chat=settings.chat,
+        )
+        for idx in range(count)
+    ]
+    if settings.shuffle:
+        requests = [requests[idx] for idx in rng.permutation(count)]
+    return requests
+
+
+def made_sessions(
+    settings: DatasetSettings, maker: PromptMaker, rng: np.random.Generator
+) -> list[BenchRequest]:
+    """Return num_users conversations of num_turns turns with one system prompt for all.
+
+    Turn by turn: all first turns, then all second ones, so that a limit on the number of
+    requests shortens conversations instead of leaving users out.
+    """
+    output_len = settings.turn_output_len or 128
+    system: list[Message] = []
+    if settings.system_len:
+        system = [{"role": "system", "content": maker.text(maker.draw(rng, settings.system_len))}]
+    requests = []
+    for turn in range(settings.num_turns):
+        for session in range(settings.num_users):
+            content = maker.text(maker.draw(rng, settings.user_len))
+            user: Message = {"role": "user", "content": content}
+            messages = [*system, user] if turn == 0 else [user]
+            requests.append(
+                BenchRequest(messages=messages, max_tokens=output_len, session=session, turn=turn)
+            )
+    return requests[: settings.num_prompts]
