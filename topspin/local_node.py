@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -124,8 +125,7 @@ class LocalNode:
                     pid=os.getpid(),
                 ),
             )
-            with torch.inference_mode():
-                experts = load_experts(self._model_path, welcome, index)
+            experts = self._load_experts(welcome, index)
             net = self._attach(index, experts, welcome)
             if welcome.joins_late:
                 control.send(Loaded(role="expert", index=index))
@@ -137,6 +137,20 @@ class LocalNode:
             _LocalExpert(control, index, experts, net, change).wait_for_stop()
 
         return run_node("expert", index, self._address, logger=self._logger, body=body)
+
+    def _load_experts(self, welcome: Welcome, index: int) -> Experts:
+        """Load in a thread that ends, and with it the OpenMP threads that it started.
+
+        libgomp counts the threads of all pools: when they are more than the cores, none
+        spins, and every parallel region of the thread that computes wakes its helpers anew.
+        """
+
+        def load() -> Experts:
+            with torch.inference_mode():
+                return load_experts(self._model_path, welcome, index)
+
+        with ThreadPoolExecutor(1) as loader:
+            return loader.submit(load).result()
 
     def _get_hub(self, shape: NetShape, welcome: Welcome) -> LocalHub:
         m2n = welcome.config.m2n
