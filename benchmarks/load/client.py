@@ -1,0 +1,223 @@
+"""One request over HTTP: send it, read the stream, and record when what came.
+
+Owns the connection pool, the request body, the timeout and the names of what can go wrong.
+Decides neither when a request is sent nor what the figures mean: benchmarks.load.runner calls
+it, one task a request. No request is ever sent twice: an error is a measurement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+import aiohttp
+import msgspec
+
+from benchmarks.load.contracts import BenchRequest, Message, RequestRecord, Target
+from benchmarks.load.reply import ReplyError, ReplyReader, tokens_per_arrival
+from topspin.errors import ConfigError
+
+# Fields of the body that the client owns, each with the reason why it may not be set.
+OWNED_FIELDS = {
+    "model": "use --model",
+    "prompt": "the dataset makes it",
+    "messages": "the dataset makes them",
+    "max_tokens": "the dataset sets it",
+    "stream": "latencies are measured on a stream",
+    "n": "one answer a request is measured",
+    "best_of": "one answer a request is measured",
+}
+# Below the usual 5 s of servers, so that no request goes out on a connection being closed.
+KEEPALIVE_S = 2.0
+# How long the body may stay open after [DONE] before the connection is given up.
+AFTER_DONE_S = 1.0
+MAX_ERROR_TEXT = 500
+
+
+def request_body(
+    target: Target, request: BenchRequest, conversation: Sequence[Message] = ()
+) -> bytes:
+    """Return the JSON body of `request`, its messages after those of `conversation`.
+
+    Raises ConfigError if the target's endpoint cannot carry it, or a field is the client's.
+    """
+    body: dict[str, object] = {"model": target.model}
+    if target.backend == "openai-chat":
+        if isinstance(request.prompt, list):
+            raise ConfigError(
+                "prompts of token ids go to completions only: use --backend openai, "
+                "or a dataset of texts"
+            )
+        new = request.messages or [{"role": "user", "content": request.prompt}]
+        body["messages"] = [*conversation, *new]
+    elif request.prompt is None:
+        raise ConfigError("messages go to the chat endpoint only: use --backend openai-chat")
+    else:
+        body["prompt"] = request.prompt
+    body |= {
+        "max_tokens": request.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    for name, value in (target.extra_body | request.extra_body).items():
+        if name in OWNED_FIELDS:
+            raise ConfigError(f"the extra body may not set {name!r}: {OWNED_FIELDS[name]}")
+        body[name] = value
+    return msgspec.json.encode(body)
+
+
+@dataclass
+class Counters:
+    """What has happened so far, for whoever watches a run."""
+
+    num_sent: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    num_events: int = 0
+
+
+@dataclass
+class _Exchange:
+    """What is known of a reply while it comes, also when it breaks off."""
+
+    reader: ReplyReader
+    http_status: int | None = None
+
+
+class Client:
+    """Sends requests to one target and records them; use it as an async context.
+
+    `start_s` is when time 0 was, on time.perf_counter(); the owner sets it before it sends.
+    """
+
+    def __init__(self, target: Target, *, timeout_s: float) -> None:
+        self.start_s = time.perf_counter()
+        self.counters = Counters()
+        self._target = target
+        self._timeout_s = timeout_s
+
+    async def __aenter__(self) -> Client:
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self._target.api_key is not None:
+            headers["Authorization"] = f"Bearer {self._target.api_key}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            headers=headers | self._target.headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._session.close()
+
+    def now(self) -> float:
+        """Return the seconds since time 0."""
+        return time.perf_counter() - self.start_s
+
+    async def send(self, body: bytes, planned: RequestRecord) -> RequestRecord:
+        """Send `body`, read the reply to its end, and return `planned` with what happened.
+
+        Whatever goes wrong is in the record, a cancellation too, as "interrupted": whoever
+        gets such a record has to stop.
+        """
+        exchange = _Exchange(ReplyReader())
+        sent_s = self.now()
+        self.counters.num_sent += 1
+        kind: str | None = None
+        message = ""
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                await self._exchange(body, exchange, deadline)
+        except ReplyError as error:
+            kind, message = error.kind, str(error)
+        except asyncio.CancelledError:
+            kind, message = "interrupted", "the run was ended"
+        except TimeoutError:
+            if exchange.reader.done_s is None:
+                kind, message = "timeout", f"no end within {self._timeout_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            kind, message = _error_kind(error), f"{type(error).__name__}: {error}"
+        record = _completed(
+            replace(planned, sent_s=sent_s, http_status=exchange.http_status),
+            exchange.reader,
+            kind=kind,
+            message=message,
+            end_s=self.now(),
+        )
+        if record.ok:
+            self.counters.num_completed += 1
+        elif kind != "interrupted":
+            self.counters.num_failed += 1
+        return record
+
+    async def _exchange(self, body: bytes, exchange: _Exchange, deadline: asyncio.Timeout) -> None:
+        """Post and read into `exchange`; raises what went wrong."""
+        reader = exchange.reader
+        url = self._target.url
+        async with self._session.post(url, data=body, allow_redirects=False) as response:
+            exchange.http_status = response.status
+            if response.status != 200:
+                text = (await response.text(errors="replace"))[:MAX_ERROR_TEXT]
+                raise ReplyError(f"http_{response.status}", text or str(response.reason))
+            if response.content_type == "application/json":
+                text = (await response.text(errors="replace"))[:MAX_ERROR_TEXT]
+                raise ReplyError("bad_reply", f"the server did not stream: {text}")
+            async for block in response.content.iter_any():
+                self.counters.num_events += reader.feed(block, self.now())
+                if reader.done_s is not None:
+                    # Only the end of the body is still to come; no place is held for it.
+                    soon = asyncio.get_running_loop().time() + AFTER_DONE_S
+                    deadline.reschedule(min(deadline.when() or soon, soon))
+            reader.finish(self.now())
+
+
+def _completed(
+    record: RequestRecord, reader: ReplyReader, *, kind: str | None, message: str, end_s: float
+) -> RequestRecord:
+    arrivals = reader.arrivals
+    total = reader.completion_tokens
+    counts = tokens_per_arrival(arrivals, total)
+    # An answer that is empty from its first token on (end of sequence) has no arrival.
+    first_s = arrivals[0].time_s if arrivals else reader.last_choice_s
+    return replace(
+        record,
+        first_token_s=first_s,
+        last_token_s=reader.last_choice_s,
+        end_s=reader.done_s if kind is None and reader.done_s is not None else end_s,
+        arrival_times_s=tuple(arrival.time_s for arrival in arrivals),
+        arrival_tokens=counts.per_arrival,
+        arrival_tokens_exact=counts.exact,
+        num_events=sum(arrival.num_events for arrival in arrivals),
+        prompt_tokens=(
+            record.prompt_tokens if reader.prompt_tokens is None else reader.prompt_tokens
+        ),
+        output_tokens=sum(counts.per_arrival) if total is None else total,
+        tokens_from="events" if total is None else "usage",
+        text=reader.text,
+        finish_reason=reader.finish_reason,
+        error_kind=kind,
+        error=message,
+    )
+
+
+def _error_kind(error: Exception) -> str:
+    """Return the stable name of what went wrong with a connection."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "client_out_of_files"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "connect"
+    if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+        return "bad_url"
+    if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ClientConnectionError | OSError):
+        return "disconnected"
+    return "http_protocol"

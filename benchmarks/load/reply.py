@@ -1,0 +1,243 @@
+"""One streamed reply of the OpenAI API, read event by event.
+
+Owns what an event means: which carry output, which the count of tokens, which an error, and
+how tokens are laid to the moments when output arrived. Takes bytes and times; knows no socket
+and no clock. benchmarks.load.client feeds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks.load.sse import EventParser
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[msgspec.Raw] | None = None  # /v1/completions
+    content: list[msgspec.Raw] | None = None  # /v1/chat/completions
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+    # Some servers send an error as an object of its own: {"object": "error", "message": ...}.
+    object: str | None = None
+    message: Any = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class ReplyError(Exception):
+    """The reply is no stream of the OpenAI API, or says that it failed; `kind` is stable."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Arrival(NamedTuple):
+    """The output that one read from the socket brought.
+
+    `num_tokens` is None where an event did not say; `total_tokens` is the server's running
+    count after it, if it keeps one.
+    """
+
+    time_s: float
+    num_events: int
+    num_chars: int
+    num_tokens: int | None
+    total_tokens: int | None
+
+
+class ReplyReader:
+    """Collects one reply; `feed` it every read with its time, then ask for the figures."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[Arrival] = []
+        self.prompt_tokens: int | None = None
+        self.completion_tokens: int | None = None
+        self.finish_reason: str | None = None
+        self.last_choice_s: float | None = None
+        self.done_s: float | None = None
+        self._parser = EventParser()
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The answer so far, without reasoning."""
+        return "".join(self._texts)
+
+    def feed(self, block: bytes, time_s: float) -> int:
+        """Take one read that came at `time_s`; return how many events carried output.
+
+        Raises ReplyError at what is not JSON, or is an error of the server's.
+        """
+        return self._take(self._parser.feed(block), time_s)
+
+    def finish(self, time_s: float) -> None:
+        """Take the end of the body; raises ReplyError if the reply is not whole."""
+        self._take(self._parser.finish(), time_s)
+        if self.last_choice_s is None:
+            raise ReplyError("empty", "the reply ended without a single choice")
+        if self.done_s is None:
+            if self.finish_reason is None:
+                raise ReplyError("truncated", "the reply ended with neither a reason nor [DONE]")
+            self.done_s = time_s
+
+    def _take(self, events: list[bytes], time_s: float) -> int:
+        num_events = num_chars = 0
+        num_tokens: int | None = 0
+        total_tokens = None
+        for data in events:
+            if data == b"[DONE]":
+                if self.last_choice_s is None:
+                    raise ReplyError("empty", "the reply ended without a single choice")
+                self.done_s = time_s
+                continue
+            event = _parse(data)
+            if event.usage is not None:
+                total_tokens = self._count(event.usage)
+            for choice in event.choices or ():
+                self.last_choice_s = time_s
+                self.finish_reason = choice.finish_reason or self.finish_reason
+                output = _output(choice)
+                if output is None:
+                    continue
+                num_events += 1
+                num_chars += output.num_chars
+                self._texts.append(output.text)
+                if output.num_tokens is None or num_tokens is None:
+                    num_tokens = None
+                else:
+                    num_tokens += output.num_tokens
+        if num_events:
+            arrival = Arrival(time_s, num_events, num_chars, num_tokens, total_tokens)
+            self.arrivals.append(arrival)
+        return num_events
+
+    def _count(self, usage: _Usage) -> int | None:
+        if usage.prompt_tokens is not None:
+            self.prompt_tokens = usage.prompt_tokens
+        if usage.completion_tokens is not None:
+            self.completion_tokens = usage.completion_tokens
+        return usage.completion_tokens
+
+
+class _Output(NamedTuple):
+    text: str
+    num_chars: int
+    num_tokens: int | None
+
+
+def _parse(data: bytes) -> _Event:
+    try:
+        event = _decode(data)
+    except msgspec.MsgspecError as error:
+        sample = data[:80].decode(errors="replace")
+        raise ReplyError("bad_reply", f"not an event of the API ({error}): {sample}") from None
+    if event.error is not None or event.object == "error":
+        raise ReplyError("stream_error", _message(event))
+    return event
+
+
+def _message(event: _Event) -> str:
+    error = event.error if event.error is not None else event.message
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    return str(error)
+
+
+def _output(choice: _Choice) -> _Output | None:
+    """Return what `choice` adds to the answer, or None if it adds nothing.
+
+    A token may have no text yet (half a character): an empty text is output, unless it only
+    announces the role or the reason of the end.
+    """
+    if choice.index:
+        return None
+    delta = choice.delta
+    text = choice.text if delta is None else delta.content
+    hidden = "" if delta is None else (delta.reasoning_content or delta.reasoning or "")
+    num_tokens = _num_tokens(choice)
+    num_chars = len(text or "") + len(hidden)
+    if not num_chars and not num_tokens and not (delta is not None and delta.tool_calls):
+        announces = choice.finish_reason is not None or (delta is not None and delta.role)
+        if text is None or announces:
+            return None
+    return _Output(text or "", num_chars, num_tokens)
+
+
+def _num_tokens(choice: _Choice) -> int | None:
+    if choice.token_ids is not None:
+        return len(choice.token_ids)
+    if choice.logprobs is not None:
+        tokens = choice.logprobs.tokens or choice.logprobs.content
+        return len(tokens) if tokens else None
+    return None
+
+
+class TokenCounts(NamedTuple):
+    """How many tokens each arrival brought, and whether the server said so."""
+
+    per_arrival: tuple[int, ...]
+    exact: bool
+
+
+def tokens_per_arrival(arrivals: Sequence[Arrival], total: int | None) -> TokenCounts:
+    """Lay `total` completion tokens (None: unknown) to the arrivals that brought them.
+
+    In this order: the server's running count; the tokens that each event names; one token an
+    event where their number fits the total, also with one token less, because the one that
+    ends an answer has no text. Else an estimate: the total shared out by length of text.
+    """
+    running = [arrival.total_tokens for arrival in arrivals]
+    if all(count is not None for count in running):
+        marks = [0, *(count for count in running if count is not None)]
+        return TokenCounts(tuple(after - before for before, after in pairwise(marks)), exact=True)
+    named = [arrival.num_tokens for arrival in arrivals]
+    if all(count is not None for count in named):
+        return TokenCounts(tuple(count for count in named if count is not None), exact=True)
+    events = tuple(arrival.num_events for arrival in arrivals)
+    if total is None or sum(events) in (total, total - 1):
+        return TokenCounts(events, exact=total is not None)
+    weights = [arrival.num_chars for arrival in arrivals]
+    return TokenCounts(_share(total, weights if any(weights) else events), exact=False)
+
+
+def _share(total: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Share `total` by `weights`, rounding the running sum so that the parts add up to it."""
+    whole = sum(weights)
+    marks = [0]
+    reached = 0
+    for weight in weights:
+        reached += weight
+        marks.append(round(total * reached / whole))
+    return tuple(after - before for before, after in pairwise(marks))
