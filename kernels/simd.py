@@ -55,7 +55,7 @@ class _Bfloat(ir.Type):  # type: ignore[misc]
         return hash(_Bfloat)
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """A numba type whose values are LLVM vectors of type `lanes`."""
 
     def __init__(self, name: str, lanes: ir.VectorType) -> None:
@@ -63,7 +63,7 @@ class Vector(types.Type):  # type: ignore[misc]
         self.lanes = lanes
 
 
-@register_model(Vector)  # type: ignore[untyped-decorator]
+@register_model(Vector)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, vector: Vector) -> None:
         super().__init__(manager, vector, vector.lanes)
