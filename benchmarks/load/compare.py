@@ -1,0 +1,152 @@
+"""Several servers on the same prompts: medians, ratios with their spread, equal answers.
+
+Owns the arithmetic; sends nothing. Called by benchmarks.compare with what each round gave.
+
+Ratios are taken pair by pair: a target's figure in a round over the first target's figure in
+the same round, which were measured minutes and not hours apart, so that a machine that
+becomes slower takes both with it. Their spread is the least and the greatest round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from benchmarks.load.contracts import Run
+from benchmarks.load.series import decode_rate
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One target in one round at one concurrency; None where it could not be measured.
+
+    Rates in tokens/s: `prefill` counts prompt tokens of requests for one output token,
+    `decode` output tokens while all streams decoded and none was in prefill (series.decode_rate).
+    """
+
+    output_throughput: float | None = None
+    median_ttft_ms: float | None = None
+    median_tpot_ms: float | None = None
+    prefill_throughput: float | None = None
+    decode_throughput: float | None = None
+
+
+NAMES = tuple(Figures.__dataclass_fields__)
+
+
+class Spread(NamedTuple):
+    """Median, least and greatest of the rounds' values, and the values in order."""
+
+    median: float
+    least: float
+    greatest: float
+    rounds: list[float]
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return the spread of at least one value."""
+    return Spread(statistics.median(values), min(values), max(values), list(values))
+
+
+def figures_of(summary: Mapping[str, Any], run: Run, prefill: Run, *, streams: int) -> Figures:
+    """Return a round's figures from the main run, its summary (JSON keys) and the prefill run."""
+    if not summary["completed"]:
+        return Figures()
+    return Figures(
+        output_throughput=summary["output_throughput"],
+        median_ttft_ms=summary["median_ttft_ms"],
+        median_tpot_ms=summary["median_tpot_ms"] or None,
+        prefill_throughput=prefill_throughput(prefill),
+        decode_throughput=decode_rate(run.records, streams=streams),
+    )
+
+
+def prefill_throughput(run: Run) -> float | None:
+    """Return prompt tokens/s from the first request sent to the last token, or None."""
+    done = [
+        (record.sent_s, record.last_token_s, record.prompt_tokens)
+        for record in run.records
+        if record.ok
+    ]
+    sent = [sent_s for sent_s, _, _ in done if sent_s is not None]
+    last = [last_s for _, last_s, _ in done if last_s is not None]
+    tokens = [count for _, _, count in done if count is not None]
+    if not sent or not last or len(tokens) < len(done) or max(last) <= min(sent):
+        return None
+    return sum(tokens) / (max(last) - min(sent))
+
+
+def summarise(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return target -> figure -> its spread and, beside the first target's, the ratios' spread.
+
+    `rounds` holds what each round gave, by target, the first target first. A figure that was
+    measured in no round is left out, and so is a ratio without a round that has both.
+    """
+    first = next(iter(rounds[0]))
+    table: dict[str, dict[str, dict[str, Any]]] = {}
+    for target in rounds[0]:
+        table[target] = {}
+        for name in NAMES:
+            pairs = [(getattr(r[target], name), getattr(r[first], name)) for r in rounds]
+            values = [value for value, _ in pairs if value is not None]
+            if not values:
+                continue
+            row: dict[str, Any] = spread(values)._asdict()
+            ratios = [value / base for value, base in pairs if value is not None and base]
+            if target != first and ratios:
+                row["ratio"] = spread(ratios)._asdict()
+            table[target][name] = row
+    return table
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two targets' greedy answers to the same prompts are the same.
+
+    `identical` is the share of equal answers; the common prefixes are means over all prompts,
+    in characters and, with a tokenizer, in tokens of the answers' texts.
+    """
+
+    num_prompts: int
+    identical: float
+    common_prefix_characters: float
+    common_prefix_tokens: float | None
+    first_difference: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+
+def agreement(
+    answers: Sequence[str], others: Sequence[str], encode: Callable[[str], list[int]] | None
+) -> Agreement:
+    """Compare `others` with `answers`, prompt by prompt; `encode` turns text into token ids."""
+    pairs = list(zip(answers, others, strict=True))
+    tokens = None
+    if encode is not None:
+        tokens = statistics.mean(common_prefix(encode(a), encode(b)) for a, b in pairs)
+    different = next(((a, b) for a, b in pairs if a != b), None)
+    return Agreement(
+        num_prompts=len(pairs),
+        identical=sum(a == b for a, b in pairs) / len(pairs),
+        common_prefix_characters=statistics.mean(common_prefix(a, b) for a, b in pairs),
+        common_prefix_tokens=tokens,
+        first_difference=None if different is None else _where(*different),
+    )
+
+
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return how many leading items are equal."""
+    for idx, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return idx
+    return min(len(a), len(b))
+
+
+def _where(a: str, b: str) -> str:
+    start = common_prefix(a, b)
+    begin = max(0, start - 20)
+    return f"{a[begin : start + 20]!r} against {b[begin : start + 20]!r}"

@@ -1,0 +1,148 @@
+"""A server started for a measurement and stopped after it, so that two never share the cores.
+
+Owns one child process group, its log file, the wait until it answers, and its end. Knows no
+engine: the command is the user's, the URL says where it will listen. Called by
+benchmarks.compare.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from topspin.errors import ConfigError, EngineUnavailable
+
+POLL_S = 0.1
+STOP_TIMEOUT_S = 30.0
+_READY_PATHS = ("/health", "/v1/models")
+_LOG_TAIL_LINES = 10
+
+
+def answers(url: str) -> bool:
+    """Return whether a server at `url` says that it is ready."""
+    for path in _READY_PATHS:
+        try:
+            status = httpx.get(url.rstrip("/") + path, timeout=5.0).status_code
+        except httpx.HTTPError:
+            return False
+        # A server without /health may still list its models; one that is loading says 503.
+        if status != 404:
+            return status == 200
+    return False
+
+
+class StartedServer:
+    """Runs `command` while its `with` block runs; ready when the block is entered."""
+
+    def __init__(self, command: str, *, url: str, log: Path, ready_timeout_s: float) -> None:
+        """Say what to run; `command` is split as a shell would, but no shell runs it.
+
+        Raises ConfigError for an empty or unbalanced command.
+        """
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(f"--start {command!r}: {error}") from error
+        if not self._words:
+            raise ConfigError("--start needs a command: NAME='command'")
+        self._url = url
+        self._log = log
+        self._ready_timeout_s = ready_timeout_s
+
+    def __enter__(self) -> StartedServer:
+        """Start the server and wait until it answers.
+
+        Raises ConfigError if something already answers there (it would be measured instead),
+        EngineUnavailable with the end of its log if it dies or is not ready in time.
+        """
+        if answers(self._url):
+            raise ConfigError(f"{self._url} already answers; stop that server, or drop --start")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            log.write(f"$ {shlex.join(self._words)}\n".encode())
+            log.flush()
+            try:
+                self._process = subprocess.Popen(
+                    self._words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise ConfigError(f"--start: cannot run {self._words[0]!r}: {error}") from error
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def check(self) -> None:
+        """Raise EngineUnavailable, with the end of its log, if the server has died."""
+        status = self._process.poll()
+        if status is not None:
+            raise EngineUnavailable(
+                f"the server for {self._url} ended with status {status}; the end of "
+                f"{self._log}:\n{self._tail()}"
+            )
+
+    def stop(self) -> None:
+        """End the whole process group: SIGTERM, and SIGKILL for what is left after a while."""
+        self._signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while time.monotonic() < deadline:
+            # Reap the leader first: until then its group is there, though nothing runs.
+            if self._process.poll() is not None and not self._group_lives():
+                return
+            time.sleep(POLL_S / 2)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._ready_timeout_s
+        while not answers(self._url):
+            self.check()
+            if time.monotonic() > deadline:
+                raise EngineUnavailable(
+                    f"{self._url} did not answer within {self._ready_timeout_s:g} s; the end of "
+                    f"{self._log}:\n{self._tail()}"
+                )
+            time.sleep(POLL_S)
+
+    def _group_lives(self) -> bool:
+        """Return whether a process of the group runs; one that is only unreaped does not."""
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                # The name, in parentheses, may hold spaces: pid (name) state parent group.
+                state, _, group = file.read_text().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue
+            if int(group) == self._process.pid and state not in "ZX":
+                return True
+        return False
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_TAIL_LINES:])

@@ -1,0 +1,94 @@
+"""Many loads on one server: where its knee is and which points are worth having.
+
+Owns the rules, on figures alone; sends nothing and draws nothing. Called by
+benchmarks.sweep, with one Point for each load that was tried.
+
+The knee, when latency bounds are given (--goodput): the highest load at which no request
+failed and the p99 of every bounded latency keeps its bound. Otherwise, over the points in
+order of load, with output throughput x and median end-to-end latency y both scaled to 0..1
+from their least to their greatest: the point with the largest x - y, which is the one
+farthest below the chord of the curve (Kneedle, Satopaa et al. 2011); at least three points
+are needed, and a curve that never bends (nowhere x - y above its ends) has no knee.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+BOUNDED = ("ttft", "tpot", "e2el")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One load and what was measured at it; `figures` has the keys of the result's JSON.
+
+    `error` is set, and `figures` empty, if the load could not be measured at all.
+    """
+
+    load: float
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether at least one request was answered."""
+        return self.error is None and self.figures["completed"] > 0
+
+
+class Knee(NamedTuple):
+    """The chosen load, or None, and in one sentence by which rule."""
+
+    load: float | None
+    rule: str
+
+
+def find_knee(points: Sequence[Point], bounds_ms: Mapping[str, float]) -> Knee:
+    """Return the knee by the rules above; `bounds_ms` is --goodput, keys of BOUNDED."""
+    measured = sorted((p for p in points if p.is_measured), key=lambda point: point.load)
+    if bounds_ms:
+        text = ", ".join(f"{name} {bound:g} ms" for name, bound in bounds_ms.items())
+        rule = f"the highest load without failures whose p99 keeps {text}"
+        kept = [point.load for point in measured if _keeps(point, bounds_ms)]
+        return Knee(max(kept), rule) if kept else Knee(None, f"{rule}: no load did")
+    rule = "the largest bend of median end-to-end latency over output throughput"
+    if len(measured) < 3:
+        return Knee(None, f"{rule}: needs three measured loads, there are {len(measured)}")
+    xs = _scaled([point.figures["output_throughput"] for point in measured])
+    ys = _scaled([point.figures["median_e2el_ms"] for point in measured])
+    gains = [x - y for x, y in zip(xs, ys, strict=True)]
+    best = max(range(len(gains)), key=lambda idx: gains[idx])
+    if gains[best] <= max(gains[0], gains[-1]) + 1e-9:
+        return Knee(None, f"{rule}: the curve does not bend")
+    return Knee(measured[best].load, rule)
+
+
+def _keeps(point: Point, bounds_ms: Mapping[str, float]) -> bool:
+    figures = point.figures
+    return figures["failed"] == 0 and all(
+        figures[f"p99_{name}_ms"] <= bound for name, bound in bounds_ms.items()
+    )
+
+
+def _scaled(values: Sequence[float]) -> list[float]:
+    low, high = min(values), max(values)
+    return [(value - low) / (high - low) if high > low else 0.0 for value in values]
+
+
+def pareto(points: Sequence[Point], latency: str) -> list[Point]:
+    """Return the measured points that no other beats in throughput and `latency` both.
+
+    `latency` is a key of the figures, e.g. median_tpot_ms. Ordered by latency; of equal
+    points the one with the lower load is kept.
+    """
+    front: list[Point] = []
+
+    def rank(point: Point) -> tuple[float, float, float]:
+        figures = point.figures
+        return figures[latency], -figures["output_throughput"], point.load
+
+    for point in sorted((p for p in points if p.is_measured), key=rank):
+        if not front or point.figures["output_throughput"] > front[-1].figures["output_throughput"]:
+            front.append(point)
+    return front
