@@ -330,10 +330,18 @@ def _allow_open_files(num_connections: int) -> None:
 
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Take what exists out of the garbage collector's sight, so that no pause is measured."""
+    """Keep the garbage collector's long passes out of what is measured.
+
+    What exists is taken out of its sight, and what survives two passes stays unseen until the
+    end. At 2,000 streams its full passes made the event loop 75 ms late at p99, without them
+    it is 4 ms. What that could leave behind is only cycles that live long.
+    """
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(thresholds[0], thresholds[1], 2**30)
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
