@@ -36,7 +36,7 @@ def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> N
             link=LinkEmulation(latency_us=m2n.link_latency_us, gbps=m2n.link_gbps),
             wait=wait_policy(welcome.config),
             generation=welcome.topology.generation,
-            check=worker.inbox.check,
+            check=worker.check,
         )
 
     worker = AttentionWorker(control, index=index, model_path=model_path, open_net=connect)

@@ -130,6 +130,11 @@ class AttentionWorker:
             "attention %d ready (generation %d, %.1f s)", self._index, generation, load_s
         )
 
+    def check(self) -> None:
+        """Called during long waits: say that this is one, and look whether it is still wanted."""
+        self._progress.waiting()
+        self.inbox.check()
+
     def _disband(self) -> None:
         """Leave the generation: its memory is not used again."""
         net, self._net = self._net, None
@@ -172,6 +177,8 @@ class AttentionWorker:
         else:
             self._control.send(result)
             return
+        finally:
+            self._progress.end()
         self._disband()
 
     def _reform(self, replica: Replica, welcome: Welcome, topology: Topology) -> None:

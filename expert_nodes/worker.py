@@ -162,7 +162,7 @@ class ExpertWorker:
             table=topology.table,
             wait=wait_policy(welcome.config),
             generation=topology.generation,
-            check=self._inbox.check,
+            check=self._check,
             reuse=welcome.config.restart,
         )
         self._control.send(
@@ -171,6 +171,11 @@ class ExpertWorker:
         self._logger.info(
             "expert %d ready (generation %d, %.1f s)", self._index, topology.generation, load_s
         )
+
+    def _check(self) -> None:
+        """Called during long waits: say that this is one, and look whether it is still wanted."""
+        self._progress.waiting()
+        self._inbox.check()
 
     def _disband(self) -> None:
         """Leave the generation: its memory is not used again."""
@@ -183,9 +188,11 @@ class ExpertWorker:
     def _run_next(self, listener: ExpertListener, experts: Experts, welcome: Welcome) -> Welcome:
         """Handle the next message; returns the Welcome that holds from now on."""
         assert self._change is not None
-        timeout_s = COUNTS_INTERVAL_S if experts.has_counts else None
+        owes_news = experts.has_counts or self._progress.owes_end
+        timeout_s = COUNTS_INTERVAL_S if owes_news else None
         message = self._inbox.next(0 if self._change.is_busy else timeout_s)
         if message is None:
+            self._progress.idle()
             if self._change.is_busy:
                 self._work(self._change)
             else:
@@ -226,6 +233,8 @@ class ExpertWorker:
             self._logger.warning("expert %d: step %d: %s", self._index, ticket.step, error)
         else:
             return
+        finally:
+            self._progress.end()
         self._disband()
 
     def _reform(

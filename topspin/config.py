@@ -17,6 +17,8 @@ import msgspec
 from topspin.errors import ConfigError
 
 MAX_MICRO_BATCHES = 4
+# Nodes speak every topspin.progress.INTERVAL_S.
+MIN_PROGRESS_DEADLINE_S = 2.0
 DETERMINISTIC_KERNELS = "deterministic"
 
 Transport = Literal["local", "shm", "tcp", "nixl"]
@@ -122,12 +124,14 @@ class FailoverSection(Section, frozen=True, kw_only=True):
 
     Otherwise nodes are restarted; requests wait up to `restart_deadline_s` for an engine that
     can serve them. A node that has not reacted `halt_deadline_s` after it was told to give up
-    a step is dead.
+    a step is dead. So is, with or without restarts, one that is connected and says nothing
+    for `progress_deadline_s` while a step waits for it: no layer may take that long.
     """
 
     restart: bool = False
     restart_deadline_s: float = 30.0
     halt_deadline_s: float = 10.0
+    progress_deadline_s: float = 15.0
 
 
 class GatewaySection(Section, frozen=True, kw_only=True):
@@ -292,6 +296,12 @@ def _validate(config: EngineConfig) -> None:
     _positive("--step-deadline", config.m2n.deadline_s)
     _positive("--restart-deadline", config.failover.restart_deadline_s)
     _positive("--halt-deadline", config.failover.halt_deadline_s)
+    _positive("--progress-deadline", config.failover.progress_deadline_s)
+    if config.failover.progress_deadline_s < MIN_PROGRESS_DEADLINE_S:
+        raise ConfigError(
+            f"--progress-deadline {config.failover.progress_deadline_s:g}: must be at least "
+            f"{MIN_PROGRESS_DEADLINE_S:g}, since a node speaks once a second"
+        )
     if config.scheduler.max_num_batched_tokens < config.scheduler.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens} is less than "

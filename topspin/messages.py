@@ -33,6 +33,7 @@ PROTOCOL_VERSION = 1
 
 Role = Literal["attention", "expert", "gateway"]
 FinishReason = Literal["stop", "length", "abort"]
+ProgressState = Literal["working", "waiting", "done"]
 
 
 def pack_ints(values: Iterable[int]) -> bytes:
@@ -316,6 +317,8 @@ class Stats(Message, frozen=True, kw_only=True):
     `expert_balance` is the expert nodes' max/mean of such pairs under the table in use, as
     served lately; `expert_balance_before` that under the table before, when it was left.
     `expert_migrations` counts the experts that nodes had to read for new tables.
+    `progress_age_s`: how long ago a node last got on with the oldest step in flight; None if
+    no step is in flight.
     """
 
     query_id: int
@@ -338,6 +341,7 @@ class Stats(Message, frozen=True, kw_only=True):
     expert_migrations: int = 0
     expert_balance: float = 1.0
     expert_balance_before: float = 1.0
+    progress_age_s: float | None = None
 
 
 # Steps.
@@ -453,12 +457,17 @@ class StepFailed(Message, frozen=True, kw_only=True):
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """A node is in the middle of a long step and gets on with it (topspin.progress)."""
+    """How a node gets on with a long step (topspin.progress).
+
+    It works, waits for a peer's rows, or (expert nodes, whose results name no step) has done
+    its part and nothing has come since.
+    """
 
     step: int
     generation: int
     role: Role
     index: int
+    state: ProgressState = "working"
 
 
 class ExpertCounts(Message, frozen=True, kw_only=True):

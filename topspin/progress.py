@@ -1,8 +1,9 @@
-"""Tells the scheduler that a node gets on with a long step.
+"""Tells the scheduler how a node gets on with a long step.
 
-Owns how often: a step shorter than the interval sends nothing. Knows no layers and no net;
-the workers begin a step, and what does the step calls `beat` from within it, so that a
-process which hangs or is frozen says nothing. Belongs to the node's one busy thread.
+Owns what is said and how often: a step shorter than the interval sends nothing. Knows no
+layers and no net; the workers begin a step, what does the step calls `beat` from within it,
+and what waits for a peer calls `waiting`, so that a process which hangs or is frozen says
+nothing. Belongs to the node's one busy thread. server.scheduler.watermark judges the words.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import time
 from collections.abc import Callable
 
 from topspin.channel import ControlClient
-from topspin.messages import Progress, Role, StepTicket
+from topspin.messages import Progress, ProgressState, Role, StepTicket
 
-# Less than what the scheduler allows a step beyond the deadline of its waits.
-INTERVAL_S = 2.0
+# Far less than the least --progress-deadline: several words fit into it.
+INTERVAL_S = 1.0
 
 # Called once in a while from within a step.
 Beat = Callable[[], None]
 
 
 class StepProgress:
-    """One node's reports on one control connection."""
+    """One node's reports on one control connection.
+
+    Invariant: the last word is "waiting" only while the node waits, for it is taken back at
+    once when the node gets on.
+    """
 
     def __init__(
         self, control: ControlClient, *, role: Role, index: int, interval_s: float = INTERVAL_S
@@ -30,26 +35,60 @@ class StepProgress:
         self._role: Role = role
         self._index = index
         self._interval_s = interval_s
-        self._next_s = 0.0
         self._ticket: StepTicket | None = None
+        self._is_done = False
+        self._said: ProgressState | None = None
+        self._said_s = 0.0
+        self._moved_s = 0.0
 
     def begin(self, ticket: StepTicket) -> None:
         """Report on the step of `ticket` from now on."""
         self._ticket = ticket
-        self._next_s = time.monotonic() + self._interval_s
+        self._is_done = False
+        self._said = None
+        self._said_s = self._moved_s = time.monotonic()
 
     def beat(self) -> None:
         """Say that the step has got on, unless that was said a moment ago; never waits."""
+        self._moved_s = time.monotonic()
+        if self._said == "waiting" or self._moved_s >= self._said_s + self._interval_s:
+            self._say("working", self._moved_s)
+
+    def waiting(self) -> None:
+        """Say that a peer keeps the step waiting, if it has done so for an interval."""
         now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
+        is_long = now_s >= max(self._said_s, self._moved_s) + self._interval_s
+        if self._ticket is not None and not self._is_done and is_long:
+            self._say("waiting", now_s)
+
+    def end(self) -> None:
+        """The node has done its part of the step."""
+        self._is_done = True
+        self._moved_s = time.monotonic()
+
+    @property
+    def owes_end(self) -> bool:
+        """Say whether nobody has been told of the last end, so that idle() should be called."""
+        return self._is_done and self._said != "done"
+
+    def idle(self) -> None:
+        """Say, once, that the step is done, if nothing has come since for an interval.
+
+        A node whose result says so anyway has no need of it.
+        """
+        now_s = time.monotonic()
+        if self.owes_end and now_s >= self._moved_s + self._interval_s:
+            self._say("done", now_s)
+
+    def _say(self, state: ProgressState, now_s: float) -> None:
         assert self._ticket is not None, "begin() first"
-        self._next_s = now_s + self._interval_s
+        self._said, self._said_s = state, now_s
         self._control.send(
             Progress(
                 step=self._ticket.step,
                 generation=self._ticket.generation,
                 role=self._role,
                 index=self._index,
+                state=state,
             )
         )

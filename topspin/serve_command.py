@@ -71,6 +71,7 @@ class ServeArguments(argparse.Namespace):
     restart: Literal["on", "off"]
     restart_deadline: float
     halt_deadline: float
+    progress_deadline: float
     num_threads: int | None
     layout: Literal["auto", "shared", "split"]
     m2n_wait: Literal["auto", "block", "spin"]
@@ -303,6 +304,13 @@ def _add_topology_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="a node that takes longer to give up a failed step is taken for dead (%(default)s)",
     )
+    group.add_argument(
+        "--progress-deadline",
+        type=float,
+        default=failover.progress_deadline_s,
+        metavar="SECONDS",
+        help="a connected node that is silent for longer in a step is taken for dead (%(default)s)",
+    )
     _add_trace_arguments(group)
 
 
@@ -436,6 +444,7 @@ def _sections(arguments: ServeArguments, path: Path) -> EngineConfig:
             restart=arguments.restart == "on",
             restart_deadline_s=arguments.restart_deadline,
             halt_deadline_s=arguments.halt_deadline,
+            progress_deadline_s=arguments.progress_deadline,
         ),
     )
 

@@ -106,7 +106,7 @@ def _add_operation_routes(
             return _unhealthy(engine.condition, str(error))
         stalled_s = watch.stalled_for_s(stats, time.monotonic())
         if stalled_s is not None:
-            return _unhealthy("stalled", f"work waits, and no step ended for {stalled_s:.0f} s")
+            return _unhealthy("stalled", f"work waits, and no step got on for {stalled_s:.0f} s")
         return _json({"state": engine.condition})
 
     @app.get("/metrics")

@@ -88,6 +88,11 @@ class Failover:
         return self.is_serving and not self._recovery.absent
 
     @property
+    def nodes(self) -> list[Member]:
+        """Return the nodes that take part in steps; others may be there, and load."""
+        return sorted(self._recovery.nodes, key=str)
+
+    @property
     def accepts(self) -> bool:
         """Say whether new requests may wait for the engine."""
         return not self._recovery.has_expired

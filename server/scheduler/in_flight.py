@@ -37,6 +37,14 @@ class NodeAnswer(NamedTuple):
     result: StepResult
 
 
+class StepUnderWay(NamedTuple):
+    """The oldest step in flight: since when it is that, and which nodes have not answered."""
+
+    step: int
+    since_s: float
+    unanswered: list[int]
+
+
 @dataclass(slots=True)
 class RunningStep:
     """A step that was sent; `took_s` is set when it is done.
@@ -80,14 +88,16 @@ class StepsInFlight:
         return self._steps[0] if self._steps else None
 
     @property
-    def head_since_s(self) -> float:
-        """Return when the head was sent, or when the step before it was done."""
-        return self._head_since_s
-
-    @property
     def progress_s(self) -> float:
         """Return when a node last said that it gets on with the head, or when that began."""
         return max(self._head_since_s, self._progress_s)
+
+    def under_way(self) -> StepUnderWay | None:
+        """Return what the nodes work on, for those who watch them."""
+        if not self._steps:
+            return None
+        head = self._steps[0]
+        return StepUnderWay(head.step, self._head_since_s, head.unanswered())
 
     def progressed(self, *, step: int, generation: int, now: float) -> None:
         """Note that a node gets on with a step; of another one than the head it says nothing."""

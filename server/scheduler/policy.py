@@ -14,12 +14,11 @@ succeeded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from server.scheduler.cost import CostModel
 from server.scheduler.cost_fit import CostFit
 from server.scheduler.counters import Counters
-from server.scheduler.in_flight import NodeAnswer, RunningStep, StepsInFlight
+from server.scheduler.in_flight import NodeAnswer, RunningStep, StepsInFlight, StepUnderWay
 from server.scheduler.intake import Intake
 from server.scheduler.micro_batches import DEFAULT_NUM_LAYERS
 from server.scheduler.outbox import Delivery, Outbox, failure
@@ -51,14 +50,6 @@ from topspin.messages import (
 GENERATION = 1
 # A request that takes part in so many lost generations without a token may be their cause.
 MAX_REPLAYS = 5
-
-
-class OldestStep(NamedTuple):
-    """The oldest step in flight: for how long no node got on with it, and whom it waits for."""
-
-    step: int
-    silent_s: float
-    unanswered: list[int]
 
 
 class Policy:
@@ -433,19 +424,22 @@ class Policy:
 
     # Watching.
 
+    @property
+    def generation(self) -> int:
+        """Return the generation whose steps are in flight, or will be."""
+        return self._generation
+
     def progressed(self, message: Progress, now: float) -> None:
         """Note that a node gets on with a step, however long that takes."""
         self._in_flight.progressed(step=message.step, generation=message.generation, now=now)
 
-    def oldest_step(self, now: float) -> OldestStep | None:
-        """Return the step that the nodes work on, since when in vain, and who has not answered."""
-        head = self._in_flight.head
-        if head is None:
-            return None
-        return OldestStep(head.step, now - self._in_flight.progress_s, head.unanswered())
+    def oldest_step(self) -> StepUnderWay | None:
+        """Return the step that the nodes work on, if there is one."""
+        return self._in_flight.under_way()
 
-    def stats(self, query_id: int, expert_tokens: tuple[tuple[int, ...], ...]) -> Stats:
+    def stats(self, query_id: int, expert_tokens: tuple[tuple[int, ...], ...], now: float) -> Stats:
         """Return the counters and gauges."""
+        is_busy = self._in_flight.head is not None
         num_blocks = sum(replica.pool.num_blocks for replica in self._replicas)
         num_available = sum(replica.pool.num_available for replica in self._replicas)
         counters = self._counters
@@ -466,6 +460,7 @@ class Policy:
             step_phases=counters.step_phases(),
             num_micro_batches=self._builder.num_micro_batches,
             expert_tokens=expert_tokens,
+            progress_age_s=now - self._in_flight.progress_s if is_busy else None,
         )
 
     def check_integrity(self) -> None:

@@ -27,6 +27,7 @@ from server.scheduler.outbox import Delivery, failure
 from server.scheduler.plans import Step
 from server.scheduler.policy import Policy
 from server.scheduler.traces import Ask, Tracer
+from server.scheduler.watermark import Watermark
 from topspin import __version__, errors
 from topspin.channel import Event, Malformed, PeerGone, Received
 from topspin.config import EngineConfig
@@ -67,9 +68,12 @@ from topspin.trace import Kind
 
 # How often a loop with nothing to do looks at the clock and at stop requests.
 POLL_S = 0.5
-# How long nodes may be silent on a step beyond the deadline of a wait, which they notice
-# by themselves; more than topspin.progress.INTERVAL_S.
-STEP_MARGIN_S = 5.0
+# The same while a step is in flight, whose nodes are watched.
+WATCH_POLL_S = 0.25
+# How long all nodes of a step may wait for one another, beside the links' own latency, before
+# what they wait for counts as lost. They say so after topspin.progress.INTERVAL_S: together
+# that is less than the 3 s within which a partition is to be noticed.
+STANDSTILL_S = 1.0
 # How long a lost peer's own closed connection may come after others' complaints about it.
 CAUSE_WAIT_S = 0.2
 # How long nodes have to leave after Stop.
@@ -134,6 +138,15 @@ class Service:
         self._gone: set[bytes] = set()
         self._report_dead = report_dead
         self._failover: Failover | None = None
+        self._watermark = Watermark(
+            silent_limit_s=config.failover.progress_deadline_s,
+            # Without restarts the waits' own deadline decides: a hiccup must not end the engine.
+            standstill_limit_s=(
+                STANDSTILL_S + 2e-6 * config.m2n.link_latency_us
+                if config.failover.restart
+                else None
+            ),
+        )
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end the engine in order; safe in a signal handler."""
@@ -160,7 +173,9 @@ class Service:
     def _turn(self) -> None:
         """Handle what has come, then keep the nodes busy."""
         is_serving = self._failover is None or self._failover.is_serving
-        timeout_s = POLL_S if is_serving else RECOVERY_POLL_S
+        is_stepping = self._policy is not None and self._policy.num_steps_in_flight > 0
+        timeout_s = WATCH_POLL_S if is_stepping else POLL_S
+        timeout_s = timeout_s if is_serving else RECOVERY_POLL_S
         self._events.extend(self._channel.poll(0 if self._balancer.is_planning else timeout_s))
         while self._events and self._stop_reason is None:
             self._handle(self._events.popleft())
@@ -311,8 +326,7 @@ class Service:
         elif isinstance(message, Progress):
             if member != Member(message.role, message.index):
                 raise ProtocolError(f"{member} speaks for {message.role} {message.index}")
-            if self._policy is not None:
-                self._policy.progressed(message, self._clock())
+            self._on_progress(message)
         elif isinstance(message, ExpertCounts):
             if member != Member("expert", message.index):
                 raise ProtocolError(f"{member} sent counts of expert {message.index}")
@@ -335,6 +349,14 @@ class Service:
             raise errors.StepFailed(reason)
         else:
             raise ProtocolError(f"{member} sent {type(message).__name__}")
+
+    def _on_progress(self, message: Progress) -> None:
+        policy, now = self._policy, self._clock()
+        if policy is None or message.generation != policy.generation:
+            return  # of a step that was given up
+        self._watermark.heard(message, now)
+        if message.state == "working":
+            policy.progressed(message, now)
 
     def _on_prepared(self, member: Member, message: TablePrepared) -> None:
         if member != Member(message.role, message.index):
@@ -408,16 +430,24 @@ class Service:
                 self._on_gone(event.peer)
 
     def _check_progress(self) -> None:
-        """Raise StepFailed if no node has got on with the oldest step for too long."""
-        oldest = None if self._policy is None else self._policy.oldest_step(self._clock())
-        limit_s = self._config.m2n.deadline_s + STEP_MARGIN_S
-        if oldest is not None and oldest.silent_s > limit_s:
-            nodes = ", ".join(f"attention {index}" for index in oldest.unanswered)
-            reason = f"step {oldest.step} has not got on for {limit_s:g} s"
-            reason += f"; no answer from {nodes}"
-            if self._failover is None:
-                raise errors.StepFailed(reason)
-            self._failover.progress_lost(reason)
+        """Lose a node, or begin anew, if the oldest step is kept from its end for too long.
+
+        Raises NodeLost if there is no failover.
+        """
+        if self._policy is None:
+            return
+        nodes = self._membership.places if self._failover is None else self._failover.nodes
+        is_local = self._config.m2n.transport == "local"  # there, combine() runs the experts
+        experts = [node for node in nodes if node.role == "expert" and not is_local]
+        verdict = self._watermark.judge(self._policy.oldest_step(), experts, self._clock())
+        if verdict is None:
+            return
+        if self._failover is None:
+            raise NodeLost(f"{verdict.member}: {verdict.reason}")
+        if verdict.member is None:
+            self._failover.progress_lost(verdict.reason)
+        else:
+            self._failover.lose(verdict.member, verdict.reason)
 
     # Sending.
 
@@ -462,7 +492,7 @@ class Service:
         if self._policy is not None:
             balance = self._balancer.stats()
             return msgspec.structs.replace(
-                self._policy.stats(query_id, totals),
+                self._policy.stats(query_id, totals, self._clock()),
                 expert_table_version=balance.table_version,
                 expert_migrations=balance.migrations,
                 expert_balance=balance.balance,

@@ -74,6 +74,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--restart on", "failover.restart", True),
     ("--restart-deadline 7", "failover.restart_deadline_s", 7.0),
     ("--halt-deadline 4", "failover.halt_deadline_s", 4.0),
+    ("--progress-deadline 7", "failover.progress_deadline_s", 7.0),
     ("--kernels reference", "compute.kernels", "reference"),
     ("--num-threads 2", "compute.num_threads", 2),
     ("--expert-balance-interval 0", "balance.interval_s", 0.0),

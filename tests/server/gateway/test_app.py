@@ -108,6 +108,16 @@ def test_progress_is_judged_by_steps_and_work() -> None:
     assert watch.stalled_for_s(idle, 122.0) is None
 
 
+def test_a_long_step_is_no_stall_while_its_nodes_get_on() -> None:
+    busy = msgspec.structs.replace(FakeEngine().stats, num_running=1)
+    watch = ProgressWatch(deadline_s=10.0)
+    assert watch.stalled_for_s(busy, 0.0) is None
+    getting_on = msgspec.structs.replace(busy, progress_age_s=1.5)
+    assert watch.stalled_for_s(getting_on, 60.0) is None
+    hung = msgspec.structs.replace(busy, progress_age_s=11.0)
+    assert watch.stalled_for_s(hung, 69.5) == 11.0
+
+
 def samples(text: str) -> dict[tuple[str, str], float]:
     """Return value by sample name and labels, as Prometheus would read them."""
     return {

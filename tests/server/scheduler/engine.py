@@ -268,7 +268,7 @@ class Engine:
             raise AssertionError("the engine does not come to an end")
         self.check_outputs()
         assert self.policy.num_running == self.policy.num_waiting == 0
-        assert self.policy.stats(0, ()).kv_cache_usage == 0.0
+        assert self.policy.stats(0, (), self.now).kv_cache_usage == 0.0
 
     def check_outputs(self) -> None:
         """Compare everything received with direct generation."""

@@ -79,7 +79,7 @@ def test_what_is_sampled_past_a_stop_is_neither_emitted_nor_counted() -> None:
     assert len(engine.steps) == 4  # three tokens, and the step that ran meanwhile
     assert len(engine.clients["r"].tokens) == 3
     assert engine.clients["r"].outputs[-1].stop_token_id == stop
-    stats = engine.policy.stats(1, ())
+    stats = engine.policy.stats(1, (), engine.now)
     assert (stats.generation_tokens, stats.prompt_tokens) == (3, 3)
     assert (stats.num_steps, stats.query_id) == (4, 1)
 
@@ -203,7 +203,7 @@ def test_a_step_is_done_when_all_participants_have_answered() -> None:
     engine.answer(1)
     engine.answer(1)  # node 1 is a whole step ahead
     assert not engine.clients["b"].tokens
-    oldest = engine.policy.oldest_step(engine.now)
+    oldest = engine.policy.oldest_step()
     assert oldest is not None
     assert oldest.unanswered == [0]
     engine.answer(0)
@@ -221,21 +221,21 @@ def test_a_step_runs_from_the_end_of_the_one_before() -> None:
     engine.now = 12.0
     engine.schedule()
     engine.answer(0)  # at 12.01
-    oldest = engine.policy.oldest_step(15.01)
+    oldest = engine.policy.oldest_step()
     assert oldest is not None
     assert oldest.step == 2
-    assert oldest.silent_s == pytest.approx(3.0)
+    assert oldest.since_s == pytest.approx(12.01)
+    assert engine.policy.stats(0, (), 15.01).progress_age_s == pytest.approx(3.0)
     for step, generation in ((1, 1), (3, 1), (2, 2)):  # none of them is the one that runs
         message = Progress(step=step, generation=generation, role="expert", index=0)
         engine.policy.progressed(message, 14.0)
-    assert engine.policy.oldest_step(15.01) == oldest
+    assert engine.policy.stats(0, (), 15.01).progress_age_s == pytest.approx(3.0)
     engine.policy.progressed(Progress(step=2, generation=1, role="expert", index=0), 14.0)
-    slow = engine.policy.oldest_step(15.01)
-    assert slow is not None
-    assert slow.silent_s == pytest.approx(1.01)
-    assert engine.policy.stats(0, ()).step_seconds == pytest.approx(2.01)
+    assert engine.policy.stats(0, (), 15.01).progress_age_s == pytest.approx(1.01)
+    assert engine.policy.stats(0, (), engine.now).step_seconds == pytest.approx(2.01)
     engine.finish()
-    assert engine.policy.oldest_step(20.0) is None
+    assert engine.policy.oldest_step() is None
+    assert engine.policy.stats(0, (), 20.0).progress_age_s is None
 
 
 # The prefix cache.
@@ -253,7 +253,7 @@ def test_a_prefix_is_reused_once_its_step_has_succeeded() -> None:
     engine.finish()
     cached = {name: client.outputs[0].num_cached_tokens for name, client in engine.clients.items()}
     assert cached == {"a": 0, "b": 0, "c": 8}
-    stats = engine.policy.stats(0, ())
+    stats = engine.policy.stats(0, (), engine.now)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (30, 8)
 
 
@@ -292,7 +292,7 @@ def test_prefix_caching_can_be_off() -> None:
         engine.add(make_request(f"r{number}", list(range(9)), max_tokens=1, seed=number))
         engine.finish()
     assert engine.clients["r1"].outputs[0].num_cached_tokens == 0
-    assert engine.policy.stats(0, ()).prefix_cache_queries == 0
+    assert engine.policy.stats(0, (), engine.now).prefix_cache_queries == 0
 
 
 def test_the_prefix_decides_the_node() -> None:
@@ -328,10 +328,10 @@ def test_blocks_return_with_the_last_step_that_touches_them() -> None:
         engine.answer(0)
     assert engine.clients["r"].ended
     assert engine.policy.num_running == 0
-    assert engine.policy.stats(0, ()).kv_cache_usage > 0
+    assert engine.policy.stats(0, (), engine.now).kv_cache_usage > 0
     engine.policy.check_integrity()
     engine.answer(0)
-    assert engine.policy.stats(0, ()).kv_cache_usage == 0
+    assert engine.policy.stats(0, (), engine.now).kv_cache_usage == 0
     engine.policy.check_integrity()
 
 
@@ -340,7 +340,7 @@ def test_the_latest_arrival_gives_way_and_keeps_its_place_and_tokens() -> None:
     engine = Engine(config, num_blocks=12)
     for number in range(3):
         engine.add(make_request(f"r{number}", [number] * 5, max_tokens=16, seed=number))
-    while not engine.policy.stats(0, ()).num_preemptions:
+    while not engine.policy.stats(0, (), engine.now).num_preemptions:
         engine.turn()
     # r1 gave way to r0; it comes before r2, which has never run.
     assert engine.clients["r1"].tokens
@@ -367,7 +367,7 @@ def test_a_request_is_preempted_at_most_so_often() -> None:
         engine.add(make_request(f"r{number}", [number] * 4, max_tokens=26, seed=number))
     engine.finish()
     admissions = [new.sampling.seed for step in engine.steps for new in step.plans[0].new]
-    assert engine.policy.stats(0, ()).num_preemptions == len(admissions) - 6
+    assert engine.policy.stats(0, (), engine.now).num_preemptions == len(admissions) - 6
     assert 1 < max(admissions.count(seed) for seed in range(6)) <= 3
 
 
@@ -390,7 +390,7 @@ def test_a_protected_sequence_is_no_victim_and_its_blocks_are_kept_for_it() -> N
     engine.add(make_request("new", [3], max_tokens=1, seed=3))
     engine.turn()
     assert engine.policy.num_running == 2
-    assert engine.policy.stats(0, ()).kv_cache_usage < 0.9
+    assert engine.policy.stats(0, (), engine.now).kv_cache_usage < 0.9
     engine.finish()
     # Then it is the oldest that gives way, and comes back first.
     assert admissions(engine) == [0, 1, 2, 2, 0, 3]
@@ -403,7 +403,7 @@ def test_admission_leaves_room_for_the_first_output_token() -> None:
     engine.schedule()
     assert engine.policy.num_running == 1
     engine.finish()
-    assert engine.policy.stats(0, ()).num_preemptions == 0
+    assert engine.policy.stats(0, (), engine.now).num_preemptions == 0
 
 
 def test_without_preemptions_only_what_surely_fits_is_admitted() -> None:
@@ -414,7 +414,7 @@ def test_without_preemptions_only_what_surely_fits_is_admitted() -> None:
     engine.schedule()
     assert engine.policy.num_running == 2  # 14 positions each
     engine.finish()
-    assert engine.policy.stats(0, ()).num_preemptions == 0
+    assert engine.policy.stats(0, (), engine.now).num_preemptions == 0
 
 
 # Refusals and ends.
@@ -489,7 +489,7 @@ def test_a_preempted_request_is_not_subject_to_the_queue_limit() -> None:
     for number in range(2):
         engine.add(make_request(f"r{number}", [number] * 5, max_tokens=16, seed=number))
     engine.finish()
-    assert engine.policy.stats(0, ()).num_preemptions > 0
+    assert engine.policy.stats(0, (), engine.now).num_preemptions > 0
 
 
 def test_abort_is_silent_and_final() -> None:

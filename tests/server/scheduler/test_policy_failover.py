@@ -121,7 +121,7 @@ def test_replays_keep_the_order_of_arrival_and_are_no_preemptions() -> None:
         run_until_tokens(engine, "r0", len(engine.clients["r0"].tokens) + 1)
         assert not engine.clients["r1"].tokens
     engine.finish()
-    assert engine.policy.stats(0, ()).num_preemptions == 0
+    assert engine.policy.stats(0, (), engine.now).num_preemptions == 0
 
 
 def test_what_kills_every_generation_fails_and_the_others_do_not() -> None:
@@ -160,6 +160,6 @@ def test_requests_are_queued_while_nothing_runs_and_end_when_told() -> None:
     assert refused is not None
     assert refused.code == "engine_unavailable"
     assert not engine.schedule()
-    assert engine.policy.stats(0, ()).num_waiting == 3
+    assert engine.policy.stats(0, (), engine.now).num_waiting == 3
     engine.resume([0])
     engine.finish()

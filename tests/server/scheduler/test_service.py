@@ -533,37 +533,43 @@ def test_a_node_that_cannot_be_sent_a_plan_is_lost() -> None:
     assert world.failure("r").message == "expert 1 cannot be sent StepTicket"
 
 
-def test_a_step_without_progress_fails_naming_who_is_silent() -> None:
+def test_a_silent_node_ends_the_engine_and_is_named() -> None:
     world = World()
     world.start()
     for number in range(2):
         world.say("gateway", make_request(f"r{number}", [number] * 3, max_tokens=40, seed=number))
-    for _ in range(60):  # a second each; the limit is 30 s and a margin of 5 s
+    for _ in range(40):  # a second each; the limit is 15 s
         world.poll()
     started_polls = len(world.channel.script)
     assert world.service.run() == 1
-    assert started_polls - len(world.channel.script) < 60
+    assert 15 <= started_polls - len(world.channel.script) < 30
     failed = world.failure("r0")
-    assert (failed.code, failed.status) == ("step_failed", 503)
-    assert failed.message == "step 1 has not got on for 35 s; no answer from attention 0"
+    assert (failed.code, failed.status) == ("node_lost", 503)
+    assert failed.message == (
+        "attention 0: it has not got on with step 1 for 16.0 s, although it is connected "
+        "(--progress-deadline 15)"
+    )
 
 
-def test_a_slow_step_fails_only_once_its_nodes_are_silent() -> None:
-    """Step 1 runs for 150 s, which is fine while some node gets on with it, and then hangs."""
+def test_a_long_step_is_fine_while_its_nodes_speak() -> None:
+    """Step 1 runs for 70 s; expert 0 has done its part, expert 1 works, and then hangs."""
     world = World()
     world.start()
     world.say("gateway", make_request("r", [1] * 3, max_tokens=40))
-    getting_on = Progress(step=1, generation=1, role="expert", index=1)
+    waits = Progress(step=1, generation=1, role="attention", index=0, state="waiting")
+    works = Progress(step=1, generation=1, role="expert", index=1)
+    world.say("expert 0", Progress(step=1, generation=1, role="expert", index=0, state="done"))
     for _ in range(5):
-        for _ in range(29):  # a second each
+        for _ in range(12):  # a second each
             world.poll()
-        world.say("expert 1", getting_on)
-    for _ in range(60):
+        world.say("attention 0", waits)
+        world.say("expert 1", works)
+    for _ in range(10):
+        world.say("attention 0", waits)
         world.poll()
-    num_polls = len(world.channel.script)
     assert world.service.run() == 1
-    assert 150 < num_polls - len(world.channel.script) < 200
-    assert "step 1 has not got on for 35 s" in world.failure("r").message
+    assert 0 < len(world.channel.script) < 6  # 15 s after the last word
+    assert world.failure("r").message.startswith("expert 1: it has not got on with step 1")
 
 
 def test_a_node_reports_its_own_progress_only(caplog: pytest.LogCaptureFixture) -> None:
