@@ -1,0 +1,65 @@
+"""Finding a server: is it there yet, and which model does it serve?
+
+Owns the requests that come before a load test. `bench serve`, sweep and compare call it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import httpx
+
+from topspin.errors import TopspinError
+
+POLL_S = 0.2
+REQUEST_TIMEOUT_S = 10.0
+
+
+class ServerUnreachable(TopspinError):
+    """The server does not answer, or not as one of the OpenAI API."""
+
+    code = "server_unreachable"
+
+
+def served_models(base_url: str, headers: Mapping[str, str] | None = None) -> list[str]:
+    """Return the names of the models that `base_url` serves.
+
+    Raises ServerUnreachable if it cannot be asked, or its answer is not that of /v1/models.
+    """
+    url = base_url.rstrip("/") + "/v1/models"
+    try:
+        response = httpx.get(url, headers=dict(headers or {}), timeout=REQUEST_TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerUnreachable(f"{url}: {error}") from None
+    if response.status_code != 200:
+        text = response.text[:200]
+        raise ServerUnreachable(f"{url} answers {response.status_code}: {text}")
+    try:
+        return [str(model["id"]) for model in response.json()["data"]]
+    except (ValueError, KeyError, TypeError):
+        raise ServerUnreachable(f"{url}: no list of models: {response.text[:200]}") from None
+
+
+def first_model(base_url: str, headers: Mapping[str, str] | None = None) -> str:
+    """Return the first model that `base_url` serves; raises ServerUnreachable if there is none."""
+    models = served_models(base_url, headers)
+    if not models:
+        raise ServerUnreachable(f"{base_url} serves no model; name one with --model")
+    return models[0]
+
+
+def wait_until_ready(
+    base_url: str, timeout_s: float, headers: Mapping[str, str] | None = None
+) -> None:
+    """Return once /v1/models answers; raises ServerUnreachable after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            served_models(base_url, headers)
+        except ServerUnreachable as error:
+            if time.monotonic() >= deadline:
+                raise ServerUnreachable(f"not ready after {timeout_s:g} s: {error}") from None
+            time.sleep(POLL_S)
+        else:
+            return
