@@ -17,14 +17,28 @@ from dataclasses import dataclass
 import torch
 
 from m2n_comm.emulate import LinkEmulation, wait_delivery
-from m2n_comm.layout import RouteMap, SendPlan, num_parts, plan_sends, route_map, write_part
+from m2n_comm.layout import (
+    RouteMap,
+    SendPlan,
+    check_known,
+    num_parts,
+    plan_sends,
+    route_map,
+    write_part,
+)
 from m2n_comm.lines import Hop, Lines, describe, late
+from m2n_comm.native import Record, add_answer, write_request
+from m2n_comm.native import serves as native_serves
 from m2n_comm.net import NetShape, NetTimes
 from m2n_comm.pairs import PairPlan, PairSum, plan_pairs
 from m2n_comm.windows import PairLayout
 from m2n_comm.wire import (
     ANSWER,
+    COMPUTE_WORD,
+    DELIVER_WORD,
     HEADER_BYTES,
+    IDLE_WORD,
+    MAX_MEASURED_NS,
     NUM_COMPARED,
     REQUEST,
     FrameHeader,
@@ -32,6 +46,7 @@ from m2n_comm.wire import (
     check_size,
     payload_code,
     read_header,
+    set_deliver_ns,
     write_header,
 )
 from topspin.errors import FrameError, ProtocolError, TransportError
@@ -47,17 +62,24 @@ _TURN_S = 3600.0
 
 
 @dataclass(slots=True)
+class _Parts:
+    """What a dispatch that goes in parts, or needs more than rows copied, keeps until the end."""
+
+    plan: SendPlan
+    weights: torch.Tensor
+    counts: list[int]
+    sent: dict[int, FrameHeader]
+    pairs: PairPlan | None = None
+
+
+@dataclass(slots=True)
 class _Flight:
-    """A dispatch whose answers have not all been consumed."""
+    """A dispatch whose answers have not all been consumed; `parts` is None if each is one frame."""
 
     layer: int
-    plan: SendPlan
     hidden: torch.Tensor
-    weights: torch.Tensor
-    num_parts: list[int]
-    sent: dict[int, FrameHeader]
     dispatched_ns: int = 0
-    pairs: PairPlan | None = None
+    parts: _Parts | None = None
 
 
 class AttentionSide:
@@ -95,17 +117,38 @@ class AttentionSide:
         self._everyone = tuple(
             expert for expert, each in enumerate(expert_incarnations) if each is not None
         )
+        self._records = self._make_records(layout) if native_serves(shape) else None
+        self._answer_words = {
+            expert: [lines.inbox(expert, each).words for each in range(shape.num_micro_batches)]
+            for expert in self._everyone
+        }
         self._route: RouteMap | None = None
         self._routes: dict[int, RouteMap] = {}
         self._step: int | None = None
         self._patience_s = shape.deadline_s
-        self._wait_s = 0.0
+        self._wait_ns = 0
         self._expert_ns = [0] * len(expert_incarnations)
         self._link_ns = 0
         self._num_links = 0
         self.trace: Ring | None = None
         self._failure: str | None = None
         self.set_table(table)
+
+    def _make_records(self, layout: PairLayout) -> dict[int, list[Record]]:
+        return {
+            expert: [
+                Record(
+                    layout,
+                    (self._index, expert, micro_batch),
+                    (self._incarnation, self._experts[expert]),
+                    outbox=self.lines.outbox(expert, micro_batch),
+                    inbox=self.lines.inbox(expert, micro_batch),
+                    sends_all=len(self._experts) == 1,
+                )
+                for micro_batch in range(layout.shape.num_micro_batches)
+            ]
+            for expert in self._everyone
+        }
 
     @property
     def registered_bytes(self) -> int:
@@ -155,7 +198,7 @@ class AttentionSide:
         is_next = ticket.previous in (0, self._step)
         self._patience_s = self.shape.deadline_s if is_next else _TURN_S
         self._step = ticket.step
-        self._wait_s = 0.0
+        self._wait_ns = 0
         self._expert_ns = [0] * len(self._experts)
         self._link_ns = self._num_links = 0
         self.lines.begin(ticket)
@@ -192,24 +235,96 @@ class AttentionSide:
         assert route is not None
         try:
             self._check_tensors(hidden, experts, weights)
-            plan = plan_sends(route, layer, experts)
             if hidden.dtype != self.shape.payload and self.shape.compressed is None:
                 hidden = hidden.to(self.shape.payload)
             if weights.dtype != torch.float32:
                 weights = weights.to(torch.float32)
-            parts = [num_parts(count, self.shape.window_rows) for count in plan.counts]
-            flight = _Flight(layer, plan, hidden, weights, parts, {})
+            flight = _Flight(layer, hidden)
             self._flights[micro_batch] = flight
-            for expert in self._everyone:
-                flight.sent[expert] = self._send_part(flight, expert, micro_batch, 0)
-            flight.dispatched_ns = time.monotonic_ns()
-            if self._pair_sum is not None:
-                flight.pairs = plan_pairs(
-                    plan, experts, weights, window_rows=self.shape.window_rows
-                )
+            if (
+                self._records is not None
+                and hidden.shape[0] <= self.shape.window_rows
+                and experts.dtype == torch.int64
+                and _is_at_hand(hidden)
+                and _is_at_hand(experts)
+                and _is_at_hand(weights)
+            ):
+                self._send_whole(flight, micro_batch, route, experts, weights)
+            else:
+                self._send_first(flight, micro_batch, route, experts, weights)
         except BaseException as error:
             self._failure = describe(error)
             raise
+
+    def _send_whole(
+        self,
+        flight: _Flight,
+        micro_batch: int,
+        route: RouteMap,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Send every expert node its rows in one frame, written by one call."""
+        assert self._records is not None
+        layer, hidden, chosen = flight.layer, flight.hidden, experts
+        choice = route.choices[layer]
+        if choice is not None:
+            check_known(route, layer, experts)
+            chosen = choice.choose(experts.view(-1))
+        columns = route.slot_of[layer]
+        num_columns, columns_at = columns.shape[1], columns.data_ptr()
+        chosen_at, hidden_at, weights_at = (
+            chosen.data_ptr(),
+            hidden.data_ptr(),
+            weights.data_ptr(),
+        )
+        num_rows, version, step = hidden.shape[0], route.version, self._step
+        deadline_s = time.monotonic() + self._patience_s
+        for expert in self._everyone:
+            sequence = self._sequences[expert][micro_batch] + 1
+            self._sequences[expert][micro_batch] = sequence
+            rows = write_request(
+                self._records[expert][micro_batch].address,
+                chosen_at,
+                columns_at + expert * num_columns * columns.itemsize,
+                num_columns,
+                num_rows,
+                hidden_at,
+                weights_at,
+                layer,
+                version,
+                step,
+                sequence,
+            )
+            if rows < 0:
+                check_known(route, layer, experts)
+                raise AssertionError("every expert id has a column")
+            shaper = self._shapers[expert]
+            if shaper is not None:
+                size = HEADER_BYTES + rows * self._request_row_bytes
+                deliver_ns = shaper.deliver_ns(size, now_ns=time.monotonic_ns())
+                set_deliver_ns(self.lines.outbox(expert, micro_batch).header, deliver_ns)
+            self.lines.send(Hop(expert, micro_batch, layer, deadline_s), rows, sequence)
+        flight.dispatched_ns = time.monotonic_ns()
+
+    def _send_first(
+        self,
+        flight: _Flight,
+        micro_batch: int,
+        route: RouteMap,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Send every expert node the first part of its rows."""
+        window_rows = self.shape.window_rows
+        plan = plan_sends(route, flight.layer, experts)
+        counts = [num_parts(count, window_rows) for count in plan.counts]
+        flight.parts = parts = _Parts(plan, weights, counts, {})
+        for expert in self._everyone:
+            parts.sent[expert] = self._send_part(flight, parts, expert, micro_batch, 0)
+        flight.dispatched_ns = time.monotonic_ns()
+        if self._pair_sum is not None:
+            parts.pairs = plan_pairs(plan, experts, weights, window_rows=window_rows)
 
     def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
         """Fill out [T, H] fp32 with the sum of all partials of that dispatch and return it."""
@@ -225,9 +340,10 @@ class AttentionSide:
                 )
             if len(self._everyone) > 1:
                 out.zero_()
-            self._consume(flight, micro_batch, out)
-            if self._pair_sum is not None and flight.pairs is not None:
-                self._pair_sum.add_up(flight.pairs, out)
+            if flight.parts is None:
+                self._consume_whole(flight, micro_batch, out)
+            else:
+                self._consume_parts(flight, flight.parts, micro_batch, out)
         except BaseException as error:
             self._failure = describe(error)
             raise
@@ -238,12 +354,12 @@ class AttentionSide:
 
     def wait_s(self) -> float:
         """Return the seconds spent waiting in combine() since begin()."""
-        return self._wait_s
+        return self._wait_ns * 1e-9
 
     def times(self) -> NetTimes:
         """Return what was measured since begin()."""
         return NetTimes(
-            wait_s=self._wait_s,
+            wait_s=self._wait_ns * 1e-9,
             expert_s=max(self._expert_ns, default=0) * 1e-9,
             link_s=self._link_ns * 1e-9 / self._num_links if self._num_links else None,
         )
@@ -252,43 +368,83 @@ class AttentionSide:
         """Release all memory and descriptors; safe to call twice."""
         if self._failure is None:
             self._failure = "it is closed"
+        self._records, self._answer_words = None, {}
         self.lines.close()
 
-    def _consume(self, flight: _Flight, micro_batch: int, out: torch.Tensor) -> None:
+    def _consume_whole(self, flight: _Flight, micro_batch: int, out: torch.Tensor) -> None:
+        """Receive and add the one answer of every node, each checked and read by one call."""
+        assert self._records is not None
+        everyone = self._everyone
+        total = out if _is_at_hand(out) else torch.zeros(out.shape, dtype=torch.float32)
+        out_at, num_rows = total.data_ptr(), total.shape[0]
+        for position, expert in enumerate(everyone):
+            raw = self._await(flight, expert, micro_batch, everyone[position:])
+            record = self._records[expert][micro_batch]
+            if add_answer(record.address, out_at, num_rows, len(everyone) > 1) < 0:
+                self._judge(read_header(raw), read_header(record.request), expert)
+                raise FrameError(f"frame of expert {expert}: it changed while it was read")
+        if total is not out:
+            out.copy_(total)
+
+    def _consume_parts(
+        self, flight: _Flight, parts: _Parts, micro_batch: int, out: torch.Tensor
+    ) -> None:
         """Receive every part of every node; each received part lets the next one go."""
         pending = self._everyone
         part = 0
         while pending:
             for position, expert in enumerate(pending):
-                rows = self._receive(flight, expert, micro_batch, awaited=pending[position:])
-                low = part * self.shape.window_rows
-                if self._pair_sum is not None and flight.pairs is not None:
-                    answer = self.lines.inbox(expert, micro_batch).first(rows).hidden
-                    self._pair_sum.put(flight.pairs, expert, part, answer)
+                raw = self._await(flight, expert, micro_batch, pending[position:])
+                sent = parts.sent[expert]
+                if parts.pairs is not None:
+                    sent = sent._replace(rows=parts.pairs.num_rows(expert, part))
+                header = read_header(raw)
+                self._judge(header, sent, expert)
+                answer = self.lines.inbox(expert, micro_batch).first(header.rows).hidden
+                if self._pair_sum is not None and parts.pairs is not None:
+                    self._pair_sum.put(parts.pairs, expert, part, answer)
                 else:
-                    self._add(flight, expert, micro_batch, low=low, rows=rows, out=out)
-                if part + 1 < flight.num_parts[expert]:
-                    flight.sent[expert] = self._send_part(flight, expert, micro_batch, part + 1)
+                    low = part * self.shape.window_rows
+                    self._add(parts.plan.rows[expert], answer, low=low, out=out)
+                if part + 1 < parts.counts[expert]:
+                    sent = self._send_part(flight, parts, expert, micro_batch, part + 1)
+                    parts.sent[expert] = sent
             part += 1
-            pending = tuple(expert for expert in pending if flight.num_parts[expert] > part)
+            pending = tuple(expert for expert in pending if parts.counts[expert] > part)
+        if self._pair_sum is not None and parts.pairs is not None:
+            self._pair_sum.add_up(parts.pairs, out)
 
-    def _receive(
-        self, flight: _Flight, expert: int, micro_batch: int, *, awaited: tuple[int, ...]
-    ) -> int:
-        """Wait for the answer to what was sent last to `expert` and return its rows."""
-        start_s = time.monotonic()
-        hop = Hop(expert, micro_batch, flight.layer, start_s + self._patience_s)
-        header = read_header(self.lines.receive(hop, awaited))
+    def _await(
+        self, flight: _Flight, expert: int, micro_batch: int, awaited: tuple[int, ...]
+    ) -> bytes:
+        """Wait for the answer to what was sent last to `expert`; return its header, unchecked.
+
+        Counts the wait, the expert's time and, if neither side let the frame lie, the link's.
+        """
+        start_ns = time.monotonic_ns()
+        hop = Hop(expert, micro_batch, flight.layer, start_ns * 1e-9 + self._patience_s)
+        raw = self.lines.receive(hop, awaited)
         self._patience_s = self.shape.deadline_s
-        if header.deliver_ns and not wait_delivery(header.deliver_ns, deadline_s=hop.deadline_s):
-            raise late("expert", hop)
-        self._wait_s += time.monotonic() - start_s
+        words = self._answer_words[expert][micro_batch]
+        if words[DELIVER_WORD]:
+            deliver_ns = read_header(raw).deliver_ns
+            if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s):
+                raise late("expert", hop)
+        now_ns = time.monotonic_ns()
+        waited_ns = now_ns - start_ns
+        self._wait_ns += waited_ns
         if self.trace is not None:
             self.trace.stamp(Kind.ARRIVED, flight.layer, micro_batch, expert)
-        self._measure(flight, expert, header, start_s=start_s)
-        sent = flight.sent[expert]
-        if flight.pairs is not None:
-            sent = sent._replace(rows=flight.pairs.num_rows(expert, sent.part))
+        compute_ns, idle_ns = words[COMPUTE_WORD] >> 32, words[IDLE_WORD] & MAX_MEASURED_NS
+        self._expert_ns[expert] += compute_ns
+        is_first = flight.parts is None or flight.parts.sent[expert].part == 0
+        if is_first and waited_ns > _WAITED_NS and idle_ns > _WAITED_NS:
+            self._link_ns += max(0, now_ns - flight.dispatched_ns - compute_ns) // 2
+            self._num_links += 1
+        return raw
+
+    def _judge(self, header: FrameHeader, sent: FrameHeader, expert: int) -> None:
+        """Raise StaleFrame or FrameError unless `header` is of the answer to `sent`."""
         origin = f"expert {expert}"
         # An answer repeats its request, but for the first two fields.
         start = self._answer_start
@@ -300,34 +456,14 @@ class AttentionSide:
             row_bytes=self._answer_row_bytes,
             origin=origin,
         )
-        return header.rows
-
-    def _measure(
-        self, flight: _Flight, expert: int, header: FrameHeader, *, start_s: float
-    ) -> None:
-        """Count the expert's time and, if neither side let the frame lie, the link's."""
-        self._expert_ns[expert] += header.compute_ns
-        now_ns = time.monotonic_ns()
-        waited_ns = now_ns - round(start_s * 1e9)
-        if header.part == 0 and waited_ns > _WAITED_NS and header.idle_ns > _WAITED_NS:
-            self._link_ns += max(0, now_ns - flight.dispatched_ns - header.compute_ns) // 2
-            self._num_links += 1
 
     def _add(
-        self,
-        flight: _Flight,
-        expert: int,
-        micro_batch: int,
-        *,
-        low: int,
-        rows: int,
-        out: torch.Tensor,
+        self, selected: torch.Tensor | None, partial: torch.Tensor, *, low: int, out: torch.Tensor
     ) -> None:
-        """Add the partial rows that lie in the answer window to their tokens, in fp32."""
+        """Add partial rows, of the node's rows from `low` on, to their tokens, in fp32."""
+        rows = partial.shape[0]
         if rows == 0:
             return
-        partial = self.lines.inbox(expert, micro_batch).first(rows).hidden
-        selected = flight.plan.rows[expert]
         if selected is None or len(self._everyone) == 1:
             part = out if rows == out.shape[0] else out[low : low + rows]
             if len(self._everyone) == 1:
@@ -338,43 +474,27 @@ class AttentionSide:
             wide = self._scratch[:rows].copy_(partial)
             out.index_add_(0, selected[low : low + rows], wide)
 
-    def _send_part(self, flight: _Flight, expert: int, micro_batch: int, part: int) -> FrameHeader:
+    def _send_part(
+        self, flight: _Flight, parts: _Parts, expert: int, micro_batch: int, part: int
+    ) -> FrameHeader:
         """Write one part straight into the request window and publish it."""
-        count = flight.plan.counts[expert]
+        count = parts.plan.counts[expert]
         low = part * self.shape.window_rows
         high = min(low + self.shape.window_rows, count)
         rows = high - low
         window = self.lines.outbox(expert, micro_batch)
         write_part(
             window,
-            flight.plan,
+            parts.plan,
             expert,
             low=low,
             high=high,
             hidden=flight.hidden,
-            weights=flight.weights,
+            weights=parts.weights,
             scratch=self._scratch,
         )
         sequence = self._sequences[expert][micro_batch] + 1
         self._sequences[expert][micro_batch] = sequence
-        header = self._header(
-            flight, expert, micro_batch=micro_batch, part=part, rows=rows, sequence=sequence
-        )
-        write_header(window.header, header)
-        hop = Hop(expert, micro_batch, flight.layer, time.monotonic() + self._patience_s)
-        self.lines.send(hop, rows, sequence)
-        return header
-
-    def _header(
-        self,
-        flight: _Flight,
-        expert: int,
-        *,
-        micro_batch: int,
-        part: int,
-        rows: int,
-        sequence: int,
-    ) -> FrameHeader:
         payload_bytes = rows * self._request_row_bytes
         deliver_ns = 0
         shaper = self._shapers[expert]
@@ -382,27 +502,30 @@ class AttentionSide:
             deliver_ns = shaper.deliver_ns(HEADER_BYTES + payload_bytes, now_ns=time.monotonic_ns())
         assert self._route is not None
         assert self._step is not None
-        # By position: once per frame, keywords for so many fields would cost a microsecond.
-        return FrameHeader(
-            REQUEST,
-            self._payload,
-            self._index,
-            expert,
-            micro_batch,
-            flight.layer,
-            part,
-            flight.num_parts[expert],
-            rows,
-            self.shape.hidden_size,
-            self._incarnation,
-            self._experts[expert],
-            self._route.version,
-            self._step,
-            sequence,
-            payload_bytes,
-            deliver_ns,
-            0,
+        header = FrameHeader(
+            kind=REQUEST,
+            payload=self._payload,
+            attention=self._index,
+            expert=expert,
+            micro_batch=micro_batch,
+            layer=flight.layer,
+            part=part,
+            num_parts=parts.counts[expert],
+            rows=rows,
+            hidden_size=self.shape.hidden_size,
+            attention_incarnation=self._incarnation,
+            expert_incarnation=self._experts[expert],
+            table_version=self._route.version,
+            step=self._step,
+            sequence=sequence,
+            payload_bytes=payload_bytes,
+            deliver_ns=deliver_ns,
+            payload_crc=0,
         )
+        write_header(window.header, header)
+        hop = Hop(expert, micro_batch, flight.layer, time.monotonic() + self._patience_s)
+        self.lines.send(hop, rows, sequence)
+        return header
 
     def _check_tensors(
         self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -421,3 +544,8 @@ class AttentionSide:
             raise TransportError(
                 f"attention {self._index}: this net can not be used any more: {self._failure}"
             )
+
+
+def _is_at_hand(tensor: torch.Tensor) -> bool:
+    """Return whether compiled code may walk over the tensor's memory."""
+    return tensor.is_cpu and tensor.is_contiguous()

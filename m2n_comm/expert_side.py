@@ -19,12 +19,15 @@ import torch
 
 from m2n_comm.emulate import LinkEmulation, wait_delivery
 from m2n_comm.lines import Hop, Lines, describe, late
+from m2n_comm.native import Record, take_request, write_answer
+from m2n_comm.native import serves as native_serves
 from m2n_comm.net import ExpertBatch, NetShape
 from m2n_comm.pairs import count_pairs
 from m2n_comm.payload import unpack_rows
 from m2n_comm.windows import PairLayout, WindowRows
 from m2n_comm.wire import (
     ANSWER,
+    DELIVER_WORD,
     HEADER_BYTES,
     MAX_MEASURED_NS,
     NUM_COMPARED,
@@ -34,12 +37,15 @@ from m2n_comm.wire import (
     check_size,
     payload_code,
     read_header,
+    set_deliver_ns,
     write_header,
 )
 from topspin.errors import FrameError, ProtocolError, TransportError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Kind, Ring
+
+_MAX_SLOTS = 2**31 - 1
 
 
 class ExpertSide:
@@ -83,10 +89,17 @@ class ExpertSide:
         self._scratch = torch.empty((packed_rows, shape.hidden_size), dtype=torch.float32)
         self._slots = torch.empty((rows, shape.top_k), dtype=torch.int32)
         self._weights = torch.empty((rows, shape.top_k), dtype=torch.float32)
+        self._records = self._make_records(layout) if native_serves(shape) else None
+        self._deliver_words = {
+            peer: [lines.inbox(peer, each).words for each in range(shape.num_micro_batches)]
+            for peer in self._attention
+        }
         self._num_slots: dict[int, list[int]] = {}
         self._ticket: StepTicket | None = None
         self._micro_batch = 0
         self._pending: tuple[int, ...] = ()
+        # The rows of each sender of the open batch; the header if its frame was not a common one.
+        self._row_counts: dict[int, int] = {}
         self._headers: dict[int, FrameHeader] = {}
         self._open: ExpertBatch | None = None
         self._gathered_ns = 0
@@ -95,6 +108,21 @@ class ExpertSide:
         self._failure: str | None = None
         if table is not None:
             self.set_table(table)
+
+    def _make_records(self, layout: PairLayout) -> dict[int, list[Record]]:
+        return {
+            peer: [
+                Record(
+                    layout,
+                    (peer, self._index, micro_batch),
+                    (incarnation, self._incarnation),
+                    outbox=self.lines.outbox(peer, micro_batch),
+                    inbox=self.lines.inbox(peer, micro_batch),
+                )
+                for micro_batch in range(layout.shape.num_micro_batches)
+            ]
+            for peer, incarnation in self._attention.items()
+        }
 
     @property
     def registered_bytes(self) -> int:
@@ -170,18 +198,14 @@ class ExpertSide:
                     f"reply: partial is {tuple(partial.shape)} {partial.dtype}, expected {want}"
                 )
             low = 0
-            for rows, (peer, header) in zip(counts, self._headers.items(), strict=True):
-                window = self.lines.outbox(peer, batch.micro_batch)
-                high = low + rows
-                if rows:
-                    share = partial if rows == want[0] else partial[low:high]
-                    window.first(rows).hidden.copy_(share)
-                low = high
-                if rows != header.rows:
-                    header = header._replace(rows=rows)
-                write_header(window.header, self._answer(header, peer))
-                hop = self._hop(peer, batch.micro_batch, batch.layer)
-                self.lines.send(hop, rows, header.sequence)
+            for peer, rows in zip(self._row_counts, counts, strict=True):
+                share = partial if rows == want[0] else partial[low : low + rows]
+                low += rows
+                header = self._headers.get(peer)
+                if header is None:
+                    self._answer_whole(batch, peer, share, rows)
+                else:
+                    self._answer_part(batch, peer, share, header._replace(rows=rows))
         except BaseException as error:
             self._failure = describe(error)
             raise
@@ -190,6 +214,40 @@ class ExpertSide:
         self._open = None
         if self.trace is not None:
             self.trace.stamp(Kind.REPLIED, batch.layer, batch.micro_batch)
+
+    def _answer_whole(self, batch: ExpertBatch, peer: int, share: torch.Tensor, rows: int) -> None:
+        """Answer a frame that take_request() took: rows and header are written by one call."""
+        assert self._records is not None
+        micro_batch = batch.micro_batch
+        partial_at = 0
+        if share.dtype == self.shape.payload and share.is_cpu and share.is_contiguous():
+            partial_at = share.data_ptr()
+        elif rows:
+            self.lines.outbox(peer, micro_batch).first(rows).hidden.copy_(share)
+        now_ns = time.monotonic_ns()
+        payload_bytes = write_answer(
+            self._records[peer][micro_batch].address,
+            partial_at,
+            min(now_ns - self._gathered_ns, MAX_MEASURED_NS),
+            min(self._idle_ns, MAX_MEASURED_NS),
+        )
+        shaper = self._shapers[peer]
+        if shaper is not None:
+            deliver_ns = shaper.deliver_ns(HEADER_BYTES + payload_bytes, now_ns=now_ns)
+            set_deliver_ns(self.lines.outbox(peer, micro_batch).header, deliver_ns)
+        sequence = self._sequences[peer][micro_batch]
+        self.lines.send(self._hop(peer, micro_batch, batch.layer), rows, sequence)
+
+    def _answer_part(
+        self, batch: ExpertBatch, peer: int, share: torch.Tensor, request: FrameHeader
+    ) -> None:
+        """Answer one part, or a frame that needs more than rows copied."""
+        window = self.lines.outbox(peer, batch.micro_batch)
+        if request.rows:
+            window.first(request.rows).hidden.copy_(share)
+        write_header(window.header, self._answer(request, peer))
+        hop = self._hop(peer, batch.micro_batch, batch.layer)
+        self.lines.send(hop, request.rows, request.sequence)
 
     def missing(self) -> list[int]:
         """Return the attention nodes whose frame the next round of gather() would wait for."""
@@ -201,6 +259,7 @@ class ExpertSide:
         if self._failure is None:
             self._failure = "it is closed"
         self._open = None
+        self._records, self._deliver_words = None, {}
         self.lines.close()
 
     def _rounds(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
@@ -218,28 +277,54 @@ class ExpertSide:
 
     def _collect(self, micro_batch: int, layer: int, part: int) -> ExpertBatch:
         """Receive part `part` of every participant that has one and join the rows."""
-        previous = self._headers
+        previous, self._headers = self._headers, {}
+        self._row_counts = {}
         started_ns = time.monotonic_ns()
-        headers: dict[int, FrameHeader] = {}
         for position, peer in enumerate(self._pending):
             hop = self._hop(peer, micro_batch, layer)
-            header = read_header(self.lines.receive(hop, self._pending[position:]))
-            if header.deliver_ns and not wait_delivery(
-                header.deliver_ns, deadline_s=hop.deadline_s
-            ):
-                raise late("attention", hop)
+            raw = self.lines.receive(hop, self._pending[position:])
+            if self._deliver_words[peer][micro_batch][DELIVER_WORD]:
+                deliver_ns = read_header(raw).deliver_ns
+                if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s):
+                    raise late("attention", hop)
             if self.trace is not None:
                 self.trace.stamp(Kind.GATHERED, layer, micro_batch, peer)
-            self._check(header, hop, part, previous.get(peer) if part else None)
-            headers[peer] = header
-        self._headers = headers
+            self._sequences[peer][micro_batch] += 1
+            rows = self._take(peer, micro_batch, layer) if part == 0 else -1
+            if rows < 0:
+                header = read_header(raw)
+                self._check(header, hop, part, previous.get(peer) if part else None)
+                self._headers[peer] = header
+                rows = header.rows
+            self._row_counts[peer] = rows
         self._gathered_ns = time.monotonic_ns()
         self._idle_ns = self._gathered_ns - started_ns
         batch = self._join(micro_batch, layer, part)
-        self._check_slots(batch)
+        if self._headers:
+            self._check_slots(batch)
         if self.trace is not None:
             self.trace.stamp(Kind.JOINED, layer, micro_batch)
         return batch
+
+    def _take(self, peer: int, micro_batch: int, layer: int) -> int:
+        """Return the rows of a common frame, all of it checked; -1 if it is not one."""
+        if self._records is None:
+            return -1
+        assert self._ticket is not None
+        version = self._ticket.table_version
+        rows: int = take_request(
+            self._records[peer][micro_batch].address,
+            layer,
+            version,
+            self._ticket.step,
+            self._sequences[peer][micro_batch],
+            self._limit(version, layer),
+        )
+        return rows
+
+    def _limit(self, version: int, layer: int) -> int:
+        """Return what every slot must be below."""
+        return self._num_slots[version][layer] if self._num_slots else _MAX_SLOTS
 
     def _hop(self, peer: int, micro_batch: int, layer: int) -> Hop:
         """Return a frame's way, whose wait begins now."""
@@ -247,7 +332,7 @@ class ExpertSide:
 
     def _join(self, micro_batch: int, layer: int, part: int) -> ExpertBatch:
         assert self._ticket is not None
-        with_rows = [(peer, h.rows) for peer, h in self._headers.items() if h.rows]
+        with_rows = [(peer, rows) for peer, rows in self._row_counts.items() if rows]
         if len(with_rows) == 1:
             peer, rows = with_rows[0]
             found = self.lines.inbox(peer, micro_batch).first(rows)
@@ -288,8 +373,6 @@ class ExpertSide:
         """Check every field; a later part must agree with the one before it."""
         assert self._ticket is not None
         origin = f"attention {hop.peer}"
-        sequence = self._sequences[hop.peer][hop.micro_batch] + 1
-        self._sequences[hop.peer][hop.micro_batch] = sequence
         # By position: once per frame, keywords for so many fields would cost a microsecond.
         expected = FrameHeader(
             REQUEST,
@@ -306,7 +389,7 @@ class ExpertSide:
             self._incarnation,
             self._ticket.table_version,
             self._ticket.step,
-            sequence,
+            self._sequences[hop.peer][hop.micro_batch],
             0,
             0,
             0,
@@ -324,9 +407,7 @@ class ExpertSide:
         if not batch.slots.numel():
             return
         low, high = (int(bound) for bound in torch.aminmax(batch.slots))
-        limit = 2**31 - 1
-        if self._num_slots:
-            limit = self._num_slots[batch.table_version][batch.layer]
+        limit = self._limit(batch.table_version, batch.layer)
         if low < -1 or high >= limit:
             raise FrameError(
                 f"layer {batch.layer}, micro-batch {batch.micro_batch}: slots {low}..{high}, "
@@ -335,7 +416,7 @@ class ExpertSide:
 
     def _answer_counts(self, batch: ExpertBatch) -> list[int]:
         """Return the answer rows of each sender of `batch`."""
-        counts = [header.rows for header in self._headers.values()]
+        counts = list(self._row_counts.values())
         if not self.shape.per_pair_answers:
             return counts
         return [count_pairs(slots) for slots in torch.split(batch.slots, counts)]

@@ -76,13 +76,13 @@ def plan_sends(route: RouteMap, layer: int, experts: torch.Tensor) -> SendPlan:
     chosen = experts.reshape(-1)
     choice = route.choices[layer]
     if choice is not None:
-        _check_known(route, layer, chosen)
+        check_known(route, layer, chosen)
         chosen = choice.choose(chosen)
     try:
         # The look-up is the check: it refuses every id that has no column.
         flat = torch.index_select(route.slot_of[layer], 1, chosen)
     except (IndexError, RuntimeError):
-        _check_known(route, layer, chosen)
+        check_known(route, layer, chosen)
         raise
     slots = flat.view(nodes, num_rows, top_k)
     if nodes == 1 or num_rows == 0:
@@ -101,7 +101,8 @@ def plan_sends(route: RouteMap, layer: int, experts: torch.Tensor) -> SendPlan:
     )
 
 
-def _check_known(route: RouteMap, layer: int, experts: torch.Tensor) -> None:
+def check_known(route: RouteMap, layer: int, experts: torch.Tensor) -> None:
+    """Raise FrameError unless all of experts, logical ids of any shape, are in the table."""
     if not experts.numel():
         return
     low, high = (int(bound) for bound in torch.aminmax(experts))

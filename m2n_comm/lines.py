@@ -64,7 +64,7 @@ class Lines(Protocol):
         """
 
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
-        """Wait for the next frame of hop.peer in its inbox and return its header.
+        """Wait for the next frame of hop.peer in its inbox, header and rows; return the header.
 
         `awaited` are the peers whose frame of this micro-batch has not been received yet,
         hop.peer first: if one of them is gone without having sent it, PeerLost is raised

@@ -101,6 +101,7 @@ class _Line:
                     f"{frame.micro_batch}: payload_crc is wrong"
                 )
         self._sequences[frame.micro_batch] = frame.sequence
+        self._inbox[frame.micro_batch].header[:] = self._header
         self.arrived[frame.micro_batch] = bytes(self._header)
         self._frame = None
         self._segments = [memoryview(self._header)]

@@ -116,9 +116,13 @@ class PairLayout:
             tensors[column.name] = _tensor(memory, start, (rows, column.width), column.dtype)
             fields.append(Field(view[start : start + size], column.row_bytes))
             start += _aligned(size)
+        header = view[offset + _LINE_BYTES : offset + _LINE_BYTES + HEADER_BYTES]
+        base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         return Window(
             flag=word_at(view, offset),
-            header=view[offset + _LINE_BYTES : offset + _LINE_BYTES + HEADER_BYTES],
+            header=header,
+            words=header.cast("Q"),
+            header_at=base + offset + _LINE_BYTES,
             slots=tensors.get("slots"),
             weights=tensors.get("weights"),
             scales=tensors.get("scales"),
@@ -152,11 +156,14 @@ class Window:
     """Views over one window. slots [W, K] int32 and weights [W, K] fp32 on requests only.
 
     hidden [W, H] in the dtype that travels, with scales [W, 1] fp32 if it is compressed;
-    `fields` the same memory as bytes, in wire order.
+    `fields` the same memory as bytes, in wire order; `words` the header as 64-bit numbers,
+    which lies at the address `header_at`.
     """
 
     flag: memoryview
     header: memoryview
+    words: memoryview
+    header_at: int
     slots: torch.Tensor | None
     weights: torch.Tensor | None
     hidden: torch.Tensor

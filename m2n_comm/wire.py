@@ -26,10 +26,15 @@ MAX_PARTS = 2**20
 _MAGIC = b"TSM2"
 _BODY = struct.Struct("<4sHBBHHHHIIIIQQQQQQQIII")
 _CRC = struct.Struct("<I")
+_TIME = struct.Struct("<Q")
 _WHOLE = struct.Struct(_BODY.format + "I")
 HEADER_BYTES = _WHOLE.size
 _PAYLOAD_CRC_AT = _BODY.size - 12
+_DELIVER_NS_AT = _PAYLOAD_CRC_AT - _TIME.size
 MAX_MEASURED_NS = 2**32 - 1
+# Where these fields are in a header read as 64-bit numbers; the two times are halves, the
+# upper of COMPUTE_WORD and the lower of IDLE_WORD.
+DELIVER_WORD, COMPUTE_WORD, IDLE_WORD = 10, 11, 12
 
 _PAYLOAD_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
 
@@ -85,9 +90,20 @@ def payload_code(dtype: torch.dtype) -> int:
     return code
 
 
+def first_word(kind: int, payload: int) -> int:
+    """Return the first 8 bytes of a header of that kind and payload code, as one number."""
+    return int.from_bytes(_BODY.pack(_MAGIC, PROTOCOL, kind, payload, *[0] * 18)[:8], "little")
+
+
 def write_header(buffer: memoryview, header: FrameHeader) -> None:
     """Pack `header` into the first HEADER_BYTES of `buffer`, with its checksum."""
     _BODY.pack_into(buffer, 0, _MAGIC, PROTOCOL, *header)
+    _CRC.pack_into(buffer, _BODY.size, zlib.crc32(buffer[: _BODY.size]))
+
+
+def set_deliver_ns(buffer: memoryview, deliver_ns: int) -> None:
+    """Put the time at which an emulated link has delivered the frame into a packed header."""
+    _TIME.pack_into(buffer, _DELIVER_NS_AT, deliver_ns)
     _CRC.pack_into(buffer, _BODY.size, zlib.crc32(buffer[: _BODY.size]))
 
 
