@@ -68,6 +68,14 @@ def concurrency(records: Sequence[RequestRecord]) -> Curve:
     )
 
 
+def averages(curve: Curve, width_s: float, duration_s: float) -> Curve:
+    """Return the mean over time of a step curve in bins of `width_s`, up to `duration_s`."""
+    edges = _edges(duration_s, width_s)
+    times = np.append(curve.times_s, max(duration_s, float(curve.times_s[-1])))
+    areas = np.append(0.0, np.cumsum(curve.values * np.diff(times)))
+    return Curve(edges[:-1], np.diff(np.interp(edges, times, areas)) / np.diff(edges))
+
+
 def bin_width_s(duration_s: float, *, bins: int = 60) -> float:
     """Return a round width (1, 2 or 5 times a power of ten) giving at most `bins` bins."""
     least = max(duration_s, 1e-3) / bins
@@ -80,13 +88,18 @@ def throughput(run: Run, width_s: float) -> Curve:
 
     A last bin that the run ends in is divided by the time that it really had.
     """
-    duration_s = max(run.duration_s, 1e-9)
-    count = max(1, int(np.ceil(duration_s / width_s - 1e-9)))
-    edges = np.append(np.arange(count) * width_s, duration_s)
+    edges = _edges(run.duration_s, width_s)
     times, tokens = _arrivals(run.records)
     # Nothing that came is left out, even if it came in the instant of the run's end.
-    totals, _ = np.histogram(np.clip(times, 0.0, duration_s), bins=edges, weights=tokens)
+    totals, _ = np.histogram(np.clip(times, 0.0, edges[-1]), bins=edges, weights=tokens)
     return Curve(edges[:-1], totals / np.diff(edges))
+
+
+def _edges(duration_s: float, width_s: float) -> Floats:
+    """Return the bounds of bins of `width_s`, of which the last ends with the run."""
+    duration_s = max(duration_s, 1e-9)
+    count = max(1, int(np.ceil(duration_s / width_s - 1e-9)))
+    return np.append(np.arange(count) * width_s, duration_s)
 
 
 def decode_rate(records: Sequence[RequestRecord], *, streams: int) -> float | None:

@@ -67,7 +67,9 @@ def find_knee(points: Sequence[Point], bounds_ms: Mapping[str, float]) -> Knee:
 def _keeps(point: Point, bounds_ms: Mapping[str, float]) -> bool:
     figures = point.figures
     return figures["failed"] == 0 and all(
-        figures[f"p99_{name}_ms"] <= bound for name, bound in bounds_ms.items()
+        # Requests for one token have no TPOT, and nothing that could be late.
+        (figures[f"p99_{name}_ms"] or 0.0) <= bound
+        for name, bound in bounds_ms.items()
     )
 
 
@@ -88,7 +90,8 @@ def pareto(points: Sequence[Point], latency: str) -> list[Point]:
         figures = point.figures
         return figures[latency], -figures["output_throughput"], point.load
 
-    for point in sorted((p for p in points if p.is_measured), key=rank):
+    measured = (p for p in points if p.is_measured and p.figures[latency] is not None)
+    for point in sorted(measured, key=rank):
         if not front or point.figures["output_throughput"] > front[-1].figures["output_throughput"]:
             front.append(point)
     return front

@@ -65,3 +65,10 @@ def test_decode_rate_leaves_out_every_time_with_a_prefill_or_a_stream_missing() 
     assert rate == pytest.approx((8 + 2) / 3.0)
     assert series.decode_rate([first, second, third], streams=3) is None
     assert series.decode_rate([], streams=1) is None
+
+
+def test_averages_weigh_values_by_their_time() -> None:
+    curve = series.concurrency([record(0, 0.5, [(2.0, 1)]), record(1, 1.0, [(1.25, 1)])])
+    found = series.averages(curve, 1.0, 2.5)
+    assert found.times_s.tolist() == [0.0, 1.0, 2.0]
+    assert found.values.tolist() == pytest.approx([0.5, 1.25, 0.0])
