@@ -18,7 +18,7 @@ import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.load.arrivals import arrival_times, check_load, replayed_times
 from benchmarks.load.client import Client, request_body
@@ -49,6 +49,20 @@ class Snapshot:
 
 
 Watch = Callable[[Snapshot], None]
+# A single request, or a session's turns in order; each with its index among all requests.
+Unit = list[tuple[int, BenchRequest]]
+
+
+class Plan(NamedTuple):
+    """A run before it begins: what is sent as one, when each starts, and the bodies.
+
+    `starts_s` is None in a closed loop, where a free user decides. `bodies` has an entry per
+    request, empty where the conversation is not known yet.
+    """
+
+    units: list[Unit]
+    starts_s: list[float] | None
+    bodies: list[bytes]
 
 
 def run_load(
@@ -77,14 +91,11 @@ async def measure(
     watch: Watch | None = None,
 ) -> Run:
     """Do what run_load does, in the running event loop; a cancellation ends the run early."""
-    check_load(load)
-    units = sessions_of(requests)
-    starts = _unit_starts(units, load)
-    bodies = [b"" if request.turn else request_body(target, request) for request in requests]
-    _allow_open_files(_most_connections(len(units), load))
+    plan = prepare(target, requests, load)
+    _allow_open_files(_most_connections(len(plan.units), load))
     interrupted = False
     async with Client(target, timeout_s=load.request_timeout_s) as client:
-        play = _Play(client, target, load, bodies)
+        play = _Play(client, target, load, plan.bodies)
         monitor = Monitor()
         with _quiet_collector():
             started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
@@ -93,7 +104,7 @@ async def measure(
             try:
                 async with asyncio.TaskGroup() as group:
                     watcher = group.create_task(_watching(client, len(requests), watch))
-                    await play.all(units, starts)
+                    await play.all(plan.units, plan.starts_s)
                     watcher.cancel()
             except asyncio.CancelledError:
                 interrupted = True
@@ -115,8 +126,12 @@ async def measure(
     )
 
 
-# A single request, or a session's turns in order; each with its index among all requests.
-Unit = list[tuple[int, BenchRequest]]
+def prepare(target: Target, requests: Sequence[BenchRequest], load: Load) -> Plan:
+    """Return the plan of a run; raises ConfigError if the load or a request makes no sense."""
+    check_load(load)
+    units = sessions_of(requests)
+    bodies = [b"" if request.turn else request_body(target, request) for request in requests]
+    return Plan(units, _unit_starts(units, load), bodies)
 
 
 def sessions_of(requests: Sequence[BenchRequest]) -> list[Unit]:
@@ -145,7 +160,7 @@ def sessions_of(requests: Sequence[BenchRequest]) -> list[Unit]:
 
 
 def _unit_starts(units: Sequence[Unit], load: Load) -> list[float] | None:
-    """Return when each unit starts, or None in a closed loop, where a free user decides."""
+    """Return when each unit starts, or None in a closed loop."""
     if load.replay:
         return replayed_times([unit[0][1] for unit in units], load.time_scale)
     if _num_users(load) is not None:

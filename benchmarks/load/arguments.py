@@ -1,0 +1,335 @@
+"""The flags of every command that sends load, in the spelling of `vllm bench serve`.
+
+Owns flags and how they become a Target, a Load and a Report; the dataset's flags are its own
+(benchmarks.load.datasets.settings). Sends nothing, but asks a server that is to be tested for its
+model. Every mistake is a ConfigError that names the flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load.arrivals import check_load
+from benchmarks.load.client import OWNED_FIELDS
+from benchmarks.load.contracts import ENDPOINTS, Load, Target
+from benchmarks.load.metrics import parse_goodput
+from benchmarks.load.result import LATENCIES
+from benchmarks.load.targets import first_model
+from models.hub import made_model_path
+from models.tokenizer import Tokenizer
+from topspin.errors import ConfigError
+
+# Datasets whose output lengths are part of what they ask for.
+EXACT_OUTPUT = ("random", "burstgpt", "mooncake")
+_SAMPLING: dict[str, type] = {
+    "top-p": float,
+    "top-k": int,
+    "min-p": float,
+    "frequency-penalty": float,
+    "presence-penalty": float,
+    "repetition-penalty": float,
+}
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add where requests go: --base-url or --host and --port, and how they ask."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--base-url", metavar="URL", help="the server, if not --host and --port")
+    group.add_argument("--host", default=None, help="the server's host (127.0.0.1)")
+    group.add_argument("--port", type=int, default=None, help="the server's port (8000)")
+    add_request_arguments(group)
+
+
+def add_request_arguments(group: argparse._ActionsContainer) -> None:
+    """Add how a server is asked, whichever it is."""
+    group.add_argument(
+        "--backend",
+        choices=tuple(ENDPOINTS),
+        default="openai",
+        help="openai: completions, openai-chat: chat completions (%(default)s)",
+    )
+    group.add_argument("--endpoint", metavar="PATH", help="path (/v1/... of the backend)")
+    group.add_argument("--model", metavar="NAME", help="served model (the server's first)")
+    group.add_argument(
+        "--tokenizer", metavar="DIR", help="tokenizer's directory (the model's, if it is here)"
+    )
+    group.add_argument(
+        "--api-key", metavar="KEY", help="bearer token (the variable OPENAI_API_KEY)"
+    )
+    group.add_argument(
+        "--header",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="header of every request",
+    )
+    group.add_argument(
+        "--extra-body",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="fields of every request's body; they win over the flags below",
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help=f"ask for max_tokens tokens whatever comes (on for {', '.join(EXACT_OUTPUT)})",
+    )
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    for name, kind in _SAMPLING.items():
+        group.add_argument(f"--{name}", type=kind, metavar="X", help="sent if given")
+    group.add_argument(
+        "--ready-check-timeout-sec",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="wait so long for the server to be ready (%(default)g: do not wait)",
+    )
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add when requests are sent."""
+    group = parser.add_argument_group("load")
+    group.add_argument(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="R",
+        help="requests/s, gamma distributed gaps (inf: all at once)",
+    )
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="B",
+        help="shape of the gaps: 1 Poisson, below 1 bursts, inf a clock (%(default)g)",
+    )
+    group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"))
+    group.add_argument("--ramp-up-start-rps", type=float, metavar="R")
+    group.add_argument("--ramp-up-end-rps", type=float, metavar="R")
+    group.add_argument(
+        "--replay",
+        "--self-timed",
+        action="store_true",
+        help="send at the dataset's own timestamps",
+    )
+    group.add_argument(
+        "--time-scale", type=float, default=1.0, metavar="F", help="2 replays half as fast"
+    )
+    group.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="most requests with the server at once"
+    )
+    group.add_argument(
+        "--users", type=int, metavar="N", help="closed loop of N users: send, read, think, again"
+    )
+    group.add_argument(
+        "--think-time",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds from a reply to the user's next request (%(default)g)",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="a request without an end after so long has failed (%(default)g)",
+    )
+    group.add_argument("--seed", type=int, default=0, help="of arrivals and dataset (%(default)s)")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is reported and where it is saved."""
+    group = parser.add_argument_group("report")
+    group.add_argument(
+        "--percentile-metrics",
+        default=",".join(LATENCIES),
+        metavar="NAMES",
+        help="latencies of the table (%(default)s)",
+    )
+    group.add_argument(
+        "--metric-percentiles", default="99", metavar="P,P", help="percentiles (%(default)s)"
+    )
+    group.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="goals of a good request: ttft:200 tpot:50 e2el:5000",
+    )
+    group.add_argument("--save-result", action="store_true", help="write the JSON")
+    group.add_argument("--save-detailed", action="store_true", help="with lists of every request")
+    group.add_argument("--result-dir", type=Path, metavar="DIR", help="folder (the current)")
+    group.add_argument("--result-filename", metavar="FILE", help="name (label-rate-model-date)")
+    group.add_argument("--label", help="prefix of the file's name (the backend)")
+    group.add_argument(
+        "--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the JSON"
+    )
+    group.add_argument(
+        "--disable-tqdm", "--quiet", action="store_true", dest="quiet", help="show no progress"
+    )
+
+
+def base_url_of(parsed: argparse.Namespace) -> str:
+    """Return the server's address, without a slash at its end.
+
+    Raises ConfigError if it is given twice, or is no address.
+    """
+    if parsed.base_url is None:
+        host, port = parsed.host or "127.0.0.1", 8000 if parsed.port is None else parsed.port
+        if not 0 < port < 65536:
+            raise ConfigError(f"--port {port} is no port")
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if parsed.host is not None or parsed.port is not None:
+        raise ConfigError("--base-url says where the server is; leave out --host and --port")
+    url: str = parsed.base_url.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url {url}: an address begins with http:// or https://")
+    if url.endswith("/v1"):
+        raise ConfigError(f"--base-url {url}: leave out /v1, the endpoint has it")
+    return url
+
+
+def request_headers(parsed: argparse.Namespace) -> dict[str, str]:
+    """Return the headers of every request, the API key's among them."""
+    key = parsed.api_key or os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return headers | key_values("--header", parsed.header)
+
+
+def target_of(parsed: argparse.Namespace, base_url: str, *, dataset_name: str) -> Target:
+    """Return the Target that the flags describe at `base_url`, asking it for its model if need be.
+
+    Raises ConfigError for fields that cannot be set, ServerUnreachable if it must be asked
+    and does not answer.
+    """
+    for name in parsed.extra_body:
+        if name in OWNED_FIELDS:
+            raise ConfigError(f"--extra-body may not set {name!r}: {OWNED_FIELDS[name]}")
+    if parsed.endpoint is not None and not parsed.endpoint.startswith("/"):
+        raise ConfigError(f"--endpoint {parsed.endpoint}: a path begins with /")
+    headers = request_headers(parsed)
+    return Target(
+        base_url=base_url,
+        model=parsed.model or first_model(base_url, headers),
+        backend=parsed.backend,
+        endpoint=parsed.endpoint,
+        headers=headers,
+        extra_body=_sampling_fields(parsed, dataset_name) | parsed.extra_body,
+    )
+
+
+def _sampling_fields(parsed: argparse.Namespace, dataset_name: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {"temperature": parsed.temperature}
+    for flag in _SAMPLING:
+        name = flag.replace("-", "_")
+        if getattr(parsed, name) is not None:
+            fields[name] = getattr(parsed, name)
+    ignore_eos = parsed.ignore_eos
+    if dataset_name in EXACT_OUTPUT if ignore_eos is None else ignore_eos:
+        fields["ignore_eos"] = True
+    return fields
+
+
+def load_of(parsed: argparse.Namespace) -> Load:
+    """Return the Load that the flags describe; raises ConfigError if they contradict."""
+    load = Load(
+        request_rate=parsed.request_rate,
+        burstiness=parsed.burstiness,
+        ramp_up=parsed.ramp_up_strategy,
+        ramp_up_start_rps=parsed.ramp_up_start_rps,
+        ramp_up_end_rps=parsed.ramp_up_end_rps,
+        replay=parsed.replay,
+        time_scale=parsed.time_scale,
+        max_concurrency=parsed.max_concurrency,
+        users=parsed.users,
+        think_time_s=parsed.think_time,
+        request_timeout_s=parsed.request_timeout,
+        seed=parsed.seed,
+    )
+    check_load(load)
+    return load
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is to be reported of a run."""
+
+    latencies: tuple[str, ...]
+    percentiles: tuple[float, ...]
+    goodput_s: Mapping[str, float]
+    metadata: Mapping[str, str]
+
+
+def report_of(parsed: argparse.Namespace) -> Report:
+    """Return what the flags ask to report; raises ConfigError for a name or number it is not."""
+    latencies = tuple(parsed.percentile_metrics.split(","))
+    for name in latencies:
+        if name not in LATENCIES:
+            raise ConfigError(f"--percentile-metrics: {name!r} is none of {', '.join(LATENCIES)}")
+    if not parsed.save_result:
+        for flag in ("save_detailed", "result_dir", "result_filename", "metadata", "label"):
+            if getattr(parsed, flag):
+                raise ConfigError(f"--{flag.replace('_', '-')} needs --save-result")
+    return Report(
+        latencies=latencies,
+        percentiles=_percentiles(parsed.metric_percentiles),
+        goodput_s=parse_goodput(parsed.goodput),
+        metadata=key_values("--metadata", parsed.metadata),
+    )
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--metric-percentiles {text}: not numbers with commas") from None
+    for value in values:
+        if not 0 <= value <= 100:
+            raise ConfigError(f"--metric-percentiles {text}: {value:g} is not within 0 to 100")
+    return values
+
+
+def key_values(flag: str, pairs: Sequence[str]) -> dict[str, str]:
+    """Return KEY=VALUE words as a dict; raises ConfigError, naming `flag`, for another word."""
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"{flag} {pair}: expected KEY=VALUE")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
+    return value
+
+
+def tokenizer_of(tokenizer: str | None, model: str) -> tuple[str | None, Tokenizer | None]:
+    """Return the tokenizer's name and the tokenizer: the one named, or the model's if it is here.
+
+    Nothing is downloaded. Raises ConfigError if the one that was named is not here.
+    """
+    for name in filter(None, (tokenizer, model)):
+        for directory in (Path(name).expanduser(), made_model_path(name)):
+            if (directory / "tokenizer.json").is_file():
+                return name, Tokenizer.from_directory(directory)
+        if name == tokenizer:
+            raise ConfigError(f"--tokenizer {name}: no directory with a tokenizer.json")
+    return None, None
