@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -131,10 +131,18 @@ class Engine:
 
     Nodes named in `external` are the test's to start, at `address`. With `--restart on` the
     others start again when they end, while `may_restart` is set; `dead` has the process ids
-    of lost nodes, `states` and `details` what the gateway was told.
+    of lost nodes, `states` and `details` what the gateway was told, `log` what the scheduler
+    wrote, each with its monotonic time. `control_of` may lead a node ("expert 0") to the
+    scheduler's address by another way.
     """
 
-    def __init__(self, config: EngineConfig, *, external: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        external: Sequence[str] = (),
+        control_of: Callable[[str, str], str] = lambda name, address: address,
+    ) -> None:
         self.config = config
         self.address = self._address = f"ipc://@topspin-test-{secrets.token_hex(8)}"
         self._path = Path(config.model.path)
@@ -144,6 +152,8 @@ class Engine:
         self.states: list[str] = []
         self.details: list[str] = []
         self._external = external
+        self._control_of = control_of
+        self.log: list[tuple[float, str]] = []
         self._is_stopping = False
         self.may_restart = threading.Event()
         self.may_restart.set()
@@ -155,7 +165,7 @@ class Engine:
             config,
             read_facts(config.model.path, 1),
             clock=time.monotonic,
-            logger=logging.getLogger("scheduler"),
+            logger=_recorded(self.log),
             report_dead=self.dead.append,
         )
         self._start("scheduler", self._run_service)
@@ -227,14 +237,18 @@ class Engine:
             ExpertWorker(control, index=index, model_path=self._path).run(transport)
 
         return run_node(
-            "expert", index, self._address, logger=logging.getLogger("expert"), body=body
+            "expert",
+            index,
+            self._control_of(f"expert {index}", self._address),
+            logger=logging.getLogger("expert"),
+            body=body,
         )
 
     def _run_attention(self, index: int) -> int:
         return run_node(
             "attention",
             index,
-            self._address,
+            self._control_of(f"attention {index}", self._address),
             logger=logging.getLogger("attention"),
             body=lambda control: connect_worker(control, index=index, model_path=self._path),
         )
@@ -324,6 +338,19 @@ class Engine:
         message = self._receive()
         assert isinstance(message, Stats), message
         return message
+
+
+def _recorded(log: list[tuple[float, str]]) -> logging.Logger:
+    """Return a logger that keeps what it is given, as it is given."""
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            log.append((time.monotonic(), record.getMessage()))
+
+    logger = logging.Logger("scheduler", logging.INFO)
+    logger.addHandler(Recorder())
+    logger.parent = logging.getLogger()  # pytest shows it, and caplog has it
+    return logger
 
 
 def _revision() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 from unittest import mock
 
@@ -20,12 +21,13 @@ from m2n_comm.open import ExpertListener, connect_attention
 class OnDemand(FaultInjector):
     """Does to the next frame what `fault` says, and then nothing more.
 
-    An exception stands for a bug: sending the frame raises it, and the node ends.
+    An exception stands for a bug: sending the frame raises it, and the node ends. A function
+    is called by the node's one thread before the frame is sent: it may keep it for long.
     """
 
     def __init__(self) -> None:
         super().__init__({})
-        self.fault: Fault | Exception | None = None
+        self.fault: Fault | Exception | Callable[[], None] | None = None
         self.num_injected = 0
 
     def next_fault(self) -> Fault | None:
@@ -34,6 +36,9 @@ class OnDemand(FaultInjector):
         self.num_injected += fault is not None
         if isinstance(fault, Exception):
             raise fault
+        if isinstance(fault, FunctionType | MethodType):
+            fault()
+            return None
         return fault
 
 

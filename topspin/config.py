@@ -300,7 +300,7 @@ def _validate(config: EngineConfig) -> None:
     if config.failover.progress_deadline_s < MIN_PROGRESS_DEADLINE_S:
         raise ConfigError(
             f"--progress-deadline {config.failover.progress_deadline_s:g}: must be at least "
-            f"{MIN_PROGRESS_DEADLINE_S:g}, since a node speaks once a second"
+            f"{MIN_PROGRESS_DEADLINE_S:g}, since a node speaks twice a second"
         )
     if config.scheduler.max_num_batched_tokens < config.scheduler.max_num_seqs:
         raise ConfigError(

@@ -15,7 +15,7 @@ from topspin.channel import ControlClient
 from topspin.messages import Progress, ProgressState, Role, StepTicket
 
 # Far less than the least --progress-deadline: several words fit into it.
-INTERVAL_S = 1.0
+INTERVAL_S = 0.5
 
 # Called once in a while from within a step.
 Beat = Callable[[], None]

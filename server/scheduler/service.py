@@ -73,7 +73,7 @@ WATCH_POLL_S = 0.25
 # How long all nodes of a step may wait for one another, beside the links' own latency, before
 # what they wait for counts as lost. They say so after topspin.progress.INTERVAL_S: together
 # that is less than the 3 s within which a partition is to be noticed.
-STANDSTILL_S = 1.0
+STANDSTILL_S = 1.5
 # How long a lost peer's own closed connection may come after others' complaints about it.
 CAUSE_WAIT_S = 0.2
 # How long nodes have to leave after Stop.

@@ -24,8 +24,6 @@ NUM_TOKENS = 60
 MIN_MARGIN = 5e-4
 # A step takes about 40 ms, so that things happen in the middle of something.
 FLAGS = ("--restart", "on", "--link-latency-us", "5000", "--step-deadline", "2")
-# What the issue of a node's death may take to be noticed, beside a loaded machine's delays.
-CLOSED_S, FROZEN_S, SLACK_S = 1.0, 2.0, 1.0
 
 
 class Model(NamedTuple):
@@ -48,20 +46,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
     model: Model, tmp_path: Path
 ) -> None:
-    """The smoke row."""
+    """The smoke row; how soon things are noticed is test_detection.py's."""
     with Server(model.path, tmp_path, *FLAGS, "--attention-nodes", "2") as server:
         streams = Streams(server.url, model.prompts, NUM_TOKENS)
         streams.wait_for_events(12)
         chaos.kill(server, "expert 0")
-        noticed_s = wait_until(lambda: "lost expert 0" in server.output, "not noticed")
-        assert noticed_s < CLOSED_S + SLACK_S
+        wait_until(lambda: "lost expert 0" in server.output, "not noticed")
         check_identical(streams.join(), model.tokens)
         wait_until_whole(server)
         streams = Streams(server.url, model.prompts, NUM_TOKENS)
         streams.wait_for_events(12)
-        started = time.monotonic()
         chaos.stop_and_continue(server, "attention 0")
-        assert time.monotonic() - started < FROZEN_S + SLACK_S
         check_identical(streams.join(), model.tokens)
         assert "attention 0 was killed by SIGKILL; it is started again" in server.output
 

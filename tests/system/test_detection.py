@@ -1,0 +1,246 @@
+"""How soon a node's end, freeze, hang or disappearance from the network is decided on.
+
+The scheduler runs in this process and its decisions are taken with their time from its own
+thread, as are the events. What is left in the measurement is the machine's lateness, which
+is measured beside it and allowed for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from expert_nodes import worker
+from m2n_comm.open import ExpertListener, listen_expert
+from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.engine import Engine, engine_config
+from tests.faults import OnDemand, faulty_nets
+from tests.system.conftest import NUM_TOKENS, Tiny
+from tests.system.links import Link, measured_lateness
+from tests.system.test_failover import expert_process, with_replicas
+from topspin.channel import FAILOVER_HEARTBEAT
+from topspin.config import EngineConfig, FailoverSection
+
+CLOSED_S, FROZEN_S, PARTITION_S = 1.0, 2.0, 3.0
+PROGRESS_DEADLINE_S = 2.0
+# A decision is some wake-ups away from its cause: pings, their answers, polls.
+NUM_WAKE_UPS = 4
+
+
+def make_config(tiny: Tiny, transport: Any, *, num_nodes: int = 1) -> EngineConfig:
+    return engine_config(
+        tiny.path,
+        transport=transport,
+        deadline_s=60.0,  # found by other means, or not at all
+        failover=FailoverSection(
+            restart=True,
+            restart_deadline_s=60.0,
+            halt_deadline_s=60.0,
+            progress_deadline_s=PROGRESS_DEADLINE_S,
+        ),
+        attention_nodes=num_nodes,
+        expert_nodes=num_nodes,
+    )
+
+
+def survive(
+    engine: Engine,
+    tiny: Tiny,
+    event: Callable[[], None],
+    *,
+    noticed: str,
+    within_s: float,
+    afterwards: Callable[[], None] = lambda: None,
+) -> str:
+    """Let `event` happen in the middle of streams, which must not show it.
+
+    The scheduler must log `noticed` in time; then `afterwards` is called, and the engine must
+    become whole again. Returns that entry.
+    """
+    ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in tiny.prompts]
+    engine.collect(until=lambda: all(len(engine.requests[each].tokens) >= 4 for each in ids))
+    seen, num_states = len(engine.log), len(engine.states)
+    with measured_lateness() as lateness:
+        happened_s = time.monotonic()
+        event()
+        engine.collect(until=lambda: any(noticed in text for _, text in engine.log[seen:]))
+    decided_s, entry = next(entry for entry in engine.log[seen:] if noticed in entry[1])
+    assert decided_s - happened_s <= within_s + NUM_WAKE_UPS * lateness.worst_s, entry
+    afterwards()
+    engine.collect()
+    assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
+    assert [engine.requests[each].tokens for each in ids] == tiny.tokens
+
+    def is_whole() -> bool:
+        states = engine.states[num_states:]
+        return "recovering" in states and states[-1] == "ready" and not engine.details[-1]
+
+    engine.collect(until=is_whole)
+    return entry
+
+
+def test_the_heartbeat_is_short_enough() -> None:
+    assert FAILOVER_HEARTBEAT.limit_s < FROZEN_S
+
+
+SLOW = pytest.mark.slow
+ONE_WAY = [{"outbound": False}, {"inbound": False}]
+
+
+@pytest.mark.parametrize(
+    ("number", "within_s"),
+    [pytest.param(signal.SIGKILL, CLOSED_S, marks=SLOW), (signal.SIGSTOP, FROZEN_S)],
+)
+def test_a_process_that_ends_or_freezes(tiny: Tiny, number: int, within_s: float) -> None:
+    config = make_config(tiny, "shm")
+    with Engine(config, external=("expert 0",)) as engine, ExitStack() as stack:
+        first: subprocess.Popen[str] = stack.enter_context(expert_process(engine, tiny))
+        engine.wait_until_ready()
+
+        def replace() -> None:
+            first.kill()
+            stack.enter_context(expert_process(engine, tiny))
+
+        survive(
+            engine,
+            tiny,
+            lambda: os.kill(first.pid, number),
+            noticed="lost expert 0",
+            within_s=within_s,
+            afterwards=replace,
+        )
+        assert engine.dead == [first.pid]
+
+
+@pytest.mark.parametrize(
+    ("role", "cut"),
+    [
+        ("expert", {}),
+        ("attention", {"outbound": False}),
+        pytest.param("attention", {}, marks=SLOW),
+        pytest.param("attention", {"inbound": False}, marks=SLOW),
+        *(pytest.param("expert", cut, marks=SLOW) for cut in ONE_WAY),
+    ],
+)
+def test_a_control_link_that_carries_nothing_more(
+    tiny: Tiny, role: str, cut: dict[str, bool]
+) -> None:
+    """Both ways, or one: then pings still come from the other side and are no sign of life."""
+    with ExitStack() as stack:
+        links: list[Link] = []
+
+        def control_of(name: str, address: str) -> str:
+            if name != f"{role} 0":
+                return address
+            if not links:
+                path = "\0" + address.removeprefix("ipc://@")
+                links.append(stack.enter_context(Link(lambda: connect_unix(path))))
+            return f"tcp://127.0.0.1:{links[0].port}"
+
+        with Engine(make_config(tiny, "shm"), control_of=control_of) as engine:
+            survive(
+                engine,
+                tiny,
+                lambda: links[0].cut(**cut),
+                noticed=f"lost {role} 0",
+                within_s=PARTITION_S,
+                afterwards=links[0].heal,
+            )
+
+
+def connect_unix(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(path)
+    return sock
+
+
+@contextmanager
+def data_links(stack: ExitStack) -> Iterator[list[Link]]:
+    """Lead all connections to expert nodes that are opened meanwhile over links."""
+    links: list[Link] = []
+
+    def listen(transport: Any) -> ExpertListener:
+        listener = listen_expert(transport)
+        port = int(listener.address.rpartition(":")[2])
+        link = Link(lambda: socket.create_connection(("127.0.0.1", port)))
+        links.append(stack.enter_context(link))
+        listener.address = f"tcp:127.0.0.1:{link.port}"
+        return listener
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "listen_expert", listen)
+        yield links
+
+
+@pytest.mark.parametrize("cut", [{}, *(pytest.param(cut, marks=SLOW) for cut in ONE_WAY)])
+def test_a_data_link_that_carries_nothing_more(tiny: Tiny, cut: dict[str, bool]) -> None:
+    """Nobody is lost: all nodes say that they wait, and connect anew once they can."""
+    with (
+        ExitStack() as stack,
+        data_links(stack) as links,
+        Engine(make_config(tiny, "tcp", num_nodes=2)) as engine,
+    ):
+        survive(
+            engine,
+            tiny,
+            lambda: links[0].cut(**cut),
+            noticed="wait for one another",
+            within_s=PARTITION_S,
+            afterwards=links[0].heal,
+        )
+        assert engine.dead == []
+
+
+@pytest.mark.parametrize("role", [pytest.param("attention", marks=SLOW), "expert"])
+def test_a_node_that_answers_pings_and_does_nothing(tiny: Tiny, role: str) -> None:
+    """Its one thread is stuck, the one of its heartbeats is not."""
+    injector, release = OnDemand(), threading.Event()
+    config = with_replicas(tiny, make_config(tiny, "shm", num_nodes=2))
+
+    def injector_of(net_role: str, index: int) -> OnDemand | None:
+        return injector if (net_role, index) == (role, 1) else None
+
+    def hang() -> None:
+        injector.fault = release.wait
+
+    with faulty_nets(injector_of), Engine(config) as engine:
+        entry = survive(
+            engine,
+            tiny,
+            hang,
+            noticed=f"lost {role} 1",
+            # The watch's tick comes on top, and the frame in which it gets stuck.
+            within_s=PROGRESS_DEADLINE_S + 0.5,
+            afterwards=release.set,
+        )
+        assert "it has not got on with step" in entry
+
+
+def test_a_long_step_is_no_hang(tmp_path: Path) -> None:
+    """A step of eight hops of 0.8 s is longer than what a node may be silent for."""
+    deadline_s, latency_s = 4.0, 0.8
+    path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=4)
+    config = engine_config(
+        path,
+        transport="shm",
+        failover=FailoverSection(restart=True, progress_deadline_s=deadline_s),
+    )
+    m2n = msgspec.structs.replace(config.m2n, link_latency_us=1e6 * latency_s)
+    with Engine(msgspec.structs.replace(config, m2n=m2n)) as engine:
+        started_s = time.monotonic()
+        tokens = engine.generate([[5, 9, 200]], max_tokens=1)
+        assert time.monotonic() - started_s >= 8 * latency_s > deadline_s
+        assert "recovering" not in engine.states
+        assert engine.dead == []
+    assert tokens == oracle_generate(path, [[5, 9, 200]], 1).tokens
