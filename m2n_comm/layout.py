@@ -17,8 +17,9 @@ import torch
 from m2n_comm.payload import pack_rows
 from m2n_comm.replicas import ReplicaChoice, replica_choice
 from m2n_comm.windows import Window
-from topspin.errors import FrameError
+from topspin.errors import FrameError, ProtocolError
 from topspin.expert_table import ExpertTable
+from topspin.messages import StepTicket
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,48 @@ def route_map(table: ExpertTable) -> RouteMap:
         slot_of=tuple(slot_of),
         choices=tuple(choices),
     )
+
+
+class Routes:
+    """The expert tables that attention node `index` may be told to route by, by version.
+
+    `absent` are the expert nodes that hold nothing in any table.
+    """
+
+    def __init__(self, index: int, num_layers: int, num_nodes: int, *, absent: set[int]) -> None:
+        self._index = index
+        self._num_layers = num_layers
+        self._num_nodes = num_nodes
+        self._absent = absent
+        self._maps: dict[int, RouteMap] = {}
+
+    def add(self, table: ExpertTable) -> None:
+        """Keep `table`. Raises ProtocolError if it does not fit."""
+        table.validate()
+        if len(table.slots) != self._num_layers or table.num_nodes != self._num_nodes:
+            raise ProtocolError(
+                f"expert table {table.version}: {len(table.slots)} layers over "
+                f"{table.num_nodes} nodes, expected {self._num_layers} over {self._num_nodes}"
+            )
+        for node in self._absent:
+            if any(table.experts_of(node)):
+                raise ProtocolError(
+                    f"expert table {table.version}: expert node {node} is absent and holds experts"
+                )
+        self._maps[table.version] = route_map(table)
+
+    def take(self, ticket: StepTicket) -> RouteMap:
+        """Return the map of the ticket's version and forget older ones. Raises ProtocolError."""
+        version = ticket.table_version
+        route = self._maps.get(version)
+        if route is None:
+            raise ProtocolError(
+                f"step {ticket.step}: expert table {version}, attention {self._index} has "
+                f"{sorted(self._maps)}"
+            )
+        if len(self._maps) > 1:
+            self._maps = {known: kept for known, kept in self._maps.items() if known >= version}
+        return route
 
 
 def plan_sends(route: RouteMap, layer: int, experts: torch.Tensor) -> SendPlan:

@@ -7,7 +7,8 @@ Nothing has a name in a file system. Knows no headers and no plans.
 
 Waiting: look at the flag, then poll the bell and the sockets, then look again. The writer
 always rings, because a "waiter sleeps" flag would need a store-load fence. "spin" looks at
-the flag in a loop instead, and now and then at the sockets: for a core of one's own.
+the flag in a loop instead, and now and then at the sockets: for a core of one's own. Such a
+reader says so once, in its windows, and is not rung for.
 """
 
 from __future__ import annotations
@@ -111,6 +112,10 @@ class ShmLines:
         self._consumed = {peer: [0] * len(windows) for peer, windows in self._inbox.items()}
         self._pollers: dict[tuple[int, ...], select.poll] = {}
         self._spin = wait == "spin"
+        if self._spin:
+            for windows in self._inbox.values():
+                for window in windows:
+                    window.reader_spins[0] = 1
         self._check = check
 
     @property
@@ -135,9 +140,14 @@ class ShmLines:
         """Do nothing: shared memory knows no steps."""
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
-        """Publish the outbox and ring; never waits. A gone peer shows when its answer is due."""
-        publish(self._outbox[hop.peer][hop.micro_batch].flag, sequence)
-        os.eventfd_write(self._peer_bells[hop.peer], 1)
+        """Publish the outbox and ring a peer that may sleep; never waits.
+
+        That a peer is gone shows when its answer is due.
+        """
+        window = self._outbox[hop.peer][hop.micro_batch]
+        publish(window.flag, sequence)
+        if not window.reader_spins[0]:
+            os.eventfd_write(self._peer_bells[hop.peer], 1)
 
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
         """Wait for the next frame of hop.peer; see Lines.receive."""

@@ -120,6 +120,7 @@ class PairLayout:
         base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         return Window(
             flag=word_at(view, offset),
+            reader_spins=word_at(view, offset + WORD_BYTES),
             header=header,
             words=header.cast("Q"),
             header_at=base + offset + _LINE_BYTES,
@@ -157,10 +158,11 @@ class Window:
 
     hidden [W, H] in the dtype that travels, with scales [W, 1] fp32 if it is compressed;
     `fields` the same memory as bytes, in wire order; `words` the header as 64-bit numbers,
-    which lies at the address `header_at`.
+    which lies at the address `header_at`. `reader_spins` is not 0 if the reader needs no bell.
     """
 
     flag: memoryview
+    reader_spins: memoryview
     header: memoryview
     words: memoryview
     header_at: int
@@ -214,4 +216,4 @@ def _tensor(
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)
 
 
-assert WORD_BYTES <= _LINE_BYTES
+assert 2 * WORD_BYTES <= _LINE_BYTES

@@ -178,3 +178,35 @@ def test_a_spinning_net_gives_the_same_sums() -> None:
     for layer, got in enumerate(sums):
         want = fake.expected(table, layer, rows)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("reader", "rings"), [("block", True), ("spin", False)])
+def test_only_a_reader_that_may_sleep_is_rung_for(reader: Wait, rings: bool) -> None:
+    layout = PairLayout(make_shape())
+    windows = layout.map(private_memory(layout))
+    flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+    bells = [os.eventfd(0, flags) for _ in range(2)]
+    ends = socket.socketpair()
+    attention = ShmLines(
+        layout=layout,
+        role="attention",
+        pairs=(ShmPair(windows, bells[0], bells[1], ends[0]),),
+    )
+    # The expert's ends are copies of the two descriptors, as they are between processes.
+    expert = ShmLines(
+        layout=layout,
+        role="expert",
+        pairs=(ShmPair(windows, os.dup(bells[1]), os.dup(bells[0]), ends[1]),),
+        wait=reader,
+    )
+    attention.send(hop(), 0, 1)
+    assert expert.arrived(0, 0)
+    if rings:
+        assert os.eventfd_read(bells[1]) == 1
+    else:
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(bells[1])
+    expert.send(hop(), 0, 1)
+    assert os.eventfd_read(bells[0]) == 1  # the attention node blocks in both cases
+    attention.close()
+    expert.close()
