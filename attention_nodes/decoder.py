@@ -20,7 +20,7 @@ from kernels.contracts import LinearWeight, Routing
 from kernels.dispatch import Ops
 from models.config import ModelConfig
 from models.families import FAMILIES
-from models.weights import AttentionWeights, LayerWeights
+from models.weights import AttentionWeights, LayerWeights, take
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +59,13 @@ class Decoder:
         self._final_norm = weights.final_norm
         self._lm_head = ops.pack_linear(weights.lm_head)
         moe_idx = {layer: idx for idx, layer in enumerate(config.moe_layers)}
-        self.layers: list[Layer] = []
-        for idx in range(config.num_layers):
-            self.layers.append(self._pack(idx, moe_idx.get(idx), weights.layers[0]))
-            del weights.layers[0]
+        self.layers = [
+            self._pack(idx, moe_idx.get(idx), layer)
+            for idx, layer in enumerate(take(weights.layers))
+        ]
 
     def _pack(self, idx: int, moe_idx: int | None, weights: LayerWeights) -> Layer:
-        pack = self._ops.pack_linear
+        pack, project = self._ops.pack_linear, self._ops.pack_projection
         mlp = weights.dense if weights.dense is not None else weights.shared
         return Layer(
             idx=idx,
@@ -73,14 +73,14 @@ class Decoder:
             sliding_window=self.config.layers[idx].sliding_window,
             input_norm=weights.input_norm,
             post_norm=weights.post_norm,
-            qkv=pack(weights.qkv),
+            qkv=project(weights.qkv),
             qkv_bias=weights.qkv_bias,
-            o=pack(weights.o),
+            o=project(weights.o),
             o_bias=weights.o_bias,
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
             router=pack(weights.router) if weights.router is not None else None,
-            mlp=(pack(mlp.gate_up), pack(mlp.down)) if mlp is not None else None,
+            mlp=(project(mlp.gate_up), project(mlp.down)) if mlp is not None else None,
             mlp_biases=(
                 (weights.dense.gate_up_bias, weights.dense.down_bias)
                 if weights.dense is not None

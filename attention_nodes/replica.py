@@ -26,7 +26,7 @@ from m2n_comm.net import AttentionNet, NetShape, NetTimes
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.unused_tensors import describe_unused, unused_tensors
-from models.weights import load_attention_weights
+from models.weights import stream_attention_weights
 from topspin.config import NodeConfig
 from topspin.errors import ProtocolError
 from topspin.messages import (
@@ -91,12 +91,13 @@ class Replica:
             max_len=config.model.max_model_len,
         )
         checkpoint = Checkpoint(path)
-        weights = load_attention_weights(checkpoint, model, dtype=dtype)
+        weights = stream_attention_weights(checkpoint, model, dtype=dtype)
+        ops = select_ops(config.compute.kernels, dtype, config.model.quantization)
+        decoder = Decoder(model, weights, ops, cache)
         unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
         if unused:
             _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
-        ops = select_ops(config.compute.kernels, dtype)
-        replica = cls(model, Decoder(model, weights, ops, cache), cache.num_blocks, config)
+        replica = cls(model, decoder, cache.num_blocks, config)
         replica._warm_up()
         return replica
 

@@ -7,7 +7,7 @@ turns an ExpertBatch into the rows' weighted partial sums.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from kernels.dispatch import Ops
 from m2n_comm.net import ExpertBatch, NetShape
 from models.config import ModelConfig
 from models.expert_reader import ExpertReader
-from models.weights import ExpertWeights
+from models.weights import ExpertStream, ExpertWeights, take
 from topspin.config import NodeConfig
 from topspin.trace import Ring
 
@@ -31,7 +31,7 @@ class Experts:
     def __init__(
         self,
         config: ModelConfig,
-        weights: ExpertWeights,
+        weights: ExpertWeights | Iterator[ExpertStream],
         ops: Ops,
         *,
         held: Sequence[Sequence[int]],
@@ -51,17 +51,11 @@ class Experts:
         assert not per_pair_answers or ops.name == deterministic.name
         self._per_pair_answers = per_pair_answers
         self.trace: Ring | None = None
-        layers: list[PackedExperts] = []
-        for _ in range(len(weights.layers)):
-            layer = weights.layers[0]
-            layers.append(
-                ops.pack_experts(
-                    layer.gate_up,
-                    layer.down,
-                    share_per_row=config.moe.top_k / config.moe.num_experts,
-                )
-            )
-            del weights.layers[0]
+        share_per_row = config.moe.top_k / config.moe.num_experts
+        layers = [
+            ops.pack_experts(layer.gate_up, layer.down, share_per_row=share_per_row)
+            for layer in (take(weights.layers) if isinstance(weights, ExpertWeights) else weights)
+        ]
         self._versions = Versions(make_version(version, held, layers))
 
     @property

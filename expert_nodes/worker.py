@@ -22,7 +22,7 @@ from m2n_comm.net import ExpertNet, wait_policy
 from m2n_comm.open import Between, ExpertListener, listen_expert
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
-from models.weights import load_expert_weights
+from models.weights import stream_expert_weights
 from topspin import __version__
 from topspin.channel import ControlClient
 from topspin.errors import Interrupted, ProtocolError, TransportError
@@ -75,13 +75,13 @@ def load_experts(model_path: Path, welcome: Welcome, index: int) -> Experts:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if config.compute.num_threads is not None:
         torch.set_num_threads(config.compute.num_threads)
-    weights = load_expert_weights(
+    weights = stream_expert_weights(
         Checkpoint(model_path), model, dtype=dtype, experts=welcome.table.experts_of(index)
     )
     experts = Experts(
         model,
         weights,
-        select_ops(config.compute.kernels, dtype),
+        select_ops(config.compute.kernels, dtype, config.model.quantization),
         held=welcome.table.experts_of(index),
         version=welcome.table.version,
         per_pair_answers=config.compute.deterministic,

@@ -9,7 +9,7 @@ start-up.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +24,12 @@ from kernels.contracts import (
     Permutation,
     Routing,
 )
+from kernels.quantised import BITS, QuantisedOps
 from topspin.errors import ConfigError
 
-__all__ = ["Ops", "select_ops"]
+__all__ = ["UNQUANTISED", "Ops", "select_ops"]
+
+UNQUANTISED: Final = "none"
 
 
 class Ops(Protocol):
@@ -128,10 +131,12 @@ class Ops(Protocol):
     ) -> ExpertOutput: ...
 
 
-def select_ops(device: str, dtype: torch.dtype) -> Ops:
+def select_ops(device: str, dtype: torch.dtype, quantization: str = UNQUANTISED) -> Ops:
     """Give the ops for `device`: "cpu", "deterministic", or "reference" (any device).
 
-    Raises ConfigError for a device without kernels or a dtype they do not compute in.
+    With a `quantization` ("int8", "int4"; only for "cpu"), projections and experts are
+    packed and computed in so many bits. Raises ConfigError for a device without kernels, a
+    dtype they do not compute in, or a quantization they do not have.
     """
     implementations: dict[str, Ops] = {
         "cpu": cpu,
@@ -143,4 +148,11 @@ def select_ops(device: str, dtype: torch.dtype) -> Ops:
         raise ConfigError(f"no kernels for device {device!r}; choose one of: {known}")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"kernels compute in float32 or bfloat16, not in {dtype}")
-    return implementations[device]
+    if quantization == UNQUANTISED:
+        return implementations[device]
+    if quantization not in BITS or device != "cpu":
+        raise ConfigError(
+            f"no kernels for quantization {quantization!r} on {device!r}; on 'cpu' there are "
+            f"{', '.join(BITS)}"
+        )
+    return QuantisedOps(cpu, quantization)

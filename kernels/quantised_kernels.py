@@ -97,7 +97,7 @@ W_SOURCE, W_IS_BF16, W_ROWS, W_GROUPS, W_BITS, W_OUT = offsets(6)
 
 
 @inlined
-def _refit(first: Any, last: Any, low: float, step: float, most: float) -> tuple[float, float]:
+def _refit(first: Any, last: Any, low: Any, step: Any, most: Any) -> tuple[Any, Any]:
     """Return the (low, step) of least squares for the codes that (low, step) gives."""
     inverse = ONE / step
     a, b = to_codes(first, low, inverse, most), to_codes(last, low, inverse, most)
@@ -113,7 +113,7 @@ def _refit(first: Any, last: Any, low: float, step: float, most: float) -> tuple
 
 
 @inlined
-def _error(first: Any, last: Any, low: float, step: float, most: float) -> float:
+def _error(first: Any, last: Any, low: Any, step: Any, most: Any) -> Any:
     """Return the sum of squared errors that (low, step) leaves."""
     inverse = ONE / step
     a = sub(fma(to_codes(first, low, inverse, most), splat(step), splat(low)), first)
@@ -122,7 +122,7 @@ def _error(first: Any, last: Any, low: float, step: float, most: float) -> float
 
 
 @inlined
-def _choose_scales(first: Any, last: Any, most: float) -> tuple[float, float]:
+def _choose_scales(first: Any, last: Any, most: Any) -> tuple[Any, Any]:
     """Return (low, step), bf16 numbers, with a small squared error for 32 numbers."""
     highest = max_lanes(maximum(first, last))
     zeros = splat(ZERO)

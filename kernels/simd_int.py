@@ -69,9 +69,7 @@ def _at(builder: ir.IRBuilder, address: ir.Value, offset: int) -> ir.Value:
     return builder.add(address, constant(offset))
 
 
-def _byte_dot(
-    builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value
-) -> ir.Value:
+def _byte_dot(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value) -> ir.Value:
     """Add four products to each lane: unsigned bytes of `codes` by signed bytes of `row`."""
     if cpu_has("avx512vnni", "avx512f"):
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32_LANES, [total, codes, row])
@@ -120,9 +118,7 @@ def _tile_group(
         scale = broadcast(builder, load(builder, row_scales, F32))
         scaled_sum = broadcast(builder, load(builder, _at(builder, row_scales, 4), F32))
         product = builder.fmul(builder.sitofp(total, F32_LANES), scale)
-        results.append(
-            fused(builder, low, scaled_sum, fused(builder, product, step, old))
-        )
+        results.append(fused(builder, low, scaled_sum, fused(builder, product, step, old)))
     return results
 
 
@@ -246,9 +242,7 @@ def write_codes(bits: int) -> Callable[..., Any]:
 
 
 @operation(types.none, [types.int64, types.int64, types.int64])
-def copy_bytes(
-    builder: ir.IRBuilder, to: ir.Value, source: ir.Value, num_bytes: ir.Value
-) -> None:
+def copy_bytes(builder: ir.IRBuilder, to: ir.Value, source: ir.Value, num_bytes: ir.Value) -> None:
     """Copy bytes that do not overlap."""
     kind = ir.IntType(8)
 

@@ -10,9 +10,9 @@ q = heads * head_dim, kv = kv_heads * head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from models.families import (
     layer_name,
 )
 from topspin.errors import CheckpointError, ConfigError
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +79,12 @@ class LayerWeights:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
     """All but the routed experts: embed [V, H], lm_head [V, H] (the same tensor object as
-    embed when tied), final_norm [H]."""
+    embed when tied), final_norm [H]. Layers that are not a list are read as they are taken."""
 
     embed: Tensor
     lm_head: Tensor
     final_norm: Tensor
-    layers: list[LayerWeights]
+    layers: list[LayerWeights] | Iterator[LayerWeights]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,26 @@ class ExpertWeights:
     layers: list[ExpertLayerWeights]
 
 
+class ExpertStream(NamedTuple):
+    """The experts of one MoE layer in slot order, each matrix read when it is taken.
+
+    Take all of gate_up, [2F, H] each, before down, [H, F] each, and both before what the
+    next layer has.
+    """
+
+    gate_up: Iterable[Tensor]
+    down: Iterable[Tensor]
+
+
+def take(items: list[Item] | Iterator[Item]) -> Iterator[Item]:
+    """Yield `items` in order; a list is emptied meanwhile, so that what was used can go."""
+    if not isinstance(items, list):
+        yield from items
+        return
+    while items:
+        yield items.pop(0)
+
+
 def load_attention_weights(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -112,17 +134,33 @@ def load_attention_weights(
 
     Raises CheckpointError naming a tensor that is missing or has another shape.
     """
+    weights = stream_attention_weights(checkpoint, config, dtype=dtype, device=device)
+    return replace(weights, layers=list(weights.layers))
+
+
+def stream_attention_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> AttentionWeights:
+    """Read as load_attention_weights, but each layer only when it is taken."""
     reader = _Reader(checkpoint, config, dtype=dtype, device=torch.device(device))
     embed = reader.read(_embed_name(checkpoint, config), config.vocab_size, config.hidden_size)
     lm_head = _load_lm_head(reader, embed)
-    weights = AttentionWeights(
+    return AttentionWeights(
         embed=embed,
         lm_head=lm_head,
         final_norm=reader.read(FINAL_NORM, config.hidden_size),
-        layers=[_load_layer(reader, layer_idx) for layer_idx in range(config.num_layers)],
+        layers=_stream_layers(reader),
     )
-    checkpoint.close()
-    return weights
+
+
+def _stream_layers(reader: _Reader) -> Iterator[LayerWeights]:
+    for layer_idx in range(reader.config.num_layers):
+        yield _load_layer(reader, layer_idx)
+    reader.checkpoint.close()
 
 
 def load_expert_weights(
@@ -139,17 +177,66 @@ def load_expert_weights(
     config.moe_layers[i]; it may be empty and may repeat an id. Reads nothing else.
     Raises ConfigError for ids out of range, CheckpointError as load_attention_weights.
     """
+    reader = _expert_reader(checkpoint, config, dtype=dtype, experts=experts, device=device)
+    layers = []
+    for layer_idx, expert_ids in zip(config.moe_layers, experts, strict=True):
+        matrices = _expert_matrices(reader, layer_idx, expert_ids)
+        layer = ExpertLayerWeights(
+            gate_up=reader.empty(len(expert_ids), *matrices.gate_up_shape),
+            down=reader.empty(len(expert_ids), *matrices.down_shape),
+        )
+        for slot, expert_id in enumerate(expert_ids):
+            matrices.read_gate_up(expert_id, layer.gate_up[slot])
+            matrices.read_down(expert_id, layer.down[slot])
+        layers.append(layer)
+    checkpoint.close()
+    return ExpertWeights(layers=layers)
+
+
+def stream_expert_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    experts: Sequence[Sequence[int]],
+    device: torch.device | str = "cpu",
+) -> Iterator[ExpertStream]:
+    """Read as load_expert_weights, but each matrix only when it is taken."""
+    reader = _expert_reader(checkpoint, config, dtype=dtype, experts=experts, device=device)
+    for layer_idx, expert_ids in zip(config.moe_layers, experts, strict=True):
+        matrices = _expert_matrices(reader, layer_idx, expert_ids)
+        yield ExpertStream(
+            gate_up=_stream(reader, expert_ids, matrices.read_gate_up, matrices.gate_up_shape),
+            down=_stream(reader, expert_ids, matrices.read_down, matrices.down_shape),
+        )
+    checkpoint.close()
+
+
+def _stream(
+    reader: _Reader,
+    expert_ids: Sequence[int],
+    read: Callable[[int, Tensor], None],
+    shape: tuple[int, int],
+) -> Iterator[Tensor]:
+    for expert_id in expert_ids:
+        out = reader.empty(*shape)
+        read(expert_id, out)
+        yield out
+
+
+def _expert_reader(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    experts: Sequence[Sequence[int]],
+    device: torch.device | str,
+) -> _Reader:
     if len(experts) != len(config.moe_layers):
         raise ConfigError(
             f"experts: {len(experts)} entries; the model has {len(config.moe_layers)} MoE layers"
         )
-    reader = _Reader(checkpoint, config, dtype=dtype, device=torch.device(device))
-    layers = [
-        _load_experts(reader, layer_idx, expert_ids)
-        for layer_idx, expert_ids in zip(config.moe_layers, experts, strict=True)
-    ]
-    checkpoint.close()
-    return ExpertWeights(layers=layers)
+    return _Reader(checkpoint, config, dtype=dtype, device=torch.device(device))
 
 
 class _Reader:
@@ -298,8 +385,17 @@ def _load_dense(reader: _Reader, layer_idx: int) -> DenseMlpWeights:
     )
 
 
-def _load_experts(reader: _Reader, layer_idx: int, expert_ids: Sequence[int]) -> ExpertLayerWeights:
-    """Read one layer's slots, from either layout, straight into their final place."""
+class _ExpertMatrices(NamedTuple):
+    """How to read the matrices of one layer's experts: (expert id, where it goes)."""
+
+    gate_up_shape: tuple[int, int]
+    down_shape: tuple[int, int]
+    read_gate_up: Callable[[int, Tensor], None]
+    read_down: Callable[[int, Tensor], None]
+
+
+def _expert_matrices(reader: _Reader, layer_idx: int, expert_ids: Sequence[int]) -> _ExpertMatrices:
+    """Check one layer's experts and return how they are read, from either layout."""
     moe = reader.config.moe
     assert moe is not None
     hidden, width = reader.config.hidden_size, moe.intermediate_size
@@ -309,27 +405,30 @@ def _load_experts(reader: _Reader, layer_idx: int, expert_ids: Sequence[int]) ->
             f"experts: layer {layer_idx} has no expert {wrong[0]}; "
             f"the model has experts 0 to {moe.num_experts - 1}"
         )
-    gate_up = reader.empty(len(expert_ids), 2 * width, hidden)
-    down = reader.empty(len(expert_ids), hidden, width)
     read_into = reader.checkpoint.read_into
     fused = _fused_names(reader, layer_idx)
     if fused is not None:
         reader.checkpoint.expect_shape(fused.gate_up, (moe.num_experts, 2 * width, hidden))
         reader.checkpoint.expect_shape(fused.down, (moe.num_experts, hidden, width))
-        for slot, expert_id in enumerate(expert_ids):
-            read_into(fused.gate_up, gate_up[slot], index=expert_id)
-            read_into(fused.down, down[slot], index=expert_id)
-        return ExpertLayerWeights(gate_up=gate_up, down=down)
     block, family = reader.moe_block(layer_idx), reader.family
-    for slot, expert_id in enumerate(expert_ids):
-        for projection, out in (
-            (family.expert_gate, gate_up[slot, :width]),
-            (family.expert_up, gate_up[slot, width:]),
-            (family.expert_down, down[slot]),
-        ):
-            name = expert_name(layer_idx, block=block, expert_id=expert_id, projection=projection)
-            read_into(name, out)
-    return ExpertLayerWeights(gate_up=gate_up, down=down)
+
+    def name(projection: str, expert_id: int) -> str:
+        return expert_name(layer_idx, block=block, expert_id=expert_id, projection=projection)
+
+    def read_gate_up(expert_id: int, out: Tensor) -> None:
+        if fused is not None:
+            read_into(fused.gate_up, out, index=expert_id)
+        else:
+            read_into(name(family.expert_gate, expert_id), out[:width])
+            read_into(name(family.expert_up, expert_id), out[width:])
+
+    def read_down(expert_id: int, out: Tensor) -> None:
+        if fused is not None:
+            read_into(fused.down, out, index=expert_id)
+        else:
+            read_into(name(family.expert_down, expert_id), out)
+
+    return _ExpertMatrices((2 * width, hidden), (hidden, width), read_gate_up, read_down)
 
 
 class _FusedNames(NamedTuple):

@@ -130,6 +130,7 @@ def run_candidate(config: EngineConfig, candidate: Candidate) -> float:
     argv = [sys.executable, "-P", "-m", "topspin.calibration_node", "--model", config.model.path]
     argv += ["--dtype", "float32" if config.model.dtype == "float32" else "bfloat16"]
     argv += ["--kernels", config.compute.kernels, "--transport", candidate.transport]
+    argv += ["--quantization", config.model.quantization]
     if candidate.layout == "split":
         expert = candidate.nodes[1].environment(os.environ)
         argv += ["--expert-cores", expert[CORES_VARIABLE]]
@@ -172,6 +173,7 @@ def _key(config: EngineConfig, cores: Sequence[int]) -> str:
     facts = (
         hashlib.sha256(shapes).hexdigest(),
         config.model.dtype,
+        config.model.quantization,
         config.compute.kernels,
         config.compute.num_threads,
         config.topology.attention_nodes,

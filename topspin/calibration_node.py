@@ -40,12 +40,14 @@ TIMEOUT_S = 20.0
 class _Trial:
     """The made-up model: shapes of `model`, random weights, NUM_LAYERS layers."""
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, kernels: str) -> None:
+    def __init__(
+        self, model: ModelConfig, dtype: torch.dtype, kernels: str, quantization: str
+    ) -> None:
         assert model.moe is not None
         self._model = model
         self._moe = model.moe
         self._dtype = dtype
-        self._ops: Ops = select_ops(kernels, dtype)
+        self._ops: Ops = select_ops(kernels, dtype, quantization)
         self.table: ExpertTable = uniform_table(
             num_layers=NUM_LAYERS, num_experts=model.moe.num_experts, num_nodes=1
         )
@@ -103,7 +105,7 @@ class _Trial:
         model = self._model
         heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         inner = model.num_heads * model.head_dim
-        pack = self._ops.pack_linear
+        pack = self._ops.pack_projection
         layers = [
             (
                 pack(torch.randn(heads, model.hidden_size).to(self._dtype)),
@@ -185,11 +187,17 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
     parser.add_argument("--kernels", required=True)
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--transport", choices=["local", "shm", "tcp"], required=True)
     parser.add_argument("--expert-cores", help="cores of the expert node, with commas")
     args = parser.parse_args()
     with torch.inference_mode():
-        trial = _Trial(load_model_config(args.model), getattr(torch, args.dtype), args.kernels)
+        trial = _Trial(
+            load_model_config(args.model),
+            getattr(torch, args.dtype),
+            args.kernels,
+            args.quantization,
+        )
         found = _run(trial, args.transport, args.expert_cores)
     print(json.dumps({"step_ms": round(statistics.median(found) * 1e3, 3)}))
     return 0

@@ -24,6 +24,7 @@ DETERMINISTIC_KERNELS = "deterministic"
 Transport = Literal["local", "shm", "tcp", "nixl"]
 Dtype = Literal["float32", "bfloat16"]
 Payload = Literal["auto", "bf16", "fp32", "fp8", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,12 +32,18 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModelSection(Section, frozen=True, kw_only=True):
-    """What is served: a checkpoint directory and how it is read."""
+    """What is served: a checkpoint directory and how it is read.
+
+    `quantization`: routed experts, shared experts, dense MLPs and attention projections are
+    kept in so many bits, quantised as they are read; embeddings, router, norms and LM head
+    stay in `dtype`, which is also that of activations.
+    """
 
     path: str
     served_names: tuple[str, ...] = ()
     dtype: Literal["auto"] | Dtype = "auto"
     max_model_len: int | None = None
+    quantization: Quantization = "none"
 
 
 class TopologySection(Section, frozen=True, kw_only=True):
@@ -201,6 +208,7 @@ def resolve(
     """
     _validate(config)
     compute = _resolve_compute(config.compute)
+    _check_quantization(config.model.quantization, compute)
     dtype = config.model.dtype
     if dtype == "auto":
         # float16 checkpoints run in bfloat16: CPUs have no fast float16 matmul.
@@ -255,6 +263,17 @@ def _resolve_compute(compute: ComputeSection) -> ComputeSection:
             "use --deterministic"
         )
     return compute
+
+
+def _check_quantization(quantization: Quantization, compute: ComputeSection) -> None:
+    """Refuse kernels that do not know quantised weights."""
+    if quantization == "none" or compute.kernels == "cpu":
+        return
+    asked = "--deterministic" if compute.deterministic else f"--kernels {compute.kernels}"
+    raise ConfigError(
+        f"--quantization {quantization} with {asked}: only the kernels cpu compute with "
+        "quantised weights; leave one of the two out"
+    )
 
 
 def _check_copies(redundant_experts: int, num_nodes: int, num_experts: int) -> None:

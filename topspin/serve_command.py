@@ -30,6 +30,7 @@ from topspin.config import (
     M2NSection,
     ModelSection,
     Payload,
+    Quantization,
     SchedulerSection,
     TopologySection,
     TraceSection,
@@ -52,6 +53,7 @@ class ServeArguments(argparse.Namespace):
     served_model_name: list[str]
     dtype: Literal["auto", "float32", "bfloat16"]
     max_model_len: int | None
+    quantization: Quantization
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queued_requests: int
@@ -131,6 +133,13 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         default=model.max_model_len,
         metavar="TOKENS",
         help="longest sequence, prompt and output together (the model's own limit)",
+    )
+    group.add_argument(
+        "--quantization",
+        choices=get_args(Quantization),
+        default=model.quantization,
+        help="keep experts, MLPs and attention projections in 8 or 4 bits, quantised as they are "
+        "read; faster and smaller, at some loss of quality (%(default)s)",
     )
     group.add_argument(
         "--kernels",
@@ -401,6 +410,7 @@ def _sections(arguments: ServeArguments, path: Path) -> EngineConfig:
             served_names=names,
             dtype=arguments.dtype,
             max_model_len=arguments.max_model_len,
+            quantization=arguments.quantization,
         ),
         topology=TopologySection(
             attention_nodes=arguments.attention_nodes, expert_nodes=arguments.expert_nodes

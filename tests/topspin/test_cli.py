@@ -51,6 +51,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--served-model-name a b", "model.served_names", ("a", "b")),
     ("--dtype float32", "model.dtype", "float32"),
     ("--max-model-len 100", "model.max_model_len", 100),
+    ("--quantization int4", "model.quantization", "int4"),
     ("--attention-nodes 2", "topology.attention_nodes", 2),
     ("--expert-nodes 3", "topology.expert_nodes", 3),
     ("--layout split", "compute.layout", "split"),

@@ -191,6 +191,22 @@ def test_kernels_that_cannot_be_deterministic_are_refused() -> None:
         resolved(config("deterministic", deterministic=False))
 
 
+@pytest.mark.parametrize(
+    ("compute", "named"),
+    [
+        (ComputeSection(deterministic=True), "--deterministic"),
+        (ComputeSection(kernels="reference"), "--kernels reference"),
+    ],
+)
+def test_quantization_is_refused_where_no_kernel_knows_it(
+    compute: ComputeSection, named: str
+) -> None:
+    model = ModelSection(path="m", quantization="int4")
+    assert resolved(EngineConfig(model=model)).model.quantization == "int4"
+    with pytest.raises(ConfigError, match=f"--quantization int4 with {named}: only the kernels"):
+        resolved(EngineConfig(model=model, compute=compute))
+
+
 def test_nobody_changes_a_section() -> None:
     config = EngineConfig(model=ModelSection(path="x"))
     with pytest.raises(AttributeError):
