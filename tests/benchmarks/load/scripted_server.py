@@ -11,7 +11,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -41,7 +41,7 @@ class Received:
 class Reply:
     """A status, and for each step bytes to send (one HTTP chunk) or seconds to wait."""
 
-    steps: Sequence[Step] = ()
+    steps: Iterable[Step] = ()
     status: int = 200
     headers: dict[str, str] = field(default_factory=lambda: {"content-type": "text/event-stream"})
 
