@@ -1,10 +1,11 @@
 """Paged attention on the CPU: plan once per micro-batch, then few calls per layer.
 
-The plan cuts the micro-batch into pieces of query rows, joins short pieces (decode rows,
-small draft trees) to padded groups, and keeps for each group which cache slots to gather
-and what each query sees. A layer then gathers keys and values once per group and runs
-one `scaled_dot_product_attention`. Knows no model and no sequence identity; the plan
-lives in `AttentionMeta.memo`. Used through `kernels.cpu`.
+The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode
+rows above all, are attended one by one by `kernels.numba_attention`, where the keys lie. The
+plan joins other short pieces (draft trees, ends of prompts) to padded groups, and keeps
+for each group which cache slots to gather and what each query sees. A layer then gathers
+keys and values once per group and runs one `scaled_dot_product_attention`. Knows no model
+and no sequence identity; the plan lives in `AttentionMeta.memo`. Used through `kernels.cpu`.
 
 Letters beside those of `kernels.contracts`: P pieces of a group, n query rows of a
 piece, L keys of a piece (both padded to the longest of the group).
@@ -20,8 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contracts import AttentionMeta
+from kernels.numba_attention import Row, Work, attend_rows, can_attend, plan_work
 from kernels.reference import visible
 
+# Pieces up to SINGLE_ROWS query rows are attended row by row: a row costs 5 us at 160 keys, a
+# group 40 us and more.
+SINGLE_ROWS: Final = 8
 # Pieces up to SHORT_ROWS query rows share padded groups; longer slices of a prompt are
 # cut so that early rows do not pay for keys that only later rows see.
 SHORT_ROWS: Final = 16
@@ -70,6 +75,8 @@ class _Group(NamedTuple):
 class _Plan(NamedTuple):
     """All groups of a micro-batch, and how many of its query rows are no padding."""
 
+    single: Work | None
+    """The rows that are attended one by one."""
     groups: tuple[_Group, ...]
     num_rows: int
 
@@ -86,6 +93,14 @@ def _pieces(meta: AttentionMeta, sliding_window: int | None) -> Iterator[_Piece]
             if sliding_window is not None:
                 key_start = max(0, key_end - num_rows - sliding_window + 1)
             yield _Piece(idx, starts[idx] + begin, num_rows, key_start, key_end)
+
+
+def _single_rows(piece: _Piece, sliding_window: int | None) -> Iterator[Row]:
+    """Give the rows of a piece that is no tree, and what each of them sees."""
+    for idx in range(piece.num_rows):
+        key_end = piece.key_end - piece.num_rows + idx + 1
+        key_start = 0 if sliding_window is None else max(0, key_end - sliding_window)
+        yield Row(piece.first_row + idx, piece.seq_idx, key_start, key_end)
 
 
 def _join(pieces: Sequence[_Piece], elements_per_key: int) -> list[list[_Piece]]:
@@ -174,12 +189,18 @@ def _make_group(
     )
 
 
-def _plan(meta: AttentionMeta, q: Tensor, k_cache: Tensor, sliding_window: int | None) -> _Plan:
+def _plan(
+    meta: AttentionMeta, q: Tensor, k_cache: Tensor, out: Tensor, sliding_window: int | None
+) -> _Plan:
     """Give the plan of this micro-batch, made at the first layer that asks."""
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
-    memo_key = ("cpu_attention", block_size, num_groups, head_dim, repeat, sliding_window)
+    singly = meta.tree_mask is None and can_attend(q, k_cache, meta.block_tables, out)
+    memo_key = ("cpu_attention", block_size, num_groups, head_dim, repeat, sliding_window, singly)
     if memo_key not in meta.memo:
+        pieces = tuple(_pieces(meta, sliding_window))
+        short = [piece for piece in pieces if singly and piece.num_rows <= SINGLE_ROWS]
+        rows = [row for piece in short for row in _single_rows(piece, sliding_window)]
         groups = tuple(
             _make_group(
                 joined,
@@ -189,9 +210,13 @@ def _plan(meta: AttentionMeta, q: Tensor, k_cache: Tensor, sliding_window: int |
                 sliding_window=sliding_window,
                 repeat=repeat,
             )
-            for joined in _join(tuple(_pieces(meta, sliding_window)), num_groups * head_dim)
+            for joined in _join(
+                [piece for piece in pieces if not singly or piece.num_rows > SINGLE_ROWS],
+                num_groups * head_dim,
+            )
         )
-        meta.memo[memo_key] = _Plan(groups, int(meta.query_start[-1]))
+        single = plan_work(rows) if rows else None
+        meta.memo[memo_key] = _Plan(single, groups, int(meta.query_start[-1]))
     return cast("_Plan", meta.memo[memo_key])
 
 
@@ -234,11 +259,16 @@ def paged_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend to the cached positions; see `kernels.reference.paged_attention`."""
-    plan = _plan(meta, q, k_cache, sliding_window)
-    k_slots, v_slots = k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:])
     if out is None:
-        out = torch.empty_like(q)
-    out[plan.num_rows :] = 0
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    plan = _plan(meta, q, k_cache, out, sliding_window)
+    if plan.num_rows < len(out):
+        out[plan.num_rows :] = 0
+    if plan.single is not None:
+        attend_rows(q, k_cache, v_cache, meta.block_tables, plan.single, out, scale=scale)
+    if not plan.groups:
+        return out
+    k_slots, v_slots = k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:])
     for group in plan.groups:
         result = _attend(
             q if group.rows is None else q.index_select(0, group.rows),

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import struct
 import tempfile
@@ -42,6 +43,7 @@ SECOND_CLAIMS: Final = 8
 BARRIER: Final = 16
 ARGUMENTS: Final = 24
 
+_logger = logging.getLogger("kernels")
 _compiling = threading.Lock()
 _kernels: Final[list[Kernel]] = []
 
@@ -152,6 +154,8 @@ def _use_cache_directory(module: str) -> bool:
             pass
     except OSError:
         return False
+    if not any(directory.iterdir()):
+        _logger.info("compiling kernels for this processor; they are kept in %s", directory)
     setattr(numba.config, "CACHE_DIR", str(directory))  # noqa: B010, numba sets it so itself
     return True
 

@@ -208,6 +208,37 @@ def dot_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) 
     return fused(builder, even_numbers(builder, a), even_numbers(builder, b), total)
 
 
+def first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+    """Give the mask of the first `count` (i64, any number) lanes."""
+    return builder.icmp_signed("<", _INDICES, broadcast(builder, builder.trunc(count, I32)))
+
+
+def load_first(
+    builder: ir.IRBuilder, address: ir.Value, kind: ir.VectorType, count: ir.Value
+) -> ir.Value:
+    """Read the first `count` lanes of four bytes; the others are 0, their memory not read."""
+    name = "llvm.masked.load.v16f32.p0" if kind is F32_LANES else "llvm.masked.load.v16i32.p0"
+    where = pointer(builder, address, kind)
+    mask = first_lanes(builder, count)
+    zeros = lanes_of(kind, 0)
+    return call(builder, name, kind, [where, ir.Constant(I32, 2), mask, zeros])
+
+
+def store_first(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, count: ir.Value) -> None:
+    """Write the first `count` lanes of four bytes, and no other memory."""
+    is_float = value.type is F32_LANES
+    name = "llvm.masked.store.v16f32.p0" if is_float else "llvm.masked.store.v16i32.p0"
+    where = pointer(builder, address, value.type)
+    mask = first_lanes(builder, count)
+    call(builder, name, ir.VoidType(), [value, where, ir.Constant(I32, 2), mask])
+
+
+def paired(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
+    """Round two vectors to bf16 and put them into the lower and upper halves of i32 lanes."""
+    upper = builder.shl(rounded(builder, odd), lanes_of(I32_LANES, 16))
+    return builder.or_(rounded(builder, even), upper)
+
+
 def sum_each(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
     """Give the vector whose lane i is the sum of the lanes of vectors[i], of sixteen.
 
@@ -297,6 +328,21 @@ def call_with(builder: ir.IRBuilder, function: ir.Value, argument: ir.Value) -> 
     builder.call(pointer(builder, function, kind), [argument])
 
 
+@operation(types.none, [types.int64, types.int64])
+def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value) -> None:
+    """Ask for the cache lines of some memory, which is read later, or never."""
+    lines = builder.sdiv(builder.add(num_bytes, constant(63)), constant(64))
+
+    def ask(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        line = builder.add(address, builder.mul(index, constant(64)))
+        where = pointer(builder, line, I64)
+        hints = [ir.Constant(I32, hint) for hint in (0, 3, 1)]
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), [where, *hints])
+        return []
+
+    count_up(builder, lines, [], ask)
+
+
 def stack(num_bytes: int) -> Callable[..., Any]:
     """Give an operation that reserves memory of the calling kernel, and gives its address.
 
@@ -366,6 +412,28 @@ def round_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Round to bf16 and widen again."""
     bits = builder.shl(rounded(builder, value), lanes_of(I32_LANES, 16))
     return builder.bitcast(bits, F32_LANES)
+
+
+@operation(types.none, [types.int64, F32x16, F32x16])
+def store_pairs(builder: ir.IRBuilder, address: ir.Value, even: ir.Value, odd: ir.Value) -> None:
+    """Round to bf16 and write 32 numbers: the lanes of `even` and `odd` in turn."""
+    store(builder, address, paired(builder, even, odd))
+
+
+@operation(types.none, [types.int64, F32x16, F32x16, types.int64])
+def store_first_pairs(
+    builder: ir.IRBuilder, address: ir.Value, even: ir.Value, odd: ir.Value, count: ir.Value
+) -> None:
+    """Do what store_pairs does, but write the first `count` pairs only."""
+    store_first(builder, address, paired(builder, even, odd), count)
+
+
+@operation(types.none, [types.int64, F32x16, types.int64])
+def store_first_f32(
+    builder: ir.IRBuilder, address: ir.Value, value: ir.Value, count: ir.Value
+) -> None:
+    """Write the first `count` lanes."""
+    store_first(builder, address, value, count)
 
 
 @operation(F32x16, [types.float32])
@@ -444,14 +512,12 @@ def keep_first(
     builder: ir.IRBuilder, value: ir.Value, count: ir.Value, other: ir.Value
 ) -> ir.Value:
     """Replace all lanes but the first `count` (any number) by `other`."""
-    limit = broadcast(builder, builder.trunc(count, I32))
-    kept = builder.icmp_signed("<", _INDICES, limit)
-    return builder.select(kept, value, broadcast(builder, other))
+    return builder.select(first_lanes(builder, count), value, broadcast(builder, other))
 
 
 @operation(F32x16, [F32x16])
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Give e to the power x within two units of the last place; 0 below -87.
+    """Give e to the power x within two units of the last place; 0 below -87, NaN of NaN.
 
     x = n ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7; times 2^n by
     adding n to the exponent. ln 2 is subtracted in two parts (Cody and Waite). Above 88
@@ -470,4 +536,5 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
         total = fused(builder, total, rest, lanes_of(F32_LANES, 1 / factorial))
     exponent = builder.shl(builder.fptosi(turns, I32_LANES), lanes_of(I32_LANES, 23))
     grown = builder.bitcast(builder.add(builder.bitcast(total, I32_LANES), exponent), F32_LANES)
-    return builder.select(too_low, lanes_of(F32_LANES, 0.0), grown)
+    kept = builder.select(too_low, lanes_of(F32_LANES, 0.0), grown)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, kept)

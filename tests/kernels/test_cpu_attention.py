@@ -70,13 +70,13 @@ def test_slices_longer_than_a_chunk(committed: int) -> None:
     compare(case, window=50)
 
 
-def test_decode_rows_too_different_for_one_group() -> None:
-    case = attention_case([3000, 2, 3, 900, 1], [1] * 5, heads=Heads(4, 4, 64), block_size=16)
+def test_pieces_too_different_for_one_group() -> None:
+    case = attention_case([3000, 9, 9, 900, 10], [9] * 5, heads=Heads(4, 4, 64), block_size=16)
     compare(case)
 
 
 def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = attention_case([1500] * 5, [1] * 5, heads=Heads(8, 8, 64), block_size=16)
+    case = attention_case([1500] * 5, [9] * 5, heads=Heads(8, 8, 64), block_size=16)
     gathered = []
 
     def watched(q: Tensor, keys: Tensor, *rest: Tensor, **options: Any) -> Tensor:
@@ -134,7 +134,7 @@ def test_layers_with_different_windows_share_one_meta() -> None:
 
 
 def test_the_plan_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = attention_case([50, 60], [1, 2], heads=Heads(4, 2, 64), block_size=4)
+    case = attention_case([50, 60], [9, 10], heads=Heads(4, 2, 64), block_size=4)
     compare(case)
 
     def refuse(*_: object, **__: object) -> None:
@@ -143,7 +143,7 @@ def test_the_plan_is_made_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("kernels.cpu_attention._make_group", refuse)
     compare(case)
     fresh = AttentionMeta(
-        case.meta.query_start, case.meta.context_lens, case.meta.block_tables, 2, 60
+        case.meta.query_start, case.meta.context_lens, case.meta.block_tables, 10, 60
     )
     with pytest.raises(AssertionError, match="planned again"):
         cpu.paged_attention(case.q, case.k_cache, case.v_cache, fresh, scale=1.0)
