@@ -22,7 +22,7 @@ from topspin.errors import ConfigError, TopspinError
 SHARED_NAMES = ("kernels", "models", "server")
 
 # `topspin bench NAME` calls main(flags) of benchmarks/NAME.py.
-BENCHMARKS = ("disaggregation", "m2n", "payload", "pingpong", "serve")
+BENCHMARKS = ("compare", "disaggregation", "m2n", "payload", "pingpong", "serve", "sweep")
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -33,7 +33,14 @@ class Figures:
     decode_throughput: float | None = None
 
 
-NAMES = tuple(Figures.__dataclass_fields__)
+# What each figure is called, with its unit, in the order in which they are shown.
+NAMES = {
+    "output_throughput": "output throughput (tokens/s)",
+    "decode_throughput": "decode rate (tokens/s)",
+    "prefill_throughput": "prefill rate (prompt tokens/s)",
+    "median_ttft_ms": "median TTFT (ms)",
+    "median_tpot_ms": "median TPOT (ms)",
+}
 
 
 class Spread(NamedTuple):

@@ -7,6 +7,7 @@ picture is drawn, and draws without its global state.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from benchmarks.load import series
+from benchmarks.load.compare import NAMES
 from benchmarks.load.contracts import Run
 from benchmarks.load.sweep import Knee, Point, pareto
 from topspin.errors import ConfigError
@@ -52,11 +54,21 @@ class RunPicture(NamedTuple):
     latencies_ms: Mapping[str, Sequence[float]]
 
 
+def can_draw() -> bool:
+    """Return whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_can_draw() -> None:
+    """Raise ConfigError if matplotlib is not installed; call it before a long run."""
+    if not can_draw():
+        raise ConfigError("pictures need matplotlib: pip install 'topspin[plots]'")
+
+
 def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'topspin[plots]'") from error
+    check_can_draw()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -270,16 +282,6 @@ def _xy(points: Sequence[Point], key: str) -> tuple[list[float], list[float]]:
     )
 
 
-# The figures of a comparison as they are drawn; True where more is better.
-_COMPARED = {
-    "output_throughput": ("output throughput (tokens/s)", True),
-    "decode_throughput": ("decode rate (tokens/s)", True),
-    "prefill_throughput": ("prefill rate (prompt tokens/s)", True),
-    "median_ttft_ms": ("median TTFT (ms)", False),
-    "median_tpot_ms": ("median TPOT (ms)", False),
-}
-
-
 def draw_compare(tables: Mapping[int, Mapping[str, Any]], *, title: str) -> bytes:
     """Draw each figure as bars per concurrency and target, with the rounds' least and greatest.
 
@@ -290,7 +292,7 @@ def draw_compare(tables: Mapping[int, Mapping[str, Any]], *, title: str) -> byte
     figure.suptitle(title, fontsize=12)
     targets = list(next(iter(tables.values())))
     width = 0.8 / len(targets)
-    for idx, (key, (name, more_is_better)) in enumerate(_COMPARED.items()):
+    for idx, (key, name) in enumerate(NAMES.items()):
         axes = figure.add_subplot(2, 3, idx + 1)
         for number, target in enumerate(targets):
             rows = [
@@ -315,7 +317,9 @@ def draw_compare(tables: Mapping[int, Mapping[str, Any]], *, title: str) -> byte
                         fontsize=8,
                     )
         axes.set_xticks(range(len(tables)), [f"{at} at once" for at in tables])
-        axes.set_title(f"{name}, {'more' if more_is_better else 'less'} is better", fontsize=10)
+        axes.set_title(
+            f"{name}, {'less' if key.endswith('_ms') else 'more'} is better", fontsize=10
+        )
         axes.margins(y=0.12)
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", color="#EEEEEE")

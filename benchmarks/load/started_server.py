@@ -7,6 +7,7 @@ benchmarks.compare.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -93,10 +94,13 @@ class StartedServer:
     ) -> None:
         self.stop()
 
-    def check(self) -> None:
-        """Raise EngineUnavailable, with the end of its log, if the server has died."""
-        status = self._process.poll()
-        if status is not None:
+    def check(self, *, patience_s: float = 0.0) -> None:
+        """Raise EngineUnavailable, with the end of its log, if the server has died.
+
+        `patience_s` gives a server whose connections have just broken time to end.
+        """
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(patience_s)
             raise EngineUnavailable(
                 f"the server for {self._url} ended with status {status}; the end of "
                 f"{self._log}:\n{self._tail()}"

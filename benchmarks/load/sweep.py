@@ -1,23 +1,28 @@
 """Many loads on one server: where its knee is and which points are worth having.
 
-Owns the rules, on figures alone; sends nothing and draws nothing. Called by
-benchmarks.sweep, with one Point for each load that was tried.
+Owns the rules, on figures alone, and how loads are written; sends nothing and draws nothing.
+Called by benchmarks.sweep, with one Point for each load that was tried.
 
 The knee, when latency bounds are given (--goodput): the highest load at which no request
 failed and the p99 of every bounded latency keeps its bound. Otherwise, over the points in
 order of load, with output throughput x and median end-to-end latency y both scaled to 0..1
 from their least to their greatest: the point with the largest x - y, which is the one
-farthest below the chord of the curve (Kneedle, Satopaa et al. 2011); at least three points
-are needed, and a curve that never bends (nowhere x - y above its ends) has no knee.
+farthest below the chord of the curve (Kneedle, Satopaa et al. 2011). At least three points
+are needed. There is no knee where no point lies below the chord, and none where the greatest
+latency is less than 1.5 times the least: such a server has not been loaded enough.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-BOUNDED = ("ttft", "tpot", "e2el")
+from topspin.errors import ConfigError
+
+# Without bounds, a latency that rises less than so many times shows no knee, only noise.
+_LEAST_RISE = 1.5
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Knee(NamedTuple):
 
 
 def find_knee(points: Sequence[Point], bounds_ms: Mapping[str, float]) -> Knee:
-    """Return the knee by the rules above; `bounds_ms` is --goodput, keys of BOUNDED."""
+    """Return the knee by the rules above; `bounds_ms` is --goodput, keys ttft, tpot and e2el."""
     measured = sorted((p for p in points if p.is_measured), key=lambda point: point.load)
     if bounds_ms:
         text = ", ".join(f"{name} {bound:g} ms" for name, bound in bounds_ms.items())
@@ -55,9 +60,12 @@ def find_knee(points: Sequence[Point], bounds_ms: Mapping[str, float]) -> Knee:
     rule = "the largest bend of median end-to-end latency over output throughput"
     if len(measured) < 3:
         return Knee(None, f"{rule}: needs three measured loads, there are {len(measured)}")
-    xs = _scaled([point.figures["output_throughput"] for point in measured])
-    ys = _scaled([point.figures["median_e2el_ms"] for point in measured])
-    gains = [x - y for x, y in zip(xs, ys, strict=True)]
+    latencies = [point.figures["median_e2el_ms"] for point in measured]
+    if max(latencies) < _LEAST_RISE * min(latencies):
+        return Knee(None, f"{rule}: the latency has hardly risen, try higher loads")
+    throughputs = [point.figures["output_throughput"] for point in measured]
+    scaled = zip(_scaled(throughputs), _scaled(latencies), strict=True)
+    gains = [x - y for x, y in scaled]
     best = max(range(len(gains)), key=lambda idx: gains[idx])
     if gains[best] <= max(gains[0], gains[-1]) + 1e-9:
         return Knee(None, f"{rule}: the curve does not bend")
@@ -95,3 +103,18 @@ def pareto(points: Sequence[Point], latency: str) -> list[Point]:
         if not front or point.figures["output_throughput"] > front[-1].figures["output_throughput"]:
             front.append(point)
     return front
+
+
+def numbers(flag: str, text: str, *, whole: bool) -> tuple[float, ...]:
+    """Return the numbers of `text`, ascending; raises ConfigError naming `flag` otherwise."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: not numbers with commas") from None
+    for value in found:
+        if not 0 < value < math.inf or (whole and not value.is_integer()):
+            kind = "whole number" if whole else "number"
+            raise ConfigError(f"{flag} {text}: {value:g} is no {kind} above 0")
+    if len(set(found)) < len(found):
+        raise ConfigError(f"{flag} {text}: a value is given twice")
+    return tuple(sorted(found))

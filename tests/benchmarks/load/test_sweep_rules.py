@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.sweep import Point, find_knee, pareto
+from benchmarks.load.sweep import Point, find_knee, numbers, pareto
+from topspin.errors import ConfigError
 
 
 def _point(load: float, throughput: float, latency_ms: float, **more: Any) -> Point:
@@ -61,6 +62,10 @@ def test_a_straight_or_flat_curve_has_no_knee() -> None:
     straight = [_point(load, 100 * load, 10 * load) for load in (1, 2, 3)]
     assert find_knee(straight, {}).load is None
     assert find_knee([_point(load, 100, 10) for load in (1, 2, 3)], {}).load is None
+    noise = [_point(1, 100, 10), _point(2, 200, 10.1), _point(4, 400, 11)]
+    knee = find_knee(noise, {})
+    assert knee.load is None
+    assert "hardly risen" in knee.rule
 
 
 def test_the_front_holds_what_no_other_point_beats() -> None:
@@ -69,3 +74,14 @@ def test_the_front_holds_what_no_other_point_beats() -> None:
     points = [*CURVE, beaten, equal, _point(32, 390, 200), Point(64, error="refused")]
     assert [p.load for p in pareto(points, "median_tpot_ms")] == [1, 2, 4, 8, 16]
     assert pareto([], "median_tpot_ms") == []
+
+
+def test_loads_are_sorted_numbers() -> None:
+    assert numbers("--x", "4,1,0.5", whole=False) == (0.5, 1, 4)
+    assert numbers("--x", "16,1", whole=True) == (1, 16)
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "0", "-1", "inf", "nan", "x", "2,2", "1.5"])
+def test_other_loads_are_refused_by_the_flag(text: str) -> None:
+    with pytest.raises(ConfigError, match="--x"):
+        numbers("--x", text, whole=True)
