@@ -21,6 +21,7 @@ from benchmarks.load.metrics import Metrics, Summary
 from benchmarks.load.runner import Snapshot
 
 PLAIN_PERIOD_S = 10.0
+PLAIN_WIDTH = 100
 _TITLES = {
     "ttft": "Time to first token",
     "tpot": "Time per output token after the first",
@@ -93,7 +94,8 @@ def print_table(
     run: Run, metrics: Metrics, latencies: Collection[str], console: Console | None = None
 ) -> None:
     """Print the figures, the errors by kind, and whether the client kept up."""
-    console = console or Console()
+    # In a file or a pipe there is no width to fit, and a folded table is hard to read.
+    console = console or Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     title = f"{run.target.model} at {run.target.url}"
     table = Table(title=title, show_header=False, title_justify="left", min_width=60)
     table.add_column("figure")

@@ -52,12 +52,13 @@ def sent_one(respond: Respond, **fields: Any) -> RequestRecord:
 
 
 @pytest.mark.parametrize(
-    "prompt", [{"prompt": [1, 2, 3]}, {"prompt": None, "messages": [{"role": "user"}]}]
+    "prompt",
+    [
+        {"prompt": [1, 2, 3]},
+        {"prompt": None, "messages": [{"role": "user", "content": "one two three"}]},
+    ],
 )
 def test_times_are_those_of_the_server(prompt: dict[str, Any]) -> None:
-    if prompt["prompt"] is None:
-        prompt["messages"] = [{"role": "user", "content": "one two three"}]
-
     def respond(received: Received) -> Reply:
         return stream_reply(received, first_delay_s=0.08, delay_s=0.03)
 
