@@ -14,6 +14,8 @@ from topspin.errors import TopspinError
 
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 10.0
+# How a server says that it has no /health: unknown path, wrong method, or not for everybody.
+NO_HEALTH = (401, 403, 404, 405, 501)
 
 
 class ServerUnreachable(TopspinError):
@@ -49,14 +51,31 @@ def first_model(base_url: str, headers: Mapping[str, str] | None = None) -> str:
     return models[0]
 
 
+def check_ready(base_url: str, headers: Mapping[str, str] | None = None) -> None:
+    """Raise ServerUnreachable, saying why, unless the server is ready for requests.
+
+    A server may list its models while it still loads them, so /health goes first, where there
+    is one. Not every server of the API has it.
+    """
+    url = base_url.rstrip("/") + "/health"
+    try:
+        response = httpx.get(url, headers=dict(headers or {}), timeout=REQUEST_TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerUnreachable(f"{url}: {error}") from None
+    if response.status_code == 200 or response.status_code in NO_HEALTH:
+        served_models(base_url, headers)
+    else:
+        raise ServerUnreachable(f"{url} answers {response.status_code}: {response.text[:200]}")
+
+
 def wait_until_ready(
     base_url: str, timeout_s: float, headers: Mapping[str, str] | None = None
 ) -> None:
-    """Return once /v1/models answers; raises ServerUnreachable after `timeout_s`."""
+    """Return once the server is ready; raises ServerUnreachable after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            served_models(base_url, headers)
+            check_ready(base_url, headers)
         except ServerUnreachable as error:
             if time.monotonic() >= deadline:
                 raise ServerUnreachable(f"not ready after {timeout_s:g} s: {error}") from None
