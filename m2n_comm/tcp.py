@@ -8,6 +8,11 @@ that arrive first go to their own windows.
 Every wait of a node, to receive and to send, reads from all of its connections. So a send
 that blocks never blocks a peer's send to us, and two ends sending large frames to each
 other both come through.
+
+A frame takes one call to send and, as a rule, one to receive: who waits for a frame reads on
+into the window where its rows would lie if it is the awaited one and as long as the last;
+what then turns out to belong elsewhere is moved. That window is free until the frame comes.
+With one connection the wait itself is that call.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import math
 import select
 import socket
+import struct
 import time
 import zlib
 from typing import Literal, NamedTuple
@@ -27,6 +33,8 @@ from topspin.errors import FrameError, StaleFrame
 from topspin.messages import StepTicket
 
 _BUFFER_BYTES = 4 * 2**20
+# A struct timeval.
+_CHECK_INTERVAL = struct.pack("@ll", 0, round(CHECK_INTERVAL_S * 1e6))
 
 
 class TcpPair(NamedTuple):
@@ -64,35 +72,80 @@ class _Line:
         self._window_rows = rows
         self._name = name
         self._sequences = [0] * len(inbox)
+        self._last_rows = [0] * len(inbox)
         self._header = bytearray(HEADER_BYTES)
         self._segments: list[memoryview] = [memoryview(self._header)]
         self._frame: FrameHeader | None = None
+        # Rows that are read with the header, before it says whose they are.
+        self._guessed: list[memoryview] = []
+        self._spare = memoryview(b"")
 
-    def pump(self) -> None:
-        """Read what is there, up to the end of one frame. Raises FrameError or StaleFrame."""
+    def pump(self, awaited: int | None = None, *, wait: bool = False) -> bool:
+        """Read what is there, up to the end of a frame; return whether there was anything.
+
+        `awaited` is a micro-batch whose inbox nobody uses before its next frame. With `wait`
+        sleeps up to CHECK_INTERVAL_S for the first bytes. Raises FrameError or StaleFrame.
+        """
+        if awaited is not None and self._frame is None and not self._guessed:
+            self._guess(awaited)
+        has_read = False
         while True:
             try:
-                count = self.sock.recvmsg_into(self._segments)[0]
+                count = self._read(0 if wait and not has_read else socket.MSG_DONTWAIT)
             except (BlockingIOError, InterruptedError):
-                return
+                return has_read
             except ConnectionError:
                 count = 0
+            has_read = True
             if count == 0:
                 self.ended = True
-                return
+                return True
             self._segments = _after(self._segments, count)
-            if not self._segments and self._complete():
-                return
+            if self._frame is None and self._has_header():
+                self._begin()
+            if self._frame is not None and not self._segments:
+                self._complete(self._frame)
+                if not self._spare:
+                    return True
 
-    def _complete(self) -> bool:
-        """Handle a whole header or payload; return whether a frame is now whole."""
-        if self._frame is None:
-            frame = self._judge()
-            self._frame = frame
-            self._segments = self._inbox[frame.micro_batch].payload(frame.rows)
-            if self._segments:
-                return False
-        frame = self._frame
+    def _guess(self, micro_batch: int) -> None:
+        """Read on into that window, if only the (rest of the) header was to be read."""
+        rows = self._last_rows[micro_batch]
+        if rows and len(self._segments) == 1:
+            self._guessed = self._inbox[micro_batch].payload(rows)
+            self._segments = [*self._segments, *self._guessed]
+
+    def _read(self, flags: int) -> int:
+        """Fill the segments with what was read too far, or else from the socket."""
+        if not self._spare:
+            return self.sock.recvmsg_into(self._segments, 0, flags)[0]
+        segment = self._segments[0]
+        count = min(len(segment), len(self._spare))
+        segment[:count] = self._spare[:count]
+        self._spare = self._spare[count:]
+        return count
+
+    def _has_header(self) -> bool:
+        """Return whether what is left to read are guessed rows at most."""
+        return len(self._segments) <= len(self._guessed)
+
+    def _begin(self) -> None:
+        """Handle a whole header: read the rows where they belong."""
+        frame = self._judge()
+        self._frame = frame
+        guessed, self._guessed = self._guessed, []
+        payload = self._inbox[frame.micro_batch].payload(frame.rows)
+        if guessed is payload:
+            return
+        self._segments, left = list(payload), self._segments
+        if not guessed:
+            return
+        # The frame is another one: what was read of its rows, and beyond, goes there.
+        count = sum(map(len, guessed)) - sum(map(len, left))
+        self._spare = memoryview(b"".join(guessed)[:count])
+
+    def _complete(self, frame: FrameHeader) -> None:
+        """Handle a whole frame: it has arrived."""
         if self.checksum:
             crc = _checksum(self._inbox[frame.micro_batch].payload(frame.rows))
             if crc != frame.payload_crc:
@@ -101,11 +154,11 @@ class _Line:
                     f"{frame.micro_batch}: payload_crc is wrong"
                 )
         self._sequences[frame.micro_batch] = frame.sequence
+        self._last_rows[frame.micro_batch] = frame.rows
         self._inbox[frame.micro_batch].header[:] = self._header
         self.arrived[frame.micro_batch] = bytes(self._header)
         self._frame = None
         self._segments = [memoryview(self._header)]
-        return True
 
     def _judge(self) -> FrameHeader:
         """Check a header before a byte of its payload is read."""
@@ -155,7 +208,9 @@ class TcpLines:
             windows = layout.map(private_memory(layout))
             self._outbox[peer] = windows.requests if attention else windows.answers
             self._inbox[peer] = windows.answers if attention else windows.requests
-            pair.sock.setblocking(False)
+            # Calls that must not sleep say so; the one that may sleeps no longer than this.
+            pair.sock.setblocking(True)
+            pair.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _CHECK_INTERVAL)
             self._lines[peer] = _Line(
                 pair,
                 self._inbox[peer],
@@ -205,7 +260,7 @@ class TcpLines:
         segments = [window.header, *payload]
         while segments:
             try:
-                segments = _after(segments, line.sock.sendmsg(segments))
+                segments = _after(segments, line.sock.sendmsg(segments, [], socket.MSG_DONTWAIT))
             except (BlockingIOError, InterruptedError):
                 self._wait(hop, late_text="could not send to", writable=True)
             except ConnectionError as error:
@@ -240,6 +295,11 @@ class TcpLines:
         if left_s <= 0:
             raise late(self._peer_role, hop, doing=late_text)
         target = self._lines[hop.peer]
+        sleeps_in_read = len(self._lines) == 1 and not self._spin and not writable
+        if sleeps_in_read and left_s > CHECK_INTERVAL_S:
+            if not target.pump(hop.micro_batch, wait=True):
+                self._check()
+            return
         if writable:
             if target.ended:
                 raise lost(self._peer_role, hop.peer, hop)
@@ -252,7 +312,7 @@ class TcpLines:
         for fd, mask in events:
             if mask & ~select.POLLOUT:
                 line = self._lines[self._peer_of[fd]]
-                line.pump()
+                line.pump(hop.micro_batch if line is target and not writable else None)
                 if line.ended:
                     self._poller.unregister(fd)
 

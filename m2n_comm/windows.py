@@ -172,6 +172,7 @@ class Window:
     fields: tuple[Field, ...]
     scales: torch.Tensor | None = None
     _views: dict[int, WindowRows] = field(default_factory=dict)
+    _payloads: dict[int, list[memoryview]] = field(default_factory=dict)
 
     def first(self, rows: int) -> WindowRows:
         """Return views over the first `rows` rows; views of recent sizes are kept."""
@@ -189,10 +190,14 @@ class Window:
         return views
 
     def payload(self, rows: int) -> list[memoryview]:
-        """Return the bytes of the first `rows` rows, field by field."""
-        if rows == 0:
-            return []
-        return [field.data[: rows * field.row_bytes] for field in self.fields]
+        """Return the bytes of the first `rows` rows, field by field; the same list each time."""
+        parts = self._payloads.get(rows)
+        if parts is None:
+            if len(self._payloads) >= _MAX_CACHED_VIEWS:
+                self._payloads.clear()
+            parts = [field.data[: rows * field.row_bytes] for field in self.fields] if rows else []
+            self._payloads[rows] = parts
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -290,3 +292,30 @@ def test_a_peer_that_never_reads_is_a_deadline_and_one_that_ends_is_lost() -> No
             else:
                 with pytest.raises(DeadlineExceeded, match="could not send to expert 0"):
                     lines.send(hop(timeout_s=0.1), rows, 1)
+
+
+@pytest.mark.parametrize("num_peers", [1, 2])
+def test_rows_read_ahead_land_where_they_belong(num_peers: int) -> None:
+    """Frames of changing sizes and order: reading ahead guesses right, wrong, and too far."""
+    shape = make_shape()
+    draw = random.Random(num_peers)
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(connected()) for _ in range(num_peers)]
+        senders = [lines_of(shape, "attention", left) for left, _ in ends]
+        reader = lines_of(shape, "expert", *[right for _, right in ends])
+        counts: Counter[tuple[int, int]] = Counter()
+        for _ in range(60):
+            sent = {}
+            for peer, sender in enumerate(senders):
+                for mb in draw.sample(range(4), draw.randint(1, 4)):
+                    rows = draw.choice([0, 3, 3, 3, 8])
+                    counts[peer, mb] += 1
+                    sequence = counts[peer, mb]
+                    sent[peer, mb] = rows, fill(sender, shape, rows, mb=mb, sequence=sequence)
+                    sender.send(hop(0, mb), rows, sequence)
+            for peer, mb in draw.sample(sorted(sent), len(sent)):
+                rows, window = sent[peer, mb]
+                assert read_header(reader.receive(hop(peer, mb), (peer,))).rows == rows
+                got = reader.inbox(peer, mb)
+                for ours, theirs in zip(window.payload(rows), got.payload(rows), strict=True):
+                    assert ours == theirs
