@@ -1,0 +1,116 @@
+"""--deterministic: after a loss, too, every log-probability has the bits of an undisturbed run.
+
+Nodes are threads that crash in the middle of all streams; tests/system has real processes.
+The whole distribution over the vocabulary is compared, of tokens before and after the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.checkpoints import VOCAB_SIZE
+from tests.engine import Engine
+from tests.faults import OnDemand, faulty_nets
+from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
+from tests.identity.test_deterministic import Answer, ask, run, settings_of
+from topspin.config import BalanceSection, EngineConfig, FailoverSection
+
+VARIANT = "qwen2_moe"
+NUM_EXPERTS = 8
+NUM_PROMPTS = 4
+
+
+@pytest.fixture(scope="module")
+def case(case_of: CaseOf) -> Case:
+    whole = case_of(VARIANT)
+    return Case(whole.path, whole.prompts[:NUM_PROMPTS], whole.tokens[:NUM_PROMPTS])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(case: Case) -> Callable[[str], list[Answer]]:
+    """Return the function that gives the answers of one node, without failover; cached."""
+    cache: dict[str, list[Answer]] = {}
+
+    def get(dtype: str) -> list[Answer]:
+        if dtype not in cache:
+            cache[dtype] = run(case, dtype=dtype)
+        return cache[dtype]
+
+    return get
+
+
+def config_of(case: Case, transport: str, dtype: str, *, redundant: int) -> EngineConfig:
+    config = settings_of(
+        case,
+        transport=transport,
+        dtype=dtype,
+        attention_nodes=2,
+        expert_nodes=2,
+        micro_batches=2,
+        max_num_batched_tokens=24,
+        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+    )
+    balance = BalanceSection(redundant_experts=redundant, interval_s=0.0)
+    return msgspec.structs.replace(config, balance=balance)
+
+
+def disturbed(engine: Engine, case: Case, injector: OnDemand) -> list[Answer]:
+    """Have a node crash once every stream has some tokens; returns the whole streams."""
+    sampling: dict[str, Any] = {"max_tokens": NUM_TOKENS, "logprobs": VOCAB_SIZE}
+    ids = [engine.add(prompt, **sampling) for prompt in case.prompts]
+    engine.collect(until=lambda: all(len(engine.requests[each].tokens) >= 4 for each in ids))
+    injector.fault = RuntimeError("a crash")
+    engine.collect()
+    requests = [engine.requests[each] for each in ids]
+    assert [request.failed for request in requests] == [None] * len(ids)
+    return [Answer(request.tokens, request.logprobs) for request in requests]
+
+
+ROWS = [
+    ("expert", "live replicas", "shm", "bfloat16"),
+    ("expert", "no replica", "tcp", "float32"),
+    ("attention", "no replica", "shm", "bfloat16"),
+    ("expert", "live replicas", "tcp", "float32"),
+    ("expert", "no replica", "shm", "bfloat16"),
+    ("attention", "no replica", "tcp", "float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("role", "copies", "transport", "dtype"),
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] if idx >= 3 else [])
+        for idx, row in enumerate(ROWS)
+    ],
+)
+def test_continued_streams_have_the_same_bits(
+    case: Case,
+    undisturbed: Callable[[str], list[Answer]],
+    role: str,
+    copies: str,
+    transport: str,
+    dtype: str,
+) -> None:
+    injector = OnDemand()
+    has_copies = copies == "live replicas"
+    config = config_of(case, transport, dtype, redundant=NUM_EXPERTS if has_copies else 0)
+
+    def injector_of(net_role: str, index: int) -> OnDemand | None:
+        return injector if (net_role, index) == (role, 1) else None
+
+    with faulty_nets(injector_of), Engine(config) as engine:
+        if has_copies or role == "attention":
+            engine.may_restart.clear()  # the others go on without it
+        answers = disturbed(engine, case, injector)
+        assert injector.num_injected == 1
+        assert engine.stats().num_replays > 0
+        assert (f"without {role} 1" in engine.details) == (has_copies or role == "attention")
+        engine.may_restart.set()
+        engine.collect(until=lambda: engine.state.state == "ready" and not engine.details[-1])
+        again = ask(engine, case.prompts)
+    assert answers == undisturbed(dtype)
+    assert again == undisturbed(dtype)

@@ -1,0 +1,128 @@
+"""A change of the expert table takes no step from anybody, while the engine runs.
+
+Counted, not timed: one request runs, tables change all the time, and what is watched is
+whether the scheduler ever waits with less in flight than it could have, how many steps the
+request takes, and what an expert node does between two steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from expert_nodes.worker import ExpertWorker
+from server.scheduler.in_flight import MAX_STEPS_IN_FLIGHT
+from tests.engine import Collected, Engine
+from tests.identity.conftest import NUM_TOKENS, CaseOf
+from tests.identity.test_expert_tables import config_of, only_copies, random_tables
+from topspin.channel import ControlServer, Event
+from topspin.inbox import Inbox
+from topspin.messages import AnyMessage, Message, StepTicket
+
+CHUNK = 16
+# The tables come sooner, unless the machine is busy with something else.
+MAX_REQUESTS = 50
+
+
+class Watched:
+    """What the scheduler sends, and how much is in flight whenever it waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine: Engine | None = None
+        self.tickets: dict[int, StepTicket] = {}
+        self.in_flight: list[tuple[int, int]] = []
+        poll, send = ControlServer.poll, ControlServer.send
+
+        def watched_poll(server: ControlServer, timeout_s: float | None) -> list[Event]:
+            policy = None if self.engine is None else self.engine._service._policy
+            if policy is not None:
+                self.in_flight.append((len(self.tickets), policy.num_steps_in_flight))
+            return poll(server, timeout_s)
+
+        def watched_send(server: ControlServer, peer: bytes, message: Message) -> bool:
+            if isinstance(message, StepTicket):
+                self.tickets[message.step] = message
+            return send(server, peer, message)
+
+        monkeypatch.setattr(ControlServer, "poll", watched_poll)
+        monkeypatch.setattr(ControlServer, "send", watched_send)
+
+
+def watch_experts(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
+    """Return, by expert node, in order: steps served, looks in vain, and work on a table."""
+    doings: defaultdict[int, list[str]] = defaultdict(list)
+    inbox_of: dict[int, int] = {}
+    next_message, work, run_step = Inbox.next, ExpertWorker._work, ExpertWorker._run_step
+
+    def watched_next(inbox: Inbox, timeout_s: float | None = None) -> AnyMessage | None:
+        message = next_message(inbox, timeout_s)
+        if message is None and id(inbox) in inbox_of:
+            doings[inbox_of[id(inbox)]].append("nothing came")
+        return message
+
+    def watched_work(worker: ExpertWorker, *args: Any) -> None:
+        doings[worker._index].append("work")
+        work(worker, *args)
+
+    def watched_step(worker: ExpertWorker, *args: Any, **kwargs: Any) -> None:
+        inbox_of[id(worker._inbox)] = worker._index
+        doings[worker._index].append("step")
+        run_step(worker, *args, **kwargs)
+
+    monkeypatch.setattr(Inbox, "next", watched_next)
+    monkeypatch.setattr(ExpertWorker, "_work", watched_work)
+    monkeypatch.setattr(ExpertWorker, "_run_step", watched_step)
+    return doings
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_no_step_waits_for_a_table(
+    case_of: CaseOf, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of("mixtral")
+    longest = max(range(len(case.prompts)), key=lambda idx: len(case.prompts[idx]))
+    prompt, tokens = case.prompts[longest], case.tokens[longest]
+    config = config_of(
+        case.path,
+        (1, 2),
+        balance=only_copies(2),
+        transport=transport,
+        max_num_batched_tokens=CHUNK,
+        prefix_caching=False,
+    )
+    tables = random_tables(2, redundant=2, seed=5)
+    watched, doings = Watched(monkeypatch), watch_experts(monkeypatch)
+    num_steps_each = -(-len(prompt) // CHUNK) + NUM_TOKENS - 1
+    with Engine(config) as engine:
+        watched.engine = engine
+        balancer = engine._service._balancer
+        for num_done in range(1, MAX_REQUESTS + 1):
+            request = engine.requests[engine.add(prompt, max_tokens=NUM_TOKENS)]
+
+            def change_on(request: Collected = request) -> bool:
+                if not balancer.is_preparing and balancer._wanted is None:
+                    balancer.ask(next(tables))
+                return request.ended
+
+            engine.collect(until=change_on)
+            assert request.tokens == tokens
+            # As many steps as without any table: the prompt's chunks, then a token each.
+            num_steps = engine.stats().num_steps
+            assert num_steps == len(watched.tickets) == num_done * num_steps_each
+            if watched.tickets[num_steps].table_version >= 3:
+                break
+    versions = [watched.tickets[step].table_version for step in range(1, num_steps + 1)]
+    assert versions == sorted(versions)
+    assert versions[-1] >= 3
+    # A wait with the first steps sent and not yet the last, of any one request.
+    waits = [running for sent, running in watched.in_flight if sent % num_steps_each]
+    assert waits
+    assert set(waits) == {MAX_STEPS_IN_FLIGHT}
+    # Between two steps an expert node does one piece of a table, and more only while idle.
+    for doing in doings.values():
+        in_steps = doing[doing.index("step") :]
+        assert "work" in in_steps
+        assert ("work", "work") not in set(pairwise(in_steps))
