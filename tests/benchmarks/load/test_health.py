@@ -24,7 +24,7 @@ class Clocks:
 
 
 def test_a_healthy_client_has_no_reasons() -> None:
-    health = judge(0.5, [0.001] * 100, [0.002] * 10)
+    health = judge(10.0, 5.0, [0.001] * 100, [0.002] * 10)
     assert not health.saturated
     assert health.reasons == ()
     assert (health.loop_lag_p50_s, health.send_lateness_max_s) == (0.001, 0.002)
@@ -39,15 +39,21 @@ def test_a_healthy_client_has_no_reasons() -> None:
     ],
 )
 def test_each_limit_is_a_reason(cpu_share: float, lag_s: float, late_s: float, said: str) -> None:
-    health = judge(cpu_share, [lag_s] * 9, [late_s] * 9)
+    health = judge(10.0, 10 * cpu_share, [lag_s] * 9, [late_s] * 9)
     assert health.saturated
     assert len(health.reasons) == 1
     assert said in health.reasons[0]
 
 
+def test_the_share_of_a_very_short_run_is_no_reason() -> None:
+    health = judge(0.5, 0.5, [], [])
+    assert health.cpu_share == 1.0
+    assert not health.saturated
+
+
 def test_quantiles_are_numpys() -> None:
     lags = [0.001 * number for number in range(1, 28)]
-    health = judge(0.0, lags, [])
+    health = judge(10.0, 0.0, lags, [])
     assert health.loop_lag_p50_s == pytest.approx(np.percentile(lags, 50))
     assert health.loop_lag_p99_s == pytest.approx(np.percentile(lags, 99))
     assert health.loop_lag_max_s == pytest.approx(0.027)

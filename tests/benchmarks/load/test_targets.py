@@ -85,6 +85,6 @@ def test_a_server_without_health_is_ready_with_its_models() -> None:
 def test_the_wait_ends() -> None:
     with (
         answering({"/health": [(503, b"loading")]}) as url,
-        pytest.raises(ServerUnreachable, match="not ready after 0.01 s: .*503: loading"),
+        pytest.raises(ServerUnreachable, match=r"not ready after 0.01 s: .*503: loading"),
     ):
         wait_until_ready(url, 0.01)
