@@ -308,11 +308,15 @@ def _print_tables(tables: Mapping[int, Mapping[str, Any]], found: Comparison) ->
 def _cell(row: Mapping[str, Any] | None) -> str:
     if row is None:
         return "-"
-    text = f"{row['median']:.1f} [{row['least']:.1f} to {row['greatest']:.1f}]"
+    text = f"{_short(row['median'])} [{_short(row['least'])}..{_short(row['greatest'])}]"
     ratio = row.get("ratio")
     if ratio is None:
         return text
-    return f"{text}\n{ratio['median']:.3f}x [{ratio['least']:.3f} to {ratio['greatest']:.3f}]"
+    return f"{text}\n{ratio['median']:.3f}x [{ratio['least']:.3f}..{ratio['greatest']:.3f}]"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def _write(

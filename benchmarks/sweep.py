@@ -62,13 +62,12 @@ class Asked:
     `loads` are rates or concurrencies, as `load_name` says; `load` is that of the first.
     """
 
+    parsed: argparse.Namespace
     loads: tuple[float, ...]
     load_name: str
     load: Load
     dataset: datasets.DatasetSettings
     goodput_s: Mapping[str, float]
-    num_warmups: int
-    quiet: bool
 
     def load_at(self, value: float) -> Load:
         """Return the load of one point."""
@@ -90,9 +89,9 @@ def main(flags: Sequence[str] | None = None) -> int:
 
     0 if a point was measured, 1 if none was, 130 after Ctrl-C (with what there is).
     """
-    parsed = _parser().parse_args(flags)
+    asked = read_flags(flags)
+    parsed = asked.parsed
     base_url = arguments.base_url_of(parsed)
-    asked = _asked(parsed)
     if parsed.report is not None:
         report.check_path(parsed.report)
         pictures.check_can_draw()
@@ -105,7 +104,7 @@ def main(flags: Sequence[str] | None = None) -> int:
     knee = find_knee(points, {name: goal * 1000 for name, goal in asked.goodput_s.items()})
     _print_table(points, knee, asked)
     if points:
-        _write(parsed, asked, target, points, knee, runs)
+        _write(asked, target, points, knee, runs)
     if any(run.interrupted for run in runs.values()) or len(points) < len(asked.loads):
         return 130
     return 0 if any(point.is_measured for point in points) else 1
@@ -151,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _asked(parsed: argparse.Namespace) -> Asked:
+def read_flags(flags: Sequence[str] | None) -> Asked:
+    """Return what `flags` ask for; raises ConfigError, naming the flag, for what cannot be."""
+    parsed = _parser().parse_args(flags)
     by_rate = parsed.request_rates is not None
     other = {
         "--request-rate": not math.isinf(parsed.request_rate),
@@ -173,13 +174,12 @@ def _asked(parsed: argparse.Namespace) -> Asked:
         parsed.max_concurrency = int(loads[0])
     chat = parsed.backend == "openai-chat"
     return Asked(
+        parsed=parsed,
         loads=loads,
         load_name="request rate" if by_rate else "concurrency",
         load=arguments.load_of(parsed),
         dataset=datasets.DatasetSettings.of(parsed, chat=chat),
         goodput_s=parse_goodput(parsed.goodput),
-        num_warmups=parsed.num_warmups,
-        quiet=parsed.quiet,
     )
 
 
@@ -197,8 +197,8 @@ def _measure(
         load = asked.load_at(value)
         prepare(target, requests, load)
         try:
-            serve.warm_up(target, requests, load, asked.num_warmups)
-            with Progress(quiet=asked.quiet) as progress:
+            serve.warm_up(target, requests, load, asked.parsed.num_warmups)
+            with Progress(quiet=asked.parsed.quiet) as progress:
                 run = run_load(
                     target,
                     requests,
@@ -257,7 +257,6 @@ def _print_table(points: Sequence[Point], knee: Knee, asked: Asked) -> None:
 
 
 def _write(
-    parsed: argparse.Namespace,
     asked: Asked,
     target: Target,
     points: Sequence[Point],
@@ -265,6 +264,7 @@ def _write(
     runs: Mapping[str, Run],
 ) -> None:
     """Write sweep.json, and the pictures if matplotlib is here."""
+    parsed = asked.parsed
     folder: Path = parsed.result_dir
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "sweep.json"

@@ -250,11 +250,11 @@ def draw_sweep(points: Sequence[Point], knee: Knee, *, title: str, load_name: st
             axes.plot(*_xy(chosen, key), "*", color=_FAILED, markersize=15, label=label)
         xs, ys = _xy(shown, key)
         axes.margins(0.12)
-        if xs and max(xs) > _WIDE_RANGE * min(xs):
+        if xs and max(xs) > _WIDE_RANGE * min(xs) > 0:
             _log_axis(axes)
         else:
-            axes.set_xlim(0, max(xs, default=1.0) * 1.12)
-        axes.set_ylim(0, max(ys, default=1.0) * 1.12)
+            axes.set_xlim(0, (max(xs, default=0.0) or 1.0) * 1.12)
+        axes.set_ylim(0, (max(ys, default=0.0) or 1.0) * 1.12)
         _label_points(axes, shown, key)
         axes.set_xlabel(name)
         axes.set_ylabel("output tokens/s")

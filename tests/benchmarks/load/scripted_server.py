@@ -115,9 +115,12 @@ def stream_reply(
 class ScriptedServer:
     """Listens on loopback while its `with` block runs; every POST is answered by `respond`."""
 
-    def __init__(self, respond: Respond = stream_reply, *, model: str = "scripted") -> None:
+    def __init__(
+        self, respond: Respond = stream_reply, *, model: str = "scripted", port: int = 0
+    ) -> None:
         self.respond = respond
         self.model = model
+        self.port = port
         self.requests: list[Received] = []
         self.base_url = ""
         self._loop = asyncio.new_event_loop()
@@ -152,7 +155,7 @@ class ScriptedServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, backlog=1024)
+        server = await asyncio.start_server(self._connection, "127.0.0.1", self.port, backlog=1024)
         port = server.sockets[0].getsockname()[1]
         self.base_url = f"http://127.0.0.1:{port}"
         self._started.set()

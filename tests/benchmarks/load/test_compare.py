@@ -1,0 +1,240 @@
+"""topspin bench compare against scripted servers: turns, prompts, ratios, answers, starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import socket
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import compare
+from benchmarks.load import pictures
+from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
+from topspin.cli import main
+from topspin.errors import ConfigError, EngineUnavailable
+
+ROOT = Path(__file__).parents[3]
+SMALL = (
+    *("--vocab-size", "1000", "--random-input-len", "6", "--random-output-len", "3"),
+    *("--num-prompts", "4", "--num-warmups", "1", "--quiet"),
+)
+SHORT = ("--check-tokens", "2")
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw only where the picture is looked at: drawing is most of the time."""
+    if request.node.get_closest_marker("skipif") is None:
+        monkeypatch.setattr(pictures, "can_draw", lambda: False)
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[ScriptedServer, ScriptedServer]]:
+    with ScriptedServer() as first, ScriptedServer() as second:
+        yield first, second
+
+
+def _flags(first: ScriptedServer, second: ScriptedServer, folder: Path, *more: str) -> list[str]:
+    targets = ("--target", f"a={first.base_url}", "--target", f"b={second.base_url}")
+    return [*targets, "--result-dir", str(folder), *SMALL, *more]
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "compare.json").read_text())
+    return found
+
+
+def _measured(server: ScriptedServer) -> list[Received]:
+    """Return what came in after the questions, which are texts."""
+    return [received for received in server.requests if isinstance(received.body["prompt"], list)]
+
+
+def test_targets_get_the_same_prompts_in_turn_and_new_ones_each_round(
+    servers: tuple[ScriptedServer, ScriptedServer], tmp_path: Path
+) -> None:
+    flags = _flags(*servers, tmp_path, "--rounds", "2", "--concurrencies", "2", *SHORT)
+    assert main(["bench", "compare", *flags]) == 0
+    sent = [[tuple(r.body["prompt"]) for r in _measured(server)] for server in servers]
+    assert sorted(sent[0]) == sorted(sent[1])
+    # Rounds x (prefill and whole) x (a warm-up and 4 prompts), none twice.
+    assert len(sent[0]) == 2 * 2 * (1 + 4)
+    assert len(set(sent[0])) == len(sent[0])
+    times = sorted((r.at_s, idx) for idx, server in enumerate(servers) for r in _measured(server))
+    assert [who for who, _ in groupby(who for _, who in times)] == [0, 1, 0, 1]
+    lengths = [r.body["max_tokens"] for r in _measured(servers[0])]
+    assert lengths == ([1] * 5 + [3] * 5) * 2
+    assert all(r.body["ignore_eos"] is True for r in _measured(servers[0]))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs the extra plots")
+def test_figures_and_ratios_stand_in_the_json(
+    servers: tuple[ScriptedServer, ScriptedServer],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    servers[1].respond = partial(stream_reply, first_delay_s=0.05, delay_s=0.02)
+    flags = _flags(
+        *servers, tmp_path, "--rounds", "2", "--concurrencies", "2", "--seed", "5", *SHORT
+    )
+    assert compare.main(flags) == 0
+    result = _result(tmp_path)
+    assert (result["rounds_measured"], result["seed"], result["error"]) == (2, 5, None)
+    assert [target["model"] for target in result["targets"]] == ["scripted", "scripted"]
+    a, b = (result["concurrencies"]["2"][name] for name in ("a", "b"))
+    # Only bounds that a slow machine keeps too: a sleep is never shorter than asked.
+    assert b["median_ttft_ms"]["least"] > 49
+    # Four prompts of 6 tokens at two places, 50 ms or more apiece.
+    assert b["prefill_throughput"]["greatest"] < 24 / 0.098
+    # The same four with 3 tokens of output, 90 ms or more apiece.
+    assert b["output_throughput"]["greatest"] < 12 / 0.178
+    assert "ratio" not in a["output_throughput"]
+    for figure in ("output_throughput", "median_ttft_ms", "median_tpot_ms", "prefill_throughput"):
+        pairs = zip(a[figure]["rounds"], b[figure]["rounds"], strict=True)
+        assert b[figure]["ratio"]["rounds"] == pytest.approx([y / x for x, y in pairs])
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    output = capsys.readouterr().out
+    assert "2 at once" in output
+    assert "100% of 8 greedy answers are identical" in output
+
+
+def test_questions_are_asked_greedily_one_at_a_time(
+    servers: tuple[ScriptedServer, ScriptedServer], tmp_path: Path
+) -> None:
+    flags = ("--rounds", "1", "--concurrencies", "1", "--check-tokens", "5", "--temperature", "1")
+    assert compare.main(_flags(*servers, tmp_path, *flags)) == 0
+    for server in servers:
+        asked = [r.body for r in server.requests if isinstance(r.body["prompt"], str)]
+        assert [body["prompt"] for body in asked] == list(compare.QUESTIONS)
+        assert {(body["max_tokens"], body["temperature"]) for body in asked} == {(5, 0.0)}
+        assert all("ignore_eos" not in body for body in asked)
+        assert {r.body["temperature"] for r in _measured(server)} == {1.0}
+
+
+def _other_answer(received: Received) -> Reply:
+    return stream_reply(received, ["w0 ", "w1 ", "other"])
+
+
+def test_other_answers_are_said_and_fail_only_if_asked(
+    servers: tuple[ScriptedServer, ScriptedServer], tmp_path: Path
+) -> None:
+    servers[1].respond = _other_answer
+    once = ("--rounds", "1", "--concurrencies", "1", "--check-tokens", "3")
+    assert compare.main(_flags(*servers, tmp_path, *once)) == 0
+    agreed = _result(tmp_path)["agreement"]["b"]
+    assert (agreed["num_prompts"], agreed["identical"]) == (8, 0.0)
+    assert agreed["common_prefix_characters"] == len("w0 w1 ")
+    assert "other" in agreed["first_difference"]
+    before = len(servers[0].requests)
+    with pytest.raises(compare.NotEqual, match="b answers otherwise than a"):
+        compare.main(_flags(*servers, tmp_path, *once, "--require-equal"))
+    assert len(servers[0].requests) == before + 8
+
+
+def test_another_model_is_refused_unless_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = ("--rounds", "1", "--concurrencies", "1", "--check-tokens", "0")
+    with ScriptedServer() as first, ScriptedServer(model="/path/other") as second:
+        with pytest.raises(ConfigError, match=r"--target b=http.*=/path/other"):
+            compare.main(_flags(first, second, tmp_path, *once))
+        assert first.requests == second.requests == []
+        targets = ("--target", f"a={first.base_url}")
+        targets += ("--target", f"b={second.base_url}=/path/other")
+        assert compare.main([*targets, "--result-dir", str(tmp_path), *SMALL, *once]) == 0
+        assert "No picture" in capsys.readouterr().err
+        assert {r.body["model"] for r in first.requests} == {"scripted"}
+        assert {r.body["model"] for r in second.requests} == {"/path/other"}
+
+
+def test_a_target_that_fails_ends_it_and_complete_rounds_are_kept(
+    servers: tuple[ScriptedServer, ScriptedServer], tmp_path: Path
+) -> None:
+    def failing(received: Received) -> Reply:
+        # The second round's first measured run, after 10 requests and 1 warm-up of the first.
+        ok = len(servers[1].requests) <= 11
+        return stream_reply(received) if ok else Reply([b"no"], status=500)
+
+    servers[1].respond = failing
+    flags = _flags(*servers, tmp_path, "--concurrencies", "1", "--check-tokens", "0")
+    with pytest.raises(EngineUnavailable, match="b failed 4 of 4 requests, the first by http_500"):
+        compare.main(flags)
+    result = _result(tmp_path)
+    assert (result["rounds_asked"], result["rounds_measured"]) == (3, 1)
+    assert "http_500" in result["error"]
+
+
+def _command(name: str, port: int, journal: Path, *more: str) -> str:
+    module = "tests.benchmarks.load.scripted_main"
+    words = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", module, name, str(port)]
+    return shlex.join([*words, str(journal), *more])
+
+
+@pytest.fixture
+def ports() -> list[int]:
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in (first, second)]
+
+
+def _started(ports: list[int], folder: Path, *more: str) -> list[str]:
+    flags = ["--concurrencies", "1", "--result-dir", str(folder), *SMALL, *SHORT]
+    for name, port in zip("ab", ports, strict=True):
+        flags += ["--target", f"{name}=http://127.0.0.1:{port}"]
+    return [*flags, *more]
+
+
+def test_started_targets_never_run_at_the_same_time(ports: list[int], tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    starts = []
+    for name, port in zip("ab", ports, strict=True):
+        starts += ["--start", f"{name}={_command(name, port, journal)}"]
+    assert compare.main(_started(ports, tmp_path, *starts, "--rounds", "1")) == 0
+    # Once for the questions, once for the round.
+    turns = ["start a", "stop a", "start b", "stop b"]
+    assert journal.read_text().splitlines() == turns * 2
+    assert (tmp_path / "a.log").read_text().startswith("$ env PYTHONPATH")
+    assert _result(tmp_path)["rounds_measured"] == 1
+
+
+def test_a_started_target_that_dies_is_reported_with_its_log(
+    ports: list[int], tmp_path: Path
+) -> None:
+    journal = tmp_path / "journal"
+    flags = _started(ports, tmp_path, "--start", f"b={_command('b', ports[1], journal, '2')}")
+    with (
+        ScriptedServer(port=ports[0]),
+        pytest.raises(EngineUnavailable, match=r"ended with status 7(.|\n)*out of memory"),
+    ):
+        compare.main(flags)
+
+
+PAIR = ("--target", "a=http://x", "--target", "b=http://y")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--target", "a=http://x"), "two targets"),
+        (("--target", "a"), "expected NAME=URL"),
+        (("--target", "a=http://x", "--target", "a=http://y"), "names a twice"),
+        (("--target", "a=http://x", "--target", "b=ftp://y"), "begins with http"),
+        ((*PAIR, "--start", "c=true"), "--start c"),
+        ((*PAIR, "--start", "a=1", "--start", "a=2"), "--start names a target twice"),
+        ((*PAIR, "--rounds", "0"), "--rounds is 0"),
+        ((*PAIR, "--concurrencies", "0"), "--concurrencies 0"),
+        ((*PAIR, "--require-equal", "--check-tokens", "0"), "--require-equal needs"),
+        ((*PAIR, "--request-timeout", "0"), "--request-timeout and"),
+    ],
+)
+def test_bad_flags_are_refused_by_name(flags: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        compare.main([*flags, *SMALL])

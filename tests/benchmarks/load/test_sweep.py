@@ -1,0 +1,150 @@
+"""topspin bench sweep against a scripted server: its points, failures, JSON and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import sweep
+from benchmarks.load import pictures
+from benchmarks.load.contracts import Run
+from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
+from topspin.cli import main
+from topspin.errors import ConfigError
+
+_draws = pytest.mark.skipif(
+    not importlib.util.find_spec("matplotlib"), reason="needs the extra plots"
+)
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw only where the picture is looked at: drawing is most of the time."""
+    if request.node.get_closest_marker("skipif") is None:
+        monkeypatch.setattr(pictures, "can_draw", lambda: False)
+
+
+DATASET = ("--vocab-size", "1000", "--random-input-len", "6", "--random-output-len", "3")
+
+
+def _flags(server: ScriptedServer, folder: Path, *more: str) -> list[str]:
+    return ["--base-url", server.base_url, "--result-dir", str(folder), *DATASET, *more]
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "sweep.json").read_text())
+    return found
+
+
+@_draws
+def test_every_concurrency_is_measured_with_prompts_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--concurrencies", "4,1", "--num-prompts", "8", "--num-warmups", "1")
+    report = tmp_path / "report.html"
+    with ScriptedServer() as server:
+        asked = _flags(server, tmp_path / "new", *flags, "--report", str(report))
+        assert main(["bench", "sweep", *asked]) == 0
+        prompts = [tuple(received.body["prompt"]) for received in server.requests]
+    assert len(prompts) == 2 * (1 + 8)
+    assert len(set(prompts)) == len(prompts)
+    result = _result(tmp_path / "new")
+    points = result["points"]
+    assert [point["load"] for point in points] == [1, 4]
+    assert [point["result"]["completed"] for point in points] == [8, 8]
+    assert [point["result"]["total_output_tokens"] for point in points] == [24, 24]
+    assert [point["result"]["max_concurrency"] for point in points] == [1, 4]
+    assert points[0]["result"]["max_concurrent_requests"] == 1
+    assert result["knee"]["load"] is None
+    assert result["load_name"] == "concurrency"
+    assert {"commit", "machine", "versions", "date"} <= set(result)
+    assert (tmp_path / "new" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "concurrency 4" in report.read_text()
+    captured = capsys.readouterr()
+    assert "[2/2] concurrency 4" in captured.err
+    assert "Knee: none" in captured.out
+
+
+def test_a_point_that_fails_is_reported_and_the_rest_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def respond(received: Received) -> Reply:
+        # Request 4 is the second point's warm-up, and 11 belongs to the last point.
+        bad = len(server.requests) - 1 in (4, 11)
+        return Reply([b"overloaded"], status=503) if bad else stream_reply(received)
+
+    flags = ("--request-rates", "500,1000,2000,4000", "--num-prompts", "3", "--num-warmups", "1")
+    with ScriptedServer(respond) as server:
+        status = sweep.main(_flags(server, tmp_path, *flags, "--goodput", "ttft:600000"))
+    assert status == 0
+    result = _result(tmp_path)
+    assert [point["error"] is None for point in result["points"]] == [True, False, True, True]
+    assert "503" in result["points"][1]["error"]
+    assert result["points"][3]["result"]["failed"] == 1
+    # The highest load with an error is none that the server can carry.
+    assert result["knee"]["load"] == 2000
+    assert 1000 not in result["pareto"]["median_ttft_ms"]
+    output = capsys.readouterr().out
+    assert "request rate 1000 was not measured" in output
+    assert "request rate 4000: failed requests by kind: {'http_503': 1}" in output
+
+
+def test_a_server_that_answers_nothing_fails_the_sweep(tmp_path: Path) -> None:
+    with ScriptedServer(lambda received: Reply(status=500)) as server:
+        flags = ("--concurrencies", "1,2", "--num-prompts", "2", "--num-warmups", "0")
+        assert sweep.main(_flags(server, tmp_path, *flags)) == 1
+    assert [p["result"]["completed"] for p in _result(tmp_path)["points"]] == [0, 0]
+
+
+def test_an_interrupted_sweep_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = sweep.run_load
+
+    def interrupted_at_two(*args: Any, **more: Any) -> Run:
+        run = measured(*args, **more)
+        return dataclasses.replace(run, interrupted=args[2].max_concurrency == 2)
+
+    monkeypatch.setattr(sweep, "run_load", interrupted_at_two)
+    with ScriptedServer() as server:
+        flags = ("--concurrencies", "1,2,4", "--num-prompts", "2")
+        assert sweep.main(_flags(server, tmp_path, *flags)) == 130
+    assert [point["load"] for point in _result(tmp_path)["points"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--concurrencies", "1", "--request-rate", "3"), "--request-rate does not go"),
+        (("--concurrencies", "1", "--max-concurrency", "3"), "--max-concurrency does not go"),
+        (("--request-rates", "1", "--users", "3"), "--users does not go"),
+        (("--concurrencies", "1,x"), "--concurrencies 1,x: not numbers"),
+        (("--concurrencies", "1.5"), "1.5 is no whole number"),
+        (("--concurrencies", "1", "--burstiness", "2"), "--burstiness needs"),
+        (("--concurrencies", "1", "--goodput", "x:1"), "--goodput x:1"),
+        (("--concurrencies", "1", "--num-warmups", "-1"), "--num-warmups is -1"),
+        (("--concurrencies", "1", "--report", "r.pdf"), "a report is a file named"),
+    ],
+)
+def test_bad_flags_are_refused_before_the_server_hears_anything(
+    tmp_path: Path, flags: tuple[str, ...], reason: str
+) -> None:
+    with ScriptedServer() as server:
+        with pytest.raises(ConfigError, match=reason):
+            sweep.main(_flags(server, tmp_path, *flags))
+        assert server.requests == []
+
+
+def test_the_number_of_requests_follows_the_load() -> None:
+    flags = ["--base-url", "http://127.0.0.1:1", *DATASET]
+    rates = sweep.read_flags([*flags, "--request-rates", "0.1,2", "--burstiness", "2"])
+    assert [rates.dataset_at(value).num_prompts for value in rates.loads] == [16, 60]
+    assert [rates.load_at(value).request_rate for value in rates.loads] == [0.1, 2]
+    places = sweep.read_flags([*flags, "--concurrencies", "1,32"])
+    assert [places.dataset_at(value).num_prompts for value in places.loads] == [16, 256]
+    assert [places.load_at(value).max_concurrency for value in places.loads] == [1, 32]
