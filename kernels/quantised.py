@@ -26,7 +26,7 @@ from kernels.numba_runtime import launch
 from kernels.quantised_kernels import quantise_weight, quantised_experts, quantised_linear
 from kernels.reference import check_expert
 from kernels.simd import LANES
-from kernels.simd_int import GROUP, group_bytes, row_bytes
+from kernels.simd_int import GROUP, ROW_GROUP_BYTES, group_bytes
 
 BITS: Final = {"int4": 4, "int8": 8}
 
@@ -104,7 +104,7 @@ def quantised_product(
     if bias is not None:
         bias = F.pad(bias.float(), (0, -len(bias) % LANES))
     if num_rows:
-        codes = torch.empty(num_rows * row_bytes(groups), dtype=torch.uint8)
+        codes = torch.empty(num_rows * groups * ROW_GROUP_BYTES, dtype=torch.uint8)
         launch(
             quantised_linear,
             [
@@ -149,8 +149,8 @@ def quantised_mlp(
     counts = torch.zeros(experts.num_experts, dtype=torch.int64)
     order = torch.empty(experts.num_experts + num_pairs, dtype=torch.int64)
     sums = torch.empty(num_rows, padded)
-    codes = torch.empty(num_rows * row_bytes(groups), dtype=torch.uint8)
-    pair_codes = torch.empty(num_pairs * row_bytes(units), dtype=torch.uint8)
+    codes = torch.empty(num_rows * groups * ROW_GROUP_BYTES, dtype=torch.uint8)
+    pair_codes = torch.empty(num_pairs * units * ROW_GROUP_BYTES, dtype=torch.uint8)
     launch(
         quantised_experts,
         [

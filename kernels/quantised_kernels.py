@@ -38,13 +38,12 @@ from kernels.simd import (
 )
 from kernels.simd_int import (
     GROUP,
-    ROW_SCALE_BYTES,
+    ROW_GROUP_BYTES,
     SCALE_BYTES,
     copy_bytes,
     dot_tile,
     group_bytes,
     quantise_group,
-    row_bytes,
     to_bf16,
     to_codes,
     write_codes,
@@ -64,7 +63,6 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
 GROUP_BYTES_4: Final = group_bytes(4)
 GROUP_BYTES_8: Final = group_bytes(8)
-ROW_BYTES: Final = row_bytes(1)
 
 TILE_BYTES: Final = MAX_TILE * SCALE_BYTES
 rows_on_stack = stack(8 * MAX_TILE)
@@ -177,11 +175,10 @@ def quantise_weight(block: int) -> None:
 @inlined
 def _quantise_row(source: int, is_bf16: int, num_groups: int, out: int) -> None:
     size = 2 if is_bf16 else 4
-    scales = out + num_groups * GROUP
     for group in range(num_groups):
         at = source + group * GROUP * size
         first, last = _load(at, is_bf16), _load(at + LANES * size, is_bf16)
-        quantise_group(first, last, out + group * GROUP, scales + group * ROW_SCALE_BYTES)
+        quantise_group(first, last, out + group * ROW_GROUP_BYTES)
 
 
 @inlined
@@ -222,7 +219,7 @@ def quantised_linear(block: int) -> None:
     """Multiply rows by a weight: threads claim rows to quantise, then blocks of outputs."""
     num_rows, num_groups = read_i64(block + L_ROWS), read_i64(block + L_GROUPS)
     is_bf16, source = read_i64(block + L_IS_BF16), read_i64(block + L_INPUT)
-    codes, one_row = read_i64(block + L_CODES), num_groups * ROW_BYTES
+    codes, one_row = read_i64(block + L_CODES), num_groups * ROW_GROUP_BYTES
     size = 2 if is_bf16 else 4
     while True:
         row = claim(block + CLAIMS)
@@ -245,7 +242,7 @@ def quantised_linear(block: int) -> None:
 def _linear_block(block: int, index: int, bits: int, num_groups: int, num_rows: int) -> None:
     """Write LANES outputs of all rows."""
     is_bf16, outputs = read_i64(block + L_IS_BF16), read_i64(block + L_OUTPUTS)
-    codes, one_row = read_i64(block + L_CODES), num_groups * ROW_BYTES
+    codes, one_row = read_i64(block + L_CODES), num_groups * ROW_GROUP_BYTES
     bias, out = read_i64(block + L_BIAS), read_i64(block + L_OUT)
     size = 2 if is_bf16 else 4
     one_group = GROUP_BYTES_4 if bits == 4 else GROUP_BYTES_8
@@ -320,7 +317,7 @@ def quantised_experts(block: int) -> None:
             _group_pairs(block)
         else:
             at = hidden + row * num_groups * GROUP * size
-            _quantise_row(at, is_bf16, num_groups, codes + row * num_groups * ROW_BYTES)
+            _quantise_row(at, is_bf16, num_groups, codes + row * num_groups * ROW_GROUP_BYTES)
     wait_for_team(block)
     units, num_experts = read_i64(block + E_UNITS), read_i64(block + E_EXPERTS)
     counts = read_i64(block + E_COUNTS)
@@ -350,8 +347,8 @@ def _gate_and_up(block: int, expert: int, unit: int) -> None:
     ups = gates + 2 * units * one_block
     pairs = read_i64(block + E_PAIRS) + 8 * read_i64(read_i64(block + E_STARTS) + 8 * expert)
     num_pairs = read_i64(read_i64(block + E_COUNTS) + 8 * expert)
-    codes, one_row = read_i64(block + E_CODES), num_groups * ROW_BYTES
-    results, one_result = read_i64(block + E_PAIR_CODES), units * ROW_BYTES
+    codes, one_row = read_i64(block + E_CODES), num_groups * ROW_GROUP_BYTES
+    results, one_result = read_i64(block + E_PAIR_CODES), units * ROW_GROUP_BYTES
     rows, products = rows_on_stack(), four_tiles_on_stack()
     for first in range(0, num_pairs, MAX_TILE):
         count = min(MAX_TILE, num_pairs - first)
@@ -367,8 +364,7 @@ def _gate_and_up(block: int, expert: int, unit: int) -> None:
             a = _swiglu(load_f32(at), load_f32(at + TILE_BYTES))
             b = _swiglu(load_f32(at + 2 * TILE_BYTES), load_f32(at + 3 * TILE_BYTES))
             result = results + read_i64(pairs + 8 * (first + idx)) * one_result
-            scales = result + units * GROUP + unit * ROW_SCALE_BYTES
-            quantise_group(a, b, result + unit * GROUP, scales)
+            quantise_group(a, b, result + unit * ROW_GROUP_BYTES)
 
 
 @inlined
@@ -413,7 +409,7 @@ def _add_expert(block: int, expert: int, start: int, end: int) -> None:
     weights = read_i64(read_i64(block + E_WEIGHTS) + 16 * expert + 8)
     pairs = read_i64(block + E_PAIRS) + 8 * read_i64(read_i64(block + E_STARTS) + 8 * expert)
     num_pairs = read_i64(read_i64(block + E_COUNTS) + 8 * expert)
-    codes, one_row = read_i64(block + E_PAIR_CODES), units * ROW_BYTES
+    codes, one_row = read_i64(block + E_PAIR_CODES), units * ROW_GROUP_BYTES
     sums, one_sum = read_i64(block + E_SUMS), (width + LANES - 1) // LANES * SCALE_BYTES
     scales, rows, products = read_i64(block + E_SCALES), rows_on_stack(), tile_on_stack()
     for index in range(start, end):

@@ -10,8 +10,8 @@ A number of a weight is code * step + low, with codes of 0..15 (4 bits) or 0..25
 step and low are shared by GROUP inputs of one output. A block holds LANES outputs. For each
 group of inputs it has 64 bytes of scales, per output low and step as two bf16 numbers in one
 word, then the codes: LANES words of four inputs each, or, with 4 bits, of eight, of which
-the first four are in the lower halves of the bytes. A row is GROUP signed bytes per group,
-and after all of them per group two fp32 numbers: the codes' scale, and their scaled sum.
+the first four are in the lower halves of the bytes. A row has per group GROUP signed bytes,
+their scale, and their scaled sum (fp32).
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ from kernels.simd import (
 GROUP: Final = 32
 SCALE_BYTES: Final = 4 * LANES
 """Scales of one group of a block; also one fp32 row of LANES outputs."""
-ROW_SCALE_BYTES: Final = 8
-TILE_ROWS: Final = (1, 2, 4, 8)
+ROW_GROUP_BYTES: Final = GROUP + 8
+# How far ahead of a tile weights are asked for: processors stop at the end of each page.
+AHEAD_BYTES: Final = 1024
+LINE_BYTES: Final = 64
 # A quieter group counts as zeros: the inverse of its scale would overflow.
 MIN_MAGNITUDE: Final = 1e-30
 
@@ -60,13 +62,15 @@ def group_bytes(bits: int) -> int:
     return SCALE_BYTES + LANES * GROUP * bits // 8
 
 
-def row_bytes(num_groups: int) -> int:
-    """Return the size of one quantised row."""
-    return num_groups * (GROUP + ROW_SCALE_BYTES)
-
-
 def _at(builder: ir.IRBuilder, address: ir.Value, offset: int) -> ir.Value:
     return builder.add(address, constant(offset))
+
+
+def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line at `address`, which need not be memory."""
+    place = pointer(builder, address, ir.IntType(8))
+    hints = [ir.Constant(I32, hint) for hint in (0, 3, 1)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, *hints])
 
 
 def _byte_dot(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value) -> ir.Value:
@@ -101,22 +105,22 @@ def _unpack(builder: ir.IRBuilder, group: ir.Value, bits: int) -> list[ir.Value]
 def _tile_group(
     builder: ir.IRBuilder,
     group: ir.Value,
-    rows: Sequence[tuple[ir.Value, ir.Value]],
+    rows: Sequence[ir.Value],
     sums: Sequence[ir.Value],
     bits: int,
 ) -> list[ir.Value]:
-    """Add one group's products to `sums`; rows are addresses (codes, scales) of the group."""
+    """Add one group's products to `sums`; rows are addresses of the group."""
     scales = load(builder, group, I32_LANES)
     low, step = even_numbers(builder, scales), odd_numbers(builder, scales)
     totals: list[ir.Value] = [lanes_of(I32_LANES, 0) for _ in rows]
     for idx, codes in enumerate(_unpack(builder, group, bits)):
-        for row, (numbers, _) in enumerate(rows):
+        for row, numbers in enumerate(rows):
             four = load(builder, _at(builder, numbers, 4 * idx), I32)
             totals[row] = _byte_dot(builder, totals[row], codes, broadcast(builder, four))
     results = []
-    for total, old, (_, row_scales) in zip(totals, sums, rows, strict=True):
-        scale = broadcast(builder, load(builder, row_scales, F32))
-        scaled_sum = broadcast(builder, load(builder, _at(builder, row_scales, 4), F32))
+    for total, old, numbers in zip(totals, sums, rows, strict=True):
+        scale = broadcast(builder, load(builder, _at(builder, numbers, GROUP), F32))
+        scaled_sum = broadcast(builder, load(builder, _at(builder, numbers, GROUP + 4), F32))
         product = builder.fmul(builder.sitofp(total, F32_LANES), scale)
         results.append(fused(builder, low, scaled_sum, fused(builder, product, step, old)))
     return results
@@ -138,13 +142,13 @@ def dot_tile(num_rows: int, bits: int) -> Callable[..., Any]:
         out: ir.Value,
     ) -> None:
         codes = [load(builder, _at(builder, rows, 8 * row), I64) for row in range(num_rows)]
-        scales_at = builder.mul(num_groups, constant(GROUP))
 
         def add_group(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             group = builder.add(block, builder.mul(index, constant(group_bytes(bits))))
-            codes_at = builder.mul(index, constant(GROUP))
-            pair_at = builder.add(scales_at, builder.mul(index, constant(ROW_SCALE_BYTES)))
-            places = [(builder.add(row, codes_at), builder.add(row, pair_at)) for row in codes]
+            for line in range(0, group_bytes(bits), LINE_BYTES):
+                _prefetch(builder, _at(builder, group, AHEAD_BYTES + line))
+            row_at = builder.mul(index, constant(ROW_GROUP_BYTES))
+            places = [builder.add(row, row_at) for row in codes]
             return _tile_group(builder, group, places, sums, bits)
 
         zeros: list[ir.Value] = [lanes_of(F32_LANES, 0.0) for _ in range(num_rows)]
@@ -154,11 +158,9 @@ def dot_tile(num_rows: int, bits: int) -> Callable[..., Any]:
     return operation(types.none, [types.int64] * 4)(tile)
 
 
-@operation(types.none, [F32x16, F32x16, types.int64, types.int64])
-def quantise_group(
-    builder: ir.IRBuilder, first: ir.Value, last: ir.Value, codes: ir.Value, scales: ir.Value
-) -> None:
-    """Write the codes of 32 numbers and their scales, as rows have them, at two addresses.
+@operation(types.none, [F32x16, F32x16, types.int64])
+def quantise_group(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, group: ir.Value) -> None:
+    """Write the codes of 32 numbers and their scales as a row's group.
 
     The largest magnitude becomes 127. A group with a NaN or an infinity gives NaN.
     """
@@ -179,14 +181,14 @@ def quantise_group(
         rounded = call(builder, "llvm.rint.v16f32", F32_LANES, [scaled])
         whole = builder.fptosi(rounded, I32_LANES)
         narrow = builder.trunc(whole, ir.VectorType(ir.IntType(8), LANES))
-        store(builder, _at(builder, codes, LANES * idx), narrow)
+        store(builder, _at(builder, group, LANES * idx), narrow)
         added = call(builder, "llvm.vector.reduce.add.v16i32", I32, [whole])
         total = builder.add(total, added)
     scale = builder.fmul(largest, ir.Constant(F32, 1 / 127))
     # A number that is not finite, minus itself, is NaN; its codes mean nothing.
     scale = builder.fadd(scale, builder.fsub(scale, scale))
-    store(builder, scales, scale)
-    store(builder, _at(builder, scales, 4), builder.fmul(builder.sitofp(total, F32), scale))
+    store(builder, _at(builder, group, GROUP), scale)
+    store(builder, _at(builder, group, GROUP + 4), builder.fmul(builder.sitofp(total, F32), scale))
 
 
 @operation(F32x16, [F32x16, types.float32, types.float32, types.float32])
