@@ -1,0 +1,202 @@
+"""How many tokens can one gateway process stream, and how late do they come?
+
+A stub engine (benchmarks/engine_stub.py) sends every stream a token per step at a given
+total rate; one real gateway process turns them into server-sent events; this process reads
+all streams. Added latency is the time from the stub's send to this client's read of the
+token's event, all on one clock, so the client's own lateness is in it. A rate counts as
+sustained if all tokens come at no less than 98 % of it. Run as `topspin bench gateway`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import report
+from topspin.config import EngineConfig, GatewaySection, ModelSection
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+SUSTAINED_SHARE = 0.98
+READY_TIMEOUT_S = 30.0
+TOKEN_IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
+
+
+async def _stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], arrivals: list[float]
+) -> None:
+    """Append the arrival time of every token; an event may carry several, or none."""
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            raise SystemExit(f"the gateway answered {response.status}: {await response.text()}")
+        rest = b""
+        async for piece in response.content.iter_any():
+            now_s = time.monotonic()
+            events, separator, rest = (rest + piece).rpartition(b"\n\n")
+            found = TOKEN_IDS.findall(events) if separator else []
+            arrivals += [now_s] * sum(ids.count(b",") + 1 for ids in found)
+
+
+async def _load(url: str, *, num_streams: int, num_tokens: int) -> list[list[float]]:
+    arrivals: list[list[float]] = [[] for _ in range(num_streams)]
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        body = {"model": "stub", "prompt": [300, 301], "max_tokens": num_tokens, "stream": True}
+        body["return_token_ids"] = True
+        bodies = [body | {"seed": seed} for seed in range(num_streams)]
+        await asyncio.gather(
+            *(_stream(session, url, b, a) for b, a in zip(bodies, arrivals, strict=True))
+        )
+    return arrivals
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def _start_gateway(model: Path, control: str) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a gateway on a free port; returns it and its URL."""
+    config = EngineConfig(
+        model=ModelSection(path=str(model), served_names=("stub",)),
+        gateway=GatewaySection(port=0),
+    )
+    config_reader, config_writer = os.pipe()
+    os.write(config_writer, msgspec.json.encode(config))
+    os.close(config_writer)
+    port_reader, port_writer = os.pipe()
+    command = [sys.executable, "-P", "-m", "server.gateway", "--control", control]
+    command += ["--config", f"/dev/fd/{config_reader}", "--port-fd", str(port_writer)]
+    process = subprocess.Popen(command, pass_fds=(config_reader, port_writer))
+    os.close(config_reader)
+    os.close(port_writer)
+    with os.fdopen(port_reader) as announcement:
+        port = announcement.read().strip()
+    if not port:
+        raise SystemExit(f"the gateway exited with {process.wait()}")
+    return process, f"http://127.0.0.1:{port}"
+
+
+def _wait_until_ready(url: str) -> None:
+    deadline_s = time.monotonic() + READY_TIMEOUT_S
+    while httpx.get(f"{url}/health").status_code != 200:
+        if time.monotonic() > deadline_s:
+            raise SystemExit("the gateway did not get ready")
+        time.sleep(0.05)
+
+
+def measure(model: Path, *, rate: float, num_streams: int, seconds: float) -> dict[str, Any]:
+    """Stream `rate` tokens per second over `num_streams` streams for about `seconds`."""
+    period_s = num_streams / rate
+    num_tokens = max(2, round(seconds / period_s))
+    control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
+    stub = subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-m", "benchmarks.engine_stub"),
+            *("--control", control, "--period-ms", str(period_s * 1e3)),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    gateway, url = _start_gateway(model, control)
+    try:
+        _wait_until_ready(url)
+        gateway_cpu_s, started_cpu_s = _cpu_s(gateway.pid), time.process_time()
+        arrivals = asyncio.run(_load(url, num_streams=num_streams, num_tokens=num_tokens))
+        gateway_cpu_s = _cpu_s(gateway.pid) - gateway_cpu_s
+        client_cpu_s = time.process_time() - started_cpu_s
+    finally:
+        gateway.terminate()
+        gateway.wait(30)
+        stub.terminate()
+        output = stub.communicate(timeout=30)[0]
+    sent = {int(seed): times for seed, times in json.loads(output).items()}
+    return summarise(sent, arrivals) | {
+        "rate": rate,
+        "streams": num_streams,
+        "gateway_cpu_us_per_token": gateway_cpu_s / (num_streams * num_tokens) * 1e6,
+        "client_cpu_us_per_token": client_cpu_s / (num_streams * num_tokens) * 1e6,
+    }
+
+
+def summarise(sent: dict[int, list[float]], arrivals: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Return achieved tokens/s, and added latency in ms after the first tenth of each stream.
+
+    The first tokens also wait for the other streams' requests to be accepted.
+    """
+    latencies = []
+    for seed, times in enumerate(arrivals):
+        if len(times) != len(sent[seed]):
+            raise SystemExit(f"stream {seed}: {len(times)} tokens came of {len(sent[seed])}")
+        skipped = len(times) // 10
+        latencies.append((np.array(times) - np.array(sent[seed]))[skipped:])
+    joined = np.concatenate(latencies) * 1e3
+    start = max(times[0] for times in arrivals)
+    end = min(times[-1] for times in arrivals)
+    count = sum(1 for times in arrivals for at_s in times if start < at_s <= end)
+    return {
+        "achieved": count / (end - start) if end > start else 0.0,
+        "latency_ms": {
+            "p50": float(np.percentile(joined, 50)),
+            "p99": float(np.percentile(joined, 99)),
+            "max": float(joined.max()),
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each rate, print a table, write the result."""
+    parser = argparse.ArgumentParser(prog="topspin bench gateway", description=__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2-moe", help="whose tokenizer is used")
+    parser.add_argument("--rates", default="2500,5000,10000,15000", help="total tokens per second")
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--seconds", type=float, default=8.0, help="per rate")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    args = parser.parse_args(argv)
+    from models.hub import resolve_model
+
+    model = resolve_model(args.model)
+    table = Table(title=f"one gateway process, {args.streams} streams")
+    for heading in ("tokens/s asked", "achieved", "added p50 ms", "p99 ms", "gateway us/token"):
+        table.add_column(heading, justify="right")
+    rows = []
+    console = Console()
+    for rate in map(float, args.rates.split(",")):
+        with console.status(f"{rate:.0f} tokens/s"):
+            row = measure(model, rate=rate, num_streams=args.streams, seconds=args.seconds)
+        rows.append(row)
+        latency = row["latency_ms"]
+        table.add_row(
+            f"{rate:.0f}",
+            f"{row['achieved']:.0f}",
+            f"{latency['p50']:.2f}",
+            f"{latency['p99']:.2f}",
+            f"{row['gateway_cpu_us_per_token']:.0f}",
+        )
+    console.print(table)
+    sustained = [r["rate"] for r in rows if r["achieved"] >= SUSTAINED_SHARE * r["rate"]]
+    console.print(f"highest sustained rate: {max(sustained, default=0):.0f} tokens/s")
+    if not args.no_write:
+        result = {"rows": rows, "sustained_tokens_per_s": max(sustained, default=0)}
+        console.print(f"written to {report.write('gateway', result)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
