@@ -8,7 +8,6 @@ distribution over the vocabulary is compared, in both dtypes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import product
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +18,7 @@ from models.config import load_model_config
 from tests.checkpoints import MOE_VARIANTS, VOCAB_SIZE, oracle_model
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
+from tests.pairwise import cover_pairs
 from topspin.config import BalanceSection, EngineConfig
 from topspin.messages import TokenLogprobs
 
@@ -130,13 +130,17 @@ def test_other_families(case_of: CaseOf, plain: Plain, variant: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("transport", "topology", "micro_batches"),
-    list(product(("local", "shm", "tcp"), ((1, 1), (2, 2), (1, 3)), (1, 2, 3, 4))),
+    ("variant", "transport", "topology", "micro_batches", "dtype"),
+    cover_pairs(
+        [*MOE_VARIANTS, "llama3_rope"],
+        ("local", "shm", "tcp"),
+        ((1, 1), (2, 2), (1, 3)),
+        (1, 2, 3, 4),
+        DTYPES,
+    ),
 )
-@pytest.mark.parametrize("variant", [*MOE_VARIANTS, "llama3_rope"])
-def test_every_family_on_every_layout(
+def test_families_on_layouts(
     case_of: CaseOf,
     plain: Plain,
     variant: str,

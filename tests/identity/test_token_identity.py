@@ -1,7 +1,7 @@
 """Greedy output in fp32 equals transformers' token for token, on every layout.
 
 The engine is whole (scheduler, control channel, transports), its processes are threads;
-see tests/engine.py. The full product of families and layouts is marked slow.
+see tests/engine.py. All pairs of family and layout settings are marked slow.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from models.config import load_model_config
 from tests.checkpoints import MOE_VARIANTS, VARIANTS, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, CaseOf
+from tests.pairwise import cover_pairs
 
 TRANSPORTS = ("local", "shm", "tcp")
 TOPOLOGIES = ((1, 1), (2, 2), (1, 3))
@@ -118,10 +119,11 @@ def test_layouts_over_nixl(case_of: CaseOf, topology: tuple[int, int], micro_bat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["cpu", "reference"])
-@pytest.mark.parametrize(("transport", "topology", "micro_batches"), LAYOUTS)
-@pytest.mark.parametrize("variant", MOE_VARIANTS)
-def test_every_family_on_every_layout(
+@pytest.mark.parametrize(
+    ("variant", "transport", "topology", "micro_batches", "kernels"),
+    cover_pairs(MOE_VARIANTS, TRANSPORTS, TOPOLOGIES, (1, 2, 3, 4), ("cpu", "reference")),
+)
+def test_families_on_layouts(
     case_of: CaseOf,
     variant: str,
     transport: str,

@@ -10,6 +10,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +69,13 @@ RESTLESS = (
 )
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp", "shm restless"])
+NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["shm", "tcp", "shm restless", pytest.param("nixl", marks=NEEDS_NIXL)],
+)
 def chaotic(
     model: Model, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Server]:

@@ -1,0 +1,53 @@
+"""Few rows out of a large matrix: every pair of values of two factors meets in some row.
+
+A full product repeats itself: what goes wrong mostly takes one or two settings together.
+Knows no test; deterministic, so that a row's name means the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
+from typing import Any
+
+# (factor, index of its value) twice, the lower factor first.
+Pair = tuple[tuple[int, int], tuple[int, int]]
+
+
+def cover_pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return rows of one value per factor that together hold all pairs, chosen greedily.
+
+    `factors` are two or more. There are at least as many rows as the two largest factors'
+    product, and rarely many more.
+    """
+    uncovered: set[Pair] = {
+        ((first, a), (second, b))
+        for first, second in combinations(range(len(factors)), 2)
+        for a, b in product(range(len(factors[first])), range(len(factors[second])))
+    }
+    rows = []
+    while uncovered:
+        row = _next_row([len(factor) for factor in factors], uncovered)
+        uncovered -= set(combinations(row, 2))
+        rows.append(tuple(factors[factor][value] for factor, value in row))
+    return rows
+
+
+def _next_row(sizes: Sequence[int], uncovered: set[Pair]) -> list[tuple[int, int]]:
+    """Return a row that begins with the first uncovered pair and covers as many as it can."""
+    chosen = dict(min(uncovered))
+    for factor in range(len(sizes)):
+        if factor not in chosen:
+            chosen[factor] = max(
+                range(sizes[factor]),
+                key=lambda value: _gain((factor, value), chosen.items(), uncovered),
+            )
+    return sorted(chosen.items())
+
+
+def _gain(
+    entry: tuple[int, int], chosen: Iterable[tuple[int, int]], uncovered: set[Pair]
+) -> tuple[int, int]:
+    """Return how many pairs `entry` would cover with those chosen, and may cover later."""
+    now = sum((min(entry, other), max(entry, other)) in uncovered for other in chosen)
+    return now, sum(entry in pair for pair in uncovered)
