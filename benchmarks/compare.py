@@ -33,7 +33,7 @@ from rich.text import Text
 
 from benchmarks import report as envelope
 from benchmarks import serve
-from benchmarks.load import arguments, compare, pictures
+from benchmarks.load import arguments, compare, pictures, report
 from benchmarks.load.compare import Agreement, Figures
 from benchmarks.load.compare_plan import Named, Plan
 from benchmarks.load.contracts import BenchRequest, Run, Target
@@ -68,6 +68,8 @@ class Comparison:
     agreements: dict[str, Agreement] = field(default_factory=dict)
     rounds: list[dict[int, dict[str, Figures]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    # The last round's runs of the whole lengths, for the report.
+    runs: dict[str, Run] = field(default_factory=dict)
 
     def tables(self, concurrencies: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return concurrency -> the summary over all rounds; empty before the first round."""
@@ -235,6 +237,7 @@ def _measure(
         _check(named, run, found)
         runs.append(run)
     prefill, run = runs
+    found.runs[f"{named.name}, {at} at once"] = run
     summary = result_json(run, measure_run(run))
     return compare.figures_of(summary, run, prefill, streams=at)
 
@@ -338,6 +341,9 @@ def _write(
     title = f"{', '.join(found.models)}: {plan.dataset.name}, {rounds} rounds in turn"
     path.with_suffix(".png").write_bytes(pictures.draw_compare(tables, title=title))
     print(f"Written to {path.with_suffix('.png')}")
+    if plan.parsed.report is not None:
+        report.write_report(plan.parsed.report, found.runs, title=f"{title}, the last")
+        print(f"Written to {plan.parsed.report}")
 
 
 def _result(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.load import arguments, datasets
+from benchmarks.load import arguments, datasets, pictures, report
 from benchmarks.load.contracts import BenchRequest, Load, Target
 from benchmarks.load.sweep import numbers
 from models.tokenizer import Tokenizer
@@ -89,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="of compare.json, compare.png and the logs of started servers",
     )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="the last round side by side, .html or .png"
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress within a run")
     return parser
 
@@ -115,6 +118,9 @@ class Plan:
             raise ConfigError("--require-equal needs --check-tokens above 0 and --temperature 0")
         if not 0 < parsed.request_timeout < math.inf or not parsed.start_timeout > 0:
             raise ConfigError("--request-timeout and --start-timeout must be above 0")
+        if parsed.report is not None:
+            report.check_path(parsed.report)
+            pictures.check_can_draw()
         return cls(
             parsed=parsed,
             targets=named_targets(parsed),
