@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.load import arguments, datasets
+from benchmarks.load import arguments, datasets, pictures
+from benchmarks.load import report as pages
 from benchmarks.load.contracts import BenchRequest, Load, Message, Run, Target
 from benchmarks.load.metrics import Metrics, measure_run
 from benchmarks.load.result import result_filename, result_json, write_result
@@ -39,6 +40,9 @@ def main(flags: Sequence[str] | None = None) -> int:
     base_url = arguments.base_url_of(parsed)
     load = arguments.load_of(parsed)
     report = arguments.report_of(parsed)
+    if parsed.report is not None:
+        pages.check_path(parsed.report)
+        pictures.check_can_draw()
     if parsed.num_warmups < 0:
         raise ConfigError(f"--num-warmups is {parsed.num_warmups}; it must be 0 or more")
     chat = parsed.backend == "openai-chat"
@@ -67,6 +71,9 @@ def main(flags: Sequence[str] | None = None) -> int:
         path = (parsed.result_dir or Path()) / name
         write_result(path, result)
         print(f"Written to {path}")
+    if parsed.report is not None and run.records:
+        pages.write_report(parsed.report, {target.model: run}, title=f"Load test of {target.url}")
+        print(f"Written to {parsed.report}")
     return _status(run, metrics)
 
 

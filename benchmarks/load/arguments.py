@@ -176,6 +176,9 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="further keys of the JSON"
     )
     group.add_argument(
+        "--report", type=Path, metavar="FILE", help="pictures and table as .html or .png"
+    )
+    group.add_argument(
         "--disable-tqdm", "--quiet", action="store_true", dest="quiet", help="show no progress"
     )
 

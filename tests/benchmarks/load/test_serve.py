@@ -51,6 +51,14 @@ def test_a_run_prints_its_table_and_writes_its_json(
         assert received.body["temperature"] == 0
 
 
+def test_a_report_is_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with ScriptedServer() as server:
+        page = tmp_path / "report.html"
+        assert bench(server, "--num-prompts", "3", "--report", str(page)) == 0
+    assert server.base_url in page.read_text()
+
+
 def test_sampling_and_extra_fields_reach_the_server() -> None:
     with ScriptedServer() as server:
         flags = ["--num-prompts", "1", "--no-ignore-eos", "--top-p", "0.5", "--temperature", "1"]
@@ -146,6 +154,7 @@ def test_a_warm_up_that_fails_ends_the_command(capsys: pytest.CaptureFixture[str
         (("--extra-body", '{"stream": false}'), "may not set 'stream'"),
         (("--header", "nonsense"), "expected KEY=VALUE"),
         (("--endpoint", "v1/completions"), "a path begins with /"),
+        (("--report", "page.pdf"), "page.pdf"),
         (("--num-warmups", "-1"), "--num-warmups is -1"),
         (("--num-prompts", "0"), "--num-prompts"),
         (("--tokenizer", "nowhere"), "--tokenizer nowhere"),
