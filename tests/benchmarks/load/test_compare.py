@@ -84,6 +84,7 @@ def test_figures_and_ratios_stand_in_the_json(
     flags = _flags(
         *servers, tmp_path, "--rounds", "2", "--concurrencies", "2", "--seed", "5", *SHORT
     )
+    flags += ["--report", str(tmp_path / "report.html")]
     assert compare.main(flags) == 0
     result = _result(tmp_path)
     assert (result["rounds_measured"], result["seed"], result["error"]) == (2, 5, None)
@@ -100,6 +101,9 @@ def test_figures_and_ratios_stand_in_the_json(
         pairs = zip(a[figure]["rounds"], b[figure]["rounds"], strict=True)
         assert b[figure]["ratio"]["rounds"] == pytest.approx([y / x for x, y in pairs])
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "report.html").read_text()
+    assert "a, 2 at once" in page
+    assert "b, 2 at once" in page
     output = capsys.readouterr().out
     assert "2 at once" in output
     assert "100% of 8 greedy answers are identical" in output
