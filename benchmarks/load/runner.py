@@ -14,7 +14,6 @@ import datetime
 import gc
 import heapq
 import math
-import resource
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +22,11 @@ from typing import Any, NamedTuple
 from benchmarks.load.arrivals import arrival_times, check_load, replayed_times
 from benchmarks.load.client import Client, request_body
 from benchmarks.load.contracts import BenchRequest, Load, Message, RequestRecord, Run, Target
+from benchmarks.load.files import allow_open_files
 from benchmarks.load.health import Monitor
 from topspin.errors import ConfigError
 
 WATCH_PERIOD_S = 0.25
-# Files that the process needs beside its connections.
-SPARE_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ async def measure(
 ) -> Run:
     """Do what run_load does, in the running event loop; a cancellation ends the run early."""
     plan = prepare(target, requests, load)
-    _allow_open_files(_most_connections(len(plan.units), load))
+    allow_open_files(_most_connections(len(plan.units), load))
     interrupted = False
     async with Client(target, timeout_s=load.request_timeout_s) as client:
         play = _Play(client, target, load, plan.bodies)
@@ -327,20 +325,6 @@ async def _watching(client: Client, num_requests: int, watch: Watch | None) -> N
 def _most_connections(num_units: int, load: Load) -> int:
     limit = load.users if load.users is not None else load.max_concurrency
     return num_units if limit is None else min(limit, num_units)
-
-
-def _allow_open_files(num_connections: int) -> None:
-    """Raise this process's limit of open files as far as it may for so many connections.
-
-    A run that would need more still starts: only as many as overlap need a file, and a
-    request that finds none is recorded as the client's failure.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_connections + SPARE_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager
