@@ -90,7 +90,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    from topspin.serve_command import ServeArguments, add_arguments, serve
+    from topspin.serve_command import serve
+    from topspin.serve_flags import ServeArguments, add_arguments
 
     add_arguments(parser)
     parser.set_defaults(run=lambda parsed: serve(ServeArguments(**vars(parsed))))

@@ -31,18 +31,30 @@ class Watched:
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     errors: list[dict[str, Any]] = field(default_factory=list)
     num_done: int = 0
     status: int = 0
 
 
 class Streams:
-    """Completion streams of all prompts at once, each in a thread."""
+    """Completion streams of all prompts at once, each in a thread.
 
-    def __init__(self, url: str, prompts: list[list[int]], num_tokens: int) -> None:
+    With `num_logprobs` every token comes with that many log-probabilities, and its own.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        prompts: list[list[int]],
+        num_tokens: int,
+        *,
+        num_logprobs: int | None = None,
+    ) -> None:
         self.watched = [Watched(prompt) for prompt in prompts]
         self._url = url
         self._num_tokens = num_tokens
+        self._num_logprobs = num_logprobs
         self._arrived = threading.Semaphore(0)
         self._threads = [
             threading.Thread(target=self._run, args=(watched,)) for watched in self.watched
@@ -59,6 +71,7 @@ class Streams:
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "logprobs": self._num_logprobs,
         }
         url = f"{self._url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=STREAM_TIMEOUT_S) as response:
@@ -75,6 +88,10 @@ class Streams:
             return
         for choice in event["choices"]:
             watched.tokens += choice.get("token_ids", [])
+            logprobs = choice.get("logprobs") or {"token_logprobs": [], "top_logprobs": []}
+            watched.logprobs += logprobs["token_logprobs"]
+            for best in logprobs["top_logprobs"]:
+                watched.logprobs += best.values()
         self._arrived.release()
 
     def wait_for_events(self, count: int) -> None:

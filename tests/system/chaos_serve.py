@@ -7,7 +7,8 @@ import sys
 from dataclasses import replace
 
 from topspin.launch import LaunchContext, launch, role_commands
-from topspin.serve_command import ServeArguments, add_arguments, engine_config
+from topspin.serve_command import engine_config
+from topspin.serve_flags import ServeArguments, add_arguments
 from topspin.supervisor import RoleCommand
 
 NODES = ("attention_nodes", "expert_nodes")

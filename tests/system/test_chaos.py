@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import httpx
 import pytest
 
 from tests.checkpoints import make_checkpoint, oracle_generate
@@ -119,8 +120,33 @@ def test_experts_have_moved_where_they_should(
 
 
 @pytest.mark.slow
+def test_continued_streams_have_the_bits_of_undisturbed_ones(model: Model, tmp_path: Path) -> None:
+    """--deterministic in bfloat16; tests/identity compares whole distributions."""
+    flags = ("--deterministic", "--dtype", "bfloat16", "--transport", "tcp")
+    nodes = ("--attention-nodes", "2", "--expert-nodes", "2")
+    with Server(model.path, tmp_path, *FLAGS, *flags, *nodes) as server:
+
+        def start() -> Streams:
+            return Streams(server.url, model.prompts, NUM_TOKENS, num_logprobs=5)
+
+        undisturbed = start().join()
+        assert all(len(each.logprobs) > 2 * NUM_TOKENS for each in undisturbed)
+        for role in ("expert 1", "attention 0"):
+            streams = start()
+            streams.wait_for_events(12)
+            chaos.kill(server, role)
+            assert streams.join() == undisturbed
+            wait_until_whole(server)
+        assert "lost expert 1" in server.output
+        assert "lost attention 0" in server.output
+
+
+@pytest.mark.slow
 def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
-    """Ten minutes of streams and losses: memory and descriptors of the others stay flat."""
+    """Streams and losses, for ten minutes unless TOPSPIN_SOAK_S says otherwise.
+
+    Memory and descriptors of the others stay flat, and no cache block stays taken.
+    """
     duration_s = float(os.environ.get("TOPSPIN_SOAK_S", "600"))
     flags = ("--attention-nodes", "2", "--expert-nodes", "2")
     module = "tests.system.chaos_serve"
@@ -135,6 +161,7 @@ def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
             EVENTS[event](server, role)
             check_identical(streams.join(), model.tokens)
             wait_until_whole(server)
+            wait_until(lambda: gauges_in_use(server) == [0.0] * 3, "something is still taken")
             samples.append([(resident_kib(pid), num_descriptors(pid)) for pid in watched])
             if time.monotonic() > ends:
                 break
@@ -147,6 +174,14 @@ def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
         ):
             assert last[1] <= first[1] + 4, f"{name}: descriptors {first[1]} -> {last[1]}"
             assert last[0] <= first[0] * 1.1 + 8192, f"{name}: KiB {first[0]} -> {last[0]}"
+
+
+def gauges_in_use(server: Server) -> list[float]:
+    """Return the requests that run and wait, and the share of cache blocks that is taken."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    return [float(values[f"topspin_{name}"]) for name in names]
 
 
 def resident_kib(pid: int) -> int:

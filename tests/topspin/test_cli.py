@@ -18,11 +18,12 @@ import pytest
 
 import topspin
 from tests.topspin.roles import ROOT
-from topspin import collect_env, pull_command, serve_command
+from topspin import collect_env, pull_command, serve_command, serve_flags
 from topspin.cli import main
 from topspin.config import EngineConfig, ModelSection, resolve
 from topspin.errors import ConfigError, EngineError
-from topspin.serve_command import ServeArguments, add_arguments, engine_config
+from topspin.serve_command import engine_config
+from topspin.serve_flags import ServeArguments, add_arguments
 
 CONFIG = {
     "architectures": ["MixtralForCausalLM"],
@@ -194,8 +195,8 @@ def test_the_kernels_offered_are_those_there_are(name: str) -> None:
 
     from kernels.dispatch import select_ops
 
-    assert name in serve_command.KERNELS
-    assert len(serve_command.KERNELS) == 2
+    assert name in serve_flags.KERNELS
+    assert len(serve_flags.KERNELS) == 2
     select_ops(name, torch.float32)
 
 
