@@ -1,7 +1,8 @@
 """An engine that computes nothing: it streams tokens to a gateway at a steady rate.
 
 A control-plane peer as the scheduler is one, for benchmarks of the gateway. Every period it
-sends each running request one token, all in one message, as a step does. Tells when it sent
+sends each running request one token: all in one message, as one engine's step does, or in
+several groups, evenly over the period, as engines that are out of step do. Tells when it sent
 each token: at SIGTERM, or when its parent ends, it writes `{seed: [send times]}` as JSON to
 standard output, in seconds of the machine's monotonic clock; a request is known by its
 seed. Run as `python -m benchmarks.engine_stub --control ADDRESS --period-ms 51.2`.
@@ -36,9 +37,10 @@ TOKENS = range(300, 40_000)
 class EngineStub:
     """Serves one gateway; `sent` are the send times of every token, by the request's seed."""
 
-    def __init__(self, control: ControlServer, *, period_s: float) -> None:
+    def __init__(self, control: ControlServer, *, period_s: float, num_groups: int = 1) -> None:
         self._control = control
-        self._period_s = period_s
+        self._turn_s = period_s / num_groups
+        self._num_groups = num_groups
         self._gateway: bytes | None = None
         self._running: dict[str, AddRequest] = {}
         self._rng = random.Random(0)
@@ -48,6 +50,7 @@ class EngineStub:
     def serve(self) -> None:
         """Answer until is_stopping; a late step is sent at once and the schedule goes on."""
         next_step_s = time.monotonic()
+        group = 0
         while not self.is_stopping:
             timeout_s = max(0.0, next_step_s - time.monotonic()) if self._running else 0.1
             for event in self._control.poll(timeout_s):
@@ -60,8 +63,9 @@ class EngineStub:
             if not self._running:
                 next_step_s = now_s
             elif now_s >= next_step_s:
-                self._step()
-                next_step_s += self._period_s
+                self._step(group)
+                group = (group + 1) % self._num_groups
+                next_step_s += self._turn_s
 
     def _handle(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Hello):
@@ -91,10 +95,12 @@ class EngineStub:
             step_seconds=0.0,
         )
 
-    def _step(self) -> None:
+    def _step(self, group: int) -> None:
         outputs = []
         now_s = time.monotonic()
         for request_id, request in list(self._running.items()):
+            if request.sampling.seed % self._num_groups != group:
+                continue
             times = self.sent[request.sampling.seed]
             is_last = len(times) + 1 == request.sampling.max_tokens
             outputs.append(
@@ -117,9 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine_stub", description=__doc__)
     parser.add_argument("--control", required=True, help="address to listen on")
     parser.add_argument("--period-ms", type=float, required=True, help="time between steps")
+    parser.add_argument("--groups", type=int, default=1, help="of requests, one after another")
     args = parser.parse_args(argv)
     control = ControlServer(args.control)
-    stub = EngineStub(control, period_s=args.period_ms / 1e3)
+    stub = EngineStub(control, period_s=args.period_ms / 1e3, num_groups=args.groups)
 
     def stop(*_: object) -> None:
         stub.is_stopping = True

@@ -1,10 +1,12 @@
 """How many tokens can one gateway process stream, and how late do they come?
 
 A stub engine (benchmarks/engine_stub.py) sends every stream a token per step at a given
-total rate; one real gateway process turns them into server-sent events; this process reads
-all streams. Added latency is the time from the stub's send to this client's read of the
-token's event, all on one clock, so the client's own lateness is in it. A rate counts as
-sustained if all tokens come at no less than 98 % of it. Run as `topspin bench gateway`.
+total rate, all streams at once (one group) or spread over the step's time (several groups,
+as engines that are out of step would); one real gateway process turns them into
+server-sent events; this process reads all streams. Added latency is the time from the stub's
+send to this client's read of the token's event, all on one clock, so the client's own
+lateness is in it. A rate counts as sustained if all tokens come at no less than 98 % of it.
+Run as `topspin bench gateway`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +105,9 @@ def _wait_until_ready(url: str) -> None:
         time.sleep(0.05)
 
 
-def measure(model: Path, *, rate: float, num_streams: int, seconds: float) -> dict[str, Any]:
+def measure(
+    model: Path, *, rate: float, num_streams: int, seconds: float, num_groups: int
+) -> dict[str, Any]:
     """Stream `rate` tokens per second over `num_streams` streams for about `seconds`."""
     period_s = num_streams / rate
     num_tokens = max(2, round(seconds / period_s))
@@ -111,6 +116,7 @@ def measure(model: Path, *, rate: float, num_streams: int, seconds: float) -> di
         [
             *(sys.executable, "-P", "-m", "benchmarks.engine_stub"),
             *("--control", control, "--period-ms", str(period_s * 1e3)),
+            *("--groups", str(num_groups)),
         ],
         stdout=subprocess.PIPE,
     )
@@ -130,6 +136,7 @@ def measure(model: Path, *, rate: float, num_streams: int, seconds: float) -> di
     return summarise(sent, arrivals) | {
         "rate": rate,
         "streams": num_streams,
+        "groups": num_groups,
         "gateway_cpu_us_per_token": gateway_cpu_s / (num_streams * num_tokens) * 1e6,
         "client_cpu_us_per_token": client_cpu_s / (num_streams * num_tokens) * 1e6,
     }
@@ -166,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default="smollm2-moe", help="whose tokenizer is used")
     parser.add_argument("--rates", default="2500,5000,10000,15000", help="total tokens per second")
     parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--groups", default="1,16", help="of streams that get tokens together")
     parser.add_argument("--seconds", type=float, default=8.0, help="per rate")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args(argv)
@@ -173,17 +181,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     model = resolve_model(args.model)
     table = Table(title=f"one gateway process, {args.streams} streams")
-    for heading in ("tokens/s asked", "achieved", "added p50 ms", "p99 ms", "gateway us/token"):
+    for heading in (
+        "tokens/s asked",
+        "groups",
+        "achieved",
+        "added p50 ms",
+        "p99 ms",
+        "gateway us/token",
+    ):
         table.add_column(heading, justify="right")
     rows = []
     console = Console()
-    for rate in map(float, args.rates.split(",")):
-        with console.status(f"{rate:.0f} tokens/s"):
-            row = measure(model, rate=rate, num_streams=args.streams, seconds=args.seconds)
+    rates, groups = map(float, args.rates.split(",")), map(int, args.groups.split(","))
+    for rate, num_groups in product(rates, groups):
+        with console.status(f"{rate:.0f} tokens/s, {num_groups} groups"):
+            row = measure(
+                model,
+                rate=rate,
+                num_streams=args.streams,
+                seconds=args.seconds,
+                num_groups=num_groups,
+            )
         rows.append(row)
         latency = row["latency_ms"]
         table.add_row(
             f"{rate:.0f}",
+            f"{num_groups}",
             f"{row['achieved']:.0f}",
             f"{latency['p50']:.2f}",
             f"{latency['p99']:.2f}",

@@ -22,7 +22,16 @@ from topspin.errors import ConfigError, TopspinError
 SHARED_NAMES = ("kernels", "models", "server")
 
 # `topspin bench NAME` calls main(flags) of benchmarks/NAME.py.
-BENCHMARKS = ("compare", "disaggregation", "m2n", "payload", "pingpong", "serve", "sweep")
+BENCHMARKS = (
+    "compare",
+    "disaggregation",
+    "gateway",
+    "m2n",
+    "payload",
+    "pingpong",
+    "serve",
+    "sweep",
+)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from models.chat_template import ChatTemplate
@@ -78,15 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     start_logging("gateway")
     try:
-        asyncio.run(
-            serve(
-                load_config(args.config),
-                control=args.control,
-                index=args.index,
-                port_fd=args.port_fd,
-                drain_s=args.drain_s,
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(
+                serve(
+                    load_config(args.config),
+                    control=args.control,
+                    index=args.index,
+                    port_fd=args.port_fd,
+                    drain_s=args.drain_s,
+                )
             )
-        )
     except TopspinError as error:
         _log.error("gateway: %s", error)
         return CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else 1

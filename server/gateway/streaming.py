@@ -91,14 +91,52 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response (ASGI)."""
         try:
-            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(start)
-            async with aclosing(self._blocks) as blocks:
-                async for block in blocks:
-                    async with asyncio.timeout(self._send_deadline_s):
-                        await send({"type": "http.response.body", "body": block, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with asyncio.timeout(None) as limit:
+                watch = _SendWatch(limit, self._send_deadline_s)
+                try:
+                    await self._send_all(send, watch)
+                finally:
+                    watch.close()
         except TimeoutError:
             _log.warning("a client read nothing for %g s; its stream ends", self._send_deadline_s)
         finally:
             self._close()
+
+    async def _send_all(self, send: Send, watch: _SendWatch) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async with aclosing(self._blocks) as blocks:
+            async for block in blocks:
+                watch.is_sending = True
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+                watch.is_sending = False
+                watch.num_sent += 1
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _SendWatch:
+    """Ends a timeout scope when one send lasts for a deadline; costs nothing per send.
+
+    Looks once per deadline: a send that is found under way at two looks in a row is late. So
+    it is given up after one deadline at least and two at most.
+    """
+
+    def __init__(self, limit: asyncio.Timeout, deadline_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limit = limit
+        self._period_s = deadline_s
+        self._seen = -1
+        self.is_sending = False
+        self.num_sent = 0
+        self._timer = self._loop.call_later(self._period_s, self._look)
+
+    def _look(self) -> None:
+        if self.is_sending and self._seen == self.num_sent:
+            self._limit.reschedule(self._loop.time())
+            return
+        self._seen = self.num_sent if self.is_sending else -1
+        self._timer = self._loop.call_later(self._period_s, self._look)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._timer.cancel()
