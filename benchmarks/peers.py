@@ -1,0 +1,89 @@
+"""Topspin against vLLM and llama.cpp on the same machine, model and prompts.
+
+Knows how each peer is started so that the comparison is fair (all cores, the same precision,
+16 places), and leaves the rest to `topspin bench compare`: every server is started for its
+turn and stopped after it, and turns alternate. How to install the peers is in
+benchmarks/README.md. Run as
+
+    python -m benchmarks.peers MODEL_DIR --vllm PATH/bin/vllm --llama-server PATH --gguf FILE
+
+Flags after `--` go to `topspin bench compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import compare
+
+PLACES = 16
+TOKENS_PER_PLACE = 512
+NAME = "model"
+
+
+def free_port() -> int:
+    """Return a loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def start_lines(args: argparse.Namespace, ports: dict[str, int]) -> dict[str, list[str]]:
+    """Return the command of each target that was asked for, Topspin's first."""
+    cores = str(len(os.sched_getaffinity(0)))
+    model = str(args.model)
+    lines = {
+        "topspin": [
+            *(sys.executable, "-m", "topspin", "serve", model, "--port", str(ports["topspin"])),
+            *("--served-model-name", NAME, *shlex.split(args.topspin_flags)),
+        ]
+    }
+    if args.llama_server:
+        lines["llama.cpp"] = [
+            *(str(args.llama_server), "-m", str(args.gguf), "--alias", NAME),
+            *("-t", cores, "-np", str(PLACES), "-c", str(PLACES * TOKENS_PER_PLACE)),
+            *("--host", "127.0.0.1", "--port", str(ports["llama.cpp"])),
+        ]
+    if args.vllm:
+        lines["vllm"] = [
+            *("env", "VLLM_CPU_KVCACHE_SPACE=2", "HF_HUB_OFFLINE=1"),
+            *(str(args.vllm), "serve", model, "--served-model-name", NAME),
+            *("--max-num-seqs", str(PLACES), "--host", "127.0.0.1"),
+            *("--port", str(ports["vllm"])),
+        ]
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start and compare; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+    parser.add_argument("model", type=Path, help="checkpoint directory, with a tokenizer")
+    parser.add_argument("--vllm", type=Path, metavar="FILE", help="the vllm command")
+    parser.add_argument("--llama-server", type=Path, metavar="FILE")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for llama.cpp")
+    parser.add_argument("--topspin-flags", default="", help="more flags of topspin serve")
+    parser.add_argument("compare", nargs="*", help="flags of topspin bench compare, after --")
+    args = parser.parse_args(argv)
+    if (args.llama_server is None) != (args.gguf is None):
+        parser.error("--llama-server and --gguf go together")
+    if not args.vllm and not args.llama_server:
+        parser.error("name a peer: --vllm, or --llama-server with --gguf")
+    ports = {name: free_port() for name in ("topspin", "llama.cpp", "vllm")}
+    flags = []
+    for name, words in start_lines(args, ports).items():
+        url = f"http://127.0.0.1:{ports[name]}"
+        flags += ["--target", f"{name}={url}={NAME}", "--start", f"{name}={shlex.join(words)}"]
+    flags += ["--tokenizer", str(args.model), "--random-input-len", "128"]
+    flags += ["--random-output-len", "64", "--start-timeout", "300"]
+    return compare.main([*flags, *args.compare])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
