@@ -20,10 +20,12 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.box import SIMPLE
@@ -94,10 +96,11 @@ def main(flags: Sequence[str] | None = None) -> int:
     found = Comparison()
     status, failure = 0, None
     try:
-        _ask_all(plan, found)
-        _judge_answers(plan, found)
-        for number in range(plan.rounds):
-            found.rounds.append(_round(plan, found, number))
+        with _ended_by_signals():
+            _ask_all(plan, found)
+            _judge_answers(plan, found)
+            for number in range(plan.rounds):
+                found.rounds.append(_round(plan, found, number))
     except KeyboardInterrupt:
         status = 130
     except TopspinError as error:
@@ -109,6 +112,22 @@ def main(flags: Sequence[str] | None = None) -> int:
     if failure is not None:
         raise failure
     return status
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the process by SystemExit, so that started servers are stopped."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, leave) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

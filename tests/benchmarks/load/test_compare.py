@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -219,6 +221,31 @@ def test_a_started_target_that_dies_is_reported_with_its_log(
         pytest.raises(EngineUnavailable, match=r"ended with status 7(.|\n)*out of memory"),
     ):
         compare.main(flags)
+
+
+# Connects back to the test, so that it knows when this runs and when it is gone; never ready.
+_CALLER = """
+import socket, sys, time
+line = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+time.sleep(600)
+"""
+
+
+def test_an_ended_comparison_leaves_no_server_behind(ports: list[int], tmp_path: Path) -> None:
+    script = "import sys; from benchmarks.compare import main; sys.exit(main(sys.argv[1:]))"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        back = str(listener.getsockname()[1])
+        start = f"a={shlex.join([sys.executable, '-c', _CALLER, back])}"
+        flags = _started(ports, tmp_path, "--start", start)
+        words = [sys.executable, "-c", script, *flags]
+        with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+            line, _ = listener.accept()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+        with line:
+            line.settimeout(60)
+            assert line.recv(1) == b""
 
 
 PAIR = ("--target", "a=http://x", "--target", "b=http://y")
