@@ -213,6 +213,21 @@ def _seal(words: Any) -> None:
     words[last] = (words[last] & _LOW) | _crc(words) << _HALF
 
 
+@_inline  # type: ignore[untyped-decorator]
+def _seal_request(
+    words: Any, count: Any, layer: int, version: int, step: int, sequence: int
+) -> None:
+    """Make a record's header that of a request of `count` rows."""
+    words[0] = words[_REQUEST_WORD]
+    words[_PEERS] = (words[_PEERS] & _BELOW_LAYER) | layer << _LAYER_AT
+    words[_PARTS] = _ONE_PART
+    words[_ROWS] = words[_HIDDEN_SIZE] << _HALF | count
+    words[_VERSION], words[_STEP], words[_SEQUENCE] = version, step, sequence
+    words[_SIZE] = count * words[_REQUEST_ROW_BYTES]
+    words[_DELIVER] = words[_COMPUTE] = words[_IDLE] = np.uint64(0)
+    _seal(words)
+
+
 @_compiled(11)  # type: ignore[untyped-decorator]
 def write_request(
     record: int,
@@ -267,15 +282,7 @@ def write_request(
                 hidden_at + np.uint64(rows[idx]) * row_bytes,
                 row_bytes,
             )
-    sent = np.uint64(count)
-    words[0] = words[_REQUEST_WORD]
-    words[_PEERS] = (words[_PEERS] & _BELOW_LAYER) | layer << _LAYER_AT
-    words[_PARTS] = _ONE_PART
-    words[_ROWS] = words[_HIDDEN_SIZE] << _HALF | sent
-    words[_VERSION], words[_STEP], words[_SEQUENCE] = version, step, sequence
-    words[_SIZE] = sent * words[_REQUEST_ROW_BYTES]
-    words[_DELIVER] = words[_COMPUTE] = words[_IDLE] = np.uint64(0)
-    _seal(words)
+    _seal_request(words, np.uint64(count), layer, version, step, sequence)
     header = _words(words[_OUT_HEADER])
     for idx in range(_HEADER_WORDS):
         header[idx] = words[idx]

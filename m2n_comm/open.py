@@ -8,11 +8,10 @@ nodes. Knows no scheduler. In one process use local.LocalHub instead.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from m2n_comm.addresses import (
@@ -20,7 +19,6 @@ from m2n_comm.addresses import (
     TCP,
     UNIX,
     check_loopback,
-    connect,
     is_loopback,
     is_on_this_host,
     same_user,
@@ -29,22 +27,15 @@ from m2n_comm.attention_side import AttentionSide
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.expert_side import ExpertSide
 from m2n_comm.flags import check_platform
-from m2n_comm.handshake import Meeting, PairHello, Reception, ask, make_hello, send_message
+from m2n_comm.handshake import Meeting, PairHello, Reception, make_hello
 from m2n_comm.lines import Check, Lines, wait_on
 from m2n_comm.net import NetShape, WaitPolicy
 from m2n_comm.nixl_agent import load_nixl
-from m2n_comm.nixl_open import NixlOpening
-from m2n_comm.shm import (
-    PairHandles,
-    ShmLines,
-    ShmPair,
-    create_handles,
-    map_handles,
-)
-from m2n_comm.tcp import TcpLines, TcpPair, tune_socket
+from m2n_comm.pairing import Terms, accept_nixl, accept_shm, accept_tcp, connect_pairs
+from m2n_comm.tcp import tune_socket
 from m2n_comm.windows import PairLayout
 from topspin import __version__
-from topspin.errors import ConfigError, PeerLost
+from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertPeer
 
@@ -104,26 +95,9 @@ class ExpertListener:
             for attention, theirs in enumerate(attention_incarnations)
         )
         deadline_s = time.monotonic() + timeout_s
-        reception = Reception(
-            self._sock,
-            expected=expected,
-            trusted=same_user if self._is_unix else _anyone,
-            deadline_s=deadline_s,
-            check=check,
-        )
-        layout = PairLayout(shape)
-        num_peers = len(attention_incarnations)
-        lines: Lines
-        if self._is_nixl:
-            lines, met = self._accept_nixl(
-                reception, layout, index, wait=wait, check=check, deadline_s=deadline_s
-            )
-        elif self._is_unix:
-            lines, met = _accept_shm(reception, layout, num_peers, wait=wait, check=check)
-        else:
-            met = reception.run(send_message)
-            pairs = _tcp_pairs(met, num_peers)
-            lines = TcpLines(layout=layout, role="expert", pairs=pairs, wait=wait, check=check)
+        terms = Terms(PairLayout(shape), index, len(expected), wait, check, deadline_s)
+        lines, met = self._meet(expected, terms)
+        links = [met[peer].hello.link if peer in met else None for peer in range(len(expected))]
         with contextlib.ExitStack() as undo:
             undo.callback(lines.close)
             net = ExpertSide(
@@ -132,7 +106,7 @@ class ExpertListener:
                 incarnation=incarnation,
                 attention_incarnations=attention_incarnations,
                 lines=lines,
-                links=tuple(met[i].hello.link if i in met else None for i in range(num_peers)),
+                links=tuple(links),
                 table=table,
             )
             undo.pop_all()
@@ -140,39 +114,23 @@ class ExpertListener:
             self.close()
         return net
 
-    def _accept_nixl(
-        self,
-        reception: Reception,
-        layout: PairLayout,
-        index: int,
-        *,
-        wait: WaitPolicy,
-        check: Check,
-        deadline_s: float,
+    def _meet(
+        self, expected: tuple[PairHello | None, ...], terms: Terms
     ) -> tuple[Lines, dict[int, Meeting]]:
-        """Form one pair after the other; an attention node that leaves meanwhile may return."""
-        opening = NixlOpening(
-            layout,
-            role="expert",
-            index=index,
-            one_host=self._is_unix or is_loopback(self._sock.getsockname()[0]),
-            wait=wait,
-            check=check,
-            deadline_s=deadline_s,
+        """Meet all attention nodes in the way of this address's transport."""
+        reception = Reception(
+            self._sock,
+            expected=expected,
+            trusted=same_user if self._is_unix else _anyone,
+            deadline_s=terms.deadline_s,
+            check=terms.check,
         )
-
-        def welcome(sock: socket.socket, hello: PairHello) -> None:
-            send_message(sock, opening.offer(hello.attention, hello))
-            try:
-                opening.form(hello.attention, sock, hello.memory)
-            except PeerLost as error:
-                raise ConnectionError(0, str(error)) from error
-
-        with contextlib.ExitStack() as undo:
-            undo.callback(opening.close)
-            met = reception.run(welcome)
-            undo.pop_all()
-        return opening.lines(), met
+        if self._is_nixl:
+            one_host = self._is_unix or is_loopback(self._sock.getsockname()[0])
+            return accept_nixl(reception, terms, one_host=one_host)
+        if self._is_unix:
+            return accept_shm(reception, terms)
+        return accept_tcp(reception, terms)
 
     def close(self) -> None:
         """Stop listening; safe to call twice. Nets that were returned live on."""
@@ -249,6 +207,8 @@ def connect_attention(
     life that `experts` names, VersionMismatch or FrameError naming the field that differs.
     """
     deadline_s = time.monotonic() + timeout_s
+    terms = Terms(PairLayout(shape), index, len(experts), wait, check, deadline_s)
+    present = {expert: peer for expert, peer in enumerate(experts) if peer is not None}
     hellos = {
         expert: make_hello(
             shape,
@@ -261,41 +221,11 @@ def connect_attention(
             link=link,
             checksum=not is_on_this_host(peer.address) if checksum is None else checksum,
         )
-        for expert, peer in enumerate(experts)
-        if peer is not None
+        for expert, peer in present.items()
     }
-    addresses = {expert: peer.address for expert, peer in enumerate(experts) if peer is not None}
-    layout = PairLayout(shape)
+    addresses = {expert: peer.address for expert, peer in present.items()}
+    lines = connect_pairs(hellos, addresses, terms, remote=remote)
     with contextlib.ExitStack() as undo:
-        lines: Lines
-        if _all_nixl(addresses.values()):
-            opening = NixlOpening(
-                layout,
-                role="attention",
-                index=index,
-                one_host=all(is_on_this_host(address) for address in addresses.values()),
-                wait=wait,
-                check=check,
-                deadline_s=deadline_s,
-            )
-            undo.callback(opening.close)
-            hellos = {expert: opening.offer(expert, hello) for expert, hello in hellos.items()}
-            _meet(
-                hellos,
-                addresses,
-                undo=undo,
-                deadline_s=deadline_s,
-                check=check,
-                opening=opening,
-                remote=remote,
-            )
-            lines = opening.lines()
-        else:
-            meetings = _meet(
-                hellos, addresses, undo=undo, deadline_s=deadline_s, check=check, remote=remote
-            )
-            lines = _attention_lines(layout, meetings, len(experts), wait=wait, check=check)
-        undo.pop_all()
         undo.callback(lines.close)
         net = AttentionSide(
             shape=shape,
@@ -312,136 +242,6 @@ def connect_attention(
     return net
 
 
-def _meet(
-    hellos: dict[int, PairHello],
-    addresses: dict[int, str],
-    *,
-    undo: contextlib.ExitStack,
-    deadline_s: float,
-    check: Check,
-    opening: NixlOpening | None = None,
-    remote: bool = False,
-) -> dict[int, Meeting]:
-    """Greet every expert node, then hear them all; `undo` closes what was opened.
-
-    With nixl each pair is formed before the next node is heard, in the order in which every
-    attention node does it, so that no two wait for each other.
-    """
-    socks = {}
-    for expert, hello in hellos.items():
-        sock = connect(addresses[expert], expert=expert, deadline_s=deadline_s, remote=remote)
-        undo.callback(sock.close)
-        socks[expert] = sock
-        try:
-            send_message(sock, hello)
-        except OSError as error:
-            raise PeerLost(f"expert {hello.expert}: {error.strerror}") from error
-    meetings = {}
-    for expert, hello in hellos.items():
-        meetings[expert] = ask(socks[expert], hello, deadline_s=deadline_s, check=check)
-        undo.callback(_close_fds, meetings[expert].fds)
-        if opening is not None:
-            opening.form(expert, socks[expert], meetings[expert].hello.memory)
-    return meetings
-
-
-def _attention_lines(
-    layout: PairLayout,
-    meetings: dict[int, Meeting],
-    num_peers: int,
-    *,
-    wait: WaitPolicy,
-    check: Check,
-) -> Lines:
-    """Build the lines of one attention node; all its expert nodes use one transport."""
-    families = {meeting.sock.family for meeting in meetings.values()}
-    if families == {socket.AF_INET}:
-        holes = _tcp_pairs(meetings, num_peers)
-        return TcpLines(layout=layout, role="attention", pairs=holes, wait=wait, check=check)
-    if families != {socket.AF_UNIX}:
-        raise ConfigError("expert nodes of one engine must all use shm or all use tcp")
-    check_platform()
-    pairs: list[ShmPair | None] = [None] * num_peers
-    for expert, meeting in meetings.items():
-        if len(meeting.fds) != len(PairHandles._fields):
-            raise PeerLost(f"expert {meeting.hello.expert}: the handshake brought no memory")
-        handles = PairHandles(*meeting.fds)
-        windows = map_handles(layout, handles.memory)
-        meeting.sock.setblocking(False)
-        bells = (handles.attention_bell, handles.expert_bell)
-        pairs[expert] = ShmPair(windows, *bells, meeting.sock)
-    lines = ShmLines(layout=layout, role="attention", pairs=tuple(pairs), wait=wait, check=check)
-    for meeting in meetings.values():
-        os.close(PairHandles(*meeting.fds).memory)
-    return lines
-
-
-def _welcome_shm(
-    sock: socket.socket, hello: PairHello, layout: PairLayout, handles: dict[int, PairHandles]
-) -> None:
-    """Make the memory of one pair and send it with the answer."""
-    pair = create_handles(layout)
-    handles[hello.attention] = pair
-    try:
-        send_message(sock, hello, tuple(pair))
-    except OSError:
-        _close_fds(tuple(handles.pop(hello.attention)))
-        raise
-
-
-def _accept_shm(
-    reception: Reception,
-    layout: PairLayout,
-    num_peers: int,
-    *,
-    wait: WaitPolicy,
-    check: Check,
-) -> tuple[Lines, dict[int, Meeting]]:
-    """Meet all attention nodes, each with memory of its own, and map it here too."""
-    handles: dict[int, PairHandles] = {}
-    with contextlib.ExitStack() as undo:
-        undo.callback(_close_handles, handles)
-        meetings = reception.run(lambda sock, hello: _welcome_shm(sock, hello, layout, handles))
-        for meeting in meetings.values():
-            undo.callback(meeting.sock.close)
-            meeting.sock.setblocking(False)
-        pairs: list[ShmPair | None] = [None] * num_peers
-        for attention, meeting in meetings.items():
-            pair = handles[attention]
-            windows = map_handles(layout, pair.memory)
-            pairs[attention] = ShmPair(windows, pair.expert_bell, pair.attention_bell, meeting.sock)
-        lines = ShmLines(layout=layout, role="expert", pairs=tuple(pairs), wait=wait, check=check)
-        undo.pop_all()
-    for pair in handles.values():
-        os.close(pair.memory)
-    return lines, meetings
-
-
-def _all_nixl(addresses: Collection[str]) -> bool:
-    """Return whether all, not none, of the expert nodes use nixl. Raises ConfigError."""
-    nixl = [address.startswith(NIXL) for address in addresses]
-    if any(nixl) and not all(nixl):
-        raise ConfigError("expert nodes of one engine must all use nixl, or none")
-    return any(nixl)
-
-
-def _tcp_pairs(meetings: dict[int, Meeting], num_peers: int) -> tuple[TcpPair | None, ...]:
-    pairs: list[TcpPair | None] = [None] * num_peers
-    for peer, meeting in meetings.items():
-        pairs[peer] = TcpPair(meeting.sock, meeting.hello.checksum)
-    return tuple(pairs)
-
-
 def _anyone(_: socket.socket) -> bool:
     """Trust a loopback tcp connection until it has said its incarnations."""
     return True
-
-
-def _close_handles(handles: dict[int, PairHandles]) -> None:
-    for pair in handles.values():
-        _close_fds(tuple(pair))
-
-
-def _close_fds(fds: tuple[int, ...]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 from m2n_comm.flags import consume, publish
 from m2n_comm.lines import CHECK_INTERVAL_S, Check, Hop, late, lost, wait_on
 from m2n_comm.net import WaitPolicy
-from m2n_comm.windows import PairLayout, PairWindows, Window
+from m2n_comm.windows import NodeWindows, PairLayout, PairWindows, Window
 from topspin.errors import FrameError, StaleFrame
 from topspin.messages import StepTicket
 
@@ -93,28 +93,21 @@ class ShmLines:
         wait: WaitPolicy = "block",
         check: Check = wait_on,
     ) -> None:
-        attention = role == "attention"
-        self._peer_role = "expert" if attention else "attention"
         present = {peer: pair for peer, pair in enumerate(pairs) if pair is not None}
-        self._registered_bytes = layout.total_bytes * len(present)
-        self._outbox = {
-            peer: pair.windows.requests if attention else pair.windows.answers
-            for peer, pair in present.items()
-        }
-        self._inbox = {
-            peer: pair.windows.answers if attention else pair.windows.requests
-            for peer, pair in present.items()
-        }
+        windows = NodeWindows.of(layout, role, {peer: p.windows for peer, p in present.items()})
+        self._peer_role = windows.peer_role
+        self._registered_bytes = windows.registered_bytes
+        self._outbox, self._inbox = windows.outbox, windows.inbox
         self._my_bells = {peer: pair.my_bell for peer, pair in present.items()}
         self._peer_bells = {peer: pair.peer_bell for peer, pair in present.items()}
         self._socks = {peer: pair.sock for peer, pair in present.items()}
         self._peer_of = {pair.sock.fileno(): peer for peer, pair in present.items()}
-        self._consumed = {peer: [0] * len(windows) for peer, windows in self._inbox.items()}
+        self._consumed = {peer: [0] * len(inbox) for peer, inbox in self._inbox.items()}
         self._pollers: dict[tuple[int, ...], select.poll] = {}
         self._spin = wait == "spin"
         if self._spin:
-            for windows in self._inbox.values():
-                for window in windows:
+            for inbox in self._inbox.values():
+                for window in inbox:
                     window.reader_spins[0] = 1
         self._check = check
 

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 from m2n_comm.lines import CHECK_INTERVAL_S, Check, Hop, late, lost, wait_on
 from m2n_comm.net import WaitPolicy
-from m2n_comm.windows import PairLayout, Window, private_memory
+from m2n_comm.windows import NodeWindows, PairLayout, Window, private_memory
 from m2n_comm.wire import HEADER_BYTES, FrameHeader, check_size, read_header, set_payload_crc
 from topspin.errors import FrameError, StaleFrame
 from topspin.messages import StepTicket
@@ -192,22 +192,20 @@ class TcpLines:
         wait: WaitPolicy = "block",
         check: Check = wait_on,
     ) -> None:
-        attention = role == "attention"
-        self._peer_role = "expert" if attention else "attention"
         present = {peer: pair for peer, pair in enumerate(pairs) if pair is not None}
-        self._registered_bytes = layout.total_bytes * len(present)
-        self._outbox: dict[int, tuple[Window, ...]] = {}
-        self._inbox: dict[int, tuple[Window, ...]] = {}
+        memories = {peer: layout.map(private_memory(layout)) for peer in present}
+        windows = NodeWindows.of(layout, role, memories)
+        self._peer_role = windows.peer_role
+        self._registered_bytes = windows.registered_bytes
+        self._outbox, self._inbox = windows.outbox, windows.inbox
         self._lines: dict[int, _Line] = {}
         self._check = check
         self._spin = wait == "spin"
         self._poller = select.poll()
         self._peer_of: dict[int, int] = {}
+        attention = role == "attention"
         row_bytes = layout.answer_row_bytes if attention else layout.request_row_bytes
         for peer, pair in present.items():
-            windows = layout.map(private_memory(layout))
-            self._outbox[peer] = windows.requests if attention else windows.answers
-            self._inbox[peer] = windows.answers if attention else windows.requests
             # Calls that must not sleep say so; the one that may sleeps no longer than this.
             pair.sock.setblocking(True)
             pair.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _CHECK_INTERVAL)

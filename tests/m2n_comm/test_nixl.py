@@ -15,8 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from m2n_comm import nixl_open
-from m2n_comm import open as open_module
+from m2n_comm import nixl_open, pairing
 from m2n_comm.handshake import PairHello, make_hello
 from m2n_comm.net import NetShape
 from m2n_comm.nixl import NOTE, notes_of
@@ -176,7 +175,7 @@ def test_hosts_apart_use_tcp_and_find_dead_peers_by_themselves(
             modes.append(settings["one_host"])
             super().__init__(layout, **settings | {"one_host": False})
 
-    monkeypatch.setattr(open_module, "NixlOpening", Apart)
+    monkeypatch.setattr(pairing, "NixlOpening", Apart)
     with fleet_of("nixl") as fleet:
         play_and_check(fleet)
     assert modes == [True, True]
