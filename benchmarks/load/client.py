@@ -91,11 +91,11 @@ class _Exchange:
 class Client:
     """Sends requests to one target and records them; use it as an async context.
 
-    `start_s` is when time 0 was, on time.perf_counter(); the owner sets it before it sends.
+    Times count from `begin`, which comes before the first `send`.
     """
 
     def __init__(self, target: Target, *, timeout_s: float) -> None:
-        self.start_s = time.perf_counter()
+        self._start_s = time.perf_counter()
         self.counters = Counters()
         self._target = target
         self._timeout_s = timeout_s
@@ -120,9 +120,13 @@ class Client:
     ) -> None:
         await self._session.close()
 
+    def begin(self) -> None:
+        """Make this moment time 0."""
+        self._start_s = time.perf_counter()
+
     def now(self) -> float:
         """Return the seconds since time 0."""
-        return time.perf_counter() - self.start_s
+        return time.perf_counter() - self._start_s
 
     async def send(self, body: bytes, planned: RequestRecord) -> RequestRecord:
         """Send `body`, read the reply to its end, and return `planned` with what happened.

@@ -98,7 +98,7 @@ async def measure(
         with _quiet_collector():
             started_at = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
             monitor.start()
-            client.start_s += client.now()
+            client.begin()
             try:
                 async with asyncio.TaskGroup() as group:
                     watcher = group.create_task(_watching(client, len(requests), watch))

@@ -173,7 +173,7 @@ def _print_health(run: Run, console: Console) -> None:
         soft_wrap=True,
     )
     if health.saturated:
-        warning = "THE CLIENT IS SATURATED: these figures are its limits, not the server's."
+        warning = "THE CLIENT IS SATURATED: its own delays are in these figures."
         console.print(Text(warning, style="bold red"), soft_wrap=True)
         for reason in health.reasons:
             console.print(Text(f"  {reason}", style="red"), soft_wrap=True)
