@@ -11,12 +11,13 @@ never changes) the default model's proportions decide.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
 from server.scheduler.cost import CostModel
+from topspin.messages import StepTimings
 
 MEMORY = 100
 # The default model counts as much as this many steps.
@@ -167,6 +168,20 @@ class CostFit:
     def model(self) -> CostModel:
         """Return the model that fits what was seen."""
         return self._model
+
+    def add_step(self, loads: Mapping[int, StepLoad], timings: Mapping[int, StepTimings]) -> None:
+        """Learn from a step: what each attention node had to do, and what it measured."""
+        for node, load in loads.items():
+            self.add_attention(load, timings[node].attention_s)
+        if not loads:
+            return
+        m = max(load.num_micro_batches for load in loads.values())
+        num_tokens = sum(load.num_tokens for load in loads.values())
+        self.add_expert(m, num_tokens, max(each.expert_s for each in timings.values()))
+        links = [each.link_s for each in timings.values() if each.link_s is not None]
+        if links:
+            widest = max(load.num_tokens for load in loads.values()) / m
+            self.add_link(widest, sum(links) / len(links))
 
     def add_attention(self, load: StepLoad, attention_s: float) -> None:
         """Learn from one attention node's computing time in a step, all layers."""

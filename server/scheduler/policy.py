@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from server.scheduler.cost import CostModel
 from server.scheduler.cost_fit import CostFit
 from server.scheduler.counters import Counters
-from server.scheduler.in_flight import NodeAnswer, RunningStep, StepsInFlight, StepUnderWay
+from server.scheduler.in_flight import NodeAnswer, StepsInFlight, StepUnderWay
 from server.scheduler.intake import Intake
 from server.scheduler.micro_batches import DEFAULT_NUM_LAYERS
 from server.scheduler.outbox import Delivery, Outbox, failure
@@ -335,32 +335,18 @@ class Policy:
         for step in self._in_flight.finished(now):
             self._counters.num_steps += 1
             self._counters.step_seconds += step.took_s
-            self._learn(step)
+            timings = {node: answer.result.timings for node, answer in step.answers.items()}
+            for each in timings.values():
+                self._counters.observe(each, after_idle=step.after_idle)
+            self._fit.add_step(step.loads, timings)
             for node, answer in sorted(step.answers.items()):
                 self._apply(self._replicas[node], answer, outbox)
         return outbox.deliveries()
 
-    def _learn(self, step: RunningStep) -> None:
-        """Count the step's timings and fit the cost model to them."""
-        results = {node: answer.result.timings for node, answer in step.answers.items()}
-        for node, timings in results.items():
-            self._counters.observe(timings, after_idle=step.after_idle)
-            if node in step.loads:
-                self._fit.add_attention(step.loads[node], timings.attention_s)
-        if not step.loads:
-            return
-        m = max(load.num_micro_batches for load in step.loads.values())
-        num_tokens = sum(load.num_tokens for load in step.loads.values())
-        self._fit.add_expert(m, num_tokens, max(each.expert_s for each in results.values()))
-        links = [each.link_s for each in results.values() if each.link_s is not None]
-        if links:
-            widest = max(load.num_tokens for load in step.loads.values()) / m
-            self._fit.add_link(widest, sum(links) / len(links))
-
     def _apply(self, replica: AttentionReplica, answer: NodeAnswer, outbox: Outbox) -> None:
         """Commit one node's slices of a step that has succeeded."""
         part, tokens, result = answer
-        errors = result.errors
+        errors, caches = result.errors, self._config.scheduler.prefix_caching
         for seq, count, token in zip(part.seqs, part.counts, tokens, strict=True):
             seq.num_in_flight -= 1
             request = seq.request
@@ -374,8 +360,8 @@ class Policy:
                     finish = None
                     if token is not None:
                         finish = self._accept(request, token, result, outbox)
-                    if seq.num_committed >= seq.publish_at:
-                        self._publish(replica, seq)
+                    if caches and seq.num_committed >= seq.publish_at:
+                        replica.publish(seq)
                     if finish is not None:
                         self._end(request)
             if was_closed and not seq.num_in_flight:
@@ -411,16 +397,6 @@ class Policy:
             )
         )
         return finish
-
-    def _publish(self, replica: AttentionReplica, seq: RunningSequence) -> None:
-        """Make the blocks that this step has filled findable."""
-        if not self._config.scheduler.prefix_caching:
-            return
-        request = seq.request
-        num_full = seq.num_committed // self._block_size
-        for idx in range(seq.publish_at // self._block_size - 1, num_full):
-            replica.pool.publish(seq.blocks[idx], request.hashes.at(idx, request.tokens))
-        seq.publish_at = (num_full + 1) * self._block_size
 
     # Watching.
 

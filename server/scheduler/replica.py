@@ -218,6 +218,14 @@ class AttentionReplica:
         self._finished, self._new = [], []
         return news
 
+    def publish(self, seq: Sequence) -> None:
+        """Make the blocks that a step has filled findable for others."""
+        request = seq.request
+        num_full = seq.num_committed // self._block_size
+        for idx in range(seq.publish_at // self._block_size - 1, num_full):
+            self.pool.publish(seq.blocks[idx], request.hashes.at(idx, request.tokens))
+        seq.publish_at = (num_full + 1) * self._block_size
+
     # Leaving.
 
     def close(self, seq: Sequence) -> None:

@@ -1,9 +1,9 @@
 """The scheduler's loop: the only part of it that touches the control channel.
 
-Owns the engine's life (starting, ready, failed or stopping) and who is told what. Decides
-nothing about requests: `step = policy.schedule(now)`, send, `policy.update(result, now)`.
-Runs in the process's only thread, blocked in poll() when there is nothing to do. Called
-by command.py.
+Owns the engine's life (starting, ready, failed or stopping) and what nodes are told; what
+gateways are told is gateways.py's. Decides nothing about requests: `step =
+policy.schedule(now)`, send, `policy.update(result, now)`. Runs in the process's only thread,
+blocked in poll() when there is nothing to do. Called by command.py.
 """
 
 from __future__ import annotations
@@ -12,22 +12,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
-import msgspec
-
+from server.scheduler.assembly import first_table, fitted_config, make_policy, make_watermark
 from server.scheduler.balancer import ExpertBalancer
-from server.scheduler.cost import linked_cost_model
-from server.scheduler.engine_facts import EngineFacts, shares_cores
+from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.expert_load import ExpertLoad
 from server.scheduler.failover import POLL_S as RECOVERY_POLL_S
 from server.scheduler.failover import Failover, Port
+from server.scheduler.gateways import GatewaySide
 from server.scheduler.membership import Member, Membership
-from server.scheduler.outbox import Delivery, failure
 from server.scheduler.plans import Step
 from server.scheduler.policy import Policy
-from server.scheduler.traces import Ask, Tracer
-from server.scheduler.watermark import Watermark
+from server.scheduler.traces import Tracer
 from topspin import __version__, errors
 from topspin.channel import Event, Malformed, PeerGone, Received
 from topspin.config import EngineConfig
@@ -40,13 +37,11 @@ from topspin.errors import (
     TopspinError,
     VersionMismatch,
 )
-from topspin.expert_table import ExpertTable, uniform_table
+from topspin.expert_table import ExpertTable
 from topspin.messages import (
-    AbortRequest,
     AddRequest,
     AnyMessage,
     ClockPong,
-    EngineState,
     ExpertCounts,
     Goodbye,
     Hello,
@@ -54,15 +49,11 @@ from topspin.messages import (
     PrepareTable,
     Progress,
     Ready,
-    Refused,
-    Stats,
-    StatsQuery,
     StepFailed,
     StepResult,
     Stop,
     TablePrepared,
     TraceDump,
-    TraceRequest,
 )
 from topspin.trace import Kind
 
@@ -70,10 +61,6 @@ from topspin.trace import Kind
 POLL_S = 0.5
 # The same while a step is in flight, whose nodes are watched.
 WATCH_POLL_S = 0.25
-# How long all nodes of a step may wait for one another, beside the links' own latency, before
-# what they wait for counts as lost. They say so after topspin.progress.INTERVAL_S: together
-# that is less than the 3 s within which a partition is to be noticed.
-STANDSTILL_S = 1.5
 # How long a lost peer's own closed connection may come after others' complaints about it.
 CAUSE_WAIT_S = 0.2
 # How long nodes have to leave after Stop.
@@ -108,45 +95,37 @@ class Service:
         report_dead: Callable[[int], None] = lambda pid: None,
     ) -> None:
         """`report_dead` is told the process ids of nodes that are lost (`--restart on`)."""
-        num_experts = config.topology.expert_nodes if facts.num_moe_layers else 0
-        topology = msgspec.structs.replace(config.topology, expert_nodes=num_experts)
+        config = fitted_config(config, facts)
         self._channel = channel
-        caching = config.scheduler.prefix_caching and facts.shares_prefixes
-        scheduler = msgspec.structs.replace(config.scheduler, prefix_caching=caching)
-        self._config = msgspec.structs.replace(config, topology=topology, scheduler=scheduler)
+        self._config = config
         self._facts = facts
         self._clock = clock
         self._logger = logger
         self._membership = Membership(
-            num_attention=topology.attention_nodes,
-            num_experts=num_experts,
+            num_attention=config.topology.attention_nodes,
+            num_experts=config.topology.expert_nodes,
             revision=__version__,
         )
-        self._table = uniform_table(
-            num_layers=facts.num_moe_layers,
-            num_experts=facts.num_experts,
-            num_nodes=max(1, num_experts),
-            num_redundant=config.balance.redundant_experts,
-        )
+        self._table = first_table(config, facts)
         self._expert_load = ExpertLoad(self._table, half_life_pairs=config.balance.half_life_pairs)
         self._balancer = ExpertBalancer(self._table, self._expert_load, config.balance)
         self._tracer = Tracer(config.trace)
         self._policy: Policy | None = None
-        self._state = EngineState(state="starting", detail=self._membership.awaited())
+        self._gateways = GatewaySide(
+            self._membership,
+            balancer=self._balancer,
+            expert_load=self._expert_load,
+            tracer=self._tracer,
+            send=self._send,
+            log=self._log,
+            clock=clock,
+        )
         self._stop_reason: str | None = None
         self._events: deque[Event] = deque()
         self._gone: set[bytes] = set()
         self._report_dead = report_dead
         self._failover: Failover | None = None
-        self._watermark = Watermark(
-            silent_limit_s=config.failover.progress_deadline_s,
-            # Without restarts the waits' own deadline decides: a hiccup must not end the engine.
-            standstill_limit_s=(
-                STANDSTILL_S + 2e-6 * config.m2n.link_latency_us
-                if config.failover.restart
-                else None
-            ),
-        )
+        self._watermark = make_watermark(config)
 
     def request_stop(self, reason: str) -> None:
         """Ask the loop to end the engine in order; safe in a signal handler."""
@@ -180,8 +159,7 @@ class Service:
         while self._events and self._stop_reason is None:
             self._handle(self._events.popleft())
         self._check_progress()
-        for answer in self._tracer.finished(self._clock(), time.monotonic_ns()):
-            self._send(answer.peer, answer.trace)
+        self._gateways.send_traces()
         if self._failover is not None:
             self._failover.advance()
             if not self._failover.is_serving:
@@ -223,17 +201,15 @@ class Service:
         elif isinstance(event.message, Hello):
             self._on_hello(event.peer, event.message)
         elif event.peer in self._membership.gateways:
-            self._on_gateway_message(event.peer, event.message)
+            self._gateways.handle(event.peer, event.message)
         elif (member := self._membership.member(event.peer)) is not None:
             self._on_node_message(event.peer, member, event.message)
         else:
-            self._refuse(event.peer, f"{type(event.message).__name__} before Hello")
+            self._gateways.refuse(event.peer, f"{type(event.message).__name__} before Hello")
 
     def _on_gone(self, peer: bytes) -> None:
         if peer in self._membership.gateways:
-            self._membership.gateways.remove(peer)
-            num_aborted = 0 if self._policy is None else self._policy.abort_peer(peer)
-            self._log(f"a gateway is gone; {num_aborted} of its requests aborted")
+            self._gateways.left(peer)
         elif (member := self._membership.member(peer)) is not None:
             self._gone.add(peer)
             raise NodeLost(f"{self._membership.describe(member)} closed its connection")
@@ -248,13 +224,13 @@ class Service:
         try:
             self._membership.join(peer, hello)
         except (VersionMismatch, ConfigError) as error:
-            self._refuse(peer, str(error))
-            if hello.role != "gateway" and self._state.state == "starting":
+            self._gateways.refuse(peer, str(error))
+            if hello.role != "gateway" and self._gateways.is_starting:
                 raise  # the engine cannot become what was asked for
             return
         self._log(f"{hello.role} {hello.index} joined (pid {hello.pid})")
         if hello.role == "gateway":
-            self._send(peer, self._state)
+            self._gateways.joined(peer)
             return
         if self._failover is not None:
             self._failover.joined(Member(hello.role, hello.index))
@@ -263,66 +239,19 @@ class Service:
             welcome = self._membership.welcome(self._config.for_node(), self._table)
             for node in self._membership.peers():
                 self._send_to_node(node, welcome)
-        self._set_state("starting", self._membership.awaited())
-
-    def _refuse(self, peer: bytes, reason: str) -> None:
-        self._log(f"refused: {reason}", logging.WARNING)
-        self._send(peer, Refused(reason=reason))
-
-    def _on_gateway_message(self, peer: bytes, message: AnyMessage) -> None:
-        if isinstance(message, AddRequest):
-            self._on_add(peer, message)
-        elif isinstance(message, AbortRequest):
-            if self._policy is not None:
-                self._policy.abort(message.request_id, peer=peer)
-        elif isinstance(message, StatsQuery):
-            self._send(peer, self._stats(message.query_id))
-        elif isinstance(message, TraceRequest):
-            self._on_trace_request(peer, message)
-        else:
-            self._refuse(peer, f"a gateway sent {type(message).__name__}")
-
-    def _on_trace_request(self, peer: bytes, message: TraceRequest) -> None:
-        nodes: dict[str, tuple[str, int]] = {
-            str(member): (member.role, member.index)
-            for member in map(self._membership.member, self._membership.peers())
-            if member is not None
-        }
-        ready = nodes if self._state.state == "ready" else {}
-        self._ask(
-            self._tracer.start(
-                peer, message, nodes=ready, now=self._clock(), now_ns=time.monotonic_ns()
-            )
-        )
-
-    def _ask(self, asks: list[Ask]) -> None:
-        """Send what a trace wants to know; a node that is lost shows elsewhere."""
-        names = {str(self._membership.member(peer)): peer for peer in self._membership.peers()}
-        for name, question in asks:
-            if name in names:
-                self._send(names[name], question)
-
-    def _on_add(self, peer: bytes, message: AddRequest) -> None:
-        accepts = self._state.state == "ready" or (
-            self._state.state == "recovering" and self._failover is not None
-        )
-        if self._policy is None or not accepts:
-            error = EngineUnavailable(f"the engine is {self._state.state}")
-            self._send(peer, failure(message.request_id, error))
-        elif (refusal := self._policy.add(message, peer=peer)) is not None:
-            self._send(peer, refusal)
+        self._gateways.set_state("starting", self._membership.awaited())
 
     def _on_node_message(self, peer: bytes, member: Member, message: AnyMessage) -> None:
         if self._failover is not None and self._failover.handle(peer, member, message):
             return
         if isinstance(message, ClockPong | TraceDump):
             now_ns = time.monotonic_ns()
-            self._ask(self._tracer.on_node_message(str(member), message, now_ns))
+            self._gateways.ask_nodes(self._tracer.on_node_message(str(member), message, now_ns))
         elif isinstance(message, StepResult):
             if self._policy is None or member != Member("attention", message.index):
                 raise ProtocolError(f"{member} sent a result of attention {message.index}")
             self._tracer.stamp(Kind.RESULT_RECEIVED, message.step, message.index)
-            self._deliver(self._policy.update(message, self._clock()))
+            self._gateways.deliver(self._policy.update(message, self._clock()))
         elif isinstance(message, Progress):
             if member != Member(message.role, message.index):
                 raise ProtocolError(f"{member} speaks for {message.role} {message.index}")
@@ -378,26 +307,13 @@ class Service:
         self._membership.ready(peer, message)
         self._log(f"{message.role} {message.index} ready ({message.load_s:.1f} s)")
         if not self._membership.is_ready:
-            self._set_state("starting", self._membership.awaited())
+            self._gateways.set_state("starting", self._membership.awaited())
             return
-        m2n = self._config.m2n
-        addresses = self._membership.expert_addresses()
-        self._policy = Policy(
-            self._config,
-            num_blocks=self._membership.num_blocks(),
-            table_version=self._table.version,
-            vocab_size=self._facts.vocab_size,
-            shares_cores=shares_cores(self._config, addresses, self._facts.num_cores),
-            num_layers=self._facts.num_moe_layers,
-            cost=linked_cost_model(
-                latency_us=m2n.link_latency_us,
-                gbps=m2n.link_gbps,
-                hidden_size=self._facts.hidden_size,
-            ),
-        )
+        policy = make_policy(self._config, self._facts, self._membership, self._table)
+        self._policy = self._gateways.policy = policy
         if self._config.failover.restart:
-            self._failover = self._make_failover(self._policy)
-        self._set_state("ready")
+            self._failover = self._make_failover(policy)
+        self._gateways.set_state("ready")
 
     def _make_failover(self, policy: Policy) -> Failover:
         return Failover(
@@ -407,8 +323,8 @@ class Service:
             table=self._table,
             port=Port(
                 send=lambda member, message: self._send(self._membership.peer(member), message),
-                deliver=self._deliver,
-                announce=self._set_state,
+                deliver=self._gateways.deliver,
+                announce=self._gateways.set_state,
                 log=self._log,
                 now=self._clock,
                 report_dead=self._report_dead,
@@ -472,48 +388,6 @@ class Service:
         if not self._channel.send(peer, message):
             self._log(f"a peer does not take {type(message).__name__}", logging.WARNING)
 
-    def _deliver(self, deliveries: list[Delivery]) -> None:
-        for delivery in deliveries:
-            self._send(delivery.peer, delivery.message)
-
-    def _set_state(
-        self,
-        state: Literal["starting", "ready", "recovering", "failed", "stopping"],
-        detail: str = "",
-    ) -> None:
-        limit = 0 if self._policy is None else self._policy.max_request_tokens
-        self._state = EngineState(state=state, detail=detail, max_request_tokens=limit)
-        self._log(f"{state}: {detail}" if detail else state)
-        for peer in self._membership.gateways:
-            self._send(peer, self._state)
-
-    def _stats(self, query_id: int) -> Stats:
-        totals = self._expert_load.totals()
-        if self._policy is not None:
-            balance = self._balancer.stats()
-            return msgspec.structs.replace(
-                self._policy.stats(query_id, totals, self._clock()),
-                expert_table_version=balance.table_version,
-                expert_migrations=balance.migrations,
-                expert_balance=balance.balance,
-                expert_balance_before=balance.balance_before,
-            )
-        return Stats(
-            query_id=query_id,
-            num_waiting=0,
-            num_running=0,
-            kv_cache_usage=0.0,
-            num_blocks=0,
-            prefix_cache_queries=0,
-            prefix_cache_hits=0,
-            num_preemptions=0,
-            num_steps=0,
-            prompt_tokens=0,
-            generation_tokens=0,
-            step_seconds=0.0,
-            expert_tokens=totals,
-        )
-
     def _log(self, text: str, level: int = logging.INFO) -> None:
         self._logger.log(level, "scheduler: %s", text)
 
@@ -525,16 +399,18 @@ class Service:
         # Requests learn their own cause before their gateway hears that the engine is gone.
         if self._policy is not None:
             cause = error if isinstance(error, EngineError) else errors.StepFailed(str(error))
-            self._deliver(self._policy.fail_all(cause))
-        self._set_state("failed", str(error))
+            self._gateways.deliver(self._policy.fail_all(cause))
+        self._gateways.set_state("failed", str(error))
         self._events.extend(self._channel.poll(0))
         self._refuse_rest()
 
     def _stop(self, reason: str) -> None:
         """End every request, let the nodes go, and refuse what still comes meanwhile."""
-        self._set_state("stopping", reason)
+        self._gateways.set_state("stopping", reason)
         if self._policy is not None:
-            self._deliver(self._policy.fail_all(EngineUnavailable(f"the engine stops: {reason}")))
+            self._gateways.deliver(
+                self._policy.fail_all(EngineUnavailable(f"the engine stops: {reason}"))
+            )
         stop = Stop(reason=reason)
         staying = set(self._membership.peers()) - self._gone
         leaving = {peer for peer in staying if self._channel.send(peer, stop)}
@@ -553,5 +429,5 @@ class Service:
         """Answer the requests among the events that nobody will handle any more."""
         for event in self._events:
             if isinstance(event, Received) and isinstance(event.message, AddRequest):
-                self._on_add(event.peer, event.message)
+                self._gateways.add(event.peer, event.message)
         self._events.clear()

@@ -1,0 +1,71 @@
+"""What the scheduler of one engine is made of, from its configuration and model.
+
+Owns the values that follow from both together: they are computed once, at the start or when
+the nodes' sizes are known. Pure. Called by service.py.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from server.scheduler.cost import linked_cost_model
+from server.scheduler.engine_facts import EngineFacts, shares_cores
+from server.scheduler.membership import Membership
+from server.scheduler.policy import Policy
+from server.scheduler.watermark import Watermark
+from topspin.config import EngineConfig
+from topspin.expert_table import ExpertTable, uniform_table
+
+# How long all nodes of a step may wait for one another, beside the links' own latency, before
+# what they wait for counts as lost. They say so after topspin.progress.INTERVAL_S: together
+# that is less than the 3 s within which a partition is to be noticed.
+STANDSTILL_S = 1.5
+
+
+def fitted_config(config: EngineConfig, facts: EngineFacts) -> EngineConfig:
+    """Return `config` without what the model has no use for: expert nodes, shared prefixes."""
+    num_experts = config.topology.expert_nodes if facts.num_moe_layers else 0
+    caching = config.scheduler.prefix_caching and facts.shares_prefixes
+    return msgspec.structs.replace(
+        config,
+        topology=msgspec.structs.replace(config.topology, expert_nodes=num_experts),
+        scheduler=msgspec.structs.replace(config.scheduler, prefix_caching=caching),
+    )
+
+
+def first_table(config: EngineConfig, facts: EngineFacts) -> ExpertTable:
+    """Return the expert table with which the engine starts."""
+    return uniform_table(
+        num_layers=facts.num_moe_layers,
+        num_experts=facts.num_experts,
+        num_nodes=max(1, config.topology.expert_nodes),
+        num_redundant=config.balance.redundant_experts,
+    )
+
+
+def make_watermark(config: EngineConfig) -> Watermark:
+    """Return the judge of nodes that do not get on."""
+    # Without restarts the waits' own deadline decides: a hiccup must not end the engine.
+    standstill_s = STANDSTILL_S + 2e-6 * config.m2n.link_latency_us
+    return Watermark(
+        silent_limit_s=config.failover.progress_deadline_s,
+        standstill_limit_s=standstill_s if config.failover.restart else None,
+    )
+
+
+def make_policy(
+    config: EngineConfig, facts: EngineFacts, membership: Membership, table: ExpertTable
+) -> Policy:
+    """Return the policy over the nodes on the roll, all of which are ready."""
+    m2n = config.m2n
+    return Policy(
+        config,
+        num_blocks=membership.num_blocks(),
+        table_version=table.version,
+        vocab_size=facts.vocab_size,
+        shares_cores=shares_cores(config, membership.expert_addresses(), facts.num_cores),
+        num_layers=facts.num_moe_layers,
+        cost=linked_cost_model(
+            latency_us=m2n.link_latency_us, gbps=m2n.link_gbps, hidden_size=facts.hidden_size
+        ),
+    )
