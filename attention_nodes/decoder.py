@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch
 from torch import Tensor
 
 from attention_nodes.kv_cache import KvCache
@@ -57,7 +58,7 @@ class Decoder:
         self._scale = config.head_dim**-0.5
         self._embed = weights.embed
         self._final_norm = weights.final_norm
-        self._lm_head = ops.pack_linear(weights.lm_head)
+        self._lm_head = ops.pack_lm_head(weights.lm_head)
         moe_idx = {layer: idx for idx, layer in enumerate(config.moe_layers)}
         self.layers = [
             self._pack(idx, moe_idx.get(idx), layer)
@@ -170,4 +171,5 @@ class Decoder:
     def logits(self, residual: Tensor) -> Tensor:
         """Return fp32 logits [R, V] of finished residual rows [R, H]."""
         normed = self._ops.rms_norm(residual, self._final_norm, eps=self.config.rms_norm_eps)
-        return self._ops.linear(normed, self._lm_head).float()
+        logits = residual.new_empty(len(residual), self._lm_head.out_features, dtype=torch.float32)
+        return self._ops.linear(normed, self._lm_head, out=logits)

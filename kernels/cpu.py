@@ -35,6 +35,7 @@ __all__ = [
     "name",
     "pack_experts",
     "pack_linear",
+    "pack_lm_head",
     "pack_projection",
     "paged_attention",
     "permute",
@@ -50,7 +51,7 @@ __all__ = [
 name: Final = "cpu"
 
 # The matrices that --quantization covers; here they are packed as any other.
-pack_projection = pack_linear
+pack_projection = pack_lm_head = pack_linear
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:

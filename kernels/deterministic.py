@@ -33,6 +33,7 @@ __all__ = [
     "name",
     "pack_experts",
     "pack_linear",
+    "pack_lm_head",
     "pack_projection",
     "paged_attention",
     "pair_mlp",
@@ -75,7 +76,7 @@ def pack_linear(weight: Tensor) -> LinearWeight:
 
 
 # The matrices that --quantization covers; here they are packed as any other.
-pack_projection = pack_linear
+pack_projection = pack_lm_head = pack_linear
 
 
 def _product(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:

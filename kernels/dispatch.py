@@ -78,6 +78,9 @@ class Ops(Protocol):
     def pack_projection(self, weight: Tensor) -> LinearWeight:
         """Pack, as `pack_linear`, one of the matrices that --quantization covers."""
 
+    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
+        """Pack, as `pack_linear`, the LM head, which --quantization keeps in 8 bits."""
+
     def linear(
         self,
         x: Tensor,

@@ -38,21 +38,21 @@ class QuantisedWeight(LinearWeight):
     data is u8[blocks, groups, bytes]; outputs and inputs beyond O and I are zeros.
     """
 
-    bits: int
+    bits: int = field(kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedExperts(ExpertWeights):
     """Experts by slot. The halves of gate_up are padded to whole groups, each by itself."""
 
-    addresses: Tensor = field(init=False)
+    places: Tensor = field(init=False)
     """i64[E, 2], where the data of gate_up and down begin."""
 
     def __post_init__(self) -> None:
         """Note where the weights are."""
         pairs = zip(self.gate_up, self.down, strict=True)
         found = [[a.data.data_ptr(), b.data.data_ptr()] for a, b in pairs]
-        object.__setattr__(self, "addresses", torch.tensor(found, dtype=torch.int64).view(-1, 2))
+        object.__setattr__(self, "places", torch.tensor(found, dtype=torch.int64).view(-1, 2))
 
 
 def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
@@ -100,7 +100,8 @@ def quantised_product(
     """Multiply x [R, I] by a quantised weight transposed and add bias [O]; gives [R, O]."""
     num_rows = x.shape[0]
     rows, groups = _whole_groups(x), weight.data.shape[1]
-    result = x.new_empty(num_rows, weight.out_features)
+    is_ours = out is not None and out.is_contiguous() and out.dtype in _DTYPES
+    result = out if out is not None and is_ours else x.new_empty(num_rows, weight.out_features)
     if bias is not None:
         bias = F.pad(bias.float(), (0, -len(bias) % LANES))
     if num_rows:
@@ -117,12 +118,13 @@ def quantised_product(
                 weight.out_features,
                 0 if bias is None else bias.data_ptr(),
                 result.data_ptr(),
+                _is_bf16(result),
                 codes.data_ptr(),
                 0,
             ],
             num_threads=torch.get_num_threads(),
         )
-    return result if out is None else out.copy_(result)
+    return result if out is None or is_ours else out.copy_(result)
 
 
 def quantised_mlp(
@@ -161,7 +163,7 @@ def quantised_mlp(
             slots.data_ptr(),
             weights.data_ptr(),
             experts.num_experts,
-            experts.addresses.data_ptr(),
+            experts.places.data_ptr(),
             first.bits,
             groups,
             units,
@@ -213,6 +215,10 @@ class QuantisedOps:
     def pack_projection(self, weight: Tensor) -> LinearWeight:
         """Quantise a weight [O, I]; the caller drops the original."""
         return quantise(weight, self._bits)
+
+    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
+        """Quantise the LM head [V, H] to 8 bits: 4 would change the most likely token."""
+        return quantise(weight, 8)
 
     def linear(
         self,

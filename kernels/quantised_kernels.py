@@ -211,7 +211,7 @@ def _name_rows(rows: int, first: int, size: int, count: int) -> None:
 
 
 (L_INPUT, L_IS_BF16, L_ROWS, L_GROUPS, L_WEIGHT, L_BITS, L_OUTPUTS, L_BIAS) = offsets(8)
-(L_OUT, L_CODES, L_BLOCK_CLAIMS) = offsets(11)[8:]
+(L_OUT, L_OUT_IS_BF16, L_CODES, L_BLOCK_CLAIMS) = offsets(12)[8:]
 
 
 @Kernel
@@ -241,7 +241,7 @@ def quantised_linear(block: int) -> None:
 @inlined
 def _linear_block(block: int, index: int, bits: int, num_groups: int, num_rows: int) -> None:
     """Write LANES outputs of all rows."""
-    is_bf16, outputs = read_i64(block + L_IS_BF16), read_i64(block + L_OUTPUTS)
+    is_bf16, outputs = read_i64(block + L_OUT_IS_BF16), read_i64(block + L_OUTPUTS)
     codes, one_row = read_i64(block + L_CODES), num_groups * ROW_GROUP_BYTES
     bias, out = read_i64(block + L_BIAS), read_i64(block + L_OUT)
     size = 2 if is_bf16 else 4

@@ -161,13 +161,16 @@ def pack_linear(weight: Tensor) -> LinearWeight:
 
 
 # The matrices that --quantization covers; here they are packed as any other.
-pack_projection = pack_linear
+pack_projection = pack_lm_head = pack_linear
 
 
 def linear(
     x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O]."""
+    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O].
+
+    `out` may have a wider dtype than x.
+    """
     return _deliver(F.linear(x, weight.data, bias), out)
 
 
