@@ -63,6 +63,8 @@ class LinearWeight:
     in_features: int
     packed: bool
     """True if `data` is in a private layout, False if it is the plain matrix."""
+    address: int = field(default=0, kw_only=True)
+    """Where the numbers of `data` lie, for kernels that know its layout; 0: for none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +85,8 @@ class ExpertWeights:
     ffn_size: int
     dtype: torch.dtype
     joined: bool = False
+    addresses: Tensor | None = field(default=None, kw_only=True)
+    """i64[E, 3], by slot the addresses of gate, up and down, for kernels that know the layout."""
 
 
 class ExpertMatrices(NamedTuple):

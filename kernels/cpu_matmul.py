@@ -1,7 +1,8 @@
 """Matrix products on the CPU: weights prepacked for oneDNN, and the experts' MLPs.
 
-bf16 weights are reordered once to oneDNN's own layout, which replaces the original and
-gives bit-equal results. fp32 weights stay plain: fp32 is run for exactness, and the
+bf16 weights are reordered once to oneDNN's own layout, which replaces the original. Few rows
+go through compiled kernels that read the same layout (`kernels.numba_matmul`), many through
+oneDNN. fp32 weights stay plain: fp32 is run for exactness, and the
 packed product sums in another order. Knows no model; used through `kernels.cpu`.
 
 Experts have two layouts. By slot: one product per expert and matrix over that expert's
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import numba_experts, numba_matmul
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
 from kernels.reference import (
     check_expert,
@@ -57,7 +59,8 @@ def pack_linear(weight: Tensor) -> LinearWeight:
     if not can_prepack(weight.dtype):
         return LinearWeight(weight, num_out, num_in, packed=False)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    return LinearWeight(packed, num_out, num_in, packed=True)
+    address = numba_matmul.address_of(weight, packed)
+    return LinearWeight(packed, num_out, num_in, packed=True, address=address)
 
 
 def linear(
@@ -68,6 +71,8 @@ def linear(
         result = F.linear(x, weight.data, bias)
     elif x.shape[0] == 0:
         result = x.new_empty(0, weight.out_features)
+    elif weight.address and numba_matmul.can_multiply(x):
+        result = numba_matmul.linear_of_rows(x, weight.address, weight.out_features, bias)
     else:
         result = torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
     return result if out is None else out.copy_(result)
@@ -101,7 +106,8 @@ def pack_experts(
         if size_bytes <= MAX_JOINED_EXPERT_BYTES and can_prepack(firsts[0].dtype):
             return _join(torch.stack(firsts), torch.stack(seconds))
         gate_up, down = firsts, seconds
-    return collect_experts([pack_linear(w) for w in gate_up], [pack_linear(w) for w in down])
+    packed = collect_experts([pack_linear(w) for w in gate_up], [pack_linear(w) for w in down])
+    return numba_experts.with_addresses(packed)
 
 
 def _join(gate_up: Tensor, down: Tensor) -> ExpertWeights:
@@ -109,7 +115,7 @@ def _join(gate_up: Tensor, down: Tensor) -> ExpertWeights:
     num_experts, hidden_size, ffn_size = down.shape
     assert gate_up.shape == (num_experts, 2 * ffn_size, hidden_size), tuple(gate_up.shape)
     halves = gate_up.view(num_experts, 2, ffn_size, hidden_size).transpose(0, 1)
-    return ExpertWeights(
+    packed = ExpertWeights(
         gate_up=[pack_linear(halves.reshape(-1, hidden_size))],
         down=[pack_linear(down.transpose(0, 1).reshape(hidden_size, -1))],
         num_experts=num_experts,
@@ -118,6 +124,7 @@ def _join(gate_up: Tensor, down: Tensor) -> ExpertWeights:
         dtype=down.dtype,
         joined=True,
     )
+    return numba_experts.with_addresses(packed)
 
 
 def rebuild_experts(
@@ -127,9 +134,11 @@ def rebuild_experts(
 
     Joined weights are unpacked, put together anew and packed, one matrix at a time.
     """
-    if not experts.joined:
-        return rebuild_slots(experts, slots, pack_linear)
-    return _rebuild_joined(experts, slots)
+    if experts.joined:
+        rebuilt = yield from _rebuild_joined(experts, slots)
+    else:
+        rebuilt = yield from rebuild_slots(experts, slots, pack_linear)
+    return numba_experts.with_addresses(rebuilt)
 
 
 def _rebuild_joined(
@@ -171,9 +180,14 @@ def grouped_mlp(
 ) -> ExpertOutput:
     """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
 
-    Joined experts are added in slot order inside the product, in fp32, and the sum is
-    rounded to the dtype of hidden.
+    A few rows go through one kernel that reads their experts only. Otherwise joined experts
+    are added in slot order inside the product, in fp32, and the sum is rounded to the
+    dtype of hidden.
     """
+    if experts.addresses is not None:
+        result = torch.empty_like(hidden) if out is None else out
+        if numba_experts.can_run(hidden, slots, weights, result):
+            return numba_experts.mlp_of_rows(hidden, slots, weights, experts, result)
     if experts.joined:
         return _joined_mlp(hidden, slots, weights, experts, out)
     return _mlp_by_slot(hidden, slots, weights, experts, out)

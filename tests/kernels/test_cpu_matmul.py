@@ -37,10 +37,14 @@ def test_linear(
     x = torch.randn(num_rows, num_in).to(dtype)
     wanted = reference.linear(x, reference.pack_linear(weight), bias)
     packed = cpu.pack_linear(weight)
-    assert torch.equal(cpu.linear(x, packed, bias), wanted)
+    result = cpu.linear(x, packed, bias)
+    if dtype == torch.float32:
+        assert torch.equal(result, wanted)
+    else:  # Sums in another order round differently where they are near a tie.
+        torch.testing.assert_close(result, wanted, rtol=2.0**-7, atol=1e-4)
     out = torch.empty_like(wanted)
     assert cpu.linear(x, packed, bias, out) is out
-    assert torch.equal(out, wanted)
+    assert torch.equal(out, result)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
