@@ -1,0 +1,188 @@
+"""Every message of the control plane, in one place.
+
+Import them from here; the modules of this package define them by who talks to whom. Owns
+their form: frozen, tagged msgspec structs, encoded as MessagePack maps with a
+`type` field. Knows no sockets (topspin.channel) and no policy. Numeric arrays travel
+as little-endian int32 bytes (`pack_ints`), so that a decode step of 256 sequences is a
+few buffers and not thousands of objects. A change of meaning raises PROTOCOL_VERSION.
+
+Who sends what:
+    node -> scheduler     Hello, Ready, StepResult, StepFailed, ExpertCounts, Goodbye,
+                          TablePrepared
+    scheduler -> node     Welcome, Refused, StepTicket (experts), StepPlan (attention), Stop,
+                          PrepareTable
+    gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery
+    scheduler -> gateway  EngineState, Outputs, RequestFailed, Stats, Refused
+    for a trace           TraceRequest (gateway), ClockPing, TraceQuery (to nodes),
+                          ClockPong, TraceDump (nodes), Trace (to the gateway)
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from topspin.errors import ProtocolError
+from topspin.messages.base import (
+    PROTOCOL_VERSION,
+    FinishReason,
+    Message,
+    ProgressState,
+    Role,
+    pack_ints,
+    unpack_ints,
+)
+from topspin.messages.membership import (
+    ExpertPeer,
+    Goodbye,
+    Halt,
+    Halted,
+    Hello,
+    Loaded,
+    PrepareTable,
+    Ready,
+    Reform,
+    Refused,
+    Stop,
+    TablePrepared,
+    Topology,
+    Welcome,
+)
+from topspin.messages.requests import (
+    STEP_BUCKETS_S,
+    AbortRequest,
+    AddRequest,
+    EngineState,
+    Outputs,
+    RequestFailed,
+    RequestOutput,
+    SamplingParams,
+    Stats,
+    StatsQuery,
+    StepHistogram,
+    TokenLogprobs,
+)
+from topspin.messages.steps import (
+    ExpertCounts,
+    MicroBatch,
+    NewSequence,
+    Progress,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    StepTicket,
+    StepTimings,
+)
+from topspin.messages.traces import (
+    ClockPing,
+    ClockPong,
+    NodeTrace,
+    Trace,
+    TraceDump,
+    TraceQuery,
+    TraceRequest,
+)
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "STEP_BUCKETS_S",
+    "AbortRequest",
+    "AddRequest",
+    "AnyMessage",
+    "ClockPing",
+    "ClockPong",
+    "EngineState",
+    "ExpertCounts",
+    "ExpertPeer",
+    "FinishReason",
+    "Goodbye",
+    "Halt",
+    "Halted",
+    "Hello",
+    "Loaded",
+    "Message",
+    "MicroBatch",
+    "NewSequence",
+    "NodeTrace",
+    "Outputs",
+    "PrepareTable",
+    "Progress",
+    "ProgressState",
+    "Ready",
+    "Reform",
+    "Refused",
+    "RequestFailed",
+    "RequestOutput",
+    "Role",
+    "SamplingParams",
+    "Stats",
+    "StatsQuery",
+    "StepFailed",
+    "StepHistogram",
+    "StepPlan",
+    "StepResult",
+    "StepTicket",
+    "StepTimings",
+    "Stop",
+    "TablePrepared",
+    "TokenLogprobs",
+    "Topology",
+    "Trace",
+    "TraceDump",
+    "TraceQuery",
+    "TraceRequest",
+    "Welcome",
+    "decode",
+    "encode",
+    "pack_ints",
+    "unpack_ints",
+]
+
+AnyMessage = (
+    TraceRequest
+    | ClockPing
+    | ClockPong
+    | TraceQuery
+    | TraceDump
+    | Trace
+    | Hello
+    | Welcome
+    | Refused
+    | Ready
+    | Loaded
+    | Halt
+    | Halted
+    | Reform
+    | Stop
+    | Goodbye
+    | AddRequest
+    | AbortRequest
+    | Outputs
+    | RequestFailed
+    | EngineState
+    | StatsQuery
+    | Stats
+    | StepTicket
+    | StepPlan
+    | StepResult
+    | StepFailed
+    | Progress
+    | ExpertCounts
+    | PrepareTable
+    | TablePrepared
+)
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    """Return `message` as MessagePack."""
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> AnyMessage:
+    """Return the message in `data`; raises ProtocolError if it is none of the above."""
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a control message: {error}") from error

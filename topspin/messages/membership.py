@@ -1,0 +1,157 @@
+"""How nodes and gateways come, form an engine, form it anew after a loss, and leave.
+
+Sent by every node and gateway and by the scheduler; see topspin.messages.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from topspin.config import NodeConfig
+from topspin.expert_table import ExpertTable
+from topspin.messages.base import PROTOCOL_VERSION, Message, Role
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """A worker or gateway introduces itself.
+
+    `fingerprint` names the checkpoint (empty for gateways), `data_address` where an expert
+    node accepts attention nodes ("unix:@NAME", "tcp:HOST:PORT", either of them behind
+    "nixl:", "local"; empty otherwise).
+    `incarnation` is unique to this process life.
+    """
+
+    role: Role
+    index: int
+    incarnation: int
+    revision: str
+    fingerprint: str = ""
+    data_address: str = ""
+    pid: int = 0
+    protocol: int = PROTOCOL_VERSION
+
+
+class ExpertPeer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where an expert node is reached, and which process life it is."""
+
+    address: str
+    incarnation: int
+
+
+class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who makes up the engine in one generation, by index; None: that node is absent.
+
+    Pairs, steps and results belong to a generation. An absent expert node holds no experts
+    in `table`.
+    """
+
+    table: ExpertTable
+    experts: tuple[ExpertPeer | None, ...]
+    attention_incarnations: tuple[int | None, ...]
+    generation: int = 1
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Sent to every node once all nodes of the engine have said Hello.
+
+    A node that comes later (`joins_late`) gets it at once: it loads what the table gives it,
+    says Loaded, and connects when it is sent a Reform.
+    """
+
+    config: NodeConfig
+    topology: Topology
+    joins_late: bool = False
+
+    @property
+    def table(self) -> ExpertTable:
+        """Return the topology's expert table."""
+        return self.topology.table
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The peer may not take part; it logs the reason and exits with a failure."""
+
+    reason: str
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """A node has loaded, connected and warmed up. `num_blocks` is 0 for expert nodes."""
+
+    role: Role
+    index: int
+    num_blocks: int = 0
+    weight_bytes: int = 0
+    load_s: float = 0.0
+    generation: int = 1
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """The engine is shutting down in order: finish the current step, close, exit 0."""
+
+    reason: str
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """A node leaves because of an error of its own, named here, before it exits."""
+
+    role: Role
+    index: int
+    code: str
+    message: str
+
+
+# Failover.
+
+
+class Loaded(Message, frozen=True, kw_only=True):
+    """A node that joins late has loaded and warmed up; it has no connections yet."""
+
+    role: Role
+    index: int
+    num_blocks: int = 0
+    load_s: float = 0.0
+
+
+class Halt(Message, frozen=True, kw_only=True):
+    """Generation `generation` begins: give up all steps and sequences, close the net.
+
+    Ends a step's waits. Steps that were sent before it are not answered.
+    """
+
+    generation: int
+
+
+class Halted(Message, frozen=True, kw_only=True):
+    """The node has closed its net and keeps nothing of earlier generations but its weights
+    and (attention) its cache."""
+
+    role: Role
+    index: int
+    generation: int
+
+
+class Reform(Message, frozen=True, kw_only=True):
+    """Sent once every node named in `topology` has halted: connect anew and say Ready."""
+
+    topology: Topology
+
+
+# Expert tables.
+
+
+class PrepareTable(Message, frozen=True, kw_only=True):
+    """To every node: be able to run steps whose ticket names this table, and say so.
+
+    Steps of the table in use go on meanwhile. A newer PrepareTable replaces one that was
+    not answered.
+    """
+
+    table: ExpertTable
+
+
+class TablePrepared(Message, frozen=True, kw_only=True):
+    """The node can run steps of table `version`: routes are known, or weights are read."""
+
+    role: Role
+    index: int
+    version: int

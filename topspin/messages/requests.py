@@ -1,0 +1,161 @@
+"""What gateways ask for and what they are answered: requests, their outputs, counters.
+
+Between a gateway and the scheduler only; SamplingParams and TokenLogprobs go on to the
+attention nodes and come from there. See topspin.messages.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from topspin.messages.base import FinishReason, Message
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the next token is chosen; ranges are checked by the gateway, and by the scheduler.
+
+    `seed` is always set (the gateway draws and records one for an unseeded request);
+    `choice` counts the n choices of one request. `top_k` 0 and `max_tokens` are counts;
+    `eos_token_ids` is empty under ignore_eos. Stop strings stay in the gateway.
+    `logprobs` None: none; k >= 0: the chosen token's and the k best.
+    """
+
+    max_tokens: int
+    seed: int
+    choice: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+
+class AddRequest(Message, frozen=True, kw_only=True):
+    """One choice of one request. `prompt` is packed ints; `cache_salt` separates tenants."""
+
+    request_id: str
+    prompt: bytes
+    sampling: SamplingParams
+    cache_salt: str = ""
+
+
+class AbortRequest(Message, frozen=True, kw_only=True):
+    """The client has gone, or a stop string was found: free the request, send nothing more."""
+
+    request_id: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Natural log-probabilities of one sampled token and of the best ones, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """New tokens of one request. `index` is the output position of the first of them.
+
+    `finish_reason` is set on the last output of a request, and only there; `stop_token_id`
+    is the stop or eos token that ended it (it is the last of `token_ids`).
+    """
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+
+
+class Outputs(Message, frozen=True, kw_only=True):
+    """All new tokens of one finished step for one gateway."""
+
+    outputs: tuple[RequestOutput, ...]
+
+
+class RequestFailed(Message, frozen=True, kw_only=True):
+    """The request ended with an error; `code` and `status` as in topspin.errors."""
+
+    request_id: str
+    code: str
+    status: int
+    message: str
+
+
+# Upper bounds of the buckets of StepHistogram, in seconds; the last one is open.
+STEP_BUCKETS_S = (
+    0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025,
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
+)  # fmt: skip
+
+
+class StepHistogram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Steps by duration: `counts` has one entry more than STEP_BUCKETS_S, not cumulative."""
+
+    counts: tuple[int, ...]
+    sum_s: float
+
+
+class EngineState(Message, frozen=True, kw_only=True):
+    """Sent to a gateway after its Hello and at every change.
+
+    In "recovering" requests are accepted and wait: a lost node is being replaced.
+    `max_request_tokens`: prompt and output together that fit the model and one node's
+    cache; 0 while starting.
+    """
+
+    state: Literal["starting", "ready", "recovering", "failed", "stopping"]
+    detail: str = ""
+    max_request_tokens: int = 0
+
+
+class StatsQuery(Message, frozen=True, kw_only=True):
+    """Ask the scheduler for its counters."""
+
+    query_id: int
+
+
+class Stats(Message, frozen=True, kw_only=True):
+    """The scheduler's counters and gauges, for /metrics.
+
+    `num_replays` counts requests that a lost node or step sent back to the queue.
+    `expert_tokens[layer][expert]` counts routed (token, expert) pairs since start.
+    `expert_balance` is the expert nodes' max/mean of such pairs under the table in use, as
+    served lately; `expert_balance_before` that under the table before, when it was left.
+    `expert_migrations` counts the experts that nodes had to read for new tables.
+    `progress_age_s`: how long ago a node last got on with the oldest step in flight; None if
+    no step is in flight.
+    """
+
+    query_id: int
+    num_waiting: int
+    num_running: int
+    kv_cache_usage: float
+    num_blocks: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    step_seconds: float
+    num_replays: int = 0
+    expert_tokens: tuple[tuple[int, ...], ...] = ()
+    step_phases: dict[str, StepHistogram] = msgspec.field(default_factory=dict)
+    num_micro_batches: int = 0
+    expert_table_version: int = 1
+    expert_migrations: int = 0
+    expert_balance: float = 1.0
+    expert_balance_before: float = 1.0
+    progress_age_s: float | None = None

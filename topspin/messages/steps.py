@@ -1,0 +1,145 @@
+"""Steps: what the nodes are told to do, and what they say of it.
+
+Between the scheduler and the nodes only. See topspin.messages.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from topspin.messages.base import Message, ProgressState, Role
+from topspin.messages.requests import SamplingParams, TokenLogprobs
+
+
+class StepTicket(Message, frozen=True, kw_only=True):
+    """One engine step, as every node of it must see it.
+
+    `previous` is the step before it in the chain (0 at the start of a generation);
+    `participants` are the attention nodes that take part, ascending; `row_buckets[mb]` is
+    an upper bound of the token rows that any participant has in micro-batch mb.
+    """
+
+    step: int
+    previous: int
+    generation: int
+    table_version: int
+    num_micro_batches: int
+    participants: tuple[int, ...]
+    row_buckets: tuple[int, ...]
+
+
+class NewSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A sequence that the node has not seen, whole.
+
+    `seq_id` is unique to this admission (a preempted request comes back under another).
+    `tokens`: packed prompt and, after a preemption, the output so far; the first
+    `num_computed` of them are in the cache already, in `blocks` (packed block ids).
+    """
+
+    seq_id: int
+    tokens: bytes
+    num_prompt_tokens: int
+    num_computed: int
+    blocks: bytes
+    sampling: SamplingParams
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sequence slices of one micro-batch on one attention node, as packed arrays.
+
+    Slice i advances sequence `seq_ids[i]` by `num_tokens[i]` positions from its committed
+    length. Its input is the sequence's own next tokens: the known ones (prompt), then
+    whatever the node itself sampled last (LAST). `sample[i]` is 1 if the last position's
+    logits are sampled. `block_counts[i]` new blocks of `block_ids` are appended to its table.
+    """
+
+    seq_ids: bytes
+    num_tokens: bytes
+    sample: bytes
+    block_counts: bytes
+    block_ids: bytes
+
+
+class StepPlan(Message, frozen=True, kw_only=True):
+    """What one attention node does in a step: the ticket, and its micro-batches.
+
+    `finished` (packed seq ids) are forgotten before anything else; `new` come next;
+    `micro_batches` has ticket.num_micro_batches entries, some perhaps empty.
+    """
+
+    ticket: StepTicket
+    finished: bytes
+    new: tuple[NewSequence, ...]
+    micro_batches: tuple[MicroBatch, ...]
+
+
+class StepTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that one attention node spent in a step, by phase.
+
+    total = prepare (the plan's inputs) + attention + wait (for the experts) + sample.
+    `expert_s` is the busiest expert node's computing time in the step, `link_s` the mean
+    one-way time where it could be told from waiting. `gap_s`: how long the node had no plan
+    before this step.
+    """
+
+    total_s: float
+    attention_s: float
+    wait_s: float
+    sample_s: float
+    prepare_s: float = 0.0
+    expert_s: float = 0.0
+    link_s: float | None = None
+    gap_s: float = 0.0
+
+
+class StepResult(Message, frozen=True, kw_only=True):
+    """What one attention node sampled: packed `seq_ids` and `tokens`, in plan order.
+
+    `logprobs` holds entries for the sequences that asked; `errors` the sequences that
+    could not be sampled, with the reason (their requests fail, the step does not).
+    """
+
+    step: int
+    generation: int
+    index: int
+    seq_ids: bytes
+    tokens: bytes
+    timings: StepTimings
+    logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
+    errors: dict[int, str] = msgspec.field(default_factory=dict)
+
+
+class StepFailed(Message, frozen=True, kw_only=True):
+    """A node could not finish a step; `code` and `message` as in topspin.errors."""
+
+    step: int
+    generation: int
+    role: Role
+    index: int
+    code: str
+    message: str
+
+
+class Progress(Message, frozen=True, kw_only=True):
+    """How a node gets on with a long step (topspin.progress).
+
+    It works, waits for a peer's rows, or (expert nodes, whose results name no step) has done
+    its part and nothing has come since.
+    """
+
+    step: int
+    generation: int
+    role: Role
+    index: int
+    state: ProgressState = "working"
+
+
+class ExpertCounts(Message, frozen=True, kw_only=True):
+    """(token, expert) pairs that an expert node has served since its last report.
+
+    `counts[layer]`: packed ints, one per slot of that MoE layer on this node.
+    """
+
+    index: int
+    table_version: int
+    counts: tuple[bytes, ...]
