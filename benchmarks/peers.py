@@ -7,7 +7,7 @@ benchmarks/README.md. Run as
 
     python -m benchmarks.peers MODEL_DIR --vllm PATH/bin/vllm --llama-server PATH --gguf FILE
 
-Flags after `--` go to `topspin bench compare`.
+All other flags go to `topspin bench compare`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--llama-server", type=Path, metavar="FILE")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for llama.cpp")
     parser.add_argument("--topspin-flags", default="", help="more flags of topspin serve")
-    parser.add_argument("compare", nargs="*", help="flags of topspin bench compare, after --")
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
     if (args.llama_server is None) != (args.gguf is None):
         parser.error("--llama-server and --gguf go together")
     if not args.vllm and not args.llama_server:
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags += ["--target", f"{name}={url}={NAME}", "--start", f"{name}={shlex.join(words)}"]
     flags += ["--tokenizer", str(args.model), "--random-input-len", "128"]
     flags += ["--random-output-len", "64", "--start-timeout", "300"]
-    return compare.main([*flags, *args.compare])
+    return compare.main([*flags, *rest])
 
 
 if __name__ == "__main__":

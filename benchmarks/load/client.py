@@ -31,8 +31,6 @@ OWNED_FIELDS = {
     "n": "one answer a request is measured",
     "best_of": "one answer a request is measured",
 }
-# Below the usual 5 s of servers, so that no request goes out on a connection being closed.
-KEEPALIVE_S = 2.0
 # How long the body may stay open after [DONE] before the connection is given up.
 AFTER_DONE_S = 1.0
 MAX_ERROR_TEXT = 500
@@ -105,7 +103,9 @@ class Client:
         if self._target.api_key is not None:
             headers["Authorization"] = f"Bearer {self._target.api_key}"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            # A connection per request: some servers close one after a streamed answer, and a
+            # request that meets that close would count as the server's failure.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             headers=headers | self._target.headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
             cookie_jar=aiohttp.DummyCookieJar(),
