@@ -22,7 +22,7 @@ from m2n_comm.layout import RouteMap, Routes, check_known
 from m2n_comm.lines import Hop, Lines, describe, late
 from m2n_comm.native import Record, add_answer, write_request
 from m2n_comm.native import serves as native_serves
-from m2n_comm.net import NetShape, NetTimes
+from m2n_comm.net import NetShape, NetTimes, WaitPolicy
 from m2n_comm.parts import PartFrames, Parts
 from m2n_comm.windows import PairLayout
 from m2n_comm.wire import (
@@ -72,8 +72,10 @@ class AttentionSide:
         table: ExpertTable,
         lines: Lines,
         link: LinkEmulation | None = None,
+        wait: WaitPolicy = "block",
     ) -> None:
         self.lines = lines
+        self._spins = wait == "spin"
         self.shape = shape
         self._index = index
         self._incarnation = incarnation
@@ -367,7 +369,7 @@ class AttentionSide:
         words = self._answer_words[expert][micro_batch]
         if words[DELIVER_WORD]:
             deliver_ns = read_header(raw).deliver_ns
-            if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s):
+            if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s, spins=self._spins):
                 raise late("expert", hop)
         now_ns = time.monotonic_ns()
         waited_ns = now_ns - start_ns

@@ -21,7 +21,7 @@ from m2n_comm.emulate import LinkEmulation, wait_delivery
 from m2n_comm.lines import Hop, Lines, describe, late
 from m2n_comm.native import Record, take_request, write_answer
 from m2n_comm.native import serves as native_serves
-from m2n_comm.net import ExpertBatch, NetShape
+from m2n_comm.net import ExpertBatch, NetShape, WaitPolicy
 from m2n_comm.pairs import count_pairs
 from m2n_comm.payload import unpack_rows
 from m2n_comm.windows import PairLayout, WindowRows
@@ -64,8 +64,10 @@ class ExpertSide:
         lines: Lines,
         links: tuple[LinkEmulation | None, ...] = (),
         table: ExpertTable | None = None,
+        wait: WaitPolicy = "block",
     ) -> None:
         self.lines = lines
+        self._spins = wait == "spin"
         self.shape = shape
         self._index = index
         self._incarnation = incarnation
@@ -285,7 +287,7 @@ class ExpertSide:
             raw = self.lines.receive(hop, self._pending[position:])
             if self._deliver_words[peer][micro_batch][DELIVER_WORD]:
                 deliver_ns = read_header(raw).deliver_ns
-                if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s):
+                if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s, spins=self._spins):
                     raise late("attention", hop)
             if self.trace is not None:
                 self.trace.stamp(Kind.GATHERED, layer, micro_batch, peer)

@@ -108,6 +108,7 @@ class ExpertListener:
                 lines=lines,
                 links=tuple(links),
                 table=table,
+                wait=wait,
             )
             undo.pop_all()
         if not reuse:
@@ -237,6 +238,7 @@ def connect_attention(
             table=table,
             lines=lines,
             link=link,
+            wait=wait,
         )
         undo.pop_all()
     return net

@@ -35,16 +35,28 @@ def test_a_link_that_delays_nothing_is_no_link() -> None:
     assert LinkEmulation(gbps=400.0).shaper is not None
 
 
+@pytest.mark.parametrize("spins", [False, True])
 @pytest.mark.parametrize("delay_s", [0.0, 0.00003, 0.002])
-def test_a_frame_is_not_seen_before_its_time(delay_s: float) -> None:
+def test_a_frame_is_not_seen_before_its_time(delay_s: float, spins: bool) -> None:
     deliver_ns = time.monotonic_ns() + round(delay_s * 1e9)
-    assert wait_delivery(deliver_ns, deadline_s=time.monotonic() + 10)
+    assert wait_delivery(deliver_ns, deadline_s=time.monotonic() + 10, spins=spins)
     assert time.monotonic_ns() >= deliver_ns
 
 
-def test_a_deadline_that_comes_first_ends_the_wait() -> None:
+def test_only_a_node_that_may_sleep_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr(time, "sleep", naps.append)
+    for spins in (True, False):
+        deliver_ns = time.monotonic_ns() + 2_000_000
+        assert wait_delivery(deliver_ns, deadline_s=time.monotonic() + 10, spins=spins)
+        assert bool(naps) is not spins
+
+
+@pytest.mark.parametrize("spins", [False, True])
+def test_a_deadline_that_comes_first_ends_the_wait(spins: bool) -> None:
     start_s = time.monotonic()
-    assert not wait_delivery(time.monotonic_ns() + 10**12, deadline_s=start_s + 0.01)
+    deliver_ns = time.monotonic_ns() + 10**12
+    assert not wait_delivery(deliver_ns, deadline_s=start_s + 0.01, spins=spins)
     assert 0.01 <= time.monotonic() - start_s < 5
 
 
