@@ -62,7 +62,10 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
     """
     num_out, num_in = weight.shape
     groups = -(-num_in // GROUP)
-    source = _whole_groups(weight)
+    # The rows that it is multiplied by have zeros there: any number will do that does not
+    # widen the range of the last group.
+    ends = weight[:, -1:].expand(-1, groups * GROUP - num_in)
+    source = torch.cat((weight, ends), dim=1) if num_in % GROUP else weight.contiguous()
     data = torch.zeros(-(-num_out // LANES), groups, group_bytes(bits), dtype=torch.uint8)
     launch(
         quantise_weight,
