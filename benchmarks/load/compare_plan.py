@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,6 +162,8 @@ def named_targets(parsed: argparse.Namespace) -> tuple[Named, ...]:
         url, _, model = rest.partition("=")
         if not name or not url:
             raise ConfigError(f"--target {word}: expected NAME=URL or NAME=URL=MODEL")
+        if not re.fullmatch(r"[\w.+-]+", name):
+            raise ConfigError(f"--target {word}: a name has letters, digits, '.', '_', '+', '-'")
         if name in found:
             raise ConfigError(f"--target names {name} twice")
         where = argparse.Namespace(base_url=url, host=None, port=None)

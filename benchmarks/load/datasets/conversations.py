@@ -51,7 +51,8 @@ def sharegpt_requests(
     for entry in _mixed(list(json_entries(settings.path)), settings, rng):
         if len(found) == settings.num_prompts:
             break
-        turns = _turns(entry, "conversations")
+        # What follows the first two is not used, so it may be of any kind.
+        turns = _turns(entry, "conversations", most=2)
         if len(turns) < 2:
             continue
         prompt = turns[0]["content"]
@@ -203,13 +204,13 @@ def _text_request(prompt: str, prompt_len: int, output_len: int, *, chat: bool) 
     return BenchRequest(prompt=prompt, prompt_tokens=prompt_len, max_tokens=output_len)
 
 
-def _turns(entry: Entry, key: str) -> list[Message]:
-    """Return the entry's messages as {"role", "content"}, from either spelling."""
+def _turns(entry: Entry, key: str, *, most: int | None = None) -> list[Message]:
+    """Return the entry's (first) messages as {"role", "content"}, from either spelling."""
     raw: Any = entry.fields.get(key)
     if not isinstance(raw, list):
         raise entry.place.error(f"{key} must be a list of messages")
     turns: list[Message] = []
-    for idx, message in enumerate(raw, 1):
+    for idx, message in enumerate(raw[:most], 1):
         fields = message if isinstance(message, dict) else {}
         speaker = fields.get("role", fields.get("from"))
         content = fields.get("content", fields.get("value"))

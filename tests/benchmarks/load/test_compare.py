@@ -256,6 +256,7 @@ PAIR = ("--target", "a=http://x", "--target", "b=http://y")
     [
         (("--target", "a=http://x"), "two targets"),
         (("--target", "a"), "expected NAME=URL"),
+        (("--target", "../a=http://x"), "a name has letters"),
         (("--target", "a=http://x", "--target", "a=http://y"), "names a twice"),
         (("--target", "a=http://x", "--target", "b=ftp://y"), "begins with http"),
         ((*PAIR, "--start", "c=true"), "--start c"),

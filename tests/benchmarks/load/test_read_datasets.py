@@ -67,6 +67,7 @@ def test_sharegpt_takes_the_first_question_and_the_answers_length(
         _talk(" ".join(SENTENCES * 20), SENTENCES[3]),
         _talk(SENTENCES[3], SENTENCES[0]),
     ]
+    talks[0]["conversations"].append({"from": "tool", "value": None})
     path = _write_json(tmp_path / "s.json", talks)
     requests = _load(tokenizer, path, name="sharegpt", shuffle=False, max_prompt_len=50)
     assert [r.prompt for r in requests] == [SENTENCES[0], SENTENCES[3]]

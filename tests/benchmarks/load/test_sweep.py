@@ -140,6 +140,14 @@ def test_bad_flags_are_refused_before_the_server_hears_anything(
         assert server.requests == []
 
 
+def test_a_report_that_cannot_be_drawn_is_refused_before_the_run(tmp_path: Path) -> None:
+    with ScriptedServer() as server:
+        flags = ("--concurrencies", "1", "--report", str(tmp_path / "r.png"))
+        with pytest.raises(ConfigError, match="need matplotlib"):
+            sweep.main(_flags(server, tmp_path, *flags))
+        assert server.requests == []
+
+
 def test_the_number_of_requests_follows_the_load() -> None:
     flags = ["--base-url", "http://127.0.0.1:1", *DATASET]
     rates = sweep.read_flags([*flags, "--request-rates", "0.1,2", "--burstiness", "2"])
