@@ -1,12 +1,12 @@
 """What does --quantization cost in quality?
 
 Runs benchmarks/payload_text.txt through the model in transformers, once as it is (in fp32)
-and once per mode with its attention projections, MLPs and routed experts computed by the
-kernels that serve them, and compares the next token's distributions at all positions: mean
+and once per mode with its attention projections, MLPs, routed experts and LM head computed
+by the kernels that serve them, and compares the next token's distributions at all positions: mean
 and largest KL divergence, how often the most likely token is the same, and the perplexity
 of the text. For a scale, the same for the whole model in bf16, and with the same matrices
-and their inputs rounded as llama.cpp's Q4_0 does (by the gguf package; its embeddings,
-which llama.cpp rounds too, stay as they are). Run as `topspin bench quantization`.
+and their inputs rounded as llama.cpp's Q4_0 does (by the gguf package; its embeddings and
+LM head, which llama.cpp rounds too, stay as they are). Run as `topspin bench quantization`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class PeerOps:
         """Round a weight [O, I]."""
         return reference.pack_linear(rounded(weight, GGMLQuantizationType.Q4_0))
 
+    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
+        """Leave the LM head; the gguf package cannot make the Q6_K that llama.cpp has for it."""
+        return reference.pack_linear(weight)
+
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
         """Multiply the rounded x [R, I] by a weight."""
         return reference.linear(rounded(x, GGMLQuantizationType.Q8_0), weight, bias)
@@ -56,7 +60,8 @@ class PeerOps:
         """Round all experts of a layer."""
         kind = GGMLQuantizationType.Q4_0
         return reference.pack_experts(
-            [rounded(matrix, kind) for matrix in gate_up], [rounded(matrix, kind) for matrix in down]
+            [rounded(matrix, kind) for matrix in gate_up],
+            [rounded(matrix, kind) for matrix in down],
         )
 
     def grouped_mlp(
@@ -77,17 +82,19 @@ class PeerOps:
 def patched(model: torch.nn.Module, ops: Any) -> Iterator[int]:
     """Let `ops` do the products that --quantization covers; yields how many modules.
 
-    Attention projections, dense and shared MLPs, and routed experts: every Linear inside a
-    layer but routers and gates of one output, and every module with stacked experts.
+    Attention projections, dense and shared MLPs, routed experts and the LM head: every
+    Linear inside a layer but routers and gates, and every module with stacked experts.
     """
     changed: list[torch.nn.Module] = []
     for name, module in model.named_modules():
-        if ".layers." not in name:
+        if name == "lm_head":
+            module.forward = _linear(module, ops, ops.pack_lm_head)
+        elif ".layers." not in name:
             continue
-        if type(module) is torch.nn.Linear and not name.endswith("gate"):
-            module.forward = _linear(module, ops)  # type: ignore[method-assign]
+        elif type(module) is torch.nn.Linear and not name.endswith("gate"):
+            module.forward = _linear(module, ops, ops.pack_projection)
         elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, Tensor):
-            module.forward = _experts(module, ops)  # type: ignore[method-assign]
+            module.forward = _experts(module, ops)
         else:
             continue
         changed.append(module)
@@ -98,8 +105,10 @@ def patched(model: torch.nn.Module, ops: Any) -> Iterator[int]:
             del module.forward
 
 
-def _linear(module: torch.nn.Linear, ops: Any) -> Callable[[Tensor], Tensor]:
-    packed = ops.pack_projection(module.weight)
+def _linear(
+    module: Any, ops: Any, pack: Callable[[Tensor], LinearWeight]
+) -> Callable[[Tensor], Tensor]:
+    packed = pack(module.weight)
 
     def forward(x: Tensor) -> Tensor:
         result: Tensor = ops.linear(x.reshape(-1, x.shape[-1]), packed, module.bias)

@@ -1,0 +1,70 @@
+"""Engines with quantised weights say what transformers says with the same matrices.
+
+The oracle is transformers' fp32 model whose products are those of the quantised kernels
+(benchmarks.quantization.patched). Everything else is fp32 on both sides, but a number that
+lies between two codes may be rounded either way, so only tokens with a clear margin count.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.quantization import patched
+from kernels.dispatch import select_ops
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
+from tests.engine import Engine, engine_config
+
+NUM_TOKENS = 8
+# In logits, whose standard deviation is about 3; rounding differences are below 0.05.
+CLEAR_MARGIN = 0.3
+PROMPT_LENS = (5, 41, 17, 1, 30, 8)
+
+
+def clear_tokens(model: Any, prompt: list[int]) -> list[int]:
+    """Continue a prompt greedily, up to the first token that is not clear."""
+    tokens: list[int] = []
+    while len(tokens) < NUM_TOKENS:
+        logits = model(torch.tensor([prompt + tokens])).logits[0, -1]
+        best, second = logits.topk(2).values.tolist()
+        if best - second < CLEAR_MARGIN:
+            break
+        tokens.append(int(logits.argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("variant", "mode", "transport", "topology"),
+    [
+        ("qwen3_moe", "int4", "local", (1, 1)),
+        ("qwen2_moe", "int8", "shm", (1, 2)),
+        ("mixtral", "int4", "tcp", (2, 2)),
+        ("llama_bias", "int4", "local", (1, 1)),
+    ],
+)
+def test_greedy_tokens(
+    tmp_path: Path,
+    variant: str,
+    mode: str,
+    transport: Literal["local", "shm", "tcp"],
+    topology: tuple[int, int],
+) -> None:
+    path = make_checkpoint(tmp_path, variant)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in PROMPT_LENS]
+    model = oracle_model(path)
+    with torch.inference_mode(), patched(model, select_ops("cpu", torch.float32, mode)):
+        wanted = [clear_tokens(model, prompt) for prompt in prompts]
+    assert sum(map(len, wanted)) > 2 * NUM_TOKENS
+    config = engine_config(
+        path, attention_nodes=topology[0], expert_nodes=topology[1], transport=transport
+    )
+    quantised = msgspec.structs.replace(config.model, quantization=mode)
+    with Engine(msgspec.structs.replace(config, model=quantised)) as engine:
+        found = engine.generate(prompts, max_tokens=NUM_TOKENS)
+    assert [tokens[: len(want)] for tokens, want in zip(found, wanted, strict=True)] == wanted
