@@ -53,23 +53,29 @@ BASELINES = ("gloo", "gloo all_to_all", "zmq ipc", "zmq tcp")
 SIZES = (4096, 16384, 65536, 262144, 1048576, 4194304)
 TOPOLOGIES = ("1x1", "2x2", "4x4")
 TARGET_BYTES = 65536
-WARM_UP = 2 * NUM_LAYERS
-TRIPS = 200
-BURST_BYTES = 32 * 2**20
+TRIPS = 120
+ROUNDS = 3
+WARM_UP = 4 * NUM_LAYERS
+# What all pairs together move in one direction in the trips, and in the burst, of one round.
+ROUND_BYTES = 32 * 2**20
 
 
-def num_trips(size: int) -> int:
-    """Return how many round trips of `size` bytes are timed in one round."""
-    return _whole_steps(min(TRIPS, BURST_BYTES // size))
+def num_trips(case: Case) -> int:
+    """Return how many round trips are timed in one round."""
+    return _whole_steps(min(TRIPS, ROUND_BYTES // _trip_bytes(case)))
 
 
-def num_bursts(size: int) -> int:
-    """Return how many turns of DEPTH messages of `size` bytes are timed in one round."""
-    return _whole_steps(min(96, BURST_BYTES // (size * DEPTH)))
+def num_bursts(case: Case) -> int:
+    """Return how many turns of DEPTH messages to every peer are timed in one round."""
+    return _whole_steps(min(64, ROUND_BYTES // (_trip_bytes(case) * DEPTH)))
+
+
+def _trip_bytes(case: Case) -> int:
+    return case.rows * ROW_BYTES * case.num_attention * case.num_experts
 
 
 def _whole_steps(count: int) -> int:
-    return max(2, count // NUM_LAYERS) * NUM_LAYERS
+    return max(1, count // NUM_LAYERS) * NUM_LAYERS
 
 
 class Node:
@@ -116,15 +122,16 @@ class Node:
         self, case: Case, index: int, addresses: list[str], *, attention: bool
     ) -> tuple[list[float], float]:
         player = self._open(case, index, addresses, attention=attention)
-        trips, turns = num_trips(case.rows * ROW_BYTES), num_bursts(case.rows * ROW_BYTES)
-        for _ in range(WARM_UP):
+        trips, turns = num_trips(case), num_bursts(case)
+        for _ in range(min(trips, WARM_UP)):
             player.trip()
         seconds = []
         for _ in range(trips):
             start_s = time.perf_counter()
             player.trip()
             seconds.append(time.perf_counter() - start_s)
-        player.burst(NUM_LAYERS)
+        if turns > NUM_LAYERS:
+            player.burst(NUM_LAYERS)
         start_s = time.perf_counter()
         player.burst(turns)
         burst_s = time.perf_counter() - start_s
@@ -201,7 +208,7 @@ def _measure(case: Case, pipes: list[Connection]) -> tuple[list[float], float]:
 def _row(case: Case, trips: list[float], bursts: list[float]) -> dict[str, Any]:
     size = case.rows * ROW_BYTES
     cuts = statistics.quantiles(trips, n=100)
-    moved = 2 * size * num_bursts(size) * DEPTH * case.num_attention * case.num_experts
+    moved = 2 * _trip_bytes(case) * num_bursts(case) * DEPTH
     return {
         "backend": case.backend,
         "topology": f"{case.num_attention}x{case.num_experts}",
@@ -230,8 +237,12 @@ def backends_of(num_attention: int, num_experts: int, wanted: Sequence[str]) -> 
 def run(
     topologies: Sequence[str], sizes: Sequence[int], backends: Sequence[str], rounds: int
 ) -> list[dict[str, Any]]:
-    """Measure the whole grid and return a row per cell."""
+    """Measure the whole grid and return a row per cell; `rounds` are those of 1x1.
+
+    More nodes than that take fewer: they share the cores, and each round has more samples.
+    """
     rows = []
+    start_s = time.monotonic()
     for topology in topologies:
         m, n = (int(part) for part in topology.split("x"))
         with _nodes(m + n) as pipes:
@@ -242,7 +253,7 @@ def run(
                 ]
                 trips: dict[str, list[float]] = {case.backend: [] for case in cases}
                 bursts: dict[str, list[float]] = {case.backend: [] for case in cases}
-                for _ in range(rounds):
+                for _ in range(max(1, 2 * rounds // (m + n))):
                     for case in cases:
                         seconds, burst_s = _measure(case, pipes)
                         trips[case.backend] += seconds
@@ -250,6 +261,8 @@ def run(
                 for case in cases:
                     rows.append(_row(case, trips[case.backend], bursts[case.backend]))
                     _print_row(rows[-1])
+                elapsed_s = time.monotonic() - start_s
+                print(f"{topology}, {size // 1024} KB: done after {elapsed_s:.0f} s", flush=True)
     return rows
 
 
@@ -310,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES, metavar="MxN")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES")
     parser.add_argument("--backends", nargs="+", default=OURS + BASELINES)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of 1x1 (%(default)s)")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args(argv)
     rows = run(args.topologies, args.sizes, args.backends, args.rounds)

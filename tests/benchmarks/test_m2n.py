@@ -19,7 +19,7 @@ def test_every_backend_plays_on_both_sides(
     topology: str, backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(m2n, "TRIPS", 8)
-    monkeypatch.setattr(m2n, "BURST_BYTES", 4096)
+    monkeypatch.setattr(m2n, "ROUND_BYTES", 4096)
     num_nodes = sum(int(part) for part in topology.split("x"))
     rows = m2n.run([topology], [8192], backends, rounds=1)
     assert [row["backend"] for row in rows] == m2n.backends_of(
