@@ -14,12 +14,15 @@ import httpx
 import pytest
 
 from tests.system.conftest import Tiny
+from tests.system.links import measured_lateness
 from tests.system.server import Server
 
 # Two MoE layers, two hops each: about 80 ms a step, so that requests are still under way.
 SLOW_LINK = ("--link-latency-us", "20000")
 NUM_STREAMS = 3
 DETECTION_S = 3.0
+# Through every process, one after the other, on a machine that may be busy with others.
+NUM_WAKE_UPS = 20
 
 
 class Ended(NamedTuple):
@@ -91,16 +94,17 @@ def test_a_killed_role_ends_every_request_with_one_typed_error(
     shared_memory = sorted(os.listdir("/dev/shm"))
     with Server(tiny.path, tmp_path, "--transport", transport, *SLOW_LINK) as server:
         threads, results = run_streams(server, tiny.prompts)
-        killed_at = server.kill(role)
-        for thread in threads:
-            thread.join(30)
+        with measured_lateness() as lateness:
+            killed_at = server.kill(role)
+            for thread in threads:
+                thread.join(60)
         assert len(results) == NUM_STREAMS
         for ended in results.values():
             assert len(ended.errors) == 1, ended
             assert ended.errors[0]["code"] in {"node_lost", "step_failed"}, ended
             assert ended.num_done == 1
             assert 0 < ended.num_tokens < 200
-            assert ended.at - killed_at < DETECTION_S
+            assert ended.at - killed_at < DETECTION_S + NUM_WAKE_UPS * lateness.worst_s
         assert server.wait() == 1
         assert role in server.output
         assert "SIGKILL" in server.output
