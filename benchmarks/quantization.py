@@ -29,7 +29,7 @@ from benchmarks import report
 from kernels import cpu, reference
 from kernels.contracts import ExpertWeights, LinearWeight
 from kernels.dispatch import select_ops
-from models.hub import resolve_model
+from models.hub import DEFAULT_MODEL, resolve_model
 
 TEXT = Path(__file__).with_name("payload_text.txt")
 QUANTISED_MODES = ("int8", "int4")
@@ -176,21 +176,22 @@ def _in_bf16(path: Path, tokens: Tensor) -> Tensor:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every mode and write the result."""
     parser = argparse.ArgumentParser(prog="topspin bench quantization", description=__doc__)
-    parser.add_argument("model", nargs="?", default="smollm2-moe")
+    parser.add_argument("models", nargs="*", default=[DEFAULT_MODEL], metavar="MODEL")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args(argv)
     logging.disable_progress_bar()
-    path = resolve_model(args.model)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokens = tokenizer(args.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
     rows = []
-    for mode, figures in measure(path, tokens, args.modes):
-        rows.append({"mode": mode, **figures})
-        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+    for model in args.models:
+        path = resolve_model(model)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokens = tokenizer(args.text.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+        for mode, figures in measure(path, tokens, args.modes):
+            rows.append({"model": Path(model).name, "mode": mode, **figures})
+            print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
     if not args.no_write:
-        settings = {"model": args.model, "text": args.text.name, "positions": tokens.shape[1]}
+        settings = {"text": args.text.name, "positions": tokens.shape[1]}
         print(f"written: {report.write('quantization', {'settings': settings, 'rows': rows}).name}")
     return 0
 

@@ -29,6 +29,7 @@ BENCHMARKS = (
     "m2n",
     "payload",
     "pingpong",
+    "quantization",
     "serve",
     "sweep",
 )

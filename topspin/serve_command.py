@@ -33,6 +33,7 @@ from topspin.config import (
 )
 from topspin.errors import ConfigError
 from topspin.launch import launch
+from topspin.quantization import describe_loss
 from topspin.serve_flags import ServeArguments
 from topspin.units import parse_size
 
@@ -142,6 +143,8 @@ def serve(arguments: ServeArguments) -> int:
     """
     config = engine_config(arguments)
     check_packages(config)
+    if (loss := describe_loss(config.model)) is not None:
+        _to_stderr(loss)
     return launch(config)
 
 
