@@ -1,93 +1,43 @@
-"""Answers to the letter: events and bodies of both endpoints, and what the engine is asked."""
+"""Answers to the letter: events and bodies of both endpoints."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.server.gateway.calls import (
+    CHAT,
+    CHAT_BODY,
+    PLAIN,
+    PLAIN_BODY,
+    PROMPT,
+    chat_choice,
+    events_of,
+    post,
+    scored,
+    usage,
+    without_head,
+)
 from tests.server.gateway.fakes import (
     EOS_ID,
     FakeEngine,
-    Script,
     gateway,
     ids,
     output,
     saying,
-    tokenizer,
 )
 from tests.server.gateway.test_stop_strings import first_stop
 from topspin.errors import PeerLost
 from topspin.messages import (
     AddRequest,
-    FinishReason,
     RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-    unpack_ints,
 )
-
-CHAT = "/v1/chat/completions"
-PLAIN = "/v1/completions"
-USER = {"role": "user", "content": "hi"}
-CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [USER]}
-PLAIN_BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
-PROMPT = "user: hi\nassistant: "
-
-
-def post(path: str, body: dict[str, Any], fake: FakeEngine) -> httpx.Response:
-    """Post one request; a fake engine serves one such call (it belongs to its loop)."""
-    return post_all([(path, body)], fake)[0]
-
-
-def post_all(requests: list[tuple[str, dict[str, Any]]], fake: FakeEngine) -> list[httpx.Response]:
-    async def test() -> list[httpx.Response]:
-        async with gateway(fake) as client:
-            return [await client.post(path, json=body) for path, body in requests]
-
-    responses = asyncio.run(test())
-    assert [response.status_code for response in responses] == [200] * len(requests)
-    return responses
-
-
-def events_of(response: httpx.Response) -> list[Any]:
-    """Return the JSON of each event after checking the frame and the end of the stream."""
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    frames = response.text.split("\n\n")
-    assert frames[-2:] == ["data: [DONE]", ""]
-    assert all(frame.startswith("data: {") for frame in frames[:-2])
-    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
-
-
-def without_head(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event without id, time and names, which `test_every_event...` checks."""
-    head = ("id", "object", "created", "model")
-    return {key: value for key, value in event.items() if key not in head}
-
-
-def prompt_of(request: AddRequest) -> str:
-    return tokenizer().decode(list(unpack_ints(request.prompt)), skip_special_tokens=False)
-
-
-def chat_choice(index: int, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
-    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-    return {"choices": [choice]}
-
-
-def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
 
 
 def test_a_streamed_chat_is_role_contents_finish_done() -> None:
@@ -220,23 +170,6 @@ def test_token_ids_of_a_stream_come_with_their_chunks() -> None:
         None,
         None,
     ]
-
-
-def scored(text: str) -> Script:
-    """Return a script that says `text` with its token best (-0.5) and `z` second (-infinity)."""
-
-    def script(request: AddRequest) -> Iterator[RequestOutput]:
-        token_ids = ids(text)
-        for index, token_id in enumerate(token_ids):
-            entry = TokenLogprobs(
-                logprob=-0.5,
-                top_ids=(token_id, ids("z")[0]),
-                top_logprobs=(-0.5, float("-inf")),
-            )
-            finish: FinishReason | None = "length" if index == len(token_ids) - 1 else None
-            yield output(request, [token_id], index=index, logprobs=(entry,), finish_reason=finish)
-
-    return script
 
 
 def chat_entry(text: str, token: bytes, num_top: int) -> dict[str, Any]:
@@ -408,122 +341,5 @@ def test_a_failure_in_mid_stream_is_an_error_event_then_done() -> None:
                     }
                 },
             ]
-
-    asyncio.run(test())
-
-
-def test_every_parameter_reaches_the_engine() -> None:
-    body = {
-        **PLAIN_BODY,
-        "max_tokens": 9,
-        "seed": -1,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "min_p": 0.1,
-        "presence_penalty": 1,
-        "frequency_penalty": -1,
-        "repetition_penalty": 1.5,
-        "logit_bias": {"5": 2, "6": -100},
-        "min_tokens": 3,
-        "stop_token_ids": [8, 9],
-        "logprobs": 4,
-        "cache_salt": "tenant",
-        "n": 1,
-    }
-    fake = FakeEngine(scored("a"))
-    post(PLAIN, body, fake)
-    request = fake.added[0]
-    assert request.cache_salt == "tenant"
-    assert request.sampling == SamplingParams(
-        max_tokens=9,
-        seed=2**64 - 1,
-        choice=0,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=7,
-        min_p=0.1,
-        presence_penalty=1.0,
-        frequency_penalty=-1.0,
-        repetition_penalty=1.5,
-        logit_bias={5: 2.0, 6: -100.0},
-        min_tokens=3,
-        stop_token_ids=(8, 9),
-        eos_token_ids=(EOS_ID,),
-        logprobs=4,
-    )
-
-
-def test_defaults_follow_openai() -> None:
-    fake = FakeEngine(saying("a"))
-    bounded = {"max_completion_tokens": 5, "ignore_eos": True, "top_k": -1}
-    requests = [
-        (PLAIN, PLAIN_BODY),
-        (PLAIN, {**PLAIN_BODY, "prompt": [1] * 90}),
-        (CHAT, CHAT_BODY),
-        (CHAT, {**CHAT_BODY, **bounded}),
-    ]
-    post_all(requests, fake)
-    first = fake.added[0].sampling
-    assert first == SamplingParams(max_tokens=16, seed=first.seed, eos_token_ids=(EOS_ID,))
-    assert fake.added[1].sampling.max_tokens == 10, "the default shrinks to what fits"
-    assert fake.added[2].sampling.max_tokens == 100 - len(ids(PROMPT))
-    assert fake.added[3].sampling.max_tokens == 5
-    assert fake.added[3].sampling.eos_token_ids == ()
-    assert fake.added[3].sampling.top_k == 0
-    seeds = {request.sampling.seed for request in fake.added}
-    assert len(seeds) == 4, "each unseeded request draws its own"
-    assert all(0 <= seed < 2**64 for seed in seeds)
-
-
-@pytest.mark.parametrize(
-    ("fields", "prompt"),
-    [
-        ({}, "user: hi\nassistant: "),
-        ({"add_generation_prompt": False}, "user: hi\n"),
-        ({"chat_template_kwargs": {"prefix": "P "}}, "P user: hi\nassistant: "),
-        ({"messages": [{"role": "developer", "content": "x"}]}, "system: x\nassistant: "),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-                    }
-                ]
-            },
-            "user: a\nb\nassistant: ",
-        ),
-        (
-            {
-                "messages": [USER, {"role": "assistant", "content": "so a"}],
-                "continue_final_message": True,
-            },
-            "user: hi\nassistant: so a",
-        ),
-    ],
-)
-def test_messages_become_the_prompt(fields: dict[str, Any], prompt: str) -> None:
-    fake = FakeEngine(saying("a"))
-    post(CHAT, {**CHAT_BODY, **fields}, fake)
-    assert prompt_of(fake.added[0]) == prompt
-
-
-@pytest.mark.parametrize("prompt", ["hello", ids("hello"), ["hello"], [ids("hello")]])
-def test_a_prompt_comes_in_four_forms(prompt: object) -> None:
-    fake = FakeEngine(saying("a"))
-    post(PLAIN, {**PLAIN_BODY, "prompt": prompt}, fake)
-    assert [prompt_of(request) for request in fake.added] == ["hello"]
-
-
-def test_a_large_body_is_read_in_a_thread_with_the_same_result() -> None:
-    async def test() -> None:
-        fake = FakeEngine(saying("a"))
-        async with gateway(fake) as client:
-            fake.become_ready(max_request_tokens=100_000)
-            text = "hello " * 5000
-            response = await client.post(PLAIN, json={**PLAIN_BODY, "prompt": text})
-            assert response.status_code == 200
-            assert prompt_of(fake.added[0]) == text
 
     asyncio.run(test())

@@ -100,6 +100,19 @@ def make_request(
     )
 
 
+def num_tokens_of(step: Step, node: int = 0) -> list[int]:
+    """Return the slices' sizes of a plan with one micro-batch."""
+    (micro_batch,) = step.plans[node].micro_batches
+    return list(unpack_ints(micro_batch.num_tokens))
+
+
+def first_stop(prompt: list[int], seed: int, position: int) -> int:
+    """Return the token at an output position, if it does not occur earlier."""
+    output = generate(prompt, make_request("", prompt, max_tokens=20, seed=seed).sampling, 64)
+    assert output[position] not in output[:position]
+    return output[position]
+
+
 @dataclass
 class Received:
     """What the client of one request has got."""

@@ -5,9 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from server.scheduler.plans import Step
-from tests.server.scheduler.engine import GATEWAY, Engine, make_config, make_policy, make_request
-from tests.server.scheduler.fake_nodes import TIMINGS, VOCAB_SIZE, generate
+from tests.server.scheduler.engine import (
+    GATEWAY,
+    Engine,
+    first_stop,
+    make_config,
+    make_policy,
+    make_request,
+    num_tokens_of,
+)
+from tests.server.scheduler.fake_nodes import TIMINGS, VOCAB_SIZE
 from topspin.errors import NodeLost, ProtocolError
 from topspin.messages import (
     AddRequest,
@@ -19,20 +26,6 @@ from topspin.messages import (
     pack_ints,
     unpack_ints,
 )
-
-
-def num_tokens_of(step: Step, node: int = 0) -> list[int]:
-    """Return the slices' sizes of a plan with one micro-batch."""
-    (micro_batch,) = step.plans[node].micro_batches
-    return list(unpack_ints(micro_batch.num_tokens))
-
-
-def first_stop(prompt: list[int], seed: int, position: int) -> int:
-    """Return the token at an output position, if it does not occur earlier."""
-    output = generate(prompt, make_request("", prompt, max_tokens=20, seed=seed).sampling, 64)
-    assert output[position] not in output[:position]
-    return output[position]
-
 
 # The two steps in flight.
 
@@ -236,185 +229,6 @@ def test_a_step_runs_from_the_end_of_the_one_before() -> None:
     engine.finish()
     assert engine.policy.oldest_step() is None
     assert engine.policy.stats(0, (), 20.0).progress_age_s is None
-
-
-# The prefix cache.
-
-
-def test_a_prefix_is_reused_once_its_step_has_succeeded() -> None:
-    engine = Engine(make_config())
-    prompt = list(range(10))
-    engine.add(make_request("a", prompt, max_tokens=1, seed=0))
-    engine.schedule()
-    engine.add(make_request("b", prompt, max_tokens=1, seed=1))
-    engine.schedule()  # a's blocks are written, but not yet known to be right
-    engine.finish()
-    engine.add(make_request("c", prompt, max_tokens=1, seed=2))
-    engine.finish()
-    cached = {name: client.outputs[0].num_cached_tokens for name, client in engine.clients.items()}
-    assert cached == {"a": 0, "b": 0, "c": 8}
-    stats = engine.policy.stats(0, (), engine.now)
-    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (30, 8)
-
-
-def test_the_last_token_of_a_cached_prompt_is_computed() -> None:
-    engine = Engine(make_config())
-    for number in range(2):
-        engine.add(make_request(f"r{number}", list(range(8)), max_tokens=1, seed=number))
-        engine.finish()
-    assert engine.clients["r1"].outputs[0].num_cached_tokens == 4
-    assert num_tokens_of(engine.steps[1]) == [4]
-
-
-def test_an_answer_is_a_prefix_of_the_next_turn() -> None:
-    engine = Engine(make_config())
-    engine.add(make_request("a", [1, 2, 3], max_tokens=10, seed=0))
-    engine.finish()
-    conversation = [1, 2, 3, *engine.clients["a"].tokens, 9]
-    engine.add(make_request("b", conversation, max_tokens=1, seed=1))
-    engine.finish()
-    assert engine.clients["b"].outputs[0].num_cached_tokens == 12
-
-
-def test_tenants_share_nothing() -> None:
-    engine = Engine(make_config())
-    for number, salt in enumerate(("x", "y", "x")):
-        request = make_request(f"r{number}", list(range(9)), max_tokens=1, seed=number, salt=salt)
-        engine.add(request)
-        engine.finish()
-    cached = [engine.clients[f"r{n}"].outputs[0].num_cached_tokens for n in range(3)]
-    assert cached == [0, 0, 8]
-
-
-def test_prefix_caching_can_be_off() -> None:
-    engine = Engine(make_config(prefix_caching=False))
-    for number in range(2):
-        engine.add(make_request(f"r{number}", list(range(9)), max_tokens=1, seed=number))
-        engine.finish()
-    assert engine.clients["r1"].outputs[0].num_cached_tokens == 0
-    assert engine.policy.stats(0, (), engine.now).prefix_cache_queries == 0
-
-
-def test_the_prefix_decides_the_node() -> None:
-    engine = Engine(make_config(num_nodes=2))
-    engine.add(make_request("a", [1] * 9, max_tokens=1, seed=0))
-    engine.add(make_request("b", [2] * 9, max_tokens=1, seed=1))
-    engine.finish()
-    engine.add(make_request("c", [2] * 9, max_tokens=1, seed=2))
-    engine.finish()
-    assert tuple(engine.steps[-1].plans) == (1,)
-
-
-def test_a_failed_sequence_publishes_nothing() -> None:
-    engine = Engine(make_config(), fails=lambda seq_id: seq_id == 1)
-    engine.add(make_request("a", list(range(9)), seed=0))
-    engine.finish()
-    engine.add(make_request("b", list(range(9)), seed=1))
-    engine.finish()
-    assert engine.clients["b"].outputs[0].num_cached_tokens == 0
-
-
-# Blocks and preemption.
-
-
-def test_blocks_return_with_the_last_step_that_touches_them() -> None:
-    prompt, seed = [1, 2, 3], 4
-    stop = first_stop(prompt, seed, 2)
-    engine = Engine(make_config(), num_blocks=16)
-    engine.add(make_request("r", prompt, max_tokens=20, seed=seed, stop_token_ids=(stop,)))
-    for _ in range(3):
-        engine.schedule()
-        engine.schedule()
-        engine.answer(0)
-    assert engine.clients["r"].ended
-    assert engine.policy.num_running == 0
-    assert engine.policy.stats(0, (), engine.now).kv_cache_usage > 0
-    engine.policy.check_integrity()
-    engine.answer(0)
-    assert engine.policy.stats(0, (), engine.now).kv_cache_usage == 0
-    engine.policy.check_integrity()
-
-
-def test_the_latest_arrival_gives_way_and_keeps_its_place_and_tokens() -> None:
-    config = make_config(block_size=2, max_num_seqs=2, max_model_len=24)
-    engine = Engine(config, num_blocks=12)
-    for number in range(3):
-        engine.add(make_request(f"r{number}", [number] * 5, max_tokens=16, seed=number))
-    while not engine.policy.stats(0, (), engine.now).num_preemptions:
-        engine.turn()
-    # r1 gave way to r0; it comes before r2, which has never run.
-    assert engine.clients["r1"].tokens
-    assert not engine.clients["r2"].tokens
-    engine.finish()
-    admitted = [new for step in engine.steps for new in step.plans[0].new]
-    assert [new.sampling.seed for new in admitted][:3] == [0, 1, 1]
-    again = admitted[2]
-    assert again.seq_id != admitted[1].seq_id
-    assert again.num_prompt_tokens == 5
-    # The token of the step that ran when it was preempted was still accepted.
-    index = len(unpack_ints(again.tokens)) - 5
-    assert list(unpack_ints(again.tokens))[5:] == engine.clients["r1"].tokens[:index]
-    assert index > 0
-    # It came back to what it had left in the cache; what its client is told does not change.
-    assert again.num_computed > 0
-    assert {output.num_cached_tokens for output in engine.clients["r1"].outputs} == {0}
-
-
-def test_a_request_is_preempted_at_most_so_often() -> None:
-    config = make_config(block_size=1, max_num_seqs=6, max_model_len=30, max_preemptions=2)
-    engine = Engine(config, num_blocks=30)
-    for number in range(6):
-        engine.add(make_request(f"r{number}", [number] * 4, max_tokens=26, seed=number))
-    engine.finish()
-    admissions = [new.sampling.seed for step in engine.steps for new in step.plans[0].new]
-    assert engine.policy.stats(0, (), engine.now).num_preemptions == len(admissions) - 6
-    assert 1 < max(admissions.count(seed) for seed in range(6)) <= 3
-
-
-def admissions(engine: Engine) -> list[int]:
-    """Return the seeds of the requests admitted to node 0, in order."""
-    return [new.sampling.seed for step in engine.steps for new in step.plans[0].new]
-
-
-def test_a_protected_sequence_is_no_victim_and_its_blocks_are_kept_for_it() -> None:
-    config = make_config(
-        block_size=1, max_num_seqs=4, max_model_len=30, max_preemptions=1, prefix_caching=False
-    )
-    engine = Engine(config, num_blocks=30)
-    engine.add(make_request("oldest", [0] * 4, max_tokens=26, seed=0))
-    engine.add(make_request("short", [1] * 4, max_tokens=8, seed=1))
-    engine.add(make_request("latest", [2] * 4, max_tokens=18, seed=2))
-    while admissions(engine) != [0, 1, 2, 2]:  # `latest` gives way, comes back when `short` ends
-        assert engine.turn()
-    # A block would do for the new request, but those free `latest` may still ask for.
-    engine.add(make_request("new", [3], max_tokens=1, seed=3))
-    engine.turn()
-    assert engine.policy.num_running == 2
-    assert engine.policy.stats(0, (), engine.now).kv_cache_usage < 0.9
-    engine.finish()
-    # Then it is the oldest that gives way, and comes back first.
-    assert admissions(engine) == [0, 1, 2, 2, 0, 3]
-
-
-def test_admission_leaves_room_for_the_first_output_token() -> None:
-    engine = Engine(make_config(block_size=1), num_blocks=10)
-    engine.add(make_request("a", [1] * 5, max_tokens=2, seed=0))
-    engine.add(make_request("b", [2] * 5, max_tokens=2, seed=1))
-    engine.schedule()
-    assert engine.policy.num_running == 1
-    engine.finish()
-    assert engine.policy.stats(0, (), engine.now).num_preemptions == 0
-
-
-def test_without_preemptions_only_what_surely_fits_is_admitted() -> None:
-    config = make_config(block_size=1, max_num_seqs=6, max_model_len=30, max_preemptions=0)
-    engine = Engine(config, num_blocks=30)
-    for number in range(4):
-        engine.add(make_request(f"r{number}", [number] * 4, max_tokens=11, seed=number))
-    engine.schedule()
-    assert engine.policy.num_running == 2  # 14 positions each
-    engine.finish()
-    assert engine.policy.stats(0, (), engine.now).num_preemptions == 0
 
 
 # Refusals and ends.

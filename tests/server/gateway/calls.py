@@ -1,0 +1,98 @@
+"""Calls of both endpoints, and what is common to their answers. Knows no test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from tests.server.gateway.fakes import (
+    FakeEngine,
+    Script,
+    gateway,
+    ids,
+    output,
+    tokenizer,
+)
+from topspin.messages import (
+    AddRequest,
+    FinishReason,
+    RequestOutput,
+    TokenLogprobs,
+    unpack_ints,
+)
+
+CHAT = "/v1/chat/completions"
+PLAIN = "/v1/completions"
+USER = {"role": "user", "content": "hi"}
+CHAT_BODY: dict[str, Any] = {"model": "tiny", "messages": [USER]}
+PLAIN_BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
+PROMPT = "user: hi\nassistant: "
+
+
+def post(path: str, body: dict[str, Any], fake: FakeEngine) -> httpx.Response:
+    """Post one request; a fake engine serves one such call (it belongs to its loop)."""
+    return post_all([(path, body)], fake)[0]
+
+
+def post_all(requests: list[tuple[str, dict[str, Any]]], fake: FakeEngine) -> list[httpx.Response]:
+    async def test() -> list[httpx.Response]:
+        async with gateway(fake) as client:
+            return [await client.post(path, json=body) for path, body in requests]
+
+    responses = asyncio.run(test())
+    assert [response.status_code for response in responses] == [200] * len(requests)
+    return responses
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """Return the JSON of each event after checking the frame and the end of the stream."""
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    frames = response.text.split("\n\n")
+    assert frames[-2:] == ["data: [DONE]", ""]
+    assert all(frame.startswith("data: {") for frame in frames[:-2])
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames[:-2]]
+
+
+def without_head(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event without id, time and names, which `test_every_event...` checks."""
+    head = ("id", "object", "created", "model")
+    return {key: value for key, value in event.items() if key not in head}
+
+
+def prompt_of(request: AddRequest) -> str:
+    return tokenizer().decode(list(unpack_ints(request.prompt)), skip_special_tokens=False)
+
+
+def chat_choice(index: int, delta: dict[str, str], finish: str | None = None) -> dict[str, Any]:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    return {"choices": [choice]}
+
+
+def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def scored(text: str) -> Script:
+    """Return a script that says `text` with its token best (-0.5) and `z` second (-infinity)."""
+
+    def script(request: AddRequest) -> Iterator[RequestOutput]:
+        token_ids = ids(text)
+        for index, token_id in enumerate(token_ids):
+            entry = TokenLogprobs(
+                logprob=-0.5,
+                top_ids=(token_id, ids("z")[0]),
+                top_logprobs=(-0.5, float("-inf")),
+            )
+            finish: FinishReason | None = "length" if index == len(token_ids) - 1 else None
+            yield output(request, [token_id], index=index, logprobs=(entry,), finish_reason=finish)
+
+    return script

@@ -1,0 +1,148 @@
+"""What the engine is asked for, to the letter, by the bodies of both endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.server.gateway.calls import (
+    CHAT,
+    CHAT_BODY,
+    PLAIN,
+    PLAIN_BODY,
+    PROMPT,
+    USER,
+    post,
+    post_all,
+    prompt_of,
+    scored,
+)
+from tests.server.gateway.fakes import (
+    EOS_ID,
+    FakeEngine,
+    gateway,
+    ids,
+    saying,
+)
+from topspin.messages import (
+    SamplingParams,
+)
+
+
+def test_every_parameter_reaches_the_engine() -> None:
+    body = {
+        **PLAIN_BODY,
+        "max_tokens": 9,
+        "seed": -1,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"5": 2, "6": -100},
+        "min_tokens": 3,
+        "stop_token_ids": [8, 9],
+        "logprobs": 4,
+        "cache_salt": "tenant",
+        "n": 1,
+    }
+    fake = FakeEngine(scored("a"))
+    post(PLAIN, body, fake)
+    request = fake.added[0]
+    assert request.cache_salt == "tenant"
+    assert request.sampling == SamplingParams(
+        max_tokens=9,
+        seed=2**64 - 1,
+        choice=0,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.5,
+        logit_bias={5: 2.0, 6: -100.0},
+        min_tokens=3,
+        stop_token_ids=(8, 9),
+        eos_token_ids=(EOS_ID,),
+        logprobs=4,
+    )
+
+
+def test_defaults_follow_openai() -> None:
+    fake = FakeEngine(saying("a"))
+    bounded = {"max_completion_tokens": 5, "ignore_eos": True, "top_k": -1}
+    requests = [
+        (PLAIN, PLAIN_BODY),
+        (PLAIN, {**PLAIN_BODY, "prompt": [1] * 90}),
+        (CHAT, CHAT_BODY),
+        (CHAT, {**CHAT_BODY, **bounded}),
+    ]
+    post_all(requests, fake)
+    first = fake.added[0].sampling
+    assert first == SamplingParams(max_tokens=16, seed=first.seed, eos_token_ids=(EOS_ID,))
+    assert fake.added[1].sampling.max_tokens == 10, "the default shrinks to what fits"
+    assert fake.added[2].sampling.max_tokens == 100 - len(ids(PROMPT))
+    assert fake.added[3].sampling.max_tokens == 5
+    assert fake.added[3].sampling.eos_token_ids == ()
+    assert fake.added[3].sampling.top_k == 0
+    seeds = {request.sampling.seed for request in fake.added}
+    assert len(seeds) == 4, "each unseeded request draws its own"
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, "user: hi\nassistant: "),
+        ({"add_generation_prompt": False}, "user: hi\n"),
+        ({"chat_template_kwargs": {"prefix": "P "}}, "P user: hi\nassistant: "),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "system: x\nassistant: "),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    }
+                ]
+            },
+            "user: a\nb\nassistant: ",
+        ),
+        (
+            {
+                "messages": [USER, {"role": "assistant", "content": "so a"}],
+                "continue_final_message": True,
+            },
+            "user: hi\nassistant: so a",
+        ),
+    ],
+)
+def test_messages_become_the_prompt(fields: dict[str, Any], prompt: str) -> None:
+    fake = FakeEngine(saying("a"))
+    post(CHAT, {**CHAT_BODY, **fields}, fake)
+    assert prompt_of(fake.added[0]) == prompt
+
+
+@pytest.mark.parametrize("prompt", ["hello", ids("hello"), ["hello"], [ids("hello")]])
+def test_a_prompt_comes_in_four_forms(prompt: object) -> None:
+    fake = FakeEngine(saying("a"))
+    post(PLAIN, {**PLAIN_BODY, "prompt": prompt}, fake)
+    assert [prompt_of(request) for request in fake.added] == ["hello"]
+
+
+def test_a_large_body_is_read_in_a_thread_with_the_same_result() -> None:
+    async def test() -> None:
+        fake = FakeEngine(saying("a"))
+        async with gateway(fake) as client:
+            fake.become_ready(max_request_tokens=100_000)
+            text = "hello " * 5000
+            response = await client.post(PLAIN, json={**PLAIN_BODY, "prompt": text})
+            assert response.status_code == 200
+            assert prompt_of(fake.added[0]) == text
+
+    asyncio.run(test())

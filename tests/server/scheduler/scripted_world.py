@@ -1,0 +1,159 @@
+"""A service on a scripted channel: two attention nodes, two expert nodes and a gateway.
+
+Knows no test; test_service.py and test_service_ends.py write the scripts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from server.scheduler.engine_facts import EngineFacts
+from server.scheduler.service import Service
+from tests.server.scheduler.engine import make_config
+from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode
+from topspin import __version__
+from topspin.channel import Event, Received
+from topspin.config import M2NSection, TopologySection, Transport
+from topspin.messages import (
+    AnyMessage,
+    EngineState,
+    Hello,
+    Message,
+    Ready,
+    RequestFailed,
+    Role,
+    StepPlan,
+)
+
+FACTS = EngineFacts(
+    num_moe_layers=2, num_experts=4, vocab_size=VOCAB_SIZE, hidden_size=8, num_cores=2
+)
+GATEWAY = b"gateway"
+NUM_BLOCKS = 16
+
+
+class FakeChannel:
+    """Plays peers: what they send is scripted, what they are sent is kept.
+
+    A script is a list of calls, one per poll; a call may also return more events. When it
+    is used up, the polled service is asked to stop. Every poll takes a second.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.script: list[Callable[[], list[Event] | None]] = []
+        self.at_end: Callable[[], None] = lambda: None
+        self.sent: list[tuple[bytes, Message]] = []
+        self.dead: set[bytes] = set()
+        self.timeouts: list[float | None] = []
+
+    def poll(self, timeout_s: float | None) -> list[Event]:
+        """Return the next scripted events."""
+        self.now += 1.0
+        self.timeouts.append(timeout_s)
+        if self.script:
+            return self.script.pop(0)() or []
+        self.at_end()
+        return []
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Keep a message."""
+        if peer in self.dead:
+            return False
+        self.sent.append((peer, message))
+        return True
+
+    def to(self, peer: bytes, kind: type[Any]) -> list[Any]:
+        """Return the messages of a kind that a peer was sent."""
+        return [m for p, m in self.sent if p == peer and isinstance(m, kind)]
+
+
+class World:
+    """A service and its peers: two attention nodes, two expert nodes and a gateway."""
+
+    def __init__(self, *, transport: Transport = "shm", facts: EngineFacts = FACTS) -> None:
+        config = msgspec.structs.replace(
+            make_config(num_nodes=2),
+            topology=TopologySection(attention_nodes=2, expert_nodes=2),
+            m2n=M2NSection(transport=transport, deadline_s=30.0),
+        )
+        self.channel = FakeChannel()
+        self.service = Service(
+            self.channel,
+            config,
+            facts,
+            clock=lambda: self.channel.now,
+            logger=logging.getLogger("test"),
+        )
+        self.channel.at_end = lambda: self.service.request_stop("test over")
+        self.nodes = [
+            FakeNode(
+                index=index,
+                num_blocks=NUM_BLOCKS,
+                block_size=4,
+                max_num_seqs=8,
+                max_num_batched_tokens=16,
+            )
+            for index in range(2)
+        ]
+        self._executed = 0
+
+    def poll(self, *events: Event) -> None:
+        """Script one poll."""
+        self.channel.script.append(lambda: list(events))
+
+    def hello(self, role: Role, index: int, **changes: Any) -> None:
+        """Script a Hello; the peer is called after the role and index."""
+        fields: dict[str, Any] = {
+            "role": role,
+            "index": index,
+            "incarnation": index + 1,
+            "revision": __version__,
+            "fingerprint": "" if role == "gateway" else "abc",
+            "pid": 7,
+        }
+        peer = GATEWAY if role == "gateway" else f"{role} {index}".encode()
+        self.poll(Received(peer, Hello(**{**fields, **changes})))
+
+    def start(self) -> None:
+        """Script a whole start."""
+        self.hello("gateway", 0)
+        for index in range(2):
+            self.hello("expert", index)
+            self.hello("attention", index)
+        for index in range(2):
+            self.say(f"expert {index}", Ready(role="expert", index=index))
+            ready = Ready(role="attention", index=index, num_blocks=NUM_BLOCKS)
+            self.say(f"attention {index}", ready)
+
+    def say(self, peer: str, message: AnyMessage) -> None:
+        """Script a message."""
+        self.poll(Received(peer.encode(), message))
+
+    def answer(self, num_polls: int) -> None:
+        """Script polls in which the attention nodes execute what they have been sent."""
+        self.channel.script += [self._execute] * num_polls
+
+    def _execute(self) -> list[Event]:
+        plans = [(p, m) for p, m in self.channel.sent if isinstance(m, StepPlan)]
+        fresh, self._executed = plans[self._executed :], len(plans)
+        return [
+            Received(peer, self.nodes[int(peer.split()[1])].execute(plan)) for peer, plan in fresh
+        ]
+
+    def states(self) -> list[str]:
+        """Return the states that the gateway was told, without repetitions."""
+        states = [message.state for message in self.channel.to(GATEWAY, EngineState)]
+        return [s for s, before in zip(states, [None, *states], strict=False) if s != before]
+
+    def failure(self, request_id: str) -> RequestFailed:
+        """Return the one RequestFailed of a request."""
+        (found,) = [
+            m for m in self.channel.to(GATEWAY, RequestFailed) if m.request_id == request_id
+        ]
+        assert isinstance(found, RequestFailed)
+        return found
