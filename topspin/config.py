@@ -138,7 +138,7 @@ class FailoverSection(Section, frozen=True, kw_only=True):
     restart: bool = False
     restart_deadline_s: float = 30.0
     halt_deadline_s: float = 10.0
-    progress_deadline_s: float = 15.0
+    progress_deadline_s: float = 20.0
 
 
 class GatewaySection(Section, frozen=True, kw_only=True):
