@@ -33,6 +33,8 @@ from topspin.errors import FrameError, StaleFrame
 from topspin.messages import StepTicket
 
 _BUFFER_BYTES = 4 * 2**20
+# In the middle of a frame the rest is on its way: look again before sleeping, a wake costs more.
+_MID_FRAME_S = 50e-6
 # A struct timeval.
 _CHECK_INTERVAL = struct.pack("@ll", 0, round(CHECK_INTERVAL_S * 1e6))
 
@@ -84,19 +86,23 @@ class _Line:
         """Read what is there, up to the end of a frame; return whether there was anything.
 
         `awaited` is a micro-batch whose inbox nobody uses before its next frame. With `wait`
-        sleeps up to CHECK_INTERVAL_S for the first bytes. Raises FrameError or StaleFrame.
+        sleeps up to CHECK_INTERVAL_S for the first bytes. In the middle of a frame it looks
+        for up to _MID_FRAME_S after the last bytes. Raises FrameError or StaleFrame.
         """
         if awaited is not None and self._frame is None and not self._guessed:
             self._guess(awaited)
-        has_read = False
+        has_read, patience_s = False, 0.0
         while True:
             try:
                 count = self._read(0 if wait and not has_read else socket.MSG_DONTWAIT)
             except (BlockingIOError, InterruptedError):
-                return has_read
+                if self._frame is None or time.monotonic() >= patience_s:
+                    return has_read
+                continue
             except ConnectionError:
                 count = 0
             has_read = True
+            patience_s = time.monotonic() + _MID_FRAME_S
             if count == 0:
                 self.ended = True
                 return True
