@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch
 from torch import Tensor
 
 from attention_nodes.kv_cache import KvCache
@@ -106,10 +105,22 @@ class Decoder:
             normed = ops.rms_norm(residual, layer.input_norm, eps=eps)
         else:
             normed = ops.add_rms_norm(delta, residual, layer.input_norm, eps=eps)
-        q, k, v = self._project(layer, normed)
-        ops.rotate(q, k, inputs.cos, inputs.sin)
         keys, values = self._kv.keys[layer.idx], self._kv.values[layer.idx]
-        ops.write_kv(k, v, keys, values, inputs.kv_slots)
+        q, k, v = self._project(layer, normed)
+        has_head_norms = self.config.qk_norm == "head"
+        ops.rotate_and_store(
+            q,
+            k,
+            v,
+            inputs.cos,
+            inputs.sin,
+            keys,
+            values,
+            inputs.kv_slots,
+            q_norm=layer.q_norm if has_head_norms else None,
+            k_norm=layer.k_norm if has_head_norms else None,
+            eps=eps,
+        )
         attended = ops.paged_attention(
             q,
             keys,
@@ -122,23 +133,21 @@ class Decoder:
         return ops.add_rms_norm(out, residual, layer.post_norm, eps=eps)
 
     def _project(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [T, N, D], k and v [T, G, D] before rotation."""
+        """Return q [T, N, D], k and v [T, G, D] before norms of single heads and rotation."""
         config, ops = self.config, self._ops
         qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
         q = qkv[:, : config.q_size]
         k = qkv[:, config.q_size : config.q_size + config.kv_size]
         v = qkv[:, config.q_size + config.kv_size :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            if config.qk_norm == "head":
-                q = q.reshape(-1, config.num_heads, config.head_dim)
-                k = k.reshape(-1, config.num_kv_heads, config.head_dim)
+        if config.qk_norm == "full" and layer.q_norm is not None and layer.k_norm is not None:
             q = ops.rms_norm(q, layer.q_norm, eps=config.rms_norm_eps)
             k = ops.rms_norm(k, layer.k_norm, eps=config.rms_norm_eps)
         if config.clip_qkv is not None:
+            assert config.qk_norm != "head", "clipping comes after norms"
             q, k, v = (x.clamp(-config.clip_qkv, config.clip_qkv) for x in (q, k, v))
         num_tokens = len(normed)
         return (
-            q.reshape(num_tokens, config.num_heads, config.head_dim),
+            q.view(num_tokens, config.num_heads, config.head_dim),
             k.view(num_tokens, config.num_kv_heads, config.head_dim),
             v.view(num_tokens, config.num_kv_heads, config.head_dim),
         )

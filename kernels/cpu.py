@@ -1,8 +1,9 @@
 """Ops for hosts without a GPU: few torch calls per layer, with the reference's rounding.
 
 Gathers the CPU versions to the interface of `kernels.dispatch.Ops`: matrix products from
-`cpu_matmul`, attention from `cpu_attention`, the small ops from here, and what plain
-torch already does well from `reference`. Called by the nodes through `kernels.dispatch`.
+`cpu_matmul`, attention from `cpu_attention`, the small ops from `numba_layer` for bf16 and
+else from `cpu_plain`, and what plain torch does well from `reference`. Called by the nodes
+through `kernels.dispatch`.
 
 Dimension letters as in `kernels.contracts`.
 """
@@ -12,9 +13,10 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import cpu_plain, numba_layer, reference
+from kernels.contracts import Routing
 from kernels.cpu_attention import paged_attention
 from kernels.cpu_matmul import (
     dense_mlp,
@@ -24,7 +26,8 @@ from kernels.cpu_matmul import (
     pack_linear,
     rebuild_experts,
 )
-from kernels.reference import embed, permute, route, sigmoid, swiglu, write_kv
+from kernels.cpu_plain import rotate
+from kernels.reference import embed, permute, sigmoid, swiglu, write_kv
 
 __all__ = [
     "add_rms_norm",
@@ -42,6 +45,7 @@ __all__ = [
     "rebuild_experts",
     "rms_norm",
     "rotate",
+    "rotate_and_store",
     "route",
     "sigmoid",
     "swiglu",
@@ -55,34 +59,56 @@ pack_projection = pack_lm_head = pack_linear
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
-    """Normalise each row of x [..., H] and scale it; see `kernels.reference.rms_norm`.
-
-    The weight multiplies apart, since F.rms_norm would round only after it.
-    """
-    normed = F.rms_norm(x, (x.shape[-1],), None, eps)
-    return torch.mul(weight, normed, out=out)
+    """Normalise each row of x [..., H] and scale it; see `kernels.reference.rms_norm`."""
+    if out is None and numba_layer.can_norm(None, x, weight):
+        return numba_layer.add_norm(None, x, weight, eps=eps)
+    return cpu_plain.rms_norm(x, weight, eps=eps, out=out)
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
 ) -> Tensor:
     """Add x [T, H] to residual [T, H] in place and return rms_norm of the sum."""
-    residual.add_(x)
-    return rms_norm(residual, weight, eps=eps, out=out)
+    if out is None and numba_layer.can_norm(x, residual, weight):
+        return numba_layer.add_norm(x, residual, weight, eps=eps)
+    return cpu_plain.add_rms_norm(x, residual, weight, eps=eps, out=out)
 
 
-def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Apply rotary position embedding in place; see `kernels.reference.rotate`.
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Norm, rotate and store; see `kernels.reference.rotate_and_store`."""
+    if numba_layer.can_rotate(q, k, v, cos, k_cache):
+        numba_layer.rotate_and_store(
+            q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps=eps
+        )
+        return
+    cpu_plain.rotate_and_store(
+        q, k, v, cos, sin, k_cache, v_cache, slots, q_norm=q_norm, k_norm=k_norm, eps=eps
+    )
 
-    cos and sin of [T, D] in the dtype of q save a few calls per layer.
-    """
-    half = q.shape[-1] // 2
-    cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-    if cos.shape[-1] == half:
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    for x in (q, k):
-        turned = torch.cat((x[..., half:].neg(), x[..., :half]), dim=-1)
-        turned *= sin
-        x *= cos
-        x += turned
+
+def route(
+    logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype = torch.float32
+) -> Routing:
+    """Choose top_k experts per token; see `kernels.reference.route`."""
+    if numba_layer.can_route(logits, top_k, weights_dtype):
+        return Routing(
+            *numba_layer.route_rows(
+                logits, top_k=top_k, renormalise=renormalise, weights_dtype=weights_dtype
+            )
+        )
+    return reference.route(
+        logits, top_k=top_k, renormalise=renormalise, weights_dtype=weights_dtype
+    )

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
-from kernels.cpu import add_rms_norm, rms_norm, rotate
+from kernels.cpu_plain import add_rms_norm, rms_norm, rotate, rotate_and_store
 from kernels.deterministic_attention import paged_attention
 from kernels.reference import collect_experts, embed, permute, rebuild_slots, route, write_kv
 
@@ -41,6 +41,7 @@ __all__ = [
     "rebuild_experts",
     "rms_norm",
     "rotate",
+    "rotate_and_store",
     "route",
     "sigmoid",
     "swiglu",

@@ -38,6 +38,7 @@ SPLIT_KEYS: Final = 512
 TILE_HEADS: Final = 8
 CHUNK_KEYS: Final = 128
 AHEAD_KEYS: Final = 32
+PIECE_BYTES: Final = 40
 # States of the query heads of one task; half of a first-level cache.
 STATE_BYTES: Final = 16 << 10
 _SCORE_PITCH: Final = 4 * (CHUNK_KEYS + simd.LANES)
@@ -101,11 +102,17 @@ def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) ->
         and q.dtype in (torch.float32, torch.bfloat16)
         and head_dim % 2 == 0
         and state_bytes <= STATE_BYTES
-        and q.stride()[1:] == out.stride()[1:] == (head_dim, 1)
+        and _lie_whole(q)
+        and _lie_whole(out)
         and k_cache.is_contiguous()
         and block_tables.dtype == torch.int32
         and (block_tables.stride(-1) == 1 or block_tables.shape[-1] <= 1)
     )
+
+
+def _lie_whole(x: Tensor) -> bool:
+    """Tell whether the heads of each row of x [T, N, D] lie side by side."""
+    return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
 
 
 def attend_rows(
@@ -357,22 +364,29 @@ def _ask_for_run(block: int, cache: int, seq_idx: int, position: int, stop: int)
 
 
 @inlined
-def _score_chunk(
-    block: int,
-    seq_idx: int,
-    start: int,
-    stop: int,
-    keys: int,
-    query: int,
-    heads: int,
-    scores: int,
-    key_end: int,
-) -> None:
-    """Write the scaled scores of keys start <= p < stop; 16 lanes past a row may be written.
+def _ask_ahead(block: int, piece: int, position: int, later: int) -> None:
+    """Prefetch what follows a piece's run, whose blocks may lie anywhere in memory.
 
-    If key_end is not 0, ask for the values of these keys and for the keys below key_end that
-    come AHEAD_KEYS later: their blocks lie anywhere, and memory takes long to answer.
+    That is the run of the same number of piece `later`, if there is one (not 0); else the
+    values of this run and the keys that come AHEAD_KEYS later.
     """
+    keys, values = simd.read_i64(block + K_CACHE), simd.read_i64(block + V_CACHE)
+    if later:
+        seq_idx, key_end = simd.read_i64(later + 8), simd.read_i64(later + 24)
+        there = position - simd.read_i64(piece + 16) + simd.read_i64(later + 16)
+        _ask_for_run(block, keys, seq_idx, there, key_end)
+        _ask_for_run(block, values, seq_idx, there, key_end)
+    else:
+        seq_idx, key_end = simd.read_i64(piece + 8), simd.read_i64(piece + 24)
+        _ask_for_run(block, values, seq_idx, position, key_end)
+        _ask_for_run(block, keys, seq_idx, position + AHEAD_KEYS, key_end)
+
+
+@inlined
+def _score_chunk(
+    block: int, seq_idx: int, start: int, stop: int, keys: int, query: int, heads: int, scores: int
+) -> None:
+    """Write the scaled scores of keys start <= p < stop; 16 lanes past a row may be written."""
     head_bytes, stride = _head_bytes(block), _slot_bytes(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
     scale = simd.splat(simd.read_f32(block + SCALE))
@@ -380,11 +394,6 @@ def _score_chunk(
     while position < stop:
         count = _run_length(block, position, stop)
         run = keys + _key_address(block, seq_idx, position)
-        if key_end:
-            _ask_for_run(block, simd.read_i64(block + V_CACHE), seq_idx, position, stop)
-            _ask_for_run(
-                block, simd.read_i64(block + K_CACHE), seq_idx, position + AHEAD_KEYS, key_end
-            )
         for head in range(heads):
             place = scores + head * _SCORE_PITCH + 4 * (position - start)
             one = query + head * head_bytes
@@ -506,27 +515,27 @@ def _state_vectors(block: int) -> int:
 
 @inlined
 def _do_chunk(
-    block: int, piece: int, start: int, stop: int, first: int, state: int, pitch: int, scores: int
+    block: int,
+    piece: int,
+    start: int,
+    stop: int,
+    first: int,
+    state: int,
+    pitch: int,
+    scores: int,
 ) -> int:
     """Add keys start <= p < stop of a piece to the states of up to TILE_HEADS query heads.
 
-    `first` is the first of them, among all heads; they share a key/value head.
+    `first` is the first of them, among all heads; they share a key/value head. Gives how many.
     """
-    row, seq_idx, key_end = (
-        simd.read_i64(piece),
-        simd.read_i64(piece + 8),
-        simd.read_i64(piece + 24),
-    )
+    row, seq_idx = simd.read_i64(piece), simd.read_i64(piece + 8)
     repeat, head_bytes = simd.read_i64(block + REPEAT), _head_bytes(block)
     group = first // repeat
     heads: int = min(repeat - first % repeat, TILE_HEADS)
     query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE) + first * head_bytes
     keys = simd.read_i64(block + K_CACHE) + group * head_bytes
     values = simd.read_i64(block + V_CACHE) + group * head_bytes
-    ask = 0
-    if first == 0:
-        ask = key_end
-    _score_chunk(block, seq_idx, start, stop, keys, query, heads, scores, ask)
+    _score_chunk(block, seq_idx, start, stop, keys, query, heads, scores)
     for idx in range(heads):
         _soften(stop - start, scores + idx * _SCORE_PITCH, state + idx * pitch, pitch // _VECTOR)
     _add_values(block, seq_idx, start, stop, values, scores, heads, state, pitch)
@@ -535,7 +544,13 @@ def _do_chunk(
 
 @inlined
 def _do_piece(
-    block: int, piece: int, first_head: int, last_head: int, states: int, scores: int
+    block: int,
+    piece: int,
+    later: int,
+    first_head: int,
+    last_head: int,
+    states: int,
+    scores: int,
 ) -> None:
     """Attend one piece's row to its keys with query heads first_head <= h < last_head."""
     row, part = simd.read_i64(piece), simd.read_i64(piece + 32)
@@ -550,6 +565,8 @@ def _do_piece(
     start, key_end = simd.read_i64(piece + 16), simd.read_i64(piece + 24)
     while start < key_end:
         stop = min(start + CHUNK_KEYS, key_end)
+        for position in range(start, stop, simd.LANES):
+            _ask_ahead(block, piece, position, later)
         head = first_head
         while head < last_head:
             own = state + (head - first_head) * pitch
@@ -597,11 +614,14 @@ def _attend(block: int) -> None:
     num_tasks = simd.read_i64(block + NUM_PIECES) * num_ranges
     task = simd.claim(block)
     while task < num_tasks:
-        piece = simd.read_i64(block + PIECES) + task // num_ranges * 40
+        piece = simd.read_i64(block + PIECES) + task // num_ranges * PIECE_BYTES
         first = task % num_ranges * per_task
         last = min(first + per_task, num_groups)
-        _do_piece(block, piece, first * repeat, last * repeat, states, scores)
         task = simd.claim(block)
+        later = 0
+        if num_ranges == 1 and task < num_tasks:
+            later = simd.read_i64(block + PIECES) + task * PIECE_BYTES
+        _do_piece(block, piece, later, first * repeat, last * repeat, states, scores)
     num_tasks = simd.read_i64(block + NUM_MERGES) * num_groups
     if num_tasks == 0:
         return

@@ -86,6 +86,32 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     v_cache.view(-1, *v_cache.shape[2:])[slots] = v
 
 
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Norm the heads of q and k [D] each if there are norms, rotate both, write_kv k and v.
+
+    q and k are changed in place; k may be left as it was, as only the cache is read.
+    """
+    if q_norm is not None:
+        rms_norm(q, q_norm, eps=eps, out=q)
+    if k_norm is not None:
+        rms_norm(k, k_norm, eps=eps, out=k)
+    rotate(q, k, cos, sin)
+    write_kv(k, v, k_cache, v_cache, slots)
+
+
 def visible(
     num_new: int,
     context_len: int,

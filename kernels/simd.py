@@ -382,6 +382,12 @@ def load_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 @operation(F32x16, [types.int64, types.int64])
+def load_first_f32(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
+    """Read the first `count` of sixteen floats; the others are 0, their memory not read."""
+    return load_first(builder, address, F32_LANES, count)
+
+
+@operation(F32x16, [types.int64, types.int64])
 def load_first_bf16(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
     """Read the first `count` of sixteen bf16 numbers, widened; the others are 0, not read."""
     kind = ir.VectorType(ir.IntType(16), LANES)
