@@ -124,6 +124,7 @@ def quantised_product(
                 _is_bf16(result),
                 codes.data_ptr(),
                 0,
+                0,
             ],
             num_threads=torch.get_num_threads(),
         )
@@ -179,6 +180,8 @@ def quantised_mlp(
             order.data_ptr() + 8 * experts.num_experts,
             codes.data_ptr(),
             pair_codes.data_ptr(),
+            0,
+            0,
             0,
             0,
         ],

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kernels.numba_runtime import CLAIMS, Kernel, inlined, offsets, wait_for_team
+from kernels.numba_runtime import CLAIMS, Kernel, inlined, offsets
 from kernels.simd import (
     LANES,
     add,
@@ -42,10 +42,12 @@ from kernels.simd_int import (
     SCALE_BYTES,
     copy_bytes,
     dot_tile,
+    finish,
     group_bytes,
     quantise_group,
     to_bf16,
     to_codes,
+    wait_for,
     write_codes,
     write_scales,
 )
@@ -211,7 +213,7 @@ def _name_rows(rows: int, first: int, size: int, count: int) -> None:
 
 
 (L_INPUT, L_IS_BF16, L_ROWS, L_GROUPS, L_WEIGHT, L_BITS, L_OUTPUTS, L_BIAS) = offsets(8)
-(L_OUT, L_OUT_IS_BF16, L_CODES, L_BLOCK_CLAIMS) = offsets(12)[8:]
+(L_OUT, L_OUT_IS_BF16, L_CODES, L_BLOCK_CLAIMS, L_ROWS_DONE) = offsets(13)[8:]
 
 
 @Kernel
@@ -227,7 +229,8 @@ def quantised_linear(block: int) -> None:
             break
         at = source + row * num_groups * GROUP * size
         _quantise_row(at, is_bf16, num_groups, codes + row * one_row)
-    wait_for_team(block)
+        finish(block + L_ROWS_DONE)
+    wait_for(block + L_ROWS_DONE, num_rows)
     bits, outputs = read_i64(block + L_BITS), read_i64(block + L_OUTPUTS)
     num_blocks = (outputs + LANES - 1) // LANES
     while True:
@@ -270,6 +273,7 @@ def _linear_block(block: int, index: int, bits: int, num_groups: int, num_rows: 
 (E_HIDDEN, E_IS_BF16, E_ROWS, E_CHOICES, E_SLOTS, E_SCALES, E_EXPERTS, E_WEIGHTS) = offsets(8)
 (E_BITS, E_GROUPS, E_UNITS, E_WIDTH, E_OUT, E_OUT_IS_BF16, E_SUMS, E_COUNTS) = offsets(16)[8:]
 (E_STARTS, E_PAIRS, E_CODES, E_PAIR_CODES, E_UNIT_CLAIMS, E_BLOCK_CLAIMS) = offsets(22)[16:]
+(E_ROWS_DONE, E_UNITS_DONE) = offsets(24)[22:]
 
 
 @inlined
@@ -318,7 +322,8 @@ def quantised_experts(block: int) -> None:
         else:
             at = hidden + row * num_groups * GROUP * size
             _quantise_row(at, is_bf16, num_groups, codes + row * num_groups * ROW_GROUP_BYTES)
-    wait_for_team(block)
+        finish(block + E_ROWS_DONE)
+    wait_for(block + E_ROWS_DONE, num_rows + 1)
     units, num_experts = read_i64(block + E_UNITS), read_i64(block + E_EXPERTS)
     counts = read_i64(block + E_COUNTS)
     while True:
@@ -328,7 +333,8 @@ def quantised_experts(block: int) -> None:
             break
         if read_i64(counts + 8 * expert):
             _gate_and_up(block, expert, claimed - expert * units)
-    wait_for_team(block)
+        finish(block + E_UNITS_DONE)
+    wait_for(block + E_UNITS_DONE, num_experts * units)
     num_blocks = (read_i64(block + E_WIDTH) + LANES - 1) // LANES
     while True:
         start = claim(block + E_BLOCK_CLAIMS) * DOWN_BLOCKS

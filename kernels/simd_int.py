@@ -50,6 +50,8 @@ GROUP: Final = 32
 SCALE_BYTES: Final = 4 * LANES
 """Scales of one group of a block; also one fp32 row of LANES outputs."""
 ROW_GROUP_BYTES: Final = GROUP + 8
+# A thread that waits for others looks so often before it lets another one run.
+SPINS: Final = 2000
 # How far ahead of a tile weights are asked for: measured best, and about what memory
 # delivers within its latency on one core.
 AHEAD_BYTES: Final = 4096
@@ -255,3 +257,35 @@ def copy_bytes(builder: ir.IRBuilder, to: ir.Value, source: ir.Value, num_bytes:
         return []
 
     count_up(builder, num_bytes, [], copy)
+
+
+@operation(types.none, [types.int64])
+def finish(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Add 1 to an i64 that threads share, after all that this one wrote before."""
+    builder.atomic_rmw("add", pointer(builder, address, I64), constant(1), "release")
+
+
+@operation(types.none, [types.int64, types.int64])
+def wait_for(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> None:
+    """Wait until an i64 that threads share is `count`; then what they wrote before is seen.
+
+    Unlike a barrier it does not wait for threads that have not come, if there is nothing
+    left for them to do. Between looks it pauses, and after SPINS of them lets others run.
+    """
+    before = builder.block
+    look, again = builder.append_basic_block("look"), builder.append_basic_block("again")
+    after = builder.append_basic_block("done")
+    builder.branch(look)
+    builder.position_at_end(look)
+    looks = builder.phi(I32)
+    looks.add_incoming(ir.Constant(I32, 0), before)
+    seen = builder.load_atomic(pointer(builder, address, I64), "acquire", 8)
+    builder.cbranch(builder.icmp_signed("<", seen, count), again, after)
+    builder.position_at_end(again)
+    if cpu_has("sse2"):
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+    with builder.if_then(builder.icmp_signed(">", looks, ir.Constant(I32, SPINS))):
+        call(builder, "sched_yield", I32, [])
+    looks.add_incoming(builder.add(looks, ir.Constant(I32, 1)), builder.block)
+    builder.branch(look)
+    builder.position_at_end(after)
