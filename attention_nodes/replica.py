@@ -39,6 +39,7 @@ from topspin.messages import (
     StepTimings,
     pack_ints,
 )
+from topspin.process import release_freed_memory
 from topspin.progress import Beat
 from topspin.trace import Kind
 from topspin.trace_node import ring_of
@@ -99,6 +100,7 @@ class Replica:
             _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
         replica = cls(model, decoder, cache.num_blocks, config)
         replica._warm_up()
+        release_freed_memory()
         return replica
 
     def _warm_up(self) -> None:

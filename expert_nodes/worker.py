@@ -41,7 +41,7 @@ from topspin.messages import (
     Topology,
     Welcome,
 )
-from topspin.process import new_incarnation
+from topspin.process import new_incarnation, release_freed_memory
 from topspin.progress import Beat, StepProgress
 from topspin.trace_node import ring_of
 
@@ -88,6 +88,7 @@ def load_experts(model_path: Path, welcome: Welcome, index: int) -> Experts:
     )
     experts.trace = ring_of(config)
     experts.warm_up()
+    release_freed_memory()
     return experts
 
 

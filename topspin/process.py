@@ -1,6 +1,7 @@
 """What every role process does about its own life: die with its supervisor, log, exit.
 
-Owns the parent-death link, the logging format and the exit statuses. Knows no role.
+Owns the parent-death link, the logging format, what goes back to the system after loading,
+and the exit statuses. Knows no role.
 """
 
 from __future__ import annotations
@@ -52,3 +53,14 @@ def start_logging(role: str) -> logging.Logger:
 def new_incarnation() -> int:
     """Return a number that no other process life has: 63 random bits, never 0."""
     return secrets.randbits(62) + 1
+
+
+def release_freed_memory() -> None:
+    """Return to the system what the heap holds free, as after loading; glibc only.
+
+    Packing weights frees each original between those that stay, and the C library keeps
+    such holes (over 100 MB of a 320 MB model) until it is asked.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
