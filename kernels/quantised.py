@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.huge_pages import Arena
 from kernels.numba_runtime import launch
 from kernels.quantised_kernels import quantise_weight, quantised_experts, quantised_linear
 from kernels.reference import check_expert
@@ -55,10 +56,10 @@ class QuantisedExperts(ExpertWeights):
         object.__setattr__(self, "places", torch.tensor(found, dtype=torch.int64).view(-1, 2))
 
 
-def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
-    """Quantise a matrix [O, I], fp32 or bf16, to `bits` (4 or 8) per number.
+def quantise(weight: Tensor, bits: int, arena: Arena | None = None) -> QuantisedWeight:
+    """Quantise a matrix [O, I], fp32 or bf16, to `bits` (4 or 8) per number, in `arena`.
 
-    Costs from 4.0 (4 bits) or 8.0 to 5.0 or 9.0 bits per number, scales included.
+    With its scales it takes 5 or 9 bits per number.
     """
     num_out, num_in = weight.shape
     groups = -(-num_in // GROUP)
@@ -66,7 +67,8 @@ def quantise(weight: Tensor, bits: int) -> QuantisedWeight:
     # widen the range of the last group.
     ends = weight[:, -1:].expand(-1, groups * GROUP - num_in)
     source = torch.cat((weight, ends), dim=1) if num_in % GROUP else weight.contiguous()
-    data = torch.zeros(-(-num_out // LANES), groups, group_bytes(bits), dtype=torch.uint8)
+    shape = (-(-num_out // LANES), groups, group_bytes(bits))
+    data = torch.zeros(shape, dtype=torch.uint8) if arena is None else arena.zeros(*shape)
     launch(
         quantise_weight,
         [
@@ -214,17 +216,19 @@ class QuantisedOps:
         self._base = base
         self._bits = BITS[quantization]
         self.name = f"{base.name}-{quantization}"
+        # For what is packed once; experts that a table switch brings go one by one.
+        self._arena = Arena()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
 
     def pack_projection(self, weight: Tensor) -> LinearWeight:
         """Quantise a weight [O, I]; the caller drops the original."""
-        return quantise(weight, self._bits)
+        return quantise(weight, self._bits, self._arena)
 
     def pack_lm_head(self, weight: Tensor) -> LinearWeight:
         """Quantise the LM head [V, H] to 8 bits: 4 would change the most likely token."""
-        return quantise(weight, 8)
+        return quantise(weight, 8, self._arena)
 
     def linear(
         self,
@@ -264,8 +268,8 @@ class QuantisedOps:
         firsts: list[LinearWeight] = []
         for matrix in gate_up:
             dtype = matrix.dtype
-            firsts.append(self._pack_gate_up(matrix))
-        seconds: list[LinearWeight] = [quantise(matrix, self._bits) for matrix in down]
+            firsts.append(self._pack_gate_up(matrix, self._arena))
+        seconds: list[LinearWeight] = [quantise(matrix, self._bits, self._arena) for matrix in down]
         assert firsts, "no expert"
         ffn_size, hidden_size = seconds[0].in_features, seconds[0].out_features
         for first, second in zip(firsts, seconds, strict=True):
@@ -273,14 +277,14 @@ class QuantisedOps:
             assert (second.out_features, second.in_features) == (hidden_size, ffn_size)
         return QuantisedExperts(firsts, seconds, len(firsts), hidden_size, ffn_size, dtype)
 
-    def _pack_gate_up(self, matrix: Tensor) -> LinearWeight:
+    def _pack_gate_up(self, matrix: Tensor, arena: Arena | None) -> LinearWeight:
         """Quantise [2F, H], each half with rows of zeros up to a multiple of GROUP."""
         num_out, num_in = matrix.shape
         ffn_size = num_out // 2
         missing = -ffn_size % GROUP
         if missing:
             matrix = F.pad(matrix.view(2, ffn_size, num_in), (0, 0, 0, missing)).flatten(0, 1)
-        return replace(quantise(matrix, self._bits), out_features=num_out)
+        return replace(quantise(matrix, self._bits, arena), out_features=num_out)
 
     def rebuild_experts(
         self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
@@ -294,7 +298,7 @@ class QuantisedOps:
                 down.append(experts.down[source])
                 continue
             check_expert(experts, source)
-            gate_up.append(self._pack_gate_up(source.gate_up))
+            gate_up.append(self._pack_gate_up(source.gate_up, None))
             yield
             down.append(quantise(source.down, self._bits))
             yield
