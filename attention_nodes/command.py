@@ -10,7 +10,7 @@ from attention_nodes.worker import AttentionWorker
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.net import AttentionNet, wait_policy
 from m2n_comm.open import connect_attention
-from topspin.channel import ControlClient
+from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
 from topspin.cores import take_cores
 from topspin.membership import run_node
 from topspin.messages import Welcome
@@ -52,6 +52,9 @@ def main() -> int:
     parser.add_argument("--control", required=True, help="address of the scheduler")
     parser.add_argument("--index", type=int, required=True, help="which attention node this is")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    parser.add_argument(
+        "--failover", action="store_true", help="leave soon when the scheduler is not heard"
+    )
     args = parser.parse_args()
     return run_node(
         "attention",
@@ -59,4 +62,5 @@ def main() -> int:
         args.control,
         logger=start_logging("attention"),
         body=lambda control: connect_worker(control, index=args.index, model_path=args.model),
+        heartbeat=FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT,
     )

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from expert_nodes.worker import ExpertWorker
+from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT
 from topspin.cores import take_cores
 from topspin.membership import run_node
 from topspin.process import follow_parent, start_logging
@@ -20,6 +21,9 @@ def main() -> int:
     parser.add_argument("--index", type=int, required=True, help="which expert node this is")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
     parser.add_argument("--transport", choices=["shm", "tcp", "nixl"], required=True)
+    parser.add_argument(
+        "--failover", action="store_true", help="leave soon when the scheduler is not heard"
+    )
     args = parser.parse_args()
     return run_node(
         "expert",
@@ -29,4 +33,5 @@ def main() -> int:
         body=lambda control: ExpertWorker(control, index=args.index, model_path=args.model).run(
             args.transport
         ),
+        heartbeat=FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT,
     )

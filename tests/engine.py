@@ -158,8 +158,8 @@ class Engine:
         self.may_restart = threading.Event()
         self.may_restart.set()
         restarts = config.failover.restart
-        heartbeat = FAILOVER_HEARTBEAT if restarts else RELAXED_HEARTBEAT
-        self._channel = ControlServer(self._address, heartbeat=heartbeat)
+        self._heartbeat = FAILOVER_HEARTBEAT if restarts else RELAXED_HEARTBEAT
+        self._channel = ControlServer(self._address, heartbeat=self._heartbeat)
         self._service = Service(
             self._channel,
             config,
@@ -242,6 +242,7 @@ class Engine:
             self._control_of(f"expert {index}", self._address),
             logger=logging.getLogger("expert"),
             body=body,
+            heartbeat=self._heartbeat,
         )
 
     def _run_attention(self, index: int) -> int:
@@ -251,6 +252,7 @@ class Engine:
             self._control_of(f"attention {index}", self._address),
             logger=logging.getLogger("attention"),
             body=lambda control: connect_worker(control, index=index, model_path=self._path),
+            heartbeat=self._heartbeat,
         )
 
     def wait_until_ready(self) -> None:

@@ -30,24 +30,22 @@ LINGER_MS = 1000
 class Heartbeat(NamedTuple):
     """How often a silent peer is pinged, and after how long without an answer it is gone.
 
-    `ttl_ms` (0: none) goes with each ping and has the *peer* close the connection when it
-    hears nothing for so long. Its own pings count as signs of life here, so without this a
-    link that is dead one way, from here to there, would go unnoticed.
+    The peer's own pings count as signs of life. So a link that is dead one way is noticed by
+    the end that hears nothing, whose closing the other one sees: both must ping.
     """
 
     interval_ms: int
     timeout_ms: int
-    ttl_ms: int = 0
 
     @property
     def limit_s(self) -> float:
-        """Return the longest silence before a peer is gone: it ends just after a ping."""
-        return (self.interval_ms + max(self.timeout_ms, self.ttl_ms)) / 1000
+        """Return the longest silence before a peer is gone: it begins just after a ping."""
+        return (self.interval_ms + self.timeout_ms) / 1000
 
 
 RELAXED_HEARTBEAT = Heartbeat(1000, 5000)
 # A frozen peer is to be noticed within 2 s, a partition within 3 s.
-FAILOVER_HEARTBEAT = Heartbeat(400, 1200, ttl_ms=1200)
+FAILOVER_HEARTBEAT = Heartbeat(400, 1200)
 
 
 class Received(NamedTuple):
@@ -78,7 +76,6 @@ def _configure(socket: zmq.Socket[Any], heartbeat: Heartbeat = RELAXED_HEARTBEAT
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat.interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, heartbeat.timeout_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, heartbeat.ttl_ms)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -188,10 +185,10 @@ class ControlServer:
 class ControlClient:
     """A node's end: one connection to the scheduler, for the whole life of the process."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, heartbeat: Heartbeat = RELAXED_HEARTBEAT) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        _configure(self._socket)
+        _configure(self._socket, heartbeat)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._socket.connect(address)
         self._poller = zmq.Poller()

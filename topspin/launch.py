@@ -108,11 +108,15 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
             str(topology.expert_nodes),
         )
         return [RoleCommand(name="local node", argv=argv, environment=environment)]
+    watched = ("--failover",) if config.failover.restart else ()
     experts = [
         RoleCommand(
             name=f"expert {index}",
             argv=_module(
-                "expert_nodes", *common, "--index", str(index), "--transport", config.m2n.transport
+                "expert_nodes",
+                *common,
+                *("--index", str(index), "--transport", config.m2n.transport),
+                *watched,
             ),
             environment=environments[topology.attention_nodes + index],
         )
@@ -121,7 +125,7 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
     attention = [
         RoleCommand(
             name=f"attention {index}",
-            argv=_module("attention_nodes", *common, "--index", str(index)),
+            argv=_module("attention_nodes", *common, "--index", str(index), *watched),
             environment=environments[index],
         )
         for index in range(topology.attention_nodes)

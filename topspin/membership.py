@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from topspin.channel import ControlClient
+from topspin.channel import RELAXED_HEARTBEAT, ControlClient, Heartbeat
 from topspin.errors import ConfigError, PeerLost, ProtocolError, TopspinError, VersionMismatch
 from topspin.messages import (
     Goodbye,
@@ -85,13 +85,14 @@ def run_node(
     *,
     logger: logging.Logger,
     body: Callable[[ControlClient], None],
+    heartbeat: Heartbeat = RELAXED_HEARTBEAT,
 ) -> int:
     """Run `body` with a control connection to `address`; return the process's exit status.
 
     0 after an orderly stop; after an error, which is logged and told to the scheduler, 1, or
     2 if the node was configured with what it cannot do.
     """
-    control = ControlClient(address)
+    control = ControlClient(address, heartbeat=heartbeat)
     try:
         body(control)
     except (Stopped, KeyboardInterrupt):

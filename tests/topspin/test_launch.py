@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.topspin.roles import ROOT, dummy, wait_until_gone
 from topspin.config import (
     ComputeSection,
     EngineConfig,
+    FailoverSection,
     GatewaySection,
     M2NSection,
     ModelSection,
@@ -321,6 +323,17 @@ def test_the_commands_of_separate_nodes(transport: Transport) -> None:
             *("--port-fd", "8"),
         ),
     }
+
+
+def test_nodes_that_are_restarted_notice_a_silent_scheduler_soon() -> None:
+    failover = FailoverSection(restart=True)
+    for transport, told in (("shm", True), ("local", False)):
+        config = engine(transport=transport, attention=1, experts=1)  # type: ignore[arg-type]
+        plain = names_and_arguments(config)
+        restarting = names_and_arguments(msgspec.structs.replace(config, failover=failover))
+        nodes = {name for name, arguments in restarting.items() if "--failover" in arguments}
+        assert nodes == ({"attention 0", "expert 0"} if told else set())
+        assert not any("--failover" in arguments for arguments in plain.values())
 
 
 def test_the_commands_of_nodes_in_one_process() -> None:
