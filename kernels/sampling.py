@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.numba_sampling import draw_rows
 from kernels.philox import Purpose, uniforms
 
 History = Sequence[int] | Tensor
@@ -163,32 +164,70 @@ def _choose(logits: Tensor, batch: SamplingBatch) -> _Choice:
 
 def _draw(processed: Tensor, batch: SamplingBatch, choice: _Choice) -> None:
     """Overwrite the entries of the rows that are not greedy in `choice`."""
+    rows = batch.drawn_rows
     draws = uniforms(
-        batch.seeds.numpy(force=True).view(np.uint64),
-        batch.choices.numpy(force=True),
-        batch.positions.numpy(force=True),
+        batch.seeds[rows].numpy(force=True).view(np.uint64),
+        batch.choices[rows].numpy(force=True),
+        batch.positions[rows].numpy(force=True),
         purpose=Purpose.TOKEN,
-    ).tolist()
-    settings = zip(
-        batch.temperature.tolist(),
-        batch.top_k.tolist(),
-        batch.top_p.tolist(),
-        batch.min_p.tolist(),
-        strict=True,
     )
-    is_drawn = set(batch.drawn_rows)
-    for row, (temperature, top_k, top_p, min_p) in enumerate(settings):
-        if row not in is_drawn:
-            continue
-        scores = processed[row].float()
-        best = float(scores.max())
-        if not math.isfinite(best):
-            choice.tokens[row], choice.valid[row] = 0, False
-            continue
-        lowest = _lowest_kept(scores, temperature, best=best, top_k=top_k, top_p=top_p, min_p=min_p)
-        choice.tokens[row] = _invert(
-            scores, temperature, best=best, lowest=lowest, uniform=draws[row]
-        )
+    scores = processed.float() if len(rows) == len(processed) else processed[rows].float()
+    scores = scores.cpu().contiguous()
+    temperature = batch.temperature[rows].cpu().double()
+    top_p = batch.top_p[rows].cpu().double()
+    drawn = draw_rows(
+        scores,
+        temperature=temperature,
+        lowest=_kth_scores(scores, batch.top_k[rows].tolist()),
+        # min_p 0 keeps all.
+        relative=temperature * batch.min_p[rows].cpu().double().log(),
+        top_p=top_p,
+        uniforms=torch.from_numpy(np.asarray(draws, dtype=np.float64)),
+    )
+    valid = drawn.best.isfinite()
+    tokens = drawn.tokens.long()
+    counts = drawn.counts.long().tolist()
+    for idx, count in enumerate(counts):
+        if count:
+            ids = drawn.ids[idx, :count].numpy()
+            tokens[idx] = _draw_from_nucleus(
+                ids,
+                (scores[idx].numpy()[ids].astype(np.float64) - float(drawn.best[idx]))
+                / float(temperature[idx]),
+                rest=float(drawn.rest[idx]),
+                top_p=float(top_p[idx]),
+                uniform=float(draws[idx]),
+            )
+    choice.tokens[rows] = tokens.to(choice.tokens.device)
+    choice.valid[rows] &= valid.to(choice.valid.device)
+
+
+def _kth_scores(scores: Tensor, top_k: Sequence[int]) -> Tensor:
+    """Give each row's k-th greatest score, f64[R]; -inf where k keeps all of scores f32[R, V]."""
+    lowest = torch.full((len(top_k),), -math.inf, dtype=torch.float64)
+    for row, k in enumerate(top_k):
+        if 0 < k < scores.shape[1]:
+            lowest[row] = scores[row].topk(k).values[-1]
+    return lowest
+
+
+def _draw_from_nucleus(
+    ids: np.ndarray, exponents: np.ndarray, *, rest: float, top_p: float, uniform: float
+) -> int:
+    """Draw one of the smallest upper part of probability >= top_p, by inversion in fp64.
+
+    ids i32[C], ascending, are tokens among which that part is, of weights exp(exponents f64[C]);
+    all other tokens weigh `rest`. A token stays iff the tokens above it have less than
+    top_p together; the best always stays, and tokens of equal score stay or go together.
+    """
+    ordered = np.sort(exponents)[::-1]
+    mass = np.exp(ordered).cumsum()
+    num_kept = min(1 + int((mass < top_p * (mass[-1] + rest)).sum()), len(mass))
+    kept = exponents >= ordered[num_kept - 1]
+    cdf = np.exp(exponents[kept]).cumsum()
+    # The first entry above the target: a token of probability 0 raises nothing.
+    idx = int(np.searchsorted(cdf, cdf[-1] * uniform, side="right"))
+    return int(ids[kept][min(idx, len(cdf) - 1)])
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -223,57 +262,3 @@ def _penalise(scores: Tensor, row: int, batch: SamplingBatch) -> None:
     ids, counts = torch.unique(output, return_counts=True)
     scores[ids] -= batch.frequency_penalty[row] * counts
     scores[ids] -= batch.presence_penalty[row]
-
-
-def _lowest_kept(
-    scores: Tensor, temperature: float, *, best: float, top_k: int, top_p: float, min_p: float
-) -> float | None:
-    """Give the lowest score that the filters keep, None if they keep all.
-
-    Every filter keeps an upper part of the scores f32[V], so one number describes them
-    all, and tokens of equal score stay or go together. `best` is the greatest score, finite.
-    """
-    lowest: float | None = None
-    if min_p > 0:
-        lowest = best + temperature * math.log(min_p)
-    if 0 < top_k < scores.numel():
-        kth = float(scores.topk(top_k).values[-1])
-        lowest = kth if lowest is None else max(lowest, kth)
-    if top_p < 1:
-        kept = scores if lowest is None else scores[scores >= lowest]
-        lowest = _nucleus(kept, temperature, top_p)
-    return lowest
-
-
-def _nucleus(scores: Tensor, temperature: float, top_p: float) -> float:
-    """Give the lowest score of the smallest upper part of probability >= top_p.
-
-    A token stays iff the tokens above it have less than top_p together; the best always
-    stays. Probabilities are renormalised over the given scores.
-    """
-    ordered = _descending(scores)
-    wide = ordered.double()
-    mass = torch.exp((wide - wide[0]) / temperature).cumsum(0)
-    num_kept = 1 + int((mass < top_p * mass[-1]).sum())
-    return float(ordered[num_kept - 1])
-
-
-def _descending(scores: Tensor) -> Tensor:
-    """Sort scores f32[V], greatest first."""
-    if scores.device.type == "cpu":
-        # numpy's vectorised sort of 50,000 floats takes 0.1 ms, torch's 3 ms.
-        return torch.from_numpy(np.sort(scores.numpy())).flip(0)
-    return scores.sort(descending=True).values
-
-
-def _invert(
-    scores: Tensor, temperature: float, *, best: float, lowest: float | None, uniform: float
-) -> int:
-    """Give the token at which the CDF, over ascending token ids in fp64, passes uniform."""
-    ids = None if lowest is None else (scores >= lowest).nonzero()[:, 0]
-    values = (scores if ids is None else scores[ids]).double()
-    cdf = torch.exp((values - best) / temperature).cumsum(0)
-    # The first entry above the target: a token of probability 0 raises nothing.
-    idx = int(torch.searchsorted(cdf, cdf[-1:] * uniform, right=True))
-    assert 0 <= idx < values.numel(), "the scores have no distribution"
-    return idx if ids is None else int(ids[idx])

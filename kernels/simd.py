@@ -287,6 +287,24 @@ def read_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return load(builder, address, F32)
 
 
+@operation(types.float64, [types.int64])
+def read_f64(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Read a double."""
+    return load(builder, address, ir.DoubleType())
+
+
+@operation(types.none, [types.int64, types.float64])
+def write_f64(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Write a double."""
+    store(builder, address, value)
+
+
+@operation(types.none, [types.int64, types.int64])
+def write_i32(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Write the lower half of an i64."""
+    store(builder, address, builder.trunc(value, I32))
+
+
 @operation(types.float32, [types.int64])
 def read_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Read a bf16 number."""
@@ -509,7 +527,7 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
 @operation(F32x16, [F32x16, F32x16])
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     """Give the greater; NaN wherever one is."""
-    greater = builder.fcmp_unordered(">", a, b)
+    greater = builder.fcmp_ordered(">", a, b)
     picked = builder.select(greater, a, b)
     return builder.select(builder.fcmp_unordered("uno", a, a), a, picked)
 
@@ -539,6 +557,15 @@ def _fold(
         value = join(value, _shuffle(builder, value, value, swapped))
         width //= 2
     return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+@operation(F32x16, [F32x16, F32x16, F32x16])
+def keep_from(
+    builder: ir.IRBuilder, value: ir.Value, number: ir.Value, limit: ir.Value
+) -> ir.Value:
+    """Replace the lanes where number < limit by 0."""
+    kept = builder.fcmp_ordered(">=", number, limit)
+    return builder.select(kept, value, lanes_of(F32_LANES, 0.0))
 
 
 @operation(F32x16, [F32x16, types.int64, types.float32])
