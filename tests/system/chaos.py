@@ -21,7 +21,7 @@ import httpx
 
 from tests.system.server import Server
 
-STREAM_TIMEOUT_S = 60.0
+STREAM_TIMEOUT_S = 120.0
 STATE = re.compile(r"scheduler: ((?:ready|recovering|starting).*)")
 
 
@@ -145,7 +145,7 @@ EVENTS: dict[str, Callable[[Server, str], None]] = {
 }
 
 
-def wait_until(condition: Callable[[], bool], complaint: str, timeout_s: float = 30.0) -> float:
+def wait_until(condition: Callable[[], bool], complaint: str, timeout_s: float = 120.0) -> float:
     """Wait for `condition`; returns how long it took in seconds."""
     started = time.monotonic()
     while not condition():
