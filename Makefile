@@ -1,7 +1,7 @@
 # One command per habit. `make serve` and `make check` build what they need by themselves.
 #
 #   make serve      a running server on http://127.0.0.1:8000 (ARGS="--port 9000" adds flags)
-#   make test       the CPU tests        make test-slow   the long ones
+#   make test       the CPU tests        make test-slow   the long ones (TOPSPIN_SOAK_S=60: a short soak)
 #   make check      all that must hold before a commit; rewrites nothing
 #   make fix        formats and mends what ruff can mend
 #   make bench      every benchmark, as JSON on stdout or under benchmarks/results
