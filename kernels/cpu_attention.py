@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention_rows import Row, Work, plan_work
 from kernels.contracts import AttentionMeta
-from kernels.numba_attention import Row, Work, attend_rows, can_attend, plan_work
+from kernels.numba_attention import attend_rows, can_attend
 from kernels.reference import visible
 
 # Pieces up to SINGLE_ROWS query rows are attended row by row: a row costs 5 us at 160 keys, a

@@ -4,24 +4,23 @@ One task is one query row and one key/value head, with all query heads that shar
 of 16 keys at a time, an online softmax in fp32 over chunks of keys, the weighted sum of the
 values. A long context is cut into parts of SPLIT_KEYS keys, each a task, which a second pass
 merges; the parts depend on the context's length alone, so the result does not depend on the
-number of threads. Knows no sequences: `Row`s come from `kernels.cpu_attention`, which also
-says which rows are worth it.
+number of threads. Knows no sequences: what there is to do is `kernels.attention_rows.Work`.
+Used by `kernels.cpu_attention`, which says which rows are worth it.
 
-Letters as in `kernels.contracts`. A slice is 64 bytes of a head: 32 numbers in bf16, 16 in fp32.
+Letters as in `kernels.contracts`. A slice is 64 bytes of a head (`kernels.simd_attention`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba.core import types
 from torch import Tensor
 
 from kernels import simd
+from kernels import simd_vectors as vectors
+from kernels.attention_rows import Work
 from kernels.numba_runtime import (
     SECOND_CLAIMS,
     Kernel,
@@ -31,18 +30,26 @@ from kernels.numba_runtime import (
     offsets,
     wait_for_team,
 )
-from kernels.simd import F32x16, operation
+from kernels.simd_attention import (
+    CHUNK_KEYS,
+    SCORE_PITCH,
+    SLICE,
+    scores_bf16,
+    scores_f32,
+    weigh1_bf16,
+    weigh1_f32,
+    weigh2_bf16,
+    weigh3_bf16,
+    weigh4_bf16,
+    weigh4_f32,
+)
 
-SPLIT_KEYS: Final = 512
-# Query heads computed together, and keys whose scores are kept at a time.
+# Query heads computed together.
 TILE_HEADS: Final = 8
-CHUNK_KEYS: Final = 128
 AHEAD_KEYS: Final = 32
 PIECE_BYTES: Final = 40
 # States of the query heads of one task; half of a first-level cache.
 STATE_BYTES: Final = 16 << 10
-_SCORE_PITCH: Final = 4 * (CHUNK_KEYS + simd.LANES)
-_SLICE: Final = 64
 _VECTOR: Final = 4 * simd.LANES
 
 (
@@ -51,46 +58,6 @@ _VECTOR: Final = 4 * simd.LANES
     PARTS, GROUPS_PER_TASK,
 ) = offsets(20)  # fmt: skip
 """The kernel's arguments. Strides are in bytes; PIECES, MERGES and PARTS are _Work's."""
-
-
-class Row(NamedTuple):
-    """One query row: it sees the keys of positions key_start <= p < key_end of its sequence."""
-
-    row: int
-    seq_idx: int
-    key_start: int
-    key_end: int
-
-
-class Work(NamedTuple):
-    """What one launch has to do; the same for all layers with one window."""
-
-    pieces: Tensor
-    """i64[*, 5]: row, seq_idx, key_start, key_end, and the part to write (-1: the output)."""
-    merges: Tensor
-    """i64[*, 3]: row, its first part, how many."""
-    num_parts: int
-
-
-def plan_work(rows: Sequence[Row]) -> Work:
-    """Cut rows into pieces of at most SPLIT_KEYS keys."""
-    pieces, merges, num_parts = [], [], 0
-    for row, seq_idx, key_start, key_end in rows:
-        starts = range(key_start, key_end, SPLIT_KEYS)
-        if len(starts) == 1:
-            pieces.append((row, seq_idx, key_start, key_end, -1))
-            continue
-        merges.append((row, num_parts, len(starts)))
-        for start in starts:
-            pieces.append((row, seq_idx, start, min(start + SPLIT_KEYS, key_end), num_parts))
-            num_parts += 1
-    # The longest first: the last task to end should be a short one.
-    pieces.sort(key=lambda piece: piece[2] - piece[3])
-    return Work(
-        torch.tensor(pieces, dtype=torch.int64).view(-1, 5),
-        torch.tensor(merges, dtype=torch.int64).view(-1, 3),
-        num_parts,
-    )
 
 
 def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
@@ -172,150 +139,7 @@ def _part_bytes(head_dim: int) -> int:
     return _VECTOR + 4 * -(-head_dim // 32) * 32
 
 
-# Operations.
-
-Load = Callable[[ir.Value], ir.Value]
-Turn = Callable[[ir.Value, list[ir.Value]], list[ir.Value]]
-
-
-def _emit_scores(wide: bool) -> simd.Emit:
-    def scores(
-        builder: ir.IRBuilder,
-        query: ir.Value,
-        keys: ir.Value,
-        stride: ir.Value,
-        count: ir.Value,
-        num_bytes: ir.Value,
-    ) -> ir.Value:
-        """Give the dot products of a query with `count` keys, at most 16 that lie `stride` apart.
-
-        The lanes from `count` on repeat the last key.
-        """
-        last = builder.sub(count, simd.constant(1))
-        addresses = []
-        for lane in range(simd.LANES):
-            within = builder.icmp_signed("<", simd.constant(lane), last)
-            index = builder.select(within, simd.constant(lane), last)
-            addresses.append(builder.add(keys, builder.mul(index, stride)))
-        kind = simd.F32_LANES if wide else simd.I32_LANES
-        multiply = _multiply_wide if wide else simd.dot_pairs
-
-        def slice_of(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            offset = builder.mul(index, simd.constant(_SLICE))
-            head = simd.load(builder, builder.add(query, offset), kind)
-            return [
-                multiply(
-                    builder, total, head, simd.load(builder, builder.add(address, offset), kind)
-                )
-                for total, address in zip(totals, addresses, strict=True)
-            ]
-
-        zeros = [simd.lanes_of(simd.F32_LANES, 0.0)] * simd.LANES
-        num_slices = builder.sdiv(num_bytes, simd.constant(_SLICE))
-        totals = simd.count_up(builder, num_slices, zeros, slice_of)
-        done = builder.mul(num_slices, simd.constant(_SLICE))
-        rest = builder.sdiv(builder.sub(num_bytes, done), simd.constant(4))
-
-        def tail(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            head = simd.load_first(builder, builder.add(query, done), kind, rest)
-            return [
-                multiply(
-                    builder,
-                    total,
-                    head,
-                    simd.load_first(builder, builder.add(address, done), kind, rest),
-                )
-                for total, address in zip(totals, addresses, strict=True)
-            ]
-
-        has_tail = builder.zext(builder.icmp_signed(">", rest, simd.constant(0)), simd.I64)
-        return simd.sum_each(builder, simd.count_up(builder, has_tail, totals, tail))
-
-    return scores
-
-
-def _multiply_wide(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
-    return simd.fused(builder, a, b, total)
-
-
-_SCORE_OPERANDS = [types.int64] * 5
-scores_bf16 = operation(F32x16, _SCORE_OPERANDS)(_emit_scores(wide=False))
-scores_f32 = operation(F32x16, _SCORE_OPERANDS)(_emit_scores(wide=True))
-
-
-def _weigh(heads: int, wide: bool) -> Callable[..., None]:
-    def weigh(
-        builder: ir.IRBuilder,
-        sums: ir.Value,
-        pitch: ir.Value,
-        weights: ir.Value,
-        values: ir.Value,
-        stride: ir.Value,
-        count: ir.Value,
-        rest: ir.Value,
-    ) -> None:
-        """Add to one slice of `heads` heads' sums the values of `count` keys, times weights.
-
-        sums of a head lie `pitch` bytes apart, the weights of a head _SCORE_PITCH. `rest` is
-        the number of lanes of the slice that the cache holds (16: all).
-        """
-        per_slice = 1 if wide else 2
-        places = [
-            builder.add(
-                builder.add(sums, builder.mul(pitch, simd.constant(head))),
-                simd.constant(part * _VECTOR),
-            )
-            for head in range(heads)
-            for part in range(per_slice)
-        ]
-        start = [simd.load(builder, place, simd.F32_LANES) for place in places]
-        kind = simd.F32_LANES if wide else simd.I32_LANES
-
-        def add_key(load: Load) -> Turn:
-            def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                read = load(builder.add(values, builder.mul(index, stride)))
-                parts = (
-                    [read]
-                    if wide
-                    else [simd.even_numbers(builder, read), simd.odd_numbers(builder, read)]
-                )
-                added = []
-                for head in range(heads):
-                    offset = builder.add(
-                        builder.mul(index, simd.constant(4)), simd.constant(head * _SCORE_PITCH)
-                    )
-                    weight = simd.load(builder, builder.add(weights, offset), simd.F32)
-                    factor = simd.broadcast(builder, weight)
-                    for part, number in enumerate(parts):
-                        total = totals[head * per_slice + part]
-                        added.append(simd.fused(builder, number, factor, total))
-                return added
-
-            return body
-
-        def whole(address: ir.Value) -> ir.Value:
-            return simd.load(builder, address, kind)
-
-        def partial(address: ir.Value) -> ir.Value:
-            return simd.load_first(builder, address, kind, rest)
-
-        is_whole = builder.icmp_signed(">=", rest, simd.constant(simd.LANES))
-        zero = simd.constant(0)
-        totals = simd.count_up(
-            builder, builder.select(is_whole, count, zero), start, add_key(whole)
-        )
-        totals = simd.count_up(
-            builder, builder.select(is_whole, zero, count), totals, add_key(partial)
-        )
-        for place, total in zip(places, totals, strict=True):
-            simd.store(builder, place, total)
-
-    return operation(types.none, [types.int64] * 7)(weigh)
-
-
-weigh1_bf16, weigh2_bf16, weigh3_bf16, weigh4_bf16 = (_weigh(n, wide=False) for n in (1, 2, 3, 4))
-weigh1_f32, weigh4_f32 = _weigh(1, wide=True), _weigh(4, wide=True)
-_scratch_scores = simd.stack(TILE_HEADS * _SCORE_PITCH)
+_scratch_scores = simd.stack(TILE_HEADS * SCORE_PITCH)
 _scratch_states = simd.stack(STATE_BYTES)
 
 
@@ -389,19 +213,19 @@ def _score_chunk(
     """Write the scaled scores of keys start <= p < stop; 16 lanes past a row may be written."""
     head_bytes, stride = _head_bytes(block), _slot_bytes(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
-    scale = simd.splat(simd.read_f32(block + SCALE))
+    scale = vectors.splat(simd.read_f32(block + SCALE))
     position = start
     while position < stop:
         count = _run_length(block, position, stop)
         run = keys + _key_address(block, seq_idx, position)
         for head in range(heads):
-            place = scores + head * _SCORE_PITCH + 4 * (position - start)
+            place = scores + head * SCORE_PITCH + 4 * (position - start)
             one = query + head * head_bytes
             if is_bf16:
                 found = scores_bf16(one, run, stride, count, head_bytes)
             else:
                 found = scores_f32(one, run, stride, count, head_bytes)
-            simd.store_f32(place, simd.mul(found, scale))
+            vectors.store_f32(place, vectors.mul(found, scale))
         position += count
 
 
@@ -409,26 +233,26 @@ def _score_chunk(
 def _soften(num_keys: int, scores: int, state: int, num_vectors: int) -> None:
     """Turn a head's new scores to weights, and scale its state to the greatest score so far."""
     lowest = np.float32(-np.inf)
-    greatest = simd.splat(lowest)
+    greatest = vectors.splat(lowest)
     for begin in range(0, num_keys, simd.LANES):
-        found = simd.load_f32(scores + 4 * begin)
-        greatest = simd.maximum(greatest, simd.keep_first(found, num_keys - begin, lowest))
+        found = vectors.load_f32(scores + 4 * begin)
+        greatest = vectors.maximum(greatest, vectors.keep_first(found, num_keys - begin, lowest))
     before = simd.read_f32(state)
-    peak = max(before, simd.max_lanes(greatest))
-    shift = simd.splat(peak)
-    total = simd.splat(np.float32(0))
+    peak = max(before, vectors.max_lanes(greatest))
+    shift = vectors.splat(peak)
+    total = vectors.splat(np.float32(0))
     for begin in range(0, num_keys, simd.LANES):
-        weights = simd.exp(simd.sub(simd.load_f32(scores + 4 * begin), shift))
-        weights = simd.keep_first(weights, num_keys - begin, np.float32(0))
-        simd.store_f32(scores + 4 * begin, weights)
-        total = simd.add(total, weights)
-    factor = simd.exp(simd.sub(simd.splat(before), shift))
-    shrink = simd.max_lanes(factor)
-    simd.write_f32(state + 4, simd.read_f32(state + 4) * shrink + simd.sum_lanes(total))
+        weights = vectors.exp(vectors.sub(vectors.load_f32(scores + 4 * begin), shift))
+        weights = vectors.keep_first(weights, num_keys - begin, np.float32(0))
+        vectors.store_f32(scores + 4 * begin, weights)
+        total = vectors.add(total, weights)
+    factor = vectors.exp(vectors.sub(vectors.splat(before), shift))
+    shrink = vectors.max_lanes(factor)
+    simd.write_f32(state + 4, simd.read_f32(state + 4) * shrink + vectors.sum_lanes(total))
     simd.write_f32(state, peak)
     for vector in range(1, num_vectors):
         place = state + vector * _VECTOR
-        simd.store_f32(place, simd.mul(simd.load_f32(place), factor))
+        vectors.store_f32(place, vectors.mul(vectors.load_f32(place), factor))
 
 
 @inlined
@@ -451,13 +275,13 @@ def _add_values(
         count = _run_length(block, position, stop)
         run = values + _key_address(block, seq_idx, position)
         weights = scores + 4 * (position - start)
-        for offset in range(0, head_bytes, _SLICE):
+        for offset in range(0, head_bytes, SLICE):
             rest = (head_bytes - offset) // 4
             sums = state + _VECTOR + offset * (1 + is_bf16)
             head = 0
             while head < heads:
                 left = heads - head
-                here, w = sums + head * pitch, weights + head * _SCORE_PITCH
+                here, w = sums + head * pitch, weights + head * SCORE_PITCH
                 v = run + offset
                 if is_bf16 and left >= 4:
                     weigh4_bf16(here, pitch, w, v, stride, count, rest)
@@ -482,9 +306,9 @@ def _add_values(
 
 @inlined
 def _clear(state: int, num_vectors: int) -> None:
-    zeros = simd.splat(np.float32(0))
+    zeros = vectors.splat(np.float32(0))
     for vector in range(num_vectors):
-        simd.store_f32(state + vector * _VECTOR, zeros)
+        vectors.store_f32(state + vector * _VECTOR, zeros)
     simd.write_f32(state, np.float32(-np.inf))
 
 
@@ -493,22 +317,22 @@ def _write_out(block: int, state: int, out: int) -> None:
     """Divide a head's weighted sum by its sum of exponentials and write it."""
     head_bytes = _head_bytes(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
-    total = simd.splat(simd.read_f32(state + 4))
-    for offset in range(0, head_bytes, _SLICE):
+    total = vectors.splat(simd.read_f32(state + 4))
+    for offset in range(0, head_bytes, SLICE):
         rest = (head_bytes - offset) // 4
         place = state + _VECTOR + offset * (1 + is_bf16)
-        first = simd.div(simd.load_f32(place), total)
+        first = vectors.div(vectors.load_f32(place), total)
         if is_bf16:
-            second = simd.div(simd.load_f32(place + _VECTOR), total)
-            simd.store_first_pairs(out + offset, first, second, rest)
+            second = vectors.div(vectors.load_f32(place + _VECTOR), total)
+            vectors.store_first_pairs(out + offset, first, second, rest)
         else:
-            simd.store_first_f32(out + offset, first, rest)
+            vectors.store_first_f32(out + offset, first, rest)
 
 
 @inlined
 def _state_vectors(block: int) -> int:
     head_bytes = _head_bytes(block)
-    slices = (head_bytes + _SLICE - 1) // _SLICE
+    slices = (head_bytes + SLICE - 1) // SLICE
     count: int = 1 + slices * (1 + simd.read_i64(block + IS_BF16))
     return count
 
@@ -537,7 +361,7 @@ def _do_chunk(
     values = simd.read_i64(block + V_CACHE) + group * head_bytes
     _score_chunk(block, seq_idx, start, stop, keys, query, heads, scores)
     for idx in range(heads):
-        _soften(stop - start, scores + idx * _SCORE_PITCH, state + idx * pitch, pitch // _VECTOR)
+        _soften(stop - start, scores + idx * SCORE_PITCH, state + idx * pitch, pitch // _VECTOR)
     _add_values(block, seq_idx, start, stop, values, scores, heads, state, pitch)
     return heads
 
@@ -595,13 +419,15 @@ def _merge(block: int, merge: int, group: int, state: int) -> None:
         _clear(state, num_vectors)
         for idx in range(count):
             part = parts + idx * step
-            factor = simd.exp(simd.splat(simd.read_f32(part) - peak))
-            total = simd.read_f32(part + 4) * simd.max_lanes(factor)
+            factor = vectors.exp(vectors.splat(simd.read_f32(part) - peak))
+            total = simd.read_f32(part + 4) * vectors.max_lanes(factor)
             simd.write_f32(state + 4, simd.read_f32(state + 4) + total)
             for vector in range(1, num_vectors):
                 place = vector * _VECTOR
-                added = simd.fma(simd.load_f32(part + place), factor, simd.load_f32(state + place))
-                simd.store_f32(state + place, added)
+                added = vectors.fma(
+                    vectors.load_f32(part + place), factor, vectors.load_f32(state + place)
+                )
+                vectors.store_f32(state + place, added)
         _write_out(block, state, out + head * head_bytes)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import simd
+from kernels import simd_vectors as vectors
 from kernels.contracts import ExpertOutput, ExpertWeights
 from kernels.numba_runtime import (
     SECOND_CLAIMS,
@@ -170,7 +171,7 @@ def _compute_units(
     ffn_size = simd.read_i64(block + FFN_SIZE)
     offset = part * block_bytes(hidden_size)
     table = simd.read_i64(block + EXPERTS) + 24 * expert
-    one = simd.splat(np.float32(1))
+    one = vectors.splat(np.float32(1))
     for first in range(begin, end, MAX_ROWS):
         count = min(end - first, MAX_ROWS)
         for idx in range(count):
@@ -183,12 +184,12 @@ def _compute_units(
             units = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
             for column in range(0, BLOCK_OUTPUTS, simd.LANES):
                 place = idx * SUM_BYTES + 4 * column
-                gate = simd.round_bf16(simd.load_f32(gates + place))
-                up = simd.round_bf16(simd.load_f32(ups + place))
-                decay = simd.exp(simd.sub(simd.splat(np.float32(0)), gate))
-                silu = simd.round_bf16(simd.div(gate, simd.add(one, decay)))
+                gate = vectors.round_bf16(vectors.load_f32(gates + place))
+                up = vectors.round_bf16(vectors.load_f32(ups + place))
+                decay = vectors.exp(vectors.sub(vectors.splat(np.float32(0)), gate))
+                silu = vectors.round_bf16(vectors.div(gate, vectors.add(one, decay)))
                 unit = units + 2 * (part * BLOCK_OUTPUTS + column)
-                simd.store_bf16(unit, simd.mul(silu, up))
+                vectors.store_bf16(unit, vectors.mul(silu, up))
 
 
 @inlined
@@ -197,9 +198,9 @@ def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, total
     num_tokens, num_experts = simd.read_i64(block + NUM_TOKENS), simd.read_i64(block + NUM_EXPERTS)
     ffn_size, hidden_size = simd.read_i64(block + FFN_SIZE), simd.read_i64(block + HIDDEN_SIZE)
     pairs = groups + 8 * (num_experts + 1)
-    zeros = simd.splat(np.float32(0))
+    zeros = vectors.splat(np.float32(0))
     for place in range(0, num_tokens * SUM_BYTES, _VECTOR):
-        simd.store_f32(totals + place, zeros)
+        vectors.store_f32(totals + place, zeros)
     offset = part * block_bytes(simd.read_i64(block + DOWN_INPUTS))
     for expert in range(num_experts):
         begin, end = simd.read_i64(groups + 8 * expert), simd.read_i64(groups + 8 * (expert + 1))
@@ -212,22 +213,22 @@ def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, total
             multiply(rows, count, weight, ffn_size // 2, sums)
             for idx in range(count):
                 pair = simd.read_i64(pairs + 8 * (first + idx))
-                scale = simd.splat(simd.read_f32(simd.read_i64(block + WEIGHTS) + 4 * pair))
+                scale = vectors.splat(simd.read_f32(simd.read_i64(block + WEIGHTS) + 4 * pair))
                 total = totals + pair // simd.read_i64(block + TOP_K) * SUM_BYTES
                 for place in range(0, SUM_BYTES, _VECTOR):
-                    given = simd.round_bf16(simd.load_f32(sums + idx * SUM_BYTES + place))
-                    added = simd.fma(given, scale, simd.load_f32(total + place))
-                    simd.store_f32(total + place, added)
+                    given = vectors.round_bf16(vectors.load_f32(sums + idx * SUM_BYTES + place))
+                    added = vectors.fma(given, scale, vectors.load_f32(total + place))
+                    vectors.store_f32(total + place, added)
     first = part * BLOCK_OUTPUTS
     last = min(first + BLOCK_OUTPUTS, hidden_size)
     for token in range(num_tokens):
         result = simd.read_i64(block + RESULT) + token * simd.read_i64(block + RESULT_STRIDE)
         for begin in range(first, last, simd.LANES):
-            total_lanes = simd.load_f32(totals + token * SUM_BYTES + 4 * (begin - first))
+            total_lanes = vectors.load_f32(totals + token * SUM_BYTES + 4 * (begin - first))
             if simd.read_i64(block + RESULT_IS_BF16):
-                simd.store_first_bf16(result + 2 * begin, total_lanes, last - begin)
+                vectors.store_first_bf16(result + 2 * begin, total_lanes, last - begin)
             else:
-                simd.store_first_f32(result + 4 * begin, total_lanes, last - begin)
+                vectors.store_first_f32(result + 4 * begin, total_lanes, last - begin)
 
 
 @Kernel

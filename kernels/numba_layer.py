@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import simd
+from kernels import simd_vectors as vectors
 from kernels.numba_runtime import Kernel, float_word, inlined, launch, offsets
 
 MAX_EXPERTS: Final = 512
@@ -173,17 +174,19 @@ _probabilities = simd.stack(4 * (MAX_EXPERTS + simd.LANES))
 @inlined
 def _norm_row(source: int, weight: int, target: int, width: int, eps: float) -> None:
     """Normalise one row of `width` bf16 numbers; source and target may be the same."""
-    squares = simd.splat(np.float32(0))
+    squares = vectors.splat(np.float32(0))
     for begin in range(0, width, simd.LANES):
-        number = simd.load_first_bf16(source + 2 * begin, width - begin)
-        squares = simd.fma(number, number, squares)
-    mean = simd.sum_lanes(squares) / np.float32(width)
-    scale = simd.splat(np.float32(1) / np.sqrt(mean + eps))
+        number = vectors.load_first_bf16(source + 2 * begin, width - begin)
+        squares = vectors.fma(number, number, squares)
+    mean = vectors.sum_lanes(squares) / np.float32(width)
+    scale = vectors.splat(np.float32(1) / np.sqrt(mean + eps))
     for begin in range(0, width, simd.LANES):
         left = width - begin
-        normed = simd.mul(simd.load_first_bf16(source + 2 * begin, left), scale)
-        scaled = simd.mul(simd.round_bf16(normed), simd.load_first_bf16(weight + 2 * begin, left))
-        simd.store_first_bf16(target + 2 * begin, scaled, left)
+        normed = vectors.mul(vectors.load_first_bf16(source + 2 * begin, left), scale)
+        scaled = vectors.mul(
+            vectors.round_bf16(normed), vectors.load_first_bf16(weight + 2 * begin, left)
+        )
+        vectors.store_first_bf16(target + 2 * begin, scaled, left)
 
 
 @Kernel
@@ -198,11 +201,11 @@ def _add_norm(block: int) -> None:
             for begin in range(0, width, simd.LANES):
                 left = width - begin
                 if is_bf16:
-                    term = simd.load_first_bf16(added + 2 * begin, left)
+                    term = vectors.load_first_bf16(added + 2 * begin, left)
                 else:
-                    term = simd.load_first_f32(added + 4 * begin, left)
-                total = simd.add(simd.load_first_bf16(residual + 2 * begin, left), term)
-                simd.store_first_bf16(residual + 2 * begin, total, left)
+                    term = vectors.load_first_f32(added + 4 * begin, left)
+                total = vectors.add(vectors.load_first_bf16(residual + 2 * begin, left), term)
+                vectors.store_first_bf16(residual + 2 * begin, total, left)
         out = simd.read_i64(block + NORM_OUT) + 2 * row * width
         weight = simd.read_i64(block + NORM_WEIGHT)
         _norm_row(residual, weight, out, width, simd.read_f32(block + NORM_EPS))
@@ -214,14 +217,18 @@ def _turn(source: int, target: int, cos: int, sin: int, half: int) -> None:
     """Rotate one head of 2 * half numbers, each product and each sum rounded to bf16."""
     for begin in range(0, half, simd.LANES):
         left = half - begin
-        low = simd.load_first_bf16(source + 2 * begin, left)
-        high = simd.load_first_bf16(source + 2 * (half + begin), left)
-        c = simd.round_bf16(simd.load_first_f32(cos + 4 * begin, left))
-        s = simd.round_bf16(simd.load_first_f32(sin + 4 * begin, left))
-        first = simd.sub(simd.round_bf16(simd.mul(low, c)), simd.round_bf16(simd.mul(high, s)))
-        second = simd.add(simd.round_bf16(simd.mul(high, c)), simd.round_bf16(simd.mul(low, s)))
-        simd.store_first_bf16(target + 2 * begin, first, left)
-        simd.store_first_bf16(target + 2 * (half + begin), second, left)
+        low = vectors.load_first_bf16(source + 2 * begin, left)
+        high = vectors.load_first_bf16(source + 2 * (half + begin), left)
+        c = vectors.round_bf16(vectors.load_first_f32(cos + 4 * begin, left))
+        s = vectors.round_bf16(vectors.load_first_f32(sin + 4 * begin, left))
+        first = vectors.sub(
+            vectors.round_bf16(vectors.mul(low, c)), vectors.round_bf16(vectors.mul(high, s))
+        )
+        second = vectors.add(
+            vectors.round_bf16(vectors.mul(high, c)), vectors.round_bf16(vectors.mul(low, s))
+        )
+        vectors.store_first_bf16(target + 2 * begin, first, left)
+        vectors.store_first_bf16(target + 2 * (half + begin), second, left)
 
 
 @Kernel
@@ -253,10 +260,10 @@ def _rotate_and_store(block: int) -> None:
             kept_value = simd.read_i64(block + V_CACHE) + slot + place
             for begin in range(0, head_dim, simd.LANES):
                 left = head_dim - begin
-                key = simd.load_first_bf16(head + 2 * begin, left)
-                simd.store_first_bf16(kept + 2 * begin, key, left)
-                number = simd.load_first_bf16(value + 2 * begin, left)
-                simd.store_first_bf16(kept_value + 2 * begin, number, left)
+                key = vectors.load_first_bf16(head + 2 * begin, left)
+                vectors.store_first_bf16(kept + 2 * begin, key, left)
+                number = vectors.load_first_bf16(value + 2 * begin, left)
+                vectors.store_first_bf16(kept_value + 2 * begin, number, left)
         row = simd.claim(block)
 
 
@@ -264,20 +271,20 @@ def _rotate_and_store(block: int) -> None:
 def _soften_row(logits: int, num_experts: int, exponentials: int) -> float:
     """Write exp(logit - the greatest) of all experts; give their sum."""
     lowest = np.float32(-np.inf)
-    greatest = simd.splat(lowest)
+    greatest = vectors.splat(lowest)
     for begin in range(0, num_experts, simd.LANES):
         left = num_experts - begin
-        number = simd.load_first_bf16(logits + 2 * begin, left)
-        greatest = simd.maximum(greatest, simd.keep_first(number, left, lowest))
-    peak = simd.splat(simd.max_lanes(greatest))
-    total = simd.splat(np.float32(0))
+        number = vectors.load_first_bf16(logits + 2 * begin, left)
+        greatest = vectors.maximum(greatest, vectors.keep_first(number, left, lowest))
+    peak = vectors.splat(vectors.max_lanes(greatest))
+    total = vectors.splat(np.float32(0))
     for begin in range(0, num_experts, simd.LANES):
         left = num_experts - begin
-        number = simd.sub(simd.load_first_bf16(logits + 2 * begin, left), peak)
-        exponential = simd.keep_first(simd.exp(number), left, np.float32(0))
-        simd.store_f32(exponentials + 4 * begin, exponential)
-        total = simd.add(total, exponential)
-    summed: float = simd.sum_lanes(total)
+        number = vectors.sub(vectors.load_first_bf16(logits + 2 * begin, left), peak)
+        exponential = vectors.keep_first(vectors.exp(number), left, np.float32(0))
+        vectors.store_f32(exponentials + 4 * begin, exponential)
+        total = vectors.add(total, exponential)
+    summed: float = vectors.sum_lanes(total)
     return summed
 
 
@@ -311,6 +318,6 @@ def _route(block: int) -> None:
             if simd.read_i64(block + RENORMALISE):
                 weight = weight / chosen
             if simd.read_i64(block + ROUND):
-                weight = simd.max_lanes(simd.round_bf16(simd.splat(weight)))
+                weight = vectors.max_lanes(vectors.round_bf16(vectors.splat(weight)))
             simd.write_f32(weights + 4 * choice, weight)
         row = simd.claim(block)

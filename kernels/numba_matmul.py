@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import simd
+from kernels import simd_vectors as vectors
 from kernels.numba_runtime import Kernel, launch, offsets
 from kernels.simd import cpu_has
 from kernels.simd_matmul import (
@@ -111,8 +112,10 @@ def _linear(block: int) -> None:
         for row in range(num_rows):
             out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
             for begin in range(first, last, simd.LANES):
-                total = simd.load_f32(sums + row * SUM_BYTES + 4 * (begin - first))
+                total = vectors.load_f32(sums + row * SUM_BYTES + 4 * (begin - first))
                 if bias:
-                    total = simd.add(total, simd.load_first_bf16(bias + 2 * begin, last - begin))
-                simd.store_first_bf16(out + 2 * begin, total, last - begin)
+                    total = vectors.add(
+                        total, vectors.load_first_bf16(bias + 2 * begin, last - begin)
+                    )
+                vectors.store_first_bf16(out + 2 * begin, total, last - begin)
         task = simd.claim(block)

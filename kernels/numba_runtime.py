@@ -12,7 +12,7 @@ Every thread of a launch gets the same address, of a block of 8-byte words: two 
 are), the address of the team's barrier (0: one thread), then the kernel's own arguments.
 
 Knows no tensor and no kernel. Safe for several launching threads, each of which has its own
-team and its own block. Used by `kernels.numba_*`; `compile_all` by whoever warms up.
+team and its own block. Used by `kernels.numba_*`; who warms up runs each kernel once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ ARGUMENTS: Final = 24
 
 _logger = logging.getLogger("kernels")
 _compiling = threading.Lock()
-_kernels: Final[list[Kernel]] = []
 
 
 def offsets(count: int) -> range:
@@ -64,7 +63,6 @@ class Kernel:
     def __init__(self, function: Callable[[int], None]) -> None:
         self.name = function.__name__
         self._function = function
-        _kernels.append(self)
 
     @cached_property
     def address(self) -> int:
@@ -74,17 +72,6 @@ class Kernel:
             compiled = numba.cfunc(types.void(types.int64), cache=keeps, error_model="numpy")
             self._compiled = compiled(self._function)
             return self._compiled.address or 0
-
-
-def compile_all(progress: Callable[[str, int, int], None] | None = None) -> None:
-    """Compile, or read from the cache, all kernels of the modules that are imported.
-
-    `progress` is told (kernel, how many are done, how many there are) before each.
-    """
-    for done, kernel in enumerate(_kernels):
-        if progress is not None:
-            progress(kernel.name, done, len(_kernels))
-        _ = kernel.address
 
 
 def launch(kernel: Kernel, arguments: Sequence[int], *, num_threads: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import simd
+from kernels import simd_vectors as vectors
 from kernels.numba_runtime import Kernel, inlined, launch, offsets
 
 SCORES, SCORES_STRIDE, VOCAB, NUM_ROWS, PARAMETERS, RESULTS, SUMS, IDS = offsets(8)
@@ -89,24 +90,24 @@ _above = simd.stack(4 * len(BOUNDS))
 def _greatest(scores: int, vocab: int) -> np.float32:
     """Give the greatest score; NaN if a score is NaN, or both infinities are there."""
     lowest = np.float32(-np.inf)
-    greatest = simd.splat(lowest)
+    greatest = vectors.splat(lowest)
     for begin in range(0, vocab, simd.LANES):
         left = vocab - begin
-        number = simd.keep_first(simd.load_first_f32(scores + 4 * begin, left), left, lowest)
-        greatest = simd.maximum(greatest, number)
-    total = simd.sum_lanes(greatest)
+        number = vectors.keep_first(vectors.load_first_f32(scores + 4 * begin, left), left, lowest)
+        greatest = vectors.maximum(greatest, number)
+    total = vectors.sum_lanes(greatest)
     if total != total:
         return np.float32(np.nan)
-    best: np.float32 = simd.max_lanes(greatest)
+    best: np.float32 = vectors.max_lanes(greatest)
     return best
 
 
 @inlined
 def _weights(scores: int, count: int, shift: Any, inverse: Any, limit: Any) -> Any:
     """Give the weights of the first `count` of sixteen scores; 0 below `limit`."""
-    score = simd.load_first_f32(scores, count)
-    weight = simd.exp(simd.mul(simd.sub(score, shift), inverse))
-    return simd.keep_first(simd.keep_from(weight, score, limit), count, np.float32(0))
+    score = vectors.load_first_f32(scores, count)
+    weight = vectors.exp(vectors.mul(vectors.sub(score, shift), inverse))
+    return vectors.keep_first(vectors.keep_from(weight, score, limit), count, np.float32(0))
 
 
 @inlined
@@ -117,28 +118,28 @@ def _weigh(
 
     Writes to `above`, per bound, the sum of the weights that reach it (fp32).
     """
-    zeros = simd.splat(np.float32(0))
-    b0, b1, b2 = simd.splat(BOUNDS[0]), simd.splat(BOUNDS[1]), simd.splat(BOUNDS[2])
-    b3, b4, b5 = simd.splat(BOUNDS[3]), simd.splat(BOUNDS[4]), simd.splat(BOUNDS[5])
+    zeros = vectors.splat(np.float32(0))
+    b0, b1, b2 = vectors.splat(BOUNDS[0]), vectors.splat(BOUNDS[1]), vectors.splat(BOUNDS[2])
+    b3, b4, b5 = vectors.splat(BOUNDS[3]), vectors.splat(BOUNDS[4]), vectors.splat(BOUNDS[5])
     m0, m1, m2, m3, m4, m5 = zeros, zeros, zeros, zeros, zeros, zeros
     total = 0.0
     for begin in range(0, vocab, simd.LANES):
         weight = _weights(scores + 4 * begin, vocab - begin, shift, inverse, limit)
-        m0 = simd.add(m0, simd.keep_from(weight, weight, b0))
-        m1 = simd.add(m1, simd.keep_from(weight, weight, b1))
-        m2 = simd.add(m2, simd.keep_from(weight, weight, b2))
-        m3 = simd.add(m3, simd.keep_from(weight, weight, b3))
-        m4 = simd.add(m4, simd.keep_from(weight, weight, b4))
-        m5 = simd.add(m5, simd.keep_from(weight, weight, b5))
-        together = simd.sum_lanes(weight)
+        m0 = vectors.add(m0, vectors.keep_from(weight, weight, b0))
+        m1 = vectors.add(m1, vectors.keep_from(weight, weight, b1))
+        m2 = vectors.add(m2, vectors.keep_from(weight, weight, b2))
+        m3 = vectors.add(m3, vectors.keep_from(weight, weight, b3))
+        m4 = vectors.add(m4, vectors.keep_from(weight, weight, b4))
+        m5 = vectors.add(m5, vectors.keep_from(weight, weight, b5))
+        together = vectors.sum_lanes(weight)
         simd.write_f32(sums + begin // simd.LANES * 4, together)
         total += together
-    simd.write_f32(above, simd.sum_lanes(m0))
-    simd.write_f32(above + 4, simd.sum_lanes(m1))
-    simd.write_f32(above + 8, simd.sum_lanes(m2))
-    simd.write_f32(above + 12, simd.sum_lanes(m3))
-    simd.write_f32(above + 16, simd.sum_lanes(m4))
-    simd.write_f32(above + 20, simd.sum_lanes(m5))
+    simd.write_f32(above, vectors.sum_lanes(m0))
+    simd.write_f32(above + 4, vectors.sum_lanes(m1))
+    simd.write_f32(above + 8, vectors.sum_lanes(m2))
+    simd.write_f32(above + 12, vectors.sum_lanes(m3))
+    simd.write_f32(above + 16, vectors.sum_lanes(m4))
+    simd.write_f32(above + 20, vectors.sum_lanes(m5))
     return total
 
 
@@ -165,7 +166,7 @@ def _invert(
             passed += together
             if passed > target:
                 break
-    simd.store_f32(buffer, _weights(scores + 4 * found, vocab - found, shift, inverse, limit))
+    vectors.store_f32(buffer, _weights(scores + 4 * found, vocab - found, shift, inverse, limit))
     last = found
     for lane in range(simd.LANES):
         weight = simd.read_f32(buffer + 4 * lane)
@@ -205,11 +206,11 @@ def _collect(
     """
     count, together, lowest = 0, 0.0, np.float32(-np.inf)
     for begin in range(0, vocab, simd.LANES):
-        score = simd.load_first_f32(scores + 4 * begin, vocab - begin)
-        if simd.max_lanes(simd.keep_first(score, vocab - begin, lowest)) < low:
+        score = vectors.load_first_f32(scores + 4 * begin, vocab - begin)
+        if vectors.max_lanes(vectors.keep_first(score, vocab - begin, lowest)) < low:
             continue
         weights = _weights(scores + 4 * begin, vocab - begin, shift, inverse, limit)
-        simd.store_f32(buffer, weights)
+        vectors.store_f32(buffer, weights)
         for lane in range(min(simd.LANES, vocab - begin)):
             weight = simd.read_f32(buffer + 4 * lane)
             if weight > 0 and weight >= bound:
@@ -234,8 +235,8 @@ def _draw(block: int) -> None:
         rest, count, token = 0.0, 0, 0
         if np.isfinite(best):
             lowest = max(simd.read_f64(given + 8), best + simd.read_f64(given + 16))
-            shift, limit = simd.splat(best), simd.splat(np.float32(lowest))
-            inverse = simd.splat(np.float32(1 / simd.read_f64(given)))
+            shift, limit = vectors.splat(best), vectors.splat(np.float32(lowest))
+            inverse = vectors.splat(np.float32(1 / simd.read_f64(given)))
             total = _weigh(scores, vocab, shift, inverse, limit, sums, above)
             top_p = simd.read_f64(given + 24)
             if top_p < 1:

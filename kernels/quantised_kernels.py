@@ -15,25 +15,11 @@ import numpy as np
 from kernels.numba_runtime import CLAIMS, Kernel, inlined, offsets
 from kernels.simd import (
     LANES,
-    add,
     claim,
-    div,
-    exp,
-    fma,
-    load_bf16,
-    load_f32,
-    max_lanes,
-    maximum,
-    mul,
     read_f32,
     read_i32,
     read_i64,
-    splat,
     stack,
-    store_bf16,
-    store_f32,
-    sub,
-    sum_lanes,
     write_i64,
 )
 from kernels.simd_int import (
@@ -50,6 +36,22 @@ from kernels.simd_int import (
     wait_for,
     write_codes,
     write_scales,
+)
+from kernels.simd_vectors import (
+    add,
+    div,
+    exp,
+    fma,
+    load_bf16,
+    load_f32,
+    max_lanes,
+    maximum,
+    mul,
+    splat,
+    store_bf16,
+    store_f32,
+    sub,
+    sum_lanes,
 )
 
 # How many blocks a thread claims at a time: enough work to be worth it, in one stretch.
