@@ -215,7 +215,7 @@ class QuantisedOps:
         """`base` satisfies kernels.dispatch.Ops; `quantization` is a key of BITS."""
         self._base = base
         self._bits = BITS[quantization]
-        self.name = f"{base.name}-{quantization}"
+        self.name = base.name
         # For what is packed once; experts that a table switch brings go one by one.
         self._arena = Arena()
 

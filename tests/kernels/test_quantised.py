@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from kernels import cpu, reference
 from kernels.contracts import ExpertMatrices, ExpertWeights
+from kernels.dispatch import Ops, select_ops
 from kernels.quantised import (
     BITS,
     QuantisedExperts,
@@ -24,6 +26,7 @@ from kernels.quantised import (
     quantise,
 )
 from kernels.simd import LANES
+from topspin.errors import ConfigError
 
 MODES = sorted(BITS)
 # Codes of rows round to 1/127 of a group's largest number, half a step at most.
@@ -304,6 +307,22 @@ def test_what_is_quantised_is_smaller() -> None:
         assert ops.pack_projection(matrix).data.nbytes == 256 * 512 * bits // 8
         assert ops.pack_lm_head(matrix).data.nbytes == 256 * 512 * 9 // 8
         assert not isinstance(ops.pack_linear(matrix), QuantisedWeight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_has_every_op_of_the_interface(mode: str) -> None:
+    ops = select_ops("cpu", torch.bfloat16, mode)
+    assert isinstance(ops, QuantisedOps)
+    names = [n for n, f in inspect.getmembers(Ops, inspect.isfunction) if not n.startswith("_")]
+    for op in names:
+        wanted = list(inspect.signature(getattr(Ops, op)).parameters.values())[1:]
+        assert list(inspect.signature(getattr(ops, op)).parameters.values()) == wanted, op
+
+
+@pytest.mark.parametrize(("device", "mode"), [("cpu", "int2"), ("reference", "int4")])
+def test_other_modes_and_devices_are_refused_by_name(device: str, mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{mode}' on '{device}'; on 'cpu' there are int4, int8"):
+        select_ops(device, torch.bfloat16, mode)
 
 
 _BOTH = """
