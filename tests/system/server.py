@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 READY = re.compile(r"ready at (http://\S+)")
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0
 ROLES = {
     "attention_nodes": "attention",
     "expert_nodes": "expert",
@@ -59,6 +59,7 @@ class Server:
                 continue
             raise AssertionError(f"topspin serve exited: {self.output}")
         self.process.kill()
+        self.process.wait()
         raise AssertionError(f"not ready: {self.output}")
 
     @property
