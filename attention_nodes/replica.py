@@ -104,7 +104,7 @@ class Replica:
         return replica
 
     def _warm_up(self) -> None:
-        """Run every layer on one token, so that the first request finds code and memory.
+        """Run a whole step of one token, so that the first request finds code and memory.
 
         Uses block 0, whose content nobody relies on yet, and leaves no sequence behind.
         """
@@ -115,7 +115,7 @@ class Replica:
                 num_prompt_tokens=1,
                 num_computed=0,
                 blocks=pack_ints([0]),
-                sampling=SamplingParams(max_tokens=1, seed=0),
+                sampling=SamplingParams(max_tokens=1, seed=0, temperature=1.0),
             )
         )
         inputs = build_inputs(
@@ -132,8 +132,11 @@ class Replica:
         residual = self._decoder.embed(inputs.tokens)
         for layer in self._decoder.layers:
             normed = self._decoder.attention_half(layer, residual, None, inputs)
+            if layer.router is not None:
+                self._decoder.route(layer, normed)
             self._decoder.local_mlp(layer, normed)
-        self._decoder.logits(residual)
+        self._table.commit(inputs.rows, inputs.counts)
+        self._sampler.sample(self._decoder.logits(residual), [inputs])
         self._table.clear()
 
     @property
