@@ -35,8 +35,8 @@ class ModelSection(Section, frozen=True, kw_only=True):
     """What is served: a checkpoint directory and how it is read.
 
     `quantization`: routed experts, shared experts, dense MLPs and attention projections are
-    kept in so many bits, quantised as they are read; embeddings, router, norms and LM head
-    stay in `dtype`, which is also that of activations.
+    kept in so many bits and the LM head in 8, quantised as they are read; embeddings, routers
+    and norms stay in `dtype`, which is also that of activations.
     """
 
     path: str
