@@ -34,10 +34,11 @@ def describe_loss(model: ModelSection) -> str | None:
     loss = LOSSES.get(model.quantization)
     if loss is None:
         return None
+    same = f"{loss.same_most_likely_token:.1%}"
     return (
         f"quantization {model.quantization}: experts, MLPs and attention projections (LM head: "
-        f"int8); expected loss, measured on {MEASURED_ON}: mean KL "
-        f"{loss.mean_kl:.2g} nats, most likely token the same at {loss.same_most_likely_token:.1%} of positions, perplexity "
-        f"{PLAIN_PERPLEXITY:.2f} -> {loss.perplexity:.2f}; `topspin bench quantization "
-        "MODEL` measures another model"
+        f"int8); expected loss, measured on {MEASURED_ON}: mean KL {loss.mean_kl:.2g} nats, "
+        f"most likely token the same at {same} of positions, perplexity "
+        f"{PLAIN_PERPLEXITY:.2f} -> {loss.perplexity:.2f}; `topspin bench quantization MODEL` "
+        "measures another model"
     )
