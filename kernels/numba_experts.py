@@ -34,7 +34,7 @@ from kernels.simd_matmul import (
     padded,
 )
 
-MAX_ROWS: Final = 48
+MAX_ROWS: Final = 128
 MAX_PAIRS: Final = 1024
 MAX_EXPERTS: Final = 512
 _VECTOR: Final = 4 * simd.LANES

@@ -27,7 +27,7 @@ from kernels.simd_matmul import (
     padded,
 )
 
-MAX_ROWS: Final = 48
+MAX_ROWS: Final = 128
 
 X, X_STRIDE, WEIGHT, NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS, BIAS, OUT, OUT_STRIDE = offsets(9)
 """The arguments of `_linear`. Strides are in bytes, BIAS 0 is none."""
