@@ -21,9 +21,10 @@ from topspin.errors import ConfigError, TopspinError
 # `server` are likely names of a directory that somebody starts Topspin in.
 SHARED_NAMES = ("kernels", "models", "server")
 
-# `topspin bench NAME` calls main(flags) of benchmarks/NAME.py.
+# `topspin bench NAME` calls main(flags) of benchmarks/NAME.py, with _ for - in its name.
 BENCHMARKS = (
     "compare",
+    "cpu-kernels",
     "disaggregation",
     "gateway",
     "m2n",
@@ -31,6 +32,7 @@ BENCHMARKS = (
     "pingpong",
     "quantization",
     "serve",
+    "startup",
     "sweep",
 )
 
@@ -146,7 +148,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_bench(parsed: argparse.Namespace) -> int:
-    module = importlib.import_module(f"benchmarks.{parsed.name}")
+    module = importlib.import_module(f"benchmarks.{parsed.name.replace('-', '_')}")
     main: Callable[[Sequence[str]], int] = module.main
     return main(parsed.flags)
 

@@ -1,0 +1,299 @@
+"""How near do the CPU kernels come to what this machine can do?
+
+Measures the machine in the same run (read bandwidth of an array beyond the cache, rate of a
+large bf16 matmul in oneDNN), then every op of a step at the shapes of two models and several
+numbers of rows, and divides the least time that its bytes and operations take
+(benchmarks.roofline) by its median time. Cases take turns; before every turn the bandwidth is
+measured again, which also empties the cache, and every round the matmul, so that a machine
+that is busy for a while slows both sides of a fraction. Writes results/cpu_kernels.json and
+.png. Run as `topspin bench cpu-kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import mmap
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.cpu_kernel_cases import BUILDERS, MAX_COPIES, SHAPES, Case, cache_bytes
+from benchmarks.load.pictures import COLOURS, can_draw
+from benchmarks.roofline import Roofline
+
+ROWS = (1, 4, 16, 128)
+# The array whose reading gives the bandwidth fills the cache so many times.
+PROBE_FILLS = 4
+MATMUL_SIZE = 2048
+# A case's turn ends after this time, or when it has used every copy of its weights once.
+TURN_S = 0.003
+SINGLE_CORE_PROBES = 5
+
+
+@dataclass
+class Probe:
+    """The two ceilings of this machine; each call measures once, on torch's threads."""
+
+    array: Tensor
+    left: Tensor
+    right: Tensor
+
+    @classmethod
+    def of(cls, size_bytes: int, matmul_size: int) -> Probe:
+        """Make a probe that reads `size_bytes` and multiplies square matrices."""
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # On huge pages, as some weights are; a kernel without them refuses the advice.
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        array = torch.frombuffer(pages, dtype=torch.float32).fill_(1)
+        left, right = (torch.randn(matmul_size, matmul_size).bfloat16() for _ in range(2))
+        return cls(array, left, right)
+
+    def bytes_per_s(self) -> float:
+        """Read the array once; nothing of anything else is in the cache after it."""
+        started = time.perf_counter()
+        self.array.sum()
+        return self.array.nbytes / (time.perf_counter() - started)
+
+    def flops_per_s(self) -> float:
+        """Multiply once."""
+        started = time.perf_counter()
+        F.linear(self.left, self.right)
+        elapsed_s = time.perf_counter() - started
+        return float(2 * self.left.shape[0] ** 3) / elapsed_s
+
+
+@dataclass
+class Timings:
+    """What has been measured of several cases, in seconds, and of the machine meanwhile."""
+
+    seconds: list[list[float]]
+    bytes_per_s: list[float] = field(default_factory=list)
+    flops_per_s: list[float] = field(default_factory=list)
+
+    def ceilings(self) -> Roofline:
+        """Return the medians of the probes."""
+        return Roofline(statistics.median(self.bytes_per_s), statistics.median(self.flops_per_s))
+
+
+def take_turns(cases: Sequence[Case], probe: Probe, num_rounds: int) -> Timings:
+    """Time all cases in turn, `num_rounds` times, after a call of each, which may compile."""
+    found = Timings([[] for _ in cases])
+    next_copy = [0] * len(cases)
+    for case in cases:
+        case.call(0)
+    for _ in range(num_rounds):
+        found.flops_per_s.append(probe.flops_per_s())
+        for idx, case in enumerate(cases):
+            found.bytes_per_s.append(probe.bytes_per_s())
+            if not case.cold:
+                case.call(next_copy[idx])
+            next_copy[idx] += _turn(case, next_copy[idx], found.seconds[idx])
+    return found
+
+
+def _turn(case: Case, first: int, seconds: list[float]) -> int:
+    """Append the times of a turn's calls; returns how many there were."""
+    started = time.perf_counter()
+    for count in range(MAX_COPIES):
+        before = time.perf_counter()
+        case.call(first + count)
+        after = time.perf_counter()
+        seconds.append(after - before)
+        if after - started > TURN_S:
+            return count + 1
+    return MAX_COPIES
+
+
+def result_row(case: Case, seconds: Sequence[float], ceilings: Roofline) -> dict[str, Any]:
+    """Return a case's figures as JSON: medians, rates, and the fraction of the roofline."""
+    median_s, work = statistics.median(seconds), case.work
+    return {
+        "model": case.model,
+        "op": case.op,
+        "precision": case.precision,
+        "rows": case.num_rows,
+        "context": case.context,
+        "cold": case.cold,
+        "calls": len(seconds),
+        "us_p50": round(median_s * 1e6, 2),
+        "bytes": round(work.num_bytes),
+        "flops": round(work.flops),
+        "gb_per_s": round(work.num_bytes / median_s / 1e9, 2),
+        "gflop_per_s": round(work.flops / median_s / 1e9, 2),
+        "bound": ceilings.bound(work),
+        "roofline_us": round(ceilings.least_s(work) * 1e6, 2),
+        "fraction": round(ceilings.fraction(work, median_s), 3),
+    }
+
+
+def single_core(probe: Probe) -> Roofline:
+    """Measure the ceilings of one core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return Roofline(
+            statistics.median(probe.bytes_per_s() for _ in range(SINGLE_CORE_PROBES)),
+            statistics.median(probe.flops_per_s() for _ in range(SINGLE_CORE_PROBES)),
+        )
+    finally:
+        torch.set_num_threads(threads)
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure what the flags ask for; returns the result's JSON."""
+    torch.manual_seed(0)
+    probe = Probe.of(PROBE_FILLS * cache_bytes(), MATMUL_SIZE)
+    probe.bytes_per_s(), probe.flops_per_s()
+    one, rows = single_core(probe), []
+    ceilings: list[Timings] = []
+    for shape in SHAPES:
+        if shape.model not in args.models:
+            continue
+        for name in args.ops:
+            # The vocabularies are equal, and sampling depends on nothing else of a model.
+            if name == "sampling" and shape is not SHAPES[0] and len(args.models) > 1:
+                continue
+            with console.status(f"{shape.model}: {name}"):
+                cases = list(BUILDERS[name](shape, args.rows))
+                found = take_turns(cases, probe, args.rounds)
+            ceilings.append(found)
+            machine = found.ceilings()
+            rows += [
+                result_row(case, seconds, machine)
+                for case, seconds in zip(cases, found.seconds, strict=True)
+            ]
+    together = Timings(
+        [],
+        [value for found in ceilings for value in found.bytes_per_s],
+        [value for found in ceilings for value in found.flops_per_s],
+    ).ceilings()
+    return {
+        "settings": {
+            "threads": torch.get_num_threads(),
+            "rounds": args.rounds,
+            "environment": {name: value for name, value in os.environ.items() if "OMP_" in name},
+        },
+        "ceilings": {"one_core": _ceiling_row(one), "all_cores": _ceiling_row(together)},
+        "rows": rows,
+    }
+
+
+def _ceiling_row(ceilings: Roofline) -> dict[str, float]:
+    return {
+        "read_gb_per_s": round(ceilings.bytes_per_s / 1e9, 1),
+        "bf16_gflop_per_s": round(ceilings.flops_per_s / 1e9, 1),
+    }
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    """Name a row without its model and its number of rows."""
+    return f"{row['op']}, {row['context'] or row['precision']}"
+
+
+def print_table(result: Mapping[str, Any], console: Console) -> None:
+    """Print a line a case, a table a model, and the ceilings."""
+    models = dict.fromkeys(row["model"] for row in result["rows"])
+    for model in models:
+        table = Table(title=f"{model}: share of the roofline", title_justify="left", box=SIMPLE)
+        table.add_column("op, weights or context", no_wrap=True)
+        for heading in ("rows", "us", "GB/s", "GFLOP/s", "limit", "share"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in result["rows"]:
+            if row["model"] != model:
+                continue
+            fraction = f"{row['fraction']:.0%}"
+            table.add_row(
+                *(_label(row), str(row["rows"]), f"{row['us_p50']:.1f}"),
+                *(f"{row['gb_per_s']:.1f}", f"{row['gflop_per_s']:.0f}", row["bound"]),
+                fraction if row["cold"] else f"({fraction})",
+            )
+        console.print(table)
+    console.print("In brackets: ops on activations, which are in the cache and not in memory.")
+    for cores, row in result["ceilings"].items():
+        console.print(
+            f"{cores.replace('_', ' ')}: reads {row['read_gb_per_s']} GB/s, "
+            f"multiplies {row['bf16_gflop_per_s']} GFLOP/s in bf16"
+        )
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Draw the fractions of the ops that read weights or keys, a panel a model, by matplotlib."""
+    from matplotlib.figure import Figure
+
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+    for row in result["rows"]:
+        if row["cold"]:
+            panels[row["model"]][_label(row)].append((row["rows"], row["fraction"]))
+    num_labels = max((len(panel) for panel in panels.values()), default=0)
+    figure = Figure(
+        figsize=(7 * max(len(panels), 1), 1.5 + 0.55 * num_labels), layout="constrained"
+    )
+    colours: dict[int, str] = {}
+    for column, (model, panel) in enumerate(panels.items()):
+        axes = figure.add_subplot(1, len(panels), column + 1)
+        for place, bars in enumerate(panel.values()):
+            for idx, (num_rows, fraction) in enumerate(bars):
+                known = num_rows in colours
+                colour = colours.setdefault(num_rows, COLOURS[len(colours) % len(COLOURS)])
+                height = place + 0.8 * ((idx + 0.5) / len(bars) - 0.5)
+                label = None if known else f"{num_rows} rows"
+                axes.barh(height, fraction, height=0.8 / len(bars), color=colour, label=label)
+        axes.set_yticks(range(len(panel)), list(panel))
+        axes.invert_yaxis()
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xlabel("share of the roofline")
+        axes.set_title(model)
+    figure.legend(loc="outside lower center", ncols=max(len(colours), 1), frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _row_counts(text: str) -> tuple[int, ...]:
+    rows = tuple(int(word) for word in text.split(","))
+    if min(rows) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: every number of rows must be 1 or more")
+    return rows
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the result."""
+    models = [shape.model for shape in SHAPES]
+    parser = argparse.ArgumentParser(prog="topspin bench cpu-kernels", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--ops", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
+    parser.add_argument("--rows", type=_row_counts, default=ROWS, metavar="R,R,...")
+    parser.add_argument("--rounds", type=int, default=11, help="turns of each case (%(default)s)")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds is {args.rounds}; it must be 1 or more")
+    console = Console()
+    result = measure(args, console)
+    print_table(result, console)
+    if not args.no_write:
+        path = report.write("cpu_kernels", result)
+        console.print(f"written to {path}")
+        if can_draw():
+            draw(result, path.with_suffix(".png"))
+        else:
+            console.print("no picture: that needs matplotlib, pip install 'topspin[plots]'")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
