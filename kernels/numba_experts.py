@@ -96,7 +96,8 @@ def mlp_of_rows(
     assert experts.addresses is not None
     num_experts, ffn_size = experts.num_experts, experts.ffn_size
     units = torch.empty(slots.numel(), ffn_size, dtype=torch.bfloat16)
-    counts = torch.empty(num_experts, dtype=torch.int64)
+    # After the experts' counts comes that of the slots that none of them has.
+    counts = torch.empty(num_experts + 1, dtype=torch.int64)
     arguments = (
         hidden.data_ptr(),
         2 * hidden.stride(0),
@@ -116,7 +117,8 @@ def mlp_of_rows(
         int(out.dtype == torch.bfloat16),
     )
     launch(_experts, arguments, num_threads=torch.get_num_threads())
-    return ExpertOutput(out, counts)
+    assert not int(counts[-1]), f"a slot is not below num_experts {num_experts}"
+    return ExpertOutput(out, counts[:-1])
 
 
 _row_list = simd.stack(8 * MAX_ROWS)
@@ -137,7 +139,7 @@ def _group(block: int, groups: int) -> int:
         simd.write_i64(groups + 8 * expert, 0)
     for pair in range(num_pairs):
         slot = simd.read_i32(slots + 4 * pair)
-        if slot >= 0:
+        if 0 <= slot < num_experts:
             count = groups + 8 * (slot + 1)
             simd.write_i64(count, simd.read_i64(count) + 1)
     total = 0
@@ -148,7 +150,7 @@ def _group(block: int, groups: int) -> int:
     # Each beginning moves to the end of its expert, which is the next one's beginning.
     for pair in range(num_pairs):
         slot = simd.read_i32(slots + 4 * pair)
-        if slot >= 0:
+        if 0 <= slot < num_experts:
             place = simd.read_i64(groups + 8 * slot)
             simd.write_i64(pairs + 8 * place, pair)
             simd.write_i64(groups + 8 * slot, place + 1)
@@ -156,6 +158,16 @@ def _group(block: int, groups: int) -> int:
         simd.write_i64(groups + 8 * expert, simd.read_i64(groups + 8 * (expert - 1)))
     simd.write_i64(groups, 0)
     return total
+
+
+@inlined
+def _count_wrong(block: int) -> int:
+    """Count the slots that no expert has, which are left out like those that are not here."""
+    slots, wrong = simd.read_i64(block + SLOTS), 0
+    for pair in range(simd.read_i64(block + NUM_TOKENS) * simd.read_i64(block + TOP_K)):
+        if simd.read_i32(slots + 4 * pair) >= simd.read_i64(block + NUM_EXPERTS):
+            wrong += 1
+    return wrong
 
 
 @inlined
@@ -250,6 +262,7 @@ def _experts(block: int) -> None:
             begin = simd.read_i64(groups + 8 * expert)
             count = simd.read_i64(groups + 8 * (expert + 1)) - begin
             simd.write_i64(simd.read_i64(block + COUNTS) + 8 * expert, count)
+        simd.write_i64(simd.read_i64(block + COUNTS) + 8 * num_experts, _count_wrong(block))
     while task < parts:
         _sum_outputs(block, task, groups, rows, sums, totals)
         task = simd.claim(block + SECOND_CLAIMS)

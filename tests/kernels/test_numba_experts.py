@@ -104,6 +104,13 @@ def test_rebuilt_experts_are_read_where_they_are(share: float) -> None:
     assert torch.equal(result.counts, wanted.counts)
 
 
+def test_a_slot_that_no_expert_has_is_refused() -> None:
+    packed = cpu.pack_experts(*matrices(2, 64, 64))
+    x, slots = torch.randn(3, 64).bfloat16(), torch.tensor([[0], [2], [1]], dtype=torch.int32)
+    with pytest.raises(AssertionError, match="not below num_experts 2"):
+        cpu.grouped_mlp(x, slots, torch.ones(3, 1), packed)
+
+
 def test_what_the_kernel_does_not_take() -> None:
     packed = cpu.pack_experts(*matrices(2, 32, 33))
     assert packed.addresses is None, "an expert that is no multiple of a block"
