@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels import simd
+from kernels import simd_attention as inner
 from kernels import simd_vectors as vectors
 from kernels.attention_rows import Work
 from kernels.numba_runtime import (
@@ -30,19 +31,7 @@ from kernels.numba_runtime import (
     offsets,
     wait_for_team,
 )
-from kernels.simd_attention import (
-    CHUNK_KEYS,
-    SCORE_PITCH,
-    SLICE,
-    scores_bf16,
-    scores_f32,
-    weigh1_bf16,
-    weigh1_f32,
-    weigh2_bf16,
-    weigh3_bf16,
-    weigh4_bf16,
-    weigh4_f32,
-)
+from kernels.simd_attention import CHUNK_KEYS, SCORE_PITCH, SLICE
 
 # Query heads computed together.
 TILE_HEADS: Final = 8
@@ -222,9 +211,9 @@ def _score_chunk(
             place = scores + head * SCORE_PITCH + 4 * (position - start)
             one = query + head * head_bytes
             if is_bf16:
-                found = scores_bf16(one, run, stride, count, head_bytes)
+                found = inner.scores_bf16(one, run, stride, count, head_bytes)
             else:
-                found = scores_f32(one, run, stride, count, head_bytes)
+                found = inner.scores_f32(one, run, stride, count, head_bytes)
             vectors.store_f32(place, vectors.mul(found, scale))
         position += count
 
@@ -284,22 +273,22 @@ def _add_values(
                 here, w = sums + head * pitch, weights + head * SCORE_PITCH
                 v = run + offset
                 if is_bf16 and left >= 4:
-                    weigh4_bf16(here, pitch, w, v, stride, count, rest)
+                    inner.weigh4_bf16(here, pitch, w, v, stride, count, rest)
                     head += 4
                 elif is_bf16 and left == 3:
-                    weigh3_bf16(here, pitch, w, v, stride, count, rest)
+                    inner.weigh3_bf16(here, pitch, w, v, stride, count, rest)
                     head += 3
                 elif is_bf16 and left == 2:
-                    weigh2_bf16(here, pitch, w, v, stride, count, rest)
+                    inner.weigh2_bf16(here, pitch, w, v, stride, count, rest)
                     head += 2
                 elif is_bf16:
-                    weigh1_bf16(here, pitch, w, v, stride, count, rest)
+                    inner.weigh1_bf16(here, pitch, w, v, stride, count, rest)
                     head += 1
                 elif left >= 4:
-                    weigh4_f32(here, pitch, w, v, stride, count, rest)
+                    inner.weigh4_f32(here, pitch, w, v, stride, count, rest)
                     head += 4
                 else:
-                    weigh1_f32(here, pitch, w, v, stride, count, rest)
+                    inner.weigh1_f32(here, pitch, w, v, stride, count, rest)
                     head += 1
         position += count
 
