@@ -1,12 +1,12 @@
 """How near do the CPU kernels come to what this machine can do?
 
-Measures the machine in the same run (read bandwidth of an array beyond the cache, rate of a
-large bf16 matmul in oneDNN), then every op of a step at the shapes of two models and several
-numbers of rows, and divides the least time that its bytes and operations take
-(benchmarks.roofline) by its median time. Cases take turns; before every turn the bandwidth is
-measured again, which also empties the cache, and every round the matmul, so that a machine
-that is busy for a while slows both sides of a fraction. Writes results/cpu_kernels.json and
-.png. Run as `topspin bench cpu-kernels`.
+Measures the machine in the same run (read bandwidth of an array beyond the cache; rates of
+large matmuls in oneDNN, in bf16 and, the limit of quantised weights, in int8) and every op of
+a step at the shapes of two models and several numbers of rows, and divides the least time that
+an op's bytes and operations take (benchmarks.roofline) by its median time. Cases take turns;
+before every turn the bandwidth is measured again, which also empties the cache, and before
+every round the matmuls. Writes results/cpu_kernels.json and .png. Run as
+`topspin bench cpu-kernels`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from benchmarks import report
 from benchmarks.cpu_kernel_cases import BUILDERS, MAX_COPIES, SHAPES, Case, cache_bytes
@@ -45,65 +45,83 @@ SINGLE_CORE_PROBES = 5
 
 
 @dataclass
+class Ceilings:
+    """What was measured of the machine: many samples of each rate, in bytes or operations/s."""
+
+    bytes_per_s: list[float] = field(default_factory=list)
+    bf16_per_s: list[float] = field(default_factory=list)
+    int8_per_s: list[float] = field(default_factory=list)
+
+    def roofline(self, precision: str) -> Roofline:
+        """Return the roofline of products with weights in `precision`."""
+        operations = self.bf16_per_s if precision == "bf16" else self.int8_per_s
+        return Roofline(ceiling(self.bytes_per_s), ceiling(operations))
+
+    def as_json(self) -> dict[str, float]:
+        """Return the ceilings as they are written."""
+        return {
+            "read_gb_per_s": round(ceiling(self.bytes_per_s) / 1e9, 1),
+            "bf16_gflop_per_s": round(ceiling(self.bf16_per_s) / 1e9, 1),
+            "int8_gop_per_s": round(ceiling(self.int8_per_s) / 1e9, 1),
+        }
+
+
+def ceiling(samples: Sequence[float]) -> float:
+    """Return what the machine can do: the 90th percentile, as what slows a probe is not it."""
+    return float(np.percentile(samples, 90))
+
+
 class Probe:
-    """The two ceilings of this machine; each call measures once, on torch's threads."""
+    """Measures the machine, on torch's threads; results are appended to a Ceilings."""
 
-    array: Tensor
-    left: Tensor
-    right: Tensor
-
-    @classmethod
-    def of(cls, size_bytes: int, matmul_size: int) -> Probe:
-        """Make a probe that reads `size_bytes` and multiplies square matrices."""
+    def __init__(self, size_bytes: int, matmul_size: int) -> None:
+        """Read `size_bytes` and multiply square matrices of `matmul_size`."""
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # On huge pages, as some weights are; a kernel without them refuses the advice.
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
-        array = torch.frombuffer(pages, dtype=torch.float32).fill_(1)
-        left, right = (torch.randn(matmul_size, matmul_size).bfloat16() for _ in range(2))
-        return cls(array, left, right)
+        self._array = torch.frombuffer(pages, dtype=torch.float32).fill_(1)
+        shape = (matmul_size, matmul_size)
+        self._numbers = torch.randn(shape).bfloat16()
+        self._codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+        self._num_operations = 2 * matmul_size**3
 
-    def bytes_per_s(self) -> float:
+    def read(self, found: Ceilings) -> None:
         """Read the array once; nothing of anything else is in the cache after it."""
         started = time.perf_counter()
-        self.array.sum()
-        return self.array.nbytes / (time.perf_counter() - started)
+        self._array.sum()
+        found.bytes_per_s.append(self._array.nbytes / (time.perf_counter() - started))
 
-    def flops_per_s(self) -> float:
-        """Multiply once."""
+    def multiply(self, found: Ceilings) -> None:
+        """Multiply once in bf16, and once 8-bit integers to 32-bit sums."""
         started = time.perf_counter()
-        F.linear(self.left, self.right)
-        elapsed_s = time.perf_counter() - started
-        return float(2 * self.left.shape[0] ** 3) / elapsed_s
+        F.linear(self._numbers, self._numbers)
+        between = time.perf_counter()
+        torch._int_mm(self._codes, self._codes)
+        ended = time.perf_counter()
+        found.bf16_per_s.append(self._num_operations / (between - started))
+        found.int8_per_s.append(self._num_operations / (ended - between))
 
 
-@dataclass
-class Timings:
-    """What has been measured of several cases, in seconds, and of the machine meanwhile."""
+def take_turns(
+    cases: Sequence[Case], probe: Probe, found: Ceilings, num_rounds: int
+) -> list[list[float]]:
+    """Time all cases in turn, `num_rounds` times, after a call of each, which may compile.
 
-    seconds: list[list[float]]
-    bytes_per_s: list[float] = field(default_factory=list)
-    flops_per_s: list[float] = field(default_factory=list)
-
-    def ceilings(self) -> Roofline:
-        """Return the medians of the probes."""
-        return Roofline(statistics.median(self.bytes_per_s), statistics.median(self.flops_per_s))
-
-
-def take_turns(cases: Sequence[Case], probe: Probe, num_rounds: int) -> Timings:
-    """Time all cases in turn, `num_rounds` times, after a call of each, which may compile."""
-    found = Timings([[] for _ in cases])
+    Returns the seconds of each case's calls; what the machine did meanwhile goes to `found`.
+    """
+    seconds: list[list[float]] = [[] for _ in cases]
     next_copy = [0] * len(cases)
     for case in cases:
         case.call(0)
     for _ in range(num_rounds):
-        found.flops_per_s.append(probe.flops_per_s())
+        probe.multiply(found)
         for idx, case in enumerate(cases):
-            found.bytes_per_s.append(probe.bytes_per_s())
+            probe.read(found)
             if not case.cold:
                 case.call(next_copy[idx])
-            next_copy[idx] += _turn(case, next_copy[idx], found.seconds[idx])
-    return found
+            next_copy[idx] += _turn(case, next_copy[idx], seconds[idx])
+    return seconds
 
 
 def _turn(case: Case, first: int, seconds: list[float]) -> int:
@@ -119,7 +137,7 @@ def _turn(case: Case, first: int, seconds: list[float]) -> int:
     return MAX_COPIES
 
 
-def result_row(case: Case, seconds: Sequence[float], ceilings: Roofline) -> dict[str, Any]:
+def result_row(case: Case, seconds: Sequence[float], machine: Roofline) -> dict[str, Any]:
     """Return a case's figures as JSON: medians, rates, and the fraction of the roofline."""
     median_s, work = statistics.median(seconds), case.work
     return {
@@ -135,32 +153,31 @@ def result_row(case: Case, seconds: Sequence[float], ceilings: Roofline) -> dict
         "flops": round(work.flops),
         "gb_per_s": round(work.num_bytes / median_s / 1e9, 2),
         "gflop_per_s": round(work.flops / median_s / 1e9, 2),
-        "bound": ceilings.bound(work),
-        "roofline_us": round(ceilings.least_s(work) * 1e6, 2),
-        "fraction": round(ceilings.fraction(work, median_s), 3),
+        "bound": machine.bound(work),
+        "roofline_us": round(machine.least_s(work) * 1e6, 2),
+        "fraction": round(machine.fraction(work, median_s), 3),
     }
 
 
-def single_core(probe: Probe) -> Roofline:
+def single_core(probe: Probe) -> Ceilings:
     """Measure the ceilings of one core."""
-    threads = torch.get_num_threads()
+    threads, found = torch.get_num_threads(), Ceilings()
     torch.set_num_threads(1)
     try:
-        return Roofline(
-            statistics.median(probe.bytes_per_s() for _ in range(SINGLE_CORE_PROBES)),
-            statistics.median(probe.flops_per_s() for _ in range(SINGLE_CORE_PROBES)),
-        )
+        for _ in range(SINGLE_CORE_PROBES):
+            probe.read(found)
+            probe.multiply(found)
     finally:
         torch.set_num_threads(threads)
+    return found
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure what the flags ask for; returns the result's JSON."""
     torch.manual_seed(0)
-    probe = Probe.of(PROBE_FILLS * cache_bytes(), MATMUL_SIZE)
-    probe.bytes_per_s(), probe.flops_per_s()
-    one, rows = single_core(probe), []
-    ceilings: list[Timings] = []
+    probe, found = Probe(PROBE_FILLS * cache_bytes(), MATMUL_SIZE), Ceilings()
+    timed: list[tuple[Case, list[float]]] = []
+    one = single_core(probe)
     for shape in SHAPES:
         if shape.model not in args.models:
             continue
@@ -170,34 +187,25 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 continue
             with console.status(f"{shape.model}: {name}"):
                 cases = list(BUILDERS[name](shape, args.rows))
-                found = take_turns(cases, probe, args.rounds)
-            ceilings.append(found)
-            machine = found.ceilings()
-            rows += [
-                result_row(case, seconds, machine)
-                for case, seconds in zip(cases, found.seconds, strict=True)
+                seconds = take_turns(cases, probe, found, args.rounds)
+            # Their weights are not kept.
+            timed += [
+                (replace(case, call=_forgotten), times)
+                for case, times in zip(cases, seconds, strict=True)
             ]
-    together = Timings(
-        [],
-        [value for found in ceilings for value in found.bytes_per_s],
-        [value for found in ceilings for value in found.flops_per_s],
-    ).ceilings()
     return {
         "settings": {
             "threads": torch.get_num_threads(),
             "rounds": args.rounds,
-            "environment": {name: value for name, value in os.environ.items() if "OMP_" in name},
+            "environment": {k: value for k, value in os.environ.items() if "OMP_" in k},
         },
-        "ceilings": {"one_core": _ceiling_row(one), "all_cores": _ceiling_row(together)},
-        "rows": rows,
+        "ceilings": {"one_core": one.as_json(), "all_cores": found.as_json()},
+        "rows": [result_row(case, times, found.roofline(case.precision)) for case, times in timed],
     }
 
 
-def _ceiling_row(ceilings: Roofline) -> dict[str, float]:
-    return {
-        "read_gb_per_s": round(ceilings.bytes_per_s / 1e9, 1),
-        "bf16_gflop_per_s": round(ceilings.flops_per_s / 1e9, 1),
-    }
+def _forgotten(copy: int) -> None:
+    raise AssertionError("a case is timed before its weights are dropped")
 
 
 def _label(row: Mapping[str, Any]) -> str:
@@ -227,7 +235,7 @@ def print_table(result: Mapping[str, Any], console: Console) -> None:
     for cores, row in result["ceilings"].items():
         console.print(
             f"{cores.replace('_', ' ')}: reads {row['read_gb_per_s']} GB/s, "
-            f"multiplies {row['bf16_gflop_per_s']} GFLOP/s in bf16"
+            f"multiplies {row['bf16_gflop_per_s']} GFLOP/s in bf16, {row['int8_gop_per_s']} in int8"
         )
 
 
@@ -251,7 +259,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
                 known = num_rows in colours
                 colour = colours.setdefault(num_rows, COLOURS[len(colours) % len(COLOURS)])
                 height = place + 0.8 * ((idx + 0.5) / len(bars) - 0.5)
-                label = None if known else f"{num_rows} rows"
+                label = None if known else f"rows: {num_rows}"
                 axes.barh(height, fraction, height=0.8 / len(bars), color=colour, label=label)
         axes.set_yticks(range(len(panel)), list(panel))
         axes.invert_yaxis()

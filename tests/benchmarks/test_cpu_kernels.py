@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import cpu_kernel_cases, cpu_kernels, report
 from benchmarks.cpu_kernel_cases import BUILDERS, Case, Shape, num_copies
-from benchmarks.cpu_kernels import Probe, Timings, result_row, take_turns
+from benchmarks.cpu_kernels import Ceilings, Probe, result_row, take_turns
 from benchmarks.load.pictures import can_draw
 from benchmarks.roofline import Roofline, Work
 from topspin.cli import main as topspin
@@ -67,20 +67,20 @@ def test_no_weights_are_read_twice_in_a_turn_and_turns_go_on_where_they_stopped(
     def case(name: str, *, cold: bool) -> Case:
         return Case(name, "m", "bf16", 1, Work(1, 1), lambda i: called.append((name, i)), cold=cold)
 
-    probe = Probe.of(1 << 16, 16)
-    found = take_turns([case("a", cold=True), case("b", cold=False)], probe, 2)
+    probe, found = Probe(1 << 16, 16), Ceilings()
+    seconds = take_turns([case("a", cold=True), case("b", cold=False)], probe, found, 2)
     # Before the rounds one call of each; the warm case is called once more before each turn.
     assert called == [
         *(("a", 0), ("b", 0)),
         *(("a", 0), ("b", 0), ("b", 0)),
         *(("a", 1), ("b", 1), ("b", 1)),
     ]
-    assert [len(seconds) for seconds in found.seconds] == [2, 2]
+    assert [len(times) for times in seconds] == [2, 2]
     assert len(found.bytes_per_s) == 4
-    assert len(found.flops_per_s) == 2
+    assert len(found.bf16_per_s) == len(found.int8_per_s) == 2
     monkeypatch.setattr(cpu_kernels, "TURN_S", 3600.0)
     called.clear()
-    take_turns([case("a", cold=True)], probe, 1)
+    take_turns([case("a", cold=True)], probe, found, 1)
     assert [copy for _, copy in called[1:]] == list(range(cpu_kernels.MAX_COPIES))
 
 
@@ -105,8 +105,13 @@ def test_a_row_says_how_far_the_median_is_from_the_limit() -> None:
     row = result_row(case, [1e-3, 2e-3, 9e-3], Roofline(2e9, 1e12))
     assert (row["us_p50"], row["gb_per_s"], row["gflop_per_s"]) == (2000.0, 1.0, 0.5)
     assert (row["roofline_us"], row["fraction"], row["bound"]) == (1000.0, 0.5, "memory")
-    machine = Timings([], [3.0, 1.0, 2.0], [5.0, 9.0, 6.0]).ceilings()
-    assert machine == Roofline(2.0, 6.0)
+
+
+def test_ceilings_are_what_the_machine_can_do_and_not_what_it_did_while_busy() -> None:
+    probes = [float(rate) for rate in range(1, 12)]
+    found = Ceilings(probes, [20 * rate for rate in probes], [30 * rate for rate in probes])
+    assert found.roofline("bf16") == Roofline(10.0, 200.0)
+    assert found.roofline("int4") == Roofline(10.0, 300.0)
 
 
 @pytest.mark.parametrize("flags", [["--rows", "0,4"], ["--rounds", "0"], ["--ops", "nothing"]])
