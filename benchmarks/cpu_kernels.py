@@ -19,7 +19,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.cpu_kernel_cases import BUILDERS, MAX_COPIES, SHAPES, Case, cache_bytes
 from benchmarks.load.pictures import COLOURS, can_draw
-from benchmarks.roofline import Roofline
+from benchmarks.roofline import Roofline, Work
 
 ROWS = (1, 4, 16, 128)
 # The array whose reading gives the bandwidth fills the cache so many times.
@@ -137,8 +137,8 @@ def _turn(case: Case, first: int, seconds: list[float]) -> int:
     return MAX_COPIES
 
 
-def result_row(case: Case, seconds: Sequence[float], machine: Roofline) -> dict[str, Any]:
-    """Return a case's figures as JSON: medians, rates, and the fraction of the roofline."""
+def figures(case: Case, seconds: Sequence[float]) -> dict[str, Any]:
+    """Return what was measured of a case as JSON: the median time and its rates."""
     median_s, work = statistics.median(seconds), case.work
     return {
         "model": case.model,
@@ -153,9 +153,17 @@ def result_row(case: Case, seconds: Sequence[float], machine: Roofline) -> dict[
         "flops": round(work.flops),
         "gb_per_s": round(work.num_bytes / median_s / 1e9, 2),
         "gflop_per_s": round(work.flops / median_s / 1e9, 2),
-        "bound": machine.bound(work),
-        "roofline_us": round(machine.least_s(work) * 1e6, 2),
-        "fraction": round(machine.fraction(work, median_s), 3),
+    }
+
+
+def against(roofline: Roofline, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a case with what limits it, and the share of that it reaches."""
+    work = Work(row["bytes"], row["flops"])
+    return {
+        **row,
+        "bound": roofline.bound(work),
+        "roofline_us": round(roofline.least_s(work) * 1e6, 2),
+        "fraction": round(roofline.fraction(work, row["us_p50"] / 1e6), 3),
     }
 
 
@@ -176,7 +184,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure what the flags ask for; returns the result's JSON."""
     torch.manual_seed(0)
     probe, found = Probe(PROBE_FILLS * cache_bytes(), MATMUL_SIZE), Ceilings()
-    timed: list[tuple[Case, list[float]]] = []
+    rows: list[dict[str, Any]] = []
     one = single_core(probe)
     for shape in SHAPES:
         if shape.model not in args.models:
@@ -188,11 +196,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             with console.status(f"{shape.model}: {name}"):
                 cases = list(BUILDERS[name](shape, args.rows))
                 seconds = take_turns(cases, probe, found, args.rounds)
-            # Their weights are not kept.
-            timed += [
-                (replace(case, call=_forgotten), times)
-                for case, times in zip(cases, seconds, strict=True)
-            ]
+            rows += [figures(*pair) for pair in zip(cases, seconds, strict=True)]
     return {
         "settings": {
             "threads": torch.get_num_threads(),
@@ -200,12 +204,8 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             "environment": {k: value for k, value in os.environ.items() if "OMP_" in k},
         },
         "ceilings": {"one_core": one.as_json(), "all_cores": found.as_json()},
-        "rows": [result_row(case, times, found.roofline(case.precision)) for case, times in timed],
+        "rows": [against(found.roofline(row["precision"]), row) for row in rows],
     }
-
-
-def _forgotten(copy: int) -> None:
-    raise AssertionError("a case is timed before its weights are dropped")
 
 
 def _label(row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import cpu_kernel_cases, cpu_kernels, report
 from benchmarks.cpu_kernel_cases import BUILDERS, Case, Shape, num_copies
-from benchmarks.cpu_kernels import Ceilings, Probe, result_row, take_turns
+from benchmarks.cpu_kernels import Ceilings, Probe, against, figures, take_turns
 from benchmarks.load.pictures import can_draw
 from benchmarks.roofline import Roofline, Work
 from topspin.cli import main as topspin
@@ -102,7 +102,7 @@ def test_every_copy_is_its_own_memory_and_gives_the_same(tiny: Path) -> None:
 
 def test_a_row_says_how_far_the_median_is_from_the_limit() -> None:
     case = Case("o", "m", "int8", 4, Work(2e6, 1e6), lambda i: None)
-    row = result_row(case, [1e-3, 2e-3, 9e-3], Roofline(2e9, 1e12))
+    row = against(Roofline(2e9, 1e12), figures(case, [1e-3, 2e-3, 9e-3]))
     assert (row["us_p50"], row["gb_per_s"], row["gflop_per_s"]) == (2000.0, 1.0, 0.5)
     assert (row["roofline_us"], row["fraction"], row["bound"]) == (1000.0, 0.5, "memory")
 
