@@ -1,0 +1,315 @@
+"""The grouped MLP's kernels against the reference on the matrices that weights stand for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import reference, triton_grouped_mlp
+from kernels.contracts import ExpertMatrices
+from kernels.triton_grouped_mlp import (
+    DOWN,
+    GATE_UP,
+    MlpTiles,
+    Shape,
+    check_tiles,
+    default_tiles,
+    run_experts,
+)
+from kernels.triton_grouped_mlp_weights import (
+    FORMATS,
+    GpuExperts,
+    GpuWeight,
+    pack_experts,
+    pack_weight,
+    rebuild_experts,
+    unpack_weight,
+)
+from kernels.triton_router import route_and_permute
+from tests.kernels.generators import finish
+from topspin.errors import ConfigError
+
+QUANTISED = FORMATS[1:]
+
+
+class Case(NamedTuple):
+    hidden: Tensor
+    slots: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def make_case(
+    num_rows: int,
+    *,
+    hidden_size: int,
+    ffn_size: int,
+    num_experts: int,
+    top_k: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    """Build a case in which expert 1 gets no row and some pairs are not here."""
+    rng = torch.Generator().manual_seed(num_rows + hidden_size)
+    shapes = ((num_experts, 2 * ffn_size, hidden_size), (num_experts, hidden_size, ffn_size))
+    gate_up, down = (torch.randn(s, generator=rng) / s[-1] ** 0.5 for s in shapes)
+    slots = torch.randint(-1, num_experts, (num_rows, top_k), generator=rng)
+    slots[slots == 1] = 0
+    hidden = torch.randn(num_rows, hidden_size, generator=rng)
+    weights = torch.rand(num_rows, top_k, generator=rng)
+    return Case(
+        hidden.to(device, dtype),
+        slots.int().to(device),
+        weights.to(device),
+        gate_up.to(device, dtype),
+        down.to(device, dtype),
+    )
+
+
+def use_tiles(monkeypatch: pytest.MonkeyPatch, **fields: int) -> None:
+    """Let every product have the given tiles, whatever is tuned."""
+    tiles = MlpTiles(
+        **{
+            "block_m": 16,
+            "block_n": 32,
+            "block_k": 32,
+            "group_m": 1,
+            "swap": 0,
+            "num_warps": 4,
+            "num_stages": 2,
+            **fields,
+        }
+    )
+    monkeypatch.setattr(triton_grouped_mlp, "tiles_for", lambda *_: tiles)
+
+
+# Rows beyond a tile, sizes that no tile divides, one row, one choice.
+SHAPES = [
+    {"num_rows": 35, "hidden_size": 72, "ffn_size": 40, "num_experts": 3, "top_k": 2},
+    {"num_rows": 1, "hidden_size": 33, "ffn_size": 5, "num_experts": 4, "top_k": 1},
+    {"num_rows": 6, "hidden_size": 64, "ffn_size": 32, "num_experts": 18, "top_k": 3},
+]
+
+
+@pytest.mark.parametrize("swap", [0, 1])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"R={s['num_rows']}")
+def test_fp32(
+    shape: dict[str, int], swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    use_tiles(monkeypatch, swap=swap, group_m=1 + swap)
+    case = make_case(**shape, device=device)
+    found = triton_grouped_mlp.grouped_mlp(
+        *case[:3], triton_grouped_mlp.pack_experts(case.gate_up, case.down)
+    )
+    wanted = reference.grouped_mlp(*case[:3], reference.pack_experts(case.gate_up, case.down))
+    torch.testing.assert_close(found.out, wanted.out, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found.counts, wanted.counts)
+    nowhere = (case.slots < 0).all(1)
+    assert not found.out[nowhere].any()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_bf16_by_default_tiles(out_dtype: torch.dtype, device: torch.device) -> None:
+    case = make_case(**SHAPES[0], device=device, dtype=torch.bfloat16)
+    out = torch.empty(35, 72, dtype=out_dtype, device=device)
+    found = triton_grouped_mlp.grouped_mlp(
+        *case[:3], triton_grouped_mlp.pack_experts(case.gate_up, case.down), out=out
+    )
+    assert found.out is out
+    wide = reference.pack_experts(case.gate_up.float(), case.down.float())
+    wanted = reference.grouped_mlp(case.hidden.float(), *case[1:3], wide).out
+    # Units are rounded to bf16, and so are contributions to a bf16 result.
+    torch.testing.assert_close(out.float(), wanted, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("swap", [0, 1])
+@pytest.mark.parametrize("weight_format", QUANTISED)
+def test_quantised_weights_are_multiplied_as_what_they_stand_for(
+    weight_format: str, swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    use_tiles(monkeypatch, swap=swap, block_n=128, block_k=128)
+    case = make_case(20, hidden_size=200, ffn_size=136, num_experts=3, top_k=2, device=device)
+    experts = pack_experts(case.gate_up, case.down, weight_format=weight_format)
+    found = triton_grouped_mlp.grouped_mlp(*case[:3], experts).out
+    if weight_format == "fp8":
+        wanted = mlp_in_fp8(case, experts)
+        # A unit near the middle of two codes may go either way.
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+        assert (found - wanted).pow(2).mean() < 1e-5 * wanted.pow(2).mean()
+        return
+    plain = reference.pack_experts(*(map(unpack_weight, ws) for ws in lists(experts)))
+    wanted = reference.grouped_mlp(*case[:3], plain).out
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def lists(experts: GpuExperts) -> tuple[list[GpuWeight], list[GpuWeight]]:
+    return experts.gate_up, experts.down  # type: ignore[return-value]
+
+
+def through_fp8(x: Tensor) -> Tensor:
+    """Round groups of 128 of x [R, I] to e4m3 by their greatest number."""
+    groups = F.pad(x, (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1)[:, : x.shape[1]]
+
+
+def mlp_in_fp8(case: Case, experts: GpuExperts) -> Tensor:
+    rows = through_fp8(case.hidden)
+    total = torch.zeros_like(case.hidden)
+    for row, (slots, weights) in enumerate(zip(case.slots.tolist(), case.weights, strict=True)):
+        for slot, weight in zip(slots, weights, strict=True):
+            if slot >= 0:
+                gate_up, down = (unpack_weight(ws[slot]) for ws in lists(experts))
+                units = reference.swiglu(rows[row : row + 1] @ gate_up.T)
+                total[row] += (through_fp8(units) @ down.T)[0] * weight
+    return total
+
+
+@pytest.mark.parametrize("swap", [0, 1])
+@pytest.mark.parametrize("weight_format", QUANTISED)
+def test_bf16_rows_meet_quantised_weights(
+    weight_format: str, swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    use_tiles(monkeypatch, swap=swap, block_n=128, block_k=128)
+    case = make_case(
+        3, hidden_size=128, ffn_size=64, num_experts=2, top_k=2, device=device, dtype=torch.bfloat16
+    )
+    experts = pack_experts(case.gate_up, case.down, weight_format=weight_format)
+    out = torch.empty(3, 128, device=device)
+    triton_grouped_mlp.grouped_mlp(*case[:3], experts, out=out)
+    if weight_format == "fp8":
+        wanted = mlp_in_fp8(case._replace(hidden=case.hidden.float()), experts)
+    else:
+        plain = reference.pack_experts(*(map(unpack_weight, ws) for ws in lists(experts)))
+        wanted = reference.grouped_mlp(case.hidden.float(), *case[1:3], plain).out
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=1e-2)
+
+
+# What uniform rounding costs: a step of the range of 128 normal numbers over sqrt(12).
+ERRORS = {"plain": 1e-9, "fp8": 0.03, "int8": 0.01, "int4": 0.12}
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("shape", [(128, 128), (2 * 72, 200), (2, 1)])
+def test_formats_keep_matrices(
+    weight_format: str, shape: tuple[int, int], device: torch.device
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+    packed = pack_weight(weight, weight_format, halves=2)
+    assert (packed.out_features, packed.in_features) == shape
+    error = (unpack_weight(packed) - weight).pow(2).mean() / weight.pow(2).mean()
+    assert error.sqrt() < ERRORS[weight_format]
+    constant = torch.full(shape, 0.5, device=device)
+    kept = unpack_weight(pack_weight(constant, weight_format, halves=2))
+    torch.testing.assert_close(kept, constant, rtol=1e-2, atol=0.0)
+    zeros = torch.zeros(shape, device=device)
+    assert unpack_weight(pack_weight(zeros, weight_format)).abs().max() < 1e-8
+
+
+def test_sizes_of_formats() -> None:
+    weight = torch.zeros(256, 512)
+    sizes = {"fp8": 8 + 32 / 128**2, "int8": 8 + 32 / 128, "int4": 4 + 32 / 128}
+    for weight_format, bits in sizes.items():
+        packed = pack_weight(weight, weight_format)
+        assert packed.scales is not None
+        assert 8 * (packed.data.nbytes + packed.scales.nbytes) == bits * weight.numel()
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_rebuilt_experts_share_what_stays(weight_format: str, device: torch.device) -> None:
+    case = make_case(4, hidden_size=40, ffn_size=24, num_experts=3, top_k=2, device=device)
+    old = pack_experts(case.gate_up[:2], case.down[:2], weight_format=weight_format)
+    new = ExpertMatrices(case.gate_up[2], case.down[2])
+    experts = finish(rebuild_experts(old, [1, new, 0]))
+    assert experts.num_experts == 3
+    assert experts.table[[0, 2]].tolist() == old.table[[1, 0]].tolist()
+    fresh = pack_experts(case.gate_up[[1, 2, 0]], case.down[[1, 2, 0]], weight_format=weight_format)
+    results = [triton_grouped_mlp.grouped_mlp(*case[:3], e).out for e in (experts, fresh)]
+    assert torch.equal(*results)
+    with pytest.raises(AssertionError):
+        finish(rebuild_experts(old, [ExpertMatrices(case.gate_up[2], case.down[2].T)]))
+
+
+def test_contributions_are_added_by_ascending_choice(device: torch.device) -> None:
+    """2**24 + 1 - 2**24 depends on the order."""
+    down = torch.tensor([2.0**24, 1.0, -(2.0**24)], device=device)[:, None, None]
+    gate_up = torch.ones(3, 2, 1, device=device)
+    weights = torch.full((2, 3), 1 / float(F.silu(torch.ones(1))), device=device)
+    slots = torch.tensor([[0, 2, 1], [0, 1, 2]], dtype=torch.int32, device=device)
+    experts = pack_experts(gate_up, down)
+    out = triton_grouped_mlp.grouped_mlp(torch.ones(2, 1, device=device), slots, weights, experts)
+    assert out.out[0].item() == pytest.approx(1.0, rel=1e-5)
+    assert out.out[1].item() == 0.0
+
+
+def test_routed_pairs_and_columns_of_wider_buffers(device: torch.device) -> None:
+    case = make_case(9, hidden_size=32, ffn_size=16, num_experts=6, top_k=3, device=device)
+    logits = case.hidden @ case.gate_up[0, :6].T
+    routed = route_and_permute(logits, top_k=3, renormalise=True)
+    experts = pack_experts(case.gate_up, case.down)
+    wide, results = torch.zeros(9, 50, device=device), torch.zeros(9, 40, device=device)
+    wide[:, 7:39] = case.hidden
+    run_experts(
+        wide[:, 7:39],
+        routed.slots,
+        routed.routing.weights,
+        routed.groups,
+        experts,
+        out=results[:, 4:36],
+    )
+    wanted = reference.grouped_mlp(
+        case.hidden,
+        routed.slots,
+        routed.routing.weights,
+        reference.pack_experts(case.gate_up, case.down),
+    ).out
+    torch.testing.assert_close(results[:, 4:36], wanted, rtol=1e-5, atol=1e-5)
+    assert not results[:, :4].any()
+    assert not results[:, 36:].any()
+
+
+def test_no_rows(device: torch.device) -> None:
+    case = make_case(0, hidden_size=8, ffn_size=4, num_experts=2, top_k=2, device=device)
+    found = triton_grouped_mlp.grouped_mlp(*case[:3], pack_experts(case.gate_up, case.down))
+    assert found.out.shape == (0, 8)
+    assert found.counts.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 32, 256, 2048, 8192])
+def test_default_tiles_are_possible(weight_format: str, dtype: torch.dtype, num_rows: int) -> None:
+    shape = Shape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
+    for op in (GATE_UP, DOWN):
+        tiles = default_tiles(op, shape)
+        check_tiles(op, weight_format, tiles)
+        # tl.dot takes no less.
+        assert min(tiles.block_m, tiles.block_n, tiles.block_k // 2) >= 16
+        # Weights are the left factor where there are few rows: 64 fill an instruction.
+        assert not tiles.swap or tiles.block_n >= 64
+
+
+def test_what_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    case = make_case(2, hidden_size=8, ffn_size=4, num_experts=2, top_k=2, device=device)
+    experts = pack_experts(case.gate_up, case.down)
+    with pytest.raises(ValueError, match=r"hidden is \(2, 7\), not \(2, 8\)"):
+        triton_grouped_mlp.grouped_mlp(case.hidden[:, :7], *case[1:3], experts)
+    with pytest.raises(ValueError, match=r"out is \(1, 8\)"):
+        triton_grouped_mlp.grouped_mlp(*case[:3], experts, out=case.hidden[:1])
+    with pytest.raises(ValueError, match="bfloat16, the experts of"):
+        triton_grouped_mlp.grouped_mlp(case.hidden.bfloat16(), *case[1:3], experts)
+    with pytest.raises(ValueError, match=r"weights are .*float64"):
+        triton_grouped_mlp.grouped_mlp(case.hidden, case.slots, case.weights.double(), experts)
+    with pytest.raises(ConfigError, match=r"'int5'.*plain, fp8, int8, int4"):
+        pack_experts(case.gate_up, case.down, weight_format="int5")
+    use_tiles(monkeypatch, block_k=64)
+    codes = pack_experts(case.gate_up, case.down, weight_format="int4")
+    with pytest.raises(ValueError, match="int4: block_k is 64, not 128"):
+        triton_grouped_mlp.grouped_mlp(*case[:3], codes)
