@@ -1,0 +1,298 @@
+"""How each benchmark's result is laid out as a markdown table.
+
+A layout is a function of a result's JSON; it computes nothing that the result does not hold
+but medians and spreads of its rounds. Knows no file. Called by benchmarks.tables.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.load.compare import NAMES
+
+Result = Mapping[str, Any]
+Layout = Callable[[Result], str]
+
+
+def number(value: float | None) -> str:
+    """Write a figure with about three digits; "-" for one that there is not."""
+    if value is None:
+        return "-"
+    if value == 0 or abs(value) >= 100:
+        return f"{value:.0f}"
+    if abs(value) >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    """Write a share."""
+    return f"{share:.0%}"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a markdown table: the first column to the left, the others to the right."""
+    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def peers(result: Result) -> str:
+    """Lay `topspin bench compare` out: a table for each number of requests at once."""
+    parts = []
+    for at, targets in result["concurrencies"].items():
+        rows = [
+            [title, *(_compared(figures.get(name)) for figures in targets.values())]
+            for name, title in NAMES.items()
+        ]
+        parts.append(table([f"{at} at once", *targets], rows))
+    rounds = result["rounds_measured"]
+    parts.append(
+        f"Medians of {rounds} rounds in turn; x: ratio to {next(iter(targets))}, in brackets its "
+        "least and greatest round."
+    )
+    for name, agreed in result["agreement"].items():
+        tokens = agreed["common_prefix_tokens"]
+        measured = "" if tokens is None else f"; the first {tokens:.1f} tokens agree on average"
+        parts.append(
+            f"Greedy answers of {name} that are the same: {percent(agreed['identical'])} of "
+            f"{agreed['num_prompts']}{measured}."
+        )
+    return "\n\n".join([*parts, *(f"Warning: {warning}" for warning in result["warnings"])])
+
+
+def _compared(row: Result | None) -> str:
+    if row is None:
+        return "-"
+    text, ratio = number(row["median"]), row.get("ratio")
+    if ratio is None:
+        return text
+    return f"{text} ({ratio['median']:.2f}x [{ratio['least']:.2f}..{ratio['greatest']:.2f}])"
+
+
+def quantization(result: Result) -> str:
+    """Lay the loss per model and mode out; the model in fp32 is what others are compared with."""
+    return table(
+        ["model", "weights", "mean KL", "greatest KL", "same token", "perplexity"],
+        (
+            [
+                *(row["model"], row["mode"]),
+                *(number(row.get(name)) for name in ("mean_kl", "max_kl")),
+                "-" if row["mode"] == "fp32" else f"{row['same_most_likely_token']:.1%}",
+                number(row["perplexity"]),
+            ]
+            for row in result["rows"]
+        ),
+    )
+
+
+def payload(result: Result) -> str:
+    """Lay the loss per wire format out."""
+    return table(
+        ["rows on the wire", "mean KL", "greatest KL", "same token", "equal continuations"],
+        (
+            [
+                *(row["payload"], number(row["mean_kl"]), number(row["max_kl"])),
+                f"{row['same_most_likely_token']:.1%}",
+                f"{row['greedy']['identical_sequences']} of {row['greedy']['num_sequences']}",
+            ]
+            for row in result["rows"]
+        ),
+    )
+
+
+def disaggregation(result: Result) -> str:
+    """Lay the decode rates of one process and of two out."""
+    rates, ratios = result["median_decode_tokens_per_s"], [r["ratio"] for r in result["rounds"]]
+    return table(
+        ["", "decode tokens/s"],
+        [
+            ["one process (local)", number(rates["local"])],
+            ["attention and experts apart", number(rates["disaggregated"])],
+            ["ratio", _ratio_of(ratios)],
+        ],
+    )
+
+
+def _ratio_of(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f}x [{min(ratios):.2f}..{max(ratios):.2f}]"
+
+
+def vs_transformers(result: Result) -> str:
+    """Lay throughput, start and memory out."""
+    return table(
+        ["", "Topspin", "transformers"],
+        [
+            [
+                "output tokens/s",
+                number(result["median_topspin_tokens_per_s"]),
+                number(result["median_transformers_tokens_per_s"]),
+            ],
+            ["ratio", _ratio_of([r["ratio"] for r in result["rounds"]]), ""],
+            ["seconds until ready", number(result["ready_s"]), ""],
+            ["memory (PSS, MB), loaded", number(result["pss_loaded_mb"]), ""],
+        ],
+    )
+
+
+def m2n(result: Result) -> str:
+    """Lay round trips and throughput out, a column a backend."""
+    backends = list(dict.fromkeys(row["backend"] for row in result["rows"]))
+    found = {(row["topology"], row["message_bytes"], row["backend"]): row for row in result["rows"]}
+    sizes = list(dict.fromkeys((topology, size) for topology, size, _ in found))
+
+    def lines(write: Callable[[Result], str]) -> Iterable[list[str]]:
+        for topology, size in sizes:
+            cells = (found.get((topology, size, backend)) for backend in backends)
+            label = f"{topology}, {size // 1024} KB"
+            yield [label, *("-" if row is None else write(row) for row in cells)]
+
+    times = lines(lambda row: f"{number(row['p50_us'])} / {number(row['p99_us'])}")
+    rates = lines(lambda row: number(row["gb_per_s"]))
+    return "\n\n".join(
+        [
+            table(["round trip, p50 / p99 us", *backends], times),
+            table(["four in the air, GB/s", *backends], rates),
+        ]
+    )
+
+
+def pingpong(result: Result) -> str:
+    """Lay the overlap against the formula out, and what `auto` chose."""
+    rows = [
+        [
+            f"{row['tc_over_tf']:g}",
+            row["m"],
+            *(number(row[name]) for name in ("measured_ms", "pipeline_ms")),
+            percent(row["of_pipeline"]),
+            f"{row['throughput_over_m1']:.2f}x",
+        ]
+        for row in result["constant_rows"]
+    ]
+    chosen = [
+        [
+            f"{row['tc_over_tf']:g}",
+            *(number(value) for value in row["step_ms"].values()),
+            row["best_m"],
+            row["auto_m"],
+            f"{row['auto_over_best']:.2f}x",
+        ]
+        for row in result["constant_batch"]
+    ]
+    hops = result["hops_ms"]
+    return "\n\n".join(
+        [
+            f"T_a {number(hops['t_a'])} ms, T_e {number(hops['t_e'])} ms, rows of a micro-batch "
+            f"held at {result['shape']['rows']}:",
+            table(["T_c / T_f", "m", "step ms", "formula ms", "reached", "throughput"], rows),
+            "The batch held constant, step ms for each m, and what `auto` settles on:",
+            table(["T_c / T_f", *_steps(result), "best m", "auto's m", "auto / best"], chosen),
+        ]
+    )
+
+
+def _steps(result: Result) -> list[str]:
+    return [f"m = {m}" for m in result["constant_batch"][0]["step_ms"]]
+
+
+def scheduler_overhead(result: Result) -> str:
+    """Lay the policy's time per step out."""
+    return table(
+        ["running sequences", "micro-batches", "schedule ms", "update ms", "p50 ms", "p99 ms"],
+        (
+            [
+                *(row["num_running"], row["micro_batches"]),
+                *(number(row[f"{name}_ms_p50"]) for name in ("schedule", "update", "total")),
+                number(row["total_ms_p99"]),
+            ]
+            for row in result["rows"]
+        ),
+    )
+
+
+def gateway(result: Result) -> str:
+    """Lay added latency per rate out, and the highest rate sustained."""
+    rows = [
+        [
+            *(number(row["rate"]), row["groups"], number(row["achieved"])),
+            *(number(row["latency_ms"][name]) for name in ("p50", "p99")),
+            number(row["gateway_cpu_us_per_token"]),
+        ]
+        for row in result["rows"]
+    ]
+    headings = ["tokens/s asked", "groups", "achieved", "added p50 ms", "p99 ms", "CPU us/token"]
+    sustained = number(result["sustained_tokens_per_s"])
+    return f"{table(headings, rows)}\n\nHighest rate sustained: {sustained} tokens/s."
+
+
+def startup(result: Result) -> str:
+    """Lay seconds until each phase's end, and memory by role, out."""
+    times = [[name, number(value)] for name, value in result["seconds"].items()]
+    memory = [[name, number(value)] for name, value in result["pss_mb"].items()]
+    return "\n\n".join(
+        [
+            f"{result['model']}, {result['weights_mb']:.0f} MB of weights:",
+            table(["until", "seconds"], times),
+            table(["memory (PSS) of", "MB"], memory),
+        ]
+    )
+
+
+def load_client(result: Result) -> str:
+    """Lay the load tester's own speed out."""
+    return table(
+        ["streams", "events/s", "CPU us/event", "CPU share", "lag p99 ms", "saturated"],
+        (
+            [
+                *(row["streams"], number(row["events_per_s"]), number(row["cpu_us_per_event"])),
+                *(percent(row["cpu_share"]), number(row["loop_lag_p99_ms"])),
+                "yes" if row["saturated"] else "no",
+            ]
+            for row in result["rows"]
+        ),
+    )
+
+
+def cpu_kernels(result: Result) -> str:
+    """Lay shares of the roofline out, a column a number of rows; a table each model."""
+    parts = []
+    for cores, row in result["ceilings"].items():
+        parts.append(
+            f"{cores.replace('_', ' ').capitalize()}: {number(row['read_gb_per_s'])} GB/s read, "
+            f"{number(row['bf16_gflop_per_s'])} GFLOP/s in bf16."
+        )
+    for model in dict.fromkeys(row["model"] for row in result["rows"]):
+        found: dict[tuple[str, str], dict[int, str]] = {}
+        for row in result["rows"]:
+            if row["model"] == model:
+                key = (row["op"], str(row["context"] or row["precision"]))
+                share = percent(row["fraction"])
+                cell = share if row["cold"] else f"({share})"
+                found.setdefault(key, {})[row["rows"]] = f"{cell} {number(row['us_p50'])} us"
+        counts = sorted({rows for cells in found.values() for rows in cells})
+        headings = [model, "weights or context", *(f"{rows} rows" for rows in counts)]
+        parts.append(
+            table(headings, ([*key, *(c.get(n, "") for n in counts)] for key, c in found.items()))
+        )
+    return "\n\n".join(parts)
+
+
+# The name of a result and of its table -> its layout.
+LAYOUTS: dict[str, Layout] = {
+    "cpu_kernels": cpu_kernels,
+    "disaggregation": disaggregation,
+    "gateway": gateway,
+    "load_client": load_client,
+    "m2n": m2n,
+    "payload": payload,
+    "peers-qwen3-moe-686m": peers,
+    "peers-qwen3-moe-686m-int4": peers,
+    "peers-smollm2-moe": peers,
+    "peers-smollm2-moe-int4": peers,
+    "pingpong": pingpong,
+    "quantization": quantization,
+    "scheduler_overhead": scheduler_overhead,
+    "startup": startup,
+    "vs_transformers": vs_transformers,
+}

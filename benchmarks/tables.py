@@ -1,0 +1,104 @@
+"""The tables of benchmarks/README.md, written from the results beside it.
+
+Owns the markers (`<!-- table: NAME -->` to `<!-- end -->`) and replaces what is between them
+by results/NAME.json as benchmarks.table_layouts lays it out, the picture of that name if
+there is one, and where it was measured; without a result, by "not measured". The figures in
+the README are so always those of the results. Run as
+
+    python -m benchmarks.tables [--check]
+
+after a result has changed; --check changes nothing and fails if something would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS
+from benchmarks.table_layouts import LAYOUTS
+from topspin.errors import ConfigError
+
+README = Path(__file__).with_name("README.md")
+NOT_MEASURED = "*not measured*"
+_BEGIN = re.compile(r"<!-- table: (\S+) -->")
+_END = "<!-- end -->"
+
+
+def render(text: str, results: Path) -> str:
+    """Return `text` with what is between each pair of markers made anew from `results`.
+
+    Raises ConfigError for a name without a layout, a table without an end or in another
+    table, and a result that cannot be laid out.
+    """
+    pieces, place = [], 0
+    for begin in _BEGIN.finditer(text):
+        name = begin[1]
+        if begin.start() < place:
+            raise ConfigError(f"table {name} begins inside another table")
+        end = text.find(_END, begin.end())
+        if end < 0:
+            raise ConfigError(f"table {name} has no {_END}")
+        pieces += [text[place : begin.end()], f"\n\n{block(name, results)}\n\n"]
+        place = end
+    return "".join([*pieces, text[place:]])
+
+
+def block(name: str, results: Path) -> str:
+    """Return the table NAME as markdown, with its picture and its origin."""
+    if name not in LAYOUTS:
+        raise ConfigError(f"no layout for table {name}; there are: {', '.join(sorted(LAYOUTS))}")
+    path = results / f"{name}.json"
+    if not path.exists():
+        return NOT_MEASURED
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        parts = [LAYOUTS[name](result), origin(result, path.name)]
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path.name} is not JSON: {error}") from None
+    except (KeyError, IndexError, TypeError) as error:
+        raise ConfigError(
+            f"{path.name} is not a result of this benchmark: {type(error).__name__}: {error}"
+        ) from error
+    picture = path.with_suffix(".png")
+    if picture.exists():
+        parts.insert(1, f"![{name}](results/{picture.name})")
+    return "\n\n".join(parts)
+
+
+def origin(result: Mapping[str, Any], file_name: str) -> str:
+    """Return the line that says when, where and of what a result was measured."""
+    machine, versions = result["machine"], result["versions"]
+    return (
+        f"*{result['date'][:10]}, commit {result['commit']}, {machine['cpu']}, "
+        f"{machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"torch {versions.get('torch', 'unknown')}: [{file_name}](results/{file_name})*"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check the README's tables; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if it would")
+    args = parser.parse_args(argv)
+    before = README.read_text(encoding="utf-8")
+    try:
+        after = render(before, RESULTS)
+    except ConfigError as error:
+        print(f"tables: error: {error}", file=sys.stderr)
+        return 2
+    if args.check:
+        if before != after:
+            print("README.md differs from the results: run python -m benchmarks.tables")
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,176 @@
+"""The README's tables: how they are replaced, and that they are those of the results."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report, tables
+from benchmarks.load.compare import Agreement, Figures, summarise
+from benchmarks.table_layouts import LAYOUTS, number, table
+from benchmarks.tables import NOT_MEASURED, render
+from topspin.cli import BENCHMARKS
+from topspin.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+ENVELOPE = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": "abc1234",
+    "machine": {"cpu": "A CPU", "cores": 2, "memory_gib": 23.5},
+    "versions": {"torch": "2.13.0"},
+}
+OVERHEAD = {
+    **ENVELOPE,
+    "rows": [
+        {
+            "num_running": 256,
+            "micro_batches": 2,
+            "schedule_ms_p50": 0.1234,
+            "update_ms_p50": 1.5,
+            "total_ms_p50": 12.34,
+            "total_ms_p99": 123.4,
+        }
+    ],
+}
+
+
+def _write(folder: Path, name: str, result: dict[str, Any]) -> None:
+    (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+def test_figures_have_three_digits_and_no_exponents() -> None:
+    written = [number(value) for value in (1234.5, 99.96, 12.34, 1.234, 0.01234, 0, None)]
+    assert written == ["1234", "100.0", "12.3", "1.23", "0.0123", "0", "-"]
+    assert table(["a", "b"], [[1, "x"]]) == "| a | b |\n| --- | ---: |\n| 1 | x |"
+
+
+def test_a_table_is_made_from_its_result_and_the_rest_stays(tmp_path: Path) -> None:
+    _write(tmp_path, "scheduler_overhead", OVERHEAD)
+    text = (
+        "# Before\n<!-- table: scheduler_overhead -->\nold\n<!-- end -->\nbetween\n"
+        "<!-- table: m2n --><!-- end -->\nafter\n"
+    )
+    once = render(text, tmp_path)
+    assert "| 256 | 2 | 0.123 | 1.50 | 12.3 | 123 |" in once
+    assert "*2026-01-02, commit abc1234, A CPU, 2 cores, 23.5 GiB, torch 2.13.0:" in once
+    assert "old" not in once
+    assert f"<!-- table: m2n -->\n\n{NOT_MEASURED}\n\n<!-- end -->\nafter\n" in once
+    assert once.startswith("# Before\n<!-- table: scheduler_overhead -->\n\n| running")
+    assert render(once, tmp_path) == once
+    assert "![" not in once
+    (tmp_path / "scheduler_overhead.png").write_bytes(b"")
+    assert "![scheduler_overhead](results/scheduler_overhead.png)" in render(once, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table: unheard-of --><!-- end -->", "no layout for table unheard-of"),
+        ("<!-- table: m2n -->", "table m2n has no"),
+        ("<!-- table: m2n --><!-- table: payload --><!-- end -->", "payload begins inside"),
+        ("<!-- table: payload --><!-- end -->", r"payload\.json is not JSON"),
+        ("<!-- table: startup --><!-- end -->", r"startup\.json is not a result .*'model'"),
+    ],
+)
+def test_what_cannot_be_rendered_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "payload.json").write_text("{")
+    _write(tmp_path, "startup", {**ENVELOPE, "weights_mb": 1.0, "seconds": {}, "pss_mb": {}})
+    with pytest.raises(ConfigError, match=message):
+        render(text, tmp_path)
+
+
+def test_peers_have_a_table_per_concurrency_with_ratios_to_the_first(tmp_path: Path) -> None:
+    rounds = [
+        {"topspin": Figures(100.0, 50.0, 9.0), "peer": Figures(80.0, 60.0, None)},
+        {"topspin": Figures(110.0, 50.0, 9.0), "peer": Figures(55.0, 40.0, None)},
+        {"topspin": Figures(120.0, 50.0, 9.0), "peer": Figures(84.0, 55.0, None)},
+    ]
+    agreed = Agreement(8, 0.625, 100.0, 21.5, "'a' against 'b'")
+    result = {
+        **ENVELOPE,
+        "rounds_measured": 3,
+        "agreement": {"peer": agreed.as_json()},
+        "warnings": ["peer: the client was saturated."],
+        "concurrencies": {"1": summarise(rounds), "16": summarise(rounds[:1])},
+    }
+    shown = LAYOUTS["peers-smollm2-moe"](result)
+    assert "| 1 at once | topspin | peer |" in shown
+    assert "| output throughput (tokens/s) | 110 | 80.0 (0.70x [0.50..0.80]) |" in shown
+    assert "| median TPOT (ms) | 9.00 | - |" in shown
+    assert "| output throughput (tokens/s) | 100 | 80.0 (0.80x [0.80..0.80]) |" in shown
+    assert "peer that are the same: 62% of 8; the first 21.5 tokens agree" in shown
+    assert shown.endswith("Warning: peer: the client was saturated.")
+
+
+def test_kernels_have_a_column_a_number_of_rows() -> None:
+    common = {"model": "m", "op": "o", "precision": "int4", "context": None, "cold": True}
+    rows = [
+        {**common, "rows": 16, "us_p50": 12.0, "fraction": 0.5},
+        {**common, "rows": 1, "us_p50": 3.0, "fraction": 0.25},
+        {**common, "op": "norm", "rows": 1, "us_p50": 2.0, "fraction": 0.1, "cold": False},
+    ]
+    machine = {"read_gb_per_s": 50.0, "bf16_gflop_per_s": 800.0, "int8_gop_per_s": 1600.0}
+    shown = LAYOUTS["cpu_kernels"]({"ceilings": {"all_cores": machine}, "rows": rows})
+    assert "All cores: 50.0 GB/s read, 800 GFLOP/s in bf16" in shown
+    assert "| m | weights or context | 1 rows | 16 rows |" in shown
+    assert "| o | int4 | 25% 3.00 us | 50% 12.0 us |" in shown
+    assert "| norm | int4 | (10%) 2.00 us |  |" in shown
+
+
+def test_the_command_writes_and_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table: scheduler_overhead -->\n<!-- end -->\n")
+    monkeypatch.setattr(tables, "README", readme)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.main(["--check"]) == 1
+    assert "run python -m benchmarks.tables" in capsys.readouterr().out
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+    _write(tmp_path, "scheduler_overhead", OVERHEAD)
+    assert tables.main(["--check"]) == 1
+    readme.write_text("<!-- table: nothing --><!-- end -->")
+    assert tables.main([]) == 2
+    assert "no layout for table nothing" in capsys.readouterr().err
+
+
+@pytest.fixture
+def tracked(tmp_path: Path) -> Path:
+    """Return a copy of benchmarks/README.md and results/ as they are tracked.
+
+    What somebody has measured since, and not added, does not count. Outside of a git checkout
+    it is a copy of what is there.
+    """
+    command = ["git", "ls-files", "-z", "benchmarks/README.md", "benchmarks/results"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    names = [name for name in listed.stdout.decode().split("\0") if name]
+    if listed.returncode or not names:
+        shutil.copytree(report.RESULTS, tmp_path / "results")
+        shutil.copy(tables.README, tmp_path)
+        return tmp_path
+    (tmp_path / "results").mkdir()
+    for name in names:
+        shown = subprocess.run(
+            ["git", "show", f":{name}"], cwd=ROOT, capture_output=True, check=True
+        )
+        (tmp_path / Path(name).relative_to("benchmarks")).write_bytes(shown.stdout)
+    return tmp_path
+
+
+def test_the_readme_shows_the_results_that_are_tracked(tracked: Path) -> None:
+    text = (tracked / "README.md").read_text(encoding="utf-8")
+    assert render(text, tracked / "results") == text, "run python -m benchmarks.tables"
+    assert set(re.findall(r"<!-- table: (\S+) -->", text)) == set(LAYOUTS)
+
+
+def test_the_readme_names_every_benchmark() -> None:
+    text = tables.README.read_text(encoding="utf-8")
+    for name in BENCHMARKS:
+        assert f"topspin bench {name}" in text, name
