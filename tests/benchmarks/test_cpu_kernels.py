@@ -108,10 +108,14 @@ def test_a_row_says_how_far_the_median_is_from_the_limit() -> None:
 
 
 def test_ceilings_are_what_the_machine_can_do_and_not_what_it_did_while_busy() -> None:
-    probes = [float(rate) for rate in range(1, 12)]
-    found = Ceilings(probes, [20 * rate for rate in probes], [30 * rate for rate in probes])
-    assert found.roofline("bf16") == Roofline(10.0, 200.0)
-    assert found.roofline("int4") == Roofline(10.0, 300.0)
+    found = Ceilings([4e9, 10e9, 1e9], [20e9, 5e9], [30e9, 40e9])
+    assert found.roofline("bf16") == Roofline(10e9, 20e9)
+    assert found.roofline("int4") == found.roofline("int8") == Roofline(10e9, 40e9)
+    assert found.as_json() == {
+        "read_gb_per_s": 10.0,
+        "bf16_gflop_per_s": 20.0,
+        "int8_gop_per_s": 40.0,
+    }
 
 
 @pytest.mark.parametrize("flags", [["--rows", "0,4"], ["--rounds", "0"], ["--ops", "nothing"]])

@@ -44,7 +44,7 @@ def _write(folder: Path, name: str, result: dict[str, Any]) -> None:
     (folder / f"{name}.json").write_text(json.dumps(result))
 
 
-def test_figures_have_three_digits_and_no_exponents() -> None:
+def test_figures_have_about_three_digits() -> None:
     written = [number(value) for value in (1234.5, 99.96, 12.34, 1.234, 0.01234, 0, None)]
     assert written == ["1234", "100.0", "12.3", "1.23", "0.0123", "0", "-"]
     assert table(["a", "b"], [[1, "x"]]) == "| a | b |\n| --- | ---: |\n| 1 | x |"
