@@ -5,8 +5,8 @@ large matmuls in oneDNN, in bf16 and, the limit of quantised weights, in int8) a
 a step at the shapes of two models and several numbers of rows, and divides the least time that
 an op's bytes and operations take (benchmarks.roofline) by its median time. Cases take turns;
 before every turn the bandwidth is measured again, which also empties the cache, and before
-every round the matmuls; the best of these are the limits. Writes results/cpu_kernels.json and .png. Run as
-`topspin bench cpu-kernels`.
+every round the matmuls; the best of these are the limits. Writes results/cpu_kernels.json and
+.png. Run as `topspin bench cpu-kernels`.
 """
 
 from __future__ import annotations
