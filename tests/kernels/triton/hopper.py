@@ -1,0 +1,111 @@
+"""Compiles kernels to machine code for Hopper, which takes no GPU; run as a program.
+
+The interpreter runs Python: what the compiler refuses (a global, a type, a shape) or what does
+not fit into shared memory is seen here alone. Triton must not be in its interpreter's mode,
+hence a process of its own: see test_compiles.py. Prints a line per kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.triton_attention import AttentionTiles, attention_tiles
+from kernels.triton_attention_kernels import attend_long, attend_short, combine_splits
+from kernels.triton_norm import _norm_row
+from kernels.triton_rotary import _rotate_and_store
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024
+"""What one program may have on a H100 or H200."""
+
+NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
+FLOATS = ("scale", "v_scale", "k_factor", "v_factor", "eps")
+ALIGNED = ("_row", "_head", "_block", "_slot")
+
+
+def compile_kernel(
+    kernel: Any, pointers: Mapping[str, str], constants: Mapping[str, Any], **options: int
+) -> None:
+    """Compile a kernel whose other arguments are numbers, as an aligned call would."""
+    signature = dict.fromkeys(kernel.arg_names, "i32")
+    signature.update({name: "fp32" for name in FLOATS if name in signature})
+    signature.update(pointers)
+    signature.update(dict.fromkeys(constants, "constexpr"))
+    assert set(signature) == set(kernel.arg_names), set(signature) ^ set(kernel.arg_names)
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name in pointers or name.endswith(ALIGNED)
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
+    compiled = triton.compile(source, target=TARGET, options=options)
+    assert compiled.metadata.shared <= SHARED_BYTES, f"{compiled.metadata.shared} bytes shared"
+    print(f"{kernel.__name__}: {len(compiled.asm['cubin'])} bytes of code, {dict(constants)}")
+
+
+def compile_norms() -> None:
+    for add in (False, True):
+        pointers = {
+            "x": "*fp32", "residual": "*bf16", "weight": "*bf16", "out": "*bf16",
+        }  # fmt: skip
+        compile_kernel(_norm_row, pointers, {"ADD": add, "BLOCK": 2048}, num_warps=4)
+
+
+def compile_rotary(cache: torch.dtype, norm: int) -> None:
+    pointers = dict.fromkeys(("q", "k", "v", "q_norm", "k_norm"), "*bf16")
+    pointers |= {"cos": "*fp32", "sin": "*fp32", "slots": "*i64"}
+    pointers |= dict.fromkeys(("k_cache", "v_cache"), NAMES[cache])
+    constants = {"Q_NORM": norm, "K_NORM": norm, "BLOCK_SIZE": 16, "HEADS": 4, "HALF": 64}
+    compile_kernel(_rotate_and_store, pointers, constants, num_warps=1)
+
+
+def compile_attention(
+    q: torch.dtype, cache: torch.dtype, head_dim: int, *, block_size: int = 16, extras: bool = False
+) -> None:
+    """Compile the three kernels with default tiles; `extras`: window, tree and sinks at once."""
+    tiles: AttentionTiles = attention_tiles(head_dim, 8, torch.empty(0, dtype=cache))
+    tables = dict.fromkeys(("query_start", "context_lens"), "*i32")
+    pointers = {
+        "q": NAMES[q], "out": NAMES[q], "k_cache": NAMES[cache], "v_cache": NAMES[cache],
+        "tree": "*u8", "sinks": "*bf16", "block_tables": "*i32", **tables,
+    }  # fmt: skip
+    partials = {"partial": "*fp32", "scores": "*fp32"}
+    wide = triton.next_power_of_2(head_dim)
+    shape: dict[str, Any] = {"DIM": head_dim, "BLOCK_D": wide, "WINDOW": extras}
+    shared = {"GROUP": 8, "BLOCK_SIZE": block_size, "TREE": extras, "SINKS": extras, **shape}
+    for splits, rows, length in ((1, 16, 2), (8, 64, 8)):
+        constants = {"SHORT_LEN": length, "SPLITS": splits, "BLOCK_N": tiles.short_keys}
+        compile_kernel(
+            attend_short, pointers | partials, {**shared, **constants, "BLOCK_M": rows},
+            num_warps=tiles.short_warps, num_stages=tiles.short_stages,
+        )  # fmt: skip
+    outs = {"out": NAMES[q], **tables, **partials}
+    compile_kernel(combine_splits, outs, {**shape, **constants}, num_warps=4)
+    constants = {"SHORT_LEN": 2, "BLOCK_M": tiles.long_rows, "BLOCK_N": tiles.long_keys}
+    compile_kernel(
+        attend_long, pointers, {**shared, **constants},
+        num_warps=tiles.long_warps, num_stages=tiles.long_stages,
+    )  # fmt: skip
+
+
+def main() -> None:
+    bf16, fp32, fp8 = NAMES
+    compile_norms()
+    for cache, norm in ((bf16, 0), (bf16, 1), (fp8, 2), (fp32, 1)):
+        compile_rotary(cache, norm)
+    compile_attention(bf16, bf16, 128)
+    compile_attention(bf16, bf16, 128, extras=True)
+    compile_attention(bf16, bf16, 80, block_size=128)
+    compile_attention(bf16, bf16, 256)
+    compile_attention(bf16, fp8, 128)
+    compile_attention(fp32, fp32, 64, extras=True)
+
+
+if __name__ == "__main__":
+    main()
