@@ -108,7 +108,8 @@ def test_a_row_says_how_far_the_median_is_from_the_limit() -> None:
 
 
 def test_ceilings_are_what_the_machine_can_do_and_not_what_it_did_while_busy() -> None:
-    found = Ceilings([4e9, 10e9, 1e9], [20e9, 5e9], [30e9, 40e9])
+    half_busy = [1e9] * 50 + [2e9] * 48
+    found = Ceilings([*half_busy, 10e9, 10e9, 99e9], [20e9] * 3, [40e9] * 3)
     assert found.roofline("bf16") == Roofline(10e9, 20e9)
     assert found.roofline("int4") == found.roofline("int8") == Roofline(10e9, 40e9)
     assert found.as_json() == {
