@@ -33,6 +33,7 @@ from topspin.launch import (
     LaunchContext,
     RoleTable,
     gateway_url,
+    heap_environment,
     launch,
     openmp_environment,
     role_commands,
@@ -417,6 +418,16 @@ def test_only_nodes_get_openmp_settings(monkeypatch: pytest.MonkeyPatch) -> None
         "expert 0": "3",
         "expert 1": "3",
     }
+
+
+def test_only_nodes_get_heaps_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    context = LaunchContext(config=engine(), control="c", config_fd=7, port_fd=8, dead_fd=9)
+    for command in role_commands(context):
+        tunables = command.environment.get("GLIBC_TUNABLES", "")
+        is_node = command.name not in ("scheduler", "gateway")
+        assert ("glibc.malloc.hugetlb=1" in tunables.split(":")) == is_node
+    assert heap_environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}) == {}
 
 
 @pytest.mark.parametrize(
