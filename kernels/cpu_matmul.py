@@ -180,17 +180,32 @@ def grouped_mlp(
 ) -> ExpertOutput:
     """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
 
-    A few rows go through one kernel that reads their experts only. Otherwise joined experts
-    are added in slot order inside the product, in fp32, and the sum is rounded to the
-    dtype of hidden.
+    A few rows go through one kernel that reads their experts only; of joined experts, which are
+    small, all rows do, a part at a time. Otherwise joined experts are added in slot order
+    inside the product, in fp32, and the sum is rounded to the dtype of hidden.
     """
-    if experts.addresses is not None:
+    num_rows = hidden.shape[0]
+    if experts.addresses is not None and (experts.joined or num_rows <= numba_experts.MAX_ROWS):
         result = torch.empty_like(hidden) if out is None else out
-        if numba_experts.can_run(hidden, slots, weights, result):
-            return numba_experts.mlp_of_rows(hidden, slots, weights, experts, result)
+        if num_rows <= numba_experts.MAX_ROWS:
+            if numba_experts.can_run(hidden, slots, weights, result):
+                return numba_experts.mlp_of_rows(hidden, slots, weights, experts, result)
+        else:
+            parts = [x.split(numba_experts.MAX_ROWS) for x in (hidden, slots, weights, result)]
+            if all(numba_experts.can_run(*part) for part in zip(*parts, strict=True)):
+                return _mlp_by_part(experts, parts, result)
     if experts.joined:
         return _joined_mlp(hidden, slots, weights, experts, out)
     return _mlp_by_slot(hidden, slots, weights, experts, out)
+
+
+def _mlp_by_part(
+    experts: ExpertWeights, parts: Sequence[Sequence[Tensor]], out: Tensor
+) -> ExpertOutput:
+    counts = torch.zeros(experts.num_experts, dtype=torch.int64)
+    for hidden, slots, weights, result in zip(*parts, strict=True):
+        counts += numba_experts.mlp_of_rows(hidden, slots, weights, experts, result).counts
+    return ExpertOutput(out, counts)
 
 
 def _mlp_by_slot(
