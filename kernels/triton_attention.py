@@ -72,7 +72,7 @@ class Plan(NamedTuple):
     """What is launched for a batch, from its shapes and bounds alone."""
 
     short_len: int
-    """Sequences of 1 .. short_len rows belong to the split kernel."""
+    """Sequences of 1 .. short_len rows belong to the split kernel; a power of two."""
     short_rows: int
     """Rows of its tiles."""
     splits: int
@@ -93,11 +93,12 @@ def plan_attention(
     """Cut a batch of S sequences into launches.
 
     Where prompts and decodes mix, a slice is short if its rows fill at most the smallest
-    tile of a product; where all slices are short, all are.
+    tile of a product; where all slices are short, all are. What kernels are compiled for is
+    a power of two, so that batches of all kinds need few of them.
     """
-    short_len = max(max_query_len, 1)
+    short_len = triton.next_power_of_2(max(max_query_len, 1))
     if short_len > tiles.max_short_len:
-        short_len = max(MIN_ROWS // group, 1)
+        short_len = triton.next_power_of_2(max(MIN_ROWS // group, 1))
     pairs = short_len * group
     short_rows = min(max(triton.next_power_of_2(pairs), MIN_ROWS), MAX_SHORT_ROWS)
     programs = max(num_seqs * num_kv_heads * triton.cdiv(pairs, short_rows), 1)

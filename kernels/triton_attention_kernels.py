@@ -7,6 +7,7 @@ algorithm 1; Flash-Decoding's split of the keys for short slices). Blocks that a
 whole need no mask; those at the edges of the causal triangle, the window or the tree do.
 
 Numbers about the batch are read from device memory: a launch depends on shapes alone.
+Arguments that differ from batch to batch are not specialised: a kernel is compiled once.
 Letters as in `kernels.contracts`; `start` is a sequence's first query row, `committed` its
 positions before that row, `table` its row of the block table.
 """
@@ -212,7 +213,7 @@ def _split(
     return oldest, tl.maximum(share, min_chunk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_seqs", "window", "table_row", "tree_row"])
 def attend_short(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
     partial: tl.tensor, scores: tl.tensor, query_start: tl.tensor, context_lens: tl.tensor,
@@ -279,7 +280,7 @@ def attend_short(
         tl.store(scores + place, score, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def combine_splits(
     partial: tl.tensor, scores: tl.tensor, out: tl.tensor, query_start: tl.tensor,
     context_lens: tl.tensor, num_heads: tl.tensor, window: tl.tensor, v_scale: tl.tensor,
@@ -312,7 +313,7 @@ def combine_splits(
     tl.store(to, rounded(result, out.dtype.element_ty), mask=column < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "window", "table_row", "tree_row"])
 def attend_long(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
     query_start: tl.tensor, context_lens: tl.tensor, block_tables: tl.tensor,

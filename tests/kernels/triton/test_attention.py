@@ -254,7 +254,7 @@ TILES = AttentionTiles(programs=128, min_chunk=256, max_splits=16)
         # A window bounds what there is to split.
         ((1, 2, 8, 1, 100_000, 512), (1, 16, 4, False)),
         # A tree's rows fill several tiles; a prompt makes single rows the only short slices.
-        ((1, 2, 8, 48, 100_000, None), (48, 64, 16, False)),
+        ((1, 2, 8, 48, 100_000, None), (64, 64, 8, False)),
         ((4, 2, 8, 2000, 2000, None), (2, 16, 8, True)),
         ((4, 2, 24, 2000, 2000, None), (1, 32, 8, True)),
         ((2, 2, 1, 0, 50, None), (1, 16, 1, False)),
@@ -262,6 +262,17 @@ TILES = AttentionTiles(programs=128, min_chunk=256, max_splits=16)
 )
 def test_plans(batch: tuple[Any, ...], wanted: tuple[int, int, int, bool]) -> None:
     assert plan_attention(*batch, TILES) == wanted
+
+
+@pytest.mark.parametrize("group", [1, 3, 7, 8, 24])
+def test_batches_of_all_kinds_need_few_compiled_kernels(group: int) -> None:
+    plans = [
+        plan_attention(num_seqs, 2, group, rows, 4096, None, AttentionTiles())
+        for num_seqs in (1, 3, 20, 200)
+        for rows in range(300)
+    ]
+    assert len({(plan.short_len, plan.short_rows) for plan in plans}) <= 8
+    assert len({plan.splits for plan in plans}) <= 7
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
