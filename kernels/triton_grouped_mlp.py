@@ -13,6 +13,7 @@ expert the weights are the left factor (SWAP), for many the rows are. Called by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -132,6 +133,7 @@ class _Launch(NamedTuple):
     groups: Permutation
     experts: GpuExperts
     shape: Shape
+    tiles: Mapping[str, MlpTiles]
 
     def start(self, kernel: Any, op: str, tensors: tuple[Tensor, ...], *strides: int) -> None:
         """Launch `kernel` for a product of the experts, [.., I] to [.., width]."""
@@ -140,7 +142,7 @@ class _Launch(NamedTuple):
         weight = (experts.gate_up if op == GATE_UP else experts.down)[0]
         assert isinstance(weight, GpuWeight)
         width = experts.ffn_size if op == GATE_UP else experts.hidden_size
-        tiles = find_tiles(op, shape, device)
+        tiles = self.tiles.get(op) or find_tiles(op, shape, device)
         num_pairs = shape.num_rows * shape.top_k
         # No expert wastes more than one tile, and none that has no pairs has any.
         num_tiles = num_pairs // tiles.block_m + min(num_pairs, shape.num_experts)
@@ -216,8 +218,12 @@ def run_experts(
     experts: GpuExperts,
     *,
     out: Tensor | None = None,
+    tiles: Mapping[str, MlpTiles] | None = None,
 ) -> ExpertOutput:
-    """Do `grouped_mlp` for pairs that the router has grouped already."""
+    """Do `grouped_mlp` for pairs that the router has grouped already.
+
+    `tiles` by op are for the tuner: they go before those of the device's file.
+    """
     num_rows, top_k = slots.shape
     if out is None:
         out = torch.empty(num_rows, experts.hidden_size, dtype=hidden.dtype, device=hidden.device)
@@ -234,7 +240,7 @@ def run_experts(
         top_k,
         num_rows,
     )
-    launch = _Launch(groups, experts, shape)
+    launch = _Launch(groups, experts, shape, tiles or {})
     rows, row_scales, unit_dtype = hidden, weights, hidden.dtype
     unit_scales = weights
     if experts.weight_format == "fp8":

@@ -12,12 +12,39 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
+ATTENTION = {
+    "_norm_row",
+    "_rotate_and_store",
+    "attend_short",
+    "attend_long",
+    "combine_splits",
+}
+ROUTED = {
+    "route_block",
+    "count_block",
+    "place_block",
+    "gate_up_tile",
+    "down_tile",
+    "sum_choices",
+    "quantise_groups",
+    "count_history",
+    "penalise_block",
+    "survey_split",
+    "settle_row",
+    "tally_digit",
+    "finish_search",
+    "weigh_split",
+    "invert_row",
+}
+
+
 @pytest.mark.slow
-def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "kernels"), [("hopper", ATTENTION), ("hopper_routed", ROUTED)])
+def test_every_kernel_compiles_for_hopper(module: str, kernels: set[str], tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "tests.kernels.triton.hopper"],
+        [sys.executable, "-P", "-m", f"tests.kernels.triton.{module}"],
         env=environment,
         cwd=ROOT,
         capture_output=True,
@@ -26,10 +53,4 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     compiled = {line.partition(":")[0] for line in done.stdout.splitlines()}
-    assert compiled >= {
-        "_norm_row",
-        "_rotate_and_store",
-        "attend_short",
-        "attend_long",
-        "combine_splits",
-    }
+    assert compiled >= kernels

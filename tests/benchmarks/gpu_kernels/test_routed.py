@@ -1,0 +1,76 @@
+"""Entries of the router, the grouped MLP and sampling: their work, and that they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu_kernels.grouped_mlp import (
+    GOALS,
+    QWEN3_30B,
+    Layer,
+    expert_bytes,
+    mlp_entry,
+    mlp_work,
+    random_experts,
+)
+from benchmarks.gpu_kernels.router import Router, routed_work, router_entries
+from benchmarks.gpu_kernels.sampling import SETTINGS, sampling_entry
+from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_router(device: torch.device) -> None:
+    # Logits; experts and weights; slots; order and rows; counts and offsets.
+    wanted = 3 * 6 * 2 + 6 * (8 + 4) + 6 * 4 + 6 * 16 + 8 * (6 + 7)
+    assert routed_work(3, Router(6, 2)).num_bytes == wanted
+    for entry in router_entries(3, Router(6, 2), device):
+        assert entry.work.num_bytes > 0
+        entry.call(0)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_an_expert_has_the_bytes_of_its_tensors(weight_format: str, device: torch.device) -> None:
+    layer = Layer(2, 1, 200, 72)
+    experts = random_experts(layer, weight_format, device)
+    size = 0
+    for weight in (experts.gate_up[1], experts.down[1]):
+        assert isinstance(weight, GpuWeight)
+        size += weight.data.nbytes + (0 if weight.scales is None else weight.scales.nbytes)
+    assert expert_bytes(layer, weight_format) == size
+
+
+def test_mlp_work() -> None:
+    layer = Layer(10, 2, 8, 4)
+    work = mlp_work(3, 5, layer, "plain")
+    assert work.num_bytes == 5 * 3 * 8 * 4 * 2 + 3 * 8 * 2 * 2
+    # Three products of two operations per weight, for six pairs.
+    assert work.flops == 6 * 3 * 2 * 8 * 4
+
+
+def test_the_goals_are_on_the_shape_that_they_were_set_for() -> None:
+    assert GOALS == {32: 0.75, 8192: 0.65}
+    assert QWEN3_30B == (128, 8, 2048, 768)
+
+
+def test_calls_go_through_other_experts(device: torch.device) -> None:
+    layer = Layer(8, 2, 32, 16)
+    experts = random_experts(layer, "plain", device)
+    entry = mlp_entry(1, layer, experts, device, cache_bytes=5 * expert_bytes(layer, "plain"))
+    assert entry.work == mlp_work(1, 2, layer, "plain")
+    assert entry.copies == 3
+    touched = [entry.call(idx).counts.nonzero()[:, 0].tolist() for idx in range(4)]
+    assert touched[3] == touched[0]
+    assert len({tuple(experts) for experts in touched}) == 3
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampling(name: str, device: torch.device) -> None:
+    entry = sampling_entry(name, 2, 50, device)
+    assert entry.work.num_bytes == 2 * 50 * 4 + 2 * 8
+    tokens = entry.call(0).tokens
+    assert ((tokens >= 0) & (tokens < 50)).all()
