@@ -103,7 +103,7 @@ def _quantise_fp8(weight: Tensor, halves: int) -> tuple[Tensor, Tensor]:
     num_out, num_in = weight.shape
     size = num_out // halves
     padding = (0, -num_in % GROUP, 0, -size % GROUP)
-    padded = F.pad(weight.float().view(halves, size, num_in), padding)
+    padded = F.pad(weight.float().reshape(halves, size, num_in), padding)
     blocks = padded.view(halves, padded.shape[1] // GROUP, GROUP, -1, GROUP)
     scales = blocks.abs().amax(dim=(2, 4)).clamp(min=1e-10) / FP8_MAX
     codes = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)

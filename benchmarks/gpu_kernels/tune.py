@@ -62,15 +62,15 @@ def candidates(op: str, shape: Shape) -> Iterator[MlpTiles]:
         is_wasteful = block_m > 16 and block_m > 2 * rows_per_expert
         if is_wasteful or 16 * block_m < min(rows_per_expert, 2048):
             continue
-        for group_m, num_warps, num_stages in product((1, 8), (4, 8), (2, 3, 4, 5)):
+        # Tiles of one expert follow each other, where it has several of them.
+        group_m = 1 if rows_per_expert <= block_m else 8
+        for num_warps, num_stages in product((4, 8), (2, 3, 4, 5)):
             tiles = MlpTiles(block_m, block_n, block_k, group_m, swap, num_warps, num_stages)
             weights = sums * block_n * WEIGHT_BYTES[shape.weight_format]
             staged = (weights + block_m * ROW_BYTES[shape.weight_format]) * block_k
             per_thread = sums * block_m * block_n / (32 * num_warps)
             too_large = staged * num_stages > SHARED_BYTES or per_thread > MAX_ACCUMULATORS
-            # Tiles of one expert that follow each other need several of them.
-            pointless = group_m > 1 and rows_per_expert <= block_m
-            if not too_large and not pointless and is_possible(op, shape, tiles):
+            if not too_large and is_possible(op, shape, tiles):
                 yield tiles
 
 
