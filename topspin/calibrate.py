@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,12 +24,17 @@ import msgspec
 from models.hub import cache_root
 from topspin import __version__
 from topspin.config import EngineConfig
-from topspin.cores import CORES_VARIABLE, Layout, NodeCores, assign_cores
+from topspin.cores import CORES_VARIABLE, SPIN_COUNT, Layout, NodeCores, assign_cores
 from topspin.errors import TopspinError
 
 CANDIDATE_TIMEOUT_S = 60.0
 # What a candidate must win by: within this, the simpler one (it comes first) is taken.
 _MARGIN = 0.03
+# Beside the usual count: long spins for a process that has the cores to itself or a share of
+# them, hardly any for those that take turns.
+_LONG_SPIN, _BRIEF_SPIN = 50_000, 300
+# With so many cores, half as many threads are tried too: they may be halves of real cores.
+_MANY_CORES = 4
 
 Between = Literal["local", "shm", "tcp"]
 
@@ -44,11 +49,12 @@ class Candidate:
 
     def __str__(self) -> str:
         """Return what a person calls it."""
+        spin = f"OpenMP spin count {self.nodes[0].spin_count}"
         if self.transport == "local":
-            return f"one process, {self.nodes[0].num_threads} threads"
+            return f"one process, {self.nodes[0].num_threads} threads, {spin}"
         wait = "spin" if self.layout == "split" else "block"
         threads = "+".join(str(node.num_threads) for node in self.nodes)
-        return f"{self.layout} cores over {self.transport}, {threads} threads, {wait}"
+        return f"{self.layout} cores over {self.transport}, {threads} threads, {wait}, {spin}"
 
 
 Measure = Callable[[EngineConfig, Candidate], float]
@@ -59,20 +65,40 @@ def candidates(config: EngineConfig, cores: Sequence[int]) -> list[Candidate]:
 
     One process is only a candidate while --transport is auto and the topology is 1x1.
     """
-    transport = config.m2n.transport
-    threads = config.compute.num_threads
     topology = config.topology
-    found = []
-    if transport == "auto" and (topology.attention_nodes, topology.expert_nodes) == (1, 1):
-        node = assign_cores("shared", num_nodes=1, cores=cores, num_threads=threads)
-        found.append(Candidate("shared", "local", tuple(node)))
+    transport = config.m2n.transport
+    is_pair = (topology.attention_nodes, topology.expert_nodes) == (1, 1)
     between: Between = "tcp" if transport == "tcp" else "shm"
-    for layout in ("shared", "split"):
-        if layout == "split" and topology.attention_nodes + topology.expert_nodes > len(cores):
-            continue
-        nodes = assign_cores(layout, num_nodes=2, cores=cores, num_threads=threads)
-        found.append(Candidate(layout, between, tuple(nodes)))
+    found = []
+    for threads in _thread_counts(config.compute.num_threads, len(cores)):
+        [alone] = assign_cores("shared", num_nodes=1, cores=cores, num_threads=threads)
+        if transport == "auto" and is_pair:
+            for spin in _spin_counts(config, alone, _LONG_SPIN):
+                found.append(Candidate("shared", "local", (replace(alone, spin_count=spin),)))
+        for spin in _spin_counts(config, alone, _BRIEF_SPIN):
+            taking_turns = replace(alone, spin_count=spin)
+            found.append(Candidate("shared", between, (taking_turns, taking_turns)))
+    if topology.attention_nodes + topology.expert_nodes <= len(cores):
+        own = assign_cores(
+            "split", num_nodes=2, cores=cores, num_threads=config.compute.num_threads
+        )
+        for spin in _spin_counts(config, own[0], _LONG_SPIN):
+            nodes = tuple(replace(node, spin_count=spin) for node in own)
+            found.append(Candidate("split", between, nodes))
     return found
+
+
+def _thread_counts(asked: int | None, num_cores: int) -> list[int]:
+    if asked is not None:
+        return [asked]
+    return [num_cores, num_cores // 2] if num_cores >= _MANY_CORES else [num_cores]
+
+
+def _spin_counts(config: EngineConfig, node: NodeCores, other: int) -> list[int]:
+    """Return the usual count and `other`; one thread waits for nobody."""
+    if config.compute.spin_count is not None:
+        return [config.compute.spin_count]
+    return [SPIN_COUNT, other] if node.num_threads > 1 else [SPIN_COUNT]
 
 
 def calibrate(
@@ -157,9 +183,15 @@ def _with(config: EngineConfig, chosen: Candidate) -> EngineConfig:
     transport = config.m2n.transport
     if transport == "auto":
         transport = chosen.transport
+    compute = msgspec.structs.replace(config.compute, layout=chosen.layout)
+    if chosen.nodes:
+        first, threads = chosen.nodes[0], compute.num_threads
+        if chosen.layout == "shared" and first.num_threads < len(os.sched_getaffinity(0)):
+            threads = first.num_threads
+        compute = msgspec.structs.replace(compute, spin_count=first.spin_count, num_threads=threads)
     return msgspec.structs.replace(
         config,
-        compute=msgspec.structs.replace(config.compute, layout=chosen.layout),
+        compute=compute,
         m2n=msgspec.structs.replace(config.m2n, transport=transport),
     )
 
@@ -176,6 +208,7 @@ def _key(config: EngineConfig, cores: Sequence[int]) -> str:
         config.model.quantization,
         config.compute.kernels,
         config.compute.num_threads,
+        config.compute.spin_count,
         config.topology.attention_nodes,
         config.topology.expert_nodes,
         config.m2n.transport,

@@ -21,22 +21,27 @@ CORES_VARIABLE = "TOPSPIN_CORES"
 
 # Short spins between the parallel regions of one layer pay; libgomp's default (milliseconds)
 # takes the cores from the node whose turn it is.
-_SPIN_COUNT = "3000"
+SPIN_COUNT = 3000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCores:
-    """What one node gets. `cores` None: all that the process may use."""
+    """What one node gets. `cores` None: all that the process may use.
+
+    `spin_count`: how often an idle OpenMP thread looks for work before it sleeps.
+    """
 
     num_threads: int
     cores: tuple[int, ...] | None
+    spin_count: int = SPIN_COUNT
 
     def environment(self, user: Mapping[str, str]) -> dict[str, str]:
         """Return the settings by which a node process learns it; `user`'s own OpenMP ones stay.
 
         Nodes with fewer threads than cores are not bound: all would get the same first cores.
         """
-        settings = {"GOMP_SPINCOUNT": _SPIN_COUNT, "OMP_NUM_THREADS": str(self.num_threads)}
+        settings = {"GOMP_SPINCOUNT": str(self.spin_count)}
+        settings["OMP_NUM_THREADS"] = str(self.num_threads)
         if self.cores is not None:
             mine = {CORES_VARIABLE: ",".join(map(str, self.cores))}
         else:

@@ -19,7 +19,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import msgspec
 
 import topspin
 from topspin.config import EngineConfig
-from topspin.cores import assign_cores
+from topspin.cores import SPIN_COUNT, assign_cores
 from topspin.display import Display, open_display
 from topspin.errors import EngineError
 from topspin.process import CONFIG_ERROR_STATUS
@@ -136,14 +136,16 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
 def _node_environments(config: EngineConfig) -> list[dict[str, str]]:
     """Return what each node inherits: the attention nodes first, then the expert nodes."""
     num_nodes = config.topology.attention_nodes + config.topology.expert_nodes
-    threads = config.compute.num_threads
+    threads, spin_count = config.compute.num_threads, config.compute.spin_count or SPIN_COUNT
     path = {**_import_path(os.environ), **heap_environment(os.environ)}
     if config.compute.layout != "split" or config.m2n.transport == "local":
         alone = config.m2n.transport == "local"
-        return [{**path, **openmp_environment(threads, os.environ, alone=alone)}] * num_nodes
+        openmp = openmp_environment(threads, os.environ, alone=alone, spin_count=spin_count)
+        return [{**path, **openmp}] * num_nodes
     cores = sorted(os.sched_getaffinity(0))
     assigned = assign_cores("split", num_nodes=num_nodes, cores=cores, num_threads=threads)
-    return [{**path, **node.environment(os.environ)} for node in assigned]
+    nodes = [replace(node, spin_count=spin_count) for node in assigned]
+    return [{**path, **node.environment(os.environ)} for node in nodes]
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -177,7 +179,11 @@ def heap_environment(user: Mapping[str, str]) -> dict[str, str]:
 
 
 def openmp_environment(
-    num_threads: int | None, user: Mapping[str, str], *, alone: bool = False
+    num_threads: int | None,
+    user: Mapping[str, str],
+    *,
+    alone: bool = False,
+    spin_count: int = SPIN_COUNT,
 ) -> dict[str, str]:
     """Return the OpenMP settings of a node; what the user has set in `user` stays.
 
@@ -190,7 +196,7 @@ def openmp_environment(
     """
     num_cores = len(os.sched_getaffinity(0))
     threads = str(num_threads) if num_threads else user.get("OMP_NUM_THREADS", str(num_cores))
-    settings = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": "3000"}
+    settings = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": str(spin_count)}
     if threads == str(num_cores) and not alone:
         settings |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
     flags = {"OMP_NUM_THREADS"} if num_threads else set()

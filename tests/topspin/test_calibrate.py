@@ -92,11 +92,12 @@ def test_auto_takes_the_fastest_says_why_and_remembers(checkpoint: Path, tmp_pat
 
     first = run()
     assert (first.compute.layout, first.m2n.transport) == ("split", "shm")
-    assert measured == ["local", "shared", "split"]
+    # Two spin counts each, but for the split's single threads.
+    assert measured == ["local", "local", "shared", "shared", "split"]
     assert any("2.00 ms per trial step (2.00x)" in line for line in lines)
-    assert "split cores over shm, 1+1 threads, spin is taken" in lines[-1]
+    assert "split cores over shm, 1+1 threads, spin, OpenMP spin count 3000 is taken" in lines[-1]
     assert run() == first
-    assert len(measured) == 3
+    assert len(measured) == 5
     assert "measured before" in lines[-1]
 
 
@@ -136,10 +137,51 @@ def test_only_what_fits_is_tried(checkpoint: Path) -> None:
         ("shared", "local"),
         ("shared", "shm"),
     ]
-    assert [c.transport for c in candidates(config_of(checkpoint, transport="tcp"), (0, 1))] == [
-        "tcp",
-        "tcp",
+    two_cores = candidates(config_of(checkpoint, transport="tcp"), (0, 1))
+    assert [(c.layout, c.transport) for c in two_cores] == [
+        ("shared", "tcp"),
+        ("shared", "tcp"),
+        ("split", "tcp"),
     ]
+
+
+def test_threads_and_spin_counts_are_tried_and_carried_out(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    config = config_of(checkpoint)
+    tried = {
+        (c.transport, c.layout, n.num_threads, n.spin_count)
+        for c in candidates(config, range(8))
+        for n in c.nodes
+    }
+    assert tried == {
+        *(("local", "shared", threads, spin) for threads in (8, 4) for spin in (3000, 50_000)),
+        *(("shm", "shared", threads, spin) for threads in (8, 4) for spin in (3000, 300)),
+        *(("shm", "split", 4, spin) for spin in (3000, 50_000)),
+    }
+
+    def measure(config: EngineConfig, candidate: Candidate) -> float:
+        node = candidate.nodes[0]
+        is_best = (candidate.layout, node.num_threads, node.spin_count) == ("shared", 4, 300)
+        return 1.0 if is_best else 2.0
+
+    chosen = calibrate(
+        config, emit=lambda line: None, measure=measure, cores=range(8), cache=tmp_path / "layouts"
+    )
+    assert (chosen.compute.num_threads, chosen.compute.spin_count) == (4, 300)
+    context = LaunchContext(
+        config=resolve(
+            chosen, checkpoint_dtype="float32", max_position_embeddings=64, num_experts=4
+        ),
+        control="ipc://@x",
+        config_fd=3,
+        port_fd=4,
+        dead_fd=5,
+    )
+    [expert] = [c for c in role_commands(context) if c.name == "expert 0"]
+    assert expert.environment["OMP_NUM_THREADS"] == "4"
+    assert expert.environment["GOMP_SPINCOUNT"] == "300"
 
 
 def test_a_split_pins_nodes_and_lets_them_spin(
