@@ -191,7 +191,8 @@ def grouped_mlp(
             if numba_experts.can_run(hidden, slots, weights, result):
                 return numba_experts.mlp_of_rows(hidden, slots, weights, experts, result)
         else:
-            parts = [x.split(numba_experts.MAX_ROWS) for x in (hidden, slots, weights, result)]
+            whole = (hidden, slots, weights, result)
+            parts = [torch.split(x, numba_experts.MAX_ROWS) for x in whole]
             if all(numba_experts.can_run(*part) for part in zip(*parts, strict=True)):
                 return _mlp_by_part(experts, parts, result)
     if experts.joined:
