@@ -83,7 +83,7 @@ class M2NSection(Section, frozen=True, kw_only=True):
     transport: Literal["auto"] | Transport = "auto"
     payload: Payload = "auto"
     wait: Literal["auto", "block", "spin"] = "auto"
-    window_rows: int = 256
+    window_rows: int = 512
     link_latency_us: float = 0.0
     link_gbps: float | None = None
     deadline_s: float = 30.0
@@ -307,6 +307,8 @@ def _validate(config: EngineConfig) -> None:
         _in_range("--micro-batches", config.scheduler.micro_batches, 1, MAX_MICRO_BATCHES)
     if config.compute.num_threads is not None:
         _in_range("--num-threads", config.compute.num_threads, 1, 4096)
+    if config.compute.spin_count is not None:
+        _in_range("--omp-spin-count", config.compute.spin_count, 0, 2**31 - 1)
     _in_range("--redundant-experts", config.balance.redundant_experts, 0, 2**20)
     _in_range("--expert-load-half-life", config.balance.half_life_pairs, 1, 2**30)
     _not_negative("--expert-balance-interval", config.balance.interval_s)

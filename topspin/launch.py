@@ -136,7 +136,8 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
 def _node_environments(config: EngineConfig) -> list[dict[str, str]]:
     """Return what each node inherits: the attention nodes first, then the expert nodes."""
     num_nodes = config.topology.attention_nodes + config.topology.expert_nodes
-    threads, spin_count = config.compute.num_threads, config.compute.spin_count or SPIN_COUNT
+    threads, spin_count = config.compute.num_threads, config.compute.spin_count
+    spin_count = SPIN_COUNT if spin_count is None else spin_count
     path = {**_import_path(os.environ), **heap_environment(os.environ)}
     if config.compute.layout != "split" or config.m2n.transport == "local":
         alone = config.m2n.transport == "local"

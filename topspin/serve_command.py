@@ -107,6 +107,7 @@ def _sections(arguments: ServeArguments, path: Path) -> EngineConfig:
             num_threads=arguments.num_threads,
             deterministic=arguments.deterministic,
             layout=arguments.layout,
+            spin_count=arguments.omp_spin_count,
         ),
         balance=BalanceSection(
             redundant_experts=arguments.redundant_experts,

@@ -26,6 +26,7 @@ from topspin.config import (
     TopologySection,
     TraceSection,
 )
+from topspin.cores import SPIN_COUNT
 from topspin.units import format_size
 
 # What kernels.dispatch.select_ops knows; the command line does not import torch to ask.
@@ -63,6 +64,7 @@ class ServeArguments(argparse.Namespace):
     halt_deadline: float
     progress_deadline: float
     num_threads: int | None
+    omp_spin_count: int | None
     layout: Literal["auto", "shared", "split"]
     m2n_wait: Literal["auto", "block", "spin"]
     kernels: str
@@ -151,6 +153,14 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         default=compute.num_threads,
         metavar="N",
         help="threads of each node (all cores that the process may use)",
+    )
+    group.add_argument(
+        "--omp-spin-count",
+        type=int,
+        default=compute.spin_count,
+        metavar="N",
+        help="looks for work of an idle OpenMP thread before it sleeps "
+        f"({SPIN_COUNT}; --layout auto measures it)",
     )
 
 

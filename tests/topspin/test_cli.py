@@ -79,6 +79,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--progress-deadline 7", "failover.progress_deadline_s", 7.0),
     ("--kernels reference", "compute.kernels", "reference"),
     ("--num-threads 2", "compute.num_threads", 2),
+    ("--omp-spin-count 0", "compute.spin_count", 0),
     ("--expert-balance-interval 0", "balance.interval_s", 0.0),
     ("--expert-balance-min-gain 0.2", "balance.min_gain", 0.2),
     ("--expert-load-half-life 64", "balance.half_life_pairs", 64),

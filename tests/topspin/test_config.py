@@ -107,6 +107,7 @@ def test_what_is_chosen_stays() -> None:
         ("m2n.deadline_s", math.inf, "--step-deadline inf"),
         ("m2n.deadline_s", 0.0, "--step-deadline 0.0"),
         ("compute.num_threads", 0, "--num-threads 0"),
+        ("compute.spin_count", -1, "--omp-spin-count -1"),
         ("balance.redundant_experts", -1, "--redundant-experts -1"),
         ("balance.redundant_experts", 1, "--redundant-experts 1: 1 expert nodes hold 0 second"),
         ("balance.interval_s", -1.0, "--expert-balance-interval -1.0"),
