@@ -17,7 +17,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import compare
@@ -25,6 +25,14 @@ from benchmarks import compare
 PLACES = 16
 TOKENS_PER_PLACE = 512
 NAME = "model"
+
+
+class _Ports(dict[str, int]):
+    """A free port for each name that is asked for."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = free_port()
+        return self[name]
 
 
 def free_port() -> int:
@@ -35,16 +43,17 @@ def free_port() -> int:
     return port
 
 
-def start_lines(args: argparse.Namespace, ports: dict[str, int]) -> dict[str, list[str]]:
+def start_lines(args: argparse.Namespace, ports: Mapping[str, int]) -> dict[str, list[str]]:
     """Return the command of each target that was asked for, Topspin's first."""
     cores = str(len(os.sched_getaffinity(0)))
     model = str(args.model)
-    lines = {
-        "topspin": [
-            *(sys.executable, "-m", "topspin", "serve", model, "--port", str(ports["topspin"])),
-            *("--served-model-name", NAME, *shlex.split(args.topspin_flags)),
+    lines = {}
+    for asked in args.topspin or ["topspin="]:
+        name, _, flags = asked.partition("=")
+        lines[name] = [
+            *(sys.executable, "-m", "topspin", "serve", model, "--port", str(ports[name])),
+            *("--served-model-name", NAME, *shlex.split(flags)),
         ]
-    }
     if args.llama_server:
         lines["llama.cpp"] = [
             *(str(args.llama_server), "-m", str(args.gguf), "--alias", NAME),
@@ -68,13 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vllm", type=Path, metavar="FILE", help="the vllm command")
     parser.add_argument("--llama-server", type=Path, metavar="FILE")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the model for llama.cpp")
-    parser.add_argument("--topspin-flags", default="", help="more flags of topspin serve")
+    parser.add_argument(
+        "--topspin",
+        action="append",
+        metavar="NAME=FLAGS",
+        help="topspin serve with these flags; may be repeated (topspin=)",
+    )
     args, rest = parser.parse_known_args(argv)
     if (args.llama_server is None) != (args.gguf is None):
         parser.error("--llama-server and --gguf go together")
     if not args.vllm and not args.llama_server:
         parser.error("name a peer: --vllm, or --llama-server with --gguf")
-    ports = {name: free_port() for name in ("topspin", "llama.cpp", "vllm")}
+    ports = _Ports()
     flags = []
     for name, words in start_lines(args, ports).items():
         url = f"http://127.0.0.1:{ports[name]}"
