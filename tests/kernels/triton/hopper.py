@@ -26,6 +26,7 @@ SHARED_BYTES = 227 * 1024
 
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
 FLOATS = ("scale", "v_scale", "k_factor", "v_factor", "eps")
+SIZES = ("H", "F", "V", "x_stride", "weight_stride", "scale_stride", "hidden_stride", "row_stride")
 ALIGNED = ("_row", "_head", "_block", "_slot")
 
 
@@ -41,7 +42,7 @@ def compile_kernel(
     attributes = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if name in pointers or name.endswith(ALIGNED)
+        if name not in constants and (name in pointers or name.endswith(ALIGNED) or name in SIZES)
     }
     source = ASTSource(kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
     compiled = triton.compile(source, target=TARGET, options=options)

@@ -27,6 +27,8 @@ ROUTED = {
     "down_tile",
     "sum_choices",
     "quantise_groups",
+    "put_row",
+    "combine_row",
     "count_history",
     "penalise_block",
     "survey_split",
