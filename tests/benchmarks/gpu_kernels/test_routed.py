@@ -1,4 +1,4 @@
-"""Entries of the router, the grouped MLP and sampling: their work, and that they run."""
+"""Entries of the router, the grouped MLP, sampling and M2N: their work, and that they run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from benchmarks.gpu_kernels.grouped_mlp import (
     mlp_work,
     random_experts,
 )
+from benchmarks.gpu_kernels.m2n import Exchange, exchange_entry, exchange_work
 from benchmarks.gpu_kernels.router import Router, routed_work, router_entries
 from benchmarks.gpu_kernels.sampling import SETTINGS, sampling_entry
 from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight
@@ -74,3 +75,16 @@ def test_sampling(name: str, device: torch.device) -> None:
     assert entry.work.num_bytes == 2 * 50 * 4 + 2 * 8
     tokens = entry.call(0).tokens
     assert ((tokens >= 0) & (tokens < 50)).all()
+
+
+@pytest.mark.parametrize(
+    ("wire", "row_bytes"), [(torch.bfloat16, 2 * 20), (torch.float8_e4m3fn, 20 + 4)]
+)
+def test_m2n(wire: torch.dtype, row_bytes: int, device: torch.device) -> None:
+    exchange = Exchange(3, 20, 6, 2, 2, wire)
+    # Rows, experts and weights; what is sent to nodes; answers; sums.
+    wanted = 3 * (20 * 2 + 2 * 12) + 5 * (row_bytes + 2 * 8) + 5 * 20 * 2 + 3 * 20 * 4
+    assert exchange_work(exchange, 5).num_bytes == wanted
+    entry = exchange_entry(exchange, device)
+    for idx in range(2):
+        assert not entry.call(idx).any(), "answers of zeros add up to zeros, and none was late"
