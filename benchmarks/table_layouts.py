@@ -282,6 +282,7 @@ def cpu_kernels(result: Result) -> str:
 LAYOUTS: dict[str, Layout] = {
     "cpu_kernels": cpu_kernels,
     "disaggregation": disaggregation,
+    "disaggregation-686m": disaggregation,
     "gateway": gateway,
     "load_client": load_client,
     "m2n": m2n,
