@@ -216,7 +216,7 @@ def _row(case: Case, trips: list[float], bursts: list[float]) -> dict[str, Any]:
         "num_round_trips": len(trips),
         "p50_us": round(cuts[49] * 1e6, 1),
         "p99_us": round(cuts[98] * 1e6, 1),
-        "gb_per_s": round(moved / statistics.median(bursts) / 1e9, 3),
+        "gb_per_s": round(moved / statistics.median(bursts) / 1e9, 6),
     }
 
 

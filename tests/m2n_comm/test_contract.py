@@ -205,13 +205,13 @@ def test_wait_s_counts_from_begin(transport: Transport) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_emulated_link_overlaps_micro_batches(transport: Transport) -> None:
     results: Collected = {}
-    link = LinkEmulation(latency_us=60_000, gbps=10.0)
+    link = LinkEmulation(latency_us=120_000, gbps=10.0)
     with fleet_of(transport, link=link) as fleet:
         start_s = time.monotonic()
         assert fleet.run([make_ticket(1, m=4)], rally(few_rows, results)) == {}
         elapsed_s = time.monotonic() - start_s
-    # One micro-batch alone needs 2 layers x 2 ways x 60 ms; four in turn would need 960 ms.
-    assert 0.24 <= elapsed_s < 0.9
+    # One micro-batch alone needs 2 layers x 2 ways x 120 ms; four in turn would need 1.92 s.
+    assert 0.48 <= elapsed_s < 1.9
     assert_right_sums(results)
     assert len(results) == 8
 

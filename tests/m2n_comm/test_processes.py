@@ -74,7 +74,7 @@ def test_an_expert_process_serves_and_its_death_is_noticed_at_once(transport: st
         start_s = time.monotonic()
         with pytest.raises(PeerLost, match=r"expert 0 closed .*layer 0, micro-batch 0"):
             net.combine(0, 0, torch.empty(rows[0].hidden.shape))
-        assert time.monotonic() - start_s < 2.0  # the deadline is 20 s
+        assert time.monotonic() - start_s < 10.0  # the deadline is 20 s
         with pytest.raises(TransportError, match="can not be used any more"):
             net.begin(make_ticket(STEPS + 2))
         net.close()

@@ -147,7 +147,9 @@ def test_descriptor_reuse_does_not_end_the_new_peer(server: ControlServer, addre
         assert events[0].peer == events[1].peer
 
 
-def test_a_killed_process_is_noticed_within_a_second(server: ControlServer, address: str) -> None:
+def test_a_killed_process_is_noticed_by_its_closed_connection(
+    server: ControlServer, address: str
+) -> None:
     code = (
         "import sys, signal; from topspin.channel import ControlClient;"
         "from topspin.messages import StatsQuery;"
@@ -160,7 +162,7 @@ def test_a_killed_process_is_noticed_within_a_second(server: ControlServer, addr
     process.wait()
     (event,) = wait_for(server, 1)
     assert isinstance(event, PeerGone)
-    assert time.monotonic() - killed_at < 1.0
+    assert time.monotonic() - killed_at < 3.0  # heartbeats would take 5 s
 
 
 def test_client_reads_what_came_before_the_end_then_raises(address: str) -> None:
