@@ -21,7 +21,7 @@ PYTEST = $(VENV)/bin/python -m pytest
 PACKAGES = topspin models kernels m2n_comm attention_nodes expert_nodes server
 SOURCES = $(PACKAGES) tests benchmarks .ci
 
-BENCHMARKS = vs_transformers m2n disaggregation pingpong payload scheduler_overhead cpu_kernels
+BENCHMARKS = vs_transformers m2n disaggregation pingpong payload scheduler_overhead cpu_kernels gateway startup
 
 .PHONY: help serve venv test test-slow check fix bench gpu clean
 

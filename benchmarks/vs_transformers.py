@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from benchmarks import report
+from benchmarks.startup import descendants, pss_bytes
 
 READY_TIMEOUT_S = 300.0
 
@@ -91,7 +92,7 @@ class TopspinServer:
 
     def pss_bytes(self) -> int:
         """Return the proportional set size of the supervisor and all its descendants."""
-        return sum(_pss_bytes(pid) for pid in _descendants(self._process.pid))
+        return sum(pss_bytes(pid) for pid in descendants(self._process.pid))
 
     def generate(self, prompts: list[list[int]], output_len: int) -> Run:
         """Send all prompts at once, each in a stream of its own."""
@@ -155,21 +156,6 @@ class TransformersBatch:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(30)
-
-
-def _descendants(pid: int) -> list[int]:
-    found = [pid]
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            found += _descendants(int(child))
-    return found
-
-
-def _pss_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def main() -> None:
