@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import httpx
 import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import report
+from benchmarks.load.targets import wait_until_ready
 from topspin.config import EngineConfig, GatewaySection, ModelSection
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -97,14 +97,6 @@ def _start_gateway(model: Path, control: str) -> tuple[subprocess.Popen[bytes], 
     return process, f"http://127.0.0.1:{port}"
 
 
-def _wait_until_ready(url: str) -> None:
-    deadline_s = time.monotonic() + READY_TIMEOUT_S
-    while httpx.get(f"{url}/health").status_code != 200:
-        if time.monotonic() > deadline_s:
-            raise SystemExit("the gateway did not get ready")
-        time.sleep(0.05)
-
-
 def measure(
     model: Path, *, rate: float, num_streams: int, seconds: float, num_groups: int
 ) -> dict[str, Any]:
@@ -122,7 +114,7 @@ def measure(
     )
     gateway, url = _start_gateway(model, control)
     try:
-        _wait_until_ready(url)
+        wait_until_ready(url, READY_TIMEOUT_S)
         gateway_cpu_s, started_cpu_s = _cpu_s(gateway.pid), time.process_time()
         arrivals = asyncio.run(_load(url, num_streams=num_streams, num_tokens=num_tokens))
         gateway_cpu_s = _cpu_s(gateway.pid) - gateway_cpu_s
