@@ -84,6 +84,7 @@ class Replica:
             torch.set_num_threads(config.compute.num_threads)
         model = load_model_config(path)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
+        assert config.cache.kv_cache_bytes is not None
         cache = kv_cache.allocate(
             model,
             block_size=config.cache.block_size,
@@ -93,7 +94,11 @@ class Replica:
         )
         checkpoint = Checkpoint(path)
         weights = stream_attention_weights(checkpoint, model, dtype=dtype)
-        ops = select_ops(config.compute.kernels, dtype, config.model.quantization)
+        ops = select_ops(
+            config.compute.kernels_on(config.compute.attention_device),
+            dtype,
+            config.model.quantization,
+        )
         decoder = Decoder(model, weights, ops, cache)
         unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
         if unused:

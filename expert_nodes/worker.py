@@ -81,7 +81,11 @@ def load_experts(model_path: Path, welcome: Welcome, index: int) -> Experts:
     experts = Experts(
         model,
         weights,
-        select_ops(config.compute.kernels, dtype, config.model.quantization),
+        select_ops(
+            config.compute.kernels_on(config.compute.expert_device),
+            dtype,
+            config.model.quantization,
+        ),
         held=welcome.table.experts_of(index),
         version=welcome.table.version,
         per_pair_answers=config.compute.deterministic,

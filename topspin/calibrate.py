@@ -23,7 +23,7 @@ import msgspec
 
 from models.hub import cache_root
 from topspin import __version__
-from topspin.config import EngineConfig
+from topspin.config import CPU, EngineConfig
 from topspin.cores import CORES_VARIABLE, SPIN_COUNT, Layout, NodeCores, assign_cores
 from topspin.errors import TopspinError
 
@@ -155,7 +155,7 @@ def run_candidate(config: EngineConfig, candidate: Candidate) -> float:
     )
     argv = [sys.executable, "-P", "-m", "topspin.calibration_node", "--model", config.model.path]
     argv += ["--dtype", "float32" if config.model.dtype == "float32" else "bfloat16"]
-    argv += ["--kernels", config.compute.kernels, "--transport", candidate.transport]
+    argv += ["--kernels", config.compute.kernels_on(CPU), "--transport", candidate.transport]
     argv += ["--quantization", config.model.quantization]
     if candidate.layout == "split":
         expert = candidate.nodes[1].environment(os.environ)

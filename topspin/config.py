@@ -20,6 +20,8 @@ MAX_MICRO_BATCHES = 4
 # Nodes speak every topspin.progress.INTERVAL_S.
 MIN_PROGRESS_DEADLINE_S = 2.0
 DETERMINISTIC_KERNELS = "deterministic"
+CPU = "cpu"
+CPU_KV_CACHE_BYTES = 256 * 2**20
 
 Transport = Literal["local", "shm", "tcp", "nixl"]
 Dtype = Literal["float32", "bfloat16"]
@@ -65,10 +67,15 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
 
 
 class CacheSection(Section, frozen=True, kw_only=True):
-    """The paged KV cache of each attention node."""
+    """The paged KV cache of each attention node.
+
+    `kv_cache_bytes` None: 256 MiB on the CPU; on a GPU what `gpu_memory_utilization` of its
+    memory leaves beside weights and the buffers of the largest step, which the node measures.
+    """
 
     block_size: int = 16
-    kv_cache_bytes: int = 256 * 2**20
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
 
 
 class M2NSection(Section, frozen=True, kw_only=True):
@@ -97,13 +104,27 @@ class ComputeSection(Section, frozen=True, kw_only=True):
     one host take turns on all cores or have cores of their own (topspin.cores); auto is
     replaced before resolve(), by topspin.calibrate, which chooses `spin_count` as well: how
     often an idle OpenMP thread looks for work before it sleeps (None: topspin.cores' count).
+
+    `attention_device`, `expert_device`: "cpu", "cuda" or "cuda:N". `kernels` "auto": triton on
+    a GPU, else cpu. `cuda_graphs`: a decode step of a GPU is captured once per size and then
+    replayed. `gpu_streams` 2: attention and experts of one GPU overlap, on a stream each.
     """
 
-    kernels: str = "cpu"
+    kernels: str = "auto"
+    attention_device: str = "cpu"
+    expert_device: str = "cpu"
+    cuda_graphs: bool = True
+    gpu_streams: int = 1
     num_threads: int | None = None
     deterministic: bool = False
     layout: Literal["auto", "shared", "split"] = "shared"
     spin_count: int | None = None
+
+    def kernels_on(self, device: str) -> str:
+        """Return the name by which kernels.dispatch knows the kernels of a node on `device`."""
+        if self.kernels != "auto":
+            return self.kernels
+        return "cpu" if device == CPU else "triton"
 
 
 class BalanceSection(Section, frozen=True, kw_only=True):
@@ -234,6 +255,9 @@ def resolve(
     if not num_experts:
         topology = msgspec.structs.replace(topology, expert_nodes=0)
     _check_copies(config.balance.redundant_experts, topology.expert_nodes, num_experts)
+    cache = config.cache
+    if cache.kv_cache_bytes is None and compute.attention_device == CPU:
+        cache = msgspec.structs.replace(cache, kv_cache_bytes=CPU_KV_CACHE_BYTES)
     transport = config.m2n.transport
     names = config.model.served_names or (Path(config.model.path).name,)
     return msgspec.structs.replace(
@@ -243,6 +267,7 @@ def resolve(
         ),
         topology=topology,
         compute=compute,
+        cache=cache,
         m2n=msgspec.structs.replace(
             config.m2n,
             transport="shm" if transport == "auto" else transport,
@@ -251,12 +276,24 @@ def resolve(
 
 
 def _resolve_compute(compute: ComputeSection) -> ComputeSection:
-    """Choose the kernels that --deterministic needs, or refuse those that were asked for."""
+    """Check devices; choose the kernels that --deterministic needs or refuse others."""
+    devices = (
+        ("--attention-device", compute.attention_device),
+        ("--expert-device", compute.expert_device),
+    )
+    for option, device in devices:
+        _check_device(option, device)
+    on_cpu = compute.attention_device == compute.expert_device == CPU
     if compute.deterministic:
-        if compute.kernels not in ("cpu", DETERMINISTIC_KERNELS):
+        if compute.kernels not in ("auto", "cpu", DETERMINISTIC_KERNELS):
             raise ConfigError(
                 f"--deterministic with --kernels {compute.kernels}: their sums depend on the "
-                "batch; leave --kernels at cpu"
+                "batch; leave --kernels at auto"
+            )
+        if not on_cpu:
+            raise ConfigError(
+                "--deterministic: only the kernels for the CPU add in a fixed order; leave "
+                "--attention-device and --expert-device at cpu"
             )
         return msgspec.structs.replace(compute, kernels=DETERMINISTIC_KERNELS)
     if compute.kernels == DETERMINISTIC_KERNELS:
@@ -264,7 +301,22 @@ def _resolve_compute(compute: ComputeSection) -> ComputeSection:
             f"--kernels {compute.kernels}: the nodes' answers must be added in order as well; "
             "use --deterministic"
         )
+    if compute.kernels == "cpu" and not on_cpu:
+        raise ConfigError(
+            "--kernels cpu: a GPU has none of these; leave --kernels at auto, or "
+            "--attention-device and --expert-device at cpu"
+        )
+    if compute.kernels == "auto" and on_cpu:
+        return msgspec.structs.replace(compute, kernels="cpu")
     return compute
+
+
+def _check_device(option: str, device: str) -> None:
+    """Refuse what is no device's name; whether the machine has it is the node's to find out."""
+    kind, colon, number = device.partition(":")
+    if device == CPU or (kind == "cuda" and (not colon or number.isdecimal())):
+        return
+    raise ConfigError(f"{option} {device}: must be cpu, cuda or cuda:N")
 
 
 def _check_quantization(quantization: Quantization, compute: ComputeSection) -> None:
@@ -297,10 +349,17 @@ def _validate(config: EngineConfig) -> None:
     _in_range("--max-queued-requests", config.scheduler.max_queued_requests, 0, 2**20)
     _in_range("--max-preemptions", config.scheduler.max_preemptions, 0, 2**20)
     _in_range("--block-size", config.cache.block_size, 1, 1024)
-    _in_range("--kv-cache-memory", config.cache.kv_cache_bytes, 1, 2**50)
+    if config.cache.kv_cache_bytes is not None:
+        _in_range("--kv-cache-memory", config.cache.kv_cache_bytes, 1, 2**50)
     _in_range("--m2n-window-rows", config.m2n.window_rows, 1, 2**16)
     _in_range("--port", config.gateway.port, 0, 65535)
     _in_range("--trace-stamps", config.trace.num_stamps, 1, 2**21)
+    _in_range("--gpu-streams", config.compute.gpu_streams, 1, 2)
+    if not 0 < config.cache.gpu_memory_utilization <= 1:
+        raise ConfigError(
+            f"--gpu-memory-utilization {config.cache.gpu_memory_utilization:g}: must be above 0 "
+            "and at most 1"
+        )
     if config.model.max_model_len is not None:
         _in_range("--max-model-len", config.model.max_model_len, 1, 2**24)
     if config.scheduler.micro_batches is not None:

@@ -91,7 +91,12 @@ def _sections(arguments: ServeArguments, path: Path) -> EngineConfig:
         ),
         cache=CacheSection(
             block_size=arguments.block_size,
-            kv_cache_bytes=parse_size(arguments.kv_cache_memory, option="--kv-cache-memory"),
+            kv_cache_bytes=(
+                parse_size(arguments.kv_cache_memory, option="--kv-cache-memory")
+                if arguments.kv_cache_memory is not None
+                else None
+            ),
+            gpu_memory_utilization=arguments.gpu_memory_utilization,
         ),
         m2n=M2NSection(
             transport=arguments.transport,
@@ -108,6 +113,10 @@ def _sections(arguments: ServeArguments, path: Path) -> EngineConfig:
             deterministic=arguments.deterministic,
             layout=arguments.layout,
             spin_count=arguments.omp_spin_count,
+            attention_device=arguments.attention_device,
+            expert_device=arguments.expert_device,
+            cuda_graphs=not arguments.enforce_eager,
+            gpu_streams=arguments.gpu_streams,
         ),
         balance=BalanceSection(
             redundant_experts=arguments.redundant_experts,

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from models.hub import DEFAULT_MODEL
 from topspin.config import (
+    CPU_KV_CACHE_BYTES,
     MAX_MICRO_BATCHES,
     BalanceSection,
     CacheSection,
@@ -30,7 +31,7 @@ from topspin.cores import SPIN_COUNT
 from topspin.units import format_size
 
 # What kernels.dispatch.select_ops knows; the command line does not import torch to ask.
-KERNELS = ("cpu", "reference")
+KERNELS = ("auto", "cpu", "reference", "triton")
 
 
 class ServeArguments(argparse.Namespace):
@@ -50,7 +51,7 @@ class ServeArguments(argparse.Namespace):
     enable_prefix_caching: bool
     micro_batches: str
     block_size: int
-    kv_cache_memory: str
+    kv_cache_memory: str | None
     attention_nodes: int
     expert_nodes: int
     transport: Literal["auto", "local", "shm", "tcp", "nixl"]
@@ -68,6 +69,11 @@ class ServeArguments(argparse.Namespace):
     layout: Literal["auto", "shared", "split"]
     m2n_wait: Literal["auto", "block", "spin"]
     kernels: str
+    attention_device: str
+    expert_device: str
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    gpu_streams: int
     deterministic: bool
     trace: bool
     trace_stamps: int
@@ -89,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_http_arguments(parser.add_argument_group("HTTP"))
     _add_model_arguments(parser.add_argument_group("model"))
+    _add_device_arguments(parser.add_argument_group("devices"))
     _add_scheduler_arguments(parser.add_argument_group("batching and cache"))
     nodes = parser.add_argument_group("nodes and the net between them")
     _add_topology_arguments(nodes)
@@ -139,7 +146,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         "--kernels",
         choices=KERNELS,
         default=compute.kernels,
-        help="implementation of the operations; reference is slow and plain (%(default)s)",
+        help="implementation of the operations: auto is triton on a GPU and cpu elsewhere; "
+        "reference is slow and plain (%(default)s)",
     )
     group.add_argument(
         "--deterministic",
@@ -161,6 +169,43 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="looks for work of an idle OpenMP thread before it sleeps "
         f"({SPIN_COUNT}; --layout auto measures it)",
+    )
+
+
+def _add_device_arguments(group: argparse._ArgumentGroup) -> None:
+    compute, cache = ComputeSection(), CacheSection()
+    group.add_argument(
+        "--attention-device",
+        default=compute.attention_device,
+        metavar="DEVICE",
+        help="where attention nodes compute: cpu, cuda or cuda:N (%(default)s)",
+    )
+    group.add_argument(
+        "--expert-device",
+        default=compute.expert_device,
+        metavar="DEVICE",
+        help="where expert nodes compute: cpu, cuda or cuda:N (%(default)s)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=cache.gpu_memory_utilization,
+        metavar="SHARE",
+        help="share of a GPU's memory that a node may fill with weights, buffers and the KV "
+        "cache (%(default)s)",
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        default=not compute.cuda_graphs,
+        help="launch every kernel by itself instead of replaying CUDA graphs",
+    )
+    group.add_argument(
+        "--gpu-streams",
+        type=int,
+        default=compute.gpu_streams,
+        metavar="N",
+        help="2: attention and experts that share one GPU overlap, on a stream each (%(default)s)",
     )
 
 
@@ -216,9 +261,10 @@ def _add_scheduler_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--kv-cache-memory",
-        default=format_size(cache.kv_cache_bytes),
+        default=cache.kv_cache_bytes,
         metavar="SIZE",
-        help="KV cache of each attention node, for example 2GiB (%(default)s)",
+        help="KV cache of each attention node, for example 2GiB "
+        f"({format_size(CPU_KV_CACHE_BYTES)} on the CPU; what fits on a GPU)",
     )
 
 

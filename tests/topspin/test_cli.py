@@ -78,6 +78,9 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--halt-deadline 4", "failover.halt_deadline_s", 4.0),
     ("--progress-deadline 7", "failover.progress_deadline_s", 7.0),
     ("--kernels reference", "compute.kernels", "reference"),
+    ("--gpu-memory-utilization 0.5", "cache.gpu_memory_utilization", 0.5),
+    ("--enforce-eager", "compute.cuda_graphs", False),
+    ("--gpu-streams 2", "compute.gpu_streams", 2),
     ("--num-threads 2", "compute.num_threads", 2),
     ("--omp-spin-count 0", "compute.spin_count", 0),
     ("--expert-balance-interval 0", "balance.interval_s", 0.0),
@@ -90,8 +93,13 @@ SETTINGS: list[tuple[str, str, Any]] = [
 ]
 NOT_ON_THE_COMMAND_LINE = {"model.path"}
 # Tested by themselves: no value but the default is allowed with one expert node, and what
-# also chooses the kernels.
-NEEDS_ANOTHER = {"balance.redundant_experts", "compute.deterministic"}
+# also chooses the kernels; a GPU changes what its kernels and its cache are.
+NEEDS_ANOTHER = {
+    "balance.redundant_experts",
+    "compute.deterministic",
+    "compute.attention_device",
+    "compute.expert_device",
+}
 
 
 @pytest.fixture
@@ -163,12 +171,35 @@ def test_redundant_experts_are_set_beside_the_expert_nodes(checkpoint: Path) -> 
     assert engine_config(parse(str(checkpoint), *flags)).balance.redundant_experts == 5
 
 
+def test_devices_choose_the_kernels_of_their_nodes_and_how_the_cache_is_sized(
+    checkpoint: Path,
+) -> None:
+    flags = ["--attention-device", "cuda:1", "--expert-device", "cpu"]
+    config = engine_config(parse(str(checkpoint), *flags))
+    compute = config.compute
+    assert (compute.attention_device, compute.expert_device) == ("cuda:1", "cpu")
+    assert compute.kernels_on(compute.attention_device) == "triton"
+    assert compute.kernels_on(compute.expert_device) == "cpu"
+    assert config.cache.kv_cache_bytes is None
+    on_cpu = engine_config(parse(str(checkpoint), "--expert-device", "cuda"))
+    assert on_cpu.compute.expert_device == "cuda"
+    assert on_cpu.cache.kv_cache_bytes == 256 * 2**20
+
+
 def test_the_help_shows_the_sections_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         main(["serve", "--help"])
     assert exited.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for default in ("(256.0 MiB)", "(127.0.0.1)", "(8000)", "(512)", "(auto)", "(cpu)"):
+    for default in (
+        "(256.0 MiB on the CPU; what fits on a GPU)",
+        "(127.0.0.1)",
+        "(8000)",
+        "(512)",
+        "(auto)",
+        "(cpu)",
+        "(0.9)",
+    ):
         assert default in shown
 
 
@@ -190,14 +221,12 @@ def test_the_default_model_is_named_as_users_name_it(
     assert engine_config(parse("organisation/model")).model.served_names == ("organisation/model",)
 
 
-@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("name", sorted({*serve_flags.KERNELS} - {"auto", "triton"}))
 def test_the_kernels_offered_are_those_there_are(name: str) -> None:
     import torch
 
     from kernels.dispatch import select_ops
 
-    assert name in serve_flags.KERNELS
-    assert len(serve_flags.KERNELS) == 2
     select_ops(name, torch.float32)
 
 
@@ -205,6 +234,12 @@ def test_the_kernels_offered_are_those_there_are(name: str) -> None:
     ("flags", "message"),
     [
         ("--port 70000", "--port 70000: must be between 0 and 65535"),
+        ("--attention-device gpu", "--attention-device gpu: must be cpu, cuda or cuda:N"),
+        ("--expert-device cuda:x", "--expert-device cuda:x: must be cpu, cuda or cuda:N"),
+        ("--expert-device cuda --kernels cpu", "--kernels cpu: a GPU has none of these"),
+        ("--attention-device cuda --deterministic", "only the kernels for the CPU add in"),
+        ("--gpu-memory-utilization 1.5", "--gpu-memory-utilization 1.5: must be above 0"),
+        ("--gpu-streams 3", "--gpu-streams 3: must be between 1 and 2"),
         ("--expert-nodes 9", "--expert-nodes 9: the model has 8 experts per layer"),
         ("--micro-batches 5", "--micro-batches 5: must be between 1 and 4"),
         ("--micro-batches many", "--micro-batches many: must be auto or between 1 and 4"),

@@ -1,0 +1,286 @@
+"""A device as the nodes see it: streams, events, graphs, pinned memory, and how much is free.
+
+Owns every call into a GPU's runtime that is not a kernel, so that whoever schedules work on a
+device is the same code on a GPU and on the host. `HostRuntime` is the host: what is enqueued
+has happened, and a captured body is run again at each replay (under `NoSync`, which refuses
+what a graph of a GPU could not hold, so that tests without a GPU find it). Knows no op and no
+node. Called by the nodes at start-up, by m2n_comm and by attention_nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from topspin.errors import ConfigError
+
+Replay = Callable[[], None]
+"""Enqueues on the current stream what was captured."""
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes that a device has, and those that nobody has taken."""
+
+    total: int
+    free: int
+
+
+class Event(Protocol):
+    """A moment in a stream: everything enqueued before it."""
+
+    def wait(self) -> None:
+        """Wait, on the host, until it has happened."""
+
+    def is_done(self) -> bool:
+        """Say whether it has happened; never waits."""
+
+
+class Stream(Protocol):
+    """Work in order."""
+
+    def record(self) -> Event:
+        """Mark what has been enqueued here so far."""
+
+    def wait_for(self, event: Event) -> None:
+        """Let what is enqueued here from now on begin after `event` (of any stream)."""
+
+
+class Runtime(Protocol):
+    """One device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors go."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Say whether enqueued work runs while the host goes on."""
+
+    def current_stream(self) -> Stream: ...
+
+    def new_stream(self) -> Stream: ...
+
+    def on(self, stream: Stream) -> Any:
+        """Return a context manager in which kernels are enqueued on `stream`."""
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Return u8[num_bytes] on the host, pinned, zeroed: copies to and from it do not wait."""
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        """Pin host memory that somebody else has mapped; returns what unpins it.
+
+        Raises ConfigError if the system does not allow it.
+        """
+
+    def capture(self, body: Callable[[], None]) -> Replay:
+        """Record what `body` enqueues and return what enqueues it again, with the same tensors.
+
+        Call `body` once before, so that kernels are compiled. It must not look at a tensor
+        from the host; tensors it makes belong to the recording.
+        """
+
+    def synchronize(self) -> None:
+        """Wait until all that was enqueued has happened."""
+
+    def memory(self) -> DeviceMemory: ...
+
+    def reset_peak(self) -> None:
+        """Count the peak from what is allocated now."""
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that this process has had allocated since reset_peak()."""
+
+
+def open_runtime(device: str) -> Runtime:
+    """Return the runtime of "cpu", "cuda" (the first GPU), or "cuda:N".
+
+    Raises ConfigError for a device that this machine or this build of torch does not have.
+    """
+    if device == "cpu":
+        return HostRuntime()
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or (number and not number.isdecimal()):
+        raise ConfigError(f"device {device!r}: must be cpu, cuda or cuda:N")
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        raise ConfigError(f"device {device}: torch {torch.__version__} is built without CUDA")
+    count = torch.cuda.device_count()
+    if int(number or 0) >= count:
+        raise ConfigError(f"device {device}: {count} GPUs are visible to this process")
+    return CudaRuntime(int(number or 0))
+
+
+class HostRuntime:
+    """The host as a device on which everything has happened when it is enqueued."""
+
+    device: Final = torch.device("cpu")
+    is_asynchronous: Final = False
+
+    def current_stream(self) -> Stream:
+        return _HOST_STREAM
+
+    def new_stream(self) -> Stream:
+        return _HOST_STREAM
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        yield
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        return lambda: None
+
+    def capture(self, body: Callable[[], None]) -> Replay:
+        def replay() -> None:
+            with NoSync():  # type: ignore[no-untyped-call]
+                body()
+
+        return replay
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory(self) -> DeviceMemory:
+        raise ConfigError("device cpu: memory is not budgeted as a GPU's is")
+
+    def reset_peak(self) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return 0
+
+
+class _HostEvent:
+    def wait(self) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        return True
+
+
+class _HostStream:
+    def record(self) -> Event:
+        return _HostEvent()
+
+    def wait_for(self, event: Event) -> None:
+        pass
+
+
+_HOST_STREAM: Final = _HostStream()
+
+
+class NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations whose shape or course depends on what a tensor holds.
+
+    On a GPU they wait for the device, and a graph cannot hold them.
+    """
+
+    _REFUSED: Final = frozenset(
+        {
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten.masked_select.default,
+            torch.ops.aten.equal.default,
+            torch.ops.aten._unique2.default,
+            torch.ops.aten.unique_dim.default,
+            torch.ops.aten.repeat_interleave.Tensor,
+            torch.ops.aten.is_nonzero.default,
+        }
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._REFUSED:
+            raise AssertionError(f"{func} looks at a tensor from the host: no graph can hold it")
+        return func(*args, **(kwargs or {}))
+
+
+class CudaRuntime:
+    """One NVIDIA GPU, by torch's CUDA runtime. Belongs to one thread."""
+
+    is_asynchronous: Final = True
+
+    def __init__(self, index: int) -> None:
+        self.device: Final = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        self._pool: Any = None
+
+    def current_stream(self) -> Stream:
+        return CudaStream(torch.cuda.current_stream(self.device))
+
+    def new_stream(self) -> Stream:
+        return CudaStream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
+
+    def on(self, stream: Stream) -> Any:
+        assert isinstance(stream, CudaStream)
+        return torch.cuda.stream(stream.raw)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def pin(self, memory: Tensor) -> Callable[[], None]:
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+        status = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+        if status != 0:
+            raise ConfigError(
+                f"{memory.nbytes} bytes of shared memory cannot be pinned: CUDA error {status} "
+                "(see ulimit -l)"
+            )
+        return lambda: (runtime.cudaHostUnregister(address), None)[1]
+
+    def capture(self, body: Callable[[], None]) -> Replay:
+        # One pool for all graphs: they never run at the same time, and share their memory.
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            body()
+        if self._pool is None:
+            self._pool = graph.pool()
+        return graph.replay
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def memory(self) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return DeviceMemory(total=total, free=free)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+class CudaStream:
+    """A stream of a GPU."""
+
+    def __init__(self, raw: torch.cuda.Stream) -> None:
+        self.raw = raw
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.raw)
+        return CudaEvent(event)
+
+    def wait_for(self, event: Event) -> None:
+        assert isinstance(event, CudaEvent)
+        self.raw.wait_event(event.raw)
+
+
+class CudaEvent:
+    """An event of a GPU."""
+
+    def __init__(self, raw: torch.cuda.Event) -> None:
+        self.raw = raw
+
+    def wait(self) -> None:
+        self.raw.synchronize()
+
+    def is_done(self) -> bool:
+        return bool(self.raw.query())  # type: ignore[no-untyped-call]
