@@ -103,8 +103,8 @@ def open_runtime(device: str) -> Runtime:
     """
     if device == "cpu":
         return HostRuntime()
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or (number and not number.isdecimal()):
+    kind, colon, number = device.partition(":")
+    if kind != "cuda" or (colon and not number.isdecimal()):
         raise ConfigError(f"device {device!r}: must be cpu, cuda or cuda:N")
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         raise ConfigError(f"device {device}: torch {torch.__version__} is built without CUDA")
@@ -194,10 +194,22 @@ class NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
     )
 
+    _INDEXED: Final = frozenset(
+        {
+            torch.ops.aten.index.Tensor,
+            torch.ops.aten.index_put.default,
+            torch.ops.aten.index_put_.default,
+        }
+    )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._REFUSED:
+        if func in self._REFUSED or (func in self._INDEXED and _has_mask(args[1])):
             raise AssertionError(f"{func} looks at a tensor from the host: no graph can hold it")
         return func(*args, **(kwargs or {}))
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
 class CudaRuntime:

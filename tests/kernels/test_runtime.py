@@ -1,0 +1,95 @@
+"""The host as a device, what is refused where a graph is recorded, and which devices there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.runtime import HostRuntime, NoSync, open_runtime
+from topspin.errors import ConfigError
+
+
+def test_a_captured_body_runs_anew_on_what_its_tensors_hold_at_each_replay() -> None:
+    runtime = HostRuntime()
+    source, doubled = torch.tensor([1.0, 2.0]), torch.zeros(2)
+
+    def body() -> None:
+        torch.mul(source, 2, out=doubled)
+
+    replay = runtime.capture(body)
+    assert doubled.tolist() == [0.0, 0.0], "recording computes nothing"
+    replay()
+    assert doubled.tolist() == [2.0, 4.0]
+    source.copy_(torch.tensor([5.0, 7.0]))
+    replay()
+    assert doubled.tolist() == [10.0, 14.0]
+
+
+SYNCS: list[Callable[[Tensor], object]] = [
+    lambda x: x[0].item(),
+    lambda x: bool((x > 0).any()),
+    lambda x: x.nonzero(),
+    lambda x: x[x > 1],
+    lambda x: x.index_put_((x > 1,), x[:2].clone()),
+    lambda x: torch.masked_select(x, x > 1),
+    lambda x: torch.unique(x),
+    lambda x: torch.equal(x, x.clone()),
+    lambda x: torch.repeat_interleave(x.long()),
+]
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_what_looks_at_a_tensor_from_the_host_is_refused_in_a_recording(
+    sync: Callable[[Tensor], object],
+) -> None:
+    x = torch.tensor([1.0, 2.0, 3.0])
+    sync(x)
+    replay = HostRuntime().capture(lambda: None if sync(x) is None else None)
+    with pytest.raises(AssertionError, match="no graph can hold it"):
+        replay()
+
+
+def test_arithmetic_gathers_and_copies_are_no_looks() -> None:
+    x, index = torch.arange(6.0).view(2, 3), torch.tensor([1, 0])
+    with NoSync():
+        out = x[index] @ x.T
+        out.copy_(out.where(out > 3, 0).softmax(-1))
+        torch.index_select(x, 0, index)
+        x.view(-1).scatter_(0, index, 9.0)
+    assert x[0].tolist() == [9.0, 9.0, 2.0]
+
+
+def test_on_the_host_everything_enqueued_has_happened() -> None:
+    runtime = HostRuntime()
+    stream = runtime.new_stream()
+    event = stream.record()
+    stream.wait_for(event)
+    with runtime.on(stream):
+        assert event.is_done()
+    event.wait()
+    buffer = runtime.host_buffer(16)
+    assert (buffer.dtype, buffer.tolist()) == (torch.uint8, [0] * 16)
+    runtime.pin(buffer)()
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "rocm:0", ""])
+def test_a_name_of_no_device_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match="must be cpu, cuda or cuda:N"):
+        open_runtime(device)
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(ConfigError, match="device cuda: torch .* is built without CUDA"):
+        open_runtime("cuda")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="device cuda:2: 2 GPUs are visible"):
+        open_runtime("cuda:2")
+
+
+def test_the_cpu_is_a_device_of_its_own() -> None:
+    assert open_runtime("cpu").device == torch.device("cpu")
