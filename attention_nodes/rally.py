@@ -81,7 +81,8 @@ def send_out(
     routing = decoder.route(layer, normed)
     if trace is not None:
         trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
-    net.dispatch(micro_batch, layer.moe_idx, normed, routing.experts, routing.weights)
+    num_rows = flight.inputs.num_rows
+    net.dispatch(micro_batch, layer.moe_idx, normed, routing.experts, routing.weights, num_rows)
     if trace is not None:
         trace.stamp(Kind.DISPATCHED, layer.moe_idx, micro_batch)
     flight.in_air = layer.moe_idx

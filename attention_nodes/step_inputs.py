@@ -25,6 +25,7 @@ class MicroBatchInputs:
 
     `rows` and `counts` [S] name the sequences and how far each advances; `sample_rows` are
     the token rows whose logits are sampled, `sampled` [*] the sequence rows they belong to.
+    `num_rows` i64[1]: the rows of T from num_rows[0] on are padding; None: none is.
     """
 
     tokens: Tensor
@@ -37,6 +38,7 @@ class MicroBatchInputs:
     sample_rows: Tensor
     sampled: IntArray
     seq_ids: IntArray
+    num_rows: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

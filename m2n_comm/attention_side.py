@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -61,6 +62,9 @@ class AttentionSide:
 
     None in `expert_incarnations` is an absent node: it must have no slots in any table.
     """
+
+    is_graph_safe: Final = False
+    epoch: Final = 0
 
     def __init__(
         self,
@@ -170,11 +174,13 @@ class AttentionSide:
         hidden: torch.Tensor,
         experts: torch.Tensor,
         weights: torch.Tensor,
+        num_rows: torch.Tensor | None = None,
     ) -> None:
         """Send hidden [T, H] to the nodes of experts [T, K] int64 (logical), weights [T, K].
 
         See m2n_comm.net. Raises FrameError for tensors that do not fit, TransportError.
         """
+        assert num_rows is None, "only graph-safe nets take padded rows"
         self._check_usable()
         route = self._route
         assert route is not None, "begin() first"

@@ -150,9 +150,20 @@ class NetTimes(NamedTuple):
 
 
 class AttentionNet(Protocol):
-    """The attention side of all pairs (this node, every expert node)."""
+    """The attention side of all pairs (this node, every expert node).
+
+    `is_graph_safe`: dispatch() and combine() only enqueue work on a device, the same work for
+    the same shapes, so that Runtime.capture() may record them. What was recorded stays right
+    as long as `epoch` is the same; ask for it after begin(), which may change it.
+    """
 
     trace: Ring | None
+
+    @property
+    def is_graph_safe(self) -> bool: ...
+
+    @property
+    def epoch(self) -> int: ...
 
     def set_table(self, table: ExpertTable) -> None:
         """Keep `table` beside the ones known: a step is routed by the version of its ticket.
@@ -171,11 +182,14 @@ class AttentionNet(Protocol):
         hidden: torch.Tensor,
         experts: torch.Tensor,
         weights: torch.Tensor,
+        num_rows: torch.Tensor | None = None,
     ) -> None:
         """Send hidden [T, H] with its routing: experts [T, K] int64 logical, weights [T, K] fp32.
 
         `layer` counts MoE layers. T may be 0. The tensors may be reused after return unless
-        T exceeds window_rows; then they must stay unchanged until combine().
+        T exceeds window_rows; then they must stay unchanged until combine(). `num_rows`
+        (int64[1] on the device; only for nets that are graph-safe): rows from num_rows[0] on
+        are padding and go to no expert. None: there is none.
         """
 
     def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:

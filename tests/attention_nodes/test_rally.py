@@ -42,8 +42,15 @@ class DirectNet:
         self._answers: dict[tuple[int, int], Tensor] = {}
 
     def dispatch(
-        self, micro_batch: int, layer: int, hidden: Tensor, experts: Tensor, weights: Tensor
+        self,
+        micro_batch: int,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        num_rows: Tensor | None = None,
     ) -> None:
+        assert num_rows is None
         batch = ExpertBatch(micro_batch, layer, 0, hidden, experts.int(), weights, (len(hidden),))
         assert (micro_batch, layer) not in self._answers
         self._answers[micro_batch, layer] = self._experts.compute(batch)
