@@ -12,26 +12,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 
+from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.attention_side import AttentionSide
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.expert_side import ExpertSide
 from m2n_comm.local import LocalHub
 from m2n_comm.net import ExpertBatch, NetShape
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.staged import ExpertStaging, StagedExpertNet, StagedNet
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertPeer, StepTicket
 
-Transport = Literal["local", "shm", "tcp", "nixl"]
+Transport = Literal["local", "shm", "tcp", "nixl", "staged-local", "staged-shm"]
 _HAS_NIXL = pytest.mark.skipif(
     find_spec("nixl") is None, reason="nixl is not installed: pip install -e .[rdma]"
 )
 NIXL = pytest.param("nixl", marks=_HAS_NIXL)
 TRANSPORTS = ("local", "shm", "tcp", NIXL)
+# Nets for a device over nets for the host.
+STAGED: dict[str, Transport] = {"staged-local": "local", "staged-shm": "shm"}
 # For long tables of cases: opening an agent costs nixl some 30 ms.
 TABLE_TRANSPORTS = (
     "local",
@@ -262,6 +266,10 @@ def open_fleet(
     wait: Literal["block", "spin"] = "block",
 ) -> Fleet:
     """Open all nets. Every node gets `table`."""
+    if transport in STAGED:
+        return _open_staged(
+            STAGED[transport], num_attention, shape=shape, table=table, serves=serves, link=link
+        )
     if transport == "local":
         return _open_local(num_attention, shape=shape, table=table, serves=serves, link=link)
     listeners = [listen_expert(transport) for _ in range(num_experts)]
@@ -306,6 +314,45 @@ def open_fleet(
         [opened[f"expert {index}"] for index in range(num_experts)],
         serves,
     )
+
+
+def _open_staged(
+    transport: Transport,
+    num_attention: int,
+    *,
+    shape: NetShape,
+    table: ExpertTable,
+    serves: list[Callable[[ExpertBatch], torch.Tensor]],
+    link: LinkEmulation | None,
+    runtimes: Callable[[], Runtime] = HostRuntime,
+) -> Fleet:
+    """Open a fleet and put every node on a device of its own; local's experts by `around`.
+
+    A step's micro-batches have up to 40 rows here, and buffers for fewer: they have to grow.
+    """
+    if transport == "local":
+        stagings = [ExpertStaging(runtimes(), shape, num_attention=num_attention) for _ in serves]
+        hub_serves = [s.around(_current(serves, i)) for i, s in enumerate(stagings)]
+        fleet = _open_local(num_attention, shape=shape, table=table, serves=hub_serves, link=link)
+        fleet.serves = serves
+    else:
+        fleet = open_fleet(
+            transport,
+            num_attention,
+            len(serves),
+            shape=shape,
+            table=table,
+            serves=serves,
+            link=link,
+        )
+        staged = [
+            StagedExpertNet(net, runtimes(), shape=shape, num_attention=num_attention)
+            for net in fleet.experts
+        ]
+        fleet.experts = cast("list[ExpertSide]", staged)
+    nets = [StagedNet(net, runtimes(), shape=shape, max_rows=20) for net in fleet.attention]
+    fleet.attention = cast("list[AttentionSide]", nets)
+    return fleet
 
 
 RowsOf = Callable[[StepTicket, int, int, int], Rows]

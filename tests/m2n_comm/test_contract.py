@@ -13,6 +13,7 @@ from m2n_comm.emulate import LinkEmulation
 from m2n_comm.net import ExpertBatch
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,
+    STAGED,
     TRANSPORTS,
     Collected,
     FakeExperts,
@@ -33,6 +34,7 @@ from tests.m2n_comm.harness import (
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 
+EVERY = (*TRANSPORTS, *STAGED)
 TOPOLOGIES = ((1, 1), (2, 2), (1, 3), (3, 2))
 
 
@@ -62,7 +64,7 @@ def check_sums(
 
 @pytest.mark.parametrize("payload", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=lambda t: f"{t[0]}x{t[1]}")
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 def test_sums_equal_the_dense_reference(
     transport: Transport, topology: tuple[int, int], payload: torch.dtype
 ) -> None:
@@ -74,7 +76,7 @@ def test_sums_equal_the_dense_reference(
         check_sums(fleet, tickets, mixed_rows(shape), make_table(shape, n))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 def test_bf16_partials_are_carried_bit_for_bit_and_added_in_fp32(transport: Transport) -> None:
     shape = make_shape(payload=torch.bfloat16)
     table = make_table(shape, 2)
@@ -92,7 +94,7 @@ def test_bf16_partials_are_carried_bit_for_bit_and_added_in_fp32(transport: Tran
     assert torch.equal(results[1, 0, 0, 0], want)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 def test_tokens_whose_experts_are_all_on_one_node(transport: Transport) -> None:
     shape = make_shape()
     table = make_table(shape, 2)
@@ -107,7 +109,7 @@ def test_tokens_whose_experts_are_all_on_one_node(transport: Transport) -> None:
         check_sums(fleet, tickets, rows_of, table)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 def test_only_the_participants_of_a_ticket_are_waited_for(transport: Transport) -> None:
     shape = make_shape()
     sets = [(0, 2), (1,), (0, 1, 2), (1, 2), (0,)]
@@ -116,7 +118,7 @@ def test_only_the_participants_of_a_ticket_are_waited_for(transport: Transport) 
         check_sums(fleet, tickets, mixed_rows(shape), make_table(shape, 2))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 def test_one_participant_with_more_parts_than_the_other(transport: Transport) -> None:
     shape = make_shape()
 
@@ -141,7 +143,7 @@ def rows_for_expert_3(ticket: StepTicket, index: int, layer: int, mb: int) -> Ro
     return random_rows(make_shape(), 12, choose_from=(3, 4, 5), seed=ticket.step)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 def test_a_step_is_routed_by_the_table_of_its_ticket(transport: Transport) -> None:
     shape = make_shape()
     old = make_table(shape, 2)
@@ -183,7 +185,7 @@ def test_a_step_is_routed_by_the_table_of_its_ticket(transport: Transport) -> No
     assert rows_on_node_0[4] > 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 def test_wait_s_counts_from_begin(transport: Transport) -> None:
     waits: list[float] = []
 
@@ -202,7 +204,7 @@ def test_wait_s_counts_from_begin(transport: Transport) -> None:
     assert sum(waits) <= total_s
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", EVERY)
 def test_an_emulated_link_overlaps_micro_batches(transport: Transport) -> None:
     results: Collected = {}
     link = LinkEmulation(latency_us=120_000, gbps=10.0)

@@ -1,0 +1,326 @@
+"""Staged nets: a node whose tensors are on a device, over a transport that reads host memory.
+
+Owns pinned buffers and the order of copies: what leaves the device is in host memory before the
+transport sees it (one event is waited for, never the device), and what comes back is enqueued
+for the device, whose host goes on. Knows no frame: the inner net keeps every rule of
+m2n_comm.net. Serves hybrid layouts (attention on a GPU, experts on CPUs, or the other way) and
+GPUs of several hosts without GPUDirect. The host takes part in every layer, so no graph can hold
+these nets. Used by both nodes' start-up; belongs to the node's one busy thread.
+
+`StagedNet.dispatch` only enqueues its copies; the frame leaves at the next call of dispatch() or
+combine(), after the copies' event. So the host enqueues what follows (a shared expert) while the
+device still computes the rows. Buffers are kept by micro-batch: one's copies overlap another's
+wait. They grow to the largest micro-batch seen, and begin at what balanced ones need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.runtime import Event, Runtime
+from m2n_comm.net import AttentionNet, ExpertBatch, ExpertNet, NetShape, NetTimes
+from topspin.errors import FrameError
+from topspin.expert_table import ExpertTable
+from topspin.messages import StepTicket
+from topspin.trace import Ring
+
+
+def pinned(runtime: Runtime, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return a host tensor [rows, width] that copies to and from the device do not wait for."""
+    return runtime.host_buffer(rows * width * dtype.itemsize).view(dtype).view(rows, width)
+
+
+class _Rows:
+    """The pinned buffers of one micro-batch, and what is on its way through them.
+
+    hidden [R, H], experts i64[R, K], weights f32[R, K] leave the device; answer f32[R, H]
+    comes back, for the first `rows` of them. `taken` is the last copy out of `answer`.
+    """
+
+    def __init__(self, runtime: Runtime, shape: NetShape, capacity: int) -> None:
+        dtype = shape.payload if shape.compressed is None else shape.compute or shape.payload
+        self.capacity = capacity
+        self.hidden = pinned(runtime, capacity, shape.hidden_size, dtype)
+        self.experts = pinned(runtime, capacity, shape.top_k, torch.int64)
+        self.weights = pinned(runtime, capacity, shape.top_k, torch.float32)
+        self.answer = pinned(runtime, capacity, shape.hidden_size, torch.float32)
+        self.rows = 0
+        self.taken: Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all four."""
+        return sum(each.nbytes for each in (self.hidden, self.experts, self.weights, self.answer))
+
+
+class _Unsent(NamedTuple):
+    """A dispatch whose frame has not left: its copies are done when `copied` is."""
+
+    micro_batch: int
+    layer: int
+    rows: int
+    copied: Event
+
+
+class StagedNet:
+    """AttentionNet for tensors on `runtime`'s device, over `inner`, which takes the host's.
+
+    `max_rows` is what all micro-batches of a step have together at most.
+    Invariant: `_unsent` is the dispatch that `inner` has not seen yet, if there is one.
+    """
+
+    is_graph_safe: Final = False
+
+    def __init__(
+        self, inner: AttentionNet, runtime: Runtime, *, shape: NetShape, max_rows: int
+    ) -> None:
+        self.inner = inner
+        self.shape = shape
+        self._runtime = runtime
+        # Micro-batch i exists where there are i + 1, of about the same size.
+        self._rows = [
+            _Rows(runtime, shape, -(-max_rows // (micro_batch + 1)))
+            for micro_batch in range(shape.num_micro_batches)
+        ]
+        self._unsent: _Unsent | None = None
+
+    @property
+    def trace(self) -> Ring | None:
+        """The inner net's, which stamps what really travels."""
+        return self.inner.trace
+
+    @trace.setter
+    def trace(self, trace: Ring | None) -> None:
+        self.inner.trace = trace
+
+    @property
+    def epoch(self) -> int:
+        """Return the inner net's epoch."""
+        return self.inner.epoch
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the bytes of host memory that are pinned now."""
+        return sum(rows.nbytes for rows in self._rows)
+
+    def set_table(self, table: ExpertTable) -> None:
+        """See m2n_comm.net."""
+        self.inner.set_table(table)
+
+    def begin(self, ticket: StepTicket) -> None:
+        """See m2n_comm.net."""
+        self._send()
+        self.inner.begin(ticket)
+
+    def dispatch(
+        self,
+        micro_batch: int,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        num_rows: Tensor | None = None,
+    ) -> None:
+        """Enqueue the copies of device tensors; see m2n_comm.net and the module's docstring.
+
+        The tensors may be overwritten on their stream after return, however many rows.
+        """
+        assert num_rows is None, "only graph-safe nets take padded rows"
+        self._send()
+        rows = hidden.shape[0]
+        wide, narrow = (rows, self.shape.hidden_size), (rows, self.shape.top_k)
+        wanted = (("hidden", hidden, wide), ("experts", experts, narrow))
+        for name, got, want in (*wanted, ("weights", weights, narrow)):
+            if got.shape != want:
+                raise FrameError(f"dispatch: {name} is {tuple(got.shape)}, expected {want}")
+        staged = self._room(micro_batch, rows)
+        staged.rows = rows
+        staged.hidden[:rows].copy_(hidden, non_blocking=True)
+        staged.experts[:rows].copy_(experts, non_blocking=True)
+        staged.weights[:rows].copy_(weights, non_blocking=True)
+        copied = self._runtime.current_stream().record()
+        self._unsent = _Unsent(micro_batch, layer, rows, copied)
+
+    def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
+        """Fill out [T, H] fp32, on the device, in the order of its stream; see m2n_comm.net."""
+        self._send()
+        staged = self._rows[micro_batch]
+        want = (staged.rows, self.shape.hidden_size)
+        if out.shape != want or out.dtype != torch.float32:
+            raise FrameError(
+                f"combine into {tuple(out.shape)} {out.dtype}, expected {want} torch.float32"
+            )
+        if staged.taken is not None:
+            staged.taken.wait()
+        answer = staged.answer[: staged.rows]
+        self.inner.combine(micro_batch, layer, answer)
+        out.copy_(answer, non_blocking=True)
+        staged.taken = self._runtime.current_stream().record()
+        return out
+
+    def wait_s(self) -> float:
+        """Return the seconds spent waiting for answers since begin(); copies do not count."""
+        return self.inner.wait_s()
+
+    def times(self) -> NetTimes:
+        """Return what the inner net has measured since begin()."""
+        return self.inner.times()
+
+    def close(self) -> None:
+        """Release all memory and descriptors; safe to call twice."""
+        self._unsent = None
+        self.inner.close()
+
+    def _send(self) -> None:
+        """Let the frame go whose rows are on their way to the host."""
+        unsent, self._unsent = self._unsent, None
+        if unsent is None:
+            return
+        unsent.copied.wait()
+        staged, rows = self._rows[unsent.micro_batch], unsent.rows
+        self.inner.dispatch(
+            unsent.micro_batch,
+            unsent.layer,
+            staged.hidden[:rows],
+            staged.experts[:rows],
+            staged.weights[:rows],
+        )
+
+    def _room(self, micro_batch: int, rows: int) -> _Rows:
+        """Return a micro-batch's buffers, of at least `rows` rows."""
+        staged = self._rows[micro_batch]
+        if rows > staged.capacity:
+            if staged.taken is not None:
+                staged.taken.wait()
+            staged = _Rows(self._runtime, self.shape, max(rows, 2 * staged.capacity))
+            self._rows[micro_batch] = staged
+        return staged
+
+
+class ExpertStaging:
+    """The way of an expert node's batches to the device and of its answers back.
+
+    A batch's device tensors are the same at every call: valid until the next one. Its pinned
+    buffers need no event of their own: to_host() waits for what came after their copies.
+    """
+
+    def __init__(self, runtime: Runtime, shape: NetShape, *, num_attention: int) -> None:
+        self._runtime = runtime
+        self._hidden_size = shape.hidden_size
+        rows, device = shape.window_rows * num_attention, runtime.device
+        compute = shape.compute or shape.payload
+        fields = (
+            (shape.hidden_size, compute),
+            (shape.top_k, torch.int32),
+            (shape.top_k, torch.float32),
+        )
+        self._host = [pinned(runtime, rows, width, dtype) for width, dtype in fields]
+        self._device = [
+            torch.zeros(rows, width, dtype=dtype, device=device) for width, dtype in fields
+        ]
+        answers = shape.answer_rows * num_attention
+        self._answer = pinned(runtime, answers, shape.hidden_size, shape.payload)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Return the bytes of host memory that are pinned."""
+        return self._answer.nbytes + sum(each.nbytes for each in self._host)
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes held on the device."""
+        return sum(each.nbytes for each in self._device)
+
+    def to_device(self, batch: ExpertBatch) -> ExpertBatch:
+        """Return `batch` with its tensors on the device, where they are for what is enqueued."""
+        rows = batch.hidden.shape[0]
+        moved = []
+        found = (batch.hidden, batch.slots, batch.weights)
+        for source, host, device in zip(found, self._host, self._device, strict=True):
+            host[:rows].copy_(source)
+            device[:rows].copy_(host[:rows], non_blocking=True)
+            moved.append(device[:rows])
+        return batch._replace(hidden=moved[0], slots=moved[1], weights=moved[2])
+
+    def to_host(self, partial: Tensor) -> Tensor:
+        """Return `partial` [R, H] on the host, in the payload's dtype, once it is computed.
+
+        Valid until the next call. Raises FrameError for rows that no answer can have.
+        """
+        most = self._answer.shape[0]
+        fits = partial.ndim == 2 and partial.shape[1] == self._hidden_size
+        if not fits or partial.shape[0] > most or not partial.is_floating_point():
+            raise FrameError(
+                f"reply: partial is {tuple(partial.shape)} {partial.dtype}, expected up to "
+                f"{most} rows of {self._hidden_size}"
+            )
+        answer = self._answer[: partial.shape[0]]
+        answer.copy_(partial, non_blocking=True)
+        self._runtime.current_stream().record().wait()
+        return answer
+
+    def around(self, serve: Callable[[ExpertBatch], Tensor]) -> Callable[[ExpertBatch], Tensor]:
+        """Return what serves a host's batches with `serve`, which takes a device's: for local."""
+        return lambda batch: self.to_host(serve(self.to_device(batch)))
+
+
+class StagedExpertNet:
+    """ExpertNet for experts on `runtime`'s device, over `inner`, which has the host's memory.
+
+    Invariant: `_open` is the inner net's batch that reply() owes an answer to, and the one
+    that was made of it, if there are such.
+    """
+
+    is_graph_safe: Final = False
+
+    def __init__(
+        self, inner: ExpertNet, runtime: Runtime, *, shape: NetShape, num_attention: int
+    ) -> None:
+        self.inner = inner
+        self.shape = shape
+        self.staging = ExpertStaging(runtime, shape, num_attention=num_attention)
+        self._open: tuple[ExpertBatch, ExpertBatch] | None = None
+
+    @property
+    def trace(self) -> Ring | None:
+        """The inner net's."""
+        return self.inner.trace
+
+    @trace.setter
+    def trace(self, trace: Ring | None) -> None:
+        self.inner.trace = trace
+
+    def begin(self, ticket: StepTicket) -> None:
+        """See m2n_comm.net."""
+        self.inner.begin(ticket)
+
+    def set_table(self, table: ExpertTable) -> None:
+        """See m2n_comm.net."""
+        self.inner.set_table(table)
+
+    def gather(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
+        """Yield batches whose tensors are on the device; see m2n_comm.net."""
+        return self._stage(self.inner.gather(micro_batch, layer))
+
+    def _stage(self, batches: Iterator[ExpertBatch]) -> Iterator[ExpertBatch]:
+        for batch in batches:
+            staged = self.staging.to_device(batch)
+            self._open = batch, staged
+            yield staged
+
+    def reply(self, batch: ExpertBatch, partial: Tensor) -> None:
+        """Wait for `partial`, on the device, and send it back; see m2n_comm.net."""
+        assert self._open is not None, "gather() first"
+        found, staged = self._open
+        assert batch is staged, "reply() to the batch that gather() yielded last"
+        self._open = None
+        self.inner.reply(found, self.staging.to_host(partial))
+
+    def close(self) -> None:
+        """Release all memory and descriptors; safe to call twice."""
+        self._open = None
+        self.inner.close()
