@@ -28,6 +28,7 @@ from kernels.cpu_matmul import (
 )
 from kernels.cpu_plain import rotate
 from kernels.reference import embed, permute, sigmoid, swiglu, write_kv
+from kernels.sampling import sample
 
 __all__ = [
     "add_rms_norm",
@@ -47,6 +48,7 @@ __all__ = [
     "rotate",
     "rotate_and_store",
     "route",
+    "sample",
     "sigmoid",
     "swiglu",
     "write_kv",

@@ -23,6 +23,7 @@ from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, Linea
 from kernels.cpu_plain import add_rms_norm, rms_norm, rotate, rotate_and_store
 from kernels.deterministic_attention import paged_attention
 from kernels.reference import collect_experts, embed, permute, rebuild_slots, route, write_kv
+from kernels.sampling import sample
 
 __all__ = [
     "add_rms_norm",
@@ -43,6 +44,7 @@ __all__ = [
     "rotate",
     "rotate_and_store",
     "route",
+    "sample",
     "sigmoid",
     "swiglu",
     "write_kv",

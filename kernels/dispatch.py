@@ -1,20 +1,21 @@
 """Choose the implementation of all ops, once, when a node starts.
 
 `Ops` is the interface that the nodes are coded against; `kernels.reference`,
-`kernels.cpu` and `kernels.deterministic` satisfy it as modules. Holds no arithmetic and
-detects nothing by itself: the configuration names the device. Called by the nodes'
-start-up.
+`kernels.cpu` and `kernels.deterministic` satisfy it as modules, `kernels.triton_ops` with a
+class. Only what is chosen is imported: a host without Triton or without numba can use the
+others. Holds no arithmetic and detects nothing by itself: the configuration names kernels and
+device. Called by the nodes' start-up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels import cpu, deterministic, reference
 from kernels.contracts import (
     AttentionMeta,
     ExpertMatrices,
@@ -24,12 +25,15 @@ from kernels.contracts import (
     Permutation,
     Routing,
 )
-from kernels.quantised import BITS, QuantisedOps
+from kernels.sampling import SampleResult, SamplingBatch
 from topspin.errors import ConfigError
 
 __all__ = ["UNQUANTISED", "Ops", "select_ops"]
 
 UNQUANTISED: Final = "none"
+NAMES: Final = ("cpu", "deterministic", "reference", "triton")
+QUANTIZATIONS: Final = {"cpu": ("int4", "int8")}
+"""What --quantization may be, by kernels."""
 
 
 class Ops(Protocol):
@@ -149,29 +153,65 @@ class Ops(Protocol):
         out: Tensor | None = None,
     ) -> ExpertOutput: ...
 
+    def sample(
+        self, logits: Tensor, batch: SamplingBatch, *, num_top_logprobs: int | None = None
+    ) -> SampleResult:
+        """Choose a token per row of logits [R, V]; see `kernels.sampling.sample`.
 
-def select_ops(device: str, dtype: torch.dtype, quantization: str = UNQUANTISED) -> Ops:
-    """Give the ops for `device`: "cpu", "deterministic", or "reference" (any device).
+        The batch's tensors are on the host, the result's where logits are.
+        """
 
-    With a `quantization` ("int8", "int4"; only for "cpu"), projections and experts are
-    packed and computed in so many bits. Raises ConfigError for a device without kernels, a
-    dtype they do not compute in, or a quantization they do not have.
+
+def select_ops(
+    name: str, dtype: torch.dtype, quantization: str = UNQUANTISED, device: str = "cpu"
+) -> Ops:
+    """Give the ops called "cpu", "deterministic", "triton", or "reference" (any device).
+
+    With a `quantization` (see QUANTIZATIONS) projections and experts are packed and computed
+    in so many bits. `device` is the tensors': "cpu", "cuda" or "cuda:N". Raises ConfigError for
+    a name that there is not, a dtype they do not compute in, a quantization they do not have,
+    or a device they do not run on.
     """
-    implementations: dict[str, Ops] = {
-        "cpu": cpu,
-        "deterministic": deterministic,
-        "reference": reference,
-    }
-    if device not in implementations:
-        known = ", ".join(sorted(implementations))
-        raise ConfigError(f"no kernels for device {device!r}; choose one of: {known}")
+    if name not in NAMES:
+        raise ConfigError(f"no kernels called {name!r}; choose one of: {', '.join(NAMES)}")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"kernels compute in float32 or bfloat16, not in {dtype}")
+    if quantization not in (UNQUANTISED, *QUANTIZATIONS.get(name, ())):
+        known = "; ".join(f"{key!r} has {', '.join(has)}" for key, has in QUANTIZATIONS.items())
+        raise ConfigError(f"no kernels for quantization {quantization!r} on {name!r}; {known}")
+    if name == "triton":
+        return _triton_ops(device)
+    if name in ("cpu", "deterministic") and device != "cpu":
+        raise ConfigError(f"--kernels {name} do not run on {device}: leave --kernels at auto")
+    plain: Ops = _module(name)
     if quantization == UNQUANTISED:
-        return implementations[device]
-    if quantization not in BITS or device != "cpu":
+        return plain
+    from kernels.quantised import QuantisedOps
+
+    return QuantisedOps(plain, quantization)
+
+
+def _module(name: str) -> Ops:
+    if name == "cpu":
+        from kernels import cpu
+
+        return cpu
+    if name == "deterministic":
+        from kernels import deterministic
+
+        return deterministic
+    from kernels import reference
+
+    return reference
+
+
+def _triton_ops(device: str) -> Ops:
+    if find_spec("triton") is None:
         raise ConfigError(
-            f"no kernels for quantization {quantization!r} on {device!r}; on 'cpu' there are "
-            f"{', '.join(BITS)}"
+            "--kernels triton: the Python package triton is not installed; torch's builds for "
+            "GPUs bring it (pip install triton, in the version that torch names)"
         )
-    return QuantisedOps(cpu, quantization)
+    from kernels.triton_ops import TritonOps, check_device
+
+    check_device(device)
+    return TritonOps()

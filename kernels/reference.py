@@ -27,6 +27,7 @@ from kernels.contracts import (
     Permutation,
     Routing,
 )
+from kernels.sampling import sample as sample
 
 name: Final = "reference"
 

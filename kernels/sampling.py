@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.numba_sampling import draw_rows
 from kernels.philox import Purpose, uniforms
 
 History = Sequence[int] | Tensor
@@ -164,6 +163,9 @@ def _choose(logits: Tensor, batch: SamplingBatch) -> _Choice:
 
 def _draw(processed: Tensor, batch: SamplingBatch, choice: _Choice) -> None:
     """Overwrite the entries of the rows that are not greedy in `choice`."""
+    # Who samples on a GPU takes this module's data, and does without numba.
+    from kernels.numba_sampling import draw_rows
+
     rows = batch.drawn_rows
     draws = uniforms(
         batch.seeds[rows].numpy(force=True).view(np.uint64),

@@ -4,7 +4,8 @@ QK-norm (of each head or of all heads together), rotary embedding and the paged 
 each row of q, k and v is read once and written once. A program owns some heads of one
 token, either of q or of k and v. The rounding points are those of `kernels.reference`; a
 cache of float8_e4m3fn holds k / k_scale and v / v_scale, saturated. Called by attention
-nodes whose device is a GPU. Letters as in `kernels.contracts`.
+nodes whose device is a GPU. `write_kv` is the last of the three by itself, for tests and tools.
+Letters as in `kernels.contracts`.
 """
 
 from __future__ import annotations
@@ -273,4 +274,59 @@ def rotate_and_store(
         cos.stride(0), *k_cache.stride()[:3], 1.0 / k_scale, 1.0 / v_scale, eps,
         Q_NORM=kinds[0], K_NORM=kinds[1], BLOCK_SIZE=k_cache.shape[1], HEADS=heads,
         HALF=triton.next_power_of_2(half), num_warps=tiles.num_warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_row(
+    k: tl.tensor,
+    v: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    slots: tl.tensor,
+    num_kv_heads: tl.tensor,
+    head_dim: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    cache_block: tl.tensor,
+    cache_slot: tl.tensor,
+    cache_head: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
+        inside = (head < num_kv_heads) & (column < head_dim)
+        place = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
+        place += head * cache_head + column
+        keys = tl.load(k + token * k_row + head * k_head + column, mask=inside, other=0.0)
+        values = tl.load(v + token * v_row + head * v_head + column, mask=inside, other=0.0)
+        dtype: tl.constexpr = k_cache.dtype.element_ty
+        tl.store(k_cache + place, rounded(keys.to(tl.float32), dtype), mask=inside)
+        tl.store(v_cache + place, rounded(values.to(tl.float32), dtype), mask=inside)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store k, v [T, G, D] into caches [B, block_size, G, D] at slots [T]; skip negative ones.
+
+    Raises ValueError for tensors that do not fit together.
+    """
+    if k.shape != v.shape or k.dtype != v.dtype or k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError(f"k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)}")
+    if slots.shape != k.shape[:1] or not slots.is_contiguous():
+        raise ValueError(f"slots {tuple(slots.shape)} for {len(k)} tokens")
+    _check_caches(k, k_cache, v_cache)
+    num_tokens, num_kv_heads, head_dim = k.shape
+    if num_tokens == 0:
+        return
+    _write_row[(num_tokens,)](
+        k, v, k_cache, v_cache, slots, num_kv_heads, head_dim,
+        *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
+        BLOCK_SIZE=k_cache.shape[1], HEADS=triton.next_power_of_2(num_kv_heads),
+        DIM=triton.next_power_of_2(head_dim), num_warps=1,
     )  # fmt: skip

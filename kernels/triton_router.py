@@ -23,13 +23,19 @@ import triton
 from torch import Tensor
 
 from kernels.contracts import Permutation, Routing
-from kernels.triton_router_kernels import count_block, place_block, route_block
+from kernels.triton_router_kernels import (
+    count_block,
+    local_slots_block,
+    place_block,
+    route_block,
+)
 
 # Elements of a block of rows times padded experts: two or three such tiles stay in registers.
 BLOCK_ELEMENTS: Final = 4096
 # Up to so many, one program does all rows, and one launch is saved.
 SINGLE_ELEMENTS: Final = 16384
 NUM_WARPS: Final = 8
+SLOTS_AT_ONCE: Final = 512
 
 
 class RoutedPairs(NamedTuple):
@@ -70,7 +76,10 @@ class _Pairs(NamedTuple):
     @classmethod
     def make(cls, num_pairs: int, num_slots: int, grid: _Grid, device: torch.device) -> _Pairs:
         empty = torch.empty(2 * num_pairs, dtype=torch.int64, device=device)
-        sums = torch.zeros(2 * num_slots + 1, dtype=torch.int64, device=device)
+        sums = torch.empty(2 * num_slots + 1, dtype=torch.int64, device=device)
+        if num_pairs == 0:
+            # No kernel writes them.
+            sums.zero_()
         width = triton.next_power_of_2(num_slots)
         hist = torch.empty(
             0 if grid.is_single else grid.num_blocks * width, dtype=torch.int32, device=device
@@ -277,3 +286,45 @@ def permute(slots: Tensor, num_experts: int) -> Permutation:
         if not grid.is_single:
             _place(slots, pairs, num_experts, grid)
     return pairs.groups
+
+
+def local_slots(
+    experts: Tensor,
+    slot_of: Tensor,
+    num_rows: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Give the local slot of each pair's expert on each of N nodes, i32[N, T, K], in one launch.
+
+    experts i64[T, K], slot_of i32[N, P] by node and logical expert (negative: not there). -1
+    in the result: the expert is elsewhere, or the row is padding: one from num_rows[0] (i64[1],
+    on the device) on, if that is given. `out` is contiguous. Raises ValueError for tensors that
+    do not fit.
+    """
+    (num_tokens, top_k), (num_nodes, num_experts) = experts.shape, slot_of.shape
+    if out is None:
+        out = torch.empty(num_nodes, num_tokens, top_k, dtype=torch.int32, device=experts.device)
+    if out.shape != (num_nodes, num_tokens, top_k) or out.dtype != torch.int32:
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not i32[N, T, K]")
+    if not (out.is_contiguous() and experts.is_contiguous()) or slot_of.stride(1) != 1:
+        raise ValueError("out, experts and the rows of slot_of must be contiguous")
+    if experts.dtype != torch.int64 or slot_of.dtype != torch.int32:
+        raise ValueError(f"experts are {experts.dtype}, slot_of {slot_of.dtype}")
+    num_pairs = num_tokens * top_k
+    if num_pairs:
+        block = min(triton.next_power_of_2(num_pairs), SLOTS_AT_ONCE)
+        local_slots_block[(triton.cdiv(num_pairs, block), num_nodes)](
+            experts,
+            slot_of,
+            experts if num_rows is None else num_rows,
+            out,
+            num_pairs,
+            num_experts,
+            slot_of.stride(0),
+            K=top_k,
+            HAS_ROWS=num_rows is not None,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out

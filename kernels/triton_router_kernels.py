@@ -394,3 +394,29 @@ def place_block(
         K,
         BLOCK_R,
     )
+
+
+@triton.jit
+def local_slots_block(
+    experts_ptr: tl.tensor,
+    slot_of_ptr: tl.tensor,
+    num_rows_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    num_pairs: tl.tensor,
+    P: tl.tensor,
+    table_stride: tl.tensor,
+    K: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write where BLOCK pairs' experts are on node program_id(1); -1: elsewhere, or padding."""
+    node = tl.program_id(1).to(tl.int64)
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_real = pairs < num_pairs
+    if HAS_ROWS:
+        is_real &= pairs // K < tl.load(num_rows_ptr)
+    experts = tl.load(experts_ptr + pairs, mask=is_real, other=0)
+    is_real &= (experts >= 0) & (experts < P)
+    slots = tl.load(slot_of_ptr + node * table_stride + experts, mask=is_real, other=-1)
+    slots = tl.where(slots < 0, -1, slots)
+    tl.store(slots_ptr + node * num_pairs + pairs, slots, mask=pairs < num_pairs)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
+import triton
 
+from kernels import dispatch
 from kernels.dispatch import Ops, select_ops
 from topspin.errors import ConfigError
 
-NAMES = ("cpu", "deterministic", "reference")
+NAMES = ("cpu", "deterministic", "reference", "triton")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -29,8 +33,8 @@ def test_signatures_are_those_of_the_interface(name: str) -> None:
         assert list(inspect.signature(getattr(ops, op)).parameters.values()) == wanted, op
 
 
-def test_unknown_device_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"'abacus'.*cpu, deterministic, reference"):
+def test_unknown_kernels_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"'abacus'.*cpu, deterministic, reference, triton"):
         select_ops("abacus", torch.float32)
 
 
@@ -38,3 +42,36 @@ def test_unknown_device_is_refused_by_name() -> None:
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=str(dtype)):
         select_ops("cpu", dtype)
+
+
+@pytest.mark.parametrize("name", ["cpu", "deterministic"])
+def test_the_hosts_kernels_do_not_run_on_a_gpu(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--kernels {name} do not run on cuda:1"):
+        select_ops(name, torch.float32, device="cuda:1")
+
+
+def test_triton_on_the_host_takes_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert select_ops("triton", torch.float32, device="cuda").name == "triton"
+    with pytest.raises(ConfigError, match=r"--kernels triton on the CPU: .*TRITON_INTERPRET=1"):
+        select_ops("triton", torch.float32)
+
+
+def test_a_host_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="package triton is not installed"):
+        select_ops("triton", torch.float32, device="cuda")
+
+
+def test_what_is_not_chosen_is_not_imported() -> None:
+    """A GPU's host needs no numba, and a host without a GPU no Triton."""
+    program = """
+import sys, torch
+from kernels.dispatch import select_ops
+select_ops("reference", torch.float32)
+assert not {"triton", "numba"} & sys.modules.keys(), "reference"
+select_ops("triton", torch.float32, device="cuda")
+assert "numba" not in sys.modules, "triton"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -10,6 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from kernels import reference, triton_router
 from kernels.contracts import Permutation, Routing
+from kernels.runtime import NoSync
 
 # One block; several blocks, the last one ragged; experts that are no power of two.
 SHAPES = [(1, 7, 3), (5, 128, 8), (200, 100, 6), (33, 512, 4), (0, 8, 2)]
@@ -159,6 +160,40 @@ def test_permute(shape: tuple[int, int, int], device: torch.device) -> None:
     slots = drawn.int().to(device)
     groups = triton_router.permute(slots, num_experts)
     assert_same_groups(groups, reference.permute(slots, num_experts))
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_nodes"), [(0, 2, 2), (1, 3, 1), (300, 2, 3)])
+def test_where_experts_are_on_each_node(
+    num_tokens: int, top_k: int, num_nodes: int, device: torch.device
+) -> None:
+    rng = torch.Generator().manual_seed(num_tokens)
+    experts = torch.randint(0, 7, (num_tokens, top_k), generator=rng).to(device)
+    slot_of = torch.randint(-2, 4, (num_nodes, 7), generator=rng).int().to(device)
+    wanted = slot_of[:, experts].clamp(min=-1)
+    with NoSync():
+        found = triton_router.local_slots(experts, slot_of)
+    assert torch.equal(found, wanted)
+    real = num_tokens // 2
+    # What padding was routed to may be anything.
+    experts[real:] = 1 << 40
+    out = torch.full_like(found, 77)
+    with NoSync():
+        triton_router.local_slots(experts, slot_of, torch.tensor([real], device=device), out=out)
+    assert torch.equal(out[:, :real], wanted[:, :real])
+    assert (out[:, real:] == -1).all()
+
+
+def test_tables_of_slots_that_do_not_fit_are_refused(device: torch.device) -> None:
+    experts = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    slot_of = torch.zeros(1, 7, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=r"out is torch.int32 \(2, 2, 3\)"):
+        triton_router.local_slots(
+            experts, slot_of, out=torch.empty(2, 2, 3, dtype=torch.int32, device=device)
+        )
+    with pytest.raises(ValueError, match=r"experts are torch\.int32"):
+        triton_router.local_slots(experts.int(), slot_of)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        triton_router.local_slots(experts.T, slot_of)
 
 
 def test_what_cannot_be_routed_is_refused(device: torch.device) -> None:

@@ -1,0 +1,292 @@
+"""A GPU's ops through the interface, called as the nodes call them, against the reference.
+
+Every op runs under NoSync, as if a CUDA graph were to hold it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.contracts import AttentionMeta, ExpertMatrices
+from kernels.dispatch import Ops, select_ops
+from kernels.runtime import NoSync
+from tests.kernels.generators import finish
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 2**-6, "atol": 2**-6},
+}
+HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 32, 4, 2, 16, 4
+
+
+@pytest.fixture
+def ops(device: torch.device) -> Ops:
+    return select_ops("triton", torch.float32, device=str(device))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours.cpu(), theirs.cpu(), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ends_of_the_model(dtype: torch.dtype, ops: Ops, device: torch.device) -> None:
+    table, norm = draw(50, HIDDEN, dtype=dtype), draw(HIDDEN, dtype=dtype, seed=1)
+    tokens = torch.tensor([3, 49, 0, 3])
+    head = ops.pack_lm_head(draw(50, HIDDEN, dtype=dtype, seed=2).to(device))
+    out = torch.empty(4, 50, device=device)
+    with NoSync():
+        residual = ops.embed(tokens.to(device), table.to(device))
+        normed = ops.rms_norm(residual, norm.to(device), eps=1e-5)
+        logits = ops.linear(normed, head, out=out)
+        again = ops.embed(tokens.to(device), table.to(device), out=torch.empty_like(residual))
+    assert logits is out
+    wide = reference.rms_norm(reference.embed(tokens, table), norm, eps=1e-5)
+    assert torch.equal(residual.cpu(), table[tokens])
+    assert torch.equal(again, residual)
+    # Sums of bf16 products are not rounded to bf16.
+    wanted = wide.float() @ draw(50, HIDDEN, dtype=dtype, seed=2).float().T
+    assert_close(logits, wanted, dtype)
+    if dtype == torch.bfloat16:
+        assert not torch.equal(logits, logits.bfloat16().float())
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear(dtype: torch.dtype, num_rows: int, ops: Ops, device: torch.device) -> None:
+    x, matrix = draw(num_rows, 24, dtype=dtype), draw(10, 24, dtype=dtype, seed=1)
+    bias = draw(10, dtype=dtype, seed=2)
+    packed = ops.pack_projection(matrix.to(device))
+    theirs = reference.pack_linear(matrix)
+    for given in (None, bias):
+        wanted = reference.linear(x, theirs, given)
+        for out_dtype in (None, dtype, torch.float32):
+            out = None if out_dtype is None else torch.empty(num_rows, 10, dtype=out_dtype)
+            with NoSync():
+                found = ops.linear(
+                    x.to(device),
+                    packed,
+                    None if given is None else given.to(device),
+                    None if out is None else (out := out.to(device)),
+                )
+            assert out is None or found is out
+            assert_close(found, wanted.to(found.dtype), dtype)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu_and_the_dense_mlp(
+    dtype: torch.dtype, num_rows: int, ops: Ops, device: torch.device
+) -> None:
+    gate_up = draw(2 * 37, HIDDEN, dtype=dtype) / 8
+    down = draw(HIDDEN, 37, dtype=dtype, seed=1) / 8
+    first_bias, second_bias = draw(2 * 37, dtype=dtype, seed=2), draw(HIDDEN, dtype=dtype, seed=3)
+    x, units = draw(num_rows, HIDDEN, dtype=dtype, seed=4), draw(num_rows, 74, dtype=dtype, seed=5)
+    ours = [ops.pack_projection(each.to(device)) for each in (gate_up, down)]
+    theirs = [reference.pack_linear(each) for each in (gate_up, down)]
+    on_device = first_bias.to(device), second_bias.to(device)
+    with NoSync():
+        found = ops.swiglu(units.to(device))
+        mixed = ops.dense_mlp(
+            x.to(device), *ours, gate_up_bias=on_device[0], down_bias=on_device[1]
+        )
+        plain = ops.dense_mlp(x.to(device), *ours, out=torch.empty_like(mixed))
+    assert_close(found, reference.swiglu(units), dtype)
+    wanted = reference.dense_mlp(x, *theirs, gate_up_bias=first_bias, down_bias=second_bias)
+    assert_close(mixed, wanted, dtype)
+    assert_close(plain, reference.dense_mlp(x, *theirs), dtype)
+
+
+def test_swiglu_refuses_what_does_not_fit(ops: Ops, device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"gate_up is \(2, 5\)"):
+        ops.swiglu(draw(2, 5).to(device))
+    with pytest.raises(ValueError, match=r"out is \(2, 4\).*2 rows of 3"):
+        ops.swiglu(draw(2, 6).to(device), out=draw(2, 4).to(device))
+
+
+def test_the_shared_experts_gate(ops: Ops, device: torch.device) -> None:
+    x, out = draw(5, 1), torch.empty(5, 1, device=device)
+    with NoSync():
+        found = ops.sigmoid(x.to(device))
+        assert ops.sigmoid(x.to(device), out=out) is out
+    assert torch.equal(found, out)
+    assert_close(out, reference.sigmoid(x), torch.float32)
+
+
+class Batch(NamedTuple):
+    """A micro-batch of which some rows are padding: no query, their slots in a scratch block."""
+
+    meta: AttentionMeta
+    slots: Tensor
+    num_rows: int
+    num_padded: int
+
+
+SCRATCH = 9
+
+
+def decode_batch(lengths: list[int], num_padded: int, device: torch.device) -> Batch:
+    """Make a batch of one new row per sequence, padded as for a CUDA graph's bucket.
+
+    Bounds are those of the graph, far above the lengths; sequences that are not there have
+    no row.
+    """
+    num_rows = len(lengths)
+    free = list(range(SCRATCH))
+    tables = torch.full((num_padded, 4), SCRATCH, dtype=torch.int32)
+    slots = [SCRATCH * BLOCK + row % BLOCK for row in range(num_padded)]
+    for row, length in enumerate(lengths):
+        blocks = [free.pop() for _ in range(-(-length // BLOCK))]
+        tables[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        slots[row] = blocks[(length - 1) // BLOCK] * BLOCK + (length - 1) % BLOCK
+    starts = torch.arange(num_padded + 1).clamp(max=num_rows).int()
+    context = torch.tensor(lengths + [0] * (num_padded - num_rows), dtype=torch.int32)
+    meta = AttentionMeta(
+        query_start=starts.to(device),
+        context_lens=context.to(device),
+        block_tables=tables.to(device),
+        max_query_len=1,
+        max_context_len=4096,
+    )
+    return Batch(meta, torch.tensor(slots).to(device), num_rows, num_padded)
+
+
+def attention_half(
+    ops: Ops,
+    qkv: Tensor,
+    delta: Tensor,
+    residual: Tensor,
+    tables: tuple[Tensor, Tensor],
+    caches: tuple[Tensor, Tensor],
+    batch: Batch,
+    norms: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Do what a decoder layer does between its products; the residual is changed."""
+    normed = ops.add_rms_norm(delta, residual, norms[0], eps=1e-5)
+    q = qkv[:, : HEADS * DIM].view(-1, HEADS, DIM)
+    k, v = (part.view(-1, KV_HEADS, DIM) for part in qkv[:, HEADS * DIM :].chunk(2, dim=1))
+    ops.rotate_and_store(
+        q, k, v, *tables, *caches, batch.slots, q_norm=norms[1], k_norm=norms[2], eps=1e-5
+    )
+    return normed, ops.paged_attention(q, *caches, batch.meta, scale=0.25)
+
+
+@pytest.mark.parametrize("delta_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_padded_decode_step(
+    dtype: torch.dtype, delta_dtype: torch.dtype, ops: Ops, device: torch.device
+) -> None:
+    """The same launches are right for other contents, as in a graph."""
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    on_host = torch.device("cpu")
+    for lengths in ([1, 9, 4], [5]):
+        num_rows = len(lengths)
+        found, wanted = [], []
+        for each, place, kept in ((ops, device, found), (reference, on_host, wanted)):
+            batch = decode_batch(lengths, 4, place)
+            caches = tuple(
+                draw(SCRATCH + 1, BLOCK, KV_HEADS, DIM, dtype=dtype, seed=s).to(place)
+                for s in (1, 2)
+            )
+            residual = draw(4, HIDDEN, dtype=dtype, seed=3).to(place)
+            norms = tuple(draw(size, dtype=dtype, seed=4).to(place) for size in (HIDDEN, DIM, DIM))
+            delta = draw(4, HIDDEN, dtype=delta_dtype, seed=5).to(place)
+            qkv = draw(4, width, dtype=dtype, seed=6 + num_rows).to(place)
+            angles = torch.arange(4 * DIM / 2).view(4, -1).to(place)
+            tables = angles.cos(), angles.sin()
+            arguments = qkv, delta, residual, tables, caches, batch, norms
+            if each is reference:
+                result = attention_half(each, *arguments)
+            else:
+                with NoSync():
+                    result = attention_half(each, *arguments)
+            kept += [*result, residual, *(cache[:SCRATCH] for cache in caches)]
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_close(ours, theirs, dtype)
+        assert not found[1][num_rows:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_are_written_but_not_of_padding(
+    dtype: torch.dtype, ops: Ops, device: torch.device
+) -> None:
+    k, v = draw(3, 6, KV_HEADS, DIM, dtype=dtype)[:, ::3].unbind(1)
+    k, v = (torch.stack((each,) * KV_HEADS, dim=1)[..., 0, :] for each in (k, v))
+    caches = [torch.zeros(3, BLOCK, KV_HEADS, DIM, dtype=dtype) for _ in range(2)]
+    ours = [cache.clone().to(device) for cache in caches]
+    reference.write_kv(k[[0, 2]], v[[0, 2]], *caches, torch.tensor([7, 2]))
+    with NoSync():
+        ops.write_kv(k.to(device), v.to(device), *ours, torch.tensor([7, -1, 2]).to(device))
+    for cache, wanted in zip(ours, caches, strict=True):
+        assert torch.equal(cache.cpu(), wanted)
+    with pytest.raises(ValueError, match=r"slots \(2,\) for 3 tokens"):
+        ops.write_kv(k.to(device), v.to(device), *ours, torch.tensor([7, 2]).to(device))
+
+
+def test_rotation_by_itself(ops: Ops, device: torch.device) -> None:
+    q, k = draw(3, HEADS, DIM), draw(3, KV_HEADS, DIM, seed=1)
+    angles = torch.arange(3 * DIM / 2).view(3, -1)
+    ours = q.to(device, copy=True), k.to(device, copy=True)
+    with NoSync():
+        ops.rotate(*ours, angles.cos().to(device), angles.sin().to(device))
+    reference.rotate(q, k, angles.cos(), angles.sin())
+    assert_close(ours[0], q, torch.float32)
+    assert_close(ours[1], k, torch.float32)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 6])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_from_the_router_to_the_experts(
+    dtype: torch.dtype, num_rows: int, ops: Ops, device: torch.device
+) -> None:
+    """What the padding says is of no expert, and experts that are elsewhere contribute nothing."""
+    num_experts, top_k, ffn = 5, 2, 24
+    hidden = draw(num_rows, HIDDEN, dtype=dtype)
+    router = draw(num_experts, HIDDEN, dtype=dtype, seed=1)
+    gate_up = draw(num_experts, 2 * ffn, HIDDEN, dtype=dtype, seed=2) / 4
+    down = draw(num_experts, HIDDEN, ffn, dtype=dtype, seed=3) / 4
+    ours = ops.pack_experts(gate_up.to(device), down.to(device), share_per_row=0.4)
+    theirs = reference.pack_experts(gate_up, down)
+    out = torch.empty(num_rows, HIDDEN, device=device)
+    with NoSync():
+        logits = ops.linear(hidden.to(device), ops.pack_linear(router.to(device)))
+        routing = ops.route(logits, top_k=top_k, renormalise=True, weights_dtype=dtype)
+        slots = routing.experts.int().masked_fill(routing.experts == 3, -1)
+        slots[num_rows // 2 :] = -1
+        groups = ops.permute(slots, num_experts)
+        found = ops.grouped_mlp(hidden.to(device), slots, routing.weights, ours, out=out)
+    wanted = reference.route(logits.cpu(), top_k=top_k, renormalise=True, weights_dtype=dtype)
+    assert torch.equal(routing.experts.cpu(), wanted.experts)
+    assert_close(routing.weights, wanted.weights, dtype)
+    for mine, grouped in zip(groups, reference.permute(slots.cpu(), num_experts), strict=True):
+        assert torch.equal(mine.cpu(), grouped)
+    summed = reference.grouped_mlp(
+        hidden, slots.cpu(), wanted.weights, theirs, out=torch.empty(num_rows, HIDDEN)
+    )
+    assert found.out is out
+    assert_close(found.out, summed.out, dtype)
+    assert torch.equal(found.counts.cpu(), summed.counts)
+    assert not found.out[num_rows // 2 :].any()
+
+
+def test_experts_are_exchanged(ops: Ops, device: torch.device) -> None:
+    gate_up, down = draw(3, 16, HIDDEN) / 4, draw(3, HIDDEN, 8, seed=1) / 4
+    first = ops.pack_experts(gate_up[:2].to(device), down[:2].to(device))
+    new = ExpertMatrices(gate_up[2].to(device), down[2].to(device))
+    second = finish(ops.rebuild_experts(first, [1, new]))
+    hidden, weights = draw(4, HIDDEN, seed=2), torch.ones(4, 1)
+    slots = torch.tensor([[0], [1], [1], [0]], dtype=torch.int32)
+    found = ops.grouped_mlp(hidden.to(device), slots.to(device), weights.to(device), second)
+    theirs = reference.pack_experts(gate_up[1:], down[1:])
+    wanted = reference.grouped_mlp(hidden, slots, weights, theirs)
+    assert_close(found.out, wanted.out, torch.float32)
