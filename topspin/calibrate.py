@@ -23,8 +23,9 @@ import msgspec
 
 from models.hub import cache_root
 from topspin import __version__
-from topspin.config import CPU, EngineConfig
+from topspin.config import EngineConfig
 from topspin.cores import CORES_VARIABLE, SPIN_COUNT, Layout, NodeCores, assign_cores
+from topspin.devices import CPU
 from topspin.errors import TopspinError
 
 CANDIDATE_TIMEOUT_S = 60.0
@@ -112,8 +113,13 @@ def calibrate(
     """Return `config` with its layout (and transport, if auto) chosen; `emit` gets the reasons.
 
     Without experts, with one core, and with transports that it cannot try, the layout is
-    "shared". A candidate that fails is left out; if all fail, too.
+    "shared". A candidate that fails is left out; if all fail, too. So it is with a GPU: what is
+    measured here are cores.
     """
+    if config.nodes.attention.is_device or config.nodes.experts.is_device:
+        emit("layout: shared (only nodes on the CPU have layouts to choose from)")
+        compute = msgspec.structs.replace(config.compute, layout="shared")
+        return msgspec.structs.replace(config, compute=compute)
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
     if config.m2n.transport in ("local", "nixl") or not config.topology.expert_nodes:
         emit("layout: shared (nothing to choose)")

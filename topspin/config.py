@@ -8,22 +8,32 @@ receives only its part: nodes get a NodeConfig in the scheduler's Welcome.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from topspin.devices import (
+    CPU,
+    NodeRole,
+    Nodes,
+    Place,
+    assign_devices,
+    auto_transport,
+    check_options,
+    check_transport,
+    parse_device,
+)
 from topspin.errors import ConfigError
+from topspin.limits import in_range, not_negative, positive
 
 MAX_MICRO_BATCHES = 4
 # Nodes speak every topspin.progress.INTERVAL_S.
 MIN_PROGRESS_DEADLINE_S = 2.0
 DETERMINISTIC_KERNELS = "deterministic"
-CPU = "cpu"
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
-Transport = Literal["local", "shm", "tcp", "nixl"]
+Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc"]
 Dtype = Literal["float32", "bfloat16"]
 Payload = Literal["auto", "bf16", "fp32", "fp8", "int8"]
 Quantization = Literal["none", "int8", "int4"]
@@ -105,12 +115,14 @@ class ComputeSection(Section, frozen=True, kw_only=True):
     replaced before resolve(), by topspin.calibrate, which chooses `spin_count` as well: how
     often an idle OpenMP thread looks for work before it sleeps (None: topspin.cores' count).
 
-    `attention_device`, `expert_device`: "cpu", "cuda" or "cuda:N". `kernels` "auto": triton on
-    a GPU, else cpu. `cuda_graphs`: a decode step of a GPU is captured once per size and then
+    `attention_device`, `expert_device`: "cpu", "cuda" or "cuda:N"; a node receives its own
+    (topspin.devices). `kernels` "auto": triton on a GPU, else cpu; `expert_kernels` None: as
+    `kernels`. `cuda_graphs`: a decode step of a GPU is captured once per size and then
     replayed. `gpu_streams` 2: attention and experts of one GPU overlap, on a stream each.
     """
 
     kernels: str = "auto"
+    expert_kernels: str | None = None
     attention_device: str = "cpu"
     expert_device: str = "cpu"
     cuda_graphs: bool = True
@@ -125,6 +137,13 @@ class ComputeSection(Section, frozen=True, kw_only=True):
         if self.kernels != "auto":
             return self.kernels
         return "cpu" if device == CPU else "triton"
+
+    def place(self, role: NodeRole) -> Place:
+        """Return where the nodes of `role` compute; Place.is_device chooses their code paths."""
+        device = self.attention_device if role == "attention" else self.expert_device
+        if role == "expert" and self.expert_kernels is not None:
+            return Place(device, self.expert_kernels)
+        return Place(device, self.kernels_on(device))
 
 
 class BalanceSection(Section, frozen=True, kw_only=True):
@@ -199,14 +218,36 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     gateway: GatewaySection = GatewaySection()
     failover: FailoverSection = FailoverSection()
 
-    def for_node(self) -> NodeConfig:
-        """Return the part that attention and expert nodes receive."""
+    @property
+    def nodes(self) -> Nodes:
+        """Return how many nodes of each role there are and where they compute."""
+        topology, compute = self.topology, self.compute
+        return Nodes(
+            topology.attention_nodes,
+            topology.expert_nodes,
+            compute.place("attention"),
+            compute.place("expert"),
+        )
+
+    def for_node(self, role: NodeRole = "attention", index: int = 0) -> NodeConfig:
+        """Return the part that node `index` of `role` receives, with its own device."""
+        devices = assign_devices(self.nodes, transport=self.m2n.transport)
+        if role == "attention":
+            compute = msgspec.structs.replace(
+                self.compute, attention_device=devices.attention[index]
+            )
+        else:
+            compute = msgspec.structs.replace(
+                self.compute,
+                expert_device=devices.experts[index],
+                kernels=self.compute.expert_kernels or self.compute.kernels,
+            )
         return NodeConfig(
             model=self.model,
             topology=self.topology,
             cache=self.cache,
             m2n=self.m2n,
-            compute=self.compute,
+            compute=compute,
             max_num_seqs=self.scheduler.max_num_seqs,
             max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
             restart=self.failover.restart,
@@ -258,7 +299,20 @@ def resolve(
     cache = config.cache
     if cache.kv_cache_bytes is None and compute.attention_device == CPU:
         cache = msgspec.structs.replace(cache, kv_cache_bytes=CPU_KV_CACHE_BYTES)
+    settled = msgspec.structs.replace(config, topology=topology, compute=compute)
     transport = config.m2n.transport
+    transport = auto_transport(settled.nodes) if transport == "auto" else transport
+    check_transport(settled.nodes, transport)
+    check_options(
+        settled.nodes,
+        transport,
+        payload=config.m2n.payload,
+        wait=config.m2n.wait,
+        link_latency_us=config.m2n.link_latency_us,
+        link_gbps=config.m2n.link_gbps,
+        gpu_streams=compute.gpu_streams,
+        layout=compute.layout,
+    )
     names = config.model.served_names or (Path(config.model.path).name,)
     return msgspec.structs.replace(
         config,
@@ -268,21 +322,17 @@ def resolve(
         topology=topology,
         compute=compute,
         cache=cache,
-        m2n=msgspec.structs.replace(
-            config.m2n,
-            transport="shm" if transport == "auto" else transport,
-        ),
+        m2n=msgspec.structs.replace(config.m2n, transport=transport),
     )
 
 
 def _resolve_compute(compute: ComputeSection) -> ComputeSection:
     """Check devices; choose the kernels that --deterministic needs or refuse others."""
-    devices = (
-        ("--attention-device", compute.attention_device),
-        ("--expert-device", compute.expert_device),
+    compute = msgspec.structs.replace(
+        compute,
+        attention_device=parse_device("--attention-device", compute.attention_device),
+        expert_device=parse_device("--expert-device", compute.expert_device),
     )
-    for option, device in devices:
-        _check_device(option, device)
     on_cpu = compute.attention_device == compute.expert_device == CPU
     if compute.deterministic:
         if compute.kernels not in ("auto", "cpu", DETERMINISTIC_KERNELS):
@@ -308,15 +358,10 @@ def _resolve_compute(compute: ComputeSection) -> ComputeSection:
         )
     if compute.kernels == "auto" and on_cpu:
         return msgspec.structs.replace(compute, kernels="cpu")
+    if compute.kernels == "reference" and not on_cpu:
+        # Plain torch looks at tensors from the host, which no graph can hold.
+        return msgspec.structs.replace(compute, cuda_graphs=False)
     return compute
-
-
-def _check_device(option: str, device: str) -> None:
-    """Refuse what is no device's name; whether the machine has it is the node's to find out."""
-    kind, colon, number = device.partition(":")
-    if device == CPU or (kind == "cuda" and (not colon or number.isdecimal())):
-        return
-    raise ConfigError(f"{option} {device}: must be cpu, cuda or cuda:N")
 
 
 def _check_quantization(quantization: Quantization, compute: ComputeSection) -> None:
@@ -342,43 +387,43 @@ def _check_copies(redundant_experts: int, num_nodes: int, num_experts: int) -> N
 
 def _validate(config: EngineConfig) -> None:
     """Check every numeric limit; raises ConfigError for the first that does not hold."""
-    _in_range("--attention-nodes", config.topology.attention_nodes, 1, 1024)
-    _in_range("--expert-nodes", config.topology.expert_nodes, 1, 1024)
-    _in_range("--max-num-seqs", config.scheduler.max_num_seqs, 1, 65536)
-    _in_range("--max-num-batched-tokens", config.scheduler.max_num_batched_tokens, 1, 2**20)
-    _in_range("--max-queued-requests", config.scheduler.max_queued_requests, 0, 2**20)
-    _in_range("--max-preemptions", config.scheduler.max_preemptions, 0, 2**20)
-    _in_range("--block-size", config.cache.block_size, 1, 1024)
+    in_range("--attention-nodes", config.topology.attention_nodes, 1, 1024)
+    in_range("--expert-nodes", config.topology.expert_nodes, 1, 1024)
+    in_range("--max-num-seqs", config.scheduler.max_num_seqs, 1, 65536)
+    in_range("--max-num-batched-tokens", config.scheduler.max_num_batched_tokens, 1, 2**20)
+    in_range("--max-queued-requests", config.scheduler.max_queued_requests, 0, 2**20)
+    in_range("--max-preemptions", config.scheduler.max_preemptions, 0, 2**20)
+    in_range("--block-size", config.cache.block_size, 1, 1024)
     if config.cache.kv_cache_bytes is not None:
-        _in_range("--kv-cache-memory", config.cache.kv_cache_bytes, 1, 2**50)
-    _in_range("--m2n-window-rows", config.m2n.window_rows, 1, 2**16)
-    _in_range("--port", config.gateway.port, 0, 65535)
-    _in_range("--trace-stamps", config.trace.num_stamps, 1, 2**21)
-    _in_range("--gpu-streams", config.compute.gpu_streams, 1, 2)
+        in_range("--kv-cache-memory", config.cache.kv_cache_bytes, 1, 2**50)
+    in_range("--m2n-window-rows", config.m2n.window_rows, 1, 2**16)
+    in_range("--port", config.gateway.port, 0, 65535)
+    in_range("--trace-stamps", config.trace.num_stamps, 1, 2**21)
+    in_range("--gpu-streams", config.compute.gpu_streams, 1, 2)
     if not 0 < config.cache.gpu_memory_utilization <= 1:
         raise ConfigError(
             f"--gpu-memory-utilization {config.cache.gpu_memory_utilization:g}: must be above 0 "
             "and at most 1"
         )
     if config.model.max_model_len is not None:
-        _in_range("--max-model-len", config.model.max_model_len, 1, 2**24)
+        in_range("--max-model-len", config.model.max_model_len, 1, 2**24)
     if config.scheduler.micro_batches is not None:
-        _in_range("--micro-batches", config.scheduler.micro_batches, 1, MAX_MICRO_BATCHES)
+        in_range("--micro-batches", config.scheduler.micro_batches, 1, MAX_MICRO_BATCHES)
     if config.compute.num_threads is not None:
-        _in_range("--num-threads", config.compute.num_threads, 1, 4096)
+        in_range("--num-threads", config.compute.num_threads, 1, 4096)
     if config.compute.spin_count is not None:
-        _in_range("--omp-spin-count", config.compute.spin_count, 0, 2**31 - 1)
-    _in_range("--redundant-experts", config.balance.redundant_experts, 0, 2**20)
-    _in_range("--expert-load-half-life", config.balance.half_life_pairs, 1, 2**30)
-    _not_negative("--expert-balance-interval", config.balance.interval_s)
-    _not_negative("--expert-balance-min-gain", config.balance.min_gain)
-    _not_negative("--link-latency-us", config.m2n.link_latency_us)
+        in_range("--omp-spin-count", config.compute.spin_count, 0, 2**31 - 1)
+    in_range("--redundant-experts", config.balance.redundant_experts, 0, 2**20)
+    in_range("--expert-load-half-life", config.balance.half_life_pairs, 1, 2**30)
+    not_negative("--expert-balance-interval", config.balance.interval_s)
+    not_negative("--expert-balance-min-gain", config.balance.min_gain)
+    not_negative("--link-latency-us", config.m2n.link_latency_us)
     if config.m2n.link_gbps is not None:
-        _positive("--link-gbps", config.m2n.link_gbps)
-    _positive("--step-deadline", config.m2n.deadline_s)
-    _positive("--restart-deadline", config.failover.restart_deadline_s)
-    _positive("--halt-deadline", config.failover.halt_deadline_s)
-    _positive("--progress-deadline", config.failover.progress_deadline_s)
+        positive("--link-gbps", config.m2n.link_gbps)
+    positive("--step-deadline", config.m2n.deadline_s)
+    positive("--restart-deadline", config.failover.restart_deadline_s)
+    positive("--halt-deadline", config.failover.halt_deadline_s)
+    positive("--progress-deadline", config.failover.progress_deadline_s)
     if config.failover.progress_deadline_s < MIN_PROGRESS_DEADLINE_S:
         raise ConfigError(
             f"--progress-deadline {config.failover.progress_deadline_s:g}: must be at least "
@@ -390,21 +435,6 @@ def _validate(config: EngineConfig) -> None:
             f"--max-num-seqs {config.scheduler.max_num_seqs}: not every running sequence could "
             "advance by a token in a step"
         )
-
-
-def _in_range(option: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{option} {value}: must be between {low} and {high}")
-
-
-def _not_negative(option: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"{option} {value}: must be a number, not negative")
-
-
-def _positive(option: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{option} {value}: must be a positive number")
 
 
 def load_config(path: str) -> EngineConfig:

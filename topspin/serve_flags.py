@@ -26,6 +26,7 @@ from topspin.config import (
     SchedulerSection,
     TopologySection,
     TraceSection,
+    Transport,
 )
 from topspin.cores import SPIN_COUNT
 from topspin.units import format_size
@@ -54,7 +55,7 @@ class ServeArguments(argparse.Namespace):
     kv_cache_memory: str | None
     attention_nodes: int
     expert_nodes: int
-    transport: Literal["auto", "local", "shm", "tcp", "nixl"]
+    transport: Literal["auto"] | Transport
     m2n_payload: Payload
     m2n_window_rows: int
     link_latency_us: float
@@ -178,13 +179,15 @@ def _add_device_arguments(group: argparse._ArgumentGroup) -> None:
         "--attention-device",
         default=compute.attention_device,
         metavar="DEVICE",
-        help="where attention nodes compute: cpu, cuda or cuda:N (%(default)s)",
+        help="where attention nodes compute: cpu, cuda:N, or cuda, which gives each a GPU of its "
+        "own (%(default)s)",
     )
     group.add_argument(
         "--expert-device",
         default=compute.expert_device,
         metavar="DEVICE",
-        help="where expert nodes compute: cpu, cuda or cuda:N (%(default)s)",
+        help="where expert nodes compute: cpu, cuda:N, or cuda: with --transport local (auto: one "
+        "attention node on cuda) the same GPU, else one each of their own (%(default)s)",
     )
     group.add_argument(
         "--gpu-memory-utilization",
@@ -286,10 +289,11 @@ def _add_topology_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--transport",
-        choices=("auto", "local", "shm", "tcp", "nixl"),
+        choices=("auto", *get_args(Transport)),
         default=m2n.transport,
-        help="between attention and expert nodes; local: all nodes in one process; "
-        "nixl needs pip install topspin[rdma] (%(default)s)",
+        help="between attention and expert nodes; local: all nodes in one process; cuda_ipc: "
+        "GPUs of one host; nixl needs pip install topspin[rdma]; auto: local on one GPU, "
+        "cuda_ipc between several, else shm (%(default)s)",
     )
     group.add_argument(
         "--layout",

@@ -141,7 +141,9 @@ class Failover:
         topology = self._membership.topology(
             (), self._full_table, generation=self._recovery.generation
         )
-        welcome = Welcome(config=self._config.for_node(), topology=topology, joins_late=True)
+        assert member.role != "gateway"
+        config = self._config.for_node(member.role, member.index)
+        welcome = Welcome(config=config, topology=topology, joins_late=True)
         self._port.send(member, welcome)
 
     def handle(self, peer: bytes, member: Member, message: AnyMessage) -> bool:

@@ -236,9 +236,12 @@ class Service:
             self._failover.joined(Member(hello.role, hello.index))
             return
         if self._membership.is_complete:
-            welcome = self._membership.welcome(self._config.for_node(), self._table)
             for node in self._membership.peers():
-                self._send_to_node(node, welcome)
+                member = self._membership.member(node)
+                assert member is not None
+                assert member.role != "gateway"
+                config = self._config.for_node(member.role, member.index)
+                self._send_to_node(node, self._membership.welcome(config, self._table))
         self._gateways.set_state("starting", self._membership.awaited())
 
     def _on_node_message(self, peer: bytes, member: Member, message: AnyMessage) -> None:

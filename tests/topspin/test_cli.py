@@ -80,7 +80,6 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--kernels reference", "compute.kernels", "reference"),
     ("--gpu-memory-utilization 0.5", "cache.gpu_memory_utilization", 0.5),
     ("--enforce-eager", "compute.cuda_graphs", False),
-    ("--gpu-streams 2", "compute.gpu_streams", 2),
     ("--num-threads 2", "compute.num_threads", 2),
     ("--omp-spin-count 0", "compute.spin_count", 0),
     ("--expert-balance-interval 0", "balance.interval_s", 0.0),
@@ -91,7 +90,8 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--trace-stamps 77", "trace.num_stamps", 77),
     ("--port 0", "gateway.port", 0),
 ]
-NOT_ON_THE_COMMAND_LINE = {"model.path"}
+# Experts with other kernels than attention's on the same device are of use to tests only.
+NOT_ON_THE_COMMAND_LINE = {"model.path", "compute.expert_kernels"}
 # Tested by themselves: no value but the default is allowed with one expert node, and what
 # also chooses the kernels; a GPU changes what its kernels and its cache are.
 NEEDS_ANOTHER = {
@@ -99,6 +99,7 @@ NEEDS_ANOTHER = {
     "compute.deterministic",
     "compute.attention_device",
     "compute.expert_device",
+    "compute.gpu_streams",
 }
 
 
@@ -181,9 +182,25 @@ def test_devices_choose_the_kernels_of_their_nodes_and_how_the_cache_is_sized(
     assert compute.kernels_on(compute.attention_device) == "triton"
     assert compute.kernels_on(compute.expert_device) == "cpu"
     assert config.cache.kv_cache_bytes is None
+    assert config.m2n.transport == "shm"
     on_cpu = engine_config(parse(str(checkpoint), "--expert-device", "cuda"))
     assert on_cpu.compute.expert_device == "cuda"
     assert on_cpu.cache.kv_cache_bytes == 256 * 2**20
+
+
+def test_one_gpu_is_one_process_and_may_have_two_streams(checkpoint: Path) -> None:
+    flags = ["--attention-device", "cuda", "--expert-device", "cuda:0", "--gpu-streams", "2"]
+    config = engine_config(parse(str(checkpoint), *flags))
+    assert (config.m2n.transport, config.compute.gpu_streams) == ("local", 2)
+
+
+def test_layout_auto_has_nothing_to_measure_with_a_gpu(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--attention-device", "cuda", "--expert-device", "cuda", "--layout", "auto"]
+    config = engine_config(parse(str(checkpoint), *flags))
+    assert (config.m2n.transport, config.compute.layout) == ("local", "shared")
+    assert "only nodes on the CPU have layouts" in capsys.readouterr().err
 
 
 def test_the_help_shows_the_sections_defaults(capsys: pytest.CaptureFixture[str]) -> None:

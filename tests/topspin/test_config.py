@@ -223,6 +223,37 @@ def test_nodes_receive_their_part_only() -> None:
     assert not hasattr(node, "gateway")
 
 
+def test_every_node_receives_its_own_device_and_kernels() -> None:
+    config = resolved(
+        EngineConfig(
+            model=ModelSection(path="x"),
+            topology=TopologySection(attention_nodes=2, expert_nodes=2),
+            compute=ComputeSection(attention_device="cuda", expert_device="cuda:03"),
+        )
+    )
+    assert config.m2n.transport == "shm"  # two expert processes on one GPU had better not wait
+    attention = config.for_node("attention", 1).compute
+    assert attention.place("attention") == ("cuda:1", "triton")
+    for index in range(2):
+        assert config.for_node("expert", index).compute.place("expert") == ("cuda:3", "triton")
+
+
+def test_expert_nodes_may_have_other_kernels() -> None:
+    compute = ComputeSection(kernels="triton", expert_kernels="cpu")
+    config = resolved(EngineConfig(model=ModelSection(path="x"), compute=compute))
+    assert config.nodes.attention.is_device
+    assert not config.nodes.experts.is_device
+    expert = config.for_node("expert").compute
+    assert expert.kernels_on(expert.expert_device) == expert.place("expert").kernels == "cpu"
+    assert config.for_node("attention").compute.kernels == "triton"
+
+
+def test_plain_torch_on_a_gpu_is_not_recorded() -> None:
+    compute = ComputeSection(kernels="reference", attention_device="cuda")
+    config = resolved(EngineConfig(model=ModelSection(path="x"), compute=compute))
+    assert not config.compute.cuda_graphs
+
+
 def test_json_round_trip(tmp_path: Path) -> None:
     config = resolved(with_setting("m2n.link_gbps", 25.0))
     file = tmp_path / "config.json"

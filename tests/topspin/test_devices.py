@@ -1,0 +1,186 @@
+"""Which device each node gets, and which transports and options go with such devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from topspin.devices import (
+    Nodes,
+    Place,
+    assign_devices,
+    auto_transport,
+    check_options,
+    check_transport,
+    parse_device,
+)
+from topspin.errors import ConfigError
+
+
+def nodes(attention: str, experts: str, *, num_attention: int = 1, num_experts: int = 1) -> Nodes:
+    """Return nodes on these devices; "interpreted" is the CPU with Triton's kernels."""
+    return Nodes(num_attention, num_experts, place(attention), place(experts))
+
+
+def place(device: str) -> Place:
+    if device == "interpreted":
+        return Place("cpu", "triton")
+    return Place(device, "cpu" if device == "cpu" else "triton")
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:0", "cuda:0"), ("cuda:012", "cuda:12")],
+)
+def test_devices_have_one_name_each(given: str, known: str) -> None:
+    assert parse_device("--expert-device", given) == known
+
+
+@pytest.mark.parametrize(
+    "device", ["", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "gpu", "cuda:1:2", "cuda:\u0663"]
+)
+def test_what_is_no_device_is_refused_by_its_flag(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--expert-device {device}: must be cpu, cuda or"):
+        parse_device("--expert-device", device)
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "counts", "transport", "want"),
+    [
+        ("cpu", "cpu", (2, 1), "shm", (("cpu", "cpu"), ("cpu",))),
+        ("cuda", "cpu", (2, 2), "shm", (("cuda:0", "cuda:1"), ("cpu", "cpu"))),
+        (
+            "cuda",
+            "cuda",
+            (2, 3),
+            "cuda_ipc",
+            (("cuda:0", "cuda:1"), ("cuda:2", "cuda:3", "cuda:4")),
+        ),
+        ("cuda:1", "cuda", (1, 2), "cuda_ipc", (("cuda:1",), ("cuda:0", "cuda:2"))),
+        ("cuda", "cuda:0", (2, 2), "cuda_ipc", (("cuda:1", "cuda:2"), ("cuda:0", "cuda:0"))),
+        ("cuda", "cuda:0", (1, 0), "shm", (("cuda:0",), ())),
+        ("cuda", "cuda", (1, 2), "local", (("cuda:0",), ("cuda:0", "cuda:0"))),
+        ("cuda:4", "cuda:4", (1, 1), "local", (("cuda:4",), ("cuda:4",))),
+    ],
+)
+def test_cuda_gives_each_process_a_gpu_of_its_own_and_a_number_that_one(
+    attention: str, experts: str, counts: tuple[int, int], transport: str, want: Any
+) -> None:
+    asked = nodes(attention, experts, num_attention=counts[0], num_experts=counts[1])
+    assert assign_devices(asked, transport=transport) == want
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "counts", "want"),
+    [
+        ("cpu", "cpu", (1, 1), "shm"),
+        ("cuda", "cpu", (1, 1), "shm"),
+        ("cpu", "cuda", (1, 1), "shm"),
+        ("cuda", "cuda", (1, 1), "local"),
+        ("cuda", "cuda:0", (1, 3), "local"),
+        ("cuda:2", "cuda:2", (1, 1), "local"),
+        ("cuda:2", "cuda:1", (1, 1), "cuda_ipc"),
+        ("cuda", "cuda", (2, 2), "cuda_ipc"),
+        ("cuda:0", "cuda:0", (2, 2), "shm"),
+        ("cuda", "cuda:5", (2, 2), "shm"),
+        ("cuda", "cpu", (2, 0), "shm"),
+        ("interpreted", "interpreted", (1, 2), "local"),
+        ("interpreted", "interpreted", (2, 1), "shm"),
+        ("interpreted", "cpu", (1, 1), "shm"),
+    ],
+)
+def test_auto_takes_what_joins_the_devices(
+    attention: str, experts: str, counts: tuple[int, int], want: str
+) -> None:
+    asked = nodes(attention, experts, num_attention=counts[0], num_experts=counts[1])
+    assert auto_transport(asked) == want
+    check_transport(asked, want)
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "transport"),
+    [
+        ("cuda", "cpu", "local"),
+        ("interpreted", "cpu", "local"),
+        ("cuda:1", "cpu", "tcp"),
+        ("cpu", "cuda", "nixl"),
+        ("cuda:0", "cuda:0", "cuda_ipc"),
+        ("cuda:0", "cuda:1", "shm"),
+        ("interpreted", "interpreted", "cuda_ipc"),
+    ],
+)
+def test_devices_that_a_transport_joins(attention: str, experts: str, transport: str) -> None:
+    check_transport(nodes(attention, experts), transport)
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "transport", "num_attention", "reason"),
+    [
+        ("cuda", "cuda", "local", 2, "^--attention-nodes 2 .*one attention node"),
+        ("cuda", "cpu", "local", 2, "^--attention-nodes 2 .*one attention node"),
+        ("interpreted", "cpu", "local", 2, "^--attention-nodes 2 .*one attention node"),
+        ("cuda:0", "cuda:1", "local", 1, "one process drives one GPU"),
+        ("cuda", "interpreted", "local", 1, "one process drives one GPU"),
+        ("cpu", "cuda", "local", 1, "on its own device or on the CPU"),
+        ("cpu", "interpreted", "local", 1, "on its own device or on the CPU"),
+        ("cuda", "cpu", "cuda_ipc", 1, "--expert-device cpu: it joins GPUs of one host"),
+        ("cpu", "cuda", "cuda_ipc", 1, "--attention-device cpu and .*: it joins GPUs"),
+        ("cpu", "cpu", "cuda_ipc", 1, "it joins GPUs of one host"),
+        ("cuda", "interpreted", "cuda_ipc", 1, "it joins GPUs of one host"),
+    ],
+)
+def test_devices_that_a_transport_cannot_join_are_refused_with_a_way_out(
+    attention: str, experts: str, transport: str, num_attention: int, reason: str
+) -> None:
+    asked = nodes(attention, experts, num_attention=num_attention)
+    with pytest.raises(ConfigError, match=reason) as raised:
+        check_transport(asked, transport)
+    assert f"--transport {transport}" in str(raised.value)
+    assert "use --transport" in str(raised.value)
+
+
+def test_a_dense_model_on_a_gpu_has_one_attention_node_per_process() -> None:
+    check_transport(nodes("cuda", "cpu", num_experts=0), "local")
+    with pytest.raises(ConfigError, match="--attention-nodes 2"):
+        check_transport(nodes("cuda", "cpu", num_attention=2, num_experts=0), "local")
+
+
+def check(attention: str, experts: str, transport: str, **options: Any) -> None:
+    defaults: dict[str, Any] = {
+        "payload": "auto",
+        "wait": "auto",
+        "link_latency_us": 0.0,
+        "link_gbps": None,
+        "gpu_streams": 1,
+        "layout": "shared",
+    }
+    check_options(nodes(attention, experts), transport, **{**defaults, **options})
+
+
+@pytest.mark.parametrize(
+    ("transport", "options", "flag"),
+    [
+        ("local", {"payload": "fp8"}, "--m2n-payload fp8 with --transport local"),
+        ("local", {"wait": "spin"}, "--m2n-wait spin with --transport local"),
+        ("local", {"link_latency_us": 2.5}, "--link-latency-us 2.5 with --transport local"),
+        ("local", {"link_gbps": 10.0}, "--link-gbps 10.0 with --transport local"),
+        ("cuda_ipc", {"link_gbps": 10.0}, "--link-gbps 10.0 with --transport cuda_ipc"),
+        ("cuda_ipc", {"link_latency_us": 1.0}, "--link-latency-us 1 with --transport cuda_ipc"),
+        ("cuda_ipc", {"gpu_streams": 2}, "--gpu-streams 2: only attention and experts on one"),
+        ("shm", {"layout": "split"}, "--layout split: a node on a GPU"),
+    ],
+)
+def test_options_that_would_mean_nothing_are_refused(
+    transport: str, options: dict[str, Any], flag: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag}"):
+        check("cuda:0", "cuda:0", transport, **options)
+
+
+def test_options_that_mean_something_are_not() -> None:
+    check("cuda:0", "cuda:0", "local", gpu_streams=2)
+    check("cuda:0", "cuda:0", "cuda_ipc", payload="fp8", wait="spin")
+    check("cuda", "cpu", "local", payload="fp8", link_latency_us=5.0, link_gbps=10.0, wait="spin")
+    check("cpu", "cpu", "local", payload="int8", link_gbps=1.0)
+    check("interpreted", "interpreted", "shm", layout="split")

@@ -1,0 +1,199 @@
+"""Where nodes compute: which device each one gets, and which nets can join such nodes.
+
+Pure: knows names and numbers of nodes, opens nothing and looks at no machine (a node finds out
+whether its GPU is there, by kernels.runtime). topspin.config asks when it resolves settings,
+topspin.launch, topspin.local_node and the nodes' commands when they compose a net.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, islice
+from typing import Final, Literal, NamedTuple
+
+from topspin.errors import ConfigError
+
+CPU: Final = "cpu"
+CUDA: Final = "cuda"
+TRITON: Final = "triton"
+
+NodeRole = Literal["attention", "expert"]
+
+
+class Place(NamedTuple):
+    """Where the nodes of one role compute, and with which kernels (kernels.dispatch's name)."""
+
+    device: str
+    kernels: str
+
+    @property
+    def is_gpu(self) -> bool:
+        """Say whether it is a GPU."""
+        return self.device != CPU
+
+    @property
+    def is_device(self) -> bool:
+        """Say whether tensors live where work is enqueued: on a GPU.
+
+        Triton's kernels make a device of the CPU too (they are interpreted there): all that a
+        GPU's nodes do but the calls into its driver can be tried without one.
+        """
+        return self.is_gpu or self.kernels == TRITON
+
+
+class Devices(NamedTuple):
+    """The device of each node, by its index."""
+
+    attention: tuple[str, ...]
+    experts: tuple[str, ...]
+
+
+class Nodes(NamedTuple):
+    """How many nodes of each role there are, and where they compute."""
+
+    num_attention: int
+    num_experts: int
+    attention: Place
+    experts: Place
+
+    @property
+    def share_a_device(self) -> bool:
+        """Say whether both roles compute on one and the same device, as --transport local can.
+
+        "cuda" is then the first GPU for both.
+        """
+        both = self.attention.is_device and self.experts.is_device
+        return both and _first(self.attention.device) == _first(self.experts.device)
+
+
+def parse_device(option: str, device: str) -> str:
+    """Return the name by which the rest of Topspin knows `device` ("cuda:7" for "cuda:07").
+
+    Raises ConfigError for what is none; whether the machine has it is the node's to find out.
+    """
+    kind, _, number = device.partition(":")
+    if device in (CPU, CUDA):
+        return device
+    if kind == CUDA and number.isascii() and number.isdecimal():
+        return f"{CUDA}:{int(number)}"
+    raise ConfigError(f"{option} {device}: must be cpu, cuda or cuda:N")
+
+
+def assign_devices(nodes: Nodes, *, transport: str) -> Devices:
+    """Return each node's device: "cpu" or "cuda:N".
+
+    "cuda:N" is that GPU for all nodes of the role. "cuda" gives every process a GPU of its own:
+    the lowest numbers that neither another node has nor the other role's option names,
+    attention nodes first. With `transport` "local" all nodes are one process, and "cuda" is its
+    first GPU.
+    """
+    attention, experts = nodes.attention.device, nodes.experts.device
+    if transport == "local":
+        return Devices(
+            (_first(attention),) * nodes.num_attention, (_first(experts),) * nodes.num_experts
+        )
+    free = _numbers_but(attention, experts if nodes.num_experts else CPU)
+    return Devices(
+        _of_role(attention, nodes.num_attention, free), _of_role(experts, nodes.num_experts, free)
+    )
+
+
+def _first(device: str) -> str:
+    """Return `device` with its number; a GPU without one is the first."""
+    return f"{CUDA}:0" if device == CUDA else device
+
+
+def _numbers_but(*devices: str) -> Iterator[str]:
+    names = (f"{CUDA}:{number}" for number in count())
+    return (name for name in names if name not in devices)
+
+
+def _of_role(device: str, num_nodes: int, free: Iterator[str]) -> tuple[str, ...]:
+    return tuple(islice(free, num_nodes)) if device == CUDA else (device,) * num_nodes
+
+
+def auto_transport(nodes: Nodes) -> Literal["local", "cuda_ipc", "shm"]:
+    """Return what `--transport auto` means.
+
+    One device for everything: one process. GPUs of their own: between these, without a CPU per
+    layer. Everything else goes through shared memory, also several processes on one GPU, whose
+    kernels take turns and had better not wait there.
+    """
+    if not nodes.num_experts:
+        return "shm"
+    if nodes.share_a_device and nodes.num_attention == 1:
+        return "local"
+    if nodes.attention.is_gpu and nodes.experts.is_gpu:
+        devices = assign_devices(nodes, transport="cuda_ipc")
+        used = devices.attention + devices.experts
+        if len(set(used)) == len(used):
+            return "cuda_ipc"
+    return "shm"
+
+
+def check_transport(nodes: Nodes, transport: str) -> None:
+    """Raise ConfigError if `transport` cannot join such nodes, naming the options and a way out."""
+    attention, experts = nodes.attention, nodes.experts
+    said = (
+        f"--transport {transport} with --attention-device {attention.device} and "
+        f"--expert-device {experts.device}"
+    )
+    if transport == "local" and nodes.num_attention > 1 and attention.is_device:
+        raise ConfigError(
+            f"--attention-nodes {nodes.num_attention} and {said}: one process drives a GPU for "
+            "one attention node; use --transport cuda_ipc or shm, or one attention node"
+        )
+    if not nodes.num_experts:
+        return
+    if transport == "cuda_ipc":
+        if not (attention.is_device and experts.is_device and attention.is_gpu == experts.is_gpu):
+            raise ConfigError(
+                f"{said}: it joins GPUs of one host; use --transport shm where one side is a CPU"
+            )
+    elif transport == "local":
+        if attention.is_device and experts.is_device and not nodes.share_a_device:
+            raise ConfigError(
+                f"{said}: one process drives one GPU; use --transport cuda_ipc or shm"
+            )
+        if experts.is_device and not attention.is_device:
+            raise ConfigError(
+                f"{said}: in one process the attention node's thread computes the experts, on its "
+                "own device or on the CPU; use --transport shm"
+            )
+
+
+def check_options(
+    nodes: Nodes,
+    transport: str,
+    *,
+    payload: str,
+    wait: str,
+    link_latency_us: float,
+    link_gbps: float | None,
+    gpu_streams: int,
+    layout: str,
+) -> None:
+    """Raise ConfigError for an option that would mean nothing between nodes on such devices."""
+    in_one = transport == "local" and nodes.num_experts > 0 and nodes.share_a_device
+    has_no_link = in_one or transport == "cuda_ipc"
+    meaningless = (
+        (in_one and payload != "auto", f"--m2n-payload {payload}"),
+        (in_one and wait != "auto", f"--m2n-wait {wait}"),
+        (has_no_link and link_latency_us > 0, f"--link-latency-us {link_latency_us:g}"),
+        (has_no_link and link_gbps is not None, f"--link-gbps {link_gbps}"),
+    )
+    for is_set, option in meaningless:
+        if is_set:
+            raise ConfigError(
+                f"{option} with --transport {transport}: kernels of GPUs hand rows over in "
+                "memory, where there is no such thing; leave it out, or use --transport shm"
+            )
+    if gpu_streams > 1 and not in_one:
+        raise ConfigError(
+            f"--gpu-streams {gpu_streams}: only attention and experts on one GPU, with "
+            "--transport local, overlap on two streams"
+        )
+    if layout == "split" and (nodes.attention.is_gpu or nodes.experts.is_gpu):
+        raise ConfigError(
+            "--layout split: a node on a GPU needs no cores of its own; leave --layout out"
+        )
