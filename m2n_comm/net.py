@@ -1,7 +1,8 @@
 """The one interface of the data plane, and the rules that every transport keeps.
 
 Owns the protocols AttentionNet and ExpertNet and their value types; the transports are
-local.py, shm.py and tcp.py, chosen by m2n_comm.open. Knows no model and no request.
+local.py, shm.py and tcp.py, chosen by m2n_comm.open, and device_local.py within one GPU.
+Knows no model and no request.
 
 Call order on an attention node, per step that it takes part in:
     begin(ticket)
@@ -193,7 +194,10 @@ class AttentionNet(Protocol):
         """
 
     def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
-        """Fill out [T, H] fp32 with the sum of all partials of that dispatch and return it."""
+        """Return the sum [T, H] of all partials of that dispatch, the caller's to change.
+
+        It is out [T, H] fp32, filled, or a net's own tensor where no sum was needed.
+        """
 
     def wait_s(self) -> float:
         """Return the seconds spent waiting in combine() since begin()."""
