@@ -28,6 +28,10 @@ class Entry:
     copies: int = 1
     goal: float | None = None
     """The share of the roofline that the kernel is meant to reach, where there is one."""
+    goal_beyond_s: float | None = None
+    """Seconds beyond the least time of its bytes within which the call is meant to end."""
+    product: str = "bf16"
+    """The kind of product whose measured rate bounds its operations: "bf16" or "fp8"."""
 
 
 def num_copies(cold_bytes: float, cache_bytes: float = L2_BYTES) -> int:

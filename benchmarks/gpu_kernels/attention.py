@@ -7,7 +7,6 @@ each. Inputs of one step are the same for all layers and stay in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -119,9 +118,3 @@ def attention_entry(batch: Batch, device: torch.device, cache_bytes: int = L2_BY
         copies,
         batch.goal,
     )
-
-
-def entries(device: torch.device) -> Iterator[Entry]:
-    """Give all entries, one at a time: its tensors go when the next one is asked for."""
-    for batch in BATCHES:
-        yield attention_entry(batch, device)

@@ -16,7 +16,7 @@ from benchmarks.gpu_kernels import L2_BYTES, Entry, num_copies
 from benchmarks.roofline import BF16, Work
 from kernels.contracts import ExpertOutput
 from kernels.triton_grouped_mlp import grouped_mlp
-from kernels.triton_grouped_mlp_weights import FORMATS, GROUP, GpuExperts, pack_experts
+from kernels.triton_grouped_mlp_weights import GROUP, GpuExperts, pack_experts
 
 
 class Layer(NamedTuple):
@@ -106,12 +106,5 @@ def mlp_entry(
         call,
         copies,
         GOALS.get(num_rows) if weight_format == "plain" else None,
+        product="fp8" if weight_format == "fp8" else "bf16",
     )
-
-
-def entries(device: torch.device) -> Iterator[Entry]:
-    """Give all entries, one at a time; those of one format share their weights."""
-    for weight_format in FORMATS:
-        experts = random_experts(QWEN3_30B, weight_format, device)
-        for num_rows in ROWS:
-            yield mlp_entry(num_rows, QWEN3_30B, experts, device)

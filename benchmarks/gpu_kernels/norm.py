@@ -36,9 +36,3 @@ def norm_entries(num_rows: int, hidden: int, device: torch.device) -> Iterator[E
         roofline.add_rms_norm(num_rows, hidden),
         lambda _: add_rms_norm(nothing, residual, weight, eps=EPS, out=out),
     )
-
-
-def entries(device: torch.device) -> Iterator[Entry]:
-    """Give all entries, one at a time: its tensors go when the next one is asked for."""
-    for num_rows, hidden in SIZES:
-        yield from norm_entries(num_rows, hidden, device)

@@ -6,7 +6,6 @@ projection has just written them. Slots are scattered over the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -74,10 +73,3 @@ def rotary_entry(
         rotary_work(num_rows, heads, has_norms=True, cache_bytes=cache_dtype.itemsize),
         call,
     )
-
-
-def entries(device: torch.device) -> Iterator[Entry]:
-    """Give all entries, one at a time: its tensors go when the next one is asked for."""
-    for num_rows in SIZES:
-        for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            yield rotary_entry(num_rows, QWEN3_30B, cache_dtype, device)

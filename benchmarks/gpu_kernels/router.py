@@ -58,10 +58,3 @@ def router_entries(num_rows: int, router: Router, device: torch.device) -> Itera
         routed_work(num_rows, router),
         lambda _: route_and_permute(logits, **settings),
     )
-
-
-def entries(device: torch.device) -> Iterator[Entry]:
-    """Give all entries, one at a time: its tensors go when the next one is asked for."""
-    for router in (QWEN3_30B, DEEPSEEK_V3):
-        for num_rows in ROWS:
-            yield from router_entries(num_rows, router, device)

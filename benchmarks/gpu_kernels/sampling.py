@@ -6,7 +6,6 @@ reading of the logits; filters read them several times, and their fraction shows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -55,10 +54,3 @@ def sampling_entry(name: str, num_rows: int, vocab: int, device: torch.device) -
     plan = plan_sampling(sampling_batch(num_rows, **settings), vocab, device)
     work = roofline.sample(num_rows, vocab, draws=settings["temperature"] > 0)
     return Entry(f"sample {name}", f"{num_rows} x {vocab}", work, lambda _: draw(logits, plan))
-
-
-def entries(device: torch.device) -> Iterator[Entry]:
-    """Give all entries, one at a time: its tensors go when the next one is asked for."""
-    for name in SETTINGS:
-        for num_rows in ROWS:
-            yield sampling_entry(name, num_rows, VOCAB, device)
