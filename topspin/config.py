@@ -145,6 +145,15 @@ class ComputeSection(Section, frozen=True, kw_only=True):
             return Place(device, self.expert_kernels)
         return Place(device, self.kernels_on(device))
 
+    def nodes(self, topology: TopologySection) -> Nodes:
+        """Return how many nodes of each role there are and where they compute."""
+        return Nodes(
+            topology.attention_nodes,
+            topology.expert_nodes,
+            self.place("attention"),
+            self.place("expert"),
+        )
+
 
 class BalanceSection(Section, frozen=True, kw_only=True):
     """Where routed experts are kept, and when that is thought over.
@@ -221,27 +230,17 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     @property
     def nodes(self) -> Nodes:
         """Return how many nodes of each role there are and where they compute."""
-        topology, compute = self.topology, self.compute
-        return Nodes(
-            topology.attention_nodes,
-            topology.expert_nodes,
-            compute.place("attention"),
-            compute.place("expert"),
-        )
+        return self.compute.nodes(self.topology)
 
     def for_node(self, role: NodeRole = "attention", index: int = 0) -> NodeConfig:
         """Return the part that node `index` of `role` receives, with its own device."""
         devices = assign_devices(self.nodes, transport=self.m2n.transport)
         if role == "attention":
-            compute = msgspec.structs.replace(
-                self.compute, attention_device=devices.attention[index]
-            )
+            own = {"attention_device": devices.attention[index]}
         else:
-            compute = msgspec.structs.replace(
-                self.compute,
-                expert_device=devices.experts[index],
-                kernels=self.compute.expert_kernels or self.compute.kernels,
-            )
+            kernels = self.compute.expert_kernels or self.compute.kernels
+            own = {"expert_device": devices.experts[index], "kernels": kernels}
+        compute = msgspec.structs.replace(self.compute, **own)
         return NodeConfig(
             model=self.model,
             topology=self.topology,

@@ -138,28 +138,21 @@ def check_transport(nodes: Nodes, transport: str) -> None:
         f"--transport {transport} with --attention-device {attention.device} and "
         f"--expert-device {experts.device}"
     )
-    if transport == "local" and nodes.num_attention > 1 and attention.is_device:
+    has_device = attention.is_device or (nodes.num_experts > 0 and experts.is_device)
+    if transport == "local" and nodes.num_attention > 1 and has_device:
         raise ConfigError(
             f"--attention-nodes {nodes.num_attention} and {said}: one process drives a GPU for "
             "one attention node; use --transport cuda_ipc or shm, or one attention node"
         )
     if not nodes.num_experts:
         return
-    if transport == "cuda_ipc":
-        if not (attention.is_device and experts.is_device and attention.is_gpu == experts.is_gpu):
-            raise ConfigError(
-                f"{said}: it joins GPUs of one host; use --transport shm where one side is a CPU"
-            )
-    elif transport == "local":
-        if attention.is_device and experts.is_device and not nodes.share_a_device:
-            raise ConfigError(
-                f"{said}: one process drives one GPU; use --transport cuda_ipc or shm"
-            )
-        if experts.is_device and not attention.is_device:
-            raise ConfigError(
-                f"{said}: in one process the attention node's thread computes the experts, on its "
-                "own device or on the CPU; use --transport shm"
-            )
+    both = attention.is_device and experts.is_device
+    if transport == "cuda_ipc" and not (both and attention.is_gpu == experts.is_gpu):
+        raise ConfigError(
+            f"{said}: it joins GPUs of one host; use --transport shm where one side is a CPU"
+        )
+    if transport == "local" and both and not nodes.share_a_device:
+        raise ConfigError(f"{said}: one process drives one GPU; use --transport cuda_ipc or shm")
 
 
 def check_options(

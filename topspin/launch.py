@@ -134,19 +134,47 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
 
 
 def _node_environments(config: EngineConfig) -> list[dict[str, str]]:
-    """Return what each node inherits: the attention nodes first, then the expert nodes."""
+    """Return what each node inherits: the attention nodes first, then the expert nodes.
+
+    A node on a device computes nothing on the host but while it loads, so it takes no place
+    among those that share the cores: its threads are not bound and its heap is the usual one.
+    """
+    nodes = config.nodes
+    if config.m2n.transport == "local":
+        on_device = nodes.attention.is_device and (nodes.share_a_device or not nodes.num_experts)
+        alone = _shared_environment(config, alone=True, on_device=on_device)
+        return [alone] * (nodes.num_attention + nodes.num_experts)
+    if config.compute.layout == "split":
+        return _split_environments(config)
+    attention, experts = (
+        _shared_environment(config, alone=place.is_device, on_device=place.is_device)
+        for place in (nodes.attention, nodes.experts)
+    )
+    return [attention] * nodes.num_attention + [experts] * nodes.num_experts
+
+
+def _shared_environment(config: EngineConfig, *, alone: bool, on_device: bool) -> dict[str, str]:
+    spin_count = config.compute.spin_count
+    openmp = openmp_environment(
+        config.compute.num_threads,
+        os.environ,
+        alone=alone,
+        spin_count=SPIN_COUNT if spin_count is None else spin_count,
+    )
+    heap = {} if on_device else heap_environment(os.environ)
+    return {**_import_path(os.environ), **heap, **openmp}
+
+
+def _split_environments(config: EngineConfig) -> list[dict[str, str]]:
     num_nodes = config.topology.attention_nodes + config.topology.expert_nodes
     threads, spin_count = config.compute.num_threads, config.compute.spin_count
-    spin_count = SPIN_COUNT if spin_count is None else spin_count
-    path = {**_import_path(os.environ), **heap_environment(os.environ)}
-    if config.compute.layout != "split" or config.m2n.transport == "local":
-        alone = config.m2n.transport == "local"
-        openmp = openmp_environment(threads, os.environ, alone=alone, spin_count=spin_count)
-        return [{**path, **openmp}] * num_nodes
     cores = sorted(os.sched_getaffinity(0))
     assigned = assign_cores("split", num_nodes=num_nodes, cores=cores, num_threads=threads)
-    nodes = [replace(node, spin_count=spin_count) for node in assigned]
-    return [{**path, **node.environment(os.environ)} for node in nodes]
+    count = SPIN_COUNT if spin_count is None else spin_count
+    common = {**_import_path(os.environ), **heap_environment(os.environ)}
+    return [
+        {**common, **replace(node, spin_count=count).environment(os.environ)} for node in assigned
+    ]
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from topspin.config import (
     TraceSection,
     resolve,
 )
+from topspin.devices import TRITON
 from topspin.errors import ConfigError
 from topspin.launch import launch
 from topspin.quantization import describe_loss
@@ -165,3 +166,9 @@ def check_packages(config: EngineConfig) -> None:
             "--transport nixl: the nixl package is not installed; install it with "
             "pip install 'topspin[rdma]', or use --transport shm or tcp"
         )
+    for place in config.nodes.attention, config.nodes.experts:
+        if place.kernels == TRITON and importlib.util.find_spec("triton") is None:
+            raise ConfigError(
+                f"--kernels {TRITON}, which {place.device} needs: the triton package is not "
+                "installed; torch's builds for GPUs bring it"
+            )

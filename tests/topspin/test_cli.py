@@ -314,6 +314,29 @@ def test_a_transport_whose_package_is_missing_is_refused_at_start(
     assert "nixl package is not installed; install it with pip install" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--attention-device", "cuda"), "--kernels triton, which cuda needs"),
+        (("--expert-device", "cuda:1"), "--kernels triton, which cuda:1 needs"),
+    ],
+)
+def test_a_gpu_without_triton_is_refused_at_start(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    named: str,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else find(name)
+    )
+    monkeypatch.setattr(serve_command, "launch", lambda config: pytest.fail("was launched"))
+    assert main(["serve", str(checkpoint), *flags]) == 2
+    assert f"{named}: the triton package is not installed" in capsys.readouterr().err
+
+
 def test_serve_launches_the_configuration_and_returns_its_status(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_auto_takes_what_joins_the_devices(
     [
         ("cuda", "cpu", "local"),
         ("interpreted", "cpu", "local"),
+        ("cpu", "cuda:1", "local"),
         ("cuda:1", "cpu", "tcp"),
         ("cpu", "cuda", "nixl"),
         ("cuda:0", "cuda:0", "cuda_ipc"),
@@ -122,8 +123,8 @@ def test_devices_that_a_transport_joins(attention: str, experts: str, transport:
         ("interpreted", "cpu", "local", 2, "^--attention-nodes 2 .*one attention node"),
         ("cuda:0", "cuda:1", "local", 1, "one process drives one GPU"),
         ("cuda", "interpreted", "local", 1, "one process drives one GPU"),
-        ("cpu", "cuda", "local", 1, "on its own device or on the CPU"),
-        ("cpu", "interpreted", "local", 1, "on its own device or on the CPU"),
+        ("cpu", "cuda", "local", 2, "^--attention-nodes 2 .*one attention node"),
+        ("cpu", "interpreted", "local", 2, "^--attention-nodes 2 .*one attention node"),
         ("cuda", "cpu", "cuda_ipc", 1, "--expert-device cpu: it joins GPUs of one host"),
         ("cpu", "cuda", "cuda_ipc", 1, "--attention-device cpu and .*: it joins GPUs"),
         ("cpu", "cpu", "cuda_ipc", 1, "it joins GPUs of one host"),

@@ -84,12 +84,15 @@ def engine(
     attention: int = 1,
     experts: int = 2,
     threads: int | None = None,
+    devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> EngineConfig:
     config = EngineConfig(
         model=ModelSection(path="/models/it's tiny", served_names=("it's tiny",)),
         topology=TopologySection(attention_nodes=attention, expert_nodes=experts),
         m2n=M2NSection(transport=transport),
-        compute=ComputeSection(num_threads=threads),
+        compute=ComputeSection(
+            num_threads=threads, attention_device=devices[0], expert_device=devices[1]
+        ),
         gateway=GatewaySection(port=0),
     )
     return resolve(config, checkpoint_dtype="float32", max_position_embeddings=128, num_experts=8)
@@ -428,6 +431,33 @@ def test_only_nodes_get_heaps_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> 
         is_node = command.name not in ("scheduler", "gateway")
         assert ("glibc.malloc.hugetlb=1" in tunables.split(":")) == is_node
     assert heap_environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("devices", "transport", "on_cpu"),
+    [
+        (("cuda", "cpu"), "shm", {"expert 0", "expert 1"}),
+        (("cpu", "cuda"), "tcp", {"attention 0"}),
+        (("cuda", "cuda"), "cuda_ipc", set()),
+        (("cuda", "cuda"), "local", set()),
+        (("cuda", "cpu"), "local", {"local node"}),
+        (("cpu", "cuda"), "local", {"local node"}),
+    ],
+)
+def test_nodes_on_a_gpu_leave_cores_and_huge_pages_to_those_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+    devices: tuple[str, str],
+    transport: Transport,
+    on_cpu: set[str],
+) -> None:
+    for name in ("GLIBC_TUNABLES", "OMP_NUM_THREADS", "OMP_PROC_BIND"):
+        monkeypatch.delenv(name, raising=False)
+    config = engine(transport=transport, devices=devices)
+    context = LaunchContext(config=config, control="c", config_fd=7, port_fd=8, dead_fd=9)
+    roles = [role for role in role_commands(context) if role.name not in ("scheduler", "gateway")]
+    assert {role.name for role in roles if "GLIBC_TUNABLES" in role.environment} == on_cpu
+    bound = {role.name for role in roles if "OMP_PROC_BIND" in role.environment}
+    assert bound == on_cpu - {"local node"}
 
 
 @pytest.mark.parametrize(
