@@ -2,7 +2,8 @@
 
 Owns their packed weights per table version, MoE layer and slot, how the experts of a new
 version are read and packed, and counts how often each slot is used. Knows no transport: it
-turns an ExpertBatch into the rows' weighted partial sums.
+turns an ExpertBatch, whose tensors are where the weights are, into the rows' weighted partial
+sums. On a device that only enqueues work, so a graph can hold it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from expert_nodes.memory import lacking
 from expert_nodes.versions import Held, SlotCounts, Versions, make_version
 from kernels import deterministic
 from kernels.contracts import ExpertMatrices, ExpertOutput
 from kernels.contracts import ExpertWeights as PackedExperts
 from kernels.dispatch import Ops
+from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import ExpertBatch, NetShape
 from models.config import ModelConfig
 from models.expert_reader import ExpertReader
@@ -37,15 +40,20 @@ class Experts:
         held: Sequence[Sequence[int]],
         version: int = 1,
         per_pair_answers: bool = False,
+        runtime: Runtime | None = None,
+        counts: bool = True,
     ) -> None:
         """Pack `weights`, layer by layer; each original is dropped as soon as it is packed.
 
         `held` lists, per MoE layer, the logical experts of `weights` in slot order, which is
         what table `version` gives this node. `per_pair_answers` is NetShape's; `ops` are
-        then the deterministic ones.
+        then the deterministic ones. `runtime` is of the device where `weights` are (None: the
+        host). `counts` False: nobody asks how often each slot is used, and nothing is added.
         """
         assert config.moe is not None
         self._config = config
+        self.runtime: Runtime = runtime or HostRuntime()
+        self._counts = counts
         self._top_k = config.moe.top_k
         self._ops = ops
         assert not per_pair_answers or ops.name == deterministic.name
@@ -56,7 +64,7 @@ class Experts:
             ops.pack_experts(layer.gate_up, layer.down, share_per_row=share_per_row)
             for layer in (take(weights.layers) if isinstance(weights, ExpertWeights) else weights)
         ]
-        self._versions = Versions(make_version(version, held, layers))
+        self._versions = Versions(make_version(version, held, layers, self.runtime.device))
 
     @property
     def num_layers(self) -> int:
@@ -65,8 +73,8 @@ class Experts:
 
     @property
     def has_counts(self) -> bool:
-        """Say whether take_counts() has something to return."""
-        return self._versions.has_counts
+        """Say whether take_counts() may have something to return."""
+        return self._counts and self._versions.has_counts
 
     def net_shape(self, config: NodeConfig) -> NetShape:
         """Return the shape of the pairs that this node takes part in."""
@@ -78,19 +86,37 @@ class Experts:
         )
 
     def compute(self, batch: ExpertBatch) -> Tensor:
-        """Return the weighted partial sums [R, H] of `batch`, or its pairs' rows [P, H]."""
+        """Return the weighted partial sums [R, H] of `batch`, or its pairs' rows [P, H].
+
+        Never waits for the device: the result is there for what is enqueued after it.
+        """
         version = self._versions.use(batch.table_version)
         layer = version.layers[batch.layer]
         result = self._run(batch.hidden, batch.slots, batch.weights, layer)
-        self._versions.count(version, batch.layer, result.counts)
+        if self._counts:
+            self._versions.count(version, batch.layer, result.counts)
         return result.out
 
-    def warm_up(self) -> None:
-        """Run every layer once on one row, so that the first request finds code and memory."""
+    def warm_up(self, num_rows: Sequence[int] = (1,)) -> None:
+        """Run every layer on so many rows, so that the first request finds code and memory.
+
+        With several numbers each layer shape (by its number of experts) gets all of them, and
+        the other layers the last: kernels for a device differ by the rows they are made for.
+        """
+        seen: set[int] = set()
         for experts in self._versions.newest.layers:
-            hidden = torch.zeros(1, experts.hidden_size, dtype=experts.dtype)
-            slots = torch.arange(self._top_k, dtype=torch.int32)[None] % experts.num_experts
-            self._run(hidden, slots, torch.zeros(1, self._top_k), experts)
+            is_new = experts.num_experts not in seen
+            seen.add(experts.num_experts)
+            for rows in num_rows if is_new else num_rows[-1:]:
+                self._warm_up_layer(experts, rows)
+        self.runtime.synchronize()
+
+    def _warm_up_layer(self, experts: PackedExperts, rows: int) -> None:
+        device, top_k = self.runtime.device, self._top_k
+        hidden = torch.zeros(rows, experts.hidden_size, dtype=experts.dtype, device=device)
+        pairs = torch.arange(rows * top_k, dtype=torch.int32, device=device)
+        slots = (pairs % experts.num_experts).view(rows, top_k)
+        self._run(hidden, slots, torch.zeros(rows, top_k, device=device), experts)
 
     def _run(
         self, hidden: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts
@@ -134,8 +160,17 @@ class Experts:
                     sources.append(ExpertMatrices(tensors.gate_up, tensors.down))
             packed = yield from self._ops.rebuild_experts(base.layers[layer], sources)
             layers.append(packed)
-        self._versions.add(make_version(version, held, layers))
+        # Another thread's streams may read the experts as soon as a step names the table.
+        self.runtime.current_stream().record().wait()
+        self._versions.add(make_version(version, held, layers, self.runtime.device))
         reader.close()
+
+    def lacking(self, held: Held) -> str | None:
+        """Say what memory of the device is lacking to prepare `held`; None if nothing is."""
+        base = self._versions.newest
+        moved = sum(len(set(new) - set(old)) for old, new in zip(base.held, held, strict=True))
+        dtype = base.layers[0].dtype
+        return lacking(self.runtime, moved, ops=self._ops, model=self._config, dtype=dtype)
 
     def rename(self, version: int, held: Held) -> None:
         """Call the experts `held`, which are loaded, by a new version, and forget all others.

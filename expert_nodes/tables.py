@@ -8,6 +8,7 @@ worker.py brings the tables and sends the answers.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +39,9 @@ class TableChange:
             Checkpoint(model_path),
             load_model_config(model_path),
             dtype=getattr(torch, config.model.dtype),
+            device=experts.runtime.device,
         )
+        self._logger = logging.getLogger("expert")
         self._pieces: Iterator[None] | None = None
         self._version = 0
 
@@ -48,10 +51,19 @@ class TableChange:
         return self._pieces is not None
 
     def start(self, table: ExpertTable) -> None:
-        """Begin with `table`; one that was begun before is given up."""
+        """Begin with `table`; one that was begun before is given up.
+
+        A table that the device has no memory for is not prepared, and never answered: the one
+        in use stays.
+        """
+        self.cancel()
         self._version = table.version
         held = tuple(table.experts_of(self._index))
-        self._pieces = self._experts.prepare(table.version, held, self._reader)
+        lacking = self._experts.lacking(held)
+        if lacking is not None:
+            self._refuse(lacking)
+        else:
+            self._pieces = self._experts.prepare(table.version, held, self._reader)
 
     def cancel(self) -> None:
         """Give up what was begun."""
@@ -65,8 +77,22 @@ class TableChange:
         """
         assert self._pieces is not None, "start() first"
         until_s = time.monotonic() + WORK_S
-        for _ in self._pieces:
-            if time.monotonic() >= until_s:
-                return None
+        try:
+            for _ in self._pieces:
+                if time.monotonic() >= until_s:
+                    return None
+        except torch.OutOfMemoryError as error:
+            # Others on this device have taken what was free at start().
+            self._refuse(str(error))
+            return None
         self._pieces = None
         return TablePrepared(role="expert", index=self._index, version=self._version)
+
+    def _refuse(self, reason: str) -> None:
+        self.cancel()
+        self._logger.warning(
+            "expert %d: table %d is not prepared, the one in use stays: %s",
+            self._index,
+            self._version,
+            reason,
+        )

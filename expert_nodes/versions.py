@@ -1,16 +1,18 @@
 """A node's experts by version of the expert table, and how often each slot was used.
 
 Owns which versions a node holds, what is shared between them, and the counts of each. The
-weights of experts that two versions have in common are the same memory. Knows no transport
-and no file. Called by experts.py; in one process with the attention node, that one's thread
-computes while another prepares and takes counts.
+weights of experts that two versions have in common are the same memory. Counts are where the
+experts are and only grow: whoever computes adds and never waits, whoever reports reads them and
+subtracts what it has reported. So a graph that was captured may go on adding to them. Knows no
+transport and no file. Called by experts.py; in one process with the attention node, that one's
+thread computes while another prepares and takes counts.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -33,20 +35,37 @@ class SlotCounts(NamedTuple):
 
 @dataclass(slots=True)
 class Version:
-    """The experts of one table version: layers[i] holds the experts held[i]."""
+    """The experts of one table version: layers[i] holds the experts held[i].
+
+    `counts` [E] by layer are views of `used`, all pairs served; `reported` those of them that
+    have been taken, on the host.
+    """
 
     number: int
     held: Held
     layers: list[ExpertWeights]
-    counts: list[Tensor]
+    used: Tensor
+    counts: tuple[Tensor, ...]
+    reported: Tensor
 
 
 def make_version(
-    number: int, held: Sequence[Sequence[int]], layers: list[ExpertWeights]
+    number: int,
+    held: Sequence[Sequence[int]],
+    layers: list[ExpertWeights],
+    device: torch.device | str = "cpu",
 ) -> Version:
-    """Return a version that nobody has used yet."""
-    counts = [torch.zeros(layer.num_experts, dtype=torch.int64) for layer in layers]
-    return Version(number, tuple(tuple(experts) for experts in held), layers, counts)
+    """Return a version that nobody has used yet; `device` is where its experts are."""
+    sizes = [layer.num_experts for layer in layers]
+    used = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    return Version(
+        number,
+        tuple(tuple(experts) for experts in held),
+        layers,
+        used,
+        torch.split(used, sizes),
+        torch.zeros(sum(sizes), dtype=torch.int64),
+    )
 
 
 class Versions:
@@ -57,7 +76,15 @@ class Versions:
         # Of versions that are gone, not yet taken.
         self._left: list[Version] = []
         self._lock = threading.Lock()
-        self.has_counts = False
+        self._is_counted = False
+
+    @property
+    def has_counts(self) -> bool:
+        """Say whether take_counts() may have something to return.
+
+        Always on a device: what a graph adds there, the host does not see.
+        """
+        return self._is_counted or not self.newest.used.is_cpu
 
     @property
     def newest(self) -> Version:
@@ -99,36 +126,40 @@ class Versions:
                     f"expert table {number} gives this node other experts than it has loaded"
                 )
             self._retire(list(self._versions.values()))
-            self._versions = {number: make_version(number, held, found[-1].layers)}
+            last = found[-1]
+            again = make_version(number, held, last.layers, last.used.device)
+            self._versions = {number: again}
 
     def count(self, version: Version, layer: int, counts: Tensor) -> None:
-        """Add the pairs [E] that a batch has brought."""
-        with self._lock:
-            version.counts[layer] += counts
-            self.has_counts = True
+        """Add the pairs [E] that a batch has brought; does not wait for the device."""
+        version.counts[layer].add_(counts)
+        self._is_counted = True
 
     def take_counts(self) -> list[SlotCounts]:
-        """Return the pairs served since the last call, oldest version first."""
+        """Return the pairs served since the last call, oldest version first.
+
+        Waits for what is enqueued on the device.
+        """
         with self._lock:
+            self._is_counted = False
             taken, self._left = self._left, []
-            for number in self.numbers:
-                version = self._versions[number]
-                if self.has_counts and _is_used(version):
-                    taken.append(Version(number, version.held, version.layers, version.counts))
-                    version.counts = [torch.zeros_like(layer) for layer in version.counts]
-            self.has_counts = False
-        return [
-            SlotCounts(each.number, tuple(pack_ints(layer.tolist()) for layer in each.counts))
-            for each in taken
-        ]
+            taken += [self._versions[number] for number in self.numbers]
+        return [found for version in taken if (found := _report(version)) is not None]
 
     def _retire(self, versions: list[Version]) -> None:
         """Keep the counts of versions that are dropped; their weights go."""
-        for version in versions:
-            if _is_used(version):
-                self._left.append(Version(version.number, version.held, [], version.counts))
-                self.has_counts = True
+        self._left += [replace(version, layers=[]) for version in versions]
+        self._is_counted = True
 
 
-def _is_used(version: Version) -> bool:
-    return any(bool(layer.any()) for layer in version.counts)
+def _report(version: Version) -> SlotCounts | None:
+    """Return what was counted since the last report, None if nothing was."""
+    used = version.used.to("cpu", copy=True)
+    new = used - version.reported
+    version.reported = used
+    if not new.any():
+        return None
+    sizes = [len(experts) for experts in version.held]
+    return SlotCounts(
+        version.number, tuple(pack_ints(layer.tolist()) for layer in torch.split(new, sizes))
+    )

@@ -10,22 +10,27 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
 from expert_nodes.experts import Experts
+from expert_nodes.memory import lacking
 from expert_nodes.tables import TableChange
-from kernels.dispatch import select_ops
+from kernels.dispatch import Ops, select_ops
+from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import ExpertNet, wait_policy
 from m2n_comm.open import Between, ExpertListener, listen_expert
+from m2n_comm.staged import StagedExpertNet
 from models.checkpoint import Checkpoint
-from models.config import load_model_config
+from models.config import ModelConfig, load_model_config
 from models.weights import stream_expert_weights
 from topspin import __version__
 from topspin.channel import ControlClient
-from topspin.errors import Interrupted, ProtocolError, TransportError
+from topspin.config import NodeConfig
+from topspin.errors import ConfigError, Interrupted, ProtocolError, TransportError
 from topspin.inbox import Inbox
 from topspin.membership import join, reform_failed, step_failed
 from topspin.messages import (
@@ -68,32 +73,69 @@ def run_ticket(
                 net.reply(batch, experts.compute(batch))
 
 
-def load_experts(model_path: Path, welcome: Welcome, index: int) -> Experts:
-    """Read and pack the experts that the table gives to node `index`, and warm them up."""
+def load_experts(
+    model_path: Path, welcome: Welcome, index: int, *, runtime: Runtime | None = None
+) -> Experts:
+    """Read and pack the experts that the table gives to node `index`, and warm them up.
+
+    They go to the device of `runtime` (None: the one that the configuration names). Raises
+    ConfigError if there is no such device, or, before anything is read, if it is too small.
+    """
     config = welcome.config
     model = load_model_config(model_path)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if config.compute.num_threads is not None:
         torch.set_num_threads(config.compute.num_threads)
-    weights = stream_expert_weights(
-        Checkpoint(model_path), model, dtype=dtype, experts=welcome.table.experts_of(index)
-    )
+    place = config.compute.place("expert")
+    ops = select_ops(place.kernels, dtype, config.model.quantization, device=place.device)
+    runtime = runtime or open_runtime(place.device)
+    held = welcome.table.experts_of(index)
+    _check_memory(runtime, ops, model, dtype, held=held, index=index)
     experts = Experts(
         model,
-        weights,
-        select_ops(
-            config.compute.kernels_on(config.compute.expert_device),
-            dtype,
-            config.model.quantization,
+        stream_expert_weights(
+            Checkpoint(model_path), model, dtype=dtype, experts=held, device=runtime.device
         ),
-        held=welcome.table.experts_of(index),
+        ops,
+        held=held,
         version=welcome.table.version,
         per_pair_answers=config.compute.deterministic,
+        runtime=runtime,
+        # On a device they cost a launch per layer, and with one node nothing can be balanced.
+        counts=not (place.is_device and config.topology.expert_nodes == 1),
     )
     experts.trace = ring_of(config)
-    experts.warm_up()
+    experts.warm_up(_warm_up_rows(config) if runtime.is_asynchronous else (1,))
     release_freed_memory()
     return experts
+
+
+def _check_memory(
+    runtime: Runtime,
+    ops: Ops,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    held: Sequence[Sequence[int]],
+    index: int,
+) -> None:
+    """Raise ConfigError, with the numbers, if the experts `held` do not fit on the device."""
+    count = sum(len(experts) for experts in held)
+    numbers = lacking(runtime, count, ops=ops, model=model, dtype=dtype)
+    if numbers is not None:
+        raise ConfigError(
+            f"expert node {index}: {numbers}; use more --expert-nodes on other GPUs, "
+            "--quantization, or --expert-device cpu"
+        )
+
+
+def _warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
+    """Return the numbers of rows for which kernels differ, up to the largest batch."""
+    most = config.max_num_batched_tokens
+    if config.m2n.transport != "local":
+        most = min(most, config.m2n.window_rows) * config.topology.attention_nodes
+    powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+    return (*powers, most)
 
 
 class ExpertWorker:
@@ -158,8 +200,9 @@ class ExpertWorker:
     ) -> None:
         """Accept the attention nodes of the topology and report ready."""
         topology = welcome.topology
+        shape = experts.net_shape(welcome.config)
         self._net = listener.accept(
-            experts.net_shape(welcome.config),
+            shape,
             index=self._index,
             incarnation=self._incarnation,
             attention_incarnations=topology.attention_incarnations,
@@ -170,6 +213,11 @@ class ExpertWorker:
             check=self._check,
             reuse=welcome.config.restart,
         )
+        if welcome.config.compute.place("expert").is_device:
+            count = len(topology.attention_incarnations)
+            self._net = StagedExpertNet(
+                self._net, experts.runtime, shape=shape, num_attention=count
+            )
         self._control.send(
             Ready(role="expert", index=self._index, load_s=load_s, generation=topology.generation)
         )

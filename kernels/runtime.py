@@ -24,10 +24,12 @@ Replay = Callable[[], None]
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes that a device has, and those that nobody has taken."""
+    """Bytes that a device has, those that nobody has taken, and `cached`: those that this
+    process has taken and could use for something else."""
 
     total: int
     free: int
+    cached: int = 0
 
 
 class Event(Protocol):
@@ -260,7 +262,8 @@ class CudaRuntime:
 
     def memory(self) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(self.device)
-        return DeviceMemory(total=total, free=free)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return DeviceMemory(total=total, free=free, cached=cached)
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)

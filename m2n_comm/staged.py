@@ -15,7 +15,7 @@ wait. They grow to the largest micro-batch seen, and begin at what balanced ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -262,10 +262,6 @@ class ExpertStaging:
         answer.copy_(partial, non_blocking=True)
         self._runtime.current_stream().record().wait()
         return answer
-
-    def around(self, serve: Callable[[ExpertBatch], Tensor]) -> Callable[[ExpertBatch], Tensor]:
-        """Return what serves a host's batches with `serve`, which takes a device's: for local."""
-        return lambda batch: self.to_host(serve(self.to_device(batch)))
 
 
 class StagedExpertNet:

@@ -39,19 +39,27 @@ class _Source(NamedTuple):
 
 
 class ExpertReader:
-    """Reads the experts of one model's MoE layers, converted to `dtype`."""
+    """Reads the experts of one model's MoE layers, converted to `dtype`, onto `device`."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
         assert config.moe is not None
         self._checkpoint = checkpoint
         self._config = config
         self._moe = config.moe
         self._family = FAMILIES[config.family]
         self._dtype = dtype
+        self._device = device
 
     def read_ahead(self, layer: int, expert: int) -> None:
         """Have the pages of an expert of MoE layer `layer` read in the background."""
-        for source in self._sources(layer, expert, self._empty()):
+        for source in self._sources(layer, expert, self._empty("meta")):
             self._checkpoint.read_ahead(source.name, index=source.slice_idx)
 
     def read(self, layer: int, expert: int) -> Generator[None, None, ExpertTensors]:
@@ -59,7 +67,7 @@ class ExpertReader:
 
         Raises CheckpointError as models.weights.load_expert_weights.
         """
-        tensors = self._empty()
+        tensors = self._empty(self._device)
         for source in self._sources(layer, expert, tensors):
             num_rows, row_bytes = source.out.shape[0], source.out[0].nbytes
             step = max(1, PIECE_BYTES // row_bytes)
@@ -75,11 +83,11 @@ class ExpertReader:
         """Unmap what is mapped; reading opens it again."""
         self._checkpoint.close()
 
-    def _empty(self) -> ExpertTensors:
+    def _empty(self, device: torch.device | str) -> ExpertTensors:
         hidden, width = self._config.hidden_size, self._moe.intermediate_size
         return ExpertTensors(
-            torch.empty(2 * width, hidden, dtype=self._dtype),
-            torch.empty(hidden, width, dtype=self._dtype),
+            torch.empty(2 * width, hidden, dtype=self._dtype, device=device),
+            torch.empty(hidden, width, dtype=self._dtype, device=device),
         )
 
     def _sources(self, layer: int, expert: int, tensors: ExpertTensors) -> list[_Source]:

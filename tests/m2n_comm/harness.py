@@ -316,6 +316,13 @@ def open_fleet(
     )
 
 
+def _staged_serve(
+    staging: ExpertStaging, serve: Callable[[ExpertBatch], torch.Tensor]
+) -> Callable[[ExpertBatch], torch.Tensor]:
+    """Return what computes a host's batches on the staging's device."""
+    return lambda batch: staging.to_host(serve(staging.to_device(batch)))
+
+
 def _open_staged(
     transport: Transport,
     num_attention: int,
@@ -326,13 +333,16 @@ def _open_staged(
     link: LinkEmulation | None,
     runtimes: Callable[[], Runtime] = HostRuntime,
 ) -> Fleet:
-    """Open a fleet and put every node on a device of its own; local's experts by `around`.
+    """Open a fleet and put every node on a device of its own; local's experts around `serve`.
 
     A step's micro-batches have up to 40 rows here, and buffers for fewer: they have to grow.
     """
     if transport == "local":
         stagings = [ExpertStaging(runtimes(), shape, num_attention=num_attention) for _ in serves]
-        hub_serves = [s.around(_current(serves, i)) for i, s in enumerate(stagings)]
+        hub_serves = [
+            _staged_serve(staging, _current(serves, index))
+            for index, staging in enumerate(stagings)
+        ]
         fleet = _open_local(num_attention, shape=shape, table=table, serves=hub_serves, link=link)
         fleet.serves = serves
     else:

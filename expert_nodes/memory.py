@@ -1,0 +1,69 @@
+"""Whether a node's experts fit into its device's memory, before anything is read.
+
+Owns the sizes (those of what the kernels really keep: an expert is packed without its numbers
+and counted) and the numbers that a message names. Knows no transport and no table; worker.py
+asks for a share that is loaded, experts.py for what moves. The host's memory is not budgeted.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+
+from kernels.contracts import LinearWeight
+from kernels.dispatch import Ops
+from kernels.runtime import DeviceMemory, Runtime
+from models.config import ModelConfig
+from topspin.units import format_size
+
+# While a matrix becomes codes there are it, and some fp32 copies of it.
+_PACKING_COPIES: Final = 6
+
+
+class ExpertSize(NamedTuple):
+    """Bytes of one expert as it is kept, and those needed besides while one is packed."""
+
+    kept: int
+    packing: int
+
+
+def measure_expert(ops: Ops, model: ModelConfig, dtype: torch.dtype) -> ExpertSize:
+    """Return the size of one expert of `model` that `ops` has packed; takes no memory."""
+    assert model.moe is not None
+    hidden, width = model.hidden_size, model.moe.intermediate_size
+    gate_up = torch.empty(2 * width, hidden, dtype=dtype, device="meta")
+    down = torch.empty(hidden, width, dtype=dtype, device="meta")
+    packed = ops.pack_experts([gate_up], [down])
+    kept = sum(_nbytes(weight) for weight in (*packed.gate_up, *packed.down))
+    is_plain = kept == gate_up.nbytes + down.nbytes
+    copies = 0 if is_plain else gate_up.nbytes + _PACKING_COPIES * gate_up.numel() * 4
+    return ExpertSize(kept, copies)
+
+
+def _nbytes(weight: LinearWeight) -> int:
+    scales = getattr(weight, "scales", None)
+    return weight.data.nbytes + (0 if scales is None else int(scales.nbytes))
+
+
+def shortage(
+    size: ExpertSize, num_experts: int, memory: DeviceMemory, device: torch.device
+) -> str | None:
+    """Return the numbers, for a message, if `num_experts` more do not fit; None if they do."""
+    needed, found = num_experts * size.kept + size.packing, memory.free + memory.cached
+    if needed <= found:
+        return None
+    return (
+        f"{num_experts} experts of {format_size(size.kept)} need {format_size(needed)} on "
+        f"{device}, of whose {format_size(memory.total)} {format_size(found)} are free"
+    )
+
+
+def lacking(
+    runtime: Runtime, num_experts: int, *, ops: Ops, model: ModelConfig, dtype: torch.dtype
+) -> str | None:
+    """Return `shortage` of `num_experts` more on the runtime's device; None on the host."""
+    if not runtime.is_asynchronous:
+        return None
+    size = measure_expert(ops, model, dtype)
+    return shortage(size, num_experts, runtime.memory(), runtime.device)
