@@ -52,7 +52,7 @@ class Decoder:
     ) -> None:
         """Pack `weights`, layer by layer; each original is dropped as soon as it is packed."""
         self.config = config
-        self._ops = ops
+        self.ops = ops
         self._kv = kv_cache
         self._scale = config.head_dim**-0.5
         self._embed = weights.embed
@@ -65,7 +65,7 @@ class Decoder:
         ]
 
     def _pack(self, idx: int, moe_idx: int | None, weights: LayerWeights) -> Layer:
-        pack, project = self._ops.pack_linear, self._ops.pack_projection
+        pack, project = self.ops.pack_linear, self.ops.pack_projection
         mlp = weights.dense if weights.dense is not None else weights.shared
         return Layer(
             idx=idx,
@@ -91,7 +91,7 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the residual stream [T, H] that tokens i64[T] start with."""
-        return self._ops.embed(tokens, self._embed)
+        return self.ops.embed(tokens, self._embed)
 
     def attention_half(
         self, layer: Layer, residual: Tensor, delta: Tensor | None, inputs: MicroBatchInputs
@@ -100,7 +100,7 @@ class Decoder:
 
         What is returned [T, H] is the input of the layer's MLP or experts.
         """
-        ops, eps = self._ops, self.config.rms_norm_eps
+        ops, eps = self.ops, self.config.rms_norm_eps
         if delta is None:
             normed = ops.rms_norm(residual, layer.input_norm, eps=eps)
         else:
@@ -134,7 +134,7 @@ class Decoder:
 
     def _project(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, N, D], k and v [T, G, D] before norms of single heads and rotation."""
-        config, ops = self.config, self._ops
+        config, ops = self.config, self.ops
         qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
         q = qkv[:, : config.q_size]
         k = qkv[:, config.q_size : config.q_size + config.kv_size]
@@ -157,8 +157,8 @@ class Decoder:
         assert layer.router is not None
         assert self.config.moe is not None
         rounds = FAMILIES[self.config.family].rounds_routing_weights
-        return self._ops.route(
-            self._ops.linear(normed, layer.router),
+        return self.ops.route(
+            self.ops.linear(normed, layer.router),
             top_k=self.config.moe.top_k,
             renormalise=self.config.moe.norm_topk_prob,
             weights_dtype=normed.dtype if rounds else torch.float32,
@@ -170,15 +170,17 @@ class Decoder:
             return None
         gate_up, down = layer.mlp
         gate_up_bias, down_bias = layer.mlp_biases
-        out = self._ops.dense_mlp(
+        out = self.ops.dense_mlp(
             normed, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias
         )
         if layer.shared_gate is not None:
-            out = self._ops.sigmoid(self._ops.linear(normed, layer.shared_gate)) * out
+            out = self.ops.sigmoid(self.ops.linear(normed, layer.shared_gate)) * out
         return out
 
-    def logits(self, residual: Tensor) -> Tensor:
-        """Return fp32 logits [R, V] of finished residual rows [R, H]."""
-        normed = self._ops.rms_norm(residual, self._final_norm, eps=self.config.rms_norm_eps)
-        logits = residual.new_empty(len(residual), self._lm_head.out_features, dtype=torch.float32)
-        return self._ops.linear(normed, self._lm_head, out=logits)
+    def logits(self, residual: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return fp32 logits [R, V], `out` if given, of finished residual rows [R, H]."""
+        normed = self.ops.rms_norm(residual, self._final_norm, eps=self.config.rms_norm_eps)
+        if out is None:
+            shape = (len(residual), self._lm_head.out_features)
+            out = residual.new_empty(shape, dtype=torch.float32)
+        return self.ops.linear(normed, self._lm_head, out=out)

@@ -1,27 +1,33 @@
 """One attention replica: its weights, its cache, its sequences, and how it does a step.
 
 Owns the chain of steps (a plan out of order is refused) and joins the parts: plan ->
-inputs -> rally -> commit -> sample -> result. Knows no sockets: worker.py brings plans
-and takes results away, and hands in the net.
+indices -> layers -> sample, which launch() enqueues, and -> result, for which collect()
+waits. On the CPU all has happened when launch() returns; on a GPU a second step may be
+launched while one runs: its slices then begin with tokens that only the device knows.
+Knows no sockets: worker.py brings plans and takes results away, and hands in the net.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from pathlib import Path
+from typing import Final
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
-from attention_nodes.rally import Flight, rally
+from attention_nodes.executor import Executor, HostExecutor
+from attention_nodes.launched import LaunchedStep
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampler
-from attention_nodes.sequences import Limits, SequenceTable, unpack
-from attention_nodes.step_inputs import build_inputs
+from attention_nodes.sequences import IntArray, Limits, SequenceTable, unpack
+from attention_nodes.step_inputs import Slices, slice_up
 from kernels.dispatch import select_ops
+from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import AttentionNet, NetShape, NetTimes
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
@@ -36,7 +42,6 @@ from topspin.messages import (
     StepPlan,
     StepResult,
     StepTicket,
-    StepTimings,
     pack_ints,
 )
 from topspin.process import release_freed_memory
@@ -46,15 +51,26 @@ from topspin.trace_node import ring_of
 
 _log = logging.getLogger("attention")
 
+# One runs, and the next one is ready to: as many as the scheduler plans ahead.
+MAX_LAUNCHED: Final = 2
+
 
 class Replica:
     """Executes StepPlans, one after the other.
 
-    Invariant: between steps every sequence's committed positions are in the cache, and
-    nothing of a failed step is kept (the node that failed one does not go on).
+    Invariant: a sequence's committed positions are in the cache before a later step reads
+    them, and nothing of a failed step is kept (the node that failed one does not go on).
     """
 
-    def __init__(self, model: ModelConfig, decoder: Decoder, num_blocks: int, config: NodeConfig):
+    def __init__(
+        self,
+        model: ModelConfig,
+        decoder: Decoder,
+        num_blocks: int,
+        config: NodeConfig,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """Serve with `decoder`, whose cache has `num_blocks`; `runtime` None: the host's."""
         assert config.model.max_model_len is not None
         self._model = model
         self._decoder = decoder
@@ -67,10 +83,17 @@ class Replica:
                 vocab_size=model.vocab_size,
             )
         )
-        self._rotary = RotaryTable(model, max_len=config.model.max_model_len)
-        self._sampler = Sampler(self._table)
-        # The sum of the experts' answers, fp32 [T, H]; a slice of it per micro-batch.
-        self._combined = torch.empty(config.max_num_batched_tokens, model.hidden_size)
+        self._sampler = Sampler(self._table, decoder.ops)
+        self._runtime = runtime or HostRuntime()
+        self._stream = self._runtime.current_stream()
+        self._max_tokens = config.max_num_batched_tokens
+        self._executor: Executor = HostExecutor(
+            decoder,
+            RotaryTable(model, max_len=config.model.max_model_len),
+            self._runtime,
+            max_tokens=self._max_tokens,
+        )
+        self._launched: deque[LaunchedStep] = deque()
         self._generation = 0
         self._last_step = 0
         self.trace = ring_of(config)
@@ -123,7 +146,7 @@ class Replica:
                 sampling=SamplingParams(max_tokens=1, seed=0, temperature=1.0),
             )
         )
-        inputs = build_inputs(
+        slices = slice_up(
             MicroBatch(
                 seq_ids=pack_ints([0]),
                 num_tokens=pack_ints([1]),
@@ -132,16 +155,16 @@ class Replica:
                 block_ids=b"",
             ),
             self._table,
-            self._rotary,
         )
+        inputs = self._executor.inputs_of([slices])
         residual = self._decoder.embed(inputs.tokens)
         for layer in self._decoder.layers:
-            normed = self._decoder.attention_half(layer, residual, None, inputs)
+            normed = self._decoder.attention_half(layer, residual, None, inputs.parts[0])
             if layer.router is not None:
                 self._decoder.route(layer, normed)
             self._decoder.local_mlp(layer, normed)
-        self._table.commit(inputs.rows, inputs.counts)
-        self._sampler.sample(self._decoder.logits(residual), [inputs])
+        asked = self._sampler.ask(slices.sampled, slices.seq_ids)
+        self._sampler.draw(self._decoder.logits(residual), asked)
         self._table.clear()
 
     @property
@@ -172,54 +195,95 @@ class Replica:
         Raises ProtocolError for a plan that does not follow from what came before,
         TransportError if the experts' answers do not come.
         """
+        self.launch(plan, net, index=index, beat=beat)
+        return self.collect()
+
+    @property
+    def num_launched(self) -> int:
+        """Return how many steps were launched and not collected."""
+        return len(self._launched)
+
+    @property
+    def is_done(self) -> bool:
+        """Say whether the oldest launched step has ended; never waits."""
+        return self._launched[0].receipt.ended.is_done()
+
+    def launch(
+        self, plan: StepPlan, net: AttentionNet | None, *, index: int, beat: Beat | None = None
+    ) -> None:
+        """Enqueue one step, behind at most one other; raises as execute()."""
+        assert len(self._launched) < MAX_LAUNCHED, "collect() first"
         started = time.perf_counter()
         trace = self.trace
         if trace is not None:
             trace.step = plan.ticket.step
             trace.stamp(Kind.PLAN_RECEIVED)
         self._follow(plan, index)
-        flights = self._take_off(plan)
+        micro_batches = self._slice_up(plan)
+        sampled = np.concatenate([slices.sampled for slices in micro_batches])
+        self._settle_for(sampled)
+        seq_ids = np.concatenate([slices.seq_ids for slices in micro_batches])
+        asked = self._sampler.ask(sampled, seq_ids)
+        reserved = self._table.reserve(sampled)
+        placed = self._executor.place(micro_batches, net)
         if net is not None:
             net.trace = trace
             net.begin(plan.ticket)
         if trace is not None:
             trace.stamp(Kind.STEP_BEGAN)
         prepared = time.perf_counter()
-        rally(self._decoder, net, flights, trace, beat=beat)
-        for flight in flights:
-            self._table.commit(flight.inputs.rows, flight.inputs.counts)
-        rallied = time.perf_counter()
-        if trace is not None:
-            trace.stamp(Kind.RALLIED)
-        drawn = self._sampler.sample(
-            self._decoder.logits(self._rows_to_sample(flights)),
-            [flight.inputs for flight in flights],
-        )
-        finished = time.perf_counter()
-        if trace is not None:
-            trace.stamp(Kind.STEP_ENDED)
-        gap_s = 0.0 if self._finished_s is None else started - self._finished_s
-        self._finished_s = finished
-        times = net.times() if net is not None else NetTimes(0.0, 0.0, None)
-        return StepResult(
-            step=plan.ticket.step,
-            generation=plan.ticket.generation,
+        began = self._stream.record(timed=True)
+        ran = self._executor.run(placed, net, trace=trace, beat=beat)
+        drawn = self._sampler.draw(ran.logits, asked) if len(sampled) else []
+        if drawn:
+            self._executor.keep(placed, drawn[0])
+        launched = LaunchedStep(
+            ticket=plan.ticket,
             index=index,
-            seq_ids=drawn.seq_ids,
-            tokens=drawn.tokens,
-            logprobs=drawn.logprobs,
-            errors=drawn.errors,
-            timings=StepTimings(
-                total_s=finished - started,
-                attention_s=rallied - prepared - times.wait_s,
-                wait_s=times.wait_s,
-                sample_s=finished - rallied,
-                prepare_s=prepared - started,
-                expert_s=times.expert_s,
-                link_s=times.link_s,
-                gap_s=gap_s,
-            ),
+            asked=asked,
+            reserved=reserved,
+            receipt=self._executor.fetch(drawn),
+            started_s=started,
+            prepared_s=prepared,
+            began=began,
+            rallied=ran.rallied,
+            times=net.times() if net is not None else NetTimes(0.0, 0.0, None),
         )
+        self._launched.append(launched)
+        if not self._executor.keeps_tokens:
+            self._settle(launched)
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest launched step and return its result."""
+        launched = self._launched.popleft()
+        drawn = self._sampler.answer(launched.asked, self._settle(launched))
+        if self.trace is not None:
+            self.trace.step = launched.ticket.step
+            self.trace.stamp(Kind.STEP_ENDED)
+        previous_s, self._finished_s = self._finished_s, time.perf_counter()
+        return launched.result(drawn, previous_s=previous_s)
+
+    def discard(self) -> None:
+        """Forget what is launched, once it has ended; its generation is over."""
+        if self._launched:
+            self._runtime.synchronize()
+            self._launched.clear()
+
+    def _settle(self, launched: LaunchedStep) -> list[np.ndarray]:
+        """Wait for what a step has drawn, and record it."""
+        if launched.drawn is None:
+            launched.drawn = launched.receipt.arrays()
+            if launched.drawn:
+                # The failed ones' too: the next step may be planned already, and goes on from a
+                # token that nobody is told.
+                self._table.fill(launched.reserved, launched.drawn[0])
+        return launched.drawn
+
+    def _settle_for(self, sampled: IntArray) -> None:
+        """See to it that sampling these rows finds the tokens that it looks at."""
+        if self._sampler.needs_values(sampled) and self._table.has_pending(sampled):
+            for launched in self._launched:
+                self._settle(launched)
 
     def _follow(self, plan: StepPlan, index: int) -> None:
         """Check the plan's place in the chain; forget and admit sequences."""
@@ -244,25 +308,12 @@ class Replica:
         if index not in ticket.participants:
             raise ProtocolError(f"step {ticket.step} is not for attention node {index}")
 
-    def _take_off(self, plan: StepPlan) -> list[Flight]:
-        flights = []
-        used = 0
-        for micro_batch in plan.micro_batches:
-            inputs = build_inputs(micro_batch, self._table, self._rotary)
-            end = used + inputs.num_tokens
-            if end > len(self._combined):
-                raise ProtocolError(f"{end} tokens in a step, more than {len(self._combined)}")
-            flights.append(
-                Flight(
-                    inputs=inputs,
-                    residual=self._decoder.embed(inputs.tokens),
-                    combined=self._combined[used:end],
-                )
-            )
-            used = end
-        return flights
-
-    @staticmethod
-    def _rows_to_sample(flights: list[Flight]) -> Tensor:
-        rows = [flight.residual[flight.inputs.sample_rows] for flight in flights]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+    def _slice_up(self, plan: StepPlan) -> list[Slices]:
+        """Turn the plan into indices; its sequences have advanced afterwards."""
+        micro_batches = [slice_up(each, self._table) for each in plan.micro_batches]
+        num_tokens = sum(slices.num_tokens for slices in micro_batches)
+        if num_tokens > self._max_tokens:
+            raise ProtocolError(f"{num_tokens} tokens in a step, more than {self._max_tokens}")
+        for slices in micro_batches:
+            self._table.commit(slices.rows, slices.counts)
+        return micro_batches

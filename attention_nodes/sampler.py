@@ -1,8 +1,9 @@
-"""From logits to a step's result: draw tokens, record them, pack the answer.
+"""From logits to a step's result: what is asked, drawing it, packing the answer.
 
 Owns the translation of sequences' SamplingParams into one SamplingBatch and of drawn
-tokens into what StepResult carries. The arithmetic is kernels.sampling's; knows no
-model.
+tokens into what StepResult carries. Three parts, since on a GPU they happen at three times:
+`ask` needs no logits, `draw` only enqueues, `answer` needs what was drawn on the host. The
+arithmetic is that of the kernels (Ops.sample); knows no model.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attention_nodes.sequences import IntArray, SequenceTable
-from attention_nodes.step_inputs import MicroBatchInputs
+from kernels.dispatch import Ops
 from kernels.philox import as_signed
-from kernels.sampling import BannedTokens, LogitBias, SampleResult, SamplingBatch, sample
+from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
 from topspin.messages import SamplingParams, TokenLogprobs, pack_ints
 
 
@@ -30,38 +31,78 @@ class Drawn(NamedTuple):
     errors: dict[int, str]
 
 
+class Asked(NamedTuple):
+    """The sequences that a step samples: by their rows of the table, in order, R of them."""
+
+    rows: IntArray
+    seq_ids: IntArray
+    params: list[SamplingParams]
+    batch: SamplingBatch
+    num_top_logprobs: int | None
+
+    @property
+    def is_processed(self) -> bool:
+        """Say whether anything but the temperature and filters changes a row's logits."""
+        batch = self.batch
+        has_edits = batch.logit_bias is not None or batch.banned is not None
+        return has_edits or bool(batch.penalised_rows)
+
+
 class Sampler:
-    """Samples for the sequences of one table, and appends to it what it drew."""
+    """Samples for the sequences of one table."""
 
-    def __init__(self, table: SequenceTable) -> None:
+    def __init__(self, table: SequenceTable, ops: Ops) -> None:
         self._table = table
+        self._ops = ops
 
-    def sample(self, logits: Tensor, inputs: Sequence[MicroBatchInputs]) -> Drawn:
-        """Draw a token for each row of fp32 logits [R, V].
+    def needs_values(self, rows: IntArray) -> bool:
+        """Say whether sampling `rows` looks at tokens that they have, not only at how many."""
+        return any(_has_penalty(self._table.sampling(row)) for row in rows.tolist())
 
-        The rows are those that `inputs` asked to sample, in order, after commit(). A row
-        without a usable score, the model's or after penalties, bias and bans, fails its own
-        sequence and no other.
+    def ask(self, rows: IntArray, seq_ids: IntArray) -> Asked:
+        """Gather how the next token of each row is to be chosen.
+
+        Call after commit() and before reserve(); tokens that needs_values() means are known.
         """
-        rows = np.concatenate([part.sampled for part in inputs])
-        seq_ids = np.concatenate([part.seq_ids for part in inputs])
-        if len(rows) == 0:
-            return Drawn(b"", b"", {}, {})
         params = [self._table.sampling(row) for row in rows.tolist()]
         wanted = [each.logprobs for each in params if each.logprobs is not None]
-        result = sample(
-            logits, self._batch(rows, params), num_top_logprobs=max(wanted) if wanted else None
+        return Asked(
+            rows, seq_ids, params, self._batch(rows, params), max(wanted) if wanted else None
         )
-        tokens, valid = result.tokens.numpy(), result.valid.numpy()
-        # The failed ones' too: the next step may be planned already, and goes on from a token
-        # that nobody is told.
-        self._table.append(rows, tokens)
+
+    def draw(self, logits: Tensor, asked: Asked) -> list[Tensor]:
+        """Draw a token for each row of fp32 logits [R, V]; gives what answer() needs.
+
+        The first tensor is the tokens, i64[R]. All are where the logits are.
+        """
+        result = self._ops.sample(logits, asked.batch, num_top_logprobs=asked.num_top_logprobs)
+        drawn = [result.tokens, result.valid]
+        # Without processing it is only the model that can have gone wrong.
+        drawn.append(logits.amax(-1).isfinite() if asked.is_processed else result.valid)
+        if result.logprobs is not None:
+            assert result.top_ids is not None
+            assert result.top_logprobs is not None
+            drawn += [result.logprobs, result.top_ids, result.top_logprobs]
+        return drawn
+
+    @staticmethod
+    def answer(asked: Asked, drawn: Sequence[np.ndarray]) -> Drawn:
+        """Pack what draw() gave, on the host now; nothing if no row was asked for.
+
+        A row without a usable score, the model's or after penalties, bias and bans, fails its
+        own sequence and no other.
+        """
+        if not drawn:
+            return Drawn(b"", b"", {}, {})
+        tokens, valid, is_number = drawn[:3]
+        seq_ids = asked.seq_ids
         return Drawn(
             seq_ids=pack_ints(seq_ids[valid].tolist()),
             tokens=pack_ints(tokens[valid].tolist()),
-            logprobs=_logprobs(result, params, seq_ids, valid) if wanted else {},
+            logprobs=_logprobs(asked, drawn, valid) if len(drawn) > 3 else {},
             errors={
-                int(seq_ids[idx]): _reason(logits[idx]) for idx in (~valid).nonzero()[0].tolist()
+                int(seq_ids[idx]): _reason(is_number=bool(is_number[idx]))
+                for idx in (~valid).nonzero()[0].tolist()
             },
         )
 
@@ -113,9 +154,9 @@ class Sampler:
         return histories
 
 
-def _reason(logits: Tensor) -> str:
-    """Say why a row of logits [V] gave no token."""
-    if not bool(logits.amax().isfinite()):
+def _reason(*, is_number: bool) -> str:
+    """Say why a row gave no token; `is_number`: the greatest of the model's own logits is one."""
+    if not is_number:
         return "the model's logits are not numbers"
     return "the request's penalties, logit_bias and banned stop tokens leave no token to choose"
 
@@ -138,17 +179,15 @@ def _logit_bias(params: list[SamplingParams]) -> LogitBias | None:
 
 
 def _logprobs(
-    result: SampleResult, params: list[SamplingParams], seq_ids: IntArray, valid: np.ndarray
+    asked: Asked, drawn: Sequence[np.ndarray], valid: np.ndarray
 ) -> dict[int, TokenLogprobs]:
-    assert result.logprobs is not None
-    assert result.top_ids is not None
-    assert result.top_logprobs is not None
+    chosen, top_ids, top_logprobs = drawn[3:]
     entries = {}
-    for idx, each in enumerate(params):
+    for idx, each in enumerate(asked.params):
         if each.logprobs is not None and valid[idx]:
-            entries[int(seq_ids[idx])] = TokenLogprobs(
-                float(result.logprobs[idx]),
-                tuple(result.top_ids[idx, : each.logprobs].tolist()),
-                tuple(result.top_logprobs[idx, : each.logprobs].tolist()),
+            entries[int(asked.seq_ids[idx])] = TokenLogprobs(
+                float(chosen[idx]),
+                tuple(top_ids[idx, : each.logprobs].tolist()),
+                tuple(top_logprobs[idx, : each.logprobs].tolist()),
             )
     return entries

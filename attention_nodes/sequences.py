@@ -8,7 +8,7 @@ does what plans say and refuses, by ProtocolError, plans that contradict what it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from topspin.messages import NewSequence, SamplingParams
 
 IntArray = npt.NDArray[np.int64]
 
+PENDING: Final = -1
+"""In SequenceTable.tokens: sampled by a step whose answer has not come from the device."""
+
 
 class Limits(NamedTuple):
     """What ids a plan may name."""
@@ -26,6 +29,14 @@ class Limits(NamedTuple):
     block_size: int
     num_blocks: int
     vocab_size: int
+
+
+class Reserved(NamedTuple):
+    """Where the tokens of a step under way belong; see SequenceTable.reserve."""
+
+    rows: IntArray
+    positions: IntArray
+    tenancy: IntArray
 
 
 def unpack(data: bytes, *, what: str) -> IntArray:
@@ -38,10 +49,11 @@ def unpack(data: bytes, *, what: str) -> IntArray:
 class SequenceTable:
     """All sequences that the scheduler has admitted to this node.
 
-    Invariant: positions below `num_committed[row]` are in the cache; `tokens[row]` is known
-    below `num_known[row]`, and num_committed < num_known between steps unless a prompt is
-    still being prefilled. Rows are reused; arrays grow by doubling. The big arrays are
-    zero pages until they are touched.
+    Invariant: positions below `num_committed[row]` are in the cache, or will be before a later
+    step reads them; `tokens[row]` has as many as `num_known[row]` says, the last of which may
+    be PENDING; num_committed < num_known between steps unless a prompt is still being
+    prefilled. Rows are reused (`tenancy` counts their tenants); arrays grow by doubling. The
+    big arrays are zero pages until they are touched.
     """
 
     def __init__(self, limits: Limits, *, capacity: int = 64) -> None:
@@ -55,6 +67,7 @@ class SequenceTable:
         self.num_committed = np.zeros(capacity, dtype=np.int64)
         self.num_prompt = np.zeros(capacity, dtype=np.int64)
         self.num_blocks = np.zeros(capacity, dtype=np.int64)
+        self.tenancy = np.zeros(capacity, dtype=np.int64)
         self._sampling: list[SamplingParams | None] = [None] * capacity
 
     def __len__(self) -> int:
@@ -96,6 +109,7 @@ class SequenceTable:
                 "num_committed",
                 "num_prompt",
                 "num_blocks",
+                "tenancy",
             ):
                 old = getattr(self, name)
                 grown = np.zeros((2 * capacity, *old.shape[1:]), dtype=old.dtype)
@@ -111,6 +125,7 @@ class SequenceTable:
         if row is None:
             raise ProtocolError(f"sequence {seq_id} is finished but was never admitted")
         self._sampling[row] = None
+        self.tenancy[row] += 1
         self._free_rows.append(row)
 
     def clear(self) -> None:
@@ -149,12 +164,27 @@ class SequenceTable:
         """Record that the next `counts` positions of `rows` are in the cache."""
         self.num_committed[rows] += counts
 
-    def append(self, rows: IntArray, sampled: IntArray) -> None:
-        """Record the token sampled after the last known one of each row."""
+    def reserve(self, rows: IntArray) -> Reserved:
+        """Make room for the token that is being sampled after the last one of each row.
+
+        Its position counts as known from now on; its value is PENDING until fill().
+        """
         if (self.num_known[rows] != self.num_committed[rows]).any():
             raise ProtocolError("a token was sampled before the end of a prompt")
-        self.tokens[rows, self.num_known[rows]] = sampled
+        reserved = Reserved(rows, self.num_known[rows], self.tenancy[rows])
+        self.tokens[rows, reserved.positions] = PENDING
         self.num_known[rows] += 1
+        return reserved
+
+    def fill(self, reserved: Reserved, sampled: IntArray) -> None:
+        """Record what was sampled; not for sequences that have gone meanwhile."""
+        rows, positions, tenancy = reserved
+        present = self.tenancy[rows] == tenancy
+        self.tokens[rows[present], positions[present]] = sampled[present]
+
+    def has_pending(self, rows: IntArray) -> bool:
+        """Say whether the last token of any of `rows` is PENDING."""
+        return bool((self.tokens[rows, self.num_known[rows] - 1] == PENDING).any())
 
     def sampling(self, row: int) -> SamplingParams:
         """Return the sampling parameters of the sequence in `row`."""

@@ -1,12 +1,15 @@
-"""From a planned micro-batch to the tensors that its layers need.
+"""From a planned micro-batch to the indices that its layers need, on the host.
 
-Owns the index arithmetic: token ids, rotary angles, cache slots, attention metadata,
-rows to sample. Knows no weights and runs no kernel.
+Owns the index arithmetic: token ids, positions, cache slots, what attention is told, rows to
+sample; and, for a node on the CPU, the tensors that all this is (device_inputs.py is that of
+a GPU). Knows no weights and runs no kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,51 +24,78 @@ from topspin.messages import MicroBatch
 
 @dataclass(frozen=True, eq=False)
 class MicroBatchInputs:
-    """One micro-batch of T tokens over S slices, ready to run.
+    """One micro-batch of T rows over S sequences, ready to run.
 
-    `rows` and `counts` [S] name the sequences and how far each advances; `sample_rows` are
-    the token rows whose logits are sampled, `sampled` [*] the sequence rows they belong to.
-    `num_rows` i64[1]: the rows of T from num_rows[0] on are padding; None: none is.
+    `start` is its first row among the step's. `num_rows` i64[1]: the rows of T from
+    num_rows[0] on are padding; None: none is.
     """
 
-    tokens: Tensor
+    start: int
+    num_tokens: int
     cos: Tensor
     sin: Tensor
     kv_slots: Tensor
     meta: AttentionMeta
+    num_rows: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """All micro-batches of a step, their rows one after the other.
+
+    tokens i64[T] are where the residual streams start; sample_rows i64[R] are the rows whose
+    logits are wanted.
+    """
+
+    tokens: Tensor
+    parts: list[MicroBatchInputs]
+    sample_rows: Tensor
+
+
+class Slices(NamedTuple):
+    """One micro-batch as arrays: T tokens over S slices, of which R are sampled.
+
+    `rows` and `counts` [S] name the sequences and how far each advances; of `tokens` [T] may
+    be PENDING what a step under way samples, the last one of the sequence in `row_of_token`;
+    `prompt_lens` [T] are their prompts' lengths. `sample_rows` [R] are the token rows that are
+    sampled, `sampled` and `seq_ids` [R] the sequences' rows and ids.
+    """
+
     rows: IntArray
     counts: IntArray
-    sample_rows: Tensor
+    tokens: IntArray
+    row_of_token: IntArray
+    positions: IntArray
+    prompt_lens: IntArray
+    kv_slots: IntArray
+    query_start: np.ndarray
+    """i32[S + 1]."""
+    context_lens: np.ndarray
+    """i32[S]."""
+    block_tables: np.ndarray
+    """i32[S, as many as the longest context needs]."""
+    sample_rows: IntArray
     sampled: IntArray
     seq_ids: IntArray
-    num_rows: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """Return T."""
-        return int(self.tokens.shape[0])
+        return len(self.tokens)
 
 
-def build_inputs(plan: MicroBatch, table: SequenceTable, rotary: RotaryTable) -> MicroBatchInputs:
-    """Turn `plan` into tensors, giving its sequences their new blocks.
+def slice_up(plan: MicroBatch, table: SequenceTable) -> Slices:
+    """Turn `plan` into indices, giving its sequences their new blocks.
 
     Raises ProtocolError if the plan contradicts what the node knows.
     """
     seq_ids = unpack(plan.seq_ids, what="seq_ids")
     counts = unpack(plan.num_tokens, what="num_tokens")
-    block_counts = unpack(plan.block_counts, what="block_counts")
-    blocks = unpack(plan.block_ids, what="block_ids")
     sample = np.frombuffer(plan.sample, dtype=np.uint8).astype(bool)
-    if not len(seq_ids) == len(counts) == len(block_counts) == len(sample):
+    if not len(seq_ids) == len(counts) == len(sample):
         raise ProtocolError("a micro-batch's arrays differ in length")
-    if block_counts.sum() != len(blocks) or (block_counts < 0).any():
-        raise ProtocolError("a micro-batch's block counts do not match its block ids")
     rows = table.rows_of(seq_ids)
-    block_ends = np.cumsum(block_counts)
-    for idx in np.flatnonzero(block_counts).tolist():
-        table.add_blocks(
-            int(rows[idx]), blocks[block_ends[idx] - block_counts[idx] : block_ends[idx]]
-        )
+    _add_blocks(plan, rows, table)
     table.check_advance(rows, counts)
     query_start = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_start[1:])
@@ -73,29 +103,65 @@ def build_inputs(plan: MicroBatch, table: SequenceTable, rotary: RotaryTable) ->
     starts = table.num_committed[rows] - query_start[:-1]
     positions = np.arange(query_start[-1]) + np.repeat(starts, counts)
     context_lens = table.num_committed[rows] + counts
-    max_context_len = int(context_lens.max(initial=0))
-    num_columns = -(-max_context_len // table.limits.block_size)
-    block_of_token = table.block_tables[row_of_token, positions // table.limits.block_size]
-    kv_slots = (
-        block_of_token.astype(np.int64) * table.limits.block_size
-        + positions % table.limits.block_size
-    )
-    cos, sin = rotary.gather(positions, table.num_prompt[row_of_token])
-    return MicroBatchInputs(
-        tokens=torch.from_numpy(table.tokens[row_of_token, positions].astype(np.int64)),
-        cos=cos,
-        sin=sin,
-        kv_slots=torch.from_numpy(kv_slots),
-        meta=AttentionMeta(
-            query_start=torch.from_numpy(query_start.astype(np.int32)),
-            context_lens=torch.from_numpy(context_lens.astype(np.int32)),
-            block_tables=torch.from_numpy(table.block_tables[rows, :num_columns]),
-            max_query_len=int(counts.max(initial=0)),
-            max_context_len=max_context_len,
-        ),
+    block_size = table.limits.block_size
+    num_columns = -(-int(context_lens.max(initial=0)) // block_size)
+    block_of_token = table.block_tables[row_of_token, positions // block_size]
+    return Slices(
         rows=rows,
         counts=counts,
-        sample_rows=torch.from_numpy(query_start[1:][sample] - 1),
+        tokens=table.tokens[row_of_token, positions].astype(np.int64),
+        row_of_token=row_of_token,
+        positions=positions,
+        prompt_lens=table.num_prompt[row_of_token],
+        kv_slots=block_of_token.astype(np.int64) * block_size + positions % block_size,
+        query_start=query_start.astype(np.int32),
+        context_lens=context_lens.astype(np.int32),
+        block_tables=table.block_tables[rows, :num_columns],
+        sample_rows=query_start[1:][sample] - 1,
         sampled=rows[sample],
         seq_ids=seq_ids[sample],
+    )
+
+
+def _add_blocks(plan: MicroBatch, rows: IntArray, table: SequenceTable) -> None:
+    counts = unpack(plan.block_counts, what="block_counts")
+    blocks = unpack(plan.block_ids, what="block_ids")
+    if len(counts) != len(rows):
+        raise ProtocolError("a micro-batch's arrays differ in length")
+    if counts.sum() != len(blocks) or (counts < 0).any():
+        raise ProtocolError("a micro-batch's block counts do not match its block ids")
+    ends = np.cumsum(counts)
+    for idx in np.flatnonzero(counts).tolist():
+        table.add_blocks(int(rows[idx]), blocks[ends[idx] - counts[idx] : ends[idx]])
+
+
+def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInputs:
+    """Return the tensors of a step on the CPU; its tokens must all be known."""
+    parts = []
+    sample_rows = []
+    start = 0
+    for slices in micro_batches:
+        cos, sin = rotary.gather(slices.positions, slices.prompt_lens)
+        parts.append(
+            MicroBatchInputs(
+                start=start,
+                num_tokens=slices.num_tokens,
+                cos=cos,
+                sin=sin,
+                kv_slots=torch.from_numpy(slices.kv_slots),
+                meta=AttentionMeta(
+                    query_start=torch.from_numpy(slices.query_start),
+                    context_lens=torch.from_numpy(slices.context_lens),
+                    block_tables=torch.from_numpy(slices.block_tables),
+                    max_query_len=int(slices.counts.max(initial=0)),
+                    max_context_len=int(slices.context_lens.max(initial=0)),
+                ),
+            )
+        )
+        sample_rows.append(slices.sample_rows + start)
+        start += slices.num_tokens
+    return StepInputs(
+        tokens=torch.from_numpy(np.concatenate([slices.tokens for slices in micro_batches])),
+        parts=parts,
+        sample_rows=torch.from_numpy(np.concatenate(sample_rows)),
     )

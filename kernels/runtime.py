@@ -9,6 +9,7 @@ node. Called by the nodes at start-up, by m2n_comm and by attention_nodes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Protocol
@@ -41,12 +42,15 @@ class Event(Protocol):
     def is_done(self) -> bool:
         """Say whether it has happened; never waits."""
 
+    def seconds_since(self, earlier: Event) -> float:
+        """Return the time from `earlier` to this; both were recorded timed and have happened."""
+
 
 class Stream(Protocol):
     """Work in order."""
 
-    def record(self) -> Event:
-        """Mark what has been enqueued here so far."""
+    def record(self, *, timed: bool = False) -> Event:
+        """Mark what has been enqueued here so far; `timed`: for Event.seconds_since."""
 
     def wait_for(self, event: Event) -> None:
         """Let what is enqueued here from now on begin after `event` (of any stream)."""
@@ -90,6 +94,9 @@ class Runtime(Protocol):
         """Wait until all that was enqueued has happened."""
 
     def memory(self) -> DeviceMemory: ...
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes that this process's allocator holds, in use or not."""
 
     def reset_peak(self) -> None:
         """Count the peak from what is allocated now."""
@@ -151,6 +158,9 @@ class HostRuntime:
     def memory(self) -> DeviceMemory:
         raise ConfigError("device cpu: memory is not budgeted as a GPU's is")
 
+    def reserved_bytes(self) -> int:
+        return 0
+
     def reset_peak(self) -> None:
         pass
 
@@ -159,15 +169,22 @@ class HostRuntime:
 
 
 class _HostEvent:
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
     def wait(self) -> None:
         pass
 
     def is_done(self) -> bool:
         return True
 
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _HostEvent)
+        return self._at_s - earlier._at_s
+
 
 class _HostStream:
-    def record(self) -> Event:
+    def record(self, *, timed: bool = False) -> Event:
         return _HostEvent()
 
     def wait_for(self, event: Event) -> None:
@@ -265,6 +282,9 @@ class CudaRuntime:
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return DeviceMemory(total=total, free=free, cached=cached)
 
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -278,8 +298,8 @@ class CudaStream:
     def __init__(self, raw: torch.cuda.Stream) -> None:
         self.raw = raw
 
-    def record(self) -> Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def record(self, *, timed: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
         event.record(self.raw)
         return CudaEvent(event)
 
@@ -299,3 +319,8 @@ class CudaEvent:
 
     def is_done(self) -> bool:
         return bool(self.raw.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        elapsed_ms = earlier.raw.elapsed_time(self.raw)
+        return float(elapsed_ms) / 1000

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
-from attention_nodes.rally import Flight, rally
+from attention_nodes.executor import run_layers
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sequences import Limits, SequenceTable
-from attention_nodes.step_inputs import build_inputs
+from attention_nodes.step_inputs import host_inputs, slice_up
 from expert_nodes.experts import Experts
 from kernels.dispatch import select_ops
 from m2n_comm.net import ExpertBatch
@@ -109,9 +109,8 @@ class Model:
 
     def advance(self, micro_batches: list[dict[int, int]]) -> dict[int, Tensor]:
         """Advance sequences by the given numbers of tokens; return each one's last logits."""
-        flights = []
-        for slices in micro_batches:
-            inputs = build_inputs(
+        parts = [
+            slice_up(
                 MicroBatch(
                     seq_ids=pack_ints(slices),
                     num_tokens=pack_ints(slices.values()),
@@ -120,17 +119,18 @@ class Model:
                     block_ids=b"",
                 ),
                 self.table,
-                self.rotary,
             )
-            combined = torch.full((inputs.num_tokens, self.config.hidden_size), torch.nan)
-            flights.append(Flight(inputs, self.decoder.embed(inputs.tokens), combined))
-        rally(self.decoder, self.net, flights, beat=self.count_beat)
-        logits: dict[int, Tensor] = {}
-        for flight in flights:
-            self.table.commit(flight.inputs.rows, flight.inputs.counts)
-            rows = self.decoder.logits(flight.residual[flight.inputs.sample_rows])
-            logits.update(zip(flight.inputs.seq_ids.tolist(), rows, strict=True))
-        return logits
+            for slices in micro_batches
+        ]
+        inputs = host_inputs(parts, self.rotary)
+        combined = torch.full((len(inputs.tokens), self.config.hidden_size), torch.nan)
+        rows = run_layers(
+            self.decoder, self.net, inputs, combined, trace=None, beat=self.count_beat
+        )
+        for part in parts:
+            self.table.commit(part.rows, part.counts)
+        seq_ids = np.concatenate([part.seq_ids for part in parts])
+        return dict(zip(seq_ids.tolist(), self.decoder.logits(rows), strict=True))
 
 
 def prompts(vocab_size: int) -> list[list[int]]:

@@ -11,18 +11,12 @@ import torch
 
 from attention_nodes.sampler import Drawn, Sampler
 from attention_nodes.sequences import Limits, SequenceTable
-from attention_nodes.step_inputs import MicroBatchInputs, build_inputs
+from attention_nodes.step_inputs import Slices, slice_up
+from kernels import reference
 from topspin.messages import MicroBatch, NewSequence, SamplingParams, pack_ints, unpack_ints
 
 VOCAB = 12
 PROMPT = [3, 4, 5]
-
-
-class NoRotary:
-    """Angles that nobody reads."""
-
-    def gather(self, positions: Any, num_prompt: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(len(positions), 1), torch.zeros(len(positions), 1)
 
 
 class Bench:
@@ -30,7 +24,7 @@ class Bench:
 
     def __init__(self, *params: SamplingParams) -> None:
         self.table = SequenceTable(Limits(32, 4, 32, VOCAB))
-        self.sampler = Sampler(self.table)
+        self.sampler = Sampler(self.table, reference)
         for seq_id, each in enumerate(params):
             blocks = pack_ints(range(seq_id * 4, seq_id * 4 + 4))
             self.table.admit(
@@ -46,7 +40,7 @@ class Bench:
         self._next_count = len(PROMPT)
 
     def step(self, logits: torch.Tensor, micro_batches: list[list[int]]) -> Drawn:
-        inputs: list[MicroBatchInputs] = []
+        parts: list[Slices] = []
         for seq_ids in micro_batches:
             plan = MicroBatch(
                 seq_ids=pack_ints(seq_ids),
@@ -55,10 +49,16 @@ class Bench:
                 block_counts=pack_ints([0] * len(seq_ids)),
                 block_ids=b"",
             )
-            inputs.append(build_inputs(plan, self.table, NoRotary()))  # type: ignore[arg-type]
-            self.table.commit(inputs[-1].rows, inputs[-1].counts)
+            parts.append(slice_up(plan, self.table))
+            self.table.commit(parts[-1].rows, parts[-1].counts)
         self._next_count = 1
-        return self.sampler.sample(logits, inputs)
+        rows = np.concatenate([part.sampled for part in parts])
+        asked = self.sampler.ask(rows, np.concatenate([part.seq_ids for part in parts]))
+        reserved = self.table.reserve(rows)
+        drawn = [each.numpy() for each in self.sampler.draw(logits, asked)] if len(rows) else []
+        if drawn:
+            self.table.fill(reserved, drawn[0])
+        return self.sampler.answer(asked, drawn)
 
 
 def greedy(**changes: Any) -> SamplingParams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attention_nodes.sequences import Limits, SequenceTable, unpack
+from attention_nodes.sequences import PENDING, Limits, SequenceTable, unpack
 from topspin.errors import ProtocolError
 from topspin.messages import NewSequence, SamplingParams, pack_ints
 
@@ -35,7 +35,7 @@ def test_a_sequence_advances_through_prompt_and_sampled_tokens() -> None:
     row = table.rows_of(rows(1))
     table.check_advance(row, rows(5))
     table.commit(row, rows(5))
-    table.append(row, rows(42))
+    table.fill(table.reserve(row), rows(42))
     table.check_advance(row, rows(1))
     assert table.tokens[row[0], :6].tolist() == [5, 6, 7, 8, 9, 42]
     assert table.sampling(int(row[0])) == SAMPLING
@@ -96,7 +96,35 @@ def test_sampling_before_the_end_of_the_prompt_is_refused() -> None:
     row = table.rows_of(rows(1))
     table.commit(row, rows(3))
     with pytest.raises(ProtocolError, match="before the end of a prompt"):
-        table.append(row, rows(1))
+        table.reserve(row)
+
+
+def test_a_token_under_way_is_pending_until_it_comes() -> None:
+    table = SequenceTable(LIMITS)
+    table.admit(sequence())
+    row = table.rows_of(rows(1))
+    table.commit(row, rows(5))
+    reserved = table.reserve(row)
+    assert table.has_pending(row)
+    assert table.tokens[row, 5] == PENDING
+    table.check_advance(row, rows(1))  # the next step may go on from it
+    table.fill(reserved, rows(42))
+    assert not table.has_pending(row)
+    assert table.tokens[row, 5] == 42
+
+
+def test_a_token_that_comes_late_does_not_reach_the_rows_next_tenant() -> None:
+    table = SequenceTable(LIMITS)
+    table.admit(sequence(1))
+    table.admit(sequence(2))
+    both = table.rows_of(rows(1, 2))
+    table.commit(both, rows(5, 5))
+    reserved = table.reserve(both)
+    table.forget(1)
+    table.admit(sequence(3, tokens=pack_ints([7] * 6), num_prompt_tokens=6))
+    assert table.rows_of(rows(3)) == both[0]
+    table.fill(reserved, rows(41, 42))
+    assert table.tokens[both, 5].tolist() == [7, 42]
 
 
 def test_rows_are_reused_and_the_table_grows() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sequences import Limits, SequenceTable
-from attention_nodes.step_inputs import build_inputs
+from attention_nodes.step_inputs import host_inputs, slice_up
 from models.config import load_model_config
 from models.rope import inverse_frequencies, rope_seq_len
 from tests.checkpoints import make_checkpoint
@@ -57,7 +57,9 @@ def micro_batch(**changes: object) -> MicroBatch:
 def test_indices_equal_a_loop_over_tokens(rotary: RotaryTable) -> None:
     prompts = {0: [9, 8, 7], 2: list(range(100, 120))}
     table = table_of(prompts, committed={0: 2, 2: 3})
-    inputs = build_inputs(micro_batch(), table, rotary)
+    slices = slice_up(micro_batch(), table)
+    inputs = host_inputs([slices], rotary)
+    (part,) = inputs.parts
     blocks = {0: [1], 2: [7, 40, 30]}
     tokens, slots = [], []
     for seq_id, start, count in ((2, 3, 5), (0, 2, 1)):
@@ -66,13 +68,24 @@ def test_indices_equal_a_loop_over_tokens(rotary: RotaryTable) -> None:
             block = blocks[seq_id][position // BLOCK_SIZE]
             slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
     assert inputs.tokens.tolist() == tokens
-    assert inputs.kv_slots.tolist() == slots
-    assert inputs.meta.query_start.tolist() == [0, 5, 6]
-    assert inputs.meta.context_lens.tolist() == [8, 3]
-    assert inputs.meta.block_tables.tolist()[0] == [7, 40]
-    assert (inputs.meta.max_query_len, inputs.meta.max_context_len) == (5, 8)
+    assert part.kv_slots.tolist() == slots
+    assert part.meta.query_start.tolist() == [0, 5, 6]
+    assert part.meta.context_lens.tolist() == [8, 3]
+    assert part.meta.block_tables.tolist()[0] == [7, 40]
+    assert (part.meta.max_query_len, part.meta.max_context_len) == (5, 8)
     assert inputs.sample_rows.tolist() == [5]
-    assert inputs.seq_ids.tolist() == [0]
+    assert slices.seq_ids.tolist() == [0]
+
+
+def test_rows_to_sample_count_through_the_micro_batches(rotary: RotaryTable) -> None:
+    table = table_of({0: [9, 8, 7], 2: list(range(20))}, committed={0: 2, 2: 3})
+    alone = {"block_counts": pack_ints([0]), "block_ids": b"", "sample": b"\x01"}
+    first = micro_batch(seq_ids=pack_ints([2]), num_tokens=pack_ints([1]), **alone)
+    second = micro_batch(seq_ids=pack_ints([0]), num_tokens=pack_ints([1]), **alone)
+    inputs = host_inputs([slice_up(first, table), slice_up(second, table)], rotary)
+    assert [part.start for part in inputs.parts] == [0, 1]
+    assert inputs.tokens.tolist() == [3, 7]
+    assert inputs.sample_rows.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -86,17 +99,17 @@ def test_indices_equal_a_loop_over_tokens(rotary: RotaryTable) -> None:
         {"sample": b""},
     ],
 )
-def test_contradictory_plans_are_refused(changes: dict[str, object], rotary: RotaryTable) -> None:
+def test_contradictory_plans_are_refused(changes: dict[str, object]) -> None:
     table = table_of({0: [9, 8, 7], 2: list(range(20))}, committed={0: 2, 2: 3})
     with pytest.raises(ProtocolError):
-        build_inputs(micro_batch(**changes), table, rotary)
+        slice_up(micro_batch(**changes), table)
 
 
 def test_an_empty_micro_batch_has_no_rows(rotary: RotaryTable) -> None:
     empty = MicroBatch(seq_ids=b"", num_tokens=b"", sample=b"", block_counts=b"", block_ids=b"")
-    inputs = build_inputs(empty, SequenceTable(LIMITS), rotary)
-    assert inputs.num_tokens == 0
-    assert inputs.cos.shape[0] == 0
+    (part,) = host_inputs([slice_up(empty, SequenceTable(LIMITS))], rotary).parts
+    assert part.num_tokens == 0
+    assert part.cos.shape[0] == 0
 
 
 def test_dynamic_frequencies_follow_each_tokens_own_length(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""How a replica runs the layers of a step: the interface, and a node on the CPU.
+
+Owns the way from a step's indices to its logits, and of what was drawn back to the host.
+`HostExecutor` copies nothing; device_executor.py is that of a GPU. Knows no plan and no
+sequence. Called by replica.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention_nodes.decoder import Decoder
+from attention_nodes.rally import Flight, rally
+from attention_nodes.rotary import RotaryTable
+from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
+from kernels.runtime import Event, Runtime
+from m2n_comm.net import AttentionNet
+from topspin.progress import Beat
+from topspin.trace import Kind, Ring
+
+
+class Ran(NamedTuple):
+    """The logits f32[R, V] of the rows to sample, and when the layers were done (timed)."""
+
+    logits: Tensor
+    rallied: Event
+
+
+class Receipt(Protocol):
+    """Tensors on their way to the host."""
+
+    @property
+    def ended(self) -> Event:
+        """When they are there, timed."""
+
+    def arrays(self) -> list[np.ndarray]:
+        """Wait for them and return them; valid until the second fetch() after this one."""
+
+
+class Executor(Protocol):
+    """Where the layers run. One step's calls: place, run, (draw,) keep, fetch."""
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Say whether a slice's token may be PENDING: then it is what keep() got last."""
+
+    def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Any:
+        """Bring a step's indices to the device; gives what run() and keep() take."""
+
+    def run(
+        self, placed: Any, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
+    ) -> Ran:
+        """Enqueue all layers and the LM head; `trace` and `beat` as in rally()."""
+
+    def keep(self, placed: Any, tokens: Tensor) -> None:
+        """Keep tokens i64[R], drawn from the logits of `placed`, for the next steps."""
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Receipt:
+        """Enqueue the copy of small tensors to the host."""
+
+    def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
+        """Return the tensors of a step that is not to be run as a whole (warm-up)."""
+
+
+def run_layers(
+    decoder: Decoder,
+    net: AttentionNet | None,
+    inputs: StepInputs,
+    combined: Tensor,
+    *,
+    trace: Ring | None,
+    beat: Beat | None,
+) -> Tensor:
+    """Run a step's micro-batches through all layers; give the finished rows to sample [R, H].
+
+    `combined` fp32 [>= T, H] is where the experts' answers are summed.
+    """
+    residual = decoder.embed(inputs.tokens)
+    flights = []
+    for part in inputs.parts:
+        rows = slice(part.start, part.start + part.num_tokens)
+        flights.append(Flight(inputs=part, residual=residual[rows], combined=combined[rows]))
+    rally(decoder, net, flights, trace, beat=beat)
+    return residual[inputs.sample_rows]
+
+
+class HostExecutor:
+    """The CPU: what is enqueued has happened, and indices are tensors where they are."""
+
+    keeps_tokens = False
+
+    def __init__(
+        self, decoder: Decoder, rotary: RotaryTable, runtime: Runtime, *, max_tokens: int
+    ) -> None:
+        self._decoder = decoder
+        self._rotary = rotary
+        self._stream = runtime.current_stream()
+        self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
+
+    def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
+        return host_inputs(micro_batches, self._rotary)
+
+    def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> StepInputs:
+        return host_inputs(micro_batches, self._rotary)
+
+    def run(
+        self, placed: StepInputs, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
+    ) -> Ran:
+        rows = run_layers(self._decoder, net, placed, self._combined, trace=trace, beat=beat)
+        rallied = self._stream.record(timed=True)
+        if trace is not None:
+            trace.stamp(Kind.RALLIED)
+        return Ran(self._decoder.logits(rows), rallied)
+
+    def keep(self, placed: StepInputs, tokens: Tensor) -> None:
+        pass
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Receipt:
+        return _HostReceipt([each.numpy() for each in tensors], self._stream.record(timed=True))
+
+
+class _HostReceipt:
+    def __init__(self, arrays: list[np.ndarray], ended: Event) -> None:
+        self._arrays = arrays
+        self.ended = ended
+
+    def arrays(self) -> list[np.ndarray]:
+        return self._arrays

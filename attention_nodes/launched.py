@@ -1,0 +1,68 @@
+"""A step that a replica has launched and not yet answered for.
+
+Owns what is known of it until its result can be said, and the arithmetic of its timings.
+Called by replica.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention_nodes.executor import Receipt
+from attention_nodes.sampler import Asked, Drawn
+from attention_nodes.sequences import Reserved
+from kernels.runtime import Event
+from m2n_comm.net import NetTimes
+from topspin.messages import StepResult, StepTicket, StepTimings
+
+
+@dataclass(eq=False)
+class LaunchedStep:
+    """One step; `drawn` are the sampler's arrays once they have come.
+
+    The host began with it at `started_s` and enqueued its layers from `prepared_s` on
+    (time.perf_counter); `began` and `rallied` are when the device began and was through them.
+    """
+
+    ticket: StepTicket
+    index: int
+    asked: Asked
+    reserved: Reserved
+    receipt: Receipt
+    started_s: float
+    prepared_s: float
+    began: Event
+    rallied: Event
+    times: NetTimes
+    drawn: list[np.ndarray] | None = None
+
+    def result(self, drawn: Drawn, *, previous_s: float | None) -> StepResult:
+        """Return the answer; `previous_s` is when the step before it was answered for.
+
+        What the host prepared while the step before ran has cost this step no time.
+        """
+        free_s = self.started_s if previous_s is None else max(self.started_s, previous_s)
+        prepare_s = max(0.0, self.prepared_s - free_s)
+        layers_s = self.rallied.seconds_since(self.began)
+        sample_s = self.receipt.ended.seconds_since(self.rallied)
+        return StepResult(
+            step=self.ticket.step,
+            generation=self.ticket.generation,
+            index=self.index,
+            seq_ids=drawn.seq_ids,
+            tokens=drawn.tokens,
+            logprobs=drawn.logprobs,
+            errors=drawn.errors,
+            timings=StepTimings(
+                total_s=prepare_s + layers_s + sample_s,
+                attention_s=layers_s - self.times.wait_s,
+                wait_s=self.times.wait_s,
+                sample_s=sample_s,
+                prepare_s=prepare_s,
+                expert_s=self.times.expert_s,
+                link_s=self.times.link_s,
+                gap_s=0.0 if previous_s is None else free_s - previous_s,
+            ),
+        )
