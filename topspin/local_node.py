@@ -2,8 +2,13 @@
 
 Owns the composition for `--transport local`: every role joins the scheduler by its own
 control connection and thread, as if it were a process, but rows are handed over in
-memory and the experts run inside combine(), in the attention node's thread. The expert
-threads only wait for Stop and report counts. Knows no arithmetic.
+memory and the experts are computed by the attention node's thread: inside combine(), or, if
+both roles share a device, enqueued by dispatch() (m2n_comm.device_local). The expert threads
+only wait for Stop and report counts. Where the roles differ in device, the one on a GPU gets its
+rows through pinned memory (m2n_comm.staged). Knows no arithmetic.
+
+On a shared device the experts are loaded one node after the other, and before the attention
+node loads: each looks at what memory is left, and the KV cache gets what remains.
 """
 
 from __future__ import annotations
@@ -13,7 +18,9 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -23,15 +30,19 @@ from attention_nodes.worker import AttentionWorker
 from expert_nodes.experts import Experts
 from expert_nodes.tables import TableChange
 from expert_nodes.worker import COUNTS_INTERVAL_S, load_experts
+from kernels.runtime import open_runtime
+from m2n_comm.device_local import DeviceNet
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.expert_side import ExpertSide
 from m2n_comm.lines import CHECK_INTERVAL_S
-from m2n_comm.local import LocalHub
+from m2n_comm.local import LocalHub, Serve
 from m2n_comm.net import AttentionNet, NetShape
+from m2n_comm.staged import ExpertStaging, StagedNet
 from models.checkpoint import Checkpoint
 from topspin import __version__
 from topspin.channel import ControlClient
 from topspin.errors import ProtocolError
+from topspin.expert_table import ExpertTable
 from topspin.membership import Stopped, join, run_node
 from topspin.messages import (
     AnyMessage,
@@ -56,7 +67,7 @@ JOIN_TIMEOUT_S = 5.0
 
 
 class LocalNode:
-    """All nodes of one engine as threads of this process, around one hub."""
+    """All nodes of one engine as threads of this process, around one net."""
 
     def __init__(
         self, *, address: str, model_path: Path, attention_nodes: int, expert_nodes: int
@@ -67,10 +78,16 @@ class LocalNode:
         self._num_experts = expert_nodes
         self._logger = logging.getLogger("local")
         self._lock = threading.Lock()
+        self._loading = threading.Lock()
         self._hub: LocalHub | None = None
+        self._sides: dict[int, ExpertSide] = {}
+        self._experts: dict[int, Experts] = {}
         self._threads: list[threading.Thread] = []
-        self._num_attached = 0
-        self._all_attached = threading.Event()
+        # Set once every expert node has loaded, and once attention nodes may begin to.
+        self._all_loaded = threading.Event()
+        self._may_attend = threading.Event()
+        if not expert_nodes:
+            self._may_attend.set()
 
     def run(self) -> int:
         """Serve until the scheduler stops; returns the process's exit status."""
@@ -94,10 +111,9 @@ class LocalNode:
         def body(control: ControlClient) -> None:
             def open_net(welcome: Welcome, replica: Replica, _: int) -> AttentionNet:
                 # The experts may load for long.
-                while not self._all_attached.wait(CHECK_INTERVAL_S):
+                while not self._all_loaded.wait(CHECK_INTERVAL_S):
                     worker.inbox.check()
-                hub = self._get_hub(replica.net_shape(welcome.config), welcome)
-                return hub.attention_net(index, welcome.table)
+                return self._open_net(index, replica.net_shape(welcome.config), welcome)
 
             worker = AttentionWorker(
                 control,
@@ -107,39 +123,110 @@ class LocalNode:
                 can_reform=False,
             )
             worker.introduce()
+            self._may_attend.wait()
             worker.serve()
 
         return run_node("attention", index, self._address, logger=self._logger, body=body)
 
+    def _open_net(self, index: int, shape: NetShape, welcome: Welcome) -> AttentionNet:
+        """Return what joins attention node `index`, whose thread this is, to all experts."""
+        config = welcome.config
+        nodes = config.compute.nodes(config.topology)
+        if nodes.share_a_device:
+            return DeviceNet(
+                open_runtime(config.compute.attention_device),
+                shape,
+                index=index,
+                serves=[self._experts[node].compute for node in range(self._num_experts)],
+                table=welcome.table,
+                num_streams=config.compute.gpu_streams,
+            )
+        net = self._get_hub(shape, welcome).attention_net(index, welcome.table)
+        if not nodes.attention.is_device:
+            return net
+        runtime = open_runtime(config.compute.attention_device)
+        return StagedNet(net, runtime, shape=shape, max_rows=config.max_num_batched_tokens)
+
+    def _get_hub(self, shape: NetShape, welcome: Welcome) -> LocalHub:
+        """Return the hub, with all experts attached; the first attention node makes it."""
+        m2n = welcome.config.m2n
+        with self._lock:
+            if self._hub is None:
+                hub = LocalHub(
+                    shape,
+                    num_attention=self._num_attention,
+                    num_experts=self._num_experts,
+                    link=LinkEmulation(latency_us=m2n.link_latency_us, gbps=m2n.link_gbps),
+                )
+                for node, experts in self._experts.items():
+                    serve = self._serve_of(experts, shape, welcome)
+                    side = hub.attach_expert(node, serve, table=welcome.table)
+                    side.trace = experts.trace
+                    self._sides[node] = side
+                self._hub = hub
+            return self._hub
+
+    def _serve_of(self, experts: Experts, shape: NetShape, welcome: Welcome) -> Serve:
+        """Return what computes a batch whose tensors are the host's."""
+        config = welcome.config
+        if not config.compute.place("expert").is_device:
+            return experts.compute
+        # Opened here since a runtime belongs to the thread that uses it.
+        runtime = open_runtime(str(experts.runtime.device))
+        staging = ExpertStaging(runtime, shape, num_attention=self._num_attention)
+        return lambda batch: staging.to_host(experts.compute(staging.to_device(batch)))
+
     def _run_expert(self, index: int) -> int:
         def body(control: ControlClient) -> None:
-            welcome = join(
-                control,
-                Hello(
-                    role="expert",
-                    index=index,
-                    incarnation=new_incarnation(),
-                    revision=__version__,
-                    fingerprint=Checkpoint(self._model_path).fingerprint(),
-                    data_address="local",
-                    pid=os.getpid(),
-                ),
-            )
-            experts = self._load_experts(welcome, index)
-            net = self._attach(index, experts, welcome)
-            if welcome.joins_late:
-                control.send(Loaded(role="expert", index=index))
-            else:
-                control.send(Ready(role="expert", index=index))
-            change = TableChange(
-                experts, model_path=self._model_path, config=welcome.config, index=index
-            )
-            _LocalExpert(control, index, experts, net, change).wait_for_stop()
+            try:
+                self._serve_expert(control, index)
+            finally:
+                # Whatever has become of this node, the scheduler tells the others.
+                self._may_attend.set()
 
         return run_node("expert", index, self._address, logger=self._logger, body=body)
 
-    def _load_experts(self, welcome: Welcome, index: int) -> Experts:
-        """Load in a thread that ends, and with it the OpenMP threads that it started.
+    def _serve_expert(self, control: ControlClient, index: int) -> None:
+        welcome = join(
+            control,
+            Hello(
+                role="expert",
+                index=index,
+                incarnation=new_incarnation(),
+                revision=__version__,
+                fingerprint=Checkpoint(self._model_path).fingerprint(),
+                data_address="local",
+                pid=os.getpid(),
+            ),
+        )
+        is_device = welcome.config.compute.place("expert").is_device
+        if not is_device:
+            self._may_attend.set()
+        experts = self._load_experts(welcome, index, self._loading if is_device else nullcontext())
+        with self._lock:
+            self._experts[index] = experts
+            is_last = len(self._experts) == self._num_experts
+        if is_last:
+            self._all_loaded.set()
+            self._may_attend.set()
+        if welcome.joins_late:
+            control.send(Loaded(role="expert", index=index))
+        else:
+            control.send(Ready(role="expert", index=index))
+        change = TableChange(
+            experts, model_path=self._model_path, config=welcome.config, index=index
+        )
+
+        def set_table(table: ExpertTable) -> None:
+            if (side := self._sides.get(index)) is not None:
+                side.set_table(table)
+
+        _LocalExpert(control, index, experts, set_table, change).wait_for_stop()
+
+    def _load_experts(
+        self, welcome: Welcome, index: int, turn: AbstractContextManager[object]
+    ) -> Experts:
+        """Load, in its `turn`, in a thread that ends, and with it the OpenMP threads it started.
 
         libgomp counts the threads of all pools: when they are more than the cores, none
         spins, and every parallel region of the thread that computes wakes its helpers anew.
@@ -149,30 +236,8 @@ class LocalNode:
             with torch.inference_mode():
                 return load_experts(self._model_path, welcome, index)
 
-        with ThreadPoolExecutor(1) as loader:
+        with turn, ThreadPoolExecutor(1) as loader:
             return loader.submit(load).result()
-
-    def _get_hub(self, shape: NetShape, welcome: Welcome) -> LocalHub:
-        m2n = welcome.config.m2n
-        with self._lock:
-            if self._hub is None:
-                self._hub = LocalHub(
-                    shape,
-                    num_attention=self._num_attention,
-                    num_experts=self._num_experts,
-                    link=LinkEmulation(latency_us=m2n.link_latency_us, gbps=m2n.link_gbps),
-                )
-            return self._hub
-
-    def _attach(self, index: int, experts: Experts, welcome: Welcome) -> ExpertSide:
-        hub = self._get_hub(experts.net_shape(welcome.config), welcome)
-        with self._lock:
-            net = hub.attach_expert(index, experts.compute, table=welcome.table)
-            net.trace = experts.trace
-            self._num_attached += 1
-            if self._num_attached == self._num_experts:
-                self._all_attached.set()
-        return net
 
 
 class _LocalExpert:
@@ -183,13 +248,13 @@ class _LocalExpert:
         control: ControlClient,
         index: int,
         experts: Experts,
-        net: ExpertSide,
+        set_table: Callable[[ExpertTable], None],
         change: TableChange,
     ) -> None:
         self._control = control
         self._index = index
         self._experts = experts
-        self._net = net
+        self._set_table = set_table
         self._change = change
 
     @torch.inference_mode()
@@ -217,7 +282,7 @@ class _LocalExpert:
         if isinstance(message, Stop):
             raise Stopped(message.reason)
         if isinstance(message, PrepareTable):
-            self._net.set_table(message.table)
+            self._set_table(message.table)
             self._change.start(message.table)
         elif isinstance(message, Reform):
             generation = message.topology.generation

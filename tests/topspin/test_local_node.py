@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def test_the_thread_that_loads_experts_ends(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(local_node, "load_experts", load_experts)
     node = LocalNode(address="unused", model_path=Path(), attention_nodes=1, expert_nodes=1)
-    assert node._load_experts(None, 3) == "experts of node 3"  # type: ignore[arg-type]
+    assert node._load_experts(None, 3, nullcontext()) == "experts of node 3"  # type: ignore[arg-type]
     [loader] = loaders
     assert loader is not threading.current_thread()
     assert not loader.is_alive()
