@@ -57,6 +57,9 @@ class _Event:
     def is_done(self) -> bool:
         return True
 
+    def seconds_since(self, earlier: _Event) -> float:
+        return 0.0
+
 
 class RecordedStream:
     """A stream whose waits can be left out, to show that the check finds that."""
@@ -66,7 +69,7 @@ class RecordedStream:
         self.clock: Clock = {number: 0}
         self.ignores_waits = False
 
-    def record(self) -> _Event:
+    def record(self, *, timed: bool = False) -> _Event:
         return _Event(dict(self.clock))
 
     def wait_for(self, event: _Event) -> None:
