@@ -87,4 +87,4 @@ class Workload:
 
 
 FULL: Final = Workload("Qwen3-30B-A3B", QWEN3_30B, 2048, (1, 32, 128), 8192, 5, 16)
-QUICK: Final = Workload("tiny Qwen3-MoE", TINY, 20, (1, 3), 24, 1, 2)
+QUICK: Final = Workload("tiny Qwen3-MoE", TINY, 20, (3,), 8, 1, 1)

@@ -58,13 +58,12 @@ def calls_for(call_s: float, copies: int) -> int:
     return max(min(wanted, MAX_CALLS), copies)
 
 
-def time_call(
-    runtime: Runtime, call: Callable[[int], object], copies: int = 1, replays: int = REPLAYS
-) -> Timed:
-    """Time call(i) for i = 0, 1, ..: the median and the least of `replays` rounds of calls.
+def time_call(runtime: Runtime, call: Callable[[int], object], copies: int = 1) -> Timed:
+    """Time call(i) for i = 0, 1, ..: the median and the least of some replays of calls.
 
     The first call compiles and is not timed.
     """
+    replays = REPLAYS if runtime.is_asynchronous else 1
     call(0)
     runtime.synchronize()
     num_calls = calls_for(time_once(runtime, lambda: call(1)), copies)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "numpy")
+_PACKAGES = ("torch", "triton", "transformers", "pyzmq", "msgspec", "numpy")
 
 
 def machine() -> dict[str, Any]:
@@ -63,10 +63,10 @@ def commit() -> str:
     return name.stdout.strip()
 
 
-def write(name: str, result: dict[str, Any]) -> Path:
-    """Write `result` with its envelope to results/NAME.json and return the path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write `result` with its envelope to NAME.json in `folder` and return the path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     envelope = {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

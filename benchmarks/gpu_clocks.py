@@ -1,0 +1,97 @@
+"""A GPU's clocks, power and temperature while a benchmark runs, by nvidia-smi if it is there.
+
+Owns a thread that asks every few seconds. A clock that fell is why a figure did. Called by
+benchmarks.gpu.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+FIELDS: Final = {
+    "sm_mhz": "clocks.sm",
+    "memory_mhz": "clocks.mem",
+    "power_w": "power.draw",
+    "celsius": "temperature.gpu",
+}
+INTERVAL_S: Final = 5.0
+PATIENCE_S: Final = 10.0
+
+Sample = dict[str, float]
+Ask = Callable[[Sequence[str]], str | None]
+
+
+def ask_nvidia_smi(fields: Sequence[str]) -> str | None:
+    """Give nvidia-smi's line of these fields for the first GPU; None if it does not answer."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        found = subprocess.run(
+            query, capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()
+
+
+def read_sample(line: str | None) -> Sample | None:
+    """Give the numbers of a line; None for one that has others (a GPU may not tell)."""
+    if line is None:
+        return None
+    try:
+        values = [float(value) for value in line.split(",")]
+    except ValueError:
+        return None
+    return dict(zip(FIELDS, values, strict=True)) if len(values) == len(FIELDS) else None
+
+
+def summarise(samples: Sequence[Sample]) -> dict[str, Any] | None:
+    """Give the least, median and greatest of each; None without samples."""
+    if not samples:
+        return None
+    columns = {name: [sample[name] for sample in samples] for name in FIELDS}
+    return {
+        "samples": len(samples),
+        **{
+            name: {"least": min(c), "median": statistics.median(c), "greatest": max(c)}
+            for name, c in columns.items()
+        },
+    }
+
+
+class Clocks:
+    """Samples from entering until leaving."""
+
+    def __init__(self, ask: Ask = ask_nvidia_smi, interval_s: float = INTERVAL_S) -> None:
+        self._ask = ask
+        self._interval_s = interval_s
+        self._samples: list[Sample] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            sample = read_sample(self._ask(tuple(FIELDS.values())))
+            if sample is None:
+                return
+            self._samples.append(sample)
+            self._over.wait(self._interval_s)
+
+    def __enter__(self) -> Clocks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def summary(self) -> dict[str, Any] | None:
+        """Give what was seen; None if nothing was."""
+        return summarise(self._samples)
