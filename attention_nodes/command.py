@@ -7,9 +7,11 @@ from pathlib import Path
 
 from attention_nodes.replica import Replica
 from attention_nodes.worker import AttentionWorker
+from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.net import AttentionNet, wait_policy
 from m2n_comm.open import connect_attention
+from m2n_comm.staged import StagedNet
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
 from topspin.cores import take_cores
 from topspin.membership import run_node
@@ -25,19 +27,24 @@ def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> N
     """Run attention node `index`, its experts being in other processes."""
 
     def connect(welcome: Welcome, replica: Replica, incarnation: int) -> AttentionNet:
-        m2n = welcome.config.m2n
-        return connect_attention(
-            replica.net_shape(welcome.config),
+        config, m2n = welcome.config, welcome.config.m2n
+        shape = replica.net_shape(config)
+        net = connect_attention(
+            shape,
             index=index,
             incarnation=incarnation,
             experts=welcome.topology.experts,
             table=welcome.table,
             timeout_s=CONNECT_TIMEOUT_S,
             link=LinkEmulation(latency_us=m2n.link_latency_us, gbps=m2n.link_gbps),
-            wait=wait_policy(welcome.config),
+            wait=wait_policy(config),
             generation=welcome.topology.generation,
             check=worker.check,
         )
+        if not config.compute.place("attention").is_device:
+            return net
+        runtime = open_runtime(config.compute.attention_device)
+        return StagedNet(net, runtime, shape=shape, max_rows=config.max_num_batched_tokens)
 
     worker = AttentionWorker(control, index=index, model_path=model_path, open_net=connect)
     worker.introduce()

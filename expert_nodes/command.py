@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from expert_nodes.worker import ExpertWorker
+from m2n_comm.open import Between
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT
 from topspin.cores import take_cores
 from topspin.membership import run_node
@@ -20,7 +22,7 @@ def main() -> int:
     parser.add_argument("--control", required=True, help="address of the scheduler")
     parser.add_argument("--index", type=int, required=True, help="which expert node this is")
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument("--transport", choices=["shm", "tcp", "nixl"], required=True)
+    parser.add_argument("--transport", choices=get_args(Between), required=True)
     parser.add_argument(
         "--failover", action="store_true", help="leave soon when the scheduler is not heard"
     )

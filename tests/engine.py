@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from attention_nodes.command import connect_worker
 from expert_nodes.worker import ExpertWorker
+from m2n_comm.open import Between
 from models.config import load_model_config
 from server.scheduler.engine_facts import read_facts
 from server.scheduler.service import Service
@@ -37,6 +38,7 @@ from topspin.config import (
     Payload,
     SchedulerSection,
     TopologySection,
+    Transport,
     resolve,
 )
 from topspin.local_node import LocalNode
@@ -81,10 +83,13 @@ def engine_config(
     *,
     attention_nodes: int = 1,
     expert_nodes: int = 1,
-    transport: Literal["local", "shm", "tcp", "nixl"] = "local",
+    transport: Transport = "local",
     payload: Payload = "auto",
     micro_batches: int | None = 1,
     kernels: str = "cpu",
+    expert_kernels: str | None = None,
+    cuda_graphs: bool = True,
+    gpu_streams: int = 1,
     deterministic: bool = False,
     num_threads: int = 1,
     dtype: Literal["float32", "bfloat16"] = "float32",
@@ -115,7 +120,12 @@ def engine_config(
         ),
         failover=failover or FailoverSection(),
         compute=ComputeSection(
-            kernels=kernels, num_threads=num_threads, deterministic=deterministic
+            kernels=kernels,
+            expert_kernels=expert_kernels,
+            cuda_graphs=cuda_graphs,
+            gpu_streams=gpu_streams,
+            num_threads=num_threads,
+            deterministic=deterministic,
         ),
     )
     return resolve(
@@ -233,8 +243,8 @@ class Engine:
     def _run_expert(self, index: int) -> int:
         def body(control: ControlClient) -> None:
             transport = self.config.m2n.transport
-            assert transport in ("shm", "tcp", "nixl")
-            ExpertWorker(control, index=index, model_path=self._path).run(transport)
+            assert transport in get_args(Between)
+            ExpertWorker(control, index=index, model_path=self._path).run(cast(Between, transport))
 
         return run_node(
             "expert",
