@@ -10,7 +10,8 @@ these nets. Used by both nodes' start-up; belongs to the node's one busy thread.
 `StagedNet.dispatch` only enqueues its copies; the frame leaves at the next call of dispatch() or
 combine(), after the copies' event. So the host enqueues what follows (a shared expert) while the
 device still computes the rows. Buffers are kept by micro-batch: one's copies overlap another's
-wait. They grow to the largest micro-batch seen, and begin at what balanced ones need.
+wait. They grow to the largest micro-batch seen, and begin at what balanced ones need. A net's
+calls are all made on one stream: then whoever waits for its last copy has waited for all.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Rows:
     """The pinned buffers of one micro-batch, and what is on its way through them.
 
     hidden [R, H], experts i64[R, K], weights f32[R, K] leave the device; answer f32[R, H]
-    comes back, for the first `rows` of them. `taken` is the last copy out of `answer`.
+    comes back, for the first `rows` of them.
     """
 
     def __init__(self, runtime: Runtime, shape: NetShape, capacity: int) -> None:
@@ -49,7 +50,6 @@ class _Rows:
         self.weights = pinned(runtime, capacity, shape.top_k, torch.float32)
         self.answer = pinned(runtime, capacity, shape.hidden_size, torch.float32)
         self.rows = 0
-        self.taken: Event | None = None
 
     @property
     def nbytes(self) -> int:
@@ -154,12 +154,10 @@ class StagedNet:
             raise FrameError(
                 f"combine into {tuple(out.shape)} {out.dtype}, expected {want} torch.float32"
             )
-        if staged.taken is not None:
-            staged.taken.wait()
+        # The last copy out of it came before the copies that _send() has waited for.
         answer = staged.answer[: staged.rows]
         self.inner.combine(micro_batch, layer, answer)
         out.copy_(answer, non_blocking=True)
-        staged.taken = self._runtime.current_stream().record()
         return out
 
     def wait_s(self) -> float:
@@ -191,11 +189,12 @@ class StagedNet:
         )
 
     def _room(self, micro_batch: int, rows: int) -> _Rows:
-        """Return a micro-batch's buffers, of at least `rows` rows."""
+        """Return a micro-batch's buffers, of at least `rows` rows.
+
+        Smaller ones stay, in the hands of torch's allocator, until no copy needs them.
+        """
         staged = self._rows[micro_batch]
         if rows > staged.capacity:
-            if staged.taken is not None:
-                staged.taken.wait()
             staged = _Rows(self._runtime, self.shape, max(rows, 2 * staged.capacity))
             self._rows[micro_batch] = staged
         return staged

@@ -267,7 +267,7 @@ def open_fleet(
 ) -> Fleet:
     """Open all nets. Every node gets `table`."""
     if transport in STAGED:
-        return _open_staged(
+        return open_staged(
             STAGED[transport], num_attention, shape=shape, table=table, serves=serves, link=link
         )
     if transport == "local":
@@ -323,7 +323,7 @@ def _staged_serve(
     return lambda batch: staging.to_host(serve(staging.to_device(batch)))
 
 
-def _open_staged(
+def open_staged(
     transport: Transport,
     num_attention: int,
     *,

@@ -1,0 +1,105 @@
+"""A device that does nothing until it must: what is enqueued runs when an event is waited for.
+
+So a host that reads a copy it has not waited for reads the past, and one that overwrites what a
+copy has yet to read changes the result. Copies with non_blocking, to or from a runtime's host
+buffers, are enqueued (inside `copies_are_late`); a test enqueues what it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.runtime import HostRuntime
+
+
+class LateRuntime(HostRuntime):
+    """One stream, on the CPU's memory; belongs to one thread."""
+
+    is_asynchronous = True
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], object]] = []
+        self._num_run = 0
+        self._buffers: set[int] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how much is enqueued and has not run."""
+        return len(self._waiting)
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        """Run `work` after all that was enqueued before it, when somebody waits."""
+        self._waiting.append(work)
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        buffer = super().host_buffer(num_bytes)
+        self._buffers.add(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Say whether `tensor` lies in one of this runtime's host buffers."""
+        return tensor.untyped_storage().data_ptr() in self._buffers
+
+    def current_stream(self) -> Any:
+        return self
+
+    def record(self, *, timed: bool = False) -> Any:
+        return _LateEvent(self, self._num_run + len(self._waiting))
+
+    def synchronize(self) -> None:
+        self.run_until(self._num_run + len(self._waiting))
+
+    def run_until(self, number: int) -> None:
+        """Run the first `number` pieces of work, counted from the beginning."""
+        while self._num_run < number:
+            self._num_run += 1
+            self._waiting.pop(0)()
+
+    def has_run(self, number: int) -> bool:
+        """Say whether so many pieces have run."""
+        return self._num_run >= number
+
+
+class _LateEvent:
+    def __init__(self, runtime: LateRuntime, number: int) -> None:
+        self._runtime = runtime
+        self._number = number
+
+    def wait(self) -> None:
+        self._runtime.run_until(self._number)
+
+    def is_done(self) -> bool:
+        return self._runtime.has_run(self._number)
+
+
+@contextmanager
+def copies_are_late(runtimes: Sequence[LateRuntime]) -> Iterator[None]:
+    """Enqueue this thread's asynchronous copies on whichever of `runtimes` has the buffer."""
+    with _LateCopies(runtimes):
+        yield
+
+
+class _LateCopies(TorchDispatchMode):
+    def __init__(self, runtimes: Sequence[LateRuntime]) -> None:
+        super().__init__()
+        self._runtimes = runtimes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = kwargs or {}
+        is_late = func is torch.ops.aten.copy_.default and (
+            values.get("non_blocking") or (len(args) > 2 and args[2])
+        )
+        if not is_late:
+            return func(*args, **values)
+        target, source = args[:2]
+        for runtime in self._runtimes:
+            if runtime.owns(target) or runtime.owns(source):
+                runtime.enqueue(lambda: func(target, source))
+                return target
+        raise AssertionError("an asynchronous copy of memory that no runtime has pinned")
