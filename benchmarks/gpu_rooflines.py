@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_kernels import Entry
-from benchmarks.gpu_kernels.catalogue import Job, jobs, tiny_jobs
+from benchmarks.gpu_kernels.catalogue import CATALOGUE, Job, JobsOf, in_order
 from benchmarks.gpu_records import Deadline, Recorder, parse_flags
 from benchmarks.gpu_timing import Timed, copy_bandwidth, matmul_rate, time_call
 from benchmarks.roofline import Roofline
@@ -71,6 +71,20 @@ def measure_ceilings(
     return found
 
 
+def find_jobs(
+    catalogue: Mapping[str, JobsOf], device: torch.device, recorder: Recorder, *, is_tiny: bool
+) -> list[Job]:
+    """Give all jobs in order; a module that cannot give its own is a problem."""
+    found: list[Job] = []
+    for name, jobs_of in catalogue.items():
+        try:
+            found += jobs_of(device, is_tiny)
+        except Exception as error:
+            traceback.print_exc()
+            recorder.problem(name, f"{type(error).__name__}: {error}")
+    return in_order(found)
+
+
 def measure(
     wanted: Iterable[Job],
     runtime: Runtime,
@@ -103,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runtime = open_runtime(flags.device)
     torch.manual_seed(0)
     rooflines = measure_ceilings(runtime, recorder, is_quick=flags.quick)
-    wanted = tiny_jobs(runtime.device) if flags.quick else jobs(runtime.device)
+    wanted = find_jobs(CATALOGUE, runtime.device, recorder, is_tiny=flags.quick)
     measure(wanted, runtime, rooflines, recorder, deadline)
     return 0
 

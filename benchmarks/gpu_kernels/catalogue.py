@@ -2,32 +2,22 @@
 
 Owns the list: a kernel's module beside this one has sizes and a function that makes entries
 of one size; here each size is a job, made when its turn comes, so that its tensors go before
-the next one's. Jobs with a goal come first, because time may be short for the others. Knows
-no clock. Called by benchmarks.gpu_rooflines.
+the next one's. Each module is imported when its jobs are asked for, so that one that cannot
+be imported leaves the others. Knows no clock. Called by benchmarks.gpu_rooflines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Final
 
 import torch
 
-from benchmarks.gpu_kernels import (
-    L2_BYTES,
-    Entry,
-    attention,
-    grouped_mlp,
-    m2n,
-    norm,
-    rotary,
-    router,
-    sampling,
-)
-from kernels.triton_grouped_mlp_weights import FORMATS, GpuExperts
+from benchmarks.gpu_kernels import L2_BYTES, Entry
 
-SMALL_CACHE = 4096
+SMALL_CACHE: Final = 4096
 """Bytes that stand for a device's cache where sizes are tiny."""
 
 
@@ -40,101 +30,139 @@ class Job:
     make: Callable[[], Iterable[Entry]]
 
 
-def jobs(device: torch.device) -> list[Job]:
-    """Give all jobs at the sizes of real models."""
-    experts = _experts_by_format(grouped_mlp.QWEN3_30B, device)
-    found = [
-        *(_attention(batch, device) for batch in attention.BATCHES),
-        *(
-            _mlp(weight_format, num_rows, grouped_mlp.QWEN3_30B, experts, device)
-            for weight_format in FORMATS
-            for num_rows in grouped_mlp.ROWS
-        ),
-        *(_m2n(exchange, device) for exchange in m2n.EXCHANGES),
-        *(
-            Job("rotary", False, partial(_rotary, num_rows, rotary.QWEN3_30B, dtype, device))
-            for num_rows in rotary.SIZES
-            for dtype in (torch.bfloat16, torch.float8_e4m3fn)
-        ),
-        *(
-            Job("norm", False, partial(norm.norm_entries, num_rows, hidden, device))
-            for num_rows, hidden in norm.SIZES
-        ),
-        *(
-            Job("router", False, partial(router.router_entries, num_rows, sizes, device))
-            for sizes in (router.QWEN3_30B, router.DEEPSEEK_V3)
-            for num_rows in router.ROWS
-        ),
-        *(
-            Job("sampling", False, partial(_sampling, name, num_rows, sampling.VOCAB, device))
-            for name in sampling.SETTINGS
-            for num_rows in sampling.ROWS
-        ),
-    ]
-    # sorted() keeps the order of those that are alike: experts of one format stay together.
-    return sorted(found, key=lambda job: not job.has_goal)
+JobsOf = Callable[[torch.device, bool], list[Job]]
+"""(device, whether sizes are tiny) -> a module's jobs."""
 
 
-def tiny_jobs(device: torch.device) -> list[Job]:
-    """Give a job of each kind at sizes that Triton's interpreter runs in seconds."""
-    heads = rotary.Heads(4, 2, 16)
-    batch = attention.Batch("decode", 2, 1, 20, heads)
-    layer = grouped_mlp.Layer(4, 2, 32, 16)
-    experts = _experts_by_format(layer, device)
+def in_order(jobs: Sequence[Job]) -> list[Job]:
+    """Put jobs with a goal first, because time may be short for the others."""
+    # What is alike keeps its order: jobs that share their weights stay together.
+    return sorted(jobs, key=lambda job: not job.has_goal)
+
+
+def attention_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
+    """Decode, verification and prefill."""
+    from benchmarks.gpu_kernels import attention
+    from benchmarks.gpu_kernels.rotary import Heads
+
+    tiny = attention.Batch("decode", 2, 1, 20, Heads(4, 2, 16))
+    cache_bytes = SMALL_CACHE if is_tiny else L2_BYTES
+
+    def job(batch: attention.Batch) -> Job:
+        def make() -> Iterable[Entry]:
+            yield attention.attention_entry(batch, device, cache_bytes)
+
+        return Job(f"attention {batch.op}", batch.goal is not None, make)
+
+    return [job(batch) for batch in ((tiny,) if is_tiny else attention.BATCHES)]
+
+
+def mlp_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
+    """The experts in every format of weights, which jobs of one format share."""
+    from benchmarks.gpu_kernels import grouped_mlp
+    from kernels.triton_grouped_mlp_weights import FORMATS
+
+    layer = grouped_mlp.Layer(4, 2, 32, 16) if is_tiny else grouped_mlp.QWEN3_30B
+    cache_bytes = SMALL_CACHE if is_tiny else L2_BYTES
+    experts = lru_cache(maxsize=1)(partial(grouped_mlp.random_experts, layer, device=device))
+
+    def job(weight_format: str, num_rows: int) -> Job:
+        def make() -> Iterable[Entry]:
+            weights = experts(weight_format)
+            yield grouped_mlp.mlp_entry(num_rows, layer, weights, device, cache_bytes)
+
+        has_goal = weight_format == "plain" and num_rows in grouped_mlp.GOALS
+        return Job(f"grouped_mlp {weight_format}", has_goal, make)
+
+    if is_tiny:
+        return [job("plain", 3)]
+    return [job(name, num_rows) for name in FORMATS for num_rows in grouped_mlp.ROWS]
+
+
+def m2n_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
+    """Dispatch and combine."""
+    from benchmarks.gpu_kernels import m2n
+
+    tiny = m2n.Exchange(2, 32, 4, 2, 2, torch.bfloat16)
+
+    def job(exchange: m2n.Exchange) -> Job:
+        def make() -> Iterable[Entry]:
+            yield m2n.exchange_entry(exchange, device)
+
+        return Job("m2n", exchange.num_rows == m2n.GOAL_ROWS, make)
+
+    return [job(exchange) for exchange in ((tiny,) if is_tiny else m2n.EXCHANGES)]
+
+
+def rotary_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
+    """QK-norm, rotation and KV write."""
+    from benchmarks.gpu_kernels import rotary
+
+    heads = rotary.Heads(4, 2, 16) if is_tiny else rotary.QWEN3_30B
+
+    def job(num_rows: int, dtype: torch.dtype) -> Job:
+        def make() -> Iterable[Entry]:
+            yield rotary.rotary_entry(num_rows, heads, dtype, device)
+
+        return Job("rotary", False, make)
+
+    if is_tiny:
+        return [job(2, torch.bfloat16)]
+    dtypes = (torch.bfloat16, torch.float8_e4m3fn)
+    return [job(num_rows, dtype) for num_rows in rotary.SIZES for dtype in dtypes]
+
+
+def norm_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
+    """RMSNorm with and without a residual."""
+    from benchmarks.gpu_kernels import norm
+
     return [
-        _attention(batch, device, SMALL_CACHE),
-        _mlp("plain", 3, layer, experts, device, SMALL_CACHE),
-        _m2n(m2n.Exchange(2, 32, 4, 2, 2, torch.bfloat16), device),
-        Job("rotary", False, partial(_rotary, 2, heads, torch.bfloat16, device)),
-        Job("norm", False, partial(norm.norm_entries, 2, 32, device)),
-        Job("router", False, partial(router.router_entries, 2, router.Router(4, 2), device)),
-        Job("sampling", False, partial(_sampling, "greedy", 2, 64, device)),
+        Job("norm", False, partial(norm.norm_entries, num_rows, hidden, device))
+        for num_rows, hidden in (((2, 32),) if is_tiny else norm.SIZES)
     ]
 
 
-def _attention(batch: attention.Batch, device: torch.device, cache_bytes: int = L2_BYTES) -> Job:
-    def make() -> Iterable[Entry]:
-        yield attention.attention_entry(batch, device, cache_bytes)
+def router_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
+    """Routing and grouping."""
+    from benchmarks.gpu_kernels import router
 
-    return Job(f"attention {batch.op}", batch.goal is not None, make)
-
-
-def _experts_by_format(
-    layer: grouped_mlp.Layer, device: torch.device
-) -> Callable[[str], GpuExperts]:
-    """Make a format's experts once for all its jobs, as long as they follow each other."""
-    return lru_cache(maxsize=1)(
-        lambda weight_format: grouped_mlp.random_experts(layer, weight_format, device)
-    )
-
-
-def _mlp(
-    weight_format: str,
-    num_rows: int,
-    layer: grouped_mlp.Layer,
-    experts: Callable[[str], GpuExperts],
-    device: torch.device,
-    cache_bytes: int = L2_BYTES,
-) -> Job:
-    def make() -> Iterable[Entry]:
-        yield grouped_mlp.mlp_entry(num_rows, layer, experts(weight_format), device, cache_bytes)
-
-    has_goal = weight_format == "plain" and num_rows in grouped_mlp.GOALS
-    return Job(f"grouped_mlp {weight_format}", has_goal, make)
+    if is_tiny:
+        sizes = [(2, router.Router(4, 2))]
+    else:
+        shapes = (router.QWEN3_30B, router.DEEPSEEK_V3)
+        sizes = [(num_rows, shape) for shape in shapes for num_rows in router.ROWS]
+    return [
+        Job("router", False, partial(router.router_entries, num_rows, shape, device))
+        for num_rows, shape in sizes
+    ]
 
 
-def _m2n(exchange: m2n.Exchange, device: torch.device) -> Job:
-    def make() -> Iterable[Entry]:
-        yield m2n.exchange_entry(exchange, device)
+def sampling_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
+    """Sampling with several settings."""
+    from benchmarks.gpu_kernels import sampling
 
-    return Job("m2n", exchange.num_rows == 128, make)
+    def job(name: str, num_rows: int, vocab: int) -> Job:
+        def make() -> Iterable[Entry]:
+            yield sampling.sampling_entry(name, num_rows, vocab, device)
+
+        return Job("sampling", False, make)
+
+    if is_tiny:
+        return [job("greedy", 2, 64)]
+    return [
+        job(name, num_rows, sampling.VOCAB)
+        for name in sampling.SETTINGS
+        for num_rows in sampling.ROWS
+    ]
 
 
-def _rotary(
-    num_rows: int, heads: rotary.Heads, dtype: torch.dtype, device: torch.device
-) -> Iterable[Entry]:
-    yield rotary.rotary_entry(num_rows, heads, dtype, device)
-
-
-def _sampling(name: str, num_rows: int, vocab: int, device: torch.device) -> Iterable[Entry]:
-    yield sampling.sampling_entry(name, num_rows, vocab, device)
+CATALOGUE: Final[dict[str, JobsOf]] = {
+    "attention": attention_jobs,
+    "grouped_mlp": mlp_jobs,
+    "m2n": m2n_jobs,
+    "rotary": rotary_jobs,
+    "norm": norm_jobs,
+    "router": router_jobs,
+    "sampling": sampling_jobs,
+}
+"""The jobs of each module, by its name."""

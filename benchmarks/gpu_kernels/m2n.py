@@ -30,6 +30,7 @@ class Exchange(NamedTuple):
     wire: torch.dtype
 
 
+GOAL_ROWS: Final = 128
 GOAL_BEYOND_S: Final = 25e-6
 """The project's goal for 128 x 7168: beyond the copies' floor, on one H200."""
 EXCHANGES: Final = tuple(
@@ -99,7 +100,7 @@ def exchange_entry(exchange: Exchange, device: torch.device) -> Entry:
         f"{num_rows} x {width}, {top_k} of {num_experts} experts on {num_nodes} nodes, {name}",
         exchange_work(exchange, num_sent),
         call,
-        goal_beyond_s=GOAL_BEYOND_S if num_rows == 128 else None,
+        goal_beyond_s=GOAL_BEYOND_S if num_rows == GOAL_ROWS else None,
     )
 
 
