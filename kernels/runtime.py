@@ -239,7 +239,7 @@ class CudaRuntime:
     def __init__(self, index: int) -> None:
         self.device: Final = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
-        self._pool: Any = None
+        self._keeper: Any = None
 
     def current_stream(self) -> Stream:
         return CudaStream(torch.cuda.current_stream(self.device))
@@ -265,14 +265,19 @@ class CudaRuntime:
         return lambda: (runtime.cudaHostUnregister(address), None)[1]
 
     def capture(self, body: Callable[[], None]) -> Replay:
-        # One pool for all graphs: they never run at the same time, and share their memory.
+        # One pool for all graphs: they never run at the same time, and share their memory. A
+        # graph of nothing much keeps it, since torch takes no pool that all have left.
+        if self._keeper is None:
+            self._keeper = self._record(lambda: torch.zeros(1, device=self.device), None)
+        graph: torch.cuda.CUDAGraph = self._record(body, self._keeper.pool())
+        return graph.replay
+
+    def _record(self, body: Callable[[], object], pool: Any) -> Any:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             body()
-        if self._pool is None:
-            self._pool = graph.pool()
-        return graph.replay
+        return graph
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.runtime import HostRuntime, NoSync, open_runtime
+from kernels.runtime import CudaRuntime, HostRuntime, NoSync, open_runtime
 from topspin.errors import ConfigError
 
 
@@ -97,3 +98,41 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_cpu_is_a_device_of_its_own() -> None:
     assert open_runtime("cpu").device == torch.device("cpu")
+
+
+def test_graphs_share_a_pool_that_somebody_is_always_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch frees a pool when its last graph goes, and then refuses to record into it."""
+    alive: dict[object, int] = {}
+
+    class Graph:
+        def __init__(self) -> None:
+            self.own: object = None
+
+        def pool(self) -> object:
+            return self.own
+
+        def replay(self) -> None:
+            pass
+
+        def __del__(self) -> None:
+            alive[self.own] -= 1
+
+    @contextmanager
+    def record(graph: Graph, pool: object, capture_error_mode: str) -> Iterator[None]:
+        assert pool is None or alive[pool] > 0
+        graph.own = object() if pool is None else pool
+        alive[graph.own] = alive.get(graph.own, 0) + 1
+        yield
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    runtime = CudaRuntime(0)
+    bodies: list[str] = []
+    for name in ("first", "second"):
+        replay = runtime.capture(lambda name=name: bodies.append(name))
+        del replay
+    assert bodies == ["first", "second"]
+    assert len(alive) == 1
