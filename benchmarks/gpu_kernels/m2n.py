@@ -1,7 +1,7 @@
 """M2N entries: dispatch and combine of one device with expert nodes' windows on it.
 
-The nodes answer at once: a small kernel between the two copies the sequences into the
-answers' flags, and is part of the call. The work is the copies that cannot be avoided.
+The nodes answer at once: a copy of the requests' headers between the two makes them those of
+the answers, and is part of the call. The work is the copies that cannot be avoided.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from torch import Tensor
 
 from benchmarks.gpu_kernels import Entry
 from benchmarks.roofline import FP32, I64, Work
-from kernels.triton_m2n import AnswerWindow, DeviceNet, RequestWindow
+from kernels.m2n_windows import HEADER_WORDS, Control, WindowShape, host_words, step_words
+from kernels.runtime import open_runtime
+from kernels.triton_m2n import AttentionPort
 
 PATIENCE_NS: Final = 10**9
+INCARNATION: Final = 1
 
 
 class Exchange(NamedTuple):
@@ -58,41 +61,56 @@ def exchange_entry(exchange: Exchange, device: torch.device) -> Entry:
     """Give the entry of a dispatch and a combine."""
     num_rows, width, num_experts, top_k, num_nodes, wire = exchange
 
-    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    flags = zeros(num_nodes, dtype=torch.int64)
-    words = zeros(2, num_nodes, dtype=torch.int64)
-    requests = [
-        RequestWindow(
-            zeros(num_rows, top_k, dtype=torch.int32),
-            zeros(num_rows, top_k),
-            zeros(num_rows, width, dtype=wire),
-            zeros(num_rows),
-            words[0, node : node + 1],
-            words[1, node : node + 1],
-        )
-        for node in range(num_nodes)
-    ]
-    answers = [
-        AnswerWindow(zeros(num_rows, width, dtype=torch.bfloat16), flags[node : node + 1])
-        for node in range(num_nodes)
-    ]
-    net = DeviceNet(requests, answers, max_rows=num_rows)
+    shape = WindowShape(
+        rows=num_rows, hidden_size=width, top_k=top_k, wire=wire, answer=torch.bfloat16
+    )
+    # All headers of one direction lie behind each other, so that one copy answers for all nodes;
+    # they are views of the windows' memory, which lives as long as the call that has them.
+    num_words = 2 * num_nodes * HEADER_WORDS
+    window_bytes = num_nodes * (shape.request_bytes + shape.answer_bytes)
+    memory = torch.zeros(num_words * 8 + window_bytes, dtype=torch.uint8, device=device)
+    headers = memory[: num_words * 8].view(torch.int64).view(2, num_nodes, HEADER_WORDS)
+    requests_at = memory.data_ptr() + num_words * 8
+    answers_at = requests_at + num_nodes * shape.request_bytes
+    host = open_runtime(str(device)).host_buffer(host_words(num_nodes) * 8).view(torch.int64)
+    control = Control(host, device)
+    step = step_words(patience_ns=PATIENCE_NS, step=1, version=1)
+    port = AttentionPort(
+        shape,
+        [
+            shape.request_at(requests_at + node * shape.request_bytes)._replace(
+                header=headers[0, node].data_ptr()
+            )
+            for node in range(num_nodes)
+        ],
+        [
+            shape.answer_at(answers_at + node * shape.answer_bytes)._replace(
+                header=headers[1, node].data_ptr()
+            )
+            for node in range(num_nodes)
+        ],
+        control=control,
+        step=torch.tensor(step, dtype=torch.int64, device=device),
+        incarnation=INCARNATION,
+        peers=[INCARNATION] * num_nodes,
+    )
     rng = torch.Generator().manual_seed(0)
     experts = torch.rand(num_rows, num_experts, generator=rng).topk(top_k, dim=-1).indices
     ids = torch.arange(num_experts)
     owners = ids % num_nodes == torch.arange(num_nodes)[:, None]
-    slot_of = torch.where(owners, ids // num_nodes, -1).int().to(device)
+    slot_of = torch.where(owners, ids // num_nodes, -1).int()[None].to(device)
     num_sent = sum(row.unique().numel() for row in experts % num_nodes)
     hidden = torch.randn(num_rows, width, dtype=torch.bfloat16, device=device)
     weights = torch.full((num_rows, top_k), 1 / top_k, device=device)
-    experts, out = experts.to(device), zeros(num_rows, width)
+    experts = experts.to(device)
+    out = torch.zeros(num_rows, width, device=device)
 
     def call(_: int) -> Tensor:
-        net.dispatch(hidden, experts, weights, slot_of)
-        flags.copy_(net.sequences)
-        return net.combine(out, patience=PATIENCE_NS)
+        port.dispatch(hidden, experts, weights, slot_of, layer=0)
+        headers[1].copy_(headers[0])
+        port.combine(out, layer=0)
+        assert control.fault is None
+        return out
 
     name = str(wire).removeprefix("torch.")
     return Entry(

@@ -17,7 +17,6 @@ from kernels.triton_grouped_mlp_kernels import (
     sum_choices,
 )
 from kernels.triton_grouped_mlp_weights import FORMATS
-from kernels.triton_m2n_kernels import combine_row, put_row
 from kernels.triton_router_kernels import count_block, place_block, route_block
 from tests.kernels.triton.hopper import NAMES, compile_kernel
 
@@ -112,24 +111,6 @@ def compile_sampling(**ones: int) -> None:
     compile_(sampling.invert_row, {**weighed, **rows}, {"S_PAD": 32, "BLOCK": 1024})
 
 
-def compile_m2n(hidden: torch.dtype, wire: torch.dtype, **ones: int) -> None:
-    """Compile dispatch and combine; Triton makes constants of arguments that are 1."""
-    types = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-    counters = {"places_ptr": "*i32", "sequences_ptr": "*i64", "table_ptr": "*i64"}
-    rows = {
-        **counters, "hidden_ptr": NAMES[hidden], "experts_ptr": "*i64", "weights_ptr": "*fp32",
-        "columns_ptr": "*i32", "done_ptr": "*i32",
-    }  # fmt: skip
-    constants = {
-        "WIRE": types.get(wire, tl.float8e4nv), "COMPRESSED": wire not in types, "K": 8,
-        "K_PAD": 8, "H_PAD": 8192, "CHUNK": 64,
-    }  # fmt: skip
-    compile_kernel(put_row, rows, {**constants, **ones}, num_warps=4)
-    sums = {**counters, "late_ptr": "*i32", "out_ptr": "*fp32", "patience": "i64"}
-    answer = {"ANSWER": types[hidden], "BLOCK": 1024, "N": 2}
-    compile_kernel(combine_row, sums, {**answer, **ones}, num_warps=4)
-
-
 def main() -> None:
     compile_router(128, 64, sigmoid=False, single=True)
     compile_router(128, 1, sigmoid=True, single=True, R=1, num_slots=1)
@@ -144,8 +125,6 @@ def main() -> None:
                    {"K": 8, "BLOCK_H": 1024})  # fmt: skip
     compile_kernel(quantise_groups, {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv",
                    "scale_ptr": "*fp32"}, {"GROUPS": 8})  # fmt: skip
-    compile_m2n(torch.bfloat16, torch.float8_e4m3fn)
-    compile_m2n(torch.bfloat16, torch.bfloat16, T=1)
     compile_sampling()
     compile_sampling(R=1, S=1, row_stride=1, num_histories=1)
 

@@ -27,8 +27,6 @@ ROUTED = {
     "down_tile",
     "sum_choices",
     "quantise_groups",
-    "put_row",
-    "combine_row",
     "count_history",
     "penalise_block",
     "survey_split",
@@ -39,9 +37,14 @@ ROUTED = {
     "invert_row",
 }
 
+M2N = {"put_row", "combine_row", "gather_row", "send_row"}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "kernels"), [("hopper", ATTENTION), ("hopper_routed", ROUTED)])
+@pytest.mark.parametrize(
+    ("module", "kernels"),
+    [("hopper", ATTENTION), ("hopper_routed", ROUTED), ("hopper_m2n", M2N)],
+)
 def test_every_kernel_compiles_for_hopper(module: str, kernels: set[str], tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
