@@ -39,8 +39,7 @@ from torch import Tensor
 
 from kernels.runtime import Event, Runtime
 from m2n_comm.lines import describe
-from m2n_comm.local import Serve
-from m2n_comm.net import ExpertBatch, NetShape, NetTimes
+from m2n_comm.net import ExpertBatch, NetShape, NetTimes, Serve
 from topspin.errors import ConfigError, FrameError, ProtocolError, TransportError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket

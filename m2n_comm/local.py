@@ -14,20 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-import torch
-
 from m2n_comm.attention_side import AttentionSide
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.expert_side import ExpertSide
 from m2n_comm.flags import consume, publish
 from m2n_comm.lines import Hop, describe, late, lost
-from m2n_comm.net import ExpertBatch, NetShape
+from m2n_comm.net import NetShape, Serve
 from m2n_comm.windows import PairLayout, PairWindows, Window, private_memory
 from topspin.errors import PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 
-Serve = Callable[[ExpertBatch], torch.Tensor]
+__all__ = ["LocalHub", "LocalLines", "Serve"]
 
 
 class LocalHub:

@@ -30,7 +30,7 @@ Threads: a net belongs to the one busy thread of its node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -135,6 +135,10 @@ class ExpertBatch(NamedTuple):
     weights: torch.Tensor
     row_counts: tuple[int, ...]
     table_version: int = 1
+
+
+Serve = Callable[[ExpertBatch], torch.Tensor]
+"""What an expert node computes: the partial of a batch, as for ExpertNet.reply()."""
 
 
 class NetTimes(NamedTuple):

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from topspin.channel import ControlClient
 from topspin.messages import Progress, ProgressState, Role, StepTicket
+
+if TYPE_CHECKING:  # a step runs without sockets too, where their library may be missing
+    from topspin.channel import ControlClient
 
 # Far less than the least --progress-deadline: several words fit into it.
 INTERVAL_S = 0.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -136,6 +138,17 @@ def test_all_variants_compute_the_same() -> None:
 def test_recordings_on_one_stream_compute_the_same() -> None:
     plain = drive(Variant(cuda_graphs=False, gpu_streams=1))
     assert drive(Variant(cuda_graphs=True, gpu_streams=1)) == plain
+
+
+def test_it_needs_no_package_of_servers_or_of_cpu_kernels() -> None:
+    # The machines that have GPUs have torch, and perhaps no way to get anything else.
+    absent = "numba llvmlite zmq rich aiohttp fastapi httpx tokenizers huggingface_hub gguf jinja2"
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent.split()})); "
+        "import benchmarks.gpu_engine"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 def make_batch(layer: int, micro_batch: int, slots: list[list[int]]) -> ExpertBatch:
