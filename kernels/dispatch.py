@@ -32,7 +32,7 @@ __all__ = ["UNQUANTISED", "Ops", "select_ops"]
 
 UNQUANTISED: Final = "none"
 NAMES: Final = ("cpu", "deterministic", "reference", "triton")
-QUANTIZATIONS: Final = {"cpu": ("int4", "int8")}
+QUANTIZATIONS: Final = {"cpu": ("int4", "int8"), "triton": ("fp8", "int4", "int8")}
 """What --quantization may be, by kernels."""
 
 
@@ -180,7 +180,7 @@ def select_ops(
         known = "; ".join(f"{key!r} has {', '.join(has)}" for key, has in QUANTIZATIONS.items())
         raise ConfigError(f"no kernels for quantization {quantization!r} on {name!r}; {known}")
     if name == "triton":
-        return _triton_ops(device)
+        return _triton_ops(quantization, device)
     if name in ("cpu", "deterministic") and device != "cpu":
         raise ConfigError(f"--kernels {name} do not run on {device}: leave --kernels at auto")
     plain: Ops = _module(name)
@@ -205,13 +205,13 @@ def _module(name: str) -> Ops:
     return reference
 
 
-def _triton_ops(device: str) -> Ops:
+def _triton_ops(quantization: str, device: str) -> Ops:
     if find_spec("triton") is None:
         raise ConfigError(
             "--kernels triton: the Python package triton is not installed; torch's builds for "
             "GPUs bring it (pip install triton, in the version that torch names)"
         )
-    from kernels.triton_ops import TritonOps, check_device
+    from kernels.triton_ops import PLAIN, TritonOps, check_device
 
     check_device(device)
-    return TritonOps()
+    return TritonOps(PLAIN if quantization == UNQUANTISED else quantization)

@@ -15,7 +15,8 @@ Weights lie where a table of addresses says, so that experts can be replaced one
 Formats (FORMAT): PLAIN; FP8, e4m3 with an fp32 scale per 128 x 128 block and rows in e4m3
 with an fp32 scale per 128 inputs; INT8 and INT4, unsigned codes with a step and a lowest
 number per output and 128 inputs, multiplied as codes: they are exact in bf16, and step and
-lowest number are applied to a group's fp32 sum. Launched by `kernels.triton_grouped_mlp`.
+lowest number are applied to a group's fp32 sum. Launched by `kernels.triton_grouped_mlp`;
+`kernels.triton_linear_kernels` multiplies by single weights with the same blocks.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _multiply(x: tl.tensor, w: tl.tensor, sums: tl.tensor, SWAP: tl.constexpr) -
 
 
 @triton.jit
-def _load_rows(
+def load_rows(
     x_ptr: tl.tensor,
     rows: tl.tensor,
     row_stride: tl.tensor,
@@ -107,7 +108,7 @@ def _load_rows(
 
 
 @triton.jit
-def _add_block(
+def add_block(
     sums: tl.tensor,
     x: tl.tensor,
     x_high: tl.tensor,
@@ -128,11 +129,12 @@ def _add_block(
     """Add the products of inputs start .. start + BLOCK_K to the sums of a tile.
 
     x holds the rows' inputs; in INT4 the lower half of them, and x_high the upper. x_factor is
-    the rows' scale in FP8, and in INT8 and INT4 the sum of their inputs.
+    the rows' scale in FP8 (1 for rows that are not in fp8), and in INT8 and INT4 the sum of
+    their inputs.
     """
     if FORMAT == PLAIN:
         inputs = start + tl.arange(0, BLOCK_K)
-        w = _load_rows(weight_ptr, outputs.to(tl.int64), weight_stride, inputs, num_in, EVEN)
+        w = load_rows(weight_ptr, outputs.to(tl.int64), weight_stride, inputs, num_in, EVEN)
         sums = _multiply(x, w, sums, SWAP)
     else:
         scale_ptr += start // GROUP * scale_stride
@@ -141,8 +143,9 @@ def _add_block(
         rows_ptr = weight_ptr + outputs.to(tl.int64)[:, None] * weight_stride
         if FORMAT == FP8:
             inputs = start + tl.arange(0, BLOCK_K)
-            w = _load_rows(weight_ptr, outputs.to(tl.int64), weight_stride, inputs, num_in, EVEN)
-            product = _multiply(x, w, product, SWAP)
+            w = load_rows(weight_ptr, outputs.to(tl.int64), weight_stride, inputs, num_in, EVEN)
+            # Nothing to do for rows in fp8; bf16 holds every number of fp8.
+            product = _multiply(x, w.to(x.dtype), product, SWAP)
             sums += product * _spread(x_factor, step, SWAP)
         else:
             if FORMAT == INT8:
@@ -160,7 +163,7 @@ def _add_block(
 
 
 @triton.jit
-def _load_block(
+def load_block(
     x_ptr: tl.tensor,
     x_scale_ptr: tl.tensor,
     rows: tl.tensor,
@@ -172,14 +175,14 @@ def _load_block(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Give a block of inputs of rows as `_add_block` takes it: x, x_high and x_factor."""
+    """Give a block of inputs of rows as `add_block` takes it: x, x_high and x_factor."""
     if FORMAT == INT4:
         inputs = start + tl.arange(0, BLOCK_K // 2)
-        x = _load_rows(x_ptr, rows, x_stride, inputs, num_in, EVEN)
-        x_high = _load_rows(x_ptr, rows, x_stride, inputs + BLOCK_K // 2, num_in, EVEN)
+        x = load_rows(x_ptr, rows, x_stride, inputs, num_in, EVEN)
+        x_high = load_rows(x_ptr, rows, x_stride, inputs + BLOCK_K // 2, num_in, EVEN)
         factor = tl.sum(x.to(tl.float32), axis=1) + tl.sum(x_high.to(tl.float32), axis=1)
     else:
-        x = _load_rows(x_ptr, rows, x_stride, start + tl.arange(0, BLOCK_K), num_in, EVEN)
+        x = load_rows(x_ptr, rows, x_stride, start + tl.arange(0, BLOCK_K), num_in, EVEN)
         x_high = x
         if FORMAT == INT8:
             factor = tl.sum(x.to(tl.float32), axis=1)
@@ -192,7 +195,7 @@ def _load_block(
 
 
 @triton.jit
-def _scale_places(
+def scale_offsets(
     outputs: tl.tensor,
     half: tl.tensor,
     half_size: tl.tensor,
@@ -250,22 +253,22 @@ def gate_up_tile(
     outputs = tl.minimum(units, F - 1)
     weight_ptr = _address(table_ptr, 4 * expert, WEIGHT)
     scale_ptr = _address(table_ptr, 4 * expert + 1, SCALE)
-    gate_places = _scale_places(outputs, 0, F, H, FORMAT)
-    up_places = _scale_places(outputs, 1, F, H, FORMAT)
+    gate_places = scale_offsets(outputs, 0, F, H, FORMAT)
+    up_places = scale_offsets(outputs, 1, F, H, FORMAT)
     if SWAP:
         gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
     for start in range(0, H, BLOCK_K):
-        x, x_high, factor = _load_block(
+        x, x_high, factor = load_block(
             x_ptr, x_scale_ptr, rows, x_stride, start, H, FORMAT, EVEN, BLOCK_M, BLOCK_K
         )
-        gate = _add_block(
+        gate = add_block(
             gate, x, x_high, factor, weight_ptr, scale_ptr, outputs, gate_places,
             start, H, weight_stride, scale_stride, FORMAT, SWAP, EVEN, BLOCK_K,
         )  # fmt: skip
-        up = _add_block(
+        up = add_block(
             up, x, x_high, factor, weight_ptr, scale_ptr, outputs + F, up_places,
             start, H, weight_stride, scale_stride, FORMAT, SWAP, EVEN, BLOCK_K,
         )  # fmt: skip
@@ -320,17 +323,17 @@ def down_tile(
     outputs = tl.minimum(columns, H - 1)
     weight_ptr = _address(table_ptr, 4 * expert + 2, WEIGHT)
     scale_ptr = _address(table_ptr, 4 * expert + 3, SCALE)
-    scale_places = _scale_places(outputs, 0, H, F, FORMAT)
+    scales = scale_offsets(outputs, 0, H, F, FORMAT)
     if SWAP:
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, F, BLOCK_K):
-        x, x_high, factor = _load_block(
+        x, x_high, factor = load_block(
             units_ptr, unit_scale_ptr, rows, F, start, F, FORMAT, EVEN, BLOCK_M, BLOCK_K
         )
-        sums = _add_block(
-            sums, x, x_high, factor, weight_ptr, scale_ptr, outputs, scale_places,
+        sums = add_block(
+            sums, x, x_high, factor, weight_ptr, scale_ptr, outputs, scales,
             start, F, weight_stride, scale_stride, FORMAT, SWAP, EVEN, BLOCK_K,
         )  # fmt: skip
     if SWAP:

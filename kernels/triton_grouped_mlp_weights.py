@@ -1,10 +1,10 @@
-"""Experts' weights as the GPU's grouped MLP reads them: plain, fp8, int8 or int4.
+"""Weights as a GPU's kernels read them: plain, fp8, int8 or int4, alone or as experts.
 
 Owns the four formats as tensors and how a checkpoint's matrix becomes one. Each expert keeps
 its own tensors and a table has their addresses, so an expert can be replaced while all others
 stay where they are. (The CPU's blocks of `kernels.quantised`, groups of 32 inputs laid out for
 vector instructions, would have a GPU apply four times as many steps.) Knows no kernel and needs
-no triton. Called by `kernels.triton_grouped_mlp`.
+no triton. Called by `kernels.triton_ops`, `kernels.triton_grouped_mlp` and `kernels.triton_linear`.
 
 Dimension letters as in `kernels.contracts`.
 """
@@ -31,6 +31,8 @@ FP8_MAX: Final = 448.0
 ALIGNMENT: Final = 16
 # A range that leaves out the farthest numbers costs them accuracy, and gives it to the others.
 RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8)
+# An LM head goes in pieces: searching its ranges takes a dozen times its size.
+NUMBERS_AT_ONCE: Final = 1 << 25
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +85,11 @@ def pack_weight(weight: Tensor, weight_format: str, *, halves: int = 1) -> GpuWe
     elif weight_format == "fp8":
         data, scales = _quantise_fp8(weight, halves)
     elif weight_format in ("int8", "int4"):
-        data, scales = _quantise_codes(weight, 8 if weight_format == "int8" else 4)
+        bits = 8 if weight_format == "int8" else 4
+        pieces = torch.split(weight, max(NUMBERS_AT_ONCE // num_in, 1))
+        coded = [_quantise_codes(piece, bits) for piece in pieces]
+        data = torch.cat([codes for codes, _ in coded])
+        scales = torch.cat([found for _, found in coded], dim=2)
     else:
         raise ConfigError(f"no weight format {weight_format!r}; choose one of {', '.join(FORMATS)}")
     if data.data_ptr() % ALIGNMENT:

@@ -1,15 +1,74 @@
 """Products of rows with one weight on a GPU: torch's own where the weight is plain.
 
-Called by `kernels.triton_ops`. Dimension letters as in `kernels.contracts`.
+A quantised weight is read once, as it is kept, and multiplied in the rows' dtype: what memory
+has to deliver is its codes. Few rows: tiles as small as a matrix instruction, and the inputs
+split among programs until the device is busy. Many: tiles that share what they read.
+
+Tiles come from kernels/tuned/<device>.json by weight format, shape and rows, as those of
+`kernels.triton_grouped_mlp`. Called by `kernels.triton_ops`. Dimension letters as in
+`kernels.contracts`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from kernels.contracts import LinearWeight
+from kernels.tiles import tiles_for
+from kernels.triton_grouped_mlp_weights import FORMATS, GROUP, GpuWeight
+from kernels.triton_linear_kernels import add_splits, linear_tile
+
+OP: Final = "quantised_linear"
+PROGRAMS: Final = 528
+"""Four on each of Hopper's 132 processors: splits are made up to so many."""
+SPLIT_GROUPS: Final = 4
+"""A split takes at least so many groups of inputs."""
+MAX_SPLIT_ROWS: Final = 64
+"""With more rows the splits' sums would be more to write than the weight is to read."""
+SUM_WIDTH: Final = 1024
+
+
+@dataclass(frozen=True)
+class LinearTiles:
+    """A tile of block_m rows by block_n outputs, how its program works, and parts of inputs."""
+
+    block_m: int
+    block_n: int
+    group_m: int
+    swap: int
+    splits: int
+    num_warps: int
+    num_stages: int
+
+
+def tiles_key(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> str:
+    """Name a shape in a table of tiles; rows count by powers of two."""
+    return (
+        f"{weight.weight_format},{str(dtype).removeprefix('torch.')},O={weight.out_features},"
+        f"I={weight.in_features},rows={triton.next_power_of_2(num_rows)}"
+    )
+
+
+def default_tiles(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> LinearTiles:
+    """Give tiles for a device that nobody tuned for: by reasoning, unmeasured."""
+    if dtype == torch.float32:
+        block_m, block_n, warps, stages = 16, 32, 4, 2
+    elif num_rows <= MAX_SPLIT_ROWS:
+        block_m, block_n, warps, stages = max(triton.next_power_of_2(num_rows), 16), 64, 4, 4
+    else:
+        block_m, block_n, warps, stages = 128, 128, 8, 3
+    tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(weight.out_features, block_n)
+    splits = 1
+    if num_rows <= MAX_SPLIT_ROWS:
+        groups = triton.cdiv(weight.in_features, GROUP)
+        splits = max(min(triton.cdiv(PROGRAMS, tiles), groups // SPLIT_GROUPS), 1)
+    return LinearTiles(block_m, block_n, 8, int(dtype != torch.float32), splits, warps, stages)
 
 
 def linear(
@@ -17,8 +76,11 @@ def linear(
 ) -> Tensor:
     """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O].
 
-    `out` in fp32 gets the sums of bf16 products as they are, before any rounding.
+    `out` in fp32 gets the sums of bf16 products as they are, before any rounding. Raises
+    ValueError for shapes, dtypes or strides that do not fit a quantised weight.
     """
+    if isinstance(weight, GpuWeight) and weight.scales is not None:
+        return quantised_linear(x, weight, bias, out)
     if out is None:
         return F.linear(x, weight.data, bias)
     if out.dtype == x.dtype:
@@ -30,3 +92,62 @@ def linear(
     else:
         torch.mm(x.to(out.dtype), weight.data.t().to(out.dtype), out=out)
     return out if bias is None else out.add_(bias)
+
+
+def quantised_linear(
+    x: Tensor,
+    weight: GpuWeight,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    tiles: LinearTiles | None = None,
+) -> Tensor:
+    """Do what `linear` does with a weight in fp8, int8 or int4; `tiles` are for the tuner."""
+    num_rows, num_in, num_out = len(x), weight.in_features, weight.out_features
+    if out is None:
+        out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+    _check(x, weight, bias, out)
+    if num_rows == 0:
+        return out
+    if tiles is None:
+        default = default_tiles(weight, x.dtype, num_rows)
+        tiles = tiles_for(OP, tiles_key(weight, x.dtype, num_rows), default, x.device)
+    assert weight.scales is not None
+    groups = triton.cdiv(num_in, GROUP)
+    split_groups = triton.cdiv(groups, min(tiles.splits, groups))
+    splits = triton.cdiv(groups, split_groups)
+    target = out
+    if splits > 1:
+        target = torch.empty(splits * num_rows, num_out, dtype=torch.float32, device=x.device)
+    some_bias = x if bias is None else bias
+    num_tiles = triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(num_out, tiles.block_n)
+    linear_tile[(num_tiles, splits)](
+        x, weight.data, weight.scales, some_bias, target, num_rows, num_out, num_in,
+        split_groups * GROUP, x.stride(0), weight.data.stride(0),
+        # Of the first inputs to the next group's: fp8 has a scale, codes two per output.
+        1 if weight.weight_format == "fp8" else 2 * num_out,
+        target.stride(0),
+        FORMAT=FORMATS.index(weight.weight_format), SWAP=bool(tiles.swap),
+        EVEN=num_in % GROUP == 0, HAS_BIAS=bias is not None and splits == 1,
+        GROUP_M=tiles.group_m, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        add_splits[(num_rows, triton.cdiv(num_out, SUM_WIDTH))](
+            target, some_bias, out, num_rows, num_out, out.stride(0), HAS_BIAS=bias is not None,
+            SPLITS=splits, BLOCK=SUM_WIDTH, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _check(x: Tensor, weight: GpuWeight, bias: Tensor | None, out: Tensor) -> None:
+    num_in, num_out = weight.in_features, weight.out_features
+    if x.ndim != 2 or x.shape[1] != num_in or x.stride(1) != 1:
+        raise ValueError(f"x is {tuple(x.shape)} with strides {x.stride()}, for {num_in} inputs")
+    if out.shape != (len(x), num_out) or (num_out > 1 and out.stride(1) != 1):
+        raise ValueError(
+            f"out is {tuple(out.shape)} with strides {out.stride()}, for {len(x)} rows of {num_out}"
+        )
+    if any(each.dtype not in (torch.float32, torch.bfloat16) for each in (x, out)):
+        raise ValueError(f"x is {x.dtype} and out {out.dtype}, not float32 or bfloat16")
+    if bias is not None and (bias.shape != (num_out,) or not bias.is_contiguous()):
+        raise ValueError(f"bias is {tuple(bias.shape)} for {num_out} outputs")

@@ -48,9 +48,18 @@ def check_device(device: str) -> None:
 
 
 class TritonOps:
-    """Satisfies Ops; see `kernels.reference` for shapes, units and rounding of each."""
+    """Satisfies Ops; see `kernels.reference` for shapes, units and rounding of each.
+
+    `weight_format` is one of kernels.triton_grouped_mlp_weights.FORMATS: that of projections,
+    MLPs and experts. The LM head is kept in 8 bits at least.
+    """
 
     name: Final = "triton"
+
+    def __init__(self, weight_format: str = PLAIN) -> None:
+        """Take the format of the weights that --quantization covers."""
+        self._format = weight_format
+        self._head_format = "int8" if weight_format == "int4" else weight_format
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
@@ -96,11 +105,11 @@ class TritonOps:
 
     def pack_projection(self, weight: Tensor) -> LinearWeight:
         """Pack one of the matrices that --quantization covers."""
-        return pack_weight(weight, PLAIN)
+        return pack_weight(weight, self._format)
 
     def pack_lm_head(self, weight: Tensor) -> LinearWeight:
-        """Pack the LM head [V, H]."""
-        return pack_weight(weight, PLAIN)
+        """Pack the LM head [V, H]: 4 bits would change the most likely token."""
+        return pack_weight(weight, self._head_format)
 
     def sigmoid(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Give 1 / (1 + exp(-x)), element by element."""
@@ -123,7 +132,7 @@ class TritonOps:
         self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
     ) -> ExpertWeights:
         """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`."""
-        return pack_experts(gate_up, down, share_per_row=share_per_row, weight_format=PLAIN)
+        return pack_experts(gate_up, down, share_per_row=share_per_row, weight_format=self._format)
 
     def rebuild_experts(
         self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]

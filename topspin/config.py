@@ -36,7 +36,8 @@ CPU_KV_CACHE_BYTES = 256 * 2**20
 Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc"]
 Dtype = Literal["float32", "bfloat16"]
 Payload = Literal["auto", "bf16", "fp32", "fp8", "int8"]
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
+QUANTIZATIONS = {"cpu": ("int8", "int4"), "triton": ("int8", "int4", "fp8")}
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,7 +49,7 @@ class ModelSection(Section, frozen=True, kw_only=True):
 
     `quantization`: routed experts, shared experts, dense MLPs and attention projections are
     kept in so many bits and the LM head in 8, quantised as they are read; embeddings, routers
-    and norms stay in `dtype`, which is also that of activations.
+    and norms stay in `dtype`, as do activations (but an expert's, whose fp8 weights meet fp8).
     """
 
     path: str
@@ -364,14 +365,16 @@ def _resolve_compute(compute: ComputeSection) -> ComputeSection:
 
 
 def _check_quantization(quantization: Quantization, compute: ComputeSection) -> None:
-    """Refuse kernels that do not know quantised weights."""
-    if quantization == "none" or compute.kernels == "cpu":
-        return
-    asked = "--deterministic" if compute.deterministic else f"--kernels {compute.kernels}"
-    raise ConfigError(
-        f"--quantization {quantization} with {asked}: only the kernels cpu compute with "
-        "quantised weights; leave one of the two out"
-    )
+    """Refuse kernels, of either role, that do not know weights in so many bits."""
+    known = [name for name, modes in QUANTIZATIONS.items() if quantization in modes]
+    places = {"attention": compute.place("attention"), "expert": compute.place("expert")}
+    for role, place in places.items():
+        if quantization != "none" and place.kernels not in known:
+            asked = "--deterministic" if compute.deterministic else f"--kernels {place.kernels}"
+            raise ConfigError(
+                f"--quantization {quantization} with {asked} on {role} nodes: only the kernels "
+                f"{' and '.join(known)} compute with such weights; leave one of the two out"
+            )
 
 
 def _check_copies(redundant_experts: int, num_nodes: int, num_experts: int) -> None:

@@ -154,7 +154,7 @@ def serve(arguments: ServeArguments) -> int:
     """
     config = engine_config(arguments)
     check_packages(config)
-    if (loss := describe_loss(config.model)) is not None:
+    if (loss := describe_loss(config.model, config.nodes.experts.kernels)) is not None:
         _to_stderr(loss)
     return launch(config)
 

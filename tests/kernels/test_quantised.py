@@ -321,7 +321,10 @@ def test_it_has_every_op_of_the_interface(mode: str) -> None:
 
 @pytest.mark.parametrize(("device", "mode"), [("cpu", "int2"), ("reference", "int4")])
 def test_other_modes_and_devices_are_refused_by_name(device: str, mode: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{mode}' on '{device}'; 'cpu' has int4, int8"):
+    with pytest.raises(
+        ConfigError,
+        match=f"'{mode}' on '{device}'; 'cpu' has int4, int8; 'triton' has fp8, int4, int8",
+    ):
         select_ops(device, torch.bfloat16, mode)
 
 

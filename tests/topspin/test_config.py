@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kernels import dispatch
 from topspin.config import (
+    QUANTIZATIONS,
     BalanceSection,
     CacheSection,
     ComputeSection,
@@ -204,8 +206,26 @@ def test_quantization_is_refused_where_no_kernel_knows_it(
 ) -> None:
     model = ModelSection(path="m", quantization="int4")
     assert resolved(EngineConfig(model=model)).model.quantization == "int4"
-    with pytest.raises(ConfigError, match=f"--quantization int4 with {named}: only the kernels"):
+    with pytest.raises(ConfigError, match=f"--quantization int4 with {named} on att"):
         resolved(EngineConfig(model=model, compute=compute))
+
+
+def test_each_roles_kernels_must_know_the_quantization() -> None:
+    model = ModelSection(path="m", quantization="fp8")
+    gpu, hybrid = "cuda:0", ComputeSection(attention_device="cuda")
+    both = ComputeSection(attention_device=gpu, expert_device=gpu)
+    assert resolved(EngineConfig(model=model, compute=both)).model.quantization == "fp8"
+    message = "--quantization fp8 with --kernels cpu on expert nodes: only the kernels triton"
+    with pytest.raises(ConfigError, match=message):
+        resolved(EngineConfig(model=model, compute=hybrid))
+    int8 = ModelSection(path="m", quantization="int8")
+    assert resolved(EngineConfig(model=int8, compute=hybrid)).model.quantization == "int8"
+
+
+def test_quantizations_are_those_of_the_kernels() -> None:
+    assert {k: set(v) for k, v in QUANTIZATIONS.items()} == {
+        k: set(v) for k, v in dispatch.QUANTIZATIONS.items()
+    }
 
 
 def test_nobody_changes_a_section() -> None:

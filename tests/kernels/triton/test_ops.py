@@ -15,6 +15,7 @@ from kernels import reference
 from kernels.contracts import AttentionMeta, ExpertMatrices
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import NoSync
+from kernels.triton_grouped_mlp_weights import GpuWeight, unpack_weight
 from tests.kernels.generators import finish
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -290,3 +291,37 @@ def test_experts_are_exchanged(ops: Ops, device: torch.device) -> None:
     theirs = reference.pack_experts(gate_up[1:], down[1:])
     wanted = reference.grouped_mlp(hidden, slots, weights, theirs)
     assert_close(found.out, wanted.out, torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["fp8", "int4", "int8"])
+def test_quantization_covers_products_and_experts(mode: str, device: torch.device) -> None:
+    ops = select_ops("triton", torch.float32, mode, str(device))
+    plain = select_ops("triton", torch.float32, device=str(device))
+    x, matrix = draw(3, HIDDEN).to(device), (draw(10, HIDDEN, seed=1) / 6).to(device)
+    head_format = "int8" if mode == "int4" else mode
+    for pack, weight_format in (
+        (ops.pack_projection, mode),
+        (ops.pack_lm_head, head_format),
+        (ops.pack_linear, "plain"),
+    ):
+        packed = pack(matrix)
+        assert isinstance(packed, GpuWeight)
+        assert packed.weight_format == weight_format
+        wanted = x @ unpack_weight(packed).T
+        torch.testing.assert_close(ops.linear(x, packed), wanted, rtol=1e-5, atol=1e-5)
+    gate_up, down = (draw(16, HIDDEN) / 6).to(device), (draw(HIDDEN, 8, seed=1) / 3).to(device)
+    ours = ops.pack_projection(gate_up), ops.pack_projection(down)
+    theirs = [plain.pack_projection(unpack_weight(weight)) for weight in ours]
+    assert_close(ops.dense_mlp(x, *ours), plain.dense_mlp(x, *theirs), torch.float32)
+    experts = ops.pack_experts(gate_up[None], down[None])
+    assert experts.gate_up[0].weight_format == mode
+    new = finish(ops.rebuild_experts(experts, [ExpertMatrices(gate_up, down), 0]))
+    slots = torch.tensor([[0], [1], [1]], dtype=torch.int32, device=device)
+    found = ops.grouped_mlp(x, slots, torch.ones(3, 1, device=device), new)
+    # An expert's rows are quantised too, in fp8.
+    unpacked = (unpack_weight(each[0])[None] for each in (new.gate_up, new.down))
+    mixed = plain.grouped_mlp(
+        x, slots.clamp(max=0), torch.ones(3, 1, device=device), plain.pack_experts(*unpacked)
+    )
+    error = (found.out - mixed.out).norm() / mixed.out.norm()
+    assert error < (0.05 if mode == "fp8" else 1e-5)

@@ -1,0 +1,105 @@
+"""Products with quantised weights against torch's with the matrices that they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.contracts import LinearWeight
+from kernels.runtime import NoSync
+from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight, pack_weight, unpack_weight
+from kernels.triton_linear import LinearTiles, default_tiles, linear, quantised_linear
+
+QUANTISED = FORMATS[1:]
+# A sum of bf16 products is exact in fp32 but for the order; the result is rounded once.
+TOLERANCE = {
+    torch.float32: {"rtol": 1e-5, "atol": 2e-5},
+    torch.bfloat16: {"rtol": 2**-8, "atol": 2e-5},
+}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def product(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
+    """Multiply in fp64, which no order of summation changes noticeably."""
+    wide = x.double() @ unpack_weight(weight).double().T
+    return (wide if bias is None else wide + bias.double()).float()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+@pytest.mark.parametrize("weight_format", QUANTISED)
+def test_by_default_tiles(
+    weight_format: str, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Rows, inputs and outputs that no tile divides."""
+    weight = pack_weight((draw(70, 200) / 14).to(device, dtype), weight_format)
+    for num_rows in (0, 1, 19):
+        x = draw(num_rows, 208, seed=1).to(device, dtype)[:, 4:204]
+        bias = draw(70, seed=2).to(device, dtype) if num_rows == 19 else None
+        wide = torch.full((num_rows, 80), 7.0, dtype=out_dtype, device=device)
+        with NoSync():
+            found = linear(x, weight, bias, wide[:, :70])
+        torch.testing.assert_close(found.float(), product(x, weight, bias), **TOLERANCE[out_dtype])
+        assert (wide[:, 70:] == 7).all()
+        if out_dtype == dtype:
+            assert torch.equal(linear(x, weight, bias), found)
+
+
+TILES = [
+    LinearTiles(16, 32, 1, 1, 3, 4, 2),
+    LinearTiles(32, 64, 2, 0, 9, 4, 2),
+]
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=lambda t: f"{t.block_m}x{t.block_n}/{t.splits}")
+@pytest.mark.parametrize("weight_format", QUANTISED)
+def test_any_tiles_and_splits(weight_format: str, tiles: LinearTiles, device: torch.device) -> None:
+    """Five groups of inputs in up to nine splits, some of which are shorter or not there."""
+    weight = pack_weight((draw(40, 640) / 25).to(device), weight_format)
+    x, bias = draw(17, 640, seed=1).to(device), draw(40, seed=2).to(device)
+    for given in (None, bias):
+        found = quantised_linear(x, weight, given, tiles=tiles)
+        torch.testing.assert_close(found, product(x, weight, given), rtol=1e-5, atol=2e-5)
+    assert torch.equal(found, quantised_linear(x, weight, bias, tiles=tiles))
+
+
+def test_few_rows_split_their_inputs_and_many_do_not(device: torch.device) -> None:
+    weight = pack_weight(torch.ones(1024, 2048, device=device).bfloat16(), "int8")
+    assert default_tiles(weight, torch.bfloat16, 1).splits == 4
+    assert default_tiles(weight, torch.bfloat16, 65).splits == 1
+    head = LinearWeight(weight.data, 151936, 2048, packed=True)
+    assert default_tiles(head, torch.bfloat16, 1).splits == 1
+
+
+def test_a_big_matrix_is_quantised_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    matrix = draw(70, 130).to(device)
+    whole = {mode: pack_weight(matrix, mode) for mode in ("int8", "int4")}
+    monkeypatch.setattr("kernels.triton_grouped_mlp_weights.NUMBERS_AT_ONCE", 16 * 130)
+    for mode, wanted in whole.items():
+        found = pack_weight(matrix, mode)
+        assert torch.equal(found.data, wanted.data)
+        assert found.scales is not None
+        assert wanted.scales is not None
+        assert torch.equal(found.scales, wanted.scales)
+        assert found.scales.is_contiguous()
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    weight, x = pack_weight(draw(8, 16).to(device), "int8"), draw(3, 16).to(device)
+    with pytest.raises(ValueError, match=r"x is \(3, 15\).*16 inputs"):
+        linear(x[:, 1:], weight)
+    with pytest.raises(ValueError, match=r"out is \(3, 9\).*3 rows of 8"):
+        linear(x, weight, out=draw(3, 9).to(device))
+    with pytest.raises(ValueError, match=r"bias is \(9,\) for 8 outputs"):
+        linear(x, weight, draw(9).to(device))
+    with pytest.raises(ValueError, match=r"x is torch\.float16"):
+        linear(x.half(), weight)
