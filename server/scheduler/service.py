@@ -55,6 +55,7 @@ from topspin.messages import (
     TablePrepared,
     TraceDump,
 )
+from topspin.process import CONFIG_ERROR_STATUS
 from topspin.trace import Kind
 
 # How often a loop with nothing to do looks at the clock and at stop requests.
@@ -136,14 +137,17 @@ class Service:
         self._balancer.ask(table)
 
     def run(self) -> int:
-        """Serve until asked to stop (returns 0) or until the engine fails (returns 1)."""
+        """Serve until asked to stop (returns 0) or until the engine fails.
+
+        Then it returns 1, or 2 if a node cannot be what it was configured as.
+        """
         try:
             while self._stop_reason is None:
                 self._turn()
         except TopspinError as error:
             if self._stop_reason is None:
                 self._fail(error)
-                return 1
+                return CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else 1
             # Everybody may have been told to stop at once: a node that left first is no loss.
             self._log(f"while stopping: {error}")
         self._stop(self._stop_reason)
@@ -271,7 +275,10 @@ class Service:
             self._on_ready(peer, message)
         elif isinstance(message, Goodbye):
             self._raise_if_lost(member, message.code)
-            raise NodeLost(f"{member} left: {message.message} ({message.code})")
+            reason = f"{member} left: {message.message} ({message.code})"
+            if message.code == ConfigError.code and self._gateways.is_starting:
+                raise ConfigError(reason)
+            raise NodeLost(reason)
         elif isinstance(message, StepFailed):
             self._raise_if_lost(member, message.code)
             reason = f"step {message.step} failed on {member}: {message.message} ({message.code})"

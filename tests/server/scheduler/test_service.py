@@ -123,17 +123,17 @@ def test_an_idle_loop_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "changes", "reason"),
+    ("index", "changes", "reason", "status"),
     [
-        (0, {"protocol": 99}, "protocol"),
-        (0, {"revision": "other"}, "revision"),
-        (1, {}, "there already"),
-        (5, {}, "no place"),
-        (0, {"fingerprint": "other"}, "checkpoint"),
+        (0, {"protocol": 99}, "protocol", 1),
+        (0, {"revision": "other"}, "revision", 1),
+        (1, {}, "there already", 2),
+        (5, {}, "no place", 2),
+        (0, {"fingerprint": "other"}, "checkpoint", 1),
     ],
 )
 def test_a_wrong_node_at_start_is_refused_and_fatal(
-    index: int, changes: dict[str, Any], reason: str
+    index: int, changes: dict[str, Any], reason: str, status: int
 ) -> None:
     world = World()
     world.hello("gateway", 0)
@@ -142,7 +142,7 @@ def test_a_wrong_node_at_start_is_refused_and_fatal(
         role="attention", index=index, incarnation=9, revision=__version__, fingerprint="abc"
     )
     world.poll(Received(b"wrong", msgspec.structs.replace(hello, **changes)))
-    assert world.service.run() == 1
+    assert world.service.run() == status
     (refused,) = world.channel.to(b"wrong", Refused)
     assert reason in refused.reason
     assert world.states() == ["starting", "failed"]

@@ -126,6 +126,19 @@ def test_a_complaint_without_a_loss_is_reported_as_it_is() -> None:
     assert detail == "attention 0 left: expert 1 is gone (peer_lost)"
 
 
+@pytest.mark.parametrize(("code", "status"), [("invalid_config", 2), ("internal_error", 1)])
+def test_a_node_that_cannot_be_what_it_was_configured_as_is_said_by_the_status(
+    code: str, status: int
+) -> None:
+    world = World()
+    for index in range(2):
+        world.hello("expert", index)
+        world.hello("attention", index)
+    reason = Goodbye(role="expert", index=1, code=code, message="device cuda:1: there is none")
+    world.say("expert 1", reason)
+    assert world.service.run() == status
+
+
 def test_a_node_that_cannot_be_sent_a_plan_is_lost() -> None:
     world = World()
     world.start()
