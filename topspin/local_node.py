@@ -41,7 +41,7 @@ from m2n_comm.staged import ExpertStaging, StagedNet
 from models.checkpoint import Checkpoint
 from topspin import __version__
 from topspin.channel import ControlClient
-from topspin.errors import ProtocolError
+from topspin.errors import PeerLost, ProtocolError
 from topspin.expert_table import ExpertTable
 from topspin.membership import Stopped, join, run_node
 from topspin.messages import (
@@ -88,6 +88,8 @@ class LocalNode:
         self._may_attend = threading.Event()
         if not expert_nodes:
             self._may_attend.set()
+        # The exit statuses of expert nodes that have ended.
+        self._ended: list[int] = []
 
     def run(self) -> int:
         """Serve until the scheduler stops; returns the process's exit status."""
@@ -99,7 +101,7 @@ class LocalNode:
         # A thread that is inside torch while the interpreter ends aborts the process.
         for thread in self._threads:
             thread.join(JOIN_TIMEOUT_S)
-        return status
+        return max([status, *self._ended])
 
     def _start(self, role: Role, index: int) -> None:
         target = self._run_expert if role == "expert" else self._run_attention
@@ -124,6 +126,8 @@ class LocalNode:
             )
             worker.introduce()
             self._may_attend.wait()
+            if any(self._ended):
+                raise PeerLost("an expert node of this process has failed")
             worker.serve()
 
         return run_node("attention", index, self._address, logger=self._logger, body=body)
@@ -177,14 +181,16 @@ class LocalNode:
         return lambda batch: staging.to_host(experts.compute(staging.to_device(batch)))
 
     def _run_expert(self, index: int) -> int:
-        def body(control: ControlClient) -> None:
-            try:
-                self._serve_expert(control, index)
-            finally:
-                # Whatever has become of this node, the scheduler tells the others.
-                self._may_attend.set()
-
-        return run_node("expert", index, self._address, logger=self._logger, body=body)
+        status = run_node(
+            "expert",
+            index,
+            self._address,
+            logger=self._logger,
+            body=lambda control: self._serve_expert(control, index),
+        )
+        self._ended.append(status)
+        self._may_attend.set()
+        return status
 
     def _serve_expert(self, control: ControlClient, index: int) -> None:
         welcome = join(

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -29,10 +30,17 @@ ROLES = {
 class Server:
     """`python -m topspin serve` with its output in a file. Use as a context manager.
 
-    `module` may be another one that serves with the same flags.
+    `module` may be another one that serves with the same flags; `env` comes on top of ours.
     """
 
-    def __init__(self, model: Path, directory: Path, *flags: str, module: str = "topspin") -> None:
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *flags: str,
+        module: str = "topspin",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.output_path = directory / f"serve-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", module, "serve", str(model), "--port", "0"]
         command += ["--served-model-name", "tiny", "--kv-cache-memory", "8MiB", *flags]
@@ -42,7 +50,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
             )
         self.url = self._wait_until_ready()
         self.pids = self.pids_by_role()
