@@ -40,6 +40,14 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_b
 
 _ASK_TORCH = """
 import json, torch
+
+def describe(index):
+    gpu = torch.cuda.get_device_properties(index)
+    return (
+        f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.multi_processor_count} multiprocessors, "
+        f"{gpu.total_memory / 2**30:.1f} GiB)"
+    )
+
 print(json.dumps({
     "build": torch.version.git_version[:10],
     "cuda": torch.version.cuda or "none",
@@ -48,7 +56,7 @@ print(json.dumps({
     "interop threads": torch.get_num_interop_threads(),
     "cpu capability": torch.backends.cpu.get_cpu_capability(),
     "onednn": torch.backends.mkldnn.is_available(),
-    "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    "gpus": [describe(index) for index in range(torch.cuda.device_count())],
 }))
 """
 
@@ -67,6 +75,7 @@ def collect() -> list[Fact]:
         Fact("python", f"{platform.python_version()} ({sys.executable})"),
         Fact("system", platform.platform()),
         *_machine(),
+        Fact("gpu driver", _gpu_driver()),
         *(Fact(name, _version(name)) for name in PACKAGES),
         *_torch(),
         *(Fact(name, value) for name, value in sorted(os.environ.items()) if _is_relevant(name)),
@@ -89,6 +98,15 @@ def _machine() -> list[Fact]:
         Fact("memory", format_size(page_bytes * os.sysconf("SC_PHYS_PAGES"))),
         Fact("memory free", format_size(page_bytes * os.sysconf("SC_AVPHYS_PAGES"))),
     ]
+
+
+def _gpu_driver() -> str:
+    """Return NVIDIA's kernel module as it describes itself: it is there without torch or CUDA."""
+    for line in _read(Path("/proc/driver/nvidia/version")).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "NVRM version":
+            return " ".join(value.split())
+    return "none loaded"
 
 
 def _torch() -> list[Fact]:
@@ -130,8 +148,9 @@ def _read(path: Path) -> str:
 
 
 def _is_relevant(name: str) -> bool:
-    return name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_")) or name in (
+    return name.startswith(("OMP_", "GOMP_", "KMP_", "MKL_", "TRITON_")) or name in (
         "CUDA_VISIBLE_DEVICES",
+        "PYTORCH_CUDA_ALLOC_CONF",
         "TOPSPIN_CACHE",
         "TOPSPIN_LOG_LEVEL",
     )

@@ -463,6 +463,30 @@ def test_collect_env_tells_what_a_bug_report_needs(capsys: pytest.CaptureFixture
     assert {"python", "system", "cpu", "cpu flags", "torch gpus", "pyzmq"} <= set(facts)
 
 
+def test_collect_env_describes_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text(
+        """
+from types import SimpleNamespace as Space
+
+version = Space(git_version="0123456789abcdef", cuda="13.0")
+gpu = Space(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=140 << 30)
+cuda = Space(device_count=lambda: 2, get_device_properties=lambda index: gpu)
+backends = Space(
+    cpu=Space(get_cpu_capability=lambda: "AVX512"), mkldnn=Space(is_available=lambda: True)
+)
+get_num_threads = get_num_interop_threads = lambda: 4
+"""
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    facts = {fact.name: fact.value for fact in collect_env.collect()}
+    one = "NVIDIA H200 (sm_90, 132 multiprocessors, 140.0 GiB)"
+    assert facts["torch gpus"] == f"{one}, {one}"
+    assert facts["torch cuda"] == "13.0"
+    assert facts["gpu driver"]
+    assert facts["TRITON_CACHE_DIR"] == "/somewhere"
+
+
 def test_collect_env_says_when_torch_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collect_env, "_ASK_TORCH", "raise ImportError('broken torch')")
     facts = {fact.name: fact.value for fact in collect_env.collect()}
