@@ -105,7 +105,7 @@ def load_experts(
         counts=not (place.is_device and config.topology.expert_nodes == 1),
     )
     experts.trace = ring_of(config)
-    experts.warm_up(_warm_up_rows(config) if runtime.is_asynchronous else (1,))
+    experts.warm_up(warm_up_rows(config) if runtime.is_asynchronous else (1,))
     release_freed_memory()
     return experts
 
@@ -129,7 +129,7 @@ def _check_memory(
         )
 
 
-def _warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
+def warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
     """Return the numbers of rows for which kernels differ, up to the largest batch."""
     most = config.max_num_batched_tokens
     if config.m2n.transport != "local":

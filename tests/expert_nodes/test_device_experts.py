@@ -1,0 +1,281 @@
+"""Experts with a GPU's kernels, interpreted: what they compute, count, and never wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_nodes.experts import Experts
+from expert_nodes.memory import ExpertSize, lacking, measure_expert, shortage
+from expert_nodes.tables import TableChange
+from kernels import reference
+from kernels.dispatch import select_ops
+from kernels.runtime import DeviceMemory, HostRuntime, NoSync
+from kernels.triton_grouped_mlp_weights import GpuWeight, unpack_weight
+from m2n_comm.net import ExpertBatch
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.expert_reader import ExpertReader
+from models.weights import load_expert_weights, stream_expert_weights
+from tests.checkpoints import make_checkpoint
+from tests.expert_nodes.test_experts import taken
+from tests.expert_nodes.test_tables import node_config
+from topspin.expert_table import ExpertTable
+
+Held = tuple[tuple[int, ...], ...]
+FIRST: Held = ((0, 1, 2), (5, 6))
+SECOND: Held = ((2, 7, 0), (5, 6))
+THIRD: Held = ((4,), (1, 3, 5, 7))
+NUM_ROWS = 5
+FORMATS = ("none", "int8", "int4", "fp8")
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("device"), "mixtral")
+
+
+def load(
+    path: Path, held: Held, quantization: str = "none", *, runtime: HostRuntime | None = None
+) -> Experts:
+    config, dtype = load_model_config(path), torch.float32
+    weights = stream_expert_weights(Checkpoint(path), config, dtype=dtype, experts=held)
+    ops = select_ops("triton", dtype, quantization)
+    return Experts(config, weights, ops, held=held, runtime=runtime)
+
+
+def batch_of(held: Held, layer: int, version: int) -> ExpertBatch:
+    """Rows that use every slot, one row none."""
+    generator = torch.Generator().manual_seed(layer)
+    count = len(held[layer])
+    slots = torch.arange(NUM_ROWS * 2, dtype=torch.int32).view(NUM_ROWS, 2) % count
+    slots[1, 0] = -1
+    slots[3] = -1
+    hidden = torch.randn(NUM_ROWS, 64, generator=generator)
+    weights = torch.rand(NUM_ROWS, 2, generator=generator)
+    return ExpertBatch(0, layer, 0, hidden, slots, weights, (NUM_ROWS,), version)
+
+
+def compute(experts: Experts, held: Held, version: int) -> list[Tensor]:
+    """Compute a batch of every layer, where looking at a tensor is refused."""
+    batches = [batch_of(held, layer, version) for layer in range(2)]
+    with NoSync():
+        return [experts.compute(batch) for batch in batches]
+
+
+def used(held: Held, times: int) -> list[list[int]]:
+    """Return how often each slot is used when batch_of() is computed so many times."""
+    found = []
+    for layer, experts in enumerate(held):
+        slots = batch_of(held, layer, 1).slots.flatten().tolist()
+        found.append([times * slots.count(slot) for slot in range(len(experts))])
+    return found
+
+
+def wanted(path: Path, held: Held, experts: Experts, quantization: str) -> list[Tensor]:
+    """Compute the same with plain torch, from the checkpoint or from what quantised ones mean."""
+    plain = load_expert_weights(
+        Checkpoint(path), load_model_config(path), dtype=torch.float32, experts=held
+    )
+    results = []
+    for layer, (weights, packed) in enumerate(
+        zip(plain.layers, experts._versions.newest.layers, strict=True)
+    ):
+        gate_up, down = list(weights.gate_up), list(weights.down)
+        if quantization != "none":
+            gate_up, down = meant(packed.gate_up), meant(packed.down)
+        batch = batch_of(held, layer, 1)
+        results.append(
+            reference.grouped_mlp(
+                batch.hidden, batch.slots, batch.weights, reference.pack_experts(gate_up, down)
+            ).out
+        )
+    return results
+
+
+def meant(weights: list[object]) -> list[Tensor]:
+    """Return the matrices that quantised weights stand for."""
+    found = []
+    for weight in weights:
+        assert isinstance(weight, GpuWeight)
+        found.append(unpack_weight(weight))
+    return found
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_partial_sums_and_counts_equal_plain_torchs_under_several_tables(
+    path: Path, quantization: str
+) -> None:
+    reader = ExpertReader(Checkpoint(path), load_model_config(path), dtype=torch.float32)
+    experts = load(path, FIRST, quantization)
+    first = compute(experts, FIRST, 1)
+    for got, want in zip(first, wanted(path, FIRST, experts, quantization), strict=True):
+        if quantization == "fp8":  # rounds rows and units, to 3 bits of mantissa
+            assert float((got - want).norm() / want.norm()) < 0.06
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+        assert not got[3].any()
+    tables = {1: FIRST, 2: SECOND, 3: THIRD} if quantization == "none" else {1: FIRST, 2: SECOND}
+    for version, held in list(tables.items())[1:]:
+        for _ in experts.prepare(version, held, reader):
+            pass
+        if version == 2:  # the table in use still works
+            assert all(map(torch.equal, compute(experts, FIRST, 1), first))
+        fresh = load(path, held, quantization)
+        assert all(map(torch.equal, compute(experts, held, version), compute(fresh, held, 1)))
+    assert taken(experts) == {
+        version: used(held, 2 if version == 1 else 1) for version, held in tables.items()
+    }
+
+
+def test_counts_are_added_on_the_device_and_start_again_when_they_are_taken(path: Path) -> None:
+    experts = load(path, FIRST)
+    batch = batch_of(FIRST, 0, 1)
+    replay = experts.runtime.capture(lambda: (experts.compute(batch), None)[1])
+    for times in (1, 2):
+        for _ in range(times):
+            replay()
+        assert taken(experts) == {1: [used(FIRST, times)[0], [0, 0]]}
+    assert taken(experts) == {}
+
+
+def test_counting_can_be_left_out(path: Path) -> None:
+    config = load_model_config(path)
+    weights = load_expert_weights(Checkpoint(path), config, dtype=torch.float32, experts=FIRST)
+    ops = select_ops("triton", torch.float32)
+    experts = Experts(config, weights, ops, held=FIRST, counts=False)
+    compute(experts, FIRST, 1)
+    assert not experts.has_counts
+    assert taken(experts) == {}
+
+
+def test_the_warm_up_runs_every_layer_and_all_sizes_of_each_shape(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = load(path, ((0, 1), (2, 3)))
+    ran: list[tuple[int, int]] = []
+    real = experts._ops.grouped_mlp
+
+    class Recording:
+        def grouped_mlp(
+            self, hidden: Tensor, slots: Tensor, weights: Tensor, held: object
+        ) -> object:
+            ran.append((len(hidden), int(slots.max()) + 1))
+            return real(hidden, slots, weights, held)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(experts, "_ops", Recording())
+    experts.warm_up((1, 2, 3))
+    assert ran == [(1, 2), (2, 2), (3, 2), (3, 2)]
+    assert not experts.has_counts
+
+
+# Memory.
+
+
+class SmallDevice(HostRuntime):
+    """A device with memory to count; `free` may be changed."""
+
+    is_asynchronous = True
+
+    def __init__(self, free: int, cached: int = 0) -> None:
+        self.free = free
+        self._cached = cached
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(total=2**20, free=self.free, cached=self._cached)
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_an_experts_size_is_that_of_what_is_kept(path: Path, quantization: str) -> None:
+    experts = load(path, FIRST, quantization)
+    found = set()
+    for layer in experts._versions.newest.layers:
+        for pair in zip(layer.gate_up, layer.down, strict=True):
+            size = 0
+            for weight in pair:
+                assert isinstance(weight, GpuWeight)
+                size += weight.data.nbytes
+                size += 0 if weight.scales is None else weight.scales.nbytes
+            found.add(size)
+    ops = select_ops("triton", torch.float32, quantization)
+    size = measure_expert(ops, load_model_config(path), torch.float32)
+    assert found == {size.kept}
+    if quantization == "none":
+        assert size == ExpertSize(3 * 64 * 48 * 4, 0)
+    else:
+        assert size.packing >= 2 * 64 * 48 * 4
+
+
+def test_what_is_missing_is_named_in_bytes() -> None:
+    device, size = torch.device("cuda", 1), ExpertSize(kept=2**20, packing=2**19)
+    memory = DeviceMemory(total=2**30, free=2**20, cached=2**20)
+    assert shortage(size, 1, memory, device) is None
+    assert shortage(size._replace(packing=0), 2, memory, device) is None
+    assert shortage(size, 2, memory, device) == (
+        "2 experts of 1.0 MiB need 2.5 MiB on cuda:1, of whose 1.0 GiB 2.0 MiB are free"
+    )
+
+
+def test_the_hosts_memory_is_not_counted(path: Path) -> None:
+    ops = select_ops("triton", torch.float32)
+    config = load_model_config(path)
+    assert lacking(HostRuntime(), 10**9, ops=ops, model=config, dtype=torch.float32) is None
+    assert lacking(SmallDevice(100), 1, ops=ops, model=config, dtype=torch.float32) is not None
+
+
+def table_of(version: int, held: Held) -> ExpertTable:
+    """Give expert node 0 `held`, and everything to node 1."""
+    return ExpertTable(
+        version=version,
+        num_experts=8,
+        slots=tuple((experts, tuple(range(8))) for experts in held),
+    )
+
+
+def test_a_table_that_does_not_fit_is_not_prepared(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expert_bytes = 3 * 64 * 48 * 4
+    device = SmallDevice(expert_bytes - 1)
+    experts = load(path, FIRST, runtime=device)
+    before = compute(experts, FIRST, 1)
+    change = TableChange(experts, model_path=path, config=node_config(path), index=0)
+    change.start(table_of(2, SECOND))  # one expert more
+    assert not change.is_busy
+    assert "table 2 is not prepared, the one in use stays: 1 experts of 36.0 KiB" in caplog.text
+    assert experts.versions == [1]
+    device.free = expert_bytes
+    change.start(table_of(3, SECOND))
+    while change.is_busy:
+        change.work()
+    assert experts.versions == [1, 3]
+    assert all(map(torch.equal, compute(experts, FIRST, 1), before))
+
+
+def test_memory_that_others_have_taken_meanwhile_ends_the_change(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    experts = load(path, FIRST, runtime=SmallDevice(2**20))
+    change = TableChange(experts, model_path=path, config=node_config(path), index=0)
+    change.start(table_of(2, SECOND))
+
+    def read(*_: object) -> Iterator[None]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    monkeypatch.setattr(ExpertReader, "read", read)
+    while change.is_busy:
+        assert change.work() is None
+    assert "table 2 is not prepared, the one in use stays: CUDA out of memory" in caplog.text
+    assert experts.versions == [1]
+    compute(experts, FIRST, 1)

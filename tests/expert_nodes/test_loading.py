@@ -1,0 +1,132 @@
+"""Loading a node's share: onto which device, by which kernels, and what is refused before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from expert_nodes import worker
+from expert_nodes.experts import Experts
+from expert_nodes.worker import load_experts, warm_up_rows
+from kernels.runtime import DeviceMemory, HostRuntime, NoSync
+from m2n_comm.net import ExpertBatch
+from tests.checkpoints import make_checkpoint
+from tests.expert_nodes.test_tables import node_config
+from topspin.config import ComputeSection, M2NSection, TopologySection
+from topspin.errors import CheckpointError, ConfigError
+from topspin.expert_table import uniform_table
+from topspin.messages import Topology, Welcome
+
+
+def welcome_of(path: Path, *, num_nodes: int = 1, **compute: str) -> Welcome:
+    config = msgspec.structs.replace(
+        node_config(path),
+        compute=ComputeSection(**compute),  # type: ignore[arg-type]
+        topology=TopologySection(expert_nodes=num_nodes),
+    )
+    topology = Topology(
+        generation=1,
+        table=uniform_table(num_layers=2, num_experts=8, num_nodes=num_nodes),
+        experts=(),
+        attention_incarnations=(1,),
+    )
+    return Welcome(config=config, topology=topology)
+
+
+def answers(experts: Experts) -> torch.Tensor:
+    """Compute a row by the first two experts of the last layer."""
+    hidden = torch.linspace(-1, 1, 64)[None]
+    slots, weights = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([[0.5, 2.0]])
+    return experts.compute(ExpertBatch(0, 1, 0, hidden, slots, weights, (1,), 1))
+
+
+@torch.inference_mode()
+def test_a_devices_kernels_compute_what_the_cpus_do(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    device = load_experts(path, welcome_of(path, num_nodes=2, kernels="triton"), 1)
+    with NoSync():
+        found = answers(device)
+    host = load_experts(path, welcome_of(path, num_nodes=2, kernels="cpu"), 1)
+    torch.testing.assert_close(found, answers(host), rtol=1e-4, atol=1e-5)
+    assert device.has_counts
+    assert host.has_counts
+
+
+@torch.inference_mode()
+def test_one_node_on_a_device_counts_nothing(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    experts = load_experts(path, welcome_of(path, kernels="triton"), 0)
+    answers(experts)
+    assert not experts.has_counts
+    host = load_experts(path, welcome_of(path, kernels="cpu"), 0)
+    answers(host)
+    assert host.has_counts
+
+
+class FullDevice(HostRuntime):
+    """A GPU of 80 GiB with a MiB left."""
+
+    is_asynchronous = True
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(total=80 * 2**30, free=2**20)
+
+
+def test_experts_that_do_not_fit_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, "mixtral", hidden_size=256, intermediate_size=128)
+    opened: list[str] = []
+
+    def open_full(device: str) -> FullDevice:
+        opened.append(device)
+        return FullDevice()
+
+    monkeypatch.setattr(worker, "open_runtime", open_full)
+    for file in path.glob("*.safetensors"):
+        file.write_bytes(b"")
+    # 4 of 8 experts in 2 layers, of 3 x 256 x 128 fp32 numbers each.
+    with pytest.raises(
+        ConfigError,
+        match=r"^expert node 1: 8 experts of 384.0 KiB need 3.0 MiB on cpu, of whose 80.0 GiB "
+        r"1.0 MiB are free; use more --expert-nodes on other GPUs, --quantization, or "
+        r"--expert-device cpu$",
+    ) as refused:
+        load_experts(path, welcome_of(path, num_nodes=2, kernels="triton"), 1)
+    assert not isinstance(refused.value, CheckpointError)
+    assert opened == ["cpu"]
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    with pytest.raises(ConfigError, match=r"cuda:61"):
+        load_experts(path, welcome_of(path, expert_device="cuda:61"), 0)
+
+
+@pytest.mark.parametrize(
+    ("transport", "window_rows", "tokens", "attention_nodes", "rows"),
+    [
+        ("local", 4, 9, 1, (1, 2, 4, 8, 9)),  # no windows
+        ("shm", 4, 9, 1, (1, 2, 4)),
+        ("shm", 64, 9, 3, (1, 2, 4, 8, 16, 27)),
+        ("tcp", 64, 1, 1, (1,)),
+    ],
+)
+def test_every_power_of_two_up_to_the_largest_batch_is_warmed_up(
+    tmp_path: Path,
+    transport: str,
+    window_rows: int,
+    tokens: int,
+    attention_nodes: int,
+    rows: tuple[int, ...],
+) -> None:
+    config = msgspec.structs.replace(
+        node_config(tmp_path),
+        m2n=M2NSection(transport=transport, window_rows=window_rows),  # type: ignore[arg-type]
+        topology=TopologySection(attention_nodes=attention_nodes),
+        max_num_batched_tokens=tokens,
+    )
+    assert warm_up_rows(config) == rows
