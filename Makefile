@@ -5,7 +5,8 @@
 #   make check      all that must hold before a commit; rewrites nothing
 #   make fix        formats and mends what ruff can mend
 #   make bench      every benchmark, as JSON on stdout or under benchmarks/results
-#   make gpu        the GPU tests, with GPU_PYTHON (default python3), not with .venv
+#   make gpu        GPU tests, rooflines, decode and prefill in 8 minutes, with GPU_PYTHON (python3)
+#   make gpu-tune   finds the kernels' tiles on this GPU (ARGS="--budget 300" seconds)
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3
@@ -23,7 +24,7 @@ SOURCES = $(PACKAGES) tests benchmarks .ci
 
 BENCHMARKS = vs_transformers m2n disaggregation pingpong payload scheduler_overhead cpu_kernels gateway startup
 
-.PHONY: help serve venv test test-slow check fix bench gpu clean
+.PHONY: help serve venv test test-slow check fix bench gpu gpu-tune clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -74,10 +75,10 @@ bench: $(VENV)/.installed-test
 	done
 
 gpu:
-	@$(GPU_PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || { \
-	  echo "make gpu: $(GPU_PYTHON) has no torch that sees a GPU; set GPU_PYTHON to one that does" >&2; \
-	  exit 1; }
-	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
+
+gpu-tune:
+	$(GPU_PYTHON) -m benchmarks.gpu_kernels.tune $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -7,9 +7,9 @@ named. Prints a table and writes gpu-<device>-<date>.json. Run as
 
     python -m benchmarks.gpu [--only tests,rooflines,decode,transformers] [--output DIR]
 
---device cpu --quick runs the same parts at tiny sizes by Triton's interpreter, which shows
-that they work, and no speed. The exit status is 0 if every part ran to its end, no test
-failed and every gate was reached; 1 if not; 2 if nothing could be run.
+--device cpu --quick --output DIR runs the same parts at tiny sizes by Triton's interpreter,
+which shows that they work, and no speed. The exit status is 0 if every part ran to its end, no
+test failed and every gate was reached; 1 if not; 2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -177,12 +177,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --quick")
     parser.add_argument("--only", help="names of parts, separated by commas")
-    parser.add_argument("--output", type=Path, default=report.RESULTS, help="folder for the JSON")
+    parser.add_argument("--output", type=Path, help="folder for the JSON (benchmarks/results)")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="of the whole run")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: no speeds")
     args = parser.parse_args(argv)
     if args.device == "cpu" and not args.quick:
         parser.error("--device cpu interprets kernels, at tiny sizes only: add --quick")
+    if args.quick and args.output is None:
+        parser.error("--quick holds no speeds, and is no result: say --output FOLDER")
     try:
         args.parts = choose_parts(args.only.split(",") if args.only else None)
     except ValueError as error:
@@ -224,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         quick=args.quick,
     )
     name = file_name(device["name"], datetime.datetime.now(datetime.UTC).date())
-    path = report.write(name, result, args.output)
+    path = report.write(name, result, args.output or report.RESULTS)
     if args.quick:
         display.say("tiny sizes: the parts work, and the times above are no speeds")
     else:

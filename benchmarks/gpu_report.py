@@ -162,6 +162,15 @@ def ceilings(figures: Sequence[Figure]) -> str:
     return ", ".join(parts)
 
 
+def test_counts(figures: Sequence[Figure]) -> str:
+    """Say how the tests ended; "" without any."""
+    return "; ".join(
+        f"tests: {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped"
+        for row in figures
+        if row["of"] == "tests"
+    )
+
+
 def tables(result: Mapping[str, Any]) -> list[tuple[str, Sequence[str], list[Row]]]:
     """Give every table of a result: its title, headings and rows; none that is empty."""
     figures = result["figures"]

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks import gpu_report
 from benchmarks.load.compare import NAMES
 
 Result = Mapping[str, Any]
@@ -278,12 +279,24 @@ def cpu_kernels(result: Result) -> str:
     return "\n\n".join(parts)
 
 
+def gpu(result: Result) -> str:
+    """Lay what a GPU was asked for and what it reached out; only what was measured on one."""
+    gpu_report.check_measured(result)
+    figures = result["figures"]
+    said = (gpu_report.ceilings(figures), gpu_report.test_counts(figures))
+    parts = [f"{text[0].upper()}{text[1:]}." for text in said if text]
+    for title, headings, rows in gpu_report.tables(result):
+        parts += [f"{title}:", table(headings, rows)]
+    return "\n\n".join(parts)
+
+
 # The name of a result and of its table -> its layout.
 LAYOUTS: dict[str, Layout] = {
     "cpu_kernels": cpu_kernels,
     "disaggregation": disaggregation,
     "disaggregation-686m": disaggregation,
     "gateway": gateway,
+    "gpu": gpu,
     "load_client": load_client,
     "m2n": m2n,
     "payload": payload,

@@ -1,9 +1,9 @@
 """The tables of benchmarks/README.md, written from the results beside it.
 
 Owns the markers (`<!-- table: NAME -->` to `<!-- end -->`) and replaces what is between them
-by results/NAME.json as benchmarks.table_layouts lays it out, the picture of that name if
-there is one, and where it was measured; without a result, by "not measured". The figures in
-the README are so always those of the results. Run as
+by results/NAME.json as benchmarks.table_layouts lays it out (for "gpu" by the newest result of
+a GPU), the picture of that name if there is one, and where it was measured; without a result,
+by "not measured". The figures in the README are so always those of the results. Run as
 
     python -m benchmarks.tables [--check]
 
@@ -53,8 +53,8 @@ def block(name: str, results: Path) -> str:
     """Return the table NAME as markdown, with its picture and its origin."""
     if name not in LAYOUTS:
         raise ConfigError(f"no layout for table {name}; there are: {', '.join(sorted(LAYOUTS))}")
-    path = results / f"{name}.json"
-    if not path.exists():
+    path = result_path(name, results)
+    if path is None:
         return NOT_MEASURED
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -71,11 +71,20 @@ def block(name: str, results: Path) -> str:
     return "\n\n".join(parts)
 
 
+def result_path(name: str, results: Path) -> Path | None:
+    """Return the file of a result; of those of GPUs, gpu-DEVICE-DATE.json, the newest."""
+    if name != "gpu":
+        path = results / f"{name}.json"
+        return path if path.exists() else None
+    return max(results.glob("gpu-*.json"), key=lambda path: path.stem[-10:], default=None)
+
+
 def origin(result: Mapping[str, Any], file_name: str) -> str:
     """Return the line that says when, where and of what a result was measured."""
     machine, versions = result["machine"], result["versions"]
+    device = f"{result['device']['name']}, " if "device" in result else ""
     return (
-        f"*{result['date'][:10]}, commit {result['commit']}, {machine['cpu']}, "
+        f"*{result['date'][:10]}, commit {result['commit']}, {device}{machine['cpu']}, "
         f"{machine['cores']} cores, {machine['memory_gib']} GiB, "
         f"torch {versions.get('torch', 'unknown')}: [{file_name}](results/{file_name})*"
     )
