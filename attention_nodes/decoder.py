@@ -45,7 +45,7 @@ class Layer:
 
 
 class Decoder:
-    """One replica's layers. Stateless between calls but for the KV cache that it writes."""
+    """One replica's layers. Stateless between calls but for the KV cache `kv` that it writes."""
 
     def __init__(
         self, config: ModelConfig, weights: AttentionWeights, ops: Ops, kv_cache: KvCache
@@ -53,7 +53,7 @@ class Decoder:
         """Pack `weights`, layer by layer; each original is dropped as soon as it is packed."""
         self.config = config
         self.ops = ops
-        self._kv = kv_cache
+        self.kv = kv_cache
         self._scale = config.head_dim**-0.5
         self._embed = weights.embed
         self._final_norm = weights.final_norm
@@ -105,7 +105,7 @@ class Decoder:
             normed = ops.rms_norm(residual, layer.input_norm, eps=eps)
         else:
             normed = ops.add_rms_norm(delta, residual, layer.input_norm, eps=eps)
-        keys, values = self._kv.keys[layer.idx], self._kv.values[layer.idx]
+        keys, values = self.kv.keys[layer.idx], self.kv.values[layer.idx]
         q, k, v = self._project(layer, normed)
         has_head_norms = self.config.qk_norm == "head"
         ops.rotate_and_store(

@@ -63,6 +63,16 @@ class Executor(Protocol):
     def fetch(self, tensors: Sequence[Tensor]) -> Receipt:
         """Enqueue the copy of small tensors to the host."""
 
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Return the rows of a micro-batch for which decode steps are recorded, ascending."""
+
+    def record_all(self, net: AttentionNet | None, *, micro_batches: Sequence[int]) -> None:
+        """Record every size for each of these numbers of micro-batches."""
+
+    def forget(self) -> None:
+        """Drop what was recorded: its net is not used again."""
+
     def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
         """Return the tensors of a step that is not to be run as a whole (warm-up)."""
 
@@ -93,6 +103,7 @@ class HostExecutor:
     """The CPU: what is enqueued has happened, and indices are tensors where they are."""
 
     keeps_tokens = False
+    sizes = ()
 
     def __init__(
         self, decoder: Decoder, rotary: RotaryTable, runtime: Runtime, *, max_tokens: int
@@ -101,6 +112,12 @@ class HostExecutor:
         self._rotary = rotary
         self._stream = runtime.current_stream()
         self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
+
+    def record_all(self, net: AttentionNet | None, *, micro_batches: Sequence[int]) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
 
     def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
         return host_inputs(micro_batches, self._rotary)

@@ -1,20 +1,26 @@
 """The paged KV cache's memory.
 
 Owns the tensors and the arithmetic of their size. Which block belongs to whom is the
-scheduler's business; what is written where is decoder.py's.
+scheduler's business; what is written where is decoder.py's; memory_budget.py says what a GPU
+has left for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from kernels.runtime import HostRuntime, Runtime
 from models.config import ModelConfig
 from topspin.errors import ConfigError
 from topspin.units import format_size
+
+MIN_BLOCKS: Final = 2
+"""One sequence of one block more than a token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,43 +33,67 @@ class KvCache:
     num_blocks: int
 
 
+def bytes_per_block(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a block, keys and values of all layers."""
+    return 2 * config.num_layers * block_size * config.kv_size * dtype.itemsize
+
+
 def allocate(
-    config: ModelConfig, *, block_size: int, size_bytes: int, dtype: torch.dtype, max_len: int
+    config: ModelConfig,
+    *,
+    block_size: int,
+    size_bytes: int,
+    dtype: torch.dtype,
+    max_len: int,
+    runtime: Runtime | None = None,
 ) -> KvCache:
-    """Allocate as many blocks as fit in `size_bytes`.
+    """Allocate as many blocks as fit in `size_bytes`, on `runtime`'s device (None: the host).
 
     Raises ConfigError with the numbers when they could not hold one sequence of one block
-    more than a token, or are more than the machine has free; a cache smaller than `max_len`
+    more than a token, or are more than the device has free; a cache smaller than `max_len`
     is allowed (requests are then shorter).
     """
-    available_bytes = _available_bytes()
+    available_bytes, what = _available(runtime or HostRuntime())
     if size_bytes > available_bytes:
         raise ConfigError(
-            f"--kv-cache-memory {format_size(size_bytes)}: this machine has "
+            f"--kv-cache-memory {format_size(size_bytes)}: {what} has "
             f"{format_size(available_bytes)} free, before weights and buffers"
         )
-    block_bytes = (
-        2 * config.num_layers * block_size * config.kv_size * torch.empty(0, dtype=dtype).itemsize
-    )
+    block_bytes = bytes_per_block(config, block_size=block_size, dtype=dtype)
     num_blocks = size_bytes // block_bytes
-    if num_blocks < 2:
+    if num_blocks < MIN_BLOCKS:
         raise ConfigError(
             f"--kv-cache-memory {format_size(size_bytes)} holds {num_blocks} blocks of "
-            f"{block_size} tokens ({format_size(block_bytes)} each); at least 2 are needed, "
-            f"and {-(-max_len // block_size)} for one sequence of --max-model-len {max_len}"
+            f"{block_size} tokens ({format_size(block_bytes)} each); at least {MIN_BLOCKS} are "
+            f"needed, and {-(-max_len // block_size)} for one sequence of --max-model-len {max_len}"
         )
+    return of_blocks(config, num_blocks, block_size=block_size, dtype=dtype, runtime=runtime)
+
+
+def of_blocks(
+    config: ModelConfig,
+    num_blocks: int,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    runtime: Runtime | None = None,
+) -> KvCache:
+    """Allocate `num_blocks` blocks on `runtime`'s device (None: the host)."""
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    device = torch.device("cpu") if runtime is None else runtime.device
     return KvCache(
-        keys=[torch.zeros(shape, dtype=dtype) for _ in config.layers],
-        values=[torch.zeros(shape, dtype=dtype) for _ in config.layers],
+        keys=[torch.zeros(shape, dtype=dtype, device=device) for _ in config.layers],
+        values=[torch.zeros(shape, dtype=dtype, device=device) for _ in config.layers],
         block_size=block_size,
         num_blocks=num_blocks,
     )
 
 
-def _available_bytes() -> int:
-    """Return what the kernel says can be allocated without swapping."""
+def _available(runtime: Runtime) -> tuple[int, str]:
+    """Return what can be allocated, on the host without swapping, and whose it is."""
+    if runtime.device.type != "cpu":
+        return runtime.memory().free, f"device {runtime.device}"
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+            return int(line.split()[1]) * 1024, "this machine"
     raise OSError("/proc/meminfo does not say MemAvailable")

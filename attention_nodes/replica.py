@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -20,14 +21,22 @@ import torch
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
+from attention_nodes.device_executor import DeviceExecutor
 from attention_nodes.executor import Executor, HostExecutor
 from attention_nodes.launched import LaunchedStep
+from attention_nodes.memory_budget import (
+    AbsentExperts,
+    blocks_that_fit,
+    describe,
+    largest_steps,
+    measure,
+)
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampler
 from attention_nodes.sequences import IntArray, Limits, SequenceTable, unpack
 from attention_nodes.step_inputs import Slices, slice_up
 from kernels.dispatch import select_ops
-from kernels.runtime import HostRuntime, Runtime
+from kernels.runtime import HostRuntime, Runtime, open_runtime
 from m2n_comm.net import AttentionNet, NetShape, NetTimes
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
@@ -53,6 +62,9 @@ _log = logging.getLogger("attention")
 
 # One runs, and the next one is ready to: as many as the scheduler plans ahead.
 MAX_LAUNCHED: Final = 2
+
+OpenDryNet = Callable[["Replica"], AttentionNet]
+"""Gives the net by which a replica that is not ready yet reaches the experts beside it."""
 
 
 class Replica:
@@ -87,49 +99,133 @@ class Replica:
         self._runtime = runtime or HostRuntime()
         self._stream = self._runtime.current_stream()
         self._max_tokens = config.max_num_batched_tokens
-        self._executor: Executor = HostExecutor(
-            decoder,
-            RotaryTable(model, max_len=config.model.max_model_len),
-            self._runtime,
-            max_tokens=self._max_tokens,
-        )
+        self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
         self._generation = 0
         self._last_step = 0
         self.trace = ring_of(config)
         self._finished_s: float | None = None
 
+    def _make_executor(self, config: NodeConfig) -> Executor:
+        rotary = RotaryTable(self._model, max_len=self._table.limits.max_len)
+        if not config.compute.place("attention").is_device:
+            return HostExecutor(self._decoder, rotary, self._runtime, max_tokens=self._max_tokens)
+        return DeviceExecutor(
+            self._decoder,
+            rotary,
+            self._runtime,
+            self._table.limits,
+            config,
+            # Steps may end all sequences and begin as many, before their ends are told.
+            max_rows=4 * config.max_num_seqs,
+        )
+
     @classmethod
-    def load(cls, path: Path, config: NodeConfig) -> Replica:
-        """Read the attention role's weights from `path`, allocate the cache, warm up."""
+    def load(
+        cls,
+        path: Path,
+        config: NodeConfig,
+        *,
+        index: int = 0,
+        table_version: int = 1,
+        open_net: OpenDryNet | None = None,
+    ) -> Replica:
+        """Read the attention role's weights from `path`, allocate the cache, warm up.
+
+        Without a size of the cache (a GPU's) it is what a dry run leaves, as attention node
+        `index`. `open_net`: gives the net of that run if experts compute on this device, in
+        this process; they must be loaded by then. None: they are elsewhere.
+        """
         assert config.model.max_model_len is not None
         if config.compute.num_threads is not None:
             torch.set_num_threads(config.compute.num_threads)
+        runtime = open_runtime(config.compute.attention_device)
         model = load_model_config(path)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
-        assert config.cache.kv_cache_bytes is not None
-        cache = kv_cache.allocate(
-            model,
-            block_size=config.cache.block_size,
-            size_bytes=config.cache.kv_cache_bytes,
-            dtype=dtype,
-            max_len=config.model.max_model_len,
-        )
-        checkpoint = Checkpoint(path)
-        weights = stream_attention_weights(checkpoint, model, dtype=dtype)
+        block_size = config.cache.block_size
+        if config.cache.kv_cache_bytes is None:
+            cache = kv_cache.of_blocks(
+                model, kv_cache.MIN_BLOCKS, block_size=block_size, dtype=dtype, runtime=runtime
+            )
+        else:
+            cache = kv_cache.allocate(
+                model,
+                block_size=block_size,
+                size_bytes=config.cache.kv_cache_bytes,
+                dtype=dtype,
+                max_len=config.model.max_model_len,
+                runtime=runtime,
+            )
         ops = select_ops(
             config.compute.kernels_on(config.compute.attention_device),
             dtype,
             config.model.quantization,
+            config.compute.attention_device,
         )
+        checkpoint = Checkpoint(path)
+        weights = stream_attention_weights(checkpoint, model, dtype=dtype, device=runtime.device)
         decoder = Decoder(model, weights, ops, cache)
         unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
         if unused:
             _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
-        replica = cls(model, decoder, cache.num_blocks, config)
+        if config.cache.kv_cache_bytes is None:
+            dry = cls(model, decoder, kv_cache.MIN_BLOCKS, config, runtime)
+            num_blocks = dry._measure_blocks(config, index, table_version, open_net)
+            del dry
+            decoder.kv = kv_cache.of_blocks(
+                model, num_blocks, block_size=block_size, dtype=dtype, runtime=runtime
+            )
+        replica = cls(model, decoder, decoder.kv.num_blocks, config, runtime)
         replica._warm_up()
         release_freed_memory()
         return replica
+
+    def _measure_blocks(
+        self, config: NodeConfig, index: int, table_version: int, open_net: OpenDryNet | None
+    ) -> int:
+        """Do the largest steps and return how many blocks of cache there is room for."""
+        net: AttentionNet | None = None
+        if self.is_moe:
+            net = AbsentExperts() if open_net is None else open_net(self)
+
+        def run() -> None:
+            for plan in largest_steps(config, index=index, table_version=table_version):
+                self.execute(plan, net, index=index)
+
+        num_graphs = len(self._executor.sizes) * len(_micro_batches(config))
+        use = measure(self._runtime, run, num_graphs=num_graphs)
+        if net is not None:
+            net.close()
+        limits = self._table.limits
+        per_sequence = -(-limits.max_len // limits.block_size)
+        num_blocks = blocks_that_fit(
+            use,
+            utilization=config.cache.gpu_memory_utilization,
+            block_bytes=kv_cache.bytes_per_block(
+                self._model,
+                block_size=limits.block_size,
+                dtype=getattr(torch, config.model.dtype),
+            ),
+            blocks_per_sequence=per_sequence,
+        )
+        _log.info("attention %d: %s; %d blocks of KV cache", index, describe(use), num_blocks)
+        if num_blocks < per_sequence:
+            _log.warning(
+                "attention %d: %d blocks of KV cache hold %d tokens, less than one sequence of "
+                "--max-model-len %d: longer requests are refused",
+                index,
+                num_blocks,
+                num_blocks * limits.block_size,
+                limits.max_len,
+            )
+        return num_blocks
+
+    def record_steps(self, net: AttentionNet | None, config: NodeConfig) -> None:
+        """Record decode steps of every size, if this node does that; takes a while.
+
+        Only for a `net` whose experts answer without a step of their own (one process).
+        """
+        self._executor.record_all(net, micro_batches=_micro_batches(config))
 
     def _warm_up(self) -> None:
         """Run a whole step of one token, so that the first request finds code and memory.
@@ -268,6 +364,7 @@ class Replica:
         if self._launched:
             self._runtime.synchronize()
             self._launched.clear()
+        self._executor.forget()
 
     def _settle(self, launched: LaunchedStep) -> list[np.ndarray]:
         """Wait for what a step has drawn, and record it."""
@@ -317,3 +414,11 @@ class Replica:
         for slices in micro_batches:
             self._table.commit(slices.rows, slices.counts)
         return micro_batches
+
+
+def _micro_batches(config: NodeConfig) -> tuple[int, ...]:
+    """Return the numbers of micro-batches of which decode steps are recorded before they come.
+
+    Two pay where attention and experts compute at the same time.
+    """
+    return (1, 2) if config.compute.gpu_streams == 2 else (1,)

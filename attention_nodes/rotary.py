@@ -16,20 +16,28 @@ from models.rope import inverse_frequencies, is_length_dependent, rope_seq_len
 
 
 class RotaryTable:
-    """Gives cos, sin fp32 [T, D/2] for tokens at given positions."""
+    """Gives cos, sin fp32 [T, D/2] for tokens at given positions.
+
+    `table` has them by position, [max_len, D/2] each; None: they depend on more than that.
+    """
 
     def __init__(self, config: ModelConfig, *, max_len: int) -> None:
         self._rope = config.rope
         self._head_dim = config.head_dim
-        self._table: tuple[Tensor, Tensor] | None = None
+        self.table: tuple[Tensor, Tensor] | None = None
         if not is_length_dependent(config.rope):
-            self._table = self._cos_sin(torch.arange(max_len), seq_len=max_len)
+            self.table = self._cos_sin(torch.arange(max_len), seq_len=max_len)
+
+    @property
+    def width(self) -> int:
+        """Return D/2."""
+        return self._head_dim // 2
 
     def gather(self, positions: IntArray, num_prompt: IntArray) -> tuple[Tensor, Tensor]:
         """Return (cos, sin) for `positions` [T]; `num_prompt` [T]: each token's prompt length."""
         index = torch.from_numpy(positions)
-        if self._table is not None:
-            cos, sin = self._table
+        if self.table is not None:
+            cos, sin = self.table
             return cos[index], sin[index]
         seq_lens = np.array(
             [

@@ -1,0 +1,200 @@
+"""How a replica runs a step on a device: enqueued from the host, decode steps by recordings.
+
+Owns the choice between the two: a step in which every sequence advances by one token is padded
+to a bucket and recorded (buckets.py, graphs.py) where the net can be; any other is enqueued
+kernel by kernel. Knows no plan. Called by replica.py; on a CPU with Triton's interpreter it is
+the same code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention_nodes.buckets import bucket_of, row_buckets
+from attention_nodes.decoder import Decoder
+from attention_nodes.device_inputs import DeviceInputs, PlacedInputs
+from attention_nodes.executor import Ran, Receipt, run_layers
+from attention_nodes.graphs import Recordings
+from attention_nodes.rotary import RotaryTable
+from attention_nodes.sequences import Limits
+from attention_nodes.staging import Inbound
+from attention_nodes.step_inputs import Slices, StepInputs
+from kernels.runtime import Runtime
+from m2n_comm.net import AttentionNet
+from topspin.config import MAX_MICRO_BATCHES, NodeConfig
+from topspin.devices import TRITON
+from topspin.progress import Beat
+from topspin.trace import Kind, Ring
+
+_log = logging.getLogger("attention")
+
+# A token, its validity and its log-probability with a few others': more makes the buffer grow.
+_ANSWER_BYTES: Final = 64
+
+
+class Placed(NamedTuple):
+    """A step on the device; `bucket` None: as it is, else padded, each micro-batch to so many."""
+
+    inputs: PlacedInputs
+    bucket: int | None
+    num_sampled: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return m."""
+        return len(self.inputs.metas)
+
+
+class DeviceExecutor:
+    """One device; all work of a step on its current stream, but what nets fork and join."""
+
+    keeps_tokens = True
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        rotary: RotaryTable,
+        runtime: Runtime,
+        limits: Limits,
+        config: NodeConfig,
+        *,
+        max_rows: int,
+    ) -> None:
+        """Allocate buffers for the largest step; `max_rows` sequences are known at once at most."""
+        self._decoder = decoder
+        self._runtime = runtime
+        self._stream = runtime.current_stream()
+        self.sizes: Final = _sizes(decoder, config)
+        widest = MAX_MICRO_BATCHES * config.max_num_seqs
+        max_padded = widest if self.sizes else 0
+        self._inputs = DeviceInputs(
+            runtime,
+            rotary,
+            limits,
+            max_tokens=config.max_num_batched_tokens,
+            max_seqs=config.max_num_seqs,
+            max_rows=max_rows,
+            max_padded=max_padded,
+        )
+        self._inbound = Inbound(runtime, config.max_num_seqs * _ANSWER_BYTES)
+        rows = max(config.max_num_batched_tokens, max_padded)
+        device, size = runtime.device, decoder.config
+        self._combined = torch.empty(rows, size.hidden_size, device=device)
+        self._logits = torch.empty(config.max_num_seqs, size.vocab_size, device=device)
+        self._recordings: Recordings[tuple[int, int]] = Recordings(runtime)
+
+    @property
+    def num_recordings(self) -> int:
+        """Return how many sizes are recorded now."""
+        return len(self._recordings)
+
+    def forget(self) -> None:
+        self._recordings.clear()
+
+    def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
+        return self._inputs.complete(self._inputs.place(micro_batches, None))
+
+    def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Placed:
+        bucket = self._bucket(micro_batches, net)
+        num_sampled = sum(len(slices.sampled) for slices in micro_batches)
+        return Placed(self._inputs.place(micro_batches, bucket), bucket, num_sampled)
+
+    def _bucket(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> int | None:
+        """Return the rows that each micro-batch is padded to; None: the step is not recorded."""
+        if not self.sizes or not (net is None or net.is_graph_safe):
+            return None
+        if any((slices.counts != 1).any() for slices in micro_batches):
+            return None
+        return bucket_of(max(slices.num_tokens for slices in micro_batches), self.sizes)
+
+    def run(
+        self, placed: Placed, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
+    ) -> Ran:
+        if placed.bucket is None:
+            return self._enqueue(placed, net, trace=trace, beat=beat)
+        self._replay(placed, net)
+        return Ran(self._logits[: placed.num_sampled], self._stream.record(timed=True))
+
+    def _enqueue(
+        self, placed: Placed, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
+    ) -> Ran:
+        if self._runtime.is_asynchronous and (net is None or net.is_graph_safe):
+            trace = None  # a stamp says when something is done, and here nothing is
+        inputs = self._inputs.complete(placed.inputs)
+        rows = run_layers(self._decoder, net, inputs, self._combined, trace=trace, beat=beat)
+        rallied = self._stream.record(timed=True)
+        if trace is not None:
+            trace.stamp(Kind.RALLIED)
+        logits = self._logits[: placed.num_sampled]
+        if placed.num_sampled:
+            self._decoder.logits(rows, out=logits)
+        return Ran(logits, rallied)
+
+    def _replay(self, placed: Placed, net: AttentionNet | None) -> None:
+        """Enqueue a padded step, recorded if it was met before."""
+        assert placed.bucket is not None
+
+        def body() -> None:
+            inputs = self._inputs.complete(placed.inputs)
+            rows = run_layers(self._decoder, net, inputs, self._combined, trace=None, beat=None)
+            self._decoder.logits(rows, out=self._logits[: len(rows)])
+
+        key = (placed.num_micro_batches, placed.bucket)
+        state = None if net is None else (net, net.epoch)
+        self._recordings.run(key, body, state)
+
+    def keep(self, placed: Placed, tokens: Tensor) -> None:
+        self._inputs.keep(placed.inputs, tokens)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Receipt:
+        return self._inbound.fetch(tensors)
+
+    def record_all(self, net: AttentionNet | None, *, micro_batches: Sequence[int]) -> None:
+        """Record every size for each of these numbers of micro-batches, the largest first.
+
+        Only for a net that answers without a step of its peers. All rows are padding: no
+        sequence and no cache block takes part.
+        """
+        if not self.sizes or not (net is None or net.is_graph_safe):
+            return
+        keys = [(m, bucket) for bucket in reversed(self.sizes) for m in sorted(micro_batches)]
+        for done, (m, bucket) in enumerate(keys):
+            if done % 8 == 0:
+                _log.info("recording decode steps: %d of %d sizes", done, len(keys))
+            for _ in range(2):
+                placed = self._inputs.place([_nothing()] * m, bucket)
+                self._replay(Placed(placed, bucket, 0), net)
+        self._runtime.synchronize()
+
+
+def _sizes(decoder: Decoder, config: NodeConfig) -> tuple[int, ...]:
+    """Return the buckets, none if steps are not to be recorded or kernels cannot be."""
+    if not config.compute.cuda_graphs or decoder.ops.name != TRITON:
+        return ()
+    return row_buckets(config.max_num_seqs)
+
+
+def _nothing() -> Slices:
+    """Return a micro-batch without slices."""
+    none = np.zeros(0, dtype=np.int64)
+    return Slices(
+        rows=none,
+        counts=none,
+        tokens=none,
+        row_of_token=none,
+        positions=none,
+        prompt_lens=none,
+        kv_slots=none,
+        query_start=np.zeros(1, dtype=np.int32),
+        context_lens=np.zeros(0, dtype=np.int32),
+        block_tables=np.zeros((0, 0), dtype=np.int32),
+        sample_rows=none,
+        sampled=none,
+        seq_ids=none,
+    )

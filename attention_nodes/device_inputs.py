@@ -1,0 +1,256 @@
+"""A step's indices on a device: one transfer into memory whose addresses depend on sizes only.
+
+Owns the layout of that transfer, the padding of steps that are recorded, and what stays on the
+device from step to step: angles by position, block tables, and the token that each sequence
+sampled last, since a step may begin with tokens that the host does not know yet. Knows no layer.
+Called by device_executor.py.
+
+A step of m micro-batches padded to B rows has m * B rows; those that are padding have token 0,
+position 0, no query, no cache slot (-1) and no expert (MicroBatchInputs.num_rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention_nodes.rotary import RotaryTable
+from attention_nodes.sequences import PENDING, IntArray, Limits
+from attention_nodes.staging import ALIGNMENT, Outbound
+from attention_nodes.step_inputs import MicroBatchInputs, Slices, StepInputs
+from kernels.contracts import AttentionMeta
+from kernels.runtime import Runtime
+from topspin.config import MAX_MICRO_BATCHES
+from topspin.errors import ProtocolError
+
+NO_SLOT = -1
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedInputs:
+    """What one transfer has brought: m micro-batches of T rows together, R of them sampled.
+
+    A row's token is `literals` + what `last` holds for `last_rows` (its entry of no sequence
+    holds 0). `angles` is (positions i64[T],), or (cos, sin) f32[T, D/2] each where they depend
+    on more than the position. `sampled` i64[R] are the entries of `last` that the step renews.
+    """
+
+    literals: Tensor
+    last_rows: Tensor
+    angles: tuple[Tensor, ...]
+    kv_slots: Tensor
+    sample_rows: Tensor
+    sampled: Tensor
+    num_rows: Tensor | None
+    metas: list[AttentionMeta]
+    starts: list[int]
+
+
+class DeviceInputs:
+    """The device memory that steps' indices go to. One step after the other, on one stream."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        rotary: RotaryTable,
+        limits: Limits,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_rows: int,
+        max_padded: int,
+    ) -> None:
+        """Serve steps of `max_tokens` over `max_seqs` slices, or padded to `max_padded` rows.
+
+        `max_rows` is the most sequences that the table ever holds at once.
+        """
+        self._rotary = rotary
+        self._max_seqs = max_seqs
+        self._max_rows = max_rows
+        self._max_len = limits.max_len
+        device = runtime.device
+        table = rotary.table
+        self._table = None if table is None else tuple(each.to(device) for each in table)
+        # The last entry is of no sequence.
+        self._last = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
+        max_blocks = -(-limits.max_len // limits.block_size)
+        self._block_tables = torch.zeros(max_padded, max_blocks, dtype=torch.int32, device=device)
+        self._outbound = Outbound(
+            runtime,
+            _most_bytes(
+                max(max_tokens, max_padded),
+                max(max_seqs, max_padded),
+                max_seqs * max_blocks,
+                0 if table is not None else 4 * rotary.width,
+            ),
+        )
+
+    def place(self, micro_batches: Sequence[Slices], bucket: int | None) -> PlacedInputs:
+        """Enqueue the transfer of a step, each micro-batch padded to `bucket` rows if given."""
+        num_seqs = sum(len(slices.rows) for slices in micro_batches)
+        if num_seqs > self._max_seqs:
+            raise ProtocolError(f"{num_seqs} sequences in a step, more than {self._max_seqs}")
+        highest = max((int(slices.rows.max(initial=0)) for slices in micro_batches), default=0)
+        if highest >= self._max_rows:
+            raise ProtocolError(f"more than {self._max_rows} sequences are on this node")
+        sizes = [bucket or slices.num_tokens for slices in micro_batches]
+        starts = [sum(sizes[:idx]) for idx in range(len(sizes))]
+        sent = self._send(micro_batches, sizes, starts, bucket)
+        if bucket is None:
+            return sent
+        return self._with_static_tables(sent, micro_batches, bucket)
+
+    def _send(
+        self,
+        micro_batches: Sequence[Slices],
+        sizes: list[int],
+        starts: list[int],
+        bucket: int | None,
+    ) -> PlacedInputs:
+        def joined(name: str, fill: int) -> IntArray:
+            return np.concatenate(
+                [
+                    _padded(getattr(slices, name), size, fill)
+                    for slices, size in zip(micro_batches, sizes, strict=True)
+                ]
+            )
+
+        tokens = joined("tokens", 0)
+        is_pending = tokens == PENDING
+        last_rows = np.where(is_pending, joined("row_of_token", 0), self._max_rows)
+        positions = joined("positions", 0)
+        sampled = np.concatenate([slices.sampled for slices in micro_batches])
+        sample_rows = np.concatenate(
+            [
+                slices.sample_rows + start
+                for slices, start in zip(micro_batches, starts, strict=True)
+            ]
+        )
+        if bucket is not None:
+            most = min(len(tokens), self._max_seqs)
+            sampled, sample_rows = _padded(sampled, most, 0), _padded(sample_rows, most, 0)
+        angles: tuple[np.ndarray, ...] = (positions,)
+        if self._table is None:
+            both = self._rotary.gather(positions, joined("prompt_lens", 1))
+            angles = tuple(each.numpy() for each in both)
+        arrays = [
+            np.where(is_pending, 0, tokens),
+            last_rows,
+            joined("kv_slots", NO_SLOT),
+            sample_rows,
+            sampled,
+            np.array([slices.num_tokens for slices in micro_batches]),
+            *angles,
+        ]
+        metas = [
+            (_grown(slices.query_start, size), _padded(slices.context_lens, size, 0))
+            if bucket is not None
+            else (slices.query_start, slices.context_lens)
+            for slices, size in zip(micro_batches, sizes, strict=True)
+        ]
+        # Last, since their width differs from step to step.
+        tables = [slices.block_tables for slices in micro_batches]
+        sent = self._outbound.send([*arrays, *(each for pair in metas for each in pair), *tables])
+        start = len(arrays)
+        ends = start + 2 * len(metas)
+        return PlacedInputs(
+            literals=sent[0],
+            last_rows=sent[1],
+            kv_slots=sent[2],
+            sample_rows=sent[3],
+            sampled=sent[4],
+            num_rows=None if bucket is None else sent[5],
+            angles=tuple(sent[6:start]),
+            metas=[
+                AttentionMeta(
+                    query_start=sent[start + 2 * idx],
+                    context_lens=sent[start + 2 * idx + 1],
+                    block_tables=sent[ends + idx],
+                    max_query_len=int(slices.counts.max(initial=0)),
+                    max_context_len=int(slices.context_lens.max(initial=0)),
+                )
+                for idx, slices in enumerate(micro_batches)
+            ],
+            starts=[*starts, sum(sizes)],
+        )
+
+    def _with_static_tables(
+        self, sent: PlacedInputs, micro_batches: Sequence[Slices], bucket: int
+    ) -> PlacedInputs:
+        """Copy the block tables to where a recording finds them, whatever their width."""
+        metas = []
+        for idx, meta in enumerate(sent.metas):
+            table = self._block_tables[idx * bucket : (idx + 1) * bucket]
+            rows, columns = meta.block_tables.shape
+            if rows and columns:
+                table[:rows, :columns].copy_(meta.block_tables)
+            metas.append(
+                AttentionMeta(
+                    query_start=meta.query_start,
+                    context_lens=meta.context_lens,
+                    block_tables=table,
+                    max_query_len=1,
+                    max_context_len=self._max_len,
+                )
+            )
+        return PlacedInputs(**{**vars(sent), "metas": metas})
+
+    def complete(self, placed: PlacedInputs) -> StepInputs:
+        """Enqueue the gathering of tokens and angles; may be recorded."""
+        angles = placed.angles
+        if self._table is not None:
+            angles = tuple(each.index_select(0, angles[0]) for each in self._table)
+        cos, sin = angles
+        parts = []
+        for idx, meta in enumerate(placed.metas):
+            begin, end = placed.starts[idx : idx + 2]
+            parts.append(
+                MicroBatchInputs(
+                    start=begin,
+                    num_tokens=end - begin,
+                    cos=cos[begin:end],
+                    sin=sin[begin:end],
+                    kv_slots=placed.kv_slots[begin:end],
+                    meta=meta,
+                    num_rows=None if placed.num_rows is None else placed.num_rows[idx : idx + 1],
+                )
+            )
+        tokens = placed.literals + self._last.index_select(0, placed.last_rows)
+        return StepInputs(tokens=tokens, parts=parts, sample_rows=placed.sample_rows)
+
+    def keep(self, placed: PlacedInputs, tokens: Tensor) -> None:
+        """Enqueue the renewal of the sequences' last tokens by tokens i64[R]."""
+        self._last.index_copy_(0, placed.sampled[: len(tokens)], tokens)
+
+
+def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
+    """Return `values` [n] and behind them `fill`, [size] together."""
+    if len(values) == size:
+        return values
+    padded = np.full(size, fill, dtype=values.dtype)
+    padded[: len(values)] = values
+    return padded
+
+
+def _grown(query_start: np.ndarray, size: int) -> np.ndarray:
+    """Return query_start i32[n + 1] of `size` sequences, those behind the n having no rows."""
+    return _padded(query_start, size + 1, int(query_start[-1]))
+
+
+def _most_bytes(max_tokens: int, max_seqs: int, table_entries: int, angle_bytes: int) -> int:
+    """Return what the arrays of any step fit into."""
+    per_token = 4 * 8 + 2 * angle_bytes
+    per_seq = 2 * 8 + 2 * 4
+    others = MAX_MICRO_BATCHES * (8 + 4)
+    num_arrays = 8 + 3 * MAX_MICRO_BATCHES
+    return (
+        max_tokens * per_token
+        + max_seqs * per_seq
+        + table_entries * 4
+        + others
+        + num_arrays * ALIGNMENT
+    )

@@ -1,0 +1,195 @@
+"""How many blocks of KV cache a GPU has room for: measured by a dry run of the largest steps.
+
+Owns the steps of that run, what is measured and the arithmetic. A prompt that fills the token
+budget takes the most memory in the layers, sampling for every sequence with every filter the
+most beside them. Both run on two blocks, in which all sequences write: only sizes count.
+Knows no weights. Called by replica.py while it loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_nodes.kv_cache import MIN_BLOCKS
+from kernels.runtime import Runtime
+from m2n_comm.net import NetTimes
+from topspin.config import NodeConfig
+from topspin.errors import ConfigError
+from topspin.expert_table import ExpertTable
+from topspin.messages import (
+    MicroBatch,
+    NewSequence,
+    SamplingParams,
+    StepPlan,
+    StepTicket,
+    pack_ints,
+)
+from topspin.trace import Ring
+from topspin.units import format_size
+
+GRAPH_BYTES: Final = 16 * 2**20
+"""What a recording takes beside its tensors, with about a thousand kernels: an assumption."""
+
+_COSTLIEST: Final = SamplingParams(
+    max_tokens=2, seed=0, temperature=1.0, top_k=5, top_p=0.9, presence_penalty=1.0, logprobs=20
+)
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of a device: all it has, what others take, and what this process needs.
+
+    `weights` is what stays allocated, experts of this process too, `activations` the most that
+    a step takes beside it, `graphs` what recordings will take.
+    """
+
+    total: int
+    others: int
+    weights: int
+    activations: int
+    graphs: int
+
+
+def blocks_that_fit(
+    use: MemoryUse, *, utilization: float, block_bytes: int, blocks_per_sequence: int
+) -> int:
+    """Return the blocks of `block_bytes` for which `utilization` of the device leaves room.
+
+    Raises ConfigError with all the numbers if they are fewer than MIN_BLOCKS.
+    """
+    taken = use.others + use.weights + use.activations + use.graphs
+    left = int(utilization * use.total) - taken
+    num_blocks = max(0, left) // block_bytes
+    if num_blocks < MIN_BLOCKS:
+        raise ConfigError(
+            f"--gpu-memory-utilization {utilization:g}: {describe(use)}; "
+            f"{format_size(int(utilization * use.total))} may be used, which leaves {num_blocks} "
+            f"blocks of KV cache ({format_size(block_bytes)} each); at least {MIN_BLOCKS} are "
+            f"needed, and {blocks_per_sequence} for one sequence of --max-model-len: raise it, "
+            "or lower --max-num-batched-tokens, --max-num-seqs or --max-model-len"
+        )
+    return num_blocks
+
+
+def describe(use: MemoryUse) -> str:
+    """Say what the device's memory is for."""
+    return (
+        f"of {format_size(use.total)}, others take {format_size(use.others)}, weights "
+        f"{format_size(use.weights)}, the largest step {format_size(use.activations)}, recorded "
+        f"steps {format_size(use.graphs)}"
+    )
+
+
+def measure(runtime: Runtime, run: Callable[[], None], *, num_graphs: int) -> MemoryUse:
+    """Call `run`, which does the largest steps, and return what memory is for.
+
+    Recordings have memory of their own for a step's tensors, at most as much as the largest
+    step's, since they are of smaller ones.
+    """
+    runtime.synchronize()
+    runtime.reset_peak()
+    weights = runtime.peak_bytes()
+    run()
+    runtime.synchronize()
+    activations = runtime.peak_bytes() - weights
+    memory = runtime.memory()
+    return MemoryUse(
+        total=memory.total,
+        others=memory.total - memory.free - runtime.reserved_bytes(),
+        weights=weights,
+        activations=activations,
+        graphs=activations + num_graphs * GRAPH_BYTES if num_graphs else 0,
+    )
+
+
+def largest_steps(config: NodeConfig, *, index: int, table_version: int) -> list[StepPlan]:
+    """Return the plans of a dry run for attention node `index`, with every block id 0."""
+    max_len = config.model.max_model_len
+    assert max_len is not None
+    lengths = [min(max_len, config.max_num_batched_tokens)]
+    while sum(lengths) < config.max_num_batched_tokens and len(lengths) < config.max_num_seqs:
+        lengths.append(min(max_len, config.max_num_batched_tokens - sum(lengths)))
+    prompts = _plan(1, lengths, config, index=index, table_version=table_version)
+    singles = [1] * config.max_num_seqs
+    return [prompts, _plan(2, singles, config, index=index, table_version=table_version)]
+
+
+def _plan(
+    generation: int, lengths: Sequence[int], config: NodeConfig, *, index: int, table_version: int
+) -> StepPlan:
+    """Return the first step of a generation: new sequences of these lengths, all sampled."""
+    ids = range(len(lengths))
+    block_size = config.cache.block_size
+    new = tuple(
+        NewSequence(
+            seq_id=seq_id,
+            tokens=pack_ints([0] * length),
+            num_prompt_tokens=length,
+            num_computed=0,
+            blocks=pack_ints([0] * -(-length // block_size)),
+            sampling=_COSTLIEST,
+        )
+        for seq_id, length in zip(ids, lengths, strict=True)
+    )
+    return StepPlan(
+        ticket=StepTicket(
+            step=1,
+            previous=0,
+            generation=generation,
+            table_version=table_version,
+            num_micro_batches=1,
+            participants=(index,),
+            row_buckets=(sum(lengths),),
+        ),
+        finished=b"",
+        new=new,
+        micro_batches=(
+            MicroBatch(
+                seq_ids=pack_ints(ids),
+                num_tokens=pack_ints(lengths),
+                sample=b"\x01" * len(lengths),
+                block_counts=pack_ints([0] * len(lengths)),
+                block_ids=b"",
+            ),
+        ),
+    )
+
+
+class AbsentExperts:
+    """An AttentionNet for a dry run: experts elsewhere, whose answers are 0 and take no memory."""
+
+    trace: Ring | None = None
+    is_graph_safe: Final = False
+    epoch: Final = 0
+
+    def set_table(self, table: ExpertTable) -> None:
+        pass
+
+    def begin(self, ticket: StepTicket) -> None:
+        pass
+
+    def dispatch(
+        self,
+        micro_batch: int,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        num_rows: Tensor | None = None,
+    ) -> None:
+        pass
+
+    def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
+        return torch.zero_(out)
+
+    def wait_s(self) -> float:
+        return 0.0
+
+    def times(self) -> NetTimes:
+        return NetTimes(0.0, 0.0, None)
+
+    def close(self) -> None:
+        pass

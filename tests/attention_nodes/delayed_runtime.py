@@ -1,0 +1,143 @@
+"""A device that does nothing until it is waited for, so that a missing wait shows.
+
+Tensors are the host's and kernels run when they are called. What is delayed is what the host
+could see too early: a copy to a pinned buffer arrives (and is rubbish before) when an event
+after it happens; a pinned buffer that was copied from must hold the same until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.runtime import DeviceMemory, Event, HostRuntime, Replay, Stream
+
+RUBBISH = 0xA5
+
+
+class DelayedRuntime(HostRuntime):
+    """Satisfies Runtime; use as a context manager around all that copies."""
+
+    is_asynchronous = True  # type: ignore[misc,assignment]
+
+    def __init__(self) -> None:
+        self._queue: deque[Callable[[], None] | DelayedEvent] = deque()
+        self._pinned: set[int] = set()
+        self._stream = _DelayedStream(self)
+        self._mode = _Copies(self)
+        self.num_waits = 0
+        self.now_s = 0.0
+        self.peak = 0
+        self.at_hand = DeviceMemory(total=0, free=0)
+
+    def __enter__(self) -> DelayedRuntime:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._mode.__exit__(*exception)
+
+    def current_stream(self) -> Stream:
+        return self._stream
+
+    def new_stream(self) -> Stream:
+        return self._stream
+
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        buffer = super().host_buffer(num_bytes)
+        self._pinned.add(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    def capture(self, body: Callable[[], None]) -> Replay:
+        return super().capture(body)
+
+    def synchronize(self) -> None:
+        while self._queue:
+            self.go_on()
+
+    def record(self) -> DelayedEvent:
+        event = DelayedEvent(self)
+        self._queue.append(event)
+        return event
+
+    def go_on(self) -> None:
+        """Let the next thing happen."""
+        item = self._queue.popleft()
+        if isinstance(item, DelayedEvent):
+            self.now_s += 1.0
+            item.at_s = self.now_s
+        else:
+            item()
+
+    def finish(self, event: Event) -> None:
+        """Let all happen up to `event`."""
+        while not event.is_done():
+            self.go_on()
+
+    def copied(self, to: Tensor, source: Tensor) -> bool:
+        """Take note of a copy; says whether it will be done later."""
+        if to.untyped_storage().data_ptr() in self._pinned:
+            late = source.clone()
+            to.fill_(RUBBISH)
+            self._queue.append(lambda: _copy(to, late))
+            return True
+        if source.untyped_storage().data_ptr() in self._pinned:
+            sent = source.clone()
+
+            def check() -> None:
+                assert torch.equal(source, sent), "a pinned buffer changed during its copy"
+
+            self._queue.append(check)
+        return False
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    to.numpy()[...] = source.numpy()
+
+
+class DelayedEvent:
+    """An event that happens when the runtime gets to it."""
+
+    def __init__(self, runtime: DelayedRuntime) -> None:
+        self._runtime = runtime
+        self.at_s: float | None = None
+
+    def wait(self) -> None:
+        self._runtime.num_waits += not self.is_done()
+        self._runtime.finish(self)
+
+    def is_done(self) -> bool:
+        return self.at_s is not None
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, DelayedEvent)
+        assert self.at_s is not None
+        assert earlier.at_s is not None
+        return self.at_s - earlier.at_s
+
+
+class _DelayedStream:
+    def __init__(self, runtime: DelayedRuntime) -> None:
+        self._runtime = runtime
+
+    def record(self, *, timed: bool = False) -> DelayedEvent:
+        return self._runtime.record()
+
+    def wait_for(self, event: Event) -> None:
+        pass
+
+
+class _Copies(TorchDispatchMode):
+    def __init__(self, runtime: DelayedRuntime) -> None:
+        super().__init__()
+        self._runtime = runtime
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and self._runtime.copied(args[0], args[1]):
+            return args[0]
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,184 @@
+"""Two steps under way on a device that is late, against steps that are waited for one by one.
+
+The ops are the reference's, and so are the sizes of batches: tokens are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from attention_nodes import kv_cache
+from attention_nodes.decoder import Decoder
+from attention_nodes.replica import Replica
+from kernels.dispatch import select_ops
+from kernels.runtime import HostRuntime, Runtime
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.weights import load_attention_weights
+from tests.attention_nodes.delayed_runtime import DelayedRuntime
+from tests.attention_nodes.plans import BLOCK_SIZE, Planner, ahead, one_by_one, tokens_of
+from tests.checkpoints import make_checkpoint
+from tests.engine import engine_config
+from topspin.config import NodeConfig
+from topspin.messages import StepResult
+
+NUM_BLOCKS = 64
+
+
+@pytest.fixture(scope="module", params=["llama", "llama_dynamic_ntk"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def config_of(path: Path, kernels: str) -> NodeConfig:
+    config = engine_config(path, block_size=BLOCK_SIZE, max_num_batched_tokens=32).for_node()
+    compute = msgspec.structs.replace(config.compute, kernels=kernels)
+    return msgspec.structs.replace(config, compute=compute)
+
+
+def replica_on(path: Path, runtime: Runtime, kernels: str) -> Replica:
+    """Return a replica with the reference's ops, whose executor is that of `kernels`."""
+    model = load_model_config(path)
+    weights = load_attention_weights(Checkpoint(path), model, dtype=torch.float32)
+    cache = kv_cache.of_blocks(model, NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32)
+    decoder = Decoder(model, weights, select_ops("reference", torch.float32), cache)
+    return Replica(model, decoder, NUM_BLOCKS, config_of(path, kernels), runtime)
+
+
+@pytest.fixture
+def expected(checkpoint: Path) -> Replica:
+    return replica_on(checkpoint, HostRuntime(), "reference")
+
+
+@pytest.fixture
+def runtime() -> Iterator[DelayedRuntime]:
+    with DelayedRuntime() as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def late(checkpoint: Path, runtime: DelayedRuntime) -> Replica:
+    return replica_on(checkpoint, runtime, "triton")
+
+
+def joining_and_leaving(**sampling: Any) -> Planner:
+    planner = Planner()
+    planner.add(1, [5, 9, 200, 31], **sampling)
+    planner.add(2, [17, 3])
+    planner.step({1: 4, 2: 2})
+    planner.decode([1, 2])
+    planner.add(3, list(range(40, 53)), **sampling)
+    planner.step({1: 1, 2: 1, 3: 7})
+    planner.step({2: 1}, {1: 1, 3: 6})
+    planner.decode([1, 2, 3], m=2)
+    planner.step({1: 1, 3: 1}, finished=[2])
+    planner.decode([1, 3])
+    return planner
+
+
+def same(results: list[StepResult], expected: list[StepResult]) -> None:
+    assert [each.step for each in results] == [each.step for each in expected]
+    assert [each.tokens for each in results] == [each.tokens for each in expected]
+    assert [each.seq_ids for each in results] == [each.seq_ids for each in expected]
+    assert [each.logprobs for each in results] == [each.logprobs for each in expected]
+    assert [each.errors for each in results] == [each.errors for each in expected]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.9, "top_k": 20, "logprobs": 3}, {"min_tokens": 4, "logit_bias": {7: 2}}],
+)
+def test_two_steps_under_way_give_the_tokens_of_one(
+    late: Replica, expected: Replica, runtime: DelayedRuntime, sampling: dict[str, Any]
+) -> None:
+    plans = joining_and_leaving(**sampling).plans
+    same(ahead(late, plans), one_by_one(expected, plans))
+    assert runtime.num_waits == len(plans)  # no other waiting than collect()'s
+
+
+def test_nothing_is_waited_for_while_a_step_is_launched(
+    late: Replica, runtime: DelayedRuntime
+) -> None:
+    plans = joining_and_leaving().plans
+    with torch.inference_mode():
+        late.launch(plans[0], None, index=0)
+        late.launch(plans[1], None, index=0)
+    assert (late.num_launched, late.is_done, runtime.num_waits) == (2, False, 0)
+    runtime.synchronize()
+    assert late.is_done
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [{"repetition_penalty": 0.2}, {"presence_penalty": -9.0}, {"frequency_penalty": -9.0}],
+)
+def test_penalties_see_tokens_that_were_under_way(
+    late: Replica, expected: Replica, penalty: dict[str, float]
+) -> None:
+    """They reward what was said, so that a token that was not seen shows at once."""
+    plans = joining_and_leaving(**penalty).plans
+    results = one_by_one(expected, plans)
+    same(ahead(late, plans), results)
+    without = one_by_one(expected, again(joining_and_leaving()).plans)
+    assert tokens_of(results) != tokens_of(without)
+
+
+def again(planner: Planner) -> Planner:
+    """Return the same plans in the next generation."""
+    planner.plans = [
+        msgspec.structs.replace(
+            plan, ticket=msgspec.structs.replace(plan.ticket, generation=planner.generation + 1)
+        )
+        for plan in planner.plans
+    ]
+    return planner
+
+
+def test_a_row_is_taken_over_while_its_last_token_is_under_way(
+    late: Replica, expected: Replica
+) -> None:
+    planner = Planner()
+    planner.add(1, [5, 9, 200, 31])
+    planner.step({1: 4})
+    planner.decode([1])
+    # Sequence 1 ends, as the scheduler has seen, while its next token is being sampled.
+    planner.add(2, [77, 12, 8])
+    planner.step({2: 3}, finished=[1])
+    planner.decode([2])
+    planner.add(3, [6, 6, 6, 1])
+    planner.step({2: 1, 3: 2})
+    planner.step({3: 2}, finished=[2])
+    planner.decode([3])
+    same(ahead(late, planner.plans), one_by_one(expected, planner.plans))
+
+
+def test_discarded_steps_have_ended_and_are_forgotten(
+    late: Replica, expected: Replica, runtime: DelayedRuntime
+) -> None:
+    plans = joining_and_leaving().plans
+    with torch.inference_mode():
+        late.launch(plans[0], None, index=0)
+        late.launch(plans[1], None, index=0)
+    ended = late._launched[1].receipt.ended
+    late.discard()
+    assert ended.is_done()
+    assert late.num_launched == 0
+    plans = again(joining_and_leaving()).plans
+    same(ahead(late, plans), one_by_one(expected, plans))
+
+
+def test_timings_are_the_devices(late: Replica) -> None:
+    """The runtime's clock ticks a second per event: began, sent, rallied, fetched."""
+    for result in ahead(late, joining_and_leaving().plans):
+        timings = result.timings
+        assert timings.attention_s >= 1.0
+        assert timings.sample_s >= 1.0
+        parts = timings.prepare_s + timings.attention_s + timings.wait_s + timings.sample_s
+        assert timings.total_s == pytest.approx(parts)
+        assert timings.gap_s >= 0.0
