@@ -11,6 +11,7 @@ where the step, or the recording of it, has put them, which costs the step nothi
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Mapping
@@ -217,6 +218,7 @@ class GpuEngine:
         self.finish()
         self._net.close()
         del self._replica, self._net, self._touched
+        gc.collect()
         if self._runtime.device.type == "cuda":
             torch.cuda.empty_cache()
 

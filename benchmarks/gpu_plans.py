@@ -7,8 +7,9 @@ no tensors. Called by benchmarks.gpu_engine.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
+
+import numpy as np
 
 from server.scheduler.micro_batches import row_bucket
 from topspin.errors import ConfigError
@@ -46,18 +47,17 @@ class Plans:
     ) -> None:
         """Give out blocks 0..num_blocks-1; `max_tokens` is a step's budget."""
         self._block_size = block_size
-        self._num_blocks = num_blocks
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._num_micro_batches = num_micro_batches
-        self._random = random.Random(seed)
+        self._random = np.random.default_rng(seed)
+        self._blocks: list[int] = self._random.permutation(num_blocks).tolist()
+        self._free = list(self._blocks)
         self._step = 0
         self._next_id = 0
-        self._free: list[int] = []
         self._batch: list[_Sequence] = []
         self._finished: list[int] = []
         self._new: list[NewSequence] = []
-        self._reset_blocks()
 
     @property
     def contexts(self) -> list[int]:
@@ -97,35 +97,31 @@ class Plans:
         bounds = [len(self._batch) * idx // m for idx in range(m + 1)]
         return [self._batch[bounds[idx] : bounds[idx + 1]] for idx in range(m)]
 
-    def _reset_blocks(self) -> None:
-        self._free = list(range(self._num_blocks))
-        self._random.shuffle(self._free)
-
     def _forget_all(self) -> None:
         # One that was not sent yet is not known to the node.
         unsent = {new.seq_id for new in self._new}
         self._finished += [each.seq_id for each in self._batch if each.seq_id not in unsent]
         self._new, self._batch = [], []
-        self._reset_blocks()
+        self._free = list(self._blocks)
 
     def _take_blocks(self, count: int) -> list[int]:
         if count > len(self._free):
             raise ConfigError(
                 f"{len(self._batch)} sequences need {count} more blocks of {self._block_size} "
-                f"positions; the cache has {len(self._free)} of {self._num_blocks} left"
+                f"positions; the cache has {len(self._free)} of {len(self._blocks)} left"
             )
         return [self._free.pop() for _ in range(count)]
 
     def _admit(self, *, num_tokens: int, num_computed: int) -> _Sequence:
         num_blocks = -(-num_tokens // self._block_size)
-        tokens = [self._random.randrange(self._vocab_size) for _ in range(num_tokens)]
+        tokens = self._random.integers(self._vocab_size, size=num_tokens)
         sequence = _Sequence(self._next_id, num_computed, num_blocks)
         self._next_id += 1
         self._batch.append(sequence)
         self._new.append(
             NewSequence(
                 seq_id=sequence.seq_id,
-                tokens=pack_ints(tokens),
+                tokens=tokens.astype("<i4").tobytes(),
                 num_prompt_tokens=num_tokens,
                 num_computed=num_computed,
                 blocks=pack_ints(self._take_blocks(num_blocks)),
