@@ -143,6 +143,7 @@ class GpuEngine:
                 size_bytes=config.cache.kv_cache_bytes,
                 dtype=dtype,
                 max_len=config.model.max_model_len,
+                runtime=runtime,
             )
             decoder = Decoder(model, weights.attention(), ops, cache)
             everyone = tuple(range(model.moe.num_experts))
@@ -254,7 +255,9 @@ def node_config(
         max(workload.batches) * per_sequence, -(-workload.prefill_tokens // BLOCK_SIZE), 2
     )
     dtype = "float32" if model.dtype == "float32" else "bfloat16"
-    itemsize = getattr(torch, dtype).itemsize
+    block_bytes = kv_cache.bytes_per_block(
+        model, block_size=BLOCK_SIZE, dtype=getattr(torch, dtype)
+    )
     config = EngineConfig(
         model=ModelSection(
             path="random",
@@ -267,12 +270,7 @@ def node_config(
         ),
         cache=CacheSection(
             block_size=BLOCK_SIZE,
-            kv_cache_bytes=num_blocks
-            * BLOCK_SIZE
-            * 2
-            * model.num_layers
-            * model.kv_size
-            * itemsize,
+            kv_cache_bytes=num_blocks * block_bytes,
         ),
         compute=ComputeSection(
             kernels="triton",
