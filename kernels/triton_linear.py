@@ -88,6 +88,7 @@ def linear(
             return torch.mm(x, weight.data.t(), out=out)
         return torch.addmm(bias, x, weight.data.t(), out=out)
     if x.is_cuda:
+        # cuBLAS has such products; torch has no name for them but this one, with `out`.
         torch.ops.aten.mm.dtype_out(x, weight.data.t(), out.dtype, out=out)
     else:
         torch.mm(x.to(out.dtype), weight.data.t().to(out.dtype), out=out)

@@ -34,7 +34,10 @@ from kernels.triton_router_kernels import (
 BLOCK_ELEMENTS: Final = 4096
 # Up to so many, one program does all rows, and one launch is saved.
 SINGLE_ELEMENTS: Final = 16384
-NUM_WARPS: Final = 8
+# Where pairs are not grouped, rows have nothing to do with each other: many small programs.
+ROUTE_ELEMENTS: Final = 512
+ELEMENTS_PER_WARP: Final = 512
+MAX_WARPS: Final = 8
 SLOTS_AT_ONCE: Final = 512
 
 
@@ -56,6 +59,11 @@ class _Grid(NamedTuple):
     @property
     def is_single(self) -> bool:
         return self.num_blocks == 1
+
+
+def _num_warps(grid: _Grid, width: int) -> int:
+    """Give a warp per ELEMENTS_PER_WARP of a block: a small one's sums need no other warp's."""
+    return min(max(grid.block_rows * width // ELEMENTS_PER_WARP, 1), MAX_WARPS)
 
 
 def _cut(num_rows: int, width: int) -> _Grid:
@@ -118,7 +126,11 @@ def _route(
     slots = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     local = num_experts if num_slots is None else num_slots
     width = triton.next_power_of_2(max(num_experts, local))
-    grid = _cut(num_rows, width)
+    if num_slots is None:
+        block_rows = max(ROUTE_ELEMENTS // width, 1)
+        grid = _Grid(block_rows, triton.cdiv(num_rows, block_rows))
+    else:
+        grid = _cut(num_rows, width)
     pairs = _Pairs.make(num_rows * top_k, local, grid, device)
     if num_rows:
         route_block[(grid.num_blocks,)](
@@ -149,7 +161,7 @@ def _route(
             K_PAD=triton.next_power_of_2(top_k),
             GROUPS_PAD=triton.next_power_of_2(num_groups),
             BLOCK_R=grid.block_rows,
-            num_warps=NUM_WARPS,
+            num_warps=_num_warps(grid, width),
         )
         if num_slots is not None and not grid.is_single:
             _place(slots, pairs, local, grid)
@@ -177,6 +189,7 @@ def _check(
 
 def _place(slots: Tensor, pairs: _Pairs, num_slots: int, grid: _Grid) -> None:
     num_rows, top_k = slots.shape
+    width = triton.next_power_of_2(num_slots)
     place_block[(grid.num_blocks,)](
         slots,
         *pairs.arguments,
@@ -188,7 +201,7 @@ def _place(slots: Tensor, pairs: _Pairs, num_slots: int, grid: _Grid) -> None:
         K_PAD=triton.next_power_of_2(top_k),
         BLOCK_R=grid.block_rows,
         CHUNK=16,
-        num_warps=NUM_WARPS,
+        num_warps=_num_warps(grid, width),
     )
 
 
@@ -268,7 +281,8 @@ def permute(slots: Tensor, num_experts: int) -> Permutation:
     """
     num_rows, top_k = slots.shape
     slots = slots.contiguous()
-    grid = _cut(num_rows, triton.next_power_of_2(num_experts))
+    width = triton.next_power_of_2(num_experts)
+    grid = _cut(num_rows, width)
     pairs = _Pairs.make(num_rows * top_k, num_experts, grid, slots.device)
     if num_rows and top_k:
         count_block[(grid.num_blocks,)](
@@ -281,7 +295,7 @@ def permute(slots: Tensor, num_experts: int) -> Permutation:
             K=top_k,
             K_PAD=triton.next_power_of_2(top_k),
             BLOCK_R=grid.block_rows,
-            num_warps=NUM_WARPS,
+            num_warps=_num_warps(grid, width),
         )
         if not grid.is_single:
             _place(slots, pairs, num_experts, grid)

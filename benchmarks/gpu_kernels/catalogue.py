@@ -79,6 +79,28 @@ def mlp_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
     return [job(name, num_rows) for name in FORMATS for num_rows in grouped_mlp.ROWS]
 
 
+def linear_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
+    """Projections and the LM head in every format of weights."""
+    from benchmarks.gpu_kernels import linear
+
+    cache_bytes = SMALL_CACHE if is_tiny else L2_BYTES
+
+    def job(matrix: linear.Matrix, weight_format: str, num_rows: int) -> Job:
+        def make() -> Iterable[Entry]:
+            yield linear.linear_entry(num_rows, matrix, weight_format, device, cache_bytes)
+
+        return Job(f"linear {weight_format}", False, make)
+
+    if is_tiny:
+        return [job(linear.Matrix("o", 16, 32), "int8", 2)]
+    return [
+        job(matrix, weight_format, num_rows)
+        for matrix in linear.MATRICES
+        for weight_format in linear.FORMATS_OF[matrix]
+        for num_rows in linear.rows_of(matrix)
+    ]
+
+
 def m2n_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
     """Dispatch and combine."""
     from benchmarks.gpu_kernels import m2n
@@ -159,6 +181,7 @@ def sampling_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
 CATALOGUE: Final[dict[str, JobsOf]] = {
     "attention": attention_jobs,
     "grouped_mlp": mlp_jobs,
+    "linear": linear_jobs,
     "m2n": m2n_jobs,
     "rotary": rotary_jobs,
     "norm": norm_jobs,

@@ -16,7 +16,10 @@ from kernels.contracts import AttentionMeta, ExpertMatrices
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import NoSync
 from kernels.triton_grouped_mlp_weights import GpuWeight, unpack_weight
+from kernels.triton_sampling import draw as draw_tokens
+from kernels.triton_sampling import plan_sampling
 from tests.kernels.generators import finish
+from tests.kernels.test_sampling import batch
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {
@@ -325,3 +328,29 @@ def test_quantization_covers_products_and_experts(mode: str, device: torch.devic
     )
     error = (found.out - mixed.out).norm() / mixed.out.norm()
     assert error < (0.05 if mode == "fp8" else 1e-5)
+
+
+def test_tokens_are_the_hosts(ops: Ops, device: torch.device) -> None:
+    """Greedy, drawn, filtered and penalised rows at once; only the plan looks at the batch."""
+    logits = draw(4, 60) * 2
+    rows = batch(
+        4,
+        temperature=[0.0, 0.7, 1.3, 1.0],
+        top_k=[0, 0, 5, 0],
+        top_p=[1.0, 1.0, 1.0, 0.8],
+        repetition_penalty=[1.2, 1.0, 1.0, 1.0],
+        prompts=[[1, 2], [], [], []],
+        outputs=[[int(logits[0].argmax())], [], [], []],
+    )
+    wanted = reference.sample(logits, rows, num_top_logprobs=2)
+    found = ops.sample(logits.to(device), rows, num_top_logprobs=2)
+    assert torch.equal(found.tokens.cpu(), wanted.tokens)
+    assert torch.equal(found.valid.cpu(), wanted.valid)
+    assert wanted.logprobs is not None
+    assert found.logprobs is not None
+    torch.testing.assert_close(found.logprobs.cpu(), wanted.logprobs, rtol=1e-5, atol=1e-5)
+    plan = plan_sampling(rows, 60, device)
+    on_device = logits.to(device)
+    with NoSync():
+        again = draw_tokens(on_device, plan)
+    assert torch.equal(again.tokens, found.tokens)
