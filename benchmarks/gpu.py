@@ -211,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = session.run("device", "benchmarks.gpu_device", DEVICE_SECONDS)
         devices = about.of_kind("device")
         if not devices:
-            for text in complaints("device", about):
+            reasons = [record["why"] for record in about.of_kind("problem")]
+            for text in reasons or complaints("device", about):
                 print(f"make gpu: error: {text}", file=sys.stderr)
             return 2
         left_out = run_parts(session, args.parts, deadline)
