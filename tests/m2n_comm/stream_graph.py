@@ -39,12 +39,14 @@ class Op:
 
 @dataclass
 class _Memory:
-    """A storage: who allocated it (None: it was there before), who uses it, whether it is gone."""
+    """A storage: on which stream it was allocated (None: before), and who used it last.
+
+    `uses` has the last read and the last write of each stream: those before come before.
+    """
 
     ref: StorageWeakRef
     born_on: int | None
-    uses: list[tuple[Op, bool]] = field(default_factory=list)
-    is_free: bool = False
+    uses: dict[tuple[int, bool], Op] = field(default_factory=dict)
 
 
 class _Event:
@@ -91,6 +93,7 @@ class StreamGraph(HostRuntime):
         self._current = self.streams[0]
         self._label: tuple[Any, ...] = ()
         self._memories: dict[int, _Memory] = {}
+        self._freed: list[_Memory] = []
 
     def current_stream(self) -> RecordedStream:
         return self._current
@@ -142,31 +145,28 @@ class StreamGraph(HostRuntime):
                 self._use(op, storage, is_write, born_here=storage in made)
 
     def _use(self, op: Op, storage: Any, is_write: bool, *, born_here: bool) -> None:
-        key = storage._cdata
-        memory = self._memories.get(key)
-        if memory is None or memory.is_free:
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
             memory = _Memory(StorageWeakRef(storage), op.stream if born_here else None)
-            self._memories[key] = memory
-        for other, was_write in memory.uses:
+            self._memories[storage._cdata] = memory
+        for (_, was_write), other in memory.uses.items():
             if (is_write or was_write) and not op.follows(other) and op is not other:
                 self.problems.append(f"{op.name} {op.label} races {other.name} {other.label}")
-        memory.uses.append((op, is_write))
+        memory.uses[op.stream, is_write] = op
 
     def _find_freed(self) -> None:
-        for memory in self._memories.values():
-            memory.is_free = memory.is_free or memory.ref.expired()
+        for key in [key for key, each in self._memories.items() if each.ref.expired()]:
+            self._freed.append(self._memories.pop(key))
 
     def _check_reuse(self, op: Op) -> None:
         """An allocation may get any memory that was freed to the stream's pool so far."""
-        for memory in self._memories.values():
-            if memory.is_free and memory.born_on == op.stream:
-                for other, _ in memory.uses:
-                    if not op.follows(other):
-                        self.problems.append(
-                            f"{op.name} {op.label} may get memory that {other.name} "
-                            f"{other.label} uses"
-                        )
-                memory.uses = []
+        mine = [each for each in self._freed if each.born_on == op.stream]
+        self._freed = [each for each in self._freed if each.born_on not in (None, op.stream)]
+        for other in (other for memory in mine for other in memory.uses.values()):
+            if not op.follows(other):
+                self.problems.append(
+                    f"{op.name} {op.label} may get memory that {other.name} {other.label} uses"
+                )
 
 
 class _Recorder(TorchDispatchMode):
