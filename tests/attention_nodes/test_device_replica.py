@@ -1,0 +1,236 @@
+"""A replica on a device (Triton's kernels, interpreted) against transformers, in fp32.
+
+Sequences join and leave, so that decode steps have changing sizes and padding; experts are
+those of two nodes in this process, computed by plain torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from attention_nodes.replica import Replica
+from kernels.runtime import HostRuntime
+from m2n_comm.device_local import DeviceNet
+from m2n_comm.net import ExpertBatch
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.weights import load_expert_weights
+from tests.attention_nodes.plans import (
+    BLOCK_SIZE,
+    BLOCKS_EACH,
+    Planner,
+    ahead,
+    one_by_one,
+    tokens_of,
+)
+from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.engine import engine_config
+from topspin.config import NodeConfig
+from topspin.expert_table import ExpertTable, uniform_table
+
+PROMPTS = {1: [5, 9, 200, 31], 2: [17, 3], 3: [40, 41, 42, 43, 44, 45, 46], 4: [250]}
+# Triton's interpreter takes a program at a time: few heads, few layers.
+TINY = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+
+
+class PlainExperts:
+    """One expert node of a table, in torch, without looking at a tensor from the host."""
+
+    def __init__(self, path: Path, table: ExpertTable, node: int) -> None:
+        experts = [layer[node] for layer in table.slots]
+        config = load_model_config(path)
+        self._layers = load_expert_weights(
+            Checkpoint(path), config, dtype=torch.float32, experts=experts
+        ).layers
+        self.seen: list[Tensor] = []
+
+    def serve(self, batch: ExpertBatch) -> Tensor:
+        self.seen.append(batch.slots.clone())
+        layer = self._layers[batch.layer]
+        out = torch.zeros_like(batch.hidden)
+        for slot in range(len(layer.gate_up)):
+            gate, up = (batch.hidden @ layer.gate_up[slot].T).chunk(2, dim=1)
+            weight = (batch.weights * (batch.slots == slot)).sum(1, keepdim=True)
+            out += weight * ((torch.nn.functional.silu(gate) * up) @ layer.down[slot].T)
+        return out
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "mixtral_sliding_window",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("llama", "qwen2_moe", "olmoe")),
+    ],
+)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param, **TINY)
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> dict[int, list[int]]:
+    result = oracle_generate(checkpoint, list(PROMPTS.values()), 9)
+    assert min(result.margins) > 1e-3
+    return dict(zip(PROMPTS, result.tokens, strict=True))
+
+
+def config_of(path: Path, *, cuda_graphs: bool, max_num_seqs: int = 4) -> NodeConfig:
+    config = engine_config(
+        path, kernels="triton", block_size=BLOCK_SIZE, max_num_batched_tokens=32
+    ).for_node()
+    compute = msgspec.structs.replace(config.compute, cuda_graphs=cuda_graphs)
+    return msgspec.structs.replace(config, compute=compute, max_num_seqs=max_num_seqs)
+
+
+class Node:
+    """A loaded replica and its net."""
+
+    def __init__(self, path: Path, *, cuda_graphs: bool) -> None:
+        self.config = config_of(path, cuda_graphs=cuda_graphs)
+        with torch.inference_mode():
+            self.replica = Replica.load(path, self.config)
+        self.net: DeviceNet | None = None
+        self.experts: list[PlainExperts] = []
+        model = load_model_config(path)
+        if model.moe is not None:
+            table = uniform_table(
+                num_layers=len(model.moe_layers), num_experts=model.moe.num_experts, num_nodes=2
+            )
+            self.experts = [PlainExperts(path, table, node) for node in range(2)]
+            self.net = DeviceNet(
+                HostRuntime(),
+                self.replica.net_shape(self.config),
+                index=0,
+                serves=[each.serve for each in self.experts],
+                table=table,
+            )
+
+    @property
+    def num_recordings(self) -> int:
+        return self.replica._executor.num_recordings  # type: ignore[attr-defined]
+
+
+def joining_and_leaving(m: int, *, generation: int = 1) -> Planner:
+    """Decode steps of 1 to 4 sequences, back to 2, and steps with prompts between them."""
+    planner = Planner(generation=generation)
+    planner.add(1, PROMPTS[1])
+    planner.step({1: 4})
+    planner.decode([1], m=m)
+    planner.add(2, PROMPTS[2])
+    planner.step({1: 1, 2: 2})
+    for _ in range(2):
+        planner.decode([1, 2], m=m)
+    planner.add(3, PROMPTS[3])
+    planner.add(4, PROMPTS[4])
+    planner.step({3: 5, 1: 1}, {4: 1, 2: 1})
+    planner.step({3: 2, 4: 1})
+    planner.decode([3, 2, 4], m=m)
+    planner.decode([4, 3, 2, 1], m=m)
+    planner.step({2: 1, 3: 1}, finished=[1, 4])
+    planner.decode([3, 2], m=m)
+    return planner
+
+
+def check(tokens: dict[int, list[int]], oracle: dict[int, list[int]]) -> None:
+    assert sorted(tokens) == sorted(PROMPTS)
+    for seq_id, found in tokens.items():
+        assert found == oracle[seq_id][: len(found)]
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_recorded_steps_give_transformers_tokens(
+    checkpoint: Path, oracle: dict[int, list[int]], m: int
+) -> None:
+    node = Node(checkpoint, cuda_graphs=True)
+    plans = joining_and_leaving(m).plans
+    check(tokens_of(ahead(node.replica, plans, node.net)), oracle)
+    assert node.num_recordings > 0
+
+
+def test_enqueued_steps_give_transformers_tokens(
+    checkpoint: Path, oracle: dict[int, list[int]]
+) -> None:
+    node = Node(checkpoint, cuda_graphs=False)
+    check(tokens_of(ahead(node.replica, joining_and_leaving(2).plans, node.net)), oracle)
+    assert node.num_recordings == 0
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("padded"), "mixtral", **TINY)
+
+
+def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
+    node = Node(mixtral, cuda_graphs=True)
+    planner = Planner()
+    for seq_id in (1, 2, 3):
+        planner.add(seq_id, PROMPTS[seq_id])
+    planner.step({1: 4, 2: 2, 3: 7})
+    for _ in range(3):
+        planner.decode([1, 2, 3])
+    one_by_one(node.replica, planner.plans[:1], node.net)
+    cache = node.replica._decoder.kv
+    before = [each.clone() for each in (*cache.keys, *cache.values)]
+    for experts in node.experts:
+        experts.seen.clear()
+    one_by_one(node.replica, planner.plans[1:], node.net)
+    for first, second in zip(*(each.seen for each in node.experts), strict=True):
+        assert len(first) == 4  # three sequences in a bucket of four
+        assert (first[:3] >= 0).sum(1).add((second[:3] >= 0).sum(1)).tolist() == [2, 2, 2]
+        assert first[3].tolist() == second[3].tolist() == [-1, -1]
+    # Positions that the three steps have added, by sequence: the last block is at BLOCKS_EACH * n.
+    written = set()
+    for place, length in enumerate((4, 2, 7)):
+        for position in range(length, length + 3):
+            block = (place + 1) * BLOCKS_EACH - 1 - position // BLOCK_SIZE
+            written.add(block * BLOCK_SIZE + position % BLOCK_SIZE)
+    for was, now in zip(before, (*cache.keys, *cache.values), strict=True):
+        changed = (was != now).flatten(2).any(-1).flatten().nonzero()[:, 0].tolist()
+        assert set(changed) == written
+
+
+def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
+    """With one stream for one micro-batch, with two streams for two as well."""
+    node = Node(mixtral, cuda_graphs=True)
+    cache = node.replica._decoder.kv
+    before = [each.clone() for each in (*cache.keys, *cache.values)]
+    with torch.inference_mode():
+        node.replica.record_steps(node.net, node.config)
+    assert node.num_recordings == len(node.replica._executor.sizes) == 3
+    assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
+    assert all((each == -1).all() for experts in node.experts for each in experts.seen)
+    compute = msgspec.structs.replace(node.config.compute, gpu_streams=2)
+    with torch.inference_mode():
+        node.replica.record_steps(node.net, msgspec.structs.replace(node.config, compute=compute))
+    assert node.num_recordings == 6
+
+
+def test_another_table_makes_recordings_anew(mixtral: Path) -> None:
+    node = Node(mixtral, cuda_graphs=True)
+    assert node.net is not None
+    planner = Planner()
+    planner.add(1, PROMPTS[1])
+    planner.step({1: 4})
+    for _ in range(2):
+        planner.decode([1])
+    one_by_one(node.replica, planner.plans, node.net)
+    assert node.num_recordings == 1
+    planner.table_version = 2
+    table = node.net._route.table
+    swapped = tuple((layer[1], layer[0]) for layer in table.slots)
+    node.net.set_table(msgspec.structs.replace(table, version=2, slots=swapped))
+    for old, new in zip(node.experts, reversed(node.experts), strict=True):
+        assert old is not new
+    # The nodes hold each other's experts now.
+    layers = [each._layers for each in node.experts]
+    node.experts[0]._layers, node.experts[1]._layers = layers[1], layers[0]
+    for _ in range(3):
+        planner.decode([1])
+    results = one_by_one(node.replica, planner.plans[3:], node.net)
+    tokens = oracle_generate(mixtral, [PROMPTS[1]], 6).tokens[0]
+    assert tokens_of(results)[1] == tokens[3:]
+    assert node.num_recordings == 1
