@@ -19,6 +19,7 @@ import torch
 from expert_nodes.experts import Experts
 from expert_nodes.memory import lacking
 from expert_nodes.tables import TableChange
+from expert_nodes.ticket_graphs import TicketGraphs
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import ExpertNet, wait_policy
@@ -57,20 +58,33 @@ CONNECT_TIMEOUT_S = 3600.0
 
 
 def run_ticket(
-    net: ExpertNet, experts: Experts, ticket: StepTicket, *, beat: Beat | None = None
+    net: ExpertNet,
+    experts: Experts,
+    ticket: StepTicket,
+    *,
+    beat: Beat | None = None,
+    graphs: TicketGraphs | None = None,
 ) -> None:
     """Serve one step: every micro-batch of every MoE layer, in that order.
 
-    `beat` is called at every batch.
+    `beat` is called at every batch. With `graphs` all of it may be a recording.
     """
+
+    def serve() -> None:
+        for layer in range(experts.num_layers):
+            for micro_batch in range(ticket.num_micro_batches):
+                for batch in net.gather(micro_batch, layer):
+                    if beat is not None:
+                        beat()
+                    net.reply(batch, experts.compute(batch))
+
     net.trace = experts.trace
     net.begin(ticket)
-    for layer in range(experts.num_layers):
-        for micro_batch in range(ticket.num_micro_batches):
-            for batch in net.gather(micro_batch, layer):
-                if beat is not None:
-                    beat()
-                net.reply(batch, experts.compute(batch))
+    if graphs is None:
+        serve()
+    else:
+        graphs.serve(net, ticket, serve)
+    net.finish()
 
 
 def load_experts(
@@ -151,6 +165,7 @@ class ExpertWorker:
         self._incarnation = new_incarnation()
         self._net: ExpertNet | None = None
         self._change: TableChange | None = None
+        self._graphs: TicketGraphs | None = None
         self._index = index
         self._model_path = model_path
         self._logger = logging.getLogger("expert")
@@ -181,6 +196,9 @@ class ExpertWorker:
         started = time.monotonic()
         experts = load_experts(self._model_path, welcome, self._index)
         self._inbox.trace = experts.trace
+        compute = welcome.config.compute
+        if compute.cuda_graphs and compute.place("expert").is_device:
+            self._graphs = TicketGraphs(experts.runtime)
         load_s = time.monotonic() - started
         self._change = TableChange(
             experts, model_path=self._model_path, config=welcome.config, index=self._index
@@ -235,6 +253,8 @@ class ExpertWorker:
         net, self._net = self._net, None
         if self._change is not None:
             self._change.cancel()
+        if self._graphs is not None:
+            self._graphs.clear()
         if net is not None:
             net.close()
 
@@ -278,7 +298,7 @@ class ExpertWorker:
         """Serve a step; if the net fails and the engine can reform, leave and wait for that."""
         try:
             self._progress.begin(ticket)
-            run_ticket(net, experts, ticket, beat=self._progress.beat)
+            run_ticket(net, experts, ticket, beat=self._progress.beat, graphs=self._graphs)
         except Exception as error:
             self._control.send(step_failed(ticket, "expert", self._index, error))
             if not (may_fail and isinstance(error, TransportError)):

@@ -54,6 +54,9 @@ class ExpertSide:
     None in `attention_incarnations` is an absent node: it takes part in no step.
     """
 
+    is_graph_safe = False
+    epoch = 0
+
     def __init__(
         self,
         *,
@@ -250,6 +253,9 @@ class ExpertSide:
         write_header(window.header, self._answer(request, peer))
         hop = self._hop(peer, batch.micro_batch, batch.layer)
         self.lines.send(hop, request.rows, request.sequence)
+
+    def finish(self) -> None:
+        """Do nothing: on the host what was replied has left."""
 
     def missing(self) -> list[int]:
         """Return the attention nodes whose frame the next round of gather() would wait for."""

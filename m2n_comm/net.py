@@ -13,6 +13,7 @@ Call order on an attention node, per step that it takes part in:
 A micro-batch has at most one dispatch in the air. On an expert node:
     begin(ticket)
     for each MoE layer, for each micro-batch: for batch in gather(mb, layer): reply(batch, partial)
+    finish()
 
 Rules: every participant sends every expert node one frame per (micro-batch, layer),
 possibly of 0 rows, in one or more parts of at most `window_rows` rows; a token goes at
@@ -214,9 +215,22 @@ class AttentionNet(Protocol):
 
 
 class ExpertNet(Protocol):
-    """The expert side of all pairs (every attention node, this node)."""
+    """The expert side of all pairs (every attention node, this node).
+
+    `is_graph_safe`: gather() and reply() only enqueue work on a device, and for tickets with as
+    many participants and the same row buckets the same work: a batch per micro-batch and layer,
+    with rows for every participant's bucket, of which those that did not come have slots -1.
+    Then Runtime.capture() may record a whole ticket. Ask after begin(), for the ticket that it
+    has opened; also for `epoch`, as long as which is the same what was recorded stays right.
+    """
 
     trace: Ring | None
+
+    @property
+    def is_graph_safe(self) -> bool: ...
+
+    @property
+    def epoch(self) -> int: ...
 
     def begin(self, ticket: StepTicket) -> None:
         """Open a step."""
@@ -238,6 +252,12 @@ class ExpertNet(Protocol):
 
         With per_pair_answers partial is [P, H]: a row for each slot that is not -1, by
         ascending (row, choice).
+        """
+
+    def finish(self) -> None:
+        """After a ticket's last reply(): return once all of it has happened.
+
+        On a device that is a wait; raises the TransportError of what went wrong there.
         """
 
     def close(self) -> None:

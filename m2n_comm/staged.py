@@ -156,8 +156,7 @@ class StagedNet:
             )
         # The last copy out of it came before the copies that _send() has waited for.
         answer = staged.answer[: staged.rows]
-        self.inner.combine(micro_batch, layer, answer)
-        out.copy_(answer, non_blocking=True)
+        out.copy_(self.inner.combine(micro_batch, layer, answer), non_blocking=True)
         return out
 
     def wait_s(self) -> float:
@@ -271,6 +270,7 @@ class StagedExpertNet:
     """
 
     is_graph_safe: Final = False
+    epoch: Final = 0
 
     def __init__(
         self, inner: ExpertNet, runtime: Runtime, *, shape: NetShape, num_attention: int
@@ -314,6 +314,10 @@ class StagedExpertNet:
         assert batch is staged, "reply() to the batch that gather() yielded last"
         self._open = None
         self.inner.reply(found, self.staging.to_host(partial))
+
+    def finish(self) -> None:
+        """See m2n_comm.net."""
+        self.inner.finish()
 
     def close(self) -> None:
         """Release all memory and descriptors; safe to call twice."""

@@ -104,6 +104,9 @@ class RecordingNet:
         assert partial.shape == (0, 64)
         self.calls.append(("reply", batch.layer, batch.micro_batch, batch.part))
 
+    def finish(self) -> None:
+        self.calls.append(("finish", 0, 0, 0))
+
     def close(self) -> None:
         raise AssertionError("a step does not close the net")
 
@@ -132,4 +135,4 @@ def test_a_ticket_is_served_layer_by_layer_then_micro_batch(
                 expected.append(("gather", layer, micro_batch, part))
                 expected.append(("beat", 0, 0, 0))
                 expected.append(("reply", layer, micro_batch, part))
-    assert net.calls == expected
+    assert net.calls == [*expected, ("finish", 0, 0, 0)]

@@ -239,6 +239,9 @@ class FakeInner:
             hidden, weights = self._hidden[:size], torch.full((size, 3), 0.5)
             yield ExpertBatch(micro_batch, layer, part, hidden, slots, weights, (size,), 4)
 
+    def finish(self) -> None:
+        self.calls.append("finish")
+
     def reply(self, batch: ExpertBatch, partial: Tensor) -> None:
         self.replies.append((batch, partial.clone()))
 
@@ -256,7 +259,8 @@ def test_everything_else_is_the_inner_nets() -> None:
         inner.trace = None
         each.close()
         assert not each.is_graph_safe
-    assert inner.calls == [table, ticket, "close"] * 2
+    experts.finish()
+    assert inner.calls == [*[table, ticket, "close"] * 2, "finish"]
     assert (net.wait_s(), net.times(), net.epoch) == (1.5, NetTimes(1.5, 2.5, None), 7)
 
 

@@ -1,0 +1,48 @@
+"""A ticket's whole work on a device as one recording: every layer, gather to reply.
+
+Owns what two tickets must have in common for one to be served by the recording of the other:
+how many attention nodes take part, the row buckets of the micro-batches, and the expert table.
+Everything else (who takes part, how many rows came, which step it is) kernels read from memory.
+Knows no kernel and no frame; the net says whether it can be recorded (m2n_comm.net.ExpertNet).
+Called by worker.py, between a ticket's begin() and finish().
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kernels.recordings import Recordings
+from kernels.runtime import Runtime
+from m2n_comm.net import ExpertNet
+from topspin.messages import StepTicket
+
+
+class TicketShape(NamedTuple):
+    """What a recording is made for; `row_buckets` has one per micro-batch."""
+
+    num_participants: int
+    row_buckets: tuple[int, ...]
+    table_version: int
+
+
+class TicketGraphs:
+    """The recordings of one node, made for the net and the epoch that it was asked for last."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._recordings: Recordings[TicketShape] = Recordings(runtime)
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def serve(self, net: ExpertNet, ticket: StepTicket, body: Callable[[], None]) -> None:
+        """Enqueue what `body` does with `net` for `ticket`, which the net has begun."""
+        if not net.is_graph_safe:
+            body()
+            return
+        shape = TicketShape(len(ticket.participants), ticket.row_buckets, ticket.table_version)
+        self._recordings.run(shape, body, (net, net.epoch))
+
+    def clear(self) -> None:
+        """Forget all recordings: the net that they use is to be closed."""
+        self._recordings.clear()

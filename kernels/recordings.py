@@ -1,0 +1,58 @@
+"""Recordings of a step's work, replayed instead of being enqueued kernel by kernel.
+
+Owns when a recording is made and when it has become wrong. The first step of a size runs as it
+is (its kernels are compiled then, and a net whose peers take part needs no step of its own for
+it), the second is recorded, and those after it are replayed. Knows no layer and no net: a body
+enqueues everything, always with the same tensors. Called by both kinds of nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from kernels.runtime import Replay, Runtime
+
+Key = TypeVar("Key", bound=Hashable)
+
+_log = logging.getLogger("recordings")
+
+
+class Recordings(Generic[Key]):
+    """One recording per key, all of them valid for `state`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._compiled: set[Key] = set()
+        self._replays: dict[Key, Replay] = {}
+        self._state: object = None
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def run(self, key: Key, body: Callable[[], None], state: object) -> None:
+        """Enqueue what `body` does, by its recording if there is one for `key` and `state`.
+
+        What recordings rely on beside `key` is `state`: when it differs from the last one's,
+        all are forgotten.
+        """
+        if state != self._state:
+            self.clear()
+            self._state = state
+        replay = self._replays.get(key)
+        if replay is None and key not in self._compiled:
+            self._compiled.add(key)
+            body()
+            return
+        if replay is None:
+            started = time.perf_counter()
+            replay = self._replays[key] = self._runtime.capture(body)
+            _log.debug("recorded %s in %.2f s", key, time.perf_counter() - started)
+        replay()
+
+    def clear(self) -> None:
+        """Forget all recordings; kernels stay compiled."""
+        self._replays.clear()
+        self._state = None
