@@ -285,8 +285,10 @@ class DeviceNet:
         """Release all memory; safe to call twice."""
         if self._failure is None:
             self._failure = "it is closed"
-        # The experts may still read what is in the air.
-        self._runtime.synchronize()
+        for flight in self._flights:
+            if flight is not None and flight.done is not None:
+                # The experts may still read what is given up here.
+                self._runtime.current_stream().wait_for(flight.done)
         self._flights = [None] * len(self._flights)
         self._serves = ()
 

@@ -445,6 +445,22 @@ class ForgetsWhatIsRead(DeviceNet):
         flight.read = ()
 
 
+def test_what_is_in_the_air_at_the_end_is_not_given_out_before_its_time() -> None:
+    graph = StreamGraph()
+    net = make_net(runtime=graph, num_streams=2)
+    rows = random_rows(net.shape, 3, choose_from=EVERYTHING, seed=1)
+
+    def body() -> None:
+        net.dispatch(0, 0, rows.hidden + 0, rows.experts + 0, rows.weights * 1)
+        net.close()
+        torch.empty(3, net.shape.hidden_size).zero_()
+
+    call(body, graph)
+    assert max(op.stream for op in graph.ops) == 1
+    assert graph.ops[-1].follows(next(op for op in reversed(graph.ops) if op.stream == 1))
+    assert graph.problems == []
+
+
 def test_the_check_finds_what_is_wrong() -> None:
     assert play(ForgetsWhatIsRead)[0].problems
     assert play(ignores_waits=0)[0].problems
