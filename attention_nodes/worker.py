@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from attention_nodes.replica import Replica
+from attention_nodes.replica import OpenDryNet, Replica
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
 from topspin import __version__
@@ -42,14 +42,16 @@ from topspin.process import new_incarnation
 from topspin.progress import StepProgress
 
 OpenNet = Callable[[Welcome, Replica, int], AttentionNet]
+DryNet = Callable[[Welcome], OpenDryNet | None]
 
 
 class AttentionWorker:
     """One attention node on one control connection.
 
     Invariant: `_is_formed` says whether the node takes part in the engine's generation; then
-    `_net` is usable (None for a model without routed experts). `can_reform` False: what ends
-    a generation ends this node.
+    `_net` is usable (None for a model without routed experts). `dry_net` says how experts of
+    this process are reached while the replica still loads (see Replica.load; None: they are
+    not). `can_reform` False: what ends a generation ends this node.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class AttentionWorker:
         index: int,
         model_path: Path,
         open_net: OpenNet,
+        dry_net: DryNet = lambda welcome: None,
         can_reform: bool = True,
     ) -> None:
         self._control = control
@@ -70,6 +73,7 @@ class AttentionWorker:
         self._index = index
         self._model_path = model_path
         self._open_net = open_net
+        self._dry_net = dry_net
         self._logger = logging.getLogger("attention")
         self.incarnation = new_incarnation()
 
@@ -91,7 +95,13 @@ class AttentionWorker:
         """After introduce(): join, then serve until told to stop; raises Stopped or an error."""
         welcome = await_welcome(self._control)
         started = time.monotonic()
-        replica = Replica.load(self._model_path, welcome.config)
+        replica = Replica.load(
+            self._model_path,
+            welcome.config,
+            index=self._index,
+            table_version=welcome.table.version,
+            open_net=self._dry_net(welcome),
+        )
         self.inbox.trace = replica.trace
         load_s = time.monotonic() - started
         try:

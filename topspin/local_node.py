@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from attention_nodes.replica import Replica
+from attention_nodes.replica import OpenDryNet, Replica
 from attention_nodes.worker import AttentionWorker
 from expert_nodes.experts import Experts
 from expert_nodes.tables import TableChange
@@ -122,6 +122,7 @@ class LocalNode:
                 index=index,
                 model_path=self._model_path,
                 open_net=open_net,
+                dry_net=lambda welcome: self._dry_net(index, welcome),
                 can_reform=False,
             )
             worker.introduce()
@@ -150,6 +151,13 @@ class LocalNode:
             return net
         runtime = open_runtime(config.compute.attention_device)
         return StagedNet(net, runtime, shape=shape, max_rows=config.max_num_batched_tokens)
+
+    def _dry_net(self, index: int, welcome: Welcome) -> OpenDryNet | None:
+        """Return what opens the net before the cache is there, if experts take its memory too."""
+        config = welcome.config
+        if not config.compute.nodes(config.topology).share_a_device:
+            return None
+        return lambda replica: self._open_net(index, replica.net_shape(config), welcome)
 
     def _get_hub(self, shape: NetShape, welcome: Welcome) -> LocalHub:
         """Return the hub, with all experts attached; the first attention node makes it."""

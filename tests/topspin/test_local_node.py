@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from kernels.runtime import DeviceMemory, HostRuntime
+from m2n_comm.device_local import DeviceNet
+from m2n_comm.local import Serve
+from tests.checkpoints import make_checkpoint
+from tests.engine import Engine, engine_config
 from topspin import local_node
+from topspin.config import CacheSection
 from topspin.local_node import LocalNode
 
 
@@ -27,3 +35,33 @@ def test_the_thread_that_loads_experts_ends(monkeypatch: pytest.MonkeyPatch) -> 
     [loader] = loaders
     assert loader is not threading.current_thread()
     assert not loader.is_alive()
+
+
+def test_the_cache_gets_what_experts_on_the_same_device_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole start of a GPU's process, on a CPU that is said to have so much memory."""
+    opened: list[int] = []
+
+    def open_net(*args: Any, serves: Sequence[Serve], **others: Any) -> DeviceNet:
+        opened.append(len(serves))
+        return DeviceNet(*args, serves=serves, **others)
+
+    memory = DeviceMemory(total=2 * 2**20, free=2**20, cached=0)
+    monkeypatch.setattr(local_node, "DeviceNet", open_net)
+    monkeypatch.setattr(HostRuntime, "memory", lambda self: memory)
+    path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1)
+    config = engine_config(
+        path, kernels="triton", expert_nodes=2, max_num_batched_tokens=16, cuda_graphs=False
+    )
+    config = msgspec.structs.replace(
+        config,
+        scheduler=msgspec.structs.replace(config.scheduler, max_num_seqs=1),
+        cache=CacheSection(block_size=4, kv_cache_bytes=None, gpu_memory_utilization=0.75),
+    )
+    with Engine(config) as engine:
+        [tokens] = engine.generate([[3, 1, 4]], max_tokens=2)
+        assert len(tokens) == 2
+        # Three quarters of 2 MiB but for the half that is taken, at 2 KiB a block.
+        assert engine.stats().num_blocks == 256
+    assert opened == [2, 2]  # for the dry run, with all experts, and to serve
