@@ -1,7 +1,7 @@
 """Data addresses of expert nodes: their forms, and who may be at the other end.
 
-"unix:@NAME" (shm) and "tcp:HOST:PORT"; behind "nixl:" either, of the handshake. Owns the
-rule that hosts are loopback ones. Knows no handshake; open.py calls it.
+"unix:@NAME" (shm) and "tcp:HOST:PORT"; behind "nixl:" either, and behind "cuda_ipc:" the first,
+of the handshake. Owns the rule that hosts are loopback ones. Knows no handshake; open.py calls it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from topspin.errors import ConfigError, DeadlineExceeded, PeerLost
 UNIX = "unix:"
 TCP = "tcp:"
 NIXL = "nixl:"
+CUDA_IPC = "cuda_ipc:"
 
 
 def connect(address: str, *, expert: int, deadline_s: float, remote: bool = False) -> socket.socket:
     """Return a connected socket. Raises ConfigError, PeerLost or DeadlineExceeded."""
-    handshake = address.removeprefix(NIXL)
+    handshake = address.removeprefix(NIXL).removeprefix(CUDA_IPC)
     if handshake.startswith(f"{UNIX}@"):
         where: str | tuple[str, int] = "\0" + handshake.removeprefix(f"{UNIX}@")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -54,7 +55,7 @@ def connect(address: str, *, expert: int, deadline_s: float, remote: bool = Fals
 
 def is_on_this_host(address: str) -> bool:
     """Return whether the node at `address` surely runs on this host."""
-    kind, _, rest = address.removeprefix(NIXL).partition(":")
+    kind, _, rest = address.removeprefix(NIXL).removeprefix(CUDA_IPC).partition(":")
     return kind == "unix" or is_loopback(rest.rpartition(":")[0])
 
 

@@ -44,7 +44,7 @@ from topspin.trace import Kind, Ring
 _WAITED_NS = 5_000
 # How long to wait for one's turn while the experts serve a step of other attention nodes. The
 # scheduler watches that step, and ends this wait (Lines' check) if it does not go on.
-_TURN_S = 3600.0
+TURN_S = 3600.0
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class AttentionSide:
                 )
         self._route = self._routes.take(ticket)
         is_next = ticket.previous in (0, self._step)
-        self._patience_s = self.shape.deadline_s if is_next else _TURN_S
+        self._patience_s = self.shape.deadline_s if is_next else TURN_S
         self._step = ticket.step
         self._wait_ns = 0
         self._expert_ns = [0] * len(self._experts)

@@ -68,12 +68,21 @@ class PairMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bell: bool
 
 
+class PairRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the other end may write of this one's memory, as m2n_comm.device_memory names it."""
+
+    kind: str
+    handle: bytes
+    size_bytes: int
+
+
 class PairHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """What each end says of the pair: first the attention node, then the expert node.
 
     `generation` tells the pairs of two process lives apart, of which a reformed engine makes
     several. The link to emulate and whether tcp payloads carry a checksum are the attention
-    node's choice, which the expert node repeats. `memory` is the sender's own, on nixl only.
+    node's choice, which the expert node repeats. `memory` is the sender's own, on nixl only, and
+    so is `region`, on cuda_ipc.
     """
 
     protocol: int
@@ -88,6 +97,7 @@ class PairHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gbps: float | None = None
     checksum: bool = True
     memory: PairMemory | None = None
+    region: PairRegion | None = None
 
     @property
     def link(self) -> LinkEmulation:

@@ -1,8 +1,10 @@
-"""Opens the data plane between processes: the only door to shm, tcp and nixl.
+"""Opens the data plane between processes: the only door to shm, tcp, nixl and cuda_ipc.
 
 An expert node listens before it says Hello to the scheduler (the address travels in it)
 and accepts once it knows the attention nodes; an attention node connects to all expert
-nodes. Knows no scheduler. In one process use local.LocalHub instead.
+nodes. Knows no scheduler. In one process use local.LocalHub instead. Over cuda_ipc the nets
+are of another kind: an expert node calls accept_device, an attention node connect_ipc of
+cuda_ipc_open.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
+from kernels.runtime import Runtime
 from m2n_comm.addresses import (
+    CUDA_IPC,
     NIXL,
     TCP,
     UNIX,
@@ -24,6 +28,8 @@ from m2n_comm.addresses import (
     same_user,
 )
 from m2n_comm.attention_side import AttentionSide
+from m2n_comm.cuda_ipc_expert import IpcExpertNet
+from m2n_comm.cuda_ipc_open import accept_ipc
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.expert_side import ExpertSide
 from m2n_comm.flags import check_platform
@@ -41,7 +47,7 @@ from topspin.messages import ExpertPeer
 
 _BACKLOG = 128
 
-Between = Literal["shm", "tcp", "nixl"]
+Between = Literal["shm", "tcp", "nixl", "cuda_ipc"]
 
 
 class ExpertListener:
@@ -115,6 +121,44 @@ class ExpertListener:
             self.close()
         return net
 
+    def accept_device(
+        self,
+        shape: NetShape,
+        *,
+        index: int,
+        incarnation: int,
+        attention_incarnations: tuple[int | None, ...],
+        timeout_s: float,
+        table: ExpertTable,
+        runtime: Runtime,
+        revision: str = __version__,
+        generation: int = 1,
+        check: Check = wait_on,
+        reuse: bool = False,
+    ) -> IpcExpertNet:
+        """Wait for all attention nodes over cuda_ipc; windows are on the device of `runtime`.
+
+        As accept() else, whose errors it raises; ConfigError too if the memory cannot be had,
+        or that of a peer not be mapped.
+        """
+        assert self.address.startswith(CUDA_IPC), "an address of another transport"
+        net = accept_ipc(
+            self._sock,
+            shape,
+            index=index,
+            incarnation=incarnation,
+            attention_incarnations=attention_incarnations,
+            timeout_s=timeout_s,
+            table=table,
+            runtime=runtime,
+            revision=revision,
+            generation=generation,
+            check=check,
+        )
+        if not reuse:
+            self.close()
+        return net
+
     def _meet(
         self, expected: tuple[PairHello | None, ...], terms: Terms
     ) -> tuple[Lines, dict[int, Meeting]]:
@@ -143,16 +187,19 @@ def listen_expert(
 ) -> ExpertListener:
     """Open the address of an expert node: "unix:@NAME" for shm, "tcp:HOST:PORT" for tcp.
 
-    For nixl the address, "nixl:" and one of both, is that of the handshake: tcp if `host` is
-    given. `remote`: `host` may be any IPv4 address, on a network that nobody else uses.
-    Raises ConfigError for another transport, an unsupported machine, a missing
-    package, or a host that is not loopback: frames are neither authenticated nor encrypted.
+    For cuda_ipc it is "cuda_ipc:unix:@NAME". For nixl the address, "nixl:" and one of both, is
+    that of the handshake: tcp if `host` is given. `remote`: `host` may be any IPv4 address, on a
+    network that nobody else uses. Raises ConfigError for another transport, an unsupported
+    machine, a missing package, or a host that is not loopback: frames are neither authenticated
+    nor encrypted.
     """
     prefix = ""
     if transport == "nixl":
         load_nixl()
         prefix = NIXL
-    if transport == "shm" or (transport == "nixl" and host is None):
+    if transport == "cuda_ipc":
+        prefix = CUDA_IPC
+    if transport in ("shm", "cuda_ipc") or (transport == "nixl" and host is None):
         if transport == "shm":
             check_platform()
         name = f"topspin-{secrets.token_hex(16)}"
@@ -165,7 +212,9 @@ def listen_expert(
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         where = (host, 0)
     else:
-        raise ConfigError(f"--transport {transport}: between processes use shm, tcp or nixl")
+        raise ConfigError(
+            f"--transport {transport}: between processes use shm, tcp, nixl or cuda_ipc"
+        )
     try:
         tune_socket(sock)
         sock.bind(where)

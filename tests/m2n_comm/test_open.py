@@ -320,7 +320,7 @@ def test_an_address_of_another_form_is_named(address: str) -> None:
 
 
 def test_local_is_not_between_processes() -> None:
-    with pytest.raises(ConfigError, match="local: between processes use shm, tcp or nixl"):
+    with pytest.raises(ConfigError, match="local: between processes use shm, tcp, nixl or"):
         listen_expert("local")  # type: ignore[arg-type]
 
 
