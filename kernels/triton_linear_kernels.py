@@ -1,4 +1,4 @@
-"""Triton kernels of products with one quantised weight, whose rows stay as they are.
+"""Triton kernels of products with one weight, plain or quantised; rows stay as they are.
 
 `linear_tile` gives a tile of BLOCK_M rows by BLOCK_N outputs; for few rows the inputs are cut
 into SPLITS parts, one program each, whose fp32 sums `add_splits` adds in a fixed order: with
@@ -16,7 +16,6 @@ import triton.language as tl
 
 from kernels.triton_grouped_mlp_kernels import (
     FP8,
-    GROUP,
     add_block,
     load_block,
     load_rows,
@@ -47,6 +46,7 @@ def linear_tile(
     GROUP_M: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> None:
     """Write the products of a tile and of inputs split * split_size .. to out [splits, R, O].
 
@@ -70,17 +70,17 @@ def linear_tile(
     else:
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     begin = split * split_size
-    for start in range(begin, tl.minimum(begin + split_size, num_in), GROUP):
+    for start in range(begin, tl.minimum(begin + split_size, num_in), BLOCK_K):
         if FORMAT == FP8:
-            x = load_rows(x_ptr, sources, x_stride, start + tl.arange(0, GROUP), num_in, EVEN)
+            x = load_rows(x_ptr, sources, x_stride, start + tl.arange(0, BLOCK_K), num_in, EVEN)
             x_high, factor = x, tl.full((BLOCK_M,), 1.0, tl.float32)
         else:
             x, x_high, factor = load_block(
-                x_ptr, scale_ptr, sources, x_stride, start, num_in, FORMAT, EVEN, BLOCK_M, GROUP
+                x_ptr, scale_ptr, sources, x_stride, start, num_in, FORMAT, EVEN, BLOCK_M, BLOCK_K
             )
         sums = add_block(
             sums, x, x_high, factor, weight_ptr, scale_ptr, outputs, scales,
-            start, num_in, weight_stride, scale_stride, FORMAT, SWAP, EVEN, GROUP,
+            start, num_in, weight_stride, scale_stride, FORMAT, SWAP, EVEN, BLOCK_K,
         )  # fmt: skip
     if SWAP:
         sums = tl.trans(sums)

@@ -7,20 +7,22 @@ from typing import Any
 import torch
 
 from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight
-from kernels.triton_linear import default_tiles
+from kernels.triton_linear import LinearTiles, default_tiles
 from kernels.triton_linear_kernels import add_splits, linear_tile
 from kernels.triton_rotary import _write_row
 from kernels.triton_router_kernels import local_slots_block
 from kernels.triton_swiglu import _swiglu_block
 from tests.kernels.triton.hopper import NAMES, compile_kernel
 
-DATA = {"fp8": "*fp8e4nv", "int8": "*u8", "int4": "*u8"}
+DATA = {"plain": "*bf16", "fp8": "*fp8e4nv", "int8": "*u8", "int4": "*u8"}
 
 
 def compile_linear(weight_format: str, dtype: torch.dtype, num_rows: int, **ones: int) -> None:
     """Compile a projection of Qwen3-30B-A3B's; Triton makes constants of arguments that are 1."""
     weight = GpuWeight(torch.empty(0), 5120, 2048, packed=True, weight_format=weight_format)
     tiles = default_tiles(weight, dtype, num_rows)
+    if not tiles.splits:
+        tiles = LinearTiles(splits=4)
     split = tiles.splits > 1
     pointers = {
         "x_ptr": NAMES[dtype], "weight_ptr": DATA[weight_format], "bias_ptr": NAMES[dtype],
@@ -30,7 +32,7 @@ def compile_linear(weight_format: str, dtype: torch.dtype, num_rows: int, **ones
     constants: dict[str, Any] = {
         "FORMAT": FORMATS.index(weight_format), "SWAP": bool(tiles.swap), "EVEN": not ones,
         "HAS_BIAS": not split, "GROUP_M": tiles.group_m, "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n, **ones,
+        "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k, **ones,
     }  # fmt: skip
     compile_kernel(
         linear_tile, pointers, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages
@@ -43,6 +45,7 @@ def main() -> None:
             compile_linear(weight_format, torch.bfloat16, num_rows)
         compile_linear(weight_format, torch.bfloat16, 1, R=1)
         compile_linear(weight_format, torch.float32, 32)
+    compile_linear("plain", torch.bfloat16, 16)
     sums = {"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
     for bias in (True, False):
         constants = {"HAS_BIAS": bias, "SPLITS": 4, "BLOCK": 1024}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts import LinearWeight
+from kernels import triton_linear
 from kernels.runtime import NoSync
 from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight, pack_weight, unpack_weight
-from kernels.triton_linear import LinearTiles, default_tiles, linear, quantised_linear
+from kernels.triton_linear import LinearTiles, default_tiles, linear, tiled_linear
 
 QUANTISED = FORMATS[1:]
 # A sum of bf16 products is exact in fp32 but for the order; the result is rounded once.
@@ -53,29 +55,42 @@ def test_by_default_tiles(
 
 
 TILES = [
-    LinearTiles(16, 32, 1, 1, 3, 4, 2),
-    LinearTiles(32, 64, 2, 0, 9, 4, 2),
+    LinearTiles(16, 32, group_m=1, splits=3),
+    LinearTiles(32, 64, group_m=2, swap=0, splits=9),
 ]
 
 
 @pytest.mark.parametrize("tiles", TILES, ids=lambda t: f"{t.block_m}x{t.block_n}/{t.splits}")
-@pytest.mark.parametrize("weight_format", QUANTISED)
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_any_tiles_and_splits(weight_format: str, tiles: LinearTiles, device: torch.device) -> None:
     """Five groups of inputs in up to nine splits, some of which are shorter or not there."""
     weight = pack_weight((draw(40, 640) / 25).to(device), weight_format)
     x, bias = draw(17, 640, seed=1).to(device), draw(40, seed=2).to(device)
     for given in (None, bias):
-        found = quantised_linear(x, weight, given, tiles=tiles)
+        found = tiled_linear(x, weight, given, tiles=tiles)
         torch.testing.assert_close(found, product(x, weight, given), rtol=1e-5, atol=2e-5)
-    assert torch.equal(found, quantised_linear(x, weight, bias, tiles=tiles))
+    assert torch.equal(found, tiled_linear(x, weight, bias, tiles=tiles))
 
 
 def test_few_rows_split_their_inputs_and_many_do_not(device: torch.device) -> None:
     weight = pack_weight(torch.ones(1024, 2048, device=device).bfloat16(), "int8")
     assert default_tiles(weight, torch.bfloat16, 1).splits == 4
     assert default_tiles(weight, torch.bfloat16, 65).splits == 1
-    head = LinearWeight(weight.data, 151936, 2048, packed=True)
+    head = replace(weight, out_features=151936)
     assert default_tiles(head, torch.bfloat16, 1).splits == 1
+
+
+def test_tiles_from_a_table(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """They can give a plain weight to the kernel, but not a format what it cannot have."""
+    x, matrix = draw(3, 96).to(device), draw(8, 96, seed=1).to(device)
+    plain, int8 = pack_weight(matrix, "plain"), pack_weight(matrix, "int8")
+    tuned = LinearTiles(block_k=32, splits=3)
+    monkeypatch.setattr(triton_linear, "tiles_for", lambda op, key, default, device: tuned)
+    found = triton_linear.linear(x, plain)
+    assert torch.equal(found, tiled_linear(x, plain, tiles=tuned))
+    torch.testing.assert_close(found, x @ matrix.T, rtol=1e-5, atol=2e-5)
+    with pytest.raises(ValueError, match=r"linear of int8,float32,O=8,I=96,rows=4: block_k is 32"):
+        triton_linear.linear(x, int8)
 
 
 def test_a_big_matrix_is_quantised_in_pieces(
