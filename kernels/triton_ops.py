@@ -4,6 +4,12 @@ Gathers them to the interface of `kernels.dispatch.Ops`. No op waits for the dev
 at a tensor from the host (but packing, and `sample`, which reads its batch there), so all of
 a decode step can be in a CUDA graph. Rows that pad a micro-batch may hold anything: a negative
 slot is not stored, a row without a query is attended to 0, a negative expert slot is skipped.
+
+A layer of a decode step is 13 launches where one node has the experts: add and norm, qkv
+product, rotation and KV write, attention (one more joins the splits of long contexts), output
+product, add and norm, router product, choice of experts, their slots, grouping, gate_up, down,
+sum. (A quantised product of few rows is two: its splits are added.)
+
 Called by the nodes through `kernels.dispatch`; runs on host tensors under Triton's interpreter
 alone, which is for tests. Dimension letters as in `kernels.contracts`.
 """
@@ -62,7 +68,6 @@ class TritonOps:
         self._head_format = "int8" if weight_format == "int4" else weight_format
 
     rms_norm = staticmethod(rms_norm)
-    add_rms_norm = staticmethod(add_rms_norm)
     # No node calls it by itself: rotate_and_store is one launch.
     rotate = staticmethod(reference.rotate)
     write_kv = staticmethod(write_kv)
@@ -78,6 +83,18 @@ class TritonOps:
         if out is None:
             return torch.index_select(table, 0, tokens)
         return torch.index_select(table, 0, tokens, out=out)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        *,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Add x [T, H] to residual [T, H] in place and return rms_norm of the sum."""
+        return add_rms_norm(x, residual, weight, eps=eps, out=out)
 
     def rotate_and_store(
         self,
