@@ -1,9 +1,9 @@
 """How a replica runs a step on a device: enqueued from the host, decode steps by recordings.
 
 Owns the choice between the two: a step in which every sequence advances by one token is padded
-to a bucket and recorded (buckets.py, graphs.py) where the net can be; any other is enqueued
-kernel by kernel. Knows no plan. Called by replica.py; on a CPU with Triton's interpreter it is
-the same code.
+to a bucket and recorded (buckets.py, kernels.recordings) where the net can be; any other is
+enqueued kernel by kernel. Knows no plan. Called by replica.py; on a CPU with Triton's interpreter
+it is the same code.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from attention_nodes.buckets import bucket_of, row_buckets
 from attention_nodes.decoder import Decoder
 from attention_nodes.device_inputs import DeviceInputs, PlacedInputs
 from attention_nodes.executor import Ran, Receipt, run_layers
-from attention_nodes.graphs import Recordings
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sequences import Limits
 from attention_nodes.staging import Inbound
 from attention_nodes.step_inputs import Slices, StepInputs
+from kernels.recordings import Recordings
 from kernels.runtime import Runtime
 from m2n_comm.net import AttentionNet
 from topspin.config import MAX_MICRO_BATCHES, NodeConfig

@@ -1,0 +1,57 @@
+"""When a step is run, recorded or replayed, and when recordings are forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kernels.recordings import Recordings
+from kernels.runtime import HostRuntime, Replay
+
+
+class Log(HostRuntime):
+    """Notes what is recorded and replayed; a body notes that it ran."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def body(self, name: str) -> Callable[[], None]:
+        return lambda: self.events.append(f"run {name}")
+
+    def capture(self, body: Callable[[], None]) -> Replay:
+        self.events.append("record")
+        return lambda: self.events.append("replay")
+
+    def take(self) -> list[str]:
+        events, self.events = self.events, []
+        return events
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+def test_the_first_is_run_the_second_recorded_and_the_others_replayed(log: Log) -> None:
+    recordings: Recordings[int] = Recordings(log)
+    taken = []
+    for _ in range(3):
+        recordings.run(1, log.body("a"), "state")
+        taken.append(log.take())
+    assert taken == [["run a"], ["record", "replay"], ["replay"]]
+    recordings.run(2, log.body("b"), "state")
+    assert log.take() == ["run b"]
+    assert len(recordings) == 1
+
+
+def test_another_state_forgets_recordings_but_not_which_kernels_are_compiled(log: Log) -> None:
+    recordings: Recordings[int] = Recordings(log)
+    for state in ("old", "old", "new", "new", "old"):
+        recordings.run(1, log.body("a"), state)
+    again = ["record", "replay"]
+    assert log.take() == ["run a", *again, *again, "replay", *again]
+    recordings.clear()
+    assert len(recordings) == 0
+    recordings.run(1, log.body("a"), "old")
+    assert log.take() == ["record", "replay"]
