@@ -206,6 +206,7 @@ class IpcAttentionNet:
         parts. Raises FrameError for tensors that do not fit.
         """
         self._life.check_usable()
+        assert micro_batch < len(self._parts), "not a micro-batch of the ticket"
         assert self._flights[micro_batch] is None, "combine() the last dispatch first"
         parts = self._parts[micro_batch]
         try:
