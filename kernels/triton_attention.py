@@ -63,9 +63,14 @@ def attention_tiles(head_dim: int, group: int, cache: Tensor) -> AttentionTiles:
     elif cache.element_size() == 1:
         # Converting takes registers, and time that other warps can use.
         default = AttentionTiles(short_warps=8)
-    name = str(cache.dtype).removeprefix("torch.")
-    shape = f"head_dim={head_dim},group={group},cache={name}"
+    shape = tiles_key(head_dim, group, cache.dtype)
     return tiles_for("paged_attention", shape, default, cache.device)
+
+
+def tiles_key(head_dim: int, group: int, cache_dtype: torch.dtype) -> str:
+    """Name the shape in a table of tiles."""
+    name = str(cache_dtype).removeprefix("torch.")
+    return f"head_dim={head_dim},group={group},cache={name}"
 
 
 class Plan(NamedTuple):

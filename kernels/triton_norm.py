@@ -30,10 +30,15 @@ class NormTiles:
     num_warps: int
 
 
+def norm_key(width: int) -> str:
+    """Name the shape in a table of tiles."""
+    return f"width={width}"
+
+
 def norm_tiles(width: int, device: torch.device) -> NormTiles:
     """Give the tiles of rows of `width` elements: tuned ones, else a warp per 512 elements."""
     warps = min(max(triton.next_power_of_2(width) // 512, 1), 16)
-    return tiles_for("rms_norm", f"width={width}", NormTiles(warps), device)
+    return tiles_for("rms_norm", norm_key(width), NormTiles(warps), device)
 
 
 @triton.jit
@@ -73,7 +78,12 @@ def _norm_row(
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor | None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None,
+    tiles: NormTiles | None = None,
 ) -> Tensor:
     dtype = weight.dtype
     main = x if residual is None else residual
@@ -108,7 +118,7 @@ def _launch(
         eps,
         ADD=residual is not None,
         BLOCK=triton.next_power_of_2(width),
-        num_warps=norm_tiles(width, x.device).num_warps,
+        num_warps=(tiles or norm_tiles(width, x.device)).num_warps,
     )
     return out
 
@@ -123,13 +133,20 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    out: Tensor | None = None,
+    tiles: NormTiles | None = None,
 ) -> Tensor:
     """Add x [T, H] to residual [T, H] in place and return rms_norm of the sum.
 
-    x may have another dtype than the residual (an fp32 sum of experts' partials). Raises
-    ValueError as `rms_norm` does.
+    x may have another dtype than the residual (an fp32 sum of experts' partials). `tiles` are
+    for the tuner: they go before those of the device's file. Raises ValueError as `rms_norm`
+    does.
     """
     if residual.ndim != 2:
         raise ValueError(f"residual must be [T, H], not {tuple(residual.shape)}")
-    return _launch(x, residual, weight, eps, out)
+    return _launch(x, residual, weight, eps, out, tiles)

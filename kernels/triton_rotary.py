@@ -36,6 +36,19 @@ class RotaryTiles:
     num_warps: int = 1
 
 
+def rotary_key(num_heads: int, num_kv_heads: int, head_dim: int) -> str:
+    """Name the shape in a table of tiles."""
+    return f"heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim}"
+
+
+def rotary_tiles(
+    num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> RotaryTiles:
+    """Give the tiles of heads of one number and size: tuned ones, else the defaults."""
+    shape = rotary_key(num_heads, num_kv_heads, head_dim)
+    return tiles_for("rotate_and_store", shape, RotaryTiles(), device)
+
+
 @triton.jit
 def _normed(
     low: tl.tensor,
@@ -245,13 +258,15 @@ def rotate_and_store(
     eps: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    tiles: RotaryTiles | None = None,
 ) -> None:
     """Norm q [T, N, D] and k [T, G, D], rotate both, store k and v [T, G, D] in the cache.
 
     Does what `kernels.reference.rotate_and_store` says, and beyond it: a norm's weight is
     [D] (each head by itself) or [N * D], [G * D] (all heads of a token as one row); a row
     with a negative slot is not stored (padding); the scales are those of a float8_e4m3fn
-    cache. q is changed in place, k and v are only read. Raises ValueError for tensors that
+    cache. q is changed in place, k and v are only read. `tiles` are for the tuner: they go
+    before those of the device's file. Raises ValueError for tensors that
     do not fit together.
     """
     _check(q, k, v, cos, sin, slots)
@@ -261,8 +276,8 @@ def rotate_and_store(
     num_kv_heads, half = k.shape[1], head_dim // 2
     if num_tokens == 0:
         return
-    shape = f"heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim}"
-    tiles = tiles_for("rotate_and_store", shape, RotaryTiles(), q.device)
+    if tiles is None:
+        tiles = rotary_tiles(num_heads, num_kv_heads, head_dim, q.device)
     heads = max(num_heads, num_kv_heads) if FULL_NORM in kinds else tiles.heads
     heads = triton.next_power_of_2(heads)
     parts = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)

@@ -7,6 +7,7 @@ each. Inputs of one step are the same for all layers and stay in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from benchmarks.gpu_kernels import L2_BYTES, Entry, num_copies
 from benchmarks.gpu_kernels.rotary import QWEN3_30B, Heads
 from benchmarks.roofline import BF16, Work
 from kernels.contracts import AttentionMeta
-from kernels.triton_attention import attend
+from kernels.triton_attention import AttentionTiles, attend
 
 BLOCK_SIZE: Final = 16
 
@@ -90,8 +91,13 @@ def attention_meta(batch: Batch, device: torch.device) -> AttentionMeta:
     )
 
 
-def attention_entry(batch: Batch, device: torch.device, cache_bytes: int = L2_BYTES) -> Entry:
-    """Give the entry of a batch whose copies of the cache exceed `cache_bytes` together."""
+def attention_call(
+    batch: Batch, device: torch.device, cache_bytes: int = L2_BYTES
+) -> tuple[Callable[[int, AttentionTiles | None], Tensor], int]:
+    """Give call(i, tiles) of a batch, and the copies of the cache that it goes through.
+
+    Together they exceed `cache_bytes`. Tiles None: those that the kernels choose.
+    """
     heads = batch.heads
     copies = num_copies(cache_numbers(batch) * batch.cache_dtype.itemsize, cache_bytes)
     meta = attention_meta(batch, device)
@@ -104,17 +110,24 @@ def attention_entry(batch: Batch, device: torch.device, cache_bytes: int = L2_BY
     q = torch.randn(rows, heads.query, heads.dim, dtype=torch.bfloat16, device=device)
     out = torch.empty_like(q)
 
-    def call(idx: int) -> Tensor:
+    def call(idx: int, tiles: AttentionTiles | None) -> Tensor:
         k_cache, v_cache = caches[idx % copies]
-        return attend(q, k_cache, v_cache, meta, scale=heads.dim**-0.5, out=out)
+        return attend(q, k_cache, v_cache, meta, scale=heads.dim**-0.5, out=out, tiles=tiles)
 
+    return call, copies
+
+
+def attention_entry(batch: Batch, device: torch.device, cache_bytes: int = L2_BYTES) -> Entry:
+    """Give the entry of a batch."""
+    heads = batch.heads
+    call, copies = attention_call(batch, device, cache_bytes)
     name = str(batch.cache_dtype).removeprefix("torch.")
     return Entry(
         f"paged_attention {batch.op}",
         f"{batch.num_seqs} x {batch.new_rows} rows, context {batch.context}, "
         f"{heads.query}/{heads.kv} heads of {heads.dim}, {name} cache",
         attention_work(batch),
-        call,
+        lambda idx: call(idx, None),
         copies,
         batch.goal,
     )

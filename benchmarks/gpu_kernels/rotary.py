@@ -6,6 +6,7 @@ projection has just written them. Slots are scattered over the cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from benchmarks import roofline
 from benchmarks.gpu_kernels import Entry
 from benchmarks.roofline import BF16, Work
-from kernels.triton_rotary import rotate_and_store
+from kernels.triton_rotary import RotaryTiles, rotate_and_store
 
 BLOCK_SIZE = 16
 EPS = 1e-6
@@ -44,10 +45,13 @@ def rotary_work(num_rows: int, heads: Heads, *, has_norms: bool, cache_bytes: in
     return Work(work.num_bytes - saved, work.flops)
 
 
-def rotary_entry(
+def rotary_call(
     num_rows: int, heads: Heads, cache_dtype: torch.dtype, device: torch.device
-) -> Entry:
-    """Give the entry of T tokens with a norm of each head."""
+) -> Callable[[RotaryTiles | None], torch.Tensor]:
+    """Give the call of T tokens with a norm of each head; it returns the keys' cache.
+
+    Tiles None: those that the op chooses.
+    """
     rng = torch.Generator().manual_seed(0)
     total = heads.query + 2 * heads.kv
     qkv = torch.randn(num_rows, total, heads.dim, dtype=torch.bfloat16, device=device)
@@ -60,16 +64,35 @@ def rotary_entry(
     slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=rng)[:num_rows].to(device)
     norm = torch.ones(heads.dim, dtype=torch.bfloat16, device=device)
 
-    def call(_: int) -> torch.Tensor:
+    def call(tiles: RotaryTiles | None) -> torch.Tensor:
         rotate_and_store(
-            q, k, v, cos, sin, k_cache, v_cache, slots, q_norm=norm, k_norm=norm, eps=EPS
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            k_cache,
+            v_cache,
+            slots,
+            q_norm=norm,
+            k_norm=norm,
+            eps=EPS,
+            tiles=tiles,
         )
         return k_cache
 
+    return call
+
+
+def rotary_entry(
+    num_rows: int, heads: Heads, cache_dtype: torch.dtype, device: torch.device
+) -> Entry:
+    """Give the entry of T tokens."""
+    call = rotary_call(num_rows, heads, cache_dtype, device)
     name = str(cache_dtype).removeprefix("torch.")
     return Entry(
         "rotate_and_store",
         f"{num_rows} rows, {heads.query}/{heads.kv} heads of {heads.dim}, {name} cache",
         rotary_work(num_rows, heads, has_norms=True, cache_bytes=cache_dtype.itemsize),
-        call,
+        lambda _: call(None),
     )

@@ -1,8 +1,9 @@
-"""The tuner's search with made-up times, and the file that it writes."""
+"""The tuner's search with made-up times, what it proposes, and the file that it writes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -10,77 +11,128 @@ import pytest
 import torch
 from triton.errors import TritonError
 
-from benchmarks.gpu_kernels.tune import candidates, search, tune, write_tiles
+from benchmarks.gpu_kernels import tune_attention
+from benchmarks.gpu_kernels.attention import Batch
+from benchmarks.gpu_kernels.rotary import Heads
+from benchmarks.gpu_kernels.tune import Target, Task, main, run, search, write_tiles
+from benchmarks.gpu_kernels.tune_attention import long_blocks, mean_ratio, short_blocks, splits
+from benchmarks.gpu_kernels.tune_mlp import candidates, product_target
+from benchmarks.gpu_kernels.tune_rows import (
+    norm_candidates,
+    norm_target,
+    rotary_candidates,
+    rotary_target,
+)
+from kernels.runtime import HostRuntime
 from kernels.tiles import merged, read_table
+from kernels.triton_attention import AttentionTiles
 from kernels.triton_grouped_mlp import DOWN, GATE_UP, MlpTiles, Shape, check_tiles, default_tiles
 from kernels.triton_grouped_mlp_weights import FORMATS
+from kernels.triton_norm import NormTiles
+from kernels.triton_rotary import RotaryTiles
 
 FIRST = MlpTiles(16, 64, 128, 1, 1, 4, 4)
 SHAPE = Shape("plain", torch.bfloat16, 128, 2048, 768, 8, 128)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    a: int = 1
+    b: int = 1
+
+
+def target(
+    time_of: Callable[[Sizes], float],
+    *stages: Callable[[Sizes], Iterable[Sizes]],
+    keep: Callable[[Sizes], None] = lambda _: None,
+) -> Target:
+    return Target("op", "shape", Sizes(), stages, time_of, keep)
+
+
+def vary_a(best: Sizes) -> list[Sizes]:
+    return [replace(best, a=a) for a in (2, 3, 4)]
+
+
+def vary_b(best: Sizes) -> list[Sizes]:
+    return [replace(best, b=b) for b in (2, 3)]
 
 
 def always() -> bool:
     return True
 
 
-def test_the_fastest_wins() -> None:
-    tried = [replace(FIRST, num_stages=n) for n in (2, 3, 5)]
-    times = {2: 3.0, 3: 1.0, 4: 2.0, 5: 1.5}
-    found = search(
-        GATE_UP,
-        tried,
-        {GATE_UP: FIRST, DOWN: FIRST},
-        lambda t: times[t[GATE_UP].num_stages],
-        always,
-    )
-    assert found == (tried[1], 1.0, 2.0)
+def test_the_fastest_wins_and_the_next_stage_goes_on_from_it() -> None:
+    kept: list[Sizes] = []
+    times = {2: 3.0, 3: 1.0, 4: 2.0, 1: 2.5}
+    found = search(target(lambda s: times[s.a] / s.b, vary_a, vary_b, keep=kept.append), always)
+    assert found == (Sizes(3, 3), 1.0 / 3, 2.5, 5)
+    assert kept == [Sizes(3, 3)]
 
 
 def test_what_was_there_stays_if_nothing_is_faster() -> None:
-    slower = replace(FIRST, num_stages=2)
-    tiles = {GATE_UP: FIRST, DOWN: FIRST}
-    found = search(DOWN, [slower], tiles, lambda t: 1.0 + (t[DOWN] == slower), always)
-    assert found == (FIRST, 1.0, 1.0)
+    assert search(target(lambda _: 1.0, vary_a), always) == (Sizes(), 1.0, 1.0, 3)
 
 
-def test_candidates_that_do_not_run_are_passed_over() -> None:
-    def time_of(tiles: dict[str, MlpTiles]) -> float:
-        if tiles[DOWN].num_stages == 5:
-            raise TritonError("out of shared memory")
-        return 1.0 / tiles[DOWN].num_stages
+@pytest.mark.parametrize("error", [TritonError("out of memory"), RuntimeError("a pass failed")])
+def test_candidates_that_do_not_run_are_passed_over(error: Exception) -> None:
+    def time_of(sizes: Sizes) -> float:
+        if sizes.a == 4:
+            raise error
+        return 1.0 / sizes.a
 
-    tried = [replace(FIRST, num_stages=n) for n in (5, 6)]
-    found = search(DOWN, tried, {GATE_UP: FIRST, DOWN: FIRST}, time_of, always)
-    assert found.tiles == tried[1]
+    assert search(target(time_of, vary_a), always).tiles == Sizes(3)
 
 
 def test_no_candidate_is_tried_when_the_time_is_over() -> None:
-    tried = [replace(FIRST, num_stages=n) for n in (1, 2, 3)]
-    left = iter((True, False))
-    found = search(
-        DOWN,
-        tried,
-        {GATE_UP: FIRST, DOWN: FIRST},
-        lambda t: float(t[DOWN].num_stages),
-        lambda: next(left),
-    )
-    assert found.tiles == tried[0]
+    left = iter((True, False, False))
+    found = search(target(lambda s: 1.0 / s.a, vary_a, vary_b), lambda: next(left))
+    assert found.tiles == Sizes(2)
+    assert found.tried == 1
+
+
+def test_tasks_share_the_time_and_each_is_written_at_once(tmp_path: Path) -> None:
+    path, now = tmp_path / "tuned" / "gpu.json", [0.0]
+
+    def time_of(sizes: Sizes) -> float:
+        now[0] += 10.0
+        return 1.0 / sizes.a
+
+    def task(name: str, then: Callable[[], None] = lambda: None) -> Task:
+        def make() -> Target:
+            then()
+            return replace(target(time_of, vary_a, vary_b), shape=name)
+
+        return Task(name, make)
+
+    def first_is_written() -> None:
+        assert set(read_table.__wrapped__(path)["op"]) == {"first"}
+
+    tasks = [task("first"), task("second", first_is_written), task("third"), task("fourth")]
+    # Of 70 seconds 17.5 are the first one's: the tiles in use, and one candidate; the last one
+    # has the 10 that are left.
+    assert run(tasks, path, 70.0, clock=lambda: now[0]) == []
+    table = read_table.__wrapped__(path)["op"]
+    assert [table[task.name]["a"] for task in tasks] == [2, 2, 2, 1]
+    path.unlink()
+    assert run(tasks, path, 25.0, clock=lambda: now[0]) == ["fourth"]
 
 
 def test_the_second_product_is_tuned_beside_the_first_ones_best() -> None:
     tiles = {op: default_tiles(op, SHAPE) for op in (GATE_UP, DOWN)}
+    start = dict(tiles)
     wanted = {op: list(islice(candidates(op, SHAPE), 20))[-1] for op in tiles}
     seen = []
 
-    def time_of(tiles: dict[str, MlpTiles]) -> float:
-        seen.append(tiles)
-        return float(sum(tiles[op] != wanted[op] for op in tiles))
+    def time_of(tried: dict[str, MlpTiles]) -> float:
+        seen.append(tried)
+        return float(sum(tried[op] != wanted[op] for op in tried))
 
-    found = tune(SHAPE, tiles, time_of, always)
-    assert {op: best.tiles for op, best in found.items()} == wanted
-    assert found[DOWN].time == 0.0
-    assert found[DOWN].time_before == 1.0
-    assert seen[0] == tiles
+    for op in (GATE_UP, DOWN):
+        found = search(product_target(op, SHAPE, tiles, time_of), always)
+        assert found.tiles == wanted[op]
+    assert found.time == 0.0
+    assert found.time_before == 1.0
+    assert seen[0] == start
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -95,14 +147,73 @@ def test_candidates_are_possible_and_few(weight_format: str, num_rows: int) -> N
     assert {tiles.block_m for tiles in tried} == ({16} if num_rows < 8192 else {32, 64, 128})
 
 
+def test_attentions_splits_take_whole_blocks() -> None:
+    start = AttentionTiles(min_chunk=128)
+    for best in short_blocks(start):
+        tried = list(splits(best))
+        assert tried
+        assert all(t.min_chunk % t.short_keys == 0 for t in (best, *tried))
+    # One kernel's blocks leave the other's alone.
+    assert all(replace(t, long_rows=128, long_keys=64, long_warps=8, long_stages=3) == start
+               for t in long_blocks(start))  # fmt: skip
+    assert len(set(long_blocks(start))) == 36
+
+
+def test_batches_count_alike_whatever_their_size() -> None:
+    slow = AttentionTiles(short_keys=32)
+    timers = [lambda t: 4.0 if t == slow else 2.0, lambda t: 100.0 if t == slow else 200.0]
+    time_of = mean_ratio(timers, AttentionTiles())
+    assert time_of(AttentionTiles()) == 1.0
+    assert time_of(slow) == pytest.approx((2.0 + 0.5) / 2)
+
+
+def test_attention_is_timed_with_the_tiles_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[AttentionTiles | None] = []
+    kernel = tune_attention.attention_call
+
+    def spied(batch: Batch, device: torch.device) -> object:
+        call, _ = kernel(batch, device, cache_bytes=1)
+        return lambda idx, tiles: (seen.append(tiles), call(idx, tiles)), 1
+
+    monkeypatch.setattr(tune_attention, "attention_call", spied)
+    small = AttentionTiles(short_keys=16, min_chunk=16)
+    known = {torch.bfloat16: AttentionTiles()}
+    batch = Batch("decode", 1, 1, 20, Heads(4, 2, 16))
+    found = search(
+        tune_attention.target((batch,), [lambda _: [small]], known, torch.bfloat16, HostRuntime()),
+        always,
+    )
+    assert found.tried == 1
+    assert small in seen
+    assert known[torch.bfloat16] == found.tiles
+
+
+def test_norm_and_rotation_run_with_every_candidate() -> None:
+    runtime = HostRuntime()
+    norm = norm_target(32, runtime, num_rows=2)
+    assert norm.shape == "width=32"
+    assert len(set(norm_candidates(NormTiles(1)))) == 5
+    assert search(replace(norm, stages=[lambda _: [NormTiles(2)]]), always).tried == 1
+    rotary = rotary_target(Heads(4, 2, 16), runtime, num_rows=2)
+    assert rotary.shape == "heads=4,kv_heads=2,head_dim=16"
+    assert len(set(rotary_candidates(RotaryTiles()))) == 15
+    assert search(replace(rotary, stages=[lambda _: [RotaryTiles(8, 1)]]), always).tried == 1
+
+
 def test_a_file_keeps_what_was_tuned_for_other_shapes(tmp_path: Path) -> None:
     path = tmp_path / "tuned" / "nvidia_h200.json"
     other = SHAPE._replace(num_rows=1)
-    found = search(DOWN, [], {DOWN: FIRST}, lambda _: 1.0, always)
-    write_tiles(path, SHAPE, {DOWN: found})
-    write_tiles(path, other, {DOWN: found, GATE_UP: found})
+    for op, shape in ((DOWN, SHAPE), (DOWN, other), (GATE_UP, other)):
+        write_tiles(path, op, shape.key, FIRST)
     table = read_table(path)
     default = default_tiles(DOWN, SHAPE)
     for op, shape in ((DOWN, SHAPE), (DOWN, other), (GATE_UP, other)):
         assert merged(table, op, shape.key, default, path) == FIRST
     assert merged(table, GATE_UP, SHAPE.key, default, path) == default
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_tune(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "there is no GPU to tune for" in capsys.readouterr().err
