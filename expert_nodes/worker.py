@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -218,30 +219,38 @@ class ExpertWorker:
     ) -> None:
         """Accept the attention nodes of the topology and report ready."""
         topology = welcome.topology
-        shape = experts.net_shape(welcome.config)
-        self._net = listener.accept(
-            shape,
-            index=self._index,
-            incarnation=self._incarnation,
-            attention_incarnations=topology.attention_incarnations,
-            timeout_s=CONNECT_TIMEOUT_S,
-            table=topology.table,
-            wait=wait_policy(welcome.config),
-            generation=topology.generation,
-            check=self._check,
-            reuse=welcome.config.restart,
-        )
-        if welcome.config.compute.place("expert").is_device:
-            count = len(topology.attention_incarnations)
-            self._net = StagedExpertNet(
-                self._net, experts.runtime, shape=shape, num_attention=count
-            )
+        self._open_net(listener, experts, welcome)
         self._control.send(
             Ready(role="expert", index=self._index, load_s=load_s, generation=topology.generation)
         )
         self._logger.info(
             "expert %d ready (generation %d, %.1f s)", self._index, topology.generation, load_s
         )
+
+    def _open_net(self, listener: ExpertListener, experts: Experts, welcome: Welcome) -> None:
+        """Accept the attention nodes; experts on a device get their rows there."""
+        config, topology, runtime = welcome.config, welcome.topology, experts.runtime
+        shape = experts.net_shape(config)
+        is_ipc = config.m2n.transport == "cuda_ipc"
+        accept: Callable[..., ExpertNet] = (
+            partial(listener.accept_device, runtime=runtime)
+            if is_ipc
+            else partial(listener.accept, wait=wait_policy(config))
+        )
+        self._net = accept(
+            shape,
+            index=self._index,
+            incarnation=self._incarnation,
+            attention_incarnations=topology.attention_incarnations,
+            timeout_s=CONNECT_TIMEOUT_S,
+            table=topology.table,
+            generation=topology.generation,
+            check=self._check,
+            reuse=config.restart,
+        )
+        if config.compute.place("expert").is_device and not is_ipc:
+            count = len(topology.attention_incarnations)
+            self._net = StagedExpertNet(self._net, runtime, shape=shape, num_attention=count)
 
     def _check(self) -> None:
         """Called during long waits: say that this is one, and look whether it is still wanted."""

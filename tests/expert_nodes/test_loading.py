@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from expert_nodes.experts import Experts
 from expert_nodes.worker import load_experts, warm_up_rows
 from kernels.runtime import DeviceMemory, HostRuntime, NoSync
 from m2n_comm.net import ExpertBatch
+from m2n_comm.staged import StagedExpertNet
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_tables import node_config
 from topspin.config import ComputeSection, M2NSection, TopologySection
@@ -130,3 +132,48 @@ def test_every_power_of_two_up_to_the_largest_batch_is_warmed_up(
         max_num_batched_tokens=tokens,
     )
     assert warm_up_rows(config) == rows
+
+
+class FakeListener:
+    """Accepts at once, and notes how it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, object] = {}
+
+    def accept(self, shape: object, *, wait: str, **asked: object) -> str:
+        self.asked = asked
+        return f"host rows, {wait}"
+
+    def accept_device(self, shape: object, *, runtime: object, **asked: object) -> str:
+        self.asked = asked
+        assert isinstance(runtime, HostRuntime)
+        return "device rows"
+
+
+@pytest.mark.parametrize(
+    ("transport", "kernels", "wanted"),
+    [
+        ("shm", "cpu", "host rows, block"),
+        ("shm", "triton", "staged host rows, block"),
+        ("tcp", "triton", "staged host rows, block"),
+        ("cuda_ipc", "triton", "device rows"),
+    ],
+)
+@torch.inference_mode()
+def test_experts_on_a_device_get_their_rows_there(
+    tmp_path: Path, transport: str, kernels: str, wanted: str
+) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+    welcome = welcome_of(path, kernels=kernels)
+    m2n = M2NSection(transport=transport)  # type: ignore[arg-type]
+    welcome = msgspec.structs.replace(
+        welcome, config=msgspec.structs.replace(welcome.config, m2n=m2n)
+    )
+    listener = FakeListener()
+    node = worker.ExpertWorker(SimpleNamespace(), index=0, model_path=path)  # type: ignore[arg-type]
+    node._open_net(listener, load_experts(path, welcome, 0), welcome)  # type: ignore[arg-type]
+    net = node._net
+    found = f"staged {net.inner}" if isinstance(net, StagedExpertNet) else net
+    assert found == wanted
+    assert listener.asked["attention_incarnations"] == (1,)
+    assert listener.asked["table"] == welcome.table
