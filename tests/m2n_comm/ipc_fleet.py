@@ -39,6 +39,7 @@ from topspin.messages import ExpertPeer, StepTicket
 NEEDS_INTERPRETER = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels on the CPU are interpreted only where is no GPU"
 )
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Serve = Callable[[ExpertBatch], torch.Tensor]
 
 
