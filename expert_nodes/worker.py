@@ -56,6 +56,7 @@ COUNTS_INTERVAL_S = 1.0
 # Others may load for as long as their checkpoint takes; the scheduler ends the wait if one of
 # them is lost (Inbox.check).
 CONNECT_TIMEOUT_S = 3600.0
+_WAYS_OUT = "more --expert-nodes on other GPUs, --quantization, or --expert-device cpu"
 
 
 def run_ticket(
@@ -94,7 +95,8 @@ def load_experts(
     """Read and pack the experts that the table gives to node `index`, and warm them up.
 
     They go to the device of `runtime` (None: the one that the configuration names). Raises
-    ConfigError if there is no such device, or, before anything is read, if it is too small.
+    ConfigError if there is no such device, or if it is too small: before anything is read, or
+    when even so its memory does not suffice.
     """
     config = welcome.config
     model = load_model_config(model_path)
@@ -106,21 +108,25 @@ def load_experts(
     runtime = runtime or open_runtime(place.device)
     held = welcome.table.experts_of(index)
     _check_memory(runtime, ops, model, dtype, held=held, index=index)
-    experts = Experts(
-        model,
-        stream_expert_weights(
-            Checkpoint(model_path), model, dtype=dtype, experts=held, device=runtime.device
-        ),
-        ops,
-        held=held,
-        version=welcome.table.version,
-        per_pair_answers=config.compute.deterministic,
-        runtime=runtime,
-        # On a device they cost a launch per layer, and with one node nothing can be balanced.
-        counts=not (place.is_device and config.topology.expert_nodes == 1),
-    )
+    try:
+        experts = Experts(
+            model,
+            stream_expert_weights(
+                Checkpoint(model_path), model, dtype=dtype, experts=held, device=runtime.device
+            ),
+            ops,
+            held=held,
+            version=welcome.table.version,
+            per_pair_answers=config.compute.deterministic,
+            runtime=runtime,
+            # On a device they cost a launch per layer; with one node nothing can be balanced.
+            counts=not (place.is_device and config.topology.expert_nodes == 1),
+        )
+        experts.warm_up(warm_up_rows(config) if runtime.is_asynchronous else (1,))
+    except torch.OutOfMemoryError as error:
+        # The sizes fit: others took memory meanwhile, or it is in pieces.
+        raise ConfigError(f"expert node {index}: {error}; use {_WAYS_OUT}") from error
     experts.trace = ring_of(config)
-    experts.warm_up(warm_up_rows(config) if runtime.is_asynchronous else (1,))
     release_freed_memory()
     return experts
 
@@ -138,10 +144,7 @@ def _check_memory(
     count = sum(len(experts) for experts in held)
     numbers = lacking(runtime, count, ops=ops, model=model, dtype=dtype)
     if numbers is not None:
-        raise ConfigError(
-            f"expert node {index}: {numbers}; use more --expert-nodes on other GPUs, "
-            "--quantization, or --expert-device cpu"
-        )
+        raise ConfigError(f"expert node {index}: {numbers}; use {_WAYS_OUT}")
 
 
 def warm_up_rows(config: NodeConfig) -> tuple[int, ...]:

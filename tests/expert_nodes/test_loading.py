@@ -102,6 +102,21 @@ def test_experts_that_do_not_fit_are_refused_before_they_are_read(
     assert opened == ["cpu"]
 
 
+def test_memory_that_runs_out_all_the_same_is_a_setting_that_cannot_be_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, "mixtral")
+
+    def warm_up(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(Experts, "warm_up", warm_up)
+    with pytest.raises(
+        ConfigError, match=r"^expert node 0: CUDA out of memory\. Tried .*; use more"
+    ):
+        load_experts(path, welcome_of(path, kernels="triton"), 0)
+
+
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "mixtral")
     with pytest.raises(ConfigError, match=r"cuda:61"):
