@@ -5,14 +5,16 @@ Weights are cold, as in a step, which reads every layer's once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_kernels import L2_BYTES, Entry, num_copies
 from benchmarks.roofline import BF16, FP32, Work
-from kernels.triton_grouped_mlp_weights import FORMATS, GROUP, pack_weight
-from kernels.triton_linear import linear
+from kernels.triton_grouped_mlp_weights import FORMATS, GROUP, GpuWeight, pack_weight
+from kernels.triton_linear import LinearTiles, linear, tiled_linear
 
 
 class Matrix(NamedTuple):
@@ -57,14 +59,24 @@ def linear_work(num_rows: int, matrix: Matrix, weight_format: str) -> Work:
     return Work(weight_bytes(matrix, weight_format) + rows, flops)
 
 
-def linear_entry(
+class Product(NamedTuple):
+    """A product with cold weights: call(i, tiles) takes the i-th of `weights`.
+
+    Tiles None: those that the op chooses.
+    """
+
+    call: Callable[[int, LinearTiles | None], Tensor]
+    weights: list[GpuWeight]
+
+
+def make_product(
     num_rows: int,
     matrix: Matrix,
     weight_format: str,
     device: torch.device,
     cache_bytes: int = L2_BYTES,
-) -> Entry:
-    """Give the entry of R rows, of as many weights as are more than `cache_bytes`."""
+) -> Product:
+    """Give the product of R rows, of as many weights as are more than `cache_bytes`."""
     copies = num_copies(weight_bytes(matrix, weight_format), cache_bytes)
     size = (matrix.num_out, matrix.num_in)
     weights = [
@@ -77,10 +89,29 @@ def linear_entry(
     x = torch.randn(num_rows, matrix.num_in, dtype=torch.bfloat16, device=device)
     dtype = torch.float32 if matrix.name == LM_HEAD.name else torch.bfloat16
     out = torch.empty(num_rows, matrix.num_out, dtype=dtype, device=device)
+
+    def call(idx: int, tiles: LinearTiles | None) -> Tensor:
+        weight = weights[idx % copies]
+        if tiles is None or not tiles.splits:
+            return linear(x, weight, out=out)
+        return tiled_linear(x, weight, out=out, tiles=tiles)
+
+    return Product(call, weights)
+
+
+def linear_entry(
+    num_rows: int,
+    matrix: Matrix,
+    weight_format: str,
+    device: torch.device,
+    cache_bytes: int = L2_BYTES,
+) -> Entry:
+    """Give the entry of R rows."""
+    product = make_product(num_rows, matrix, weight_format, device, cache_bytes)
     return Entry(
         f"linear {weight_format}",
         f"{matrix.name}: {num_rows} rows, {matrix.num_out} x {matrix.num_in}",
         linear_work(num_rows, matrix, weight_format),
-        lambda idx: linear(x, weights[idx % copies], out=out),
-        copies,
+        lambda idx: product.call(idx, None),
+        len(product.weights),
     )

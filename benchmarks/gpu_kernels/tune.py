@@ -4,7 +4,7 @@ Per shape of an op it times candidates and writes the best to kernels/tuned/<dev
 soon as they are found, where the kernels look for them; entries of other shapes there stay.
 The tiles in use now are the first candidate, so what is written is never slower than they
 were in the same run. --budget seconds are divided among the shapes. Takes a GPU; the search
-itself has no clock. What can be tuned is in tune_mlp, tune_attention and tune_rows.
+itself has no clock. What can be tuned is in the modules tune_*.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def run(
 def main(argv: Sequence[str] | None = None) -> int:
     """Tune what the flags name, and print what it brought; returns the exit status."""
     from benchmarks.gpu_kernels.tune_attention import attention_tasks
+    from benchmarks.gpu_kernels.tune_linear import linear_tasks
     from benchmarks.gpu_kernels.tune_mlp import QWEN3_30B, ROWS, Layer, mlp_tasks
     from benchmarks.gpu_kernels.tune_rows import norm_tasks, rotary_tasks
     from kernels.runtime import open_runtime
@@ -128,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ops = ("grouped_mlp", "attention", "rms_norm", "rotate_and_store")
+    ops = ("attention", "grouped_mlp", "linear", "rms_norm", "rotate_and_store")
     parser.add_argument("--ops", nargs="+", choices=ops, default=list(ops))
     parser.add_argument("--format", choices=FORMATS, nargs="+", default=["plain"])
     for name, default in QWEN3_30B._asdict().items():
@@ -145,6 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tasks += attention_tasks(runtime)
     if "grouped_mlp" in args.ops:
         tasks += mlp_tasks(args.format, layer, args.rows, runtime.device)
+    if "linear" in args.ops:
+        tasks += linear_tasks(args.format, runtime)
     if "rms_norm" in args.ops:
         tasks += norm_tasks(runtime)
     if "rotate_and_store" in args.ops:

@@ -11,11 +11,13 @@ import pytest
 import torch
 from triton.errors import TritonError
 
-from benchmarks.gpu_kernels import tune_attention
+from benchmarks.gpu_kernels import tune_attention, tune_linear
 from benchmarks.gpu_kernels.attention import Batch
+from benchmarks.gpu_kernels.linear import Matrix
 from benchmarks.gpu_kernels.rotary import Heads
 from benchmarks.gpu_kernels.tune import Target, Task, main, run, search, write_tiles
 from benchmarks.gpu_kernels.tune_attention import long_blocks, mean_ratio, short_blocks, splits
+from benchmarks.gpu_kernels.tune_linear import linear_target
 from benchmarks.gpu_kernels.tune_mlp import candidates, product_target
 from benchmarks.gpu_kernels.tune_rows import (
     norm_candidates,
@@ -28,6 +30,7 @@ from kernels.tiles import merged, read_table
 from kernels.triton_attention import AttentionTiles
 from kernels.triton_grouped_mlp import DOWN, GATE_UP, MlpTiles, Shape, check_tiles, default_tiles
 from kernels.triton_grouped_mlp_weights import FORMATS
+from kernels.triton_linear import LinearTiles
 from kernels.triton_norm import NormTiles
 from kernels.triton_rotary import RotaryTiles
 
@@ -210,6 +213,22 @@ def test_a_file_keeps_what_was_tuned_for_other_shapes(tmp_path: Path) -> None:
     for op, shape in ((DOWN, SHAPE), (DOWN, other), (GATE_UP, other)):
         assert merged(table, op, shape.key, default, path) == FIRST
     assert merged(table, GATE_UP, SHAPE.key, default, path) == default
+
+
+def test_a_product_is_torchs_unless_our_kernel_is_faster() -> None:
+    runtime, matrix = HostRuntime(), Matrix("o", 32, 256)
+    made = linear_target(2, matrix, "plain", runtime, cache_bytes=1)
+    assert made.start.splits == 0
+    ours = LinearTiles(block_m=16, block_n=32, block_k=64, splits=2)
+    assert search(replace(made, stages=[lambda _: [ours]]), always).tried == 1
+    tried = list(tune_linear.blocks(2, matrix, "plain", made.start))
+    assert 20 < len(set(tried)) == len(tried) < 200
+    assert all(tiles.splits for tiles in tried)
+    assert list(tune_linear.splits(matrix, made.start)) == []
+    assert [tiles.splits for tiles in tune_linear.splits(matrix, ours)] == [1, 2, 4]
+    quantised = list(tune_linear.blocks(2, matrix, "int8", replace(ours, block_k=128)))
+    assert {tiles.block_k for tiles in quantised} == {128}
+    assert {tiles.splits for tiles in quantised} == {2}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
