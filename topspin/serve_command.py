@@ -31,8 +31,9 @@ from topspin.config import (
     TraceSection,
     resolve,
 )
-from topspin.devices import TRITON
+from topspin.devices import TRITON, assign_devices
 from topspin.errors import ConfigError
+from topspin.gpu_check import check_gpus
 from topspin.launch import launch
 from topspin.quantization import describe_loss
 from topspin.serve_flags import ServeArguments
@@ -154,6 +155,8 @@ def serve(arguments: ServeArguments) -> int:
     """
     config = engine_config(arguments)
     check_packages(config)
+    devices = assign_devices(config.nodes, transport=config.m2n.transport)
+    check_gpus((*devices.attention, *devices.experts))
     if (loss := describe_loss(config.model, config.nodes.experts.kernels)) is not None:
         _to_stderr(loss)
     return launch(config)
