@@ -32,6 +32,7 @@ from models.weights import stream_expert_weights
 from topspin import __version__
 from topspin.channel import ControlClient
 from topspin.config import NodeConfig
+from topspin.devices import TRITON
 from topspin.errors import ConfigError, Interrupted, ProtocolError, TransportError
 from topspin.inbox import Inbox
 from topspin.membership import join, reform_failed, step_failed
@@ -201,7 +202,8 @@ class ExpertWorker:
         experts = load_experts(self._model_path, welcome, self._index)
         self._inbox.trace = experts.trace
         compute = welcome.config.compute
-        if compute.cuda_graphs and compute.place("expert").is_device:
+        # Other kernels may wait for the device.
+        if compute.cuda_graphs and compute.place("expert").kernels == TRITON:
             self._graphs = TicketGraphs(experts.runtime)
         load_s = time.monotonic() - started
         self._change = TableChange(

@@ -1,0 +1,77 @@
+"""An expert node's tickets over cuda_ipc: kernels from gather to reply as one recording."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from expert_nodes.experts import Experts
+from expert_nodes.ticket_graphs import TicketGraphs
+from expert_nodes.worker import run_ticket
+from kernels.dispatch import select_ops
+from kernels.runtime import HostRuntime
+from m2n_comm.net import ExpertBatch
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.weights import load_expert_weights
+from tests.checkpoints import make_checkpoint
+from tests.expert_nodes.test_experts import taken
+from tests.m2n_comm.harness import NUM_EXPERTS
+from tests.m2n_comm.ipc_fleet import NEEDS_INTERPRETER, ipc_fleet, ipc_shape, ticket_of
+from topspin.expert_table import uniform_table
+
+pytestmark = NEEDS_INTERPRETER
+
+WIDTH = 32
+HELD = (tuple(range(NUM_EXPERTS)),)
+BUCKETS = (2, 1)
+
+
+def load(path: Path, kernels: str) -> Experts:
+    config = load_model_config(path)
+    weights = load_expert_weights(Checkpoint(path), config, dtype=torch.float32, experts=HELD)
+    ops = select_ops(kernels, torch.float32)
+    return Experts(config, weights, ops, held=HELD, runtime=HostRuntime())
+
+
+@torch.inference_mode()
+def test_tickets_are_recorded_once_and_follow_what_two_attention_nodes_send(
+    tmp_path: Path,
+) -> None:
+    path = make_checkpoint(
+        tmp_path,
+        "mixtral",
+        hidden_size=WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_local_experts=NUM_EXPERTS,
+    )
+    experts, oracle = load(path, "triton"), load(path, "reference")
+    graphs = TicketGraphs(experts.runtime)
+    shape = ipc_shape(hidden_size=WIDTH, top_k=2, num_layers=1)
+    table = uniform_table(num_layers=1, num_experts=NUM_EXPERTS, num_nodes=1)
+    generator = torch.Generator().manual_seed(0)
+    with ipc_fleet(2, 1, shape=shape, table=table) as fleet:
+        for step in (1, 2, 3):
+            ticket = ticket_of(step, buckets=BUCKETS, participants=(0, 1))
+            sent: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+            for index, net in enumerate(fleet.attention):
+                net.begin(ticket)
+                for mb, bucket in enumerate(BUCKETS):
+                    size = (step + index + mb) % (bucket + 1)
+                    hidden = torch.randn(size, WIDTH, generator=generator)
+                    scores = torch.rand(size, NUM_EXPERTS, generator=generator)
+                    weights, chosen = scores.topk(2)
+                    net.dispatch(mb, 0, hidden, chosen, weights)
+                    sent[index, mb] = hidden, chosen, weights
+            run_ticket(fleet.experts[0], experts, ticket, graphs=graphs)
+            assert len(graphs) == min(step - 1, 1)
+            for (index, mb), (hidden, chosen, weights) in sent.items():
+                out = torch.full(hidden.shape, float("nan"))
+                fleet.attention[index].combine(mb, 0, out)
+                count = (len(hidden),)
+                batch = ExpertBatch(mb, 0, 0, hidden, chosen.int(), weights, count, 1)
+                torch.testing.assert_close(out, oracle.compute(batch), rtol=1e-4, atol=1e-5)
+    assert taken(experts) == taken(oracle)
