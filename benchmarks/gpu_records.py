@@ -86,13 +86,18 @@ class PartFlags:
     seconds: float
 
 
-def parse_flags(module: str, doc: str | None, argv: Sequence[str] | None = None) -> PartFlags:
-    """Read the flags of a part."""
+def flag_parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Give the parser of the flags that all parts have."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=(doc or "").splitlines()[0]
     )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu (interpreted)")
     parser.add_argument("--quick", action="store_true", help="tiny shapes: no speeds")
     parser.add_argument("--seconds", type=float, default=300.0, help="stop what takes longer")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def parse_flags(module: str, doc: str | None, argv: Sequence[str] | None = None) -> PartFlags:
+    """Read the flags of a part that has no others."""
+    args = flag_parser(module, doc).parse_args(argv)
     return PartFlags(args.device, args.quick, args.seconds)

@@ -8,20 +8,27 @@ benchmarks.gpu.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
 from benchmarks.gpu_kernels import Entry
 from benchmarks.gpu_kernels.catalogue import CATALOGUE, Job, JobsOf, in_order
-from benchmarks.gpu_records import Deadline, Recorder, parse_flags
+from benchmarks.gpu_records import Deadline, Recorder, flag_parser
 from benchmarks.gpu_timing import Timed, copy_bandwidth, matmul_rate, time_call
 from benchmarks.roofline import Roofline
 from kernels.runtime import Runtime, open_runtime
 
-PRODUCTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+ROOT: Final = Path(__file__).parent.parent
+MAX_COMPILERS: Final = 6
+COMPILING_SHARE: Final = 0.5
+PRODUCTS: Final = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def figure(entry: Entry, timed: Timed, rooflines: Mapping[str, Roofline]) -> dict[str, Any]:
@@ -110,14 +117,56 @@ def measure(
         recorder.skipped(f"{name} ({count} sizes)", "the time was up")
 
 
+def compile_jobs(jobs: Iterable[Job], runtime: Runtime) -> None:
+    """Call every entry once, which compiles its kernels for whoever times them later."""
+    for job in jobs:
+        # Who times it will meet the same error, and report it.
+        try:
+            for entry in job.make():
+                entry.call(0)
+                runtime.synchronize()
+        except Exception:
+            traceback.print_exc()
+
+
+def compile_beside(device: str, recorder: Recorder, deadline: Deadline) -> None:
+    """Have all kernels compiled into Triton's cache by several processes, each a share.
+
+    A compiler uses one core, and what it takes would be most of this part's time. Processes
+    that outlast their share of the time are stopped: what they left is compiled later.
+    """
+    count = max(min(len(os.sched_getaffinity(0)) // 2, MAX_COMPILERS), 1)
+    command = [sys.executable, "-m", "benchmarks.gpu_rooflines", "--device", device]
+    recorder.progress(f"compiling in {count} processes")
+    end = Deadline(deadline.left * COMPILING_SHARE)
+    processes = [
+        subprocess.Popen([*command, "--share", f"{idx}/{count}"], cwd=ROOT, stdout=sys.stderr)
+        for idx in range(count)
+    ]
+    for process in processes:
+        try:
+            process.wait(timeout=max(end.left, 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; returns the exit status."""
-    flags = parse_flags("benchmarks.gpu_rooflines", __doc__, argv)
-    recorder, deadline = Recorder(), Deadline(flags.seconds)
-    runtime = open_runtime(flags.device)
+    """Measure, or compile a share; returns the exit status."""
+    parser = flag_parser("benchmarks.gpu_rooflines", __doc__)
+    parser.add_argument("--share", help="I/N: only compile the I-th of N shares, from 0")
+    args = parser.parse_args(argv)
+    recorder, deadline = Recorder(), Deadline(args.seconds)
+    runtime = open_runtime(args.device)
     torch.manual_seed(0)
-    rooflines = measure_ceilings(runtime, recorder, is_quick=flags.quick)
-    wanted = find_jobs(CATALOGUE, runtime.device, recorder, is_tiny=flags.quick)
+    wanted = find_jobs(CATALOGUE, runtime.device, recorder, is_tiny=args.quick)
+    if args.share is not None:
+        number, _, count = args.share.partition("/")
+        compile_jobs(wanted[int(number) :: int(count)], runtime)
+        return 0
+    if runtime.is_asynchronous:
+        compile_beside(args.device, recorder, deadline)
+    rooflines = measure_ceilings(runtime, recorder, is_quick=args.quick)
     measure(wanted, runtime, rooflines, recorder, deadline)
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu_rooflines
 from benchmarks.gpu_clocks import FIELDS, Clocks, read_sample, summarise
 from benchmarks.gpu_display import Display, describe, plain_table
 from benchmarks.gpu_kernels import Entry
@@ -83,6 +84,27 @@ def test_a_kernel_that_fails_leaves_the_others_and_late_ones_are_named() -> None
     measure([*jobs, jobs[1]], HostRuntime(), ROOFLINES, Recorder(stream), Deadline(-1.0))
     whats = [record["what"] for record in records_of(stream)]
     assert whats == ["bad (1 sizes)", "good (2 sizes)"]
+
+
+def test_shares_are_called_once_and_not_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called: list[str] = []
+
+    def job(name: str) -> Job:
+        def make() -> Iterable[Entry]:
+            yield Entry(name, "shape", Work(1.0, 1.0), lambda idx: called.append(f"{name} {idx}"))
+            if name == "b":
+                raise RuntimeError("does not compile")
+
+        return Job(name, False, make)
+
+    jobs = [job(name) for name in "abcde"]
+    monkeypatch.setattr(gpu_rooflines, "CATALOGUE", {"all": lambda *_: jobs})
+    for share in ("0/2", "1/2"):
+        assert gpu_rooflines.main(["--device", "cpu", "--share", share]) == 0
+    assert called == ["a 0", "c 0", "e 0", "b 0", "d 0"]
+    assert capsys.readouterr().out == ""
 
 
 def test_a_module_that_cannot_be_imported_leaves_the_others() -> None:
