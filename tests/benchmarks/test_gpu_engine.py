@@ -20,6 +20,9 @@ from m2n_comm.net import ExpertBatch
 from topspin.errors import ConfigError
 from topspin.messages import StepPlan
 
+# Where there is a GPU, the engine runs on it.
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TINY = replace(
     QUICK,
     fields={**QUICK.fields, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64},
@@ -98,7 +101,7 @@ def test_a_cache_that_is_too_small_is_said_so() -> None:
 
 def drive(variant: Variant) -> tuple[list[list[int]], dict[str, float]]:
     """Prefill, decode one sequence, decode two; return the tokens, and the last step's floor."""
-    engine = open_engine(TINY, "cpu", variant)
+    engine = open_engine(TINY, DEVICE, variant)
     model = engine.model
     assert model.moe is not None
     one_expert = expert_numbers(model) * 4
