@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TypedDict
 
 from attention_nodes.replica import Replica
 from attention_nodes.worker import AttentionWorker
 from kernels.runtime import open_runtime
+from m2n_comm.cuda_ipc_open import connect_ipc
 from m2n_comm.emulate import LinkEmulation
+from m2n_comm.lines import Check
 from m2n_comm.net import AttentionNet, wait_policy
 from m2n_comm.open import connect_attention
 from m2n_comm.staged import StagedNet
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
 from topspin.cores import take_cores
+from topspin.expert_table import ExpertTable
 from topspin.membership import run_node
-from topspin.messages import Welcome
+from topspin.messages import ExpertPeer, Welcome
 from topspin.process import follow_parent, start_logging
 
 # Experts answer once they have loaded, however long that takes; the scheduler ends the wait if
@@ -23,23 +27,41 @@ from topspin.process import follow_parent, start_logging
 CONNECT_TIMEOUT_S = 3600.0
 
 
+class _Joining(TypedDict):
+    """What the nets of all transports are told."""
+
+    index: int
+    incarnation: int
+    experts: tuple[ExpertPeer | None, ...]
+    table: ExpertTable
+    timeout_s: float
+    generation: int
+    check: Check
+
+
 def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> None:
     """Run attention node `index`, its experts being in other processes."""
 
     def connect(welcome: Welcome, replica: Replica, incarnation: int) -> AttentionNet:
-        config, m2n = welcome.config, welcome.config.m2n
+        config, topology = welcome.config, welcome.topology
         shape = replica.net_shape(config)
+        joining: _Joining = {
+            "index": index,
+            "incarnation": incarnation,
+            "experts": topology.experts,
+            "table": welcome.table,
+            "timeout_s": CONNECT_TIMEOUT_S,
+            "generation": topology.generation,
+            "check": worker.check,
+        }
+        if config.m2n.transport == "cuda_ipc":
+            runtime = open_runtime(config.compute.attention_device)
+            return connect_ipc(shape, runtime=runtime, **joining)
         net = connect_attention(
             shape,
-            index=index,
-            incarnation=incarnation,
-            experts=welcome.topology.experts,
-            table=welcome.table,
-            timeout_s=CONNECT_TIMEOUT_S,
-            link=LinkEmulation(latency_us=m2n.link_latency_us, gbps=m2n.link_gbps),
+            link=LinkEmulation(latency_us=config.m2n.link_latency_us, gbps=config.m2n.link_gbps),
             wait=wait_policy(config),
-            generation=welcome.topology.generation,
-            check=worker.check,
+            **joining,
         )
         if not config.compute.place("attention").is_device:
             return net

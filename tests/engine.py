@@ -96,6 +96,7 @@ def engine_config(
     block_size: int = 4,
     kv_cache_bytes: int = 8 * 2**20,
     window_rows: int = 16,
+    max_num_seqs: int = 16,
     max_num_batched_tokens: int = 48,
     deadline_s: float = TIMEOUT_S,
     failover: FailoverSection | None = None,
@@ -109,7 +110,7 @@ def engine_config(
         model=ModelSection(path=str(path), dtype=dtype),
         topology=TopologySection(attention_nodes=attention_nodes, expert_nodes=expert_nodes),
         scheduler=SchedulerSection(
-            max_num_seqs=16,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             micro_batches=micro_batches,
             **scheduler,

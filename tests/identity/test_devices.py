@@ -13,34 +13,52 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import MOE_VARIANTS
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import Case, CaseOf
+from tests.pairwise import cover_pairs
 
-NUM_TOKENS = 5
-# Short ones: two in a step, and one that joins them with a longer context.
-PROMPTS = 3
+slow = pytest.mark.slow
 
-
-def short(case: Case) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the shortest prompts of `case` and the beginnings of their continuations."""
-    order = sorted(range(len(case.prompts)), key=lambda idx: len(case.prompts[idx]))[:PROMPTS]
-    return (
-        [case.prompts[idx] for idx in order],
-        [case.tokens[idx][:NUM_TOKENS] for idx in order],
-    )
+# Sizes of steps are recorded when the engine starts: few of them.
+MAX_NUM_SEQS = 4
+# Prompts end after so many tokens each, so that a step's size changes.
+LENGTHS = (5, 2, 4)
+# The prompts' lengths are about this: longer than the sliding window is, at least one of them.
+PROMPT_LEN = 8
+SAMPLING = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 5, "presence_penalty": 0.5}
 
 
-def check(case: Case, **settings: Any) -> None:
-    config = engine_config(case.path, kernels="triton", **settings)
-    prompts, tokens = short(case)
+def prompts_of(case: Case) -> list[int]:
+    """Return which prompts of `case` are asked."""
+    lengths = [len(prompt) for prompt in case.prompts]
+    return sorted(range(len(lengths)), key=lambda idx: abs(lengths[idx] - PROMPT_LEN))[:3]
+
+
+def check(case: Case, *, is_sampled: bool = False, **settings: Any) -> None:
+    config = engine_config(case.path, kernels="triton", max_num_seqs=MAX_NUM_SEQS, **settings)
     with Engine(config) as engine:
-        assert engine.generate(prompts, max_tokens=NUM_TOKENS) == tokens
+        chosen = prompts_of(case)
+        ids = [
+            engine.add(case.prompts[idx], max_tokens=length)
+            for idx, length in zip(chosen, LENGTHS, strict=True)
+        ]
+        engine.collect()
+        got = [engine.requests[each].tokens for each in ids]
+        want = [case.tokens[idx][:length] for idx, length in zip(chosen, LENGTHS, strict=True)]
+        assert got == want
+        if is_sampled:
+            prompts = [case.prompts[idx] for idx in chosen[:2]]
+            sampled = engine.generate(prompts, max_tokens=3, **SAMPLING)
+            with Engine(engine_config(case.path)) as on_cpu:
+                assert on_cpu.generate(prompts, max_tokens=3, **SAMPLING) == sampled
+            assert sampled != [case.tokens[idx][:3] for idx in chosen[:2]]
 
 
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [
-        ("qwen2_moe", {}),
+        ("qwen2_moe", {"is_sampled": True}),
         ("qwen3_moe", {"gpu_streams": 2, "micro_batches": 2, "expert_nodes": 2}),
         ("mixtral_sliding_window", {"cuda_graphs": False, "micro_batches": 2}),
     ],
@@ -51,12 +69,62 @@ def test_attention_and_experts_on_one_device(
     check(case_of(variant), **settings)
 
 
-@pytest.mark.parametrize("transport", ["local", "shm"])
-def test_attention_on_a_device_and_experts_on_the_cpu(case_of: CaseOf, transport: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "micro_batches", "gpu_streams", "cuda_graphs", "expert_nodes"),
+    cover_pairs(MOE_VARIANTS, (1, 2, 3), (1, 2), (True, False), (1, 3)),
+)
+def test_families_on_one_device(
+    case_of: CaseOf,
+    variant: str,
+    micro_batches: int,
+    gpu_streams: int,
+    cuda_graphs: bool,
+    expert_nodes: int,
+) -> None:
     check(
-        case_of("qwen2_moe"),
+        case_of(variant),
+        micro_batches=micro_batches,
+        gpu_streams=gpu_streams,
+        cuda_graphs=cuda_graphs,
+        expert_nodes=expert_nodes,
+    )
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama_bias"])
+@pytest.mark.slow
+def test_dense_models_on_a_device(case_of: CaseOf, variant: str) -> None:
+    check(case_of(variant), micro_batches=2, is_sampled=True)
+
+
+@pytest.mark.parametrize(
+    ("transport", "variant"),
+    [("local", "qwen2_moe"), ("shm", "qwen3_moe"), pytest.param("tcp", "olmoe", marks=slow)],
+)
+def test_attention_on_a_device_and_experts_on_the_cpu(
+    case_of: CaseOf, transport: Any, variant: str
+) -> None:
+    check(
+        case_of(variant),
         transport=transport,
         expert_kernels="cpu",
         expert_nodes=2,
         micro_batches=2,
     )
+
+
+@pytest.mark.parametrize("transport", ["local", pytest.param("shm", marks=slow)])
+def test_attention_on_the_cpu_and_experts_on_a_device(case_of: CaseOf, transport: Any) -> None:
+    case = case_of("qwen2_moe")
+    chosen = prompts_of(case)
+    config = engine_config(
+        case.path,
+        transport=transport,
+        kernels="cpu",
+        expert_kernels="triton",
+        attention_nodes=1 if transport == "local" else 2,
+        micro_batches=2,
+    )
+    with Engine(config) as engine:
+        got = engine.generate([case.prompts[idx] for idx in chosen], max_tokens=4)
+        assert got == [case.tokens[idx][:4] for idx in chosen]

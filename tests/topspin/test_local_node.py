@@ -52,13 +52,15 @@ def test_the_cache_gets_what_experts_on_the_same_device_leave(
     monkeypatch.setattr(HostRuntime, "memory", lambda self: memory)
     path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1)
     config = engine_config(
-        path, kernels="triton", expert_nodes=2, max_num_batched_tokens=16, cuda_graphs=False
+        path,
+        kernels="triton",
+        expert_nodes=2,
+        max_num_seqs=1,
+        max_num_batched_tokens=16,
+        cuda_graphs=False,
     )
-    config = msgspec.structs.replace(
-        config,
-        scheduler=msgspec.structs.replace(config.scheduler, max_num_seqs=1),
-        cache=CacheSection(block_size=4, kv_cache_bytes=None, gpu_memory_utilization=0.75),
-    )
+    cache = CacheSection(block_size=4, kv_cache_bytes=None, gpu_memory_utilization=0.75)
+    config = msgspec.structs.replace(config, cache=cache)
     with Engine(config) as engine:
         [tokens] = engine.generate([[3, 1, 4]], max_tokens=2)
         assert len(tokens) == 2

@@ -1,0 +1,84 @@
+"""Real processes whose nodes compute on a device, and those that find none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.system.conftest import Tiny
+from tests.system.server import Server
+from tests.system.test_serve import complete
+
+# Interpreted kernels are slow: few tokens, and few sizes of steps to record.
+NUM_TOKENS = 4
+SMALL = ("--kernels", "triton", "--max-num-seqs", "2", "--max-num-batched-tokens", "32")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="one process"),
+        pytest.param(
+            ("--transport", "shm", "--expert-nodes", "2"),
+            id="staged, three processes",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--transport", "cuda_ipc"), id="cuda_ipc, two processes"),
+        pytest.param(
+            ("--transport", "cuda_ipc", "--expert-nodes", "2", "--micro-batches", "2"),
+            id="cuda_ipc, three processes",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_interpreted_kernels_serve_transformers_tokens(
+    tiny: Tiny, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    environment = {"TRITON_INTERPRET": "1"}
+    with Server(tiny.path, tmp_path, *SMALL, *flags, env=environment) as server:
+        tokens = complete(server.url, tiny.prompts[0], max_tokens=NUM_TOKENS)
+        assert tokens == tiny.tokens[0][:NUM_TOKENS]
+
+
+def serve(tiny: Tiny, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run `topspin serve` until it ends by itself."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.run(
+        [sys.executable, "-m", "topspin", "serve", str(tiny.path), "--port", "0", *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    ("flags", "device"),
+    [
+        (("--attention-device", "cuda"), "cuda:0"),
+        (("--expert-device", "cuda:3"), "cuda:3"),
+        (("--attention-device", "cuda", "--expert-device", "cuda"), "cuda:0"),
+    ],
+    ids=["attention", "experts", "both"],
+)
+def test_without_the_gpu_nothing_starts_and_one_line_says_why(
+    tiny: Tiny, flags: tuple[str, ...], device: str
+) -> None:
+    ended = serve(tiny, *flags)
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert line.startswith(f"topspin serve: error: device {device}: ")
+
+
+def test_a_device_that_only_the_nodes_find_wrong_ends_the_start_with_status_2(tiny: Tiny) -> None:
+    ended = serve(tiny, "--kernels", "triton")
+    assert ended.returncode == 2, ended.stderr
+    assert "--kernels triton on the CPU: they are for GPUs" in ended.stderr
+    assert "Traceback" not in ended.stderr
