@@ -1,4 +1,7 @@
-"""Experts with a GPU's kernels, interpreted: what they compute, count, and never wait for."""
+"""Experts with a GPU's kernels: what they compute, count, and never wait for.
+
+Interpreted without a GPU, on the GPU with one.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from expert_nodes.experts import Experts
 from expert_nodes.memory import ExpertSize, lacking, measure_expert, shortage
 from expert_nodes.tables import TableChange
 from kernels import reference
-from kernels.dispatch import select_ops
-from kernels.runtime import DeviceMemory, HostRuntime, NoSync
+from kernels.dispatch import Ops, select_ops
+from kernels.runtime import DeviceMemory, HostRuntime, NoSync, Runtime, open_runtime
 from kernels.triton_grouped_mlp_weights import GpuWeight, unpack_weight
 from m2n_comm.net import ExpertBatch
 from models.checkpoint import Checkpoint
@@ -26,6 +29,9 @@ from tests.expert_nodes.test_experts import taken
 from tests.expert_nodes.test_tables import node_config
 from topspin.expert_table import ExpertTable
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 Held = tuple[tuple[int, ...], ...]
 FIRST: Held = ((0, 1, 2), (5, 6))
 SECOND: Held = ((2, 7, 0), (5, 6))
@@ -45,13 +51,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("device"), "mixtral")
 
 
+def ops_of(quantization: str = "none") -> Ops:
+    return select_ops("triton", torch.float32, quantization, device=DEVICE)
+
+
 def load(
-    path: Path, held: Held, quantization: str = "none", *, runtime: HostRuntime | None = None
+    path: Path, held: Held, quantization: str = "none", *, runtime: Runtime | None = None
 ) -> Experts:
-    config, dtype = load_model_config(path), torch.float32
-    weights = stream_expert_weights(Checkpoint(path), config, dtype=dtype, experts=held)
-    ops = select_ops("triton", dtype, quantization)
-    return Experts(config, weights, ops, held=held, runtime=runtime)
+    config = load_model_config(path)
+    weights = stream_expert_weights(
+        Checkpoint(path), config, dtype=torch.float32, experts=held, device=DEVICE
+    )
+    runtime = runtime or open_runtime(DEVICE)
+    return Experts(config, weights, ops_of(quantization), held=held, runtime=runtime)
+
+
+def reader_of(path: Path) -> ExpertReader:
+    return ExpertReader(
+        Checkpoint(path), load_model_config(path), dtype=torch.float32, device=DEVICE
+    )
 
 
 def batch_of(held: Held, layer: int, version: int) -> ExpertBatch:
@@ -63,7 +81,8 @@ def batch_of(held: Held, layer: int, version: int) -> ExpertBatch:
     slots[3] = -1
     hidden = torch.randn(NUM_ROWS, 64, generator=generator)
     weights = torch.rand(NUM_ROWS, 2, generator=generator)
-    return ExpertBatch(0, layer, 0, hidden, slots, weights, (NUM_ROWS,), version)
+    tensors = (hidden.to(DEVICE), slots.to(DEVICE), weights.to(DEVICE))
+    return ExpertBatch(0, layer, 0, *tensors, (NUM_ROWS,), version)
 
 
 def compute(experts: Experts, held: Held, version: int) -> list[Tensor]:
@@ -95,11 +114,8 @@ def wanted(path: Path, held: Held, experts: Experts, quantization: str) -> list[
         if quantization != "none":
             gate_up, down = meant(packed.gate_up), meant(packed.down)
         batch = batch_of(held, layer, 1)
-        results.append(
-            reference.grouped_mlp(
-                batch.hidden, batch.slots, batch.weights, reference.pack_experts(gate_up, down)
-            ).out
-        )
+        rows = (batch.hidden.cpu(), batch.slots.cpu(), batch.weights.cpu())
+        results.append(reference.grouped_mlp(*rows, reference.pack_experts(gate_up, down)).out)
     return results
 
 
@@ -108,7 +124,7 @@ def meant(weights: list[object]) -> list[Tensor]:
     found = []
     for weight in weights:
         assert isinstance(weight, GpuWeight)
-        found.append(unpack_weight(weight))
+        found.append(unpack_weight(weight).cpu())
     return found
 
 
@@ -116,14 +132,14 @@ def meant(weights: list[object]) -> list[Tensor]:
 def test_partial_sums_and_counts_equal_plain_torchs_under_several_tables(
     path: Path, quantization: str
 ) -> None:
-    reader = ExpertReader(Checkpoint(path), load_model_config(path), dtype=torch.float32)
+    reader = reader_of(path)
     experts = load(path, FIRST, quantization)
     first = compute(experts, FIRST, 1)
     for got, want in zip(first, wanted(path, FIRST, experts, quantization), strict=True):
         if quantization == "fp8":  # rounds rows and units, to 3 bits of mantissa
-            assert float((got - want).norm() / want.norm()) < 0.06
+            assert float((got.cpu() - want).norm() / want.norm()) < 0.06
         else:
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-4)
         assert not got[3].any()
     tables = {1: FIRST, 2: SECOND, 3: THIRD} if quantization == "none" else {1: FIRST, 2: SECOND}
     for version, held in list(tables.items())[1:]:
@@ -141,6 +157,8 @@ def test_partial_sums_and_counts_equal_plain_torchs_under_several_tables(
 def test_counts_are_added_on_the_device_and_start_again_when_they_are_taken(path: Path) -> None:
     experts = load(path, FIRST)
     batch = batch_of(FIRST, 0, 1)
+    experts.compute(batch)
+    assert taken(experts) == {1: [used(FIRST, 1)[0], [0, 0]]}
     replay = experts.runtime.capture(lambda: (experts.compute(batch), None)[1])
     for times in (1, 2):
         for _ in range(times):
@@ -151,9 +169,11 @@ def test_counts_are_added_on_the_device_and_start_again_when_they_are_taken(path
 
 def test_counting_can_be_left_out(path: Path) -> None:
     config = load_model_config(path)
-    weights = load_expert_weights(Checkpoint(path), config, dtype=torch.float32, experts=FIRST)
-    ops = select_ops("triton", torch.float32)
-    experts = Experts(config, weights, ops, held=FIRST, counts=False)
+    weights = load_expert_weights(
+        Checkpoint(path), config, dtype=torch.float32, experts=FIRST, device=DEVICE
+    )
+    runtime = open_runtime(DEVICE)
+    experts = Experts(config, weights, ops_of(), held=FIRST, runtime=runtime, counts=False)
     compute(experts, FIRST, 1)
     assert not experts.has_counts
     assert taken(experts) == {}
@@ -176,7 +196,7 @@ def test_the_warm_up_runs_every_layer_and_all_sizes_of_each_shape(
     monkeypatch.setattr(experts, "_ops", Recording())
     experts.warm_up((1, 2, 3))
     assert ran == [(1, 2), (2, 2), (3, 2), (3, 2)]
-    assert not experts.has_counts
+    assert taken(experts) == {}
 
 
 # Memory.
@@ -185,6 +205,7 @@ def test_the_warm_up_runs_every_layer_and_all_sizes_of_each_shape(
 class SmallDevice(HostRuntime):
     """A device with memory to count; `free` may be changed."""
 
+    device = torch.device(DEVICE)
     is_asynchronous = True
 
     def __init__(self, free: int, cached: int = 0) -> None:
@@ -207,7 +228,7 @@ def test_an_experts_size_is_that_of_what_is_kept(path: Path, quantization: str) 
                 size += weight.data.nbytes
                 size += 0 if weight.scales is None else weight.scales.nbytes
             found.add(size)
-    ops = select_ops("triton", torch.float32, quantization)
+    ops = ops_of(quantization)
     size = measure_expert(ops, load_model_config(path), torch.float32)
     assert found == {size.kept}
     if quantization == "none":
@@ -227,8 +248,7 @@ def test_what_is_missing_is_named_in_bytes() -> None:
 
 
 def test_the_hosts_memory_is_not_counted(path: Path) -> None:
-    ops = select_ops("triton", torch.float32)
-    config = load_model_config(path)
+    ops, config = ops_of(), load_model_config(path)
     assert lacking(HostRuntime(), 10**9, ops=ops, model=config, dtype=torch.float32) is None
     assert lacking(SmallDevice(100), 1, ops=ops, model=config, dtype=torch.float32) is not None
 

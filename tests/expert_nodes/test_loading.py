@@ -17,10 +17,13 @@ from m2n_comm.net import ExpertBatch
 from m2n_comm.staged import StagedExpertNet
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_tables import node_config
+from tests.m2n_comm.ipc_fleet import NEEDS_INTERPRETER
 from topspin.config import ComputeSection, M2NSection, TopologySection
 from topspin.errors import CheckpointError, ConfigError
 from topspin.expert_table import uniform_table
 from topspin.messages import Topology, Welcome
+
+pytestmark = NEEDS_INTERPRETER
 
 
 def welcome_of(path: Path, *, num_nodes: int = 1, **compute: str) -> Welcome:

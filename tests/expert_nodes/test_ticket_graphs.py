@@ -1,9 +1,13 @@
-"""A ticket as one recording: what it computes, and when a recording may serve another ticket."""
+"""A ticket as one recording: what it computes, and when a recording may serve another ticket.
+
+With interpreted kernels where there is no GPU, else on the GPU, with its graphs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,7 @@ from expert_nodes.experts import Experts
 from expert_nodes.ticket_graphs import TicketGraphs
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import select_ops
-from kernels.runtime import HostRuntime, Replay
+from kernels.runtime import Replay, Runtime, open_runtime
 from m2n_comm.net import ExpertBatch
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
@@ -23,6 +27,9 @@ from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import taken
 from topspin.messages import StepTicket
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 Held = tuple[tuple[int, ...], ...]
 FIRST: Held = ((0, 1), (5, 6))
 SECOND: Held = ((4, 1), (5, 6))
@@ -42,16 +49,18 @@ class WindowNet:
     slot -1 and keep what an earlier frame left there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self.trace = None
         self.epoch = 0
         self.is_graph_safe = True
         self.calls: list[str] = []
-        self._hidden = torch.full((2, 2, 2 * WINDOW, WIDTH), float("nan"))
-        self._slots = torch.zeros(2, 2, 2 * WINDOW, 2, dtype=torch.int32)
-        self._weights = torch.ones(2, 2, 2 * WINDOW, 2)
-        self._counts = torch.zeros(2, 2, 2, dtype=torch.int64)
-        self.answers = torch.full((2, 2, 2 * WINDOW, WIDTH), float("nan"))
+        device, windows = runtime.device, (2, 2, 2 * WINDOW)
+        self._hidden = torch.full((*windows, WIDTH), float("nan"), device=device)
+        self._slots = torch.zeros(*windows, 2, dtype=torch.int32, device=device)
+        self._weights = torch.ones(*windows, 2, device=device)
+        self._counts = torch.zeros(2, 2, 2, dtype=torch.int64, device=device)
+        self.answers = torch.full((*windows, WIDTH), float("nan"), device=device)
         self._ticket: StepTicket | None = None
 
     def begin(self, ticket: StepTicket) -> None:
@@ -70,7 +79,7 @@ class WindowNet:
         assert self._ticket is not None
         bucket, count = self._ticket.row_buckets[mb], len(self._ticket.participants)
         rows = bucket * count
-        place = torch.arange(rows)
+        place = torch.arange(rows, device=self._hidden.device)
         is_there = place % bucket < self._counts[layer, mb].index_select(0, place // bucket)
         slots = self._slots[layer, mb, :rows].masked_fill(~is_there[:, None], -1)
         hidden, weights = self._hidden[layer, mb, :rows], self._weights[layer, mb, :rows]
@@ -81,19 +90,24 @@ class WindowNet:
         self.answers[batch.layer, batch.micro_batch, : len(partial)].copy_(partial)
 
     def finish(self) -> None:
+        self._runtime.synchronize()
         self.calls.append("finish")
 
 
-class CountingRuntime(HostRuntime):
-    """The host, counting recordings and their replays."""
+class CountingRuntime:
+    """A runtime, counting recordings and their replays."""
 
     def __init__(self) -> None:
+        self._runtime = open_runtime(DEVICE)
         self.captured = 0
         self.replayed = 0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
     def capture(self, body: Callable[[], None]) -> Replay:
         self.captured += 1
-        replay = super().capture(body)
+        replay = self._runtime.capture(body)
 
         def counted() -> None:
             self.replayed += 1
@@ -107,18 +121,18 @@ class World:
 
     def __init__(self, path: Path) -> None:
         config, self.runtime = load_model_config(path), CountingRuntime()
-        self._reader = ExpertReader(Checkpoint(path), config, dtype=torch.float32)
+        self._reader = ExpertReader(Checkpoint(path), config, dtype=torch.float32, device=DEVICE)
 
         def load(name: str) -> Experts:
             weights = load_expert_weights(
-                Checkpoint(path), config, dtype=torch.float32, experts=FIRST
+                Checkpoint(path), config, dtype=torch.float32, experts=FIRST, device=DEVICE
             )
-            ops = select_ops(name, torch.float32)
+            ops = select_ops(name, torch.float32, device=DEVICE)
             return Experts(config, weights, ops, held=FIRST, runtime=self.runtime)
 
         self.experts, self._oracle = load("triton"), load("reference")
         self.graphs = TicketGraphs(self.runtime)
-        self.net, self._step = WindowNet(), 0
+        self.net, self._step = WindowNet(self.runtime), 0
 
     def prepare(self, version: int, held: Held) -> None:
         for experts in (self.experts, self._oracle):
@@ -148,7 +162,7 @@ class World:
                     count = (self._step + layer + mb + participant) % (bucket + 1)
                     hidden = torch.randn(count, WIDTH, generator=generator)
                     slots = torch.randint(-1, 2, (count, 2), generator=generator).int()
-                    rows.append((hidden, slots))
+                    rows.append((hidden.to(DEVICE), slots.to(DEVICE)))
                 sent[layer, mb] = rows
                 self.net.put(layer, mb, bucket, rows)
         self.net.answers.fill_(float("nan"))
@@ -156,7 +170,7 @@ class World:
         for (layer, mb), rows in sent.items():
             for position, (hidden, slots) in enumerate(rows):
                 count, low = len(hidden), position * buckets[mb]
-                weights = torch.ones(count, 2)
+                weights = torch.ones(count, 2, device=DEVICE)
                 batch = ExpertBatch(mb, layer, 0, hidden, slots, weights, (count,), version)
                 want = self._oracle.compute(batch)
                 got = self.net.answers[layer, mb, low : low + count]
@@ -228,7 +242,7 @@ def test_another_epoch_or_net_and_a_closed_one_leave_no_recording(world: World) 
     world.net.epoch = 1
     world.serve(2)
     assert world.recorded == (2, 2)
-    world.net = WindowNet()
+    world.net = WindowNet(world.runtime)
     world.net.epoch = 1
     world.serve(2)
     assert world.recorded == (3, 3)

@@ -2,7 +2,8 @@
 
 So a host that reads a copy it has not waited for reads the past, and one that overwrites what a
 copy has yet to read changes the result. Copies with non_blocking, to or from a runtime's host
-buffers, are enqueued (inside `copies_are_late`); a test enqueues what it computes.
+buffers, are enqueued (inside `copies_are_late`); a test enqueues what it computes. SlowRuntime
+is the same of a real GPU, as late as it can be made.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.runtime import HostRuntime
+from kernels.runtime import CudaRuntime, HostRuntime
+
+SLEEP_CYCLES = 200_000
 
 
 class LateRuntime(HostRuntime):
@@ -66,6 +69,18 @@ class LateRuntime(HostRuntime):
         return self._num_run >= number
 
 
+class SlowRuntime(CudaRuntime):
+    """A GPU that is held up, for a tenth of a millisecond, before each piece of work."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def enqueue(self, work: Callable[[], object]) -> None:
+        """Do `work`, which enqueues something, behind a pause."""
+        torch.cuda._sleep(SLEEP_CYCLES)
+        work()
+
+
 class _LateEvent:
     def __init__(self, runtime: LateRuntime, number: int) -> None:
         self._runtime = runtime
@@ -79,9 +94,16 @@ class _LateEvent:
 
 
 @contextmanager
-def copies_are_late(runtimes: Sequence[LateRuntime]) -> Iterator[None]:
-    """Enqueue this thread's asynchronous copies on whichever of `runtimes` has the buffer."""
-    with _LateCopies(runtimes):
+def copies_are_late(runtimes: Sequence[LateRuntime | SlowRuntime]) -> Iterator[None]:
+    """Enqueue this thread's asynchronous copies on whichever of `runtimes` has the buffer.
+
+    A GPU does that by itself.
+    """
+    late = [runtime for runtime in runtimes if isinstance(runtime, LateRuntime)]
+    if late:
+        with _LateCopies(late):
+            yield
+    else:
         yield
 
 

@@ -1,6 +1,7 @@
 """Staged nets over a device that is as late as it may be: sums, waits, buffers, what is passed on.
 
-The contract of m2n_comm.net, over a device that is never late, is in test_contract.py.
+Where there is a GPU, the sums over it too, which is held up before all that it does. The contract
+of m2n_comm.net, over a device that is never late, is in test_contract.py.
 """
 
 from __future__ import annotations
@@ -25,23 +26,32 @@ from tests.m2n_comm.harness import (
     mixed_rows,
     open_staged,
 )
-from tests.m2n_comm.late_device import LateRuntime, copies_are_late
+from tests.m2n_comm.late_device import LateRuntime, SlowRuntime, copies_are_late
 from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Ring
 
 NAN = float("nan")
+DEVICE = torch.device("cuda", 0)
+Device = LateRuntime | SlowRuntime
+ON_A_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+)
 
 
 class LateFleet:
     """One attention node over `num_experts` nodes of the local hub, each on a late device."""
 
-    def __init__(self, num_experts: int, **changes: object) -> None:
+    def __init__(
+        self, num_experts: int, kind: type[Device] = LateRuntime, **changes: object
+    ) -> None:
         self.shape = make_shape(**changes)
         self.table = make_table(self.shape, num_experts)
         self.fake = FakeExperts(self.shape, NUM_EXPERTS)
-        self.runtimes: list[LateRuntime] = []
+        self.kind = kind
+        self.runtimes: list[Device] = []
         self.fleet: Fleet = open_staged(
             "local",
             1,
@@ -54,15 +64,17 @@ class LateFleet:
         self.net = self.fleet.attention[0]
         self.runtime = self.runtimes[-1]
 
-    def _new_runtime(self) -> LateRuntime:
-        self.runtimes.append(LateRuntime())
+    def _new_runtime(self) -> Device:
+        self.runtimes.append(self.kind())
         return self.runtimes[-1]
 
     def _serve(self, node: int) -> Callable[[ExpertBatch], Tensor]:
-        compute = self.fake.serve(self.table, node)
+        fake = FakeExperts(self.shape, NUM_EXPERTS)
+        fake.scale = fake.scale.to(DEVICE if self.kind is SlowRuntime else "cpu")
+        compute = fake.serve(self.table, node)
 
         def serve(batch: ExpertBatch) -> Tensor:
-            out = torch.full(batch.hidden.shape, NAN, dtype=self.shape.payload)
+            out = torch.full_like(batch.hidden, NAN, dtype=self.shape.payload)
             self.runtimes[node].enqueue(lambda: out.copy_(compute(batch)))
             return out
 
@@ -74,11 +86,11 @@ class Buffers:
 
     def __init__(self, fleet: LateFleet, most: int = 40) -> None:
         shape = fleet.shape
-        self._runtime = fleet.runtime
-        self.hidden = torch.full((most, shape.hidden_size), NAN, dtype=shape.payload)
-        self.experts = torch.zeros(most, shape.top_k, dtype=torch.int64)
-        self.weights = torch.full((most, shape.top_k), NAN)
-        self.out = torch.full((most, shape.hidden_size), NAN)
+        self._runtime, device = fleet.runtime, fleet.runtime.device
+        self.hidden = torch.full((most, shape.hidden_size), NAN, dtype=shape.payload, device=device)
+        self.experts = torch.zeros(most, shape.top_k, dtype=torch.int64, device=device)
+        self.weights = torch.full((most, shape.top_k), NAN, device=device)
+        self.out = torch.full((most, shape.hidden_size), NAN, device=device)
 
     def compute(self, rows: Rows) -> None:
         """Enqueue what makes `rows`."""
@@ -124,10 +136,11 @@ def play(fleet: LateFleet, ticket: StepTicket, results: dict[tuple[int, int, int
 
 @pytest.mark.parametrize("payload", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_experts", [1, 2])
+@pytest.mark.parametrize("kind", [LateRuntime, pytest.param(SlowRuntime, marks=ON_A_GPU)])
 def test_sums_over_late_devices_equal_the_dense_reference(
-    num_experts: int, payload: torch.dtype
+    kind: type[Device], num_experts: int, payload: torch.dtype
 ) -> None:
-    fleet = LateFleet(num_experts, payload=payload)
+    fleet = LateFleet(num_experts, kind, payload=payload)
     results: dict[tuple[int, int, int], Tensor] = {}
     tickets = [make_ticket(step, m=1 + step % 4) for step in range(1, 9)]
     with copies_are_late(fleet.runtimes):
@@ -141,7 +154,7 @@ def test_sums_over_late_devices_equal_the_dense_reference(
         rows = rows_of(make_ticket(step), 0, layer, mb)
         want = fleet.fake.expected(fleet.table, layer, rows)
         atol = 2e-5 if payload == torch.float32 else 2e-2
-        torch.testing.assert_close(got[: len(want)], want, rtol=1e-5, atol=atol)
+        torch.testing.assert_close(got[: len(want)].cpu(), want, rtol=1e-5, atol=atol)
 
 
 def test_the_host_goes_on_while_rows_and_answers_are_under_way() -> None:
