@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from kernels.runtime import HostRuntime
-from m2n_comm.cuda_ipc import slot_variants
+from m2n_comm.cuda_ipc import IpcAttentionNet, slot_variants
+from m2n_comm.cuda_ipc_expert import IpcExpertNet
+from m2n_comm.cuda_ipc_open import connect_ipc
 from m2n_comm.net import ExpertBatch
+from m2n_comm.open import listen_expert
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,
     FakeExperts,
@@ -27,8 +31,9 @@ from tests.m2n_comm.ipc_fleet import (
     small_rows,
     ticket_of,
 )
+from topspin.errors import DeadlineExceeded, StaleFrame
 from topspin.expert_table import ExpertTable, uniform_table
-from topspin.messages import StepTicket
+from topspin.messages import ExpertPeer, StepTicket
 
 pytestmark = NEEDS_INTERPRETER
 
@@ -36,9 +41,9 @@ pytestmark = NEEDS_INTERPRETER
 @pytest.mark.parametrize(
     ("m", "n", "payload", "buckets"),
     [
-        (1, 1, torch.float32, (4, 4, 2)),
-        (2, 2, torch.float32, (4, 4)),
-        (1, 3, torch.bfloat16, (4, 2)),
+        (1, 1, torch.float32, (4, 2, 1)),
+        (2, 2, torch.float32, (2, 2)),
+        (1, 3, torch.bfloat16, (3, 1)),
     ],
 )
 def test_sums_equal_the_dense_reference(
@@ -202,12 +207,12 @@ def test_every_variant_gives_every_expert_one_home(num_redundant: int) -> None:
 
 
 def test_recordings_follow_steps_tables_rows_and_padding() -> None:
-    shape = ipc_shape()
+    shape = ipc_shape(hidden_size=16)
     old, new = two_tables()
     runtime = HostRuntime()
-    static = random_rows(shape, 4, choose_from=tuple(range(NUM_EXPERTS)), seed=9)
+    static = random_rows(shape, 3, choose_from=tuple(range(NUM_EXPERTS)), seed=9)
     num_rows = torch.zeros(1, dtype=torch.int64)
-    outs = [torch.empty(4, shape.hidden_size) for _ in range(2)]
+    outs = [torch.empty(3, shape.hidden_size) for _ in range(2)]
     fake = FakeExperts(shape, NUM_EXPERTS)
     with ipc_fleet(1, 2, shape=shape, table=old) as fleet:
         (net,) = fleet.attention
@@ -228,14 +233,13 @@ def test_recordings_follow_steps_tables_rows_and_padding() -> None:
             takes.append(runtime.capture(take))
         fleet.set_table(new)
         replays = {}
-        for step, version, rows in ((1, 1, 4), (2, 2, 1), (3, 2, 3)):
-            fleet.begin(ticket_of(step, buckets=(4, 4), version=version))
+        for step, version, rows in ((1, 1, 3), (2, 2, 1), (3, 2, 2)):
+            fleet.begin(ticket_of(step, buckets=(3, 3), version=version))
             assert net.is_graph_safe
             if version not in replays:  # the experts' weights are in their recordings
                 replays[version] = [
                     runtime.capture(lambda mb=mb: fleet.serve(1, mb)) for mb in range(2)
                 ]
-            given = small_rows(shape)(ticket_of(step), 0, 1, 0)
             given = random_rows(shape, rows, choose_from=(0, 3, 6, 1), seed=step)
             static.hidden[:rows], static.weights[:rows] = given.hidden, given.weights
             static.experts[:rows] = given.experts
@@ -282,3 +286,59 @@ def test_closing_leaves_no_descriptor_and_registered_bytes_are_the_windows() -> 
         assert len(os.listdir("/proc/self/fd")) > before
     fleet.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_address_forms_pairs_again_and_refuses_those_of_the_past() -> None:
+    shape = ipc_shape(deadline_s=0.05)
+    table = make_table(shape, 1)
+    runtime = HostRuntime()
+    listener = listen_expert("cuda_ipc")
+    rows = random_rows(shape, 2, choose_from=(0, 1, 2), seed=1)
+
+    def connect(generation: int) -> IpcAttentionNet:
+        return connect_ipc(
+            shape,
+            index=0,
+            incarnation=7,
+            experts=[ExpertPeer(address=listener.address, incarnation=9)],
+            table=table,
+            timeout_s=10.0,
+            runtime=runtime,
+            generation=generation,
+        )
+
+    def both(generation: int) -> tuple[IpcAttentionNet, IpcExpertNet]:
+        with ThreadPoolExecutor(1) as pool:
+            accepting = pool.submit(
+                listener.accept_device,
+                shape,
+                index=0,
+                incarnation=9,
+                attention_incarnations=(7,),
+                timeout_s=10.0,
+                table=table,
+                runtime=runtime,
+                generation=generation,
+                reuse=True,
+            )
+            if generation == 2:
+                with pytest.raises(StaleFrame, match="generation is 1, expected 2"):
+                    connect(1)
+            return connect(generation), accepting.result()
+
+    attention, expert = both(1)
+    attention.begin(ticket_of(1))
+    attention.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+    with pytest.raises(DeadlineExceeded):
+        attention.combine(0, 0, torch.empty(rows.hidden.shape))
+    attention.close()
+    expert.close()
+    attention, expert = both(2)
+    fleet = IpcFleet(
+        shape, [attention], [expert], [FakeExperts(shape, NUM_EXPERTS).serve(table, 0)]
+    )
+    ticket = ticket_of(1)
+    fleet.run(ticket, lambda *_: rows)
+    fleet.check_sums(lambda *_: rows, [ticket])
+    fleet.close()
+    listener.close()

@@ -77,7 +77,7 @@ def plan_of(experts: Tensor) -> tuple[Tensor, SendPlan]:
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("num_rows", [0, 1, 6])
+@pytest.mark.parametrize("num_rows", [0, 5])
 def test_windows_hold_what_the_cpus_transports_would_write(
     num_rows: int, wire: torch.dtype, device: torch.device
 ) -> None:
@@ -151,7 +151,7 @@ def answer_all(bench: Bench, bias: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("answer", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [0, 1, 5])
+@pytest.mark.parametrize("num_rows", [0, 5])
 def test_answers_are_added_by_ascending_node(
     num_rows: int, answer: torch.dtype, device: torch.device
 ) -> None:
@@ -217,18 +217,15 @@ def test_a_recording_follows_the_words_in_memory(device: torch.device) -> None:
     assert bench.controls[0].fault is None
 
 
-def dispatched(device: torch.device, num_rows: int = 3) -> tuple[Bench, AttentionPort, Tensor]:
-    """Give a bench whose nodes have answered a first step; the second one waits for them."""
+def dispatched(device: torch.device, num_rows: int = 2) -> tuple[Bench, AttentionPort, Tensor]:
+    """Give a bench whose nodes have answered, and which rows node 1 has got."""
     bench = make_bench(device)
     port = bench.attention_port()
     hidden, experts, weights = draw(num_rows, torch.float32, device)
     slot_of, plan = plan_of(experts)
-    for step in (1, 2):
-        bench.begin(step, patience_ns=SHORT_NS)
-        port.dispatch(hidden, experts, weights, slot_of, layer=4)
-        answer_all(bench)
-        if step == 1:
-            port.combine(torch.zeros(num_rows, HIDDEN, device=device), layer=4)
+    bench.begin(2, patience_ns=SHORT_NS)
+    port.dispatch(hidden, experts, weights, slot_of, layer=4)
+    answer_all(bench)
     assert bench.controls[0].fault is None
     return bench, port, (plan.slots[1] >= 0).any(1)
 
@@ -245,20 +242,20 @@ def check_fault(bench: Bench, port: AttentionPort, held: Tensor, fault: Fault, *
     assert out.isnan().all(1).cpu()[held].all()
     hidden, experts, weights = draw(len(held), torch.float32, device)
     port.dispatch(hidden, experts, weights, plan_of(experts)[0], layer=5)
-    assert [int(bench.request(0, node)[4][FLAG]) for node in range(3)] == [2, 2, 2]
+    assert [int(bench.request(0, node)[4][FLAG]) for node in range(3)] == [1, 1, 1]
     assert port.combine(out, layer=5).isnan().any()
     assert control.fault is fault
 
 
 def test_a_late_node_is_named_and_its_rows_are_no_numbers(device: torch.device) -> None:
     bench, port, held = dispatched(device)
-    bench.answer(0, 1)[1][FLAG] = 1
-    check_fault(bench, port, held, Fault.LATE, FLAG, 1, 2)
+    bench.answer(0, 1)[1][FLAG] = 0
+    check_fault(bench, port, held, Fault.LATE, FLAG, 0, 1)
 
 
 def test_a_late_node_that_got_no_rows_is_awaited_too(device: torch.device) -> None:
     bench, port, held = dispatched(device, num_rows=0)
-    bench.answer(0, 1)[1][FLAG] = 1
+    bench.answer(0, 1)[1][FLAG] = 0
     port.combine(torch.zeros(0, HIDDEN, device=device), layer=4)
     assert bench.controls[0].fault is Fault.LATE
     assert len(held) == 0
@@ -288,8 +285,8 @@ def test_an_answer_with_a_wrong_header_is_a_fault(
 
 def test_an_answer_ahead_of_its_request_is_stale(device: torch.device) -> None:
     bench, port, held = dispatched(device)
-    bench.answer(0, 1)[1][FLAG] = 3
-    check_fault(bench, port, held, Fault.STALE, FLAG, 3, 2)
+    bench.answer(0, 1)[1][FLAG] = 2
+    check_fault(bench, port, held, Fault.STALE, FLAG, 2, 1)
 
 
 def test_a_node_that_is_gone_ends_the_wait_but_not_what_it_sent_before(
@@ -299,7 +296,7 @@ def test_a_node_that_is_gone_ends_the_wait_but_not_what_it_sent_before(
     bench.begin(2, patience_ns=10**18)
     bench.controls[0].lose(0)
     bench.controls[0].lose(1)
-    bench.answer(0, 1)[1][FLAG] = 1
+    bench.answer(0, 1)[1][FLAG] = 0
     check_fault(bench, port, held, Fault.GONE)
 
 
@@ -307,7 +304,7 @@ def test_the_host_ends_a_wait(device: torch.device) -> None:
     bench, port, held = dispatched(device)
     bench.begin(2, patience_ns=10**18)
     bench.controls[0].abort()
-    bench.answer(0, 1)[1][FLAG] = 1
+    bench.answer(0, 1)[1][FLAG] = 0
     check_fault(bench, port, held, Fault.ABORTED)
 
 
