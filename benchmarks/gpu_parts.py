@@ -23,27 +23,28 @@ class Part:
 
     name: str
     module: str
-    title: str
     seconds: float
     """Its share of TOTAL_SECONDS; what earlier parts leave is divided in the same proportion."""
     packages: tuple[str, ...]
-    """What it imports, by the name that an import uses."""
+    """What it cannot do without, by the name that an import uses."""
+    some_need: tuple[str, ...] = ()
+    """What some of it needs, and the rest does without."""
 
 
 KERNELS: Final = ("torch", "triton", "numpy")
 ENGINE: Final = (*KERNELS, "msgspec")
 
 PARTS: Final = (
-    Part("tests", "benchmarks.gpu_tests", "GPU tests", 125.0, (*ENGINE, "pytest", "transformers")),
-    Part("rooflines", "benchmarks.gpu_rooflines", "kernels against rooflines", 115.0, KERNELS),
-    Part("decode", "benchmarks.gpu_decode", "decode and prefill", 135.0, ENGINE),
     Part(
-        "transformers",
-        "benchmarks.gpu_transformers",
-        "transformers on the same model",
-        85.0,
-        ("torch", "transformers"),
+        "tests",
+        "benchmarks.gpu_tests",
+        125.0,
+        (*KERNELS, "pytest"),
+        ("msgspec", "transformers", "numba"),
     ),
+    Part("rooflines", "benchmarks.gpu_rooflines", 115.0, KERNELS),
+    Part("decode", "benchmarks.gpu_decode", 135.0, ENGINE),
+    Part("transformers", "benchmarks.gpu_transformers", 85.0, ("torch", "transformers")),
 )
 
 PURPOSES: Final[Mapping[str, str]] = {
@@ -53,6 +54,7 @@ PURPOSES: Final[Mapping[str, str]] = {
     "msgspec": "the configuration and the plans of a step",
     "pytest": "running the tests",
     "transformers": "the peer, and the oracle of some tests",
+    "numba": "the transports' side on the host, which some tests compare with",
 }
 """What each package is needed for."""
 
@@ -64,6 +66,8 @@ class Missing:
     package: str
     purpose: str
     parts: tuple[str, ...]
+    partly: tuple[str, ...]
+    """The parts of which some cannot run without it."""
 
 
 def choose_parts(names: Sequence[str] | None) -> list[Part]:
@@ -80,9 +84,14 @@ def choose_parts(names: Sequence[str] | None) -> list[Part]:
 
 def find_missing(parts: Sequence[Part], is_there: Callable[[str], bool]) -> list[Missing]:
     """Give the packages that these parts need and that are not there, in order of first need."""
-    needed = dict.fromkeys(package for part in parts for package in part.packages)
+    needed = dict.fromkeys(name for part in parts for name in (*part.packages, *part.some_need))
     return [
-        Missing(package, PURPOSES[package], tuple(p.name for p in parts if package in p.packages))
+        Missing(
+            package,
+            PURPOSES[package],
+            tuple(part.name for part in parts if package in part.packages),
+            tuple(part.name for part in parts if package in part.some_need),
+        )
         for package in needed
         if not is_there(package)
     ]
@@ -90,10 +99,11 @@ def find_missing(parts: Sequence[Part], is_there: Callable[[str], bool]) -> list
 
 def advice(missing: Sequence[Missing], python_version: str) -> str:
     """Say what is missing, what waits for it, and how to bring it without a registry."""
-    lines = [
-        f"{m.package} is missing (for {m.purpose}): {', '.join(m.parts)} will not run"
-        for m in missing
-    ]
+    lines = []
+    for m in missing:
+        waiting = [f"{', '.join(m.parts)} will not run"] if m.parts else []
+        waiting += [f"some of {', '.join(m.partly)} will not run"] if m.partly else []
+        lines.append(f"{m.package} is missing (for {m.purpose}): {'; '.join(waiting)}")
     # Builds of torch and triton for a GPU's driver are whole installations, no wheel to carry.
     small = [m.package for m in missing if m.package not in ("torch", "triton")]
     if small:

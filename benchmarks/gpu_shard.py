@@ -5,8 +5,9 @@ on, so that N processes share kernels' compilation; --gpu-report FILE takes the 
 what was found before a process was stopped is known. Loaded with `-p benchmarks.gpu_shard` by
 benchmarks.gpu_tests alone.
 
-Lines: {"collected": n}, {"started": test}, {"ended": test, "outcome": "passed" | "failed" |
-"skipped", "seconds": s, "why": text}.
+Lines: {"unread": file, "why": text} for a file that cannot be imported, {"collected": n},
+{"started": test}, and {"ended": test, "outcome": "passed" | "failed" | "skipped", "seconds": s,
+"why": text}.
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ class _Shard:
         items[:] = kept
         config.hook.pytest_deselected(items=others)
         self._write(collected=len(kept))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Report a file that cannot be imported."""
+        if report.failed:
+            lines = str(report.longrepr).strip().splitlines()
+            error = next((line for line in reversed(lines) if line.startswith("E ")), lines[-1])
+            self._write(unread=report.nodeid, why=error.removeprefix("E ").strip()[:WHY_LENGTH])
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Say which test begins, should it never end."""

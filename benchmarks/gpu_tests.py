@@ -24,6 +24,7 @@ MAX_PROCESSES: Final = 6
 KERNEL_TESTS: Final = Path("tests/kernels/triton")
 """Its conftest marks every test in it, where there is a GPU."""
 QUICK_FILE: Final = KERNEL_TESTS / "test_runtime.py"
+NOT_INSTALLED: Final = "ModuleNotFoundError"
 NO_TESTS: Final = 5
 """pytest's exit status where nothing was chosen."""
 
@@ -47,6 +48,8 @@ class Results:
     outcomes: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    unread: dict[str, str] = field(default_factory=dict)
+    """Files that could not be imported, and why."""
     unfinished: list[str] = field(default_factory=list)
     """Tests that had begun when their process ended."""
 
@@ -68,7 +71,9 @@ def gather(reports: Iterable[str]) -> Results:
                 found: dict[str, Any] = json.loads(line)
             except ValueError:
                 continue
-            if "collected" in found:
+            if "unread" in found:
+                results.unread[found["unread"]] = found["why"]
+            elif "collected" in found:
                 results.collected += found["collected"]
             elif "started" in found:
                 running = found["started"]
@@ -99,6 +104,10 @@ def report_results(results: Results, statuses: Sequence[int | None], recorder: R
     )
     for test, why in results.failures.items():
         recorder.problem(test, why)
+    for file, why in results.unread.items():
+        # What is not installed here was named before; the rest runs.
+        record = recorder.skipped if NOT_INSTALLED in why else recorder.problem
+        record(file, why)
     was_stopped = None in statuses
     if was_stopped:
         left = max(results.collected - ended, 0)
@@ -125,6 +134,7 @@ def run_shards(
             [
                 *(sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu_shard"),
                 *("-p", "no:cacheprovider", "-m", marks, "--tb=short"),
+                "--continue-on-collection-errors",
                 *("--gpu-shard", f"{idx}/{num_processes}", "--gpu-report", str(path)),
                 *map(str, files),
             ],

@@ -75,6 +75,13 @@ def recorded(results: Results, statuses: list[int | None]) -> list[dict[str, Any
 def test_failures_are_problems_and_the_rest_is_counted() -> None:
     results = Results(3, {"a": "passed", "b": "failed"}, {"b": "no"}, 2.0)
     figure, problem = recorded(results, [1])
+    assert recorded(Results(unread={"a.py": "SyntaxError"}), [None])[1]["kind"] == "problem"
+    missing = {"a.py": "ModuleNotFoundError: No module named 'numba'"}
+    assert recorded(Results(unread=missing), [None])[1] == {
+        "kind": "skipped",
+        "what": "a.py",
+        "why": missing["a.py"],
+    }
     assert (figure["collected"], figure["passed"], figure["failed"]) == (3, 1, 1)
     assert problem == {"kind": "problem", "what": "b", "why": "no"}
 
@@ -114,6 +121,7 @@ def test_other_files_are_not_even_looked_into_by_pytest(tmp_path: Path) -> None:
 
 def test_shards_share_the_tests_and_report_each(tmp_path: Path) -> None:
     (tmp_path / "test_sample.py").write_text(SAMPLE)
+    (tmp_path / "test_unread.py").write_text("import a_package_that_nobody_has\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: long\n")
     reports, statuses = [], []
     for idx in range(2):
@@ -122,7 +130,14 @@ def test_shards_share_the_tests_and_report_each(tmp_path: Path) -> None:
             [
                 *(sys.executable, "-m", "pytest", "-q", "-p", "benchmarks.gpu_shard"),
                 *("-p", "no:cacheprovider", "-m", "not slow", "--rootdir", str(tmp_path)),
-                *("--gpu-shard", f"{idx}/2", "--gpu-report", str(path), "test_sample.py"),
+                *(
+                    "--gpu-shard",
+                    f"{idx}/2",
+                    "--gpu-report",
+                    str(path),
+                    "--continue-on-collection-errors",
+                ),
+                *("test_sample.py", "test_unread.py"),
             ],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -131,8 +146,7 @@ def test_shards_share_the_tests_and_report_each(tmp_path: Path) -> None:
         )
         statuses.append(done.returncode)
         reports.append(path.read_text())
-    # Both failures are in the second share: tests are dealt in turn.
-    assert statuses == [0, 1]
+    assert statuses == [1, 1]
     assert all(gather([report]).collected in (3, 4) for report in reports)
     found = gather(reports)
     assert found.collected == len(found.outcomes) == 7
@@ -143,3 +157,6 @@ def test_shards_share_the_tests_and_report_each(tmp_path: Path) -> None:
         "test_leaves_something_open": "ValueError: left open",
     }
     assert found.unfinished == []
+    assert found.unread == {
+        "test_unread.py": "ModuleNotFoundError: No module named 'a_package_that_nobody_has'"
+    }
