@@ -203,20 +203,21 @@ def run(
     """
     workload = QUICK if flags.quick else FULL
     for variant in VARIANTS:
-        if not deadline.has(0):
-            recorder.skipped(f"engine, {variant.name}", "the time was up")
+        if not deadline.has_another:
+            recorder.skipped(f"engine, {variant.name}", "the time would not have sufficed")
             continue
         recorder.progress(f"building {workload.name}, {variant.name}")
         # A kernel or a driver may raise anything; what the other variants reach counts still.
         try:
-            engine = open_engine(workload, flags.device, variant)
-            try:
-                measure(
-                    variant, engine, workload, bytes_per_s, recorder, deadline,
-                    is_judged=not flags.quick,
-                )  # fmt: skip
-            finally:
-                engine.close()
+            with deadline.measured():
+                engine = open_engine(workload, flags.device, variant)
+                try:
+                    measure(
+                        variant, engine, workload, bytes_per_s, recorder, deadline,
+                        is_judged=not flags.quick,
+                    )  # fmt: skip
+                finally:
+                    engine.close()
         except Exception as error:
             traceback.print_exc()
             recorder.problem(f"engine, {variant.name}", f"{type(error).__name__}: {error}")

@@ -15,7 +15,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
@@ -66,6 +67,7 @@ class Deadline:
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._end = clock() + seconds
+        self._longest = 0.0
 
     @property
     def left(self) -> float:
@@ -75,6 +77,18 @@ class Deadline:
     def has(self, seconds: float) -> bool:
         """Say whether so many seconds are left."""
         return self.left >= seconds
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Time a piece of work, so that others like it begin only if they can end."""
+        before = self.left
+        yield
+        self._longest = max(self._longest, before - self.left)
+
+    @property
+    def has_another(self) -> bool:
+        """Say whether the longest piece of work so far would fit once more."""
+        return self.left >= self._longest
 
 
 @dataclass(frozen=True)

@@ -106,13 +106,14 @@ def measure_decode(
     token = peer.prefill(peer.random_ids(batch, context), cache)
     for implementation in IMPLEMENTATIONS:
         what = f"transformers, batch {batch}, {implementation}"
-        if not deadline.has(0):
-            recorder.skipped(what, "the time was up")
+        if not deadline.has_another:
+            recorder.skipped(what, "the time would not have sufficed")
             continue
         # One that this version or this device does not have is none to be compared with.
         try:
             peer.use(implementation)
-            token, rounds = time_steps(peer, token, cache)
+            with deadline.measured():
+                token, rounds = time_steps(peer, token, cache)
         except (RuntimeError, ValueError, ImportError, NotImplementedError) as error:
             traceback.print_exc()
             recorder.skipped(what, f"{type(error).__name__}: {first_line(error)}")

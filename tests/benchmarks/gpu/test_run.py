@@ -104,6 +104,19 @@ def test_a_deadline_goes_by_its_clock() -> None:
     assert not deadline.has(0.0)
 
 
+def test_work_begins_only_if_it_can_end() -> None:
+    now = [0.0]
+    deadline = Deadline(10.0, clock=lambda: now[0])
+    assert deadline.has_another
+    for seconds in (4.0, 1.0):
+        with deadline.measured():
+            now[0] += seconds
+    assert deadline.has_another
+    now[0] = 6.5
+    assert not deadline.has_another
+    assert deadline.has(3.0)
+
+
 def test_a_parts_command() -> None:
     command = part_command("benchmarks.gpu_decode", device="cuda:1", is_quick=True, seconds=12.34)
     assert command[1:] == [
