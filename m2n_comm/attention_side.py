@@ -20,7 +20,7 @@ import torch
 
 from m2n_comm.emulate import LinkEmulation, wait_delivery
 from m2n_comm.layout import RouteMap, Routes, check_known
-from m2n_comm.lines import Hop, Lines, describe, late
+from m2n_comm.lines import TURN_S, Hop, Lines, describe, late
 from m2n_comm.native import Record, add_answer, write_request
 from m2n_comm.native import serves as native_serves
 from m2n_comm.net import NetShape, NetTimes, WaitPolicy
@@ -42,9 +42,6 @@ from topspin.trace import Kind, Ring
 
 # A wait shorter than this was none: the frame lay there before it was asked for.
 _WAITED_NS = 5_000
-# How long to wait for one's turn while the experts serve a step of other attention nodes. The
-# scheduler watches that step, and ends this wait (Lines' check) if it does not go on.
-TURN_S = 3600.0
 
 
 @dataclass(slots=True)

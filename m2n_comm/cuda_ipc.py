@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from kernels.m2n_windows import step_words
-from m2n_comm.attention_side import TURN_S
 from m2n_comm.cuda_ipc_pairs import IpcPairs
 from m2n_comm.cuda_ipc_rules import Life, check_ticket, parts_of
 from m2n_comm.layout import Routes
+from m2n_comm.lines import TURN_S
 from m2n_comm.net import NetShape, NetTimes
 from topspin.errors import FrameError, ProtocolError
 from topspin.expert_table import ExpertTable

@@ -17,6 +17,10 @@ from topspin.messages import StepTicket
 # How often a long wait asks whether it still makes sense.
 CHECK_INTERVAL_S = 0.2
 
+# How long to wait for one's turn while the experts serve a step of other attention nodes. The
+# scheduler watches that step, and ends this wait (its check) if it does not go on.
+TURN_S = 3600.0
+
 # Called now and then during a wait; raises a TransportError to end it.
 Check = Callable[[], None]
 

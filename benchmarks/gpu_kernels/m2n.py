@@ -1,7 +1,8 @@
-"""M2N entries: dispatch and combine of one device with expert nodes' windows on it.
+"""M2N entries: one side's kernels on one device, with all windows on it.
 
-The nodes answer at once: a copy of the requests' headers between the two makes them those of
-the answers, and is part of the call. The work is the copies that cannot be avoided.
+The other side is there at once: expert nodes answer by a copy of the requests' headers between
+dispatch and combine, attention nodes send by counting their flags up before gather and reply.
+These small kernels are part of the calls. The work is the copies that cannot be avoided.
 """
 
 from __future__ import annotations
@@ -14,12 +15,26 @@ from torch import Tensor
 
 from benchmarks.gpu_kernels import Entry
 from benchmarks.roofline import FP32, I64, Work
-from kernels.m2n_windows import HEADER_WORDS, Control, WindowShape, host_words, step_words
+from kernels.m2n_windows import (
+    FLAG,
+    HEADER_WORDS,
+    INCARNATION,
+    PARTS,
+    ROWS,
+    STEP,
+    VERSION,
+    Control,
+    WindowShape,
+    host_words,
+    step_words,
+)
 from kernels.runtime import open_runtime
 from kernels.triton_m2n import AttentionPort
+from kernels.triton_m2n_expert import ExpertPort
 
 PATIENCE_NS: Final = 10**9
-INCARNATION: Final = 1
+LIFE: Final = 1
+"""The incarnation of every node."""
 
 
 class Exchange(NamedTuple):
@@ -57,6 +72,12 @@ def exchange_work(exchange: Exchange, num_sent: int) -> Work:
     return Work(given + sent + scales + answers, num_sent * exchange.hidden)
 
 
+def control_of(num_peers: int, device: torch.device) -> Control:
+    """Give the words that kernels share with the host."""
+    host = open_runtime(str(device)).host_buffer(host_words(num_peers) * 8).view(torch.int64)
+    return Control(host, device)
+
+
 def exchange_entry(exchange: Exchange, device: torch.device) -> Entry:
     """Give the entry of a dispatch and a combine."""
     num_rows, width, num_experts, top_k, num_nodes, wire = exchange
@@ -72,8 +93,7 @@ def exchange_entry(exchange: Exchange, device: torch.device) -> Entry:
     headers = memory[: num_words * 8].view(torch.int64).view(2, num_nodes, HEADER_WORDS)
     requests_at = memory.data_ptr() + num_words * 8
     answers_at = requests_at + num_nodes * shape.request_bytes
-    host = open_runtime(str(device)).host_buffer(host_words(num_nodes) * 8).view(torch.int64)
-    control = Control(host, device)
+    control = control_of(num_nodes, device)
     step = step_words(patience_ns=PATIENCE_NS, step=1, version=1)
     port = AttentionPort(
         shape,
@@ -91,8 +111,8 @@ def exchange_entry(exchange: Exchange, device: torch.device) -> Entry:
         ],
         control=control,
         step=torch.tensor(step, dtype=torch.int64, device=device),
-        incarnation=INCARNATION,
-        peers=[INCARNATION] * num_nodes,
+        incarnation=LIFE,
+        peers=[LIFE] * num_nodes,
     )
     rng = torch.Generator().manual_seed(0)
     experts = torch.rand(num_rows, num_experts, generator=rng).topk(top_k, dim=-1).indices
@@ -122,7 +142,88 @@ def exchange_entry(exchange: Exchange, device: torch.device) -> Entry:
     )
 
 
+class Service(NamedTuple):
+    """Rows of bf16 that each of several attention nodes sends, of a window for `bucket`."""
+
+    num_rows: int
+    bucket: int
+    hidden: int
+    top_k: int
+    num_nodes: int
+    wire: torch.dtype
+
+
+SERVICES: Final = tuple(
+    Service(num_rows, num_rows, 7168, 8, 2, wire)
+    for num_rows in (1, 128)
+    for wire in (torch.bfloat16, torch.float8_e4m3fn)
+)
+
+
+def service_work(service: Service) -> Work:
+    """Give the work: rows are read and written as they come in and as their sums go out."""
+    rows = service.num_rows * service.num_nodes
+    pairs = rows * service.top_k * 2 * FP32
+    scales = rows * FP32 if service.wire == torch.float8_e4m3fn else 0
+    taken = rows * service.hidden * (service.wire.itemsize + 2) + 2 * pairs + scales
+    return Work(taken + rows * service.hidden * 2 * 2, 0)
+
+
+def service_entry(service: Service, device: torch.device) -> Entry:
+    """Give the entry of a gather and a reply, whose sums are the rows themselves."""
+    num_rows, bucket, width, top_k, num_nodes, wire = service
+    shape = WindowShape(
+        rows=bucket, hidden_size=width, top_k=top_k, wire=wire, answer=torch.bfloat16
+    )
+    header_bytes = num_nodes * HEADER_WORDS * 8
+    window_bytes = num_nodes * (shape.request_bytes + shape.answer_bytes)
+    memory = torch.zeros(header_bytes + window_bytes, dtype=torch.uint8, device=device)
+    headers = memory[:header_bytes].view(torch.int64).view(num_nodes, HEADER_WORDS)
+    headers[:, ROWS], headers[:, PARTS] = num_rows, 1
+    headers[:, STEP], headers[:, VERSION], headers[:, INCARNATION] = 1, 1, LIFE
+    requests_at = memory.data_ptr() + header_bytes
+    answers_at = requests_at + num_nodes * shape.request_bytes
+    control = control_of(num_nodes, device)
+    step = step_words(
+        patience_ns=PATIENCE_NS, step=1, version=1, participants=tuple(range(num_nodes))
+    )
+    port = ExpertPort(
+        shape,
+        [
+            shape.request_at(requests_at + node * shape.request_bytes)._replace(
+                header=headers[node].data_ptr()
+            )
+            for node in range(num_nodes)
+        ],
+        [shape.answer_at(answers_at + node * shape.answer_bytes) for node in range(num_nodes)],
+        control=control,
+        step=torch.tensor(step, dtype=torch.int64, device=device),
+        limits=torch.ones(1, dtype=torch.int64, device=device),
+        incarnation=LIFE,
+        peers=[LIFE] * num_nodes,
+        compute=torch.bfloat16,
+    )
+    flags = headers[:, FLAG]
+
+    def call(_: int) -> Tensor:
+        flags.add_(1)
+        joined = port.gather(0, layer=0, num_participants=num_nodes, bucket=bucket)
+        port.reply(joined.hidden, 0, num_participants=num_nodes)
+        assert control.fault is None
+        return joined.hidden
+
+    name = str(wire).removeprefix("torch.")
+    return Entry(
+        "m2n gather + reply",
+        f"{num_rows} x {width} of {num_nodes} nodes each, {name}",
+        service_work(service),
+        call,
+    )
+
+
 def entries(device: torch.device) -> Iterator[Entry]:
     """Give all entries, one at a time: its tensors go when the next one is asked for."""
     for exchange in EXCHANGES:
         yield exchange_entry(exchange, device)
+    for service in SERVICES:
+        yield service_entry(service, device)

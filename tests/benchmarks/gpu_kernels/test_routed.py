@@ -14,7 +14,14 @@ from benchmarks.gpu_kernels.grouped_mlp import (
     mlp_work,
     random_experts,
 )
-from benchmarks.gpu_kernels.m2n import Exchange, exchange_entry, exchange_work
+from benchmarks.gpu_kernels.m2n import (
+    Exchange,
+    Service,
+    exchange_entry,
+    exchange_work,
+    service_entry,
+    service_work,
+)
 from benchmarks.gpu_kernels.router import Router, routed_work, router_entries
 from benchmarks.gpu_kernels.sampling import SETTINGS, sampling_entry
 from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight
@@ -88,3 +95,16 @@ def test_m2n(wire: torch.dtype, row_bytes: int, device: torch.device) -> None:
     entry = exchange_entry(exchange, device)
     for idx in range(2):
         assert not entry.call(idx).any(), "answers of zeros add up to zeros, and none was late"
+
+
+@pytest.mark.parametrize(
+    ("wire", "row_bytes"), [(torch.bfloat16, 2 * 20), (torch.float8_e4m3fn, 20 + 4)]
+)
+def test_m2n_of_an_expert_node(wire: torch.dtype, row_bytes: int, device: torch.device) -> None:
+    service = Service(2, 3, 20, 2, 2, wire)
+    # What comes, once read and once written, with slots and weights; sums, likewise.
+    wanted = 4 * (row_bytes + 20 * 2 + 2 * 2 * 8) + 4 * 20 * 2 * 2
+    assert service_work(service).num_bytes == wanted
+    entry = service_entry(service, device)
+    for idx in range(2):
+        assert entry.call(idx).shape == (6, 20)
