@@ -37,9 +37,7 @@ def load(path: Path, kernels: str) -> Experts:
 
 
 @torch.inference_mode()
-def test_tickets_are_recorded_once_and_follow_what_two_attention_nodes_send(
-    tmp_path: Path,
-) -> None:
+def test_tickets_are_recorded_once_and_follow_what_is_sent(tmp_path: Path) -> None:
     path = make_checkpoint(
         tmp_path,
         "mixtral",
@@ -53,24 +51,23 @@ def test_tickets_are_recorded_once_and_follow_what_two_attention_nodes_send(
     shape = ipc_shape(hidden_size=WIDTH, top_k=2, num_layers=1)
     table = uniform_table(num_layers=1, num_experts=NUM_EXPERTS, num_nodes=1)
     generator = torch.Generator().manual_seed(0)
-    with ipc_fleet(2, 1, shape=shape, table=table) as fleet:
+    with ipc_fleet(1, 1, shape=shape, table=table) as fleet:
+        (net,) = fleet.attention
         for step in (1, 2, 3):
-            ticket = ticket_of(step, buckets=BUCKETS, participants=(0, 1))
-            sent: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
-            for index, net in enumerate(fleet.attention):
-                net.begin(ticket)
-                for mb, bucket in enumerate(BUCKETS):
-                    size = (step + index + mb) % (bucket + 1)
-                    hidden = torch.randn(size, WIDTH, generator=generator)
-                    scores = torch.rand(size, NUM_EXPERTS, generator=generator)
-                    weights, chosen = scores.topk(2)
-                    net.dispatch(mb, 0, hidden, chosen, weights)
-                    sent[index, mb] = hidden, chosen, weights
+            ticket = ticket_of(step, buckets=BUCKETS)
+            net.begin(ticket)
+            sent: list[tuple[Tensor, Tensor, Tensor]] = []
+            for mb, bucket in enumerate(BUCKETS):
+                size = (step + mb) % (bucket + 1)
+                hidden = torch.randn(size, WIDTH, generator=generator)
+                weights, chosen = torch.rand(size, NUM_EXPERTS, generator=generator).topk(2)
+                net.dispatch(mb, 0, hidden, chosen, weights)
+                sent.append((hidden, chosen, weights))
             run_ticket(fleet.experts[0], experts, ticket, graphs=graphs)
             assert len(graphs) == min(step - 1, 1)
-            for (index, mb), (hidden, chosen, weights) in sent.items():
+            for mb, (hidden, chosen, weights) in enumerate(sent):
                 out = torch.full(hidden.shape, float("nan"))
-                fleet.attention[index].combine(mb, 0, out)
+                net.combine(mb, 0, out)
                 count = (len(hidden),)
                 batch = ExpertBatch(mb, 0, 0, hidden, chosen.int(), weights, count, 1)
                 torch.testing.assert_close(out, oracle.compute(batch), rtol=1e-4, atol=1e-5)
