@@ -22,13 +22,14 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
 from benchmarks.gpu_clocks import Clocks
+from benchmarks.gpu_clocks import describe as describe_clocks
 from benchmarks.gpu_display import Display, open_display
 from benchmarks.gpu_parts import (
     TOTAL_SECONDS,
@@ -158,14 +159,19 @@ def file_name(device_name: str, date: datetime.date) -> str:
     return f"gpu-{device}-{date.isoformat()}"
 
 
-def run_parts(session: Session, parts: Sequence[Part], deadline: Deadline) -> dict[str, str]:
-    """Run the parts whose packages are there; give those left out, and why."""
+def find_left_out(parts: Sequence[Part]) -> dict[str, str]:
+    """Give the parts that cannot run here, and why."""
     missing = find_missing(parts, is_installed)
-    lacking = {name: m.package for m in reversed(missing) for name in m.parts}
-    runnable = [part for part in parts if part.name not in lacking]
-    for idx, part in enumerate(runnable):
-        session.run(part.name, part.module, seconds_for(part, runnable[idx + 1 :], deadline.left))
-    return {name: f"{package} is missing" for name, package in lacking.items()}
+    return {name: f"{m.package} is missing" for m in reversed(missing) for name in m.parts}
+
+
+def run_parts(
+    session: Session, parts: Sequence[Part], deadline: Deadline, save: Callable[[], object]
+) -> None:
+    """Run the parts in order; save after each, lest the whole command is stopped."""
+    for idx, part in enumerate(parts):
+        session.run(part.name, part.module, seconds_for(part, parts[idx + 1 :], deadline.left))
+        save()
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -215,23 +221,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             for text in reasons or complaints("device", about):
                 print(f"make gpu: error: {text}", file=sys.stderr)
             return 2
-        left_out = run_parts(session, args.parts, deadline)
-    del session.outcomes["device"]
-    device = {name: value for name, value in devices[0].items() if name != "kind"}
-    result = result_of(
-        device,
-        session.outcomes,
-        left_out,
-        clocks.summary(),
-        interpreted=args.device == "cpu",
-        quick=args.quick,
-    )
-    name = file_name(device["name"], datetime.datetime.now(datetime.UTC).date())
-    path = report.write(name, result, args.output or report.RESULTS)
+        del session.outcomes["device"]
+        device = {name: value for name, value in devices[0].items() if name != "kind"}
+        name = file_name(device["name"], datetime.datetime.now(datetime.UTC).date())
+        left_out = find_left_out(args.parts)
+
+        def save() -> tuple[dict[str, Any], Path]:
+            result = result_of(
+                device,
+                session.outcomes,
+                left_out,
+                clocks.summary(),
+                interpreted=args.device == "cpu",
+                quick=args.quick,
+            )
+            return result, report.write(name, result, args.output or report.RESULTS)
+
+        runnable = [part for part in args.parts if part.name not in left_out]
+        run_parts(session, runnable, deadline, save)
+    result, path = save()
     if args.quick:
         display.say("tiny sizes: the parts work, and the times above are no speeds")
     else:
-        display.summary(ceilings(result["figures"]), tables(result))
+        said = (ceilings(result["figures"]), describe_clocks(result["clocks"]))
+        display.summary("; ".join(filter(None, said)), tables(result))
     found = failures(result)
     for text in found:
         print(f"make gpu: {text}", file=sys.stderr)

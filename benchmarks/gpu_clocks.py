@@ -10,7 +10,7 @@ import shutil
 import statistics
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 FIELDS: Final = {
@@ -64,6 +64,17 @@ def summarise(samples: Sequence[Sample]) -> dict[str, Any] | None:
             for name, c in columns.items()
         },
     }
+
+
+def describe(summary: Mapping[str, Any] | None) -> str:
+    """Say the clocks in a line; "" without any."""
+    if summary is None:
+        return ""
+    sm, watts = summary["sm_mhz"], summary["power_w"]
+    return (
+        f"SM clock {sm['median']:.0f} MHz ({sm['least']:.0f} to {sm['greatest']:.0f}), "
+        f"power up to {watts['greatest']:.0f} W"
+    )
 
 
 class Clocks:

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import PARTS
+from benchmarks.gpu_records import Deadline
 
 ROOT = Path(__file__).parents[3]
 
@@ -93,3 +94,30 @@ def test_every_part_interpreted(tmp_path: Path) -> None:
     }
     engines = {figure["engine"] for figure in found["figures"] if figure["of"] == "decode"}
     assert engines == {"topspin", "transformers"}
+
+
+def test_what_was_found_is_saved_after_each_part() -> None:
+    saved: list[list[str]] = []
+    limits: list[float] = []
+
+    class FakeSession:
+        def __init__(self) -> None:
+            self.ran: list[str] = []
+
+        def run(self, name: str, module: str, seconds: float) -> None:
+            self.ran.append(name)
+            limits.append(seconds)
+
+    session = FakeSession()
+    deadline = Deadline(460.0, clock=lambda: 0.0)
+    gpu.run_parts(session, PARTS, deadline, lambda: saved.append(list(session.ran)))
+    names = [part.name for part in PARTS]
+    assert saved == [names[: count + 1] for count in range(len(names))]
+    # Nothing takes time here, so that the last one may take all of it.
+    assert limits == sorted(limits)
+    assert limits[-1] == 460.0
+
+
+def test_parts_that_lack_a_package_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "is_installed", lambda package: package not in ("msgspec", "numba"))
+    assert gpu.find_left_out(PARTS) == {"decode": "msgspec is missing"}

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import gpu_rooflines
 from benchmarks.gpu_clocks import FIELDS, Clocks, read_sample, summarise
+from benchmarks.gpu_clocks import describe as describe_clocks
 from benchmarks.gpu_display import Display, describe, plain_table
 from benchmarks.gpu_kernels import Entry
 from benchmarks.gpu_kernels.catalogue import CATALOGUE, Job, in_order
@@ -146,6 +147,8 @@ def test_clocks_are_those_of_nvidia_smi() -> None:
     assert found["samples"] == 3
     assert found["sm_mhz"] == {"least": 1.0, "median": 2.0, "greatest": 5.0}
     assert summarise([]) is None
+    assert describe_clocks(found).startswith("SM clock 2 MHz (1 to 5), power up to 5 W")
+    assert describe_clocks(None) == ""
 
 
 def test_without_nvidia_smi_there_are_no_clocks() -> None:
