@@ -9,7 +9,7 @@ it is the same code.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -155,11 +155,17 @@ class DeviceExecutor:
     def fetch(self, tensors: Sequence[Tensor]) -> Receipt:
         return self._inbound.fetch(tensors)
 
-    def record_all(self, net: AttentionNet | None, *, micro_batches: Sequence[int]) -> None:
+    def record_all(
+        self,
+        net: AttentionNet | None,
+        *,
+        micro_batches: Sequence[int],
+        check: Callable[[], None],
+    ) -> None:
         """Record every size for each of these numbers of micro-batches, the largest first.
 
-        Only for a net that answers without a step of its peers. All rows are padding: no
-        sequence and no cache block takes part.
+        Before the first begin(): such nets then send nothing to peers. All rows are padding:
+        no sequence and no cache block takes part.
         """
         if not self.sizes or not (net is None or net.is_graph_safe):
             return
@@ -167,6 +173,7 @@ class DeviceExecutor:
         for done, (m, bucket) in enumerate(keys):
             if done % 8 == 0:
                 _log.info("recording decode steps: %d of %d sizes", done, len(keys))
+            check()
             for _ in range(2):
                 placed = self._inputs.place([_nothing()] * m, bucket)
                 self._replay(Placed(placed, bucket, 0), net)

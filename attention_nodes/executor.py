@@ -7,7 +7,7 @@ sequence. Called by replica.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -67,7 +67,13 @@ class Executor(Protocol):
     def sizes(self) -> Sequence[int]:
         """Return the rows of a micro-batch for which decode steps are recorded, ascending."""
 
-    def record_all(self, net: AttentionNet | None, *, micro_batches: Sequence[int]) -> None:
+    def record_all(
+        self,
+        net: AttentionNet | None,
+        *,
+        micro_batches: Sequence[int],
+        check: Callable[[], None],
+    ) -> None:
         """Record every size for each of these numbers of micro-batches."""
 
     def forget(self) -> None:
@@ -113,7 +119,13 @@ class HostExecutor:
         self._stream = runtime.current_stream()
         self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
 
-    def record_all(self, net: AttentionNet | None, *, micro_batches: Sequence[int]) -> None:
+    def record_all(
+        self,
+        net: AttentionNet | None,
+        *,
+        micro_batches: Sequence[int],
+        check: Callable[[], None],
+    ) -> None:
         pass
 
     def forget(self) -> None:

@@ -6,7 +6,9 @@ Called by replica.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,12 +20,21 @@ from m2n_comm.net import NetTimes
 from topspin.messages import StepResult, StepTicket, StepTimings
 
 
+@runtime_checkable
+class Checked(Protocol):
+    """A net whose errors are found on the device, and by the host when it looks."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong in what has happened so far; never waits."""
+
+
 @dataclass(eq=False)
 class LaunchedStep:
     """One step; `drawn` are the sampler's arrays once they have come.
 
-    The host began with it at `started_s` and enqueued its layers from `prepared_s` on
-    (time.perf_counter); `began` and `rallied` are when the device began and was through them.
+    `check` is called while the step is waited for, and when it has ended. The host began with
+    it at `started_s` and enqueued its layers from `prepared_s` on (time.perf_counter); `began`
+    and `rallied` are when the device began and was through them.
     """
 
     ticket: StepTicket
@@ -36,7 +47,17 @@ class LaunchedStep:
     began: Event
     rallied: Event
     times: NetTimes
+    check: Callable[[], None] | None = None
     drawn: list[np.ndarray] | None = None
+
+    def wait(self) -> list[np.ndarray]:
+        """Wait for the end of the step and return what it has drawn; raises what check() does."""
+        if self.check is None:
+            return self.receipt.arrays()
+        while not self.receipt.ended.is_done():
+            self.check()
+        self.check()
+        return self.receipt.arrays()
 
     def result(self, drawn: Drawn, *, previous_s: float | None) -> StepResult:
         """Return the answer; `previous_s` is when the step before it was answered for.

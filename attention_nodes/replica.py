@@ -23,7 +23,7 @@ from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
 from attention_nodes.device_executor import DeviceExecutor
 from attention_nodes.executor import Executor, HostExecutor
-from attention_nodes.launched import LaunchedStep
+from attention_nodes.launched import Checked, LaunchedStep
 from attention_nodes.memory_budget import (
     AbsentExperts,
     blocks_that_fit,
@@ -220,12 +220,14 @@ class Replica:
             )
         return num_blocks
 
-    def record_steps(self, net: AttentionNet | None, config: NodeConfig) -> None:
-        """Record decode steps of every size, if this node does that; takes a while.
+    def record_steps(
+        self, net: AttentionNet | None, config: NodeConfig, *, check: Callable[[], None]
+    ) -> None:
+        """Record decode steps of every size, if this node does that, before the first begin().
 
-        Only for a `net` whose experts answer without a step of their own (one process).
+        Takes a while; `check` is called now and then.
         """
-        self._executor.record_all(net, micro_batches=_micro_batches(config))
+        self._executor.record_all(net, micro_batches=_micro_batches(config), check=check)
 
     def _warm_up(self) -> None:
         """Run a whole step of one token, so that the first request finds code and memory.
@@ -300,9 +302,21 @@ class Replica:
         return len(self._launched)
 
     @property
+    def head(self) -> StepTicket | None:
+        """Return the ticket of the oldest launched step; None: there is none."""
+        return self._launched[0].ticket if self._launched else None
+
+    @property
     def is_done(self) -> bool:
         """Say whether the oldest launched step has ended; never waits."""
         return self._launched[0].receipt.ended.is_done()
+
+    def runs_ahead(self, net: AttentionNet | None) -> bool:
+        """Say whether the step just launched goes on without the host, which may launch another.
+
+        A net whose host takes part in every layer has brought it to its end by now.
+        """
+        return self._runtime.is_asynchronous and (net is None or net.is_graph_safe)
 
     def launch(
         self, plan: StepPlan, net: AttentionNet | None, *, index: int, beat: Beat | None = None
@@ -321,10 +335,10 @@ class Replica:
         seq_ids = np.concatenate([slices.seq_ids for slices in micro_batches])
         asked = self._sampler.ask(sampled, seq_ids)
         reserved = self._table.reserve(sampled)
-        placed = self._executor.place(micro_batches, net)
         if net is not None:
             net.trace = trace
             net.begin(plan.ticket)
+        placed = self._executor.place(micro_batches, net)
         if trace is not None:
             trace.stamp(Kind.STEP_BEGAN)
         prepared = time.perf_counter()
@@ -344,6 +358,7 @@ class Replica:
             began=began,
             rallied=ran.rallied,
             times=net.times() if net is not None else NetTimes(0.0, 0.0, None),
+            check=net.check if isinstance(net, Checked) else None,
         )
         self._launched.append(launched)
         if not self._executor.keeps_tokens:
@@ -369,7 +384,7 @@ class Replica:
     def _settle(self, launched: LaunchedStep) -> list[np.ndarray]:
         """Wait for what a step has drawn, and record it."""
         if launched.drawn is None:
-            launched.drawn = launched.receipt.arrays()
+            launched.drawn = launched.wait()
             if launched.drawn:
                 # The failed ones' too: the next step may be planned already, and goes on from a
                 # token that nobody is told.

@@ -4,6 +4,10 @@ Owns one step's course and the node's life: join, load, connect, warm up, execut
 StepPlans, halt and connect anew when the engine reforms, stop. The net is opened by a
 callable, so that the same worker runs alone in its process (shm, tcp) or beside the
 experts (local). Runs in the process's one busy thread.
+
+On a GPU a step runs by itself once it is launched: meanwhile the thread looks for the next
+plan and launches it, then for the end of the first, whose result goes out at once. Results
+are sent in order. What ends a generation waits for the device, then drops what was launched.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from attention_nodes.replica import OpenDryNet, Replica
+from attention_nodes.launched import Checked
+from attention_nodes.replica import MAX_LAUNCHED, OpenDryNet, Replica
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
 from topspin import __version__
@@ -26,6 +31,7 @@ from topspin.errors import Interrupted, ProtocolError, TransportError
 from topspin.inbox import Inbox
 from topspin.membership import await_welcome, reform_failed, step_failed
 from topspin.messages import (
+    AnyMessage,
     Halt,
     Halted,
     Hello,
@@ -34,6 +40,7 @@ from topspin.messages import (
     Ready,
     Reform,
     StepPlan,
+    StepTicket,
     TablePrepared,
     Topology,
     Welcome,
@@ -70,6 +77,7 @@ class AttentionWorker:
         self._can_reform = can_reform
         self._net: AttentionNet | None = None
         self._is_formed = False
+        self._has_recorded = False
         self._index = index
         self._model_path = model_path
         self._open_net = open_net
@@ -119,12 +127,15 @@ class AttentionWorker:
             while True:
                 self._run_next(replica, welcome)
         finally:
-            self._disband()
+            self._disband(replica)
 
     def _form(self, replica: Replica, welcome: Welcome, *, load_s: float) -> None:
         """Connect to the expert nodes of the topology and report ready."""
         if replica.is_moe:
             self._net = self._open_net(welcome, replica, self.incarnation)
+        if not self._has_recorded:  # later nets: while they serve, size by size
+            replica.record_steps(self._net, welcome.config, check=self.check)
+            self._has_recorded = True
         self._is_formed = True
         generation = welcome.topology.generation
         self._control.send(
@@ -145,18 +156,47 @@ class AttentionWorker:
         self._progress.waiting()
         self.inbox.check()
 
-    def _disband(self) -> None:
+    def _disband(self, replica: Replica) -> None:
         """Leave the generation: its memory is not used again."""
         net, self._net = self._net, None
         self._is_formed = False
-        if net is not None:
-            net.close()
+        try:
+            if net is not None:
+                net.close()  # ends what a device waits for
+        finally:
+            replica.discard()
+            self._progress.end()
 
     def _run_next(self, replica: Replica, welcome: Welcome) -> None:
-        message = self.inbox.next()
+        """Handle what comes next: a message, or the end of a step that was launched."""
+        may_fail = welcome.config.restart
+        if replica.head is None:
+            self._handle(self.inbox.next(), replica, welcome)
+        elif replica.is_done:
+            self._answer(replica, may_fail=may_fail)
+        elif self._is_wanted(replica, may_fail=may_fail) and replica.num_launched < MAX_LAUNCHED:
+            # It runs: look whether the next one is there, and do not sleep, for it ends soon.
+            message = self.inbox.next(0.0)
+            if message is not None:
+                self._handle(message, replica, welcome)
+
+    def _is_wanted(self, replica: Replica, *, may_fail: bool) -> bool:
+        """Look whether the step under way still makes sense; else it is given up."""
+        assert replica.head is not None
+        try:
+            if isinstance(self._net, Checked):
+                self._net.check()
+            self.inbox.check()
+        except Interrupted:
+            self._disband(replica)  # the message that says why is next
+        except Exception as error:
+            self._give_up(replica, replica.head, error, may_fail=may_fail)
+        return replica.head is not None
+
+    def _handle(self, message: AnyMessage | None, replica: Replica, welcome: Welcome) -> None:
         if isinstance(message, StepPlan):
             if self._is_formed:  # else it was sent before the scheduler knew of a failed step
-                self._execute(replica, message, may_fail=welcome.config.restart)
+                self._launch(replica, message, may_fail=welcome.config.restart)
         elif isinstance(message, PrepareTable):
             if self._net is not None:  # else a Reform is on its way, with a table of its own
                 self._net.set_table(message.table)
@@ -165,7 +205,7 @@ class AttentionWorker:
                     TablePrepared(role="attention", index=self._index, version=version)
                 )
         elif isinstance(message, Halt) and self._can_reform:
-            self._disband()
+            self._disband(replica)
             self._control.send(
                 Halted(role="attention", index=self._index, generation=message.generation)
             )
@@ -174,32 +214,59 @@ class AttentionWorker:
         else:
             raise ProtocolError(f"expected StepPlan, got {type(message).__name__}")
 
-    def _execute(self, replica: Replica, plan: StepPlan, *, may_fail: bool) -> None:
-        """Do a step; if the net fails and the engine can reform, leave and wait for that."""
-        try:
+    def _launch(self, replica: Replica, plan: StepPlan, *, may_fail: bool) -> None:
+        """Begin a step, behind one that runs; answer it too unless it goes on by itself.
+
+        If the net fails and the engine can reform, leave and wait for that.
+        """
+        if replica.head is None:
             self._progress.begin(plan.ticket)
-            result = replica.execute(plan, self._net, index=self._index, beat=self._progress.beat)
+        try:
+            replica.launch(plan, self._net, index=self._index, beat=self._progress.beat)
         except Exception as error:
-            self._control.send(step_failed(plan.ticket, "attention", self._index, error))
-            if not (may_fail and self._can_reform and isinstance(error, TransportError)):
-                raise
-            self._logger.warning("attention %d: step %d: %s", self._index, plan.ticket.step, error)
-        else:
-            self._control.send(result)
+            # The step before it is whole, or it is the one that has failed.
+            if replica.head is not None:
+                self._answer(replica, may_fail=may_fail)
+            if self._is_formed:
+                self._give_up(replica, plan.ticket, error, may_fail=may_fail)
             return
-        finally:
+        if not replica.runs_ahead(self._net):
+            self._answer(replica, may_fail=may_fail)
+
+    def _answer(self, replica: Replica, *, may_fail: bool) -> None:
+        """Wait for the oldest step that was launched and send its result."""
+        ticket = replica.head
+        assert ticket is not None
+        try:
+            result = replica.collect()
+        except Exception as error:
+            self._give_up(replica, ticket, error, may_fail=may_fail)
+            return
+        self._control.send(result)
+        if replica.head is not None:
+            self._progress.begin(replica.head)
+        else:
             self._progress.end()
-        self._disband()
+
+    def _give_up(
+        self, replica: Replica, ticket: StepTicket, error: Exception, *, may_fail: bool
+    ) -> None:
+        """Say that a step has failed; what was launched behind it is not wanted either."""
+        self._control.send(step_failed(ticket, "attention", self._index, error))
+        if not (may_fail and self._can_reform and isinstance(error, TransportError)):
+            raise error
+        self._logger.warning("attention %d: step %d: %s", self._index, ticket.step, error)
+        self._disband(replica)
 
     def _reform(self, replica: Replica, welcome: Welcome, topology: Topology) -> None:
         """Take part in a new generation; if that fails, say so and wait for the next one."""
-        self._disband()
+        self._disband(replica)
         started = time.monotonic()
         renewed = msgspec.structs.replace(welcome, topology=topology)
         try:
             self._form(replica, renewed, load_s=time.monotonic() - started)
         except Interrupted:
-            self._disband()
+            self._disband(replica)
         except TransportError as error:
-            self._disband()
+            self._disband(replica)
             self._control.send(reform_failed(topology, "attention", self._index, error))

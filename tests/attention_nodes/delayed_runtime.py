@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.runtime import DeviceMemory, Event, HostRuntime, Replay, Stream
+from kernels.runtime import Event, HostRuntime, Stream
 
 RUBBISH = 0xA5
 
@@ -27,13 +27,12 @@ class DelayedRuntime(HostRuntime):
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[], None] | DelayedEvent] = deque()
-        self._pinned: set[int] = set()
+        # By address, and kept: another tensor must not be taken for one that has gone.
+        self._pinned: dict[int, Tensor] = {}
         self._stream = _DelayedStream(self)
         self._mode = _Copies(self)
         self.num_waits = 0
         self.now_s = 0.0
-        self.peak = 0
-        self.at_hand = DeviceMemory(total=0, free=0)
 
     def __enter__(self) -> DelayedRuntime:
         self._mode.__enter__()
@@ -50,11 +49,13 @@ class DelayedRuntime(HostRuntime):
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         buffer = super().host_buffer(num_bytes)
-        self._pinned.add(buffer.untyped_storage().data_ptr())
+        self._pinned[buffer.untyped_storage().data_ptr()] = buffer
         return buffer
 
-    def capture(self, body: Callable[[], None]) -> Replay:
-        return super().capture(body)
+    @property
+    def is_busy(self) -> bool:
+        """Say whether anything is left to happen."""
+        return bool(self._queue)
 
     def synchronize(self) -> None:
         while self._queue:

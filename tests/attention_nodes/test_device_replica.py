@@ -199,13 +199,14 @@ def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
     cache = node.replica._decoder.kv
     before = [each.clone() for each in (*cache.keys, *cache.values)]
     with torch.inference_mode():
-        node.replica.record_steps(node.net, node.config)
+        node.replica.record_steps(node.net, node.config, check=lambda: None)
     assert node.num_recordings == len(node.replica._executor.sizes) == 3
     assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
     assert all((each == -1).all() for experts in node.experts for each in experts.seen)
     compute = msgspec.structs.replace(node.config.compute, gpu_streams=2)
     with torch.inference_mode():
-        node.replica.record_steps(node.net, msgspec.structs.replace(node.config, compute=compute))
+        config = msgspec.structs.replace(node.config, compute=compute)
+        node.replica.record_steps(node.net, config, check=lambda: None)
     assert node.num_recordings == 6
 
 
