@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.runtime import HostRuntime
+from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.cuda_ipc import IpcAttentionNet
 from m2n_comm.cuda_ipc_expert import IpcExpertNet
 from m2n_comm.cuda_ipc_open import connect_ipc
@@ -145,10 +145,16 @@ class IpcFleet:
 
 
 def open_ipc_fleet(
-    m: int, n: int, *, shape: NetShape, table: ExpertTable, check: Check = wait_on
+    m: int,
+    n: int,
+    *,
+    shape: NetShape,
+    table: ExpertTable,
+    check: Check = wait_on,
+    runtime: Runtime | None = None,
 ) -> IpcFleet:
     """Open all nets, each in a thread of its own; no kernel runs meanwhile."""
-    runtime = HostRuntime()
+    runtime = runtime or HostRuntime()
     listeners = [listen_expert("cuda_ipc") for _ in range(n)]
     peers = [ExpertPeer(address=each.address, incarnation=100 + e) for e, each in
              enumerate(listeners)]  # fmt: skip
@@ -202,10 +208,12 @@ def ipc_fleet(
     shape: NetShape | None = None,
     table: ExpertTable | None = None,
     check: Check = wait_on,
+    runtime: Runtime | None = None,
 ) -> Iterator[IpcFleet]:
     """Open a fleet of fake experts and close it afterwards."""
     shape = shape or ipc_shape()
-    fleet = open_ipc_fleet(m, n, shape=shape, table=table or make_table(shape, n), check=check)
+    table = table or make_table(shape, n)
+    fleet = open_ipc_fleet(m, n, shape=shape, table=table, check=check, runtime=runtime)
     try:
         yield fleet
     finally:
