@@ -19,13 +19,14 @@ from topspin.devices import (
     Nodes,
     Place,
     assign_devices,
+    auto_micro_batches,
     auto_transport,
     check_options,
     check_transport,
     parse_device,
 )
 from topspin.errors import ConfigError
-from topspin.limits import in_range, not_negative, positive
+from topspin.limits import check_copies, in_range, not_negative, positive
 
 MAX_MICRO_BATCHES = 4
 # Nodes speak every topspin.progress.INTERVAL_S.
@@ -272,7 +273,7 @@ def resolve(
     """
     _validate(config)
     compute = _resolve_compute(config.compute)
-    _check_quantization(config.model.quantization, compute)
+    _check_quantization(config.model.quantization, compute, has_experts=num_experts > 0)
     dtype = config.model.dtype
     if dtype == "auto":
         # float16 checkpoints run in bfloat16: CPUs have no fast float16 matmul.
@@ -295,7 +296,7 @@ def resolve(
         )
     if not num_experts:
         topology = msgspec.structs.replace(topology, expert_nodes=0)
-    _check_copies(config.balance.redundant_experts, topology.expert_nodes, num_experts)
+    check_copies(config.balance.redundant_experts, topology.expert_nodes, num_experts)
     cache = config.cache
     if cache.kv_cache_bytes is None and compute.attention_device == CPU:
         cache = msgspec.structs.replace(cache, kv_cache_bytes=CPU_KV_CACHE_BYTES)
@@ -313,6 +314,9 @@ def resolve(
         gpu_streams=compute.gpu_streams,
         layout=compute.layout,
     )
+    micro_batches = config.scheduler.micro_batches
+    if micro_batches is None:
+        micro_batches = auto_micro_batches(settled.nodes, transport, compute.gpu_streams)
     names = config.model.served_names or (Path(config.model.path).name,)
     return msgspec.structs.replace(
         config,
@@ -320,6 +324,7 @@ def resolve(
             config.model, dtype=dtype, max_model_len=max_model_len, served_names=names
         ),
         topology=topology,
+        scheduler=msgspec.structs.replace(config.scheduler, micro_batches=micro_batches),
         compute=compute,
         cache=cache,
         m2n=msgspec.structs.replace(config.m2n, transport=transport),
@@ -364,27 +369,20 @@ def _resolve_compute(compute: ComputeSection) -> ComputeSection:
     return compute
 
 
-def _check_quantization(quantization: Quantization, compute: ComputeSection) -> None:
+def _check_quantization(
+    quantization: Quantization, compute: ComputeSection, *, has_experts: bool
+) -> None:
     """Refuse kernels, of either role, that do not know weights in so many bits."""
     known = [name for name, modes in QUANTIZATIONS.items() if quantization in modes]
-    places = {"attention": compute.place("attention"), "expert": compute.place("expert")}
-    for role, place in places.items():
+    roles: tuple[NodeRole, ...] = ("attention", "expert") if has_experts else ("attention",)
+    for role in roles:
+        place = compute.place(role)
         if quantization != "none" and place.kernels not in known:
             asked = "--deterministic" if compute.deterministic else f"--kernels {place.kernels}"
             raise ConfigError(
                 f"--quantization {quantization} with {asked} on {role} nodes: only the kernels "
                 f"{' and '.join(known)} compute with such weights; leave one of the two out"
             )
-
-
-def _check_copies(redundant_experts: int, num_nodes: int, num_experts: int) -> None:
-    """Check the second copies against what the expert nodes can hold."""
-    most = num_experts * (num_nodes - 1) if num_nodes else 0
-    if redundant_experts > most:
-        raise ConfigError(
-            f"--redundant-experts {redundant_experts}: {num_nodes} expert nodes hold "
-            f"{most} second copies of {num_experts} experts at most, never two on one node"
-        )
 
 
 def _validate(config: EngineConfig) -> None:

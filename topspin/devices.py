@@ -131,6 +131,19 @@ def auto_transport(nodes: Nodes) -> Literal["local", "cuda_ipc", "shm"]:
     return "shm"
 
 
+def auto_micro_batches(nodes: Nodes, transport: str, gpu_streams: int) -> int | None:
+    """Return what `--micro-batches auto` means; None: the scheduler decides by what it measures.
+
+    It measures both roles' times by the host's clock, which sees neither where kernels hand
+    rows over. There two micro-batches are for overlap: between GPUs, or on two streams of one.
+    """
+    if not nodes.num_experts:
+        return None
+    if transport == "cuda_ipc":
+        return 2
+    return gpu_streams if transport == "local" and nodes.share_a_device else None
+
+
 def check_transport(nodes: Nodes, transport: str) -> None:
     """Raise ConfigError if `transport` cannot join such nodes, naming the options and a way out."""
     attention, experts = nodes.attention, nodes.experts

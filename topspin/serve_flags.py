@@ -208,7 +208,8 @@ def _add_device_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=compute.gpu_streams,
         metavar="N",
-        help="2: attention and experts that share one GPU overlap, on a stream each (%(default)s)",
+        help="2: attention and experts that share one GPU overlap, on a stream each and with two "
+        "micro-batches unless told otherwise (%(default)s)",
     )
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from models.config import load_model_config
 from models.rope import is_length_dependent
 from topspin.config import EngineConfig
+from topspin.devices import assign_devices
 
 
 class EngineFacts(NamedTuple):
@@ -48,8 +49,15 @@ def shares_cores(config: EngineConfig, expert_addresses: Sequence[str], num_core
 
     They do when all run on this host and ask for more threads together than it has cores,
     and always in one process, where the experts run while the attention node waits. With
-    `--layout split` every node has cores of its own.
+    `--layout split` every node has cores of its own. A GPU shares nothing with a CPU, and
+    something with itself alone.
     """
+    nodes = config.nodes
+    if nodes.attention.is_gpu != nodes.experts.is_gpu:
+        return False
+    if nodes.attention.is_gpu:
+        devices = assign_devices(nodes, transport=config.m2n.transport)
+        return not set(devices.attention).isdisjoint(devices.experts)
     if "local" in expert_addresses:
         return True
     if config.compute.layout == "split":

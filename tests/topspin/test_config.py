@@ -258,6 +258,24 @@ def test_every_node_receives_its_own_device_and_kernels() -> None:
         assert config.for_node("expert", index).compute.place("expert") == ("cuda:3", "triton")
 
 
+def test_a_dense_models_quantization_is_the_attention_nodes_alone() -> None:
+    config = EngineConfig(
+        model=ModelSection(path="x", quantization="fp8"),
+        compute=ComputeSection(attention_device="cuda"),
+    )
+    assert resolved(config, num_experts=0).model.quantization == "fp8"
+    with pytest.raises(ConfigError, match="--quantization fp8 .* on expert nodes"):
+        resolved(config)
+
+
+@pytest.mark.parametrize(("asked", "want"), [(None, 2), (3, 3)])
+def test_two_streams_have_two_micro_batches_unless_told(asked: int | None, want: int) -> None:
+    compute = ComputeSection(attention_device="cuda", expert_device="cuda", gpu_streams=2)
+    scheduler = SchedulerSection(micro_batches=asked)
+    config = EngineConfig(model=ModelSection(path="x"), compute=compute, scheduler=scheduler)
+    assert resolved(config).scheduler.micro_batches == want
+
+
 def test_expert_nodes_may_have_other_kernels() -> None:
     compute = ComputeSection(kernels="triton", expert_kernels="cpu")
     config = resolved(EngineConfig(model=ModelSection(path="x"), compute=compute))

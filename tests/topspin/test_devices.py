@@ -10,6 +10,7 @@ from topspin.devices import (
     Nodes,
     Place,
     assign_devices,
+    auto_micro_batches,
     auto_transport,
     check_options,
     check_transport,
@@ -145,6 +146,26 @@ def test_a_dense_model_on_a_gpu_has_one_attention_node_per_process() -> None:
     check_transport(nodes("cuda", "cpu", num_experts=0), "local")
     with pytest.raises(ConfigError, match="--attention-nodes 2"):
         check_transport(nodes("cuda", "cpu", num_attention=2, num_experts=0), "local")
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "transport", "gpu_streams", "want"),
+    [
+        ("cpu", "cpu", "shm", 1, None),
+        ("cpu", "cpu", "local", 1, None),
+        ("cuda", "cpu", "shm", 1, None),
+        ("cuda", "cpu", "local", 1, None),
+        ("cuda", "cuda", "local", 1, 1),
+        ("cuda", "cuda", "local", 2, 2),
+        ("cuda", "cuda", "cuda_ipc", 1, 2),
+    ],
+)
+def test_micro_batches_are_for_overlap_where_nobody_measures(
+    attention: str, experts: str, transport: str, gpu_streams: int, want: int | None
+) -> None:
+    assert auto_micro_batches(nodes(attention, experts), transport, gpu_streams) == want
+    dense = nodes(attention, experts, num_experts=0)
+    assert auto_micro_batches(dense, transport, gpu_streams) is None
 
 
 def check(attention: str, experts: str, transport: str, **options: Any) -> None:

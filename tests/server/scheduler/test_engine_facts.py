@@ -13,7 +13,7 @@ import pytest
 
 from server.scheduler.engine_facts import EngineFacts, read_facts, shares_cores
 from tests.server.scheduler.engine import make_config
-from topspin.config import ComputeSection, TopologySection
+from topspin.config import ComputeSection, M2NSection, TopologySection
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -90,3 +90,27 @@ def test_split_nodes_share_no_cores_except_in_one_process() -> None:
     config = msgspec.structs.replace(make_config(), compute=ComputeSection(layout="split"))
     assert not shares_cores(config, ["unix:@x"], 2)
     assert shares_cores(config, ["local"], 2)
+
+
+@pytest.mark.parametrize(
+    ("attention", "experts", "transport", "shared"),
+    [
+        ("cuda", "cpu", "shm", False),
+        ("cuda", "cpu", "local", False),
+        ("cpu", "cuda:1", "tcp", False),
+        ("cuda", "cuda", "local", True),
+        ("cuda:0", "cuda:0", "shm", True),
+        ("cuda", "cuda", "shm", False),
+        ("cuda:0", "cuda:1", "cuda_ipc", False),
+    ],
+)
+def test_a_gpu_is_shared_with_itself_alone(
+    attention: str, experts: str, transport: Any, shared: bool
+) -> None:
+    config = msgspec.structs.replace(
+        make_config(),
+        m2n=M2NSection(transport=transport),
+        compute=ComputeSection(attention_device=attention, expert_device=experts),
+    )
+    address = "local" if transport == "local" else "unix:@a"
+    assert shares_cores(config, [address], 6) == shared
