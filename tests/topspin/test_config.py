@@ -264,7 +264,7 @@ def test_a_dense_models_quantization_is_the_attention_nodes_alone() -> None:
         compute=ComputeSection(attention_device="cuda"),
     )
     assert resolved(config, num_experts=0).model.quantization == "fp8"
-    with pytest.raises(ConfigError, match="--quantization fp8 .* on expert nodes"):
+    with pytest.raises(ConfigError, match=r"--quantization fp8 .* on expert nodes"):
         resolved(config)
 
 
