@@ -1,10 +1,11 @@
 """The grouped expert MLP on a GPU: which kernels run, over which tiles, into which buffers.
 
 Per call: rows to fp8 if the weights are, gate_up with SwiGLU, down, and the sum over choices,
-after the pairs have been grouped by expert. Contributions are written per pair and added in a
-fixed order, because atomic adds would make a row's last bits depend on timing. They are kept
-in the dtype of the result until they are added in fp32. Nothing waits for the device and no
-launch depends on what the slots are, so a CUDA graph can replay it for so many rows.
+after the pairs, unless they are few, have been grouped by expert. Contributions are written per
+pair and added in a fixed order, because atomic adds would make a row's last bits depend on
+timing. They are kept in the dtype of the result until they are added in fp32. Nothing waits for
+the device and no launch depends on what the slots are, so a CUDA graph can replay it for so
+many rows.
 
 Tiles come from kernels/tuned/<device>.json by weight format, shape and rows; for few rows per
 expert the weights are the left factor (SWAP), for many the rows are. Called by
@@ -46,6 +47,8 @@ GATE_UP: Final = "grouped_gate_up"
 DOWN: Final = "grouped_down"
 SUM_WIDTH: Final = 1024
 QUANTISED_AT_ONCE: Final = 8
+FEW_PAIRS: Final = 64
+"""Up to so many are not grouped: looking through all of them costs a program less than that."""
 _POINTEES: Final = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -130,26 +133,33 @@ def check_tiles(op: str, weight_format: str, tiles: MlpTiles) -> None:
 class _Launch(NamedTuple):
     """What both products of a call have in common."""
 
-    groups: Permutation
+    is_grouped: bool
     experts: GpuExperts
     shape: Shape
     tiles: Mapping[str, MlpTiles]
+    device: torch.device
 
     def start(self, kernel: Any, op: str, tensors: tuple[Tensor, ...], *strides: int) -> None:
         """Launch `kernel` for a product of the experts, [.., I] to [.., width]."""
         experts, shape = self.experts, self.shape
-        device = self.groups.order.device
         weight = (experts.gate_up if op == GATE_UP else experts.down)[0]
         assert isinstance(weight, GpuWeight)
         width = experts.ffn_size if op == GATE_UP else experts.hidden_size
-        tiles = self.tiles.get(op) or find_tiles(op, shape, device)
+        tiles = self.tiles.get(op) or find_tiles(op, shape, self.device)
         num_pairs = shape.num_rows * shape.top_k
-        # No expert wastes more than one tile, and none that has no pairs has any.
-        num_tiles = num_pairs // tiles.block_m + min(num_pairs, shape.num_experts)
+        num_tiles = num_pairs
+        few: dict[str, int] = {"P_PAD": triton.next_power_of_2(num_pairs)}
+        if self.is_grouped:
+            # No expert wastes more than one tile, and none that has no pairs has any.
+            num_tiles = num_pairs // tiles.block_m + min(num_pairs, shape.num_experts)
+            few["P_PAD"] = 0
+        if op == GATE_UP:
+            few["K"] = shape.top_k
         num_blocks = triton.cdiv(width, tiles.block_n)
         scales = weight.data if weight.scales is None else weight.scales
         kernel[(num_tiles * num_blocks,)](
             *tensors,
+            num_pairs,
             shape.num_experts,
             experts.hidden_size,
             experts.ffn_size,
@@ -169,9 +179,19 @@ class _Launch(NamedTuple):
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,
             E_PAD=triton.next_power_of_2(shape.num_experts),
+            **few,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
+
+
+def _ungrouped(slots: Tensor, num_experts: int) -> Permutation:
+    """Give room for the counts of few pairs, which gate_up writes; the rest is not read."""
+    num_pairs = slots.numel()
+    assert num_pairs <= FEW_PAIRS, f"{num_pairs} pairs are not grouped"
+    new = torch.empty if num_pairs else torch.zeros
+    counts = new(num_experts, dtype=torch.int64, device=slots.device)
+    return Permutation(slots, slots, counts, slots)
 
 
 def _quantise_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,7 +226,7 @@ def grouped_mlp(
     Nothing between the two products is rounded but the units, to hidden's dtype or to fp8.
     Raises ValueError for shapes, dtypes or strides that do not fit.
     """
-    groups = permute(slots, experts.num_experts)
+    groups = permute(slots, experts.num_experts) if slots.numel() > FEW_PAIRS else None
     return run_experts(hidden, slots, weights, groups, experts, out=out)
 
 
@@ -214,13 +234,13 @@ def run_experts(
     hidden: Tensor,
     slots: Tensor,
     weights: Tensor,
-    groups: Permutation,
+    groups: Permutation | None,
     experts: GpuExperts,
     *,
     out: Tensor | None = None,
     tiles: Mapping[str, MlpTiles] | None = None,
 ) -> ExpertOutput:
-    """Do `grouped_mlp` for pairs that the router has grouped already.
+    """Do `grouped_mlp` for pairs that the router has grouped already; None: few, ungrouped.
 
     `tiles` by op are for the tuner: they go before those of the device's file.
     """
@@ -228,9 +248,12 @@ def run_experts(
     if out is None:
         out = torch.empty(num_rows, experts.hidden_size, dtype=hidden.dtype, device=hidden.device)
     _check(hidden, slots, weights, experts, out)
-    if num_rows == 0:
-        return ExpertOutput(out, groups.counts)
     num_pairs, device = num_rows * top_k, hidden.device
+    slots, is_grouped = slots.contiguous(), groups is not None
+    if groups is None:
+        groups = _ungrouped(slots, experts.num_experts)
+    if num_pairs == 0:
+        return ExpertOutput(out.zero_(), groups.counts)
     shape = Shape(
         experts.weight_format,
         hidden.dtype,
@@ -240,7 +263,7 @@ def run_experts(
         top_k,
         num_rows,
     )
-    launch = _Launch(groups, experts, shape, tiles or {})
+    launch = _Launch(is_grouped, experts, shape, tiles or {}, device)
     rows, row_scales, unit_dtype = hidden, weights, hidden.dtype
     unit_scales = weights
     if experts.weight_format == "fp8":
@@ -253,17 +276,17 @@ def run_experts(
     launch.start(
         gate_up_tile,
         GATE_UP,
-        (rows, row_scales, table, groups.row_of, offsets, units, unit_scales),
+        (rows, row_scales, table, groups.row_of, offsets, units, unit_scales, slots, groups.counts),
         rows.stride(0),
     )
     launch.start(
         down_tile,
         DOWN,
-        (units, unit_scales, table, groups.order, offsets, weights.contiguous(), parts),
+        (units, unit_scales, table, groups.order, offsets, weights.contiguous(), parts, slots),
     )
     sum_choices[(num_rows, triton.cdiv(experts.hidden_size, SUM_WIDTH))](
         parts,
-        slots.contiguous(),
+        slots,
         out,
         experts.hidden_size,
         out.stride(0),

@@ -6,10 +6,10 @@ and writes one weighted row per (row, choice) pair; `sum_choices` adds a row's p
 ascending choice. So nothing depends on which program ran first, as it would with atomics, at
 the price of writing and reading the pairs once. `quantise_groups` makes fp8 of rows.
 
-A program's tile is BLOCK_M pairs of one expert by BLOCK_N outputs. Which expert that is, it
-finds from the offsets of the experts' pairs, on the device: the grid is an upper bound, and
-programs beyond the last tile leave. With SWAP the weights are the left factor and rows the
-right one, for few rows: 64 outputs fill a Hopper matrix instruction, a handful of rows does not.
+A program's tile is BLOCK_M pairs of one expert by BLOCK_N outputs; which expert and pairs, it
+finds out itself (`kernels.triton_grouped_mlp_pairs`). With SWAP the weights are the left factor
+and rows the right one, for few rows: 64 outputs fill a Hopper matrix instruction, a handful of
+rows does not.
 
 Weights lie where a table of addresses says, so that experts can be replaced one by one.
 Formats (FORMAT): PLAIN; FP8, e4m3 with an fp32 scale per 128 x 128 block and rows in e4m3
@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton_grouped_mlp_pairs import count_few, find_few, find_tile, place
 from kernels.triton_runtime import dot, rounded
 
 GROUP: tl.constexpr = tl.constexpr(128)
@@ -31,37 +32,6 @@ PLAIN: tl.constexpr = tl.constexpr(0)
 FP8: tl.constexpr = tl.constexpr(1)
 INT8: tl.constexpr = tl.constexpr(2)
 INT4: tl.constexpr = tl.constexpr(3)
-
-
-@triton.jit
-def _find_tile(
-    offsets_ptr: tl.tensor,
-    E: tl.tensor,
-    num_tiles: tl.tensor,
-    num_blocks: tl.tensor,
-    GROUP_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    E_PAD: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Give this program's expert (>= E: none), first pair, pairs' end and block of outputs.
-
-    GROUP_M tiles of pairs take the same block of outputs one after the other, and find its
-    weights in the cache.
-    """
-    pid = tl.program_id(0)
-    first = pid // (GROUP_M * num_blocks) * GROUP_M
-    width = tl.minimum(num_tiles - first, GROUP_M)
-    tile = first + pid % (GROUP_M * num_blocks) % width
-    block = pid % (GROUP_M * num_blocks) // width
-    experts = tl.arange(0, E_PAD)
-    begins = tl.load(offsets_ptr + experts, mask=experts < E, other=0).to(tl.int32)
-    ends = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=0).to(tl.int32)
-    tiles = (ends - begins + BLOCK_M - 1) // BLOCK_M
-    expert = tl.sum((tl.cumsum(tiles, axis=0) <= tile).to(tl.int32), axis=0)
-    tile -= tl.sum(tl.where(experts < expert, tiles, 0), axis=0)
-    begin = tl.sum(tl.where(experts == expert, begins, 0), axis=0) + tile * BLOCK_M
-    end = tl.sum(tl.where(experts == expert, ends, 0), axis=0)
-    return expert, begin, end, block
 
 
 @triton.jit
@@ -221,6 +191,9 @@ def gate_up_tile(
     offsets_ptr: tl.tensor,
     units_ptr: tl.tensor,
     unit_scale_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    num_pairs: tl.tensor,
     E: tl.tensor,
     H: tl.tensor,
     F: tl.tensor,
@@ -239,15 +212,23 @@ def gate_up_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     E_PAD: tl.constexpr,
+    K: tl.constexpr,
+    P_PAD: tl.constexpr,
 ) -> None:
     """Write silu(gate) * up of BLOCK_M pairs and BLOCK_N units to units [P, F]."""
-    expert, begin, end, block = _find_tile(
-        offsets_ptr, E, num_tiles, num_blocks, GROUP_M, BLOCK_M, E_PAD
-    )
+    tile, block = place(num_tiles, num_blocks, GROUP_M)
+    if P_PAD:
+        if tl.program_id(0) == 0:
+            count_few(slots_ptr, counts_ptr, num_pairs, E, E_PAD, P_PAD)
+        expert, pairs, is_pair = find_few(slots_ptr, num_pairs, E, tile, BLOCK_M, P_PAD)
+        rows = (pairs // K).to(tl.int64)
+    else:
+        expert, begin, end = find_tile(offsets_ptr, E, tile, BLOCK_M, E_PAD)
+        pairs = begin + tl.arange(0, BLOCK_M)
+        is_pair = pairs < end
+        rows = tl.load(row_of_ptr + pairs, mask=is_pair, other=0)
     if expert >= E:
         return
-    pairs = begin + tl.arange(0, BLOCK_M)
-    rows = tl.load(row_of_ptr + pairs, mask=pairs < end, other=0)
     units = block * BLOCK_N + tl.arange(0, BLOCK_N)
     # What lies beyond the last unit is computed twice instead of being masked.
     outputs = tl.minimum(units, F - 1)
@@ -275,11 +256,11 @@ def gate_up_tile(
     result = gate / (1.0 + tl.exp(-gate)) * up
     if SWAP:
         result = tl.trans(result)
-    is_real = (pairs < end)[:, None] & (units < F)[None, :]
+    is_real = is_pair[:, None] & (units < F)[None, :]
     if FORMAT == FP8:
         scale = tl.maximum(tl.max(tl.abs(result), axis=1), 1e-10) / 448.0
         result = result / scale[:, None]
-        tl.store(unit_scale_ptr + pairs * num_blocks + block, scale, mask=pairs < end)
+        tl.store(unit_scale_ptr + pairs * num_blocks + block, scale, mask=is_pair)
     places = units_ptr + pairs.to(tl.int64)[:, None] * F + units[None, :]
     tl.store(places, rounded(result, units_ptr.dtype.element_ty), mask=is_real)
 
@@ -293,6 +274,8 @@ def down_tile(
     offsets_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     parts_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    num_pairs: tl.tensor,
     E: tl.tensor,
     H: tl.tensor,
     F: tl.tensor,
@@ -310,15 +293,22 @@ def down_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     E_PAD: tl.constexpr,
+    P_PAD: tl.constexpr,
 ) -> None:
     """Write the weighted results of BLOCK_M pairs and BLOCK_N outputs to parts [P, H]."""
-    expert, begin, end, block = _find_tile(
-        offsets_ptr, E, num_tiles, num_blocks, GROUP_M, BLOCK_M, E_PAD
-    )
+    tile, block = place(num_tiles, num_blocks, GROUP_M)
+    if P_PAD:
+        expert, pairs, is_pair = find_few(slots_ptr, num_pairs, E, tile, BLOCK_M, P_PAD)
+        order = pairs.to(tl.int64)
+        rows = order
+    else:
+        expert, begin, end = find_tile(offsets_ptr, E, tile, BLOCK_M, E_PAD)
+        pairs = begin + tl.arange(0, BLOCK_M)
+        is_pair = pairs < end
+        order = tl.load(order_ptr + pairs, mask=is_pair, other=0)
+        rows = tl.minimum(pairs, end - 1).to(tl.int64)
     if expert >= E:
         return
-    pairs = begin + tl.arange(0, BLOCK_M)
-    rows = tl.minimum(pairs, end - 1).to(tl.int64)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     outputs = tl.minimum(columns, H - 1)
     weight_ptr = _address(table_ptr, 4 * expert + 2, WEIGHT)
@@ -338,10 +328,9 @@ def down_tile(
         )  # fmt: skip
     if SWAP:
         sums = tl.trans(sums)
-    order = tl.load(order_ptr + pairs, mask=pairs < end, other=0)
-    weights = tl.load(weights_ptr + order, mask=pairs < end, other=0.0)
+    weights = tl.load(weights_ptr + order, mask=is_pair, other=0.0)
     places = parts_ptr + order[:, None] * H + columns[None, :]
-    is_real = (pairs < end)[:, None] & (columns < H)[None, :]
+    is_real = is_pair[:, None] & (columns < H)[None, :]
     tl.store(places, rounded(sums * weights[:, None], parts_ptr.dtype.element_ty), mask=is_real)
 
 

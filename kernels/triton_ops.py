@@ -5,10 +5,10 @@ at a tensor from the host (but packing, and `sample`, which reads its batch ther
 a decode step can be in a CUDA graph. Rows that pad a micro-batch may hold anything: a negative
 slot is not stored, a row without a query is attended to 0, a negative expert slot is skipped.
 
-A layer of a decode step is 13 launches where one node has the experts: add and norm, qkv
-product, rotation and KV write, attention (one more joins the splits of long contexts), output
-product, add and norm, router product, choice of experts, their slots, grouping, gate_up, down,
-sum. (A quantised product of few rows is two: its splits are added.)
+A layer of a decode step is 12 launches where one node has the experts: add and norm, qkv
+product, rotation and KV write, attention, output product, add and norm, router product, choice
+of experts, their slots, gate_up, down, sum. One more joins the splits of long contexts, one
+groups pairs that are not few, and quantised products of few rows add their splits.
 
 Called by the nodes through `kernels.dispatch`; runs on host tensors under Triton's interpreter
 alone, which is for tests. Dimension letters as in `kernels.contracts`.

@@ -60,9 +60,15 @@ def compile_mlp(weight_format: str, dtype: torch.dtype, num_rows: int, **ones: i
     shape = Shape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
     common = {
         "table_ptr": "*i64", "offsets_ptr": "*i64", "unit_scale_ptr": "*fp32",
-        "units_ptr": types[weight_format],
+        "units_ptr": types[weight_format], "slots_ptr": "*i32",
     }  # fmt: skip
-    rows = {**common, "x_ptr": types[weight_format], "x_scale_ptr": "*fp32", "row_of_ptr": "*i64"}
+    rows = {
+        **common,
+        "x_ptr": types[weight_format],
+        "x_scale_ptr": "*fp32",
+        "row_of_ptr": "*i64",
+        "counts_ptr": "*i64",
+    }
     parts = {**common, "order_ptr": "*i64", "weights_ptr": "*fp32", "parts_ptr": NAMES[dtype]}
     for op, kernel, pointers in ((GATE_UP, gate_up_tile, rows), (DOWN, down_tile, parts)):
         tiles = default_tiles(op, shape)
@@ -70,7 +76,11 @@ def compile_mlp(weight_format: str, dtype: torch.dtype, num_rows: int, **ones: i
             "WEIGHT": weight, "SCALE": scale, "FORMAT": FORMATS.index(weight_format),
             "SWAP": bool(tiles.swap), "EVEN": True, "GROUP_M": tiles.group_m, "E_PAD": 128,
             "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
+            # Few pairs are not grouped.
+            "P_PAD": 8 * num_rows if num_rows <= 8 else 0,
         }  # fmt: skip
+        if op == GATE_UP:
+            constants["K"] = 8
         constants |= {name: one for name, one in ones.items() if name in kernel.arg_names}
         compile_kernel(
             kernel, pointers, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages
@@ -116,7 +126,7 @@ def main() -> None:
     compile_router(128, 1, sigmoid=True, single=True, R=1, num_slots=1)
     compile_router(256, 16, sigmoid=True, single=False)
     for weight_format in FORMATS:
-        for num_rows in (1, 256, 1024, 8192):
+        for num_rows in (1, 8, 256, 1024, 8192):
             compile_mlp(weight_format, torch.bfloat16, num_rows)
     compile_mlp("plain", torch.float32, 1)
     compile_mlp("fp8", torch.bfloat16, 1, E=1, F=1, num_tiles=1, num_blocks=1, weight_stride=1)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from kernels import reference, triton_grouped_mlp
 from kernels.contracts import ExpertMatrices
+from kernels.runtime import NoSync
 from kernels.triton_grouped_mlp import (
     DOWN,
+    FEW_PAIRS,
     GATE_UP,
     MlpTiles,
     Shape,
@@ -29,7 +31,7 @@ from kernels.triton_grouped_mlp_weights import (
     rebuild_experts,
     unpack_weight,
 )
-from kernels.triton_router import route_and_permute
+from kernels.triton_router import permute, route_and_permute
 from tests.kernels.generators import finish
 from topspin.errors import ConfigError
 
@@ -271,6 +273,21 @@ def test_routed_pairs_and_columns_of_wider_buffers(device: torch.device) -> None
     torch.testing.assert_close(results[:, 4:36], wanted, rtol=1e-5, atol=1e-5)
     assert not results[:, :4].any()
     assert not results[:, 36:].any()
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_few_pairs_need_no_grouping(top_k: int, device: torch.device) -> None:
+    """One expert has several tiles of them, a row has an expert twice: the same bits."""
+    case = make_case(
+        FEW_PAIRS // top_k, hidden_size=32, ffn_size=16, num_experts=3, top_k=top_k, device=device
+    )
+    assert (case.slots == 0).sum() > 16
+    experts = pack_experts(case.gate_up, case.down)
+    with NoSync():
+        few = triton_grouped_mlp.grouped_mlp(*case[:3], experts)
+    grouped = run_experts(*case[:3], permute(case.slots, 3), experts)
+    assert torch.equal(few.out, grouped.out)
+    assert torch.equal(few.counts, grouped.counts)
 
 
 def test_no_rows(device: torch.device) -> None:

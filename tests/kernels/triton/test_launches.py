@@ -98,7 +98,7 @@ def decode_layer(ops: Ops, max_context_len: int, monkeypatch: pytest.MonkeyPatch
 
 BEFORE_ATTENTION = ["_norm_row", "mm", "_rotate_and_store", "attend_short"]
 AFTER_ATTENTION = ["mm", "_norm_row", "mm", "route_block"]
-ROUTED = ["local_slots_block", "count_block", "gate_up_tile", "down_tile", "sum_choices"]
+ROUTED = ["local_slots_block", "gate_up_tile", "down_tile", "sum_choices"]
 
 
 def test_a_layers_launches(monkeypatch: pytest.MonkeyPatch) -> None:
