@@ -50,6 +50,8 @@ class Results:
     seconds: float = 0.0
     unread: dict[str, str] = field(default_factory=dict)
     """Files that could not be imported, and why."""
+    lacking: dict[str, set[str]] = field(default_factory=dict)
+    """Tests by the package whose lack, in their midst, ended them: they have not failed."""
     unfinished: list[str] = field(default_factory=list)
     """Tests that had begun when their process ended."""
 
@@ -80,6 +82,10 @@ def gather(reports: Iterable[str]) -> Results:
             else:
                 test, running = found["ended"], None
                 results.seconds += found["seconds"]
+                if NOT_INSTALLED in found["why"]:
+                    results.lacking.setdefault(found["why"], set()).add(test)
+                    results.outcomes[test] = "skipped"
+                    continue
                 # A test that failed in its call and again afterwards has failed once.
                 if results.outcomes.get(test) != "failed":
                     results.outcomes[test] = found["outcome"]
@@ -108,6 +114,8 @@ def report_results(results: Results, statuses: Sequence[int | None], recorder: R
         # What is not installed here was named before; the rest runs.
         record = recorder.skipped if NOT_INSTALLED in why else recorder.problem
         record(file, why)
+    for why, tests in results.lacking.items():
+        recorder.skipped(f"{len(tests)} tests", why)
     was_stopped = None in statuses
     if was_stopped:
         left = max(results.collected - ended, 0)

@@ -72,6 +72,18 @@ def recorded(results: Results, statuses: list[int | None]) -> list[dict[str, Any
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
+def test_a_test_that_lacks_a_package_has_not_failed() -> None:
+    why = "ModuleNotFoundError: No module named 'numba'"
+    report = lines(
+        {"collected": 2}, ended("a", "failed", why), ended("b", "failed", why), ended("c", "passed")
+    )
+    results = gather([report])
+    assert results.failures == {}
+    figure, skipped = recorded(results, [1])
+    assert (figure["passed"], figure["failed"], figure["skipped"]) == (1, 0, 2)
+    assert skipped == {"kind": "skipped", "what": "2 tests", "why": why}
+
+
 def test_failures_are_problems_and_the_rest_is_counted() -> None:
     results = Results(3, {"a": "passed", "b": "failed"}, {"b": "no"}, 2.0)
     figure, problem = recorded(results, [1])
