@@ -332,6 +332,7 @@ def test_quantization_covers_products_and_experts(mode: str, device: torch.devic
 
 def test_tokens_are_the_hosts(ops: Ops, device: torch.device) -> None:
     """Greedy, drawn, filtered and penalised rows at once; only the plan looks at the batch."""
+    pytest.importorskip("numba", reason="the host's sampling needs numba")
     logits = draw(4, 60) * 2
     rows = batch(
         4,
