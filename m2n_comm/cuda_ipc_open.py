@@ -133,8 +133,9 @@ def accept_ipc(
         except PeerLost as error:
             forming.drop(hello.attention)
             raise ConnectionError(0, str(error)) from error
-        except OSError:
+        except BaseException:
             forming.drop(hello.attention)
+            sock.close()
             raise
 
     with contextlib.ExitStack() as undo:

@@ -86,6 +86,7 @@ class ExpertListener:
         too, and may end them. Raises DeadlineExceeded naming who is missing,
         VersionMismatch or FrameError naming the field in which a peer differs.
         """
+        assert not self.address.startswith(CUDA_IPC), "accept_device() has its nets"
         expected = tuple(
             None
             if theirs is None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from kernels.runtime import HostRuntime
 from m2n_comm.cuda_ipc_open import connect_ipc
 from m2n_comm.cuda_ipc_pairs import window_shape
 from m2n_comm.device_memory import HostMemory
+from m2n_comm.open import listen_expert
 from tests.m2n_comm.harness import NUM_EXPERTS, make_table, random_rows
 from tests.m2n_comm.ipc_fleet import (
     NEEDS_INTERPRETER,
@@ -270,3 +274,44 @@ def test_an_address_of_another_transport_is_refused() -> None:
             runtime=HostRuntime(),
             memory=HostMemory(),
         )
+
+
+class OddMemory(HostMemory):
+    """Memory of a kind that nobody else has."""
+
+    kind = "odd"  # type: ignore[misc,assignment]
+
+
+def test_memory_of_another_kind_is_refused_and_nothing_stays_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    shape = ipc_shape()
+    table = make_table(shape, 1)
+    listener = listen_expert("cuda_ipc")
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(
+            listener.accept_device,
+            shape,
+            index=0,
+            incarnation=9,
+            attention_incarnations=(7,),
+            timeout_s=10.0,
+            table=table,
+            runtime=HostRuntime(),
+        )
+        with pytest.raises(PeerLost, match="closed the connection during the handshake"):
+            connect_ipc(
+                shape,
+                index=0,
+                incarnation=7,
+                experts=[ExpertPeer(address=listener.address, incarnation=9)],
+                table=table,
+                timeout_s=10.0,
+                runtime=HostRuntime(),
+                memory=OddMemory(),
+            )
+        with pytest.raises(FrameError, match="attention 0: memory is odd, expected memfd"):
+            accepting.result()
+    listener.close()
+    del accepting
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
