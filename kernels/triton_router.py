@@ -2,7 +2,8 @@
 
 One Triton kernel chooses the experts of a block of rows and, where all rows fit one block,
 sorts the (row, choice) pairs by expert in the same pass; else it leaves a histogram per block
-and a second kernel places the pairs. No atomics: the order is that of `kernels.reference`,
+and a second kernel places the pairs. Pairs that come alone are grouped by a program per expert,
+unless they are very many. No atomics: the order is that of `kernels.reference`,
 ascending in (row, choice) inside an expert, whatever ran first. Knows no model and no node.
 Called by `kernels.dispatch` for GPUs and by `kernels.triton_grouped_mlp`.
 
@@ -23,6 +24,7 @@ import triton
 from torch import Tensor
 
 from kernels.contracts import Permutation, Routing
+from kernels.triton_grouping_kernels import group_slot
 from kernels.triton_router_kernels import (
     count_block,
     local_slots_block,
@@ -36,6 +38,9 @@ BLOCK_ELEMENTS: Final = 4096
 SINGLE_ELEMENTS: Final = 16384
 # Where pairs are not grouped, rows have nothing to do with each other: many small programs.
 ROUTE_ELEMENTS: Final = 512
+# Up to so many pairs a program per slot groups them.
+SPREAD_PAIRS: Final = 8192
+SPREAD_BLOCK: Final = 1024
 ELEMENTS_PER_WARP: Final = 512
 MAX_WARPS: Final = 8
 SLOTS_AT_ONCE: Final = 512
@@ -274,17 +279,36 @@ def route_and_permute(
     )
 
 
+def _spread(slots: Tensor, num_slots: int) -> Permutation:
+    """Group some pairs by as many programs as there are slots."""
+    num_pairs = slots.numel()
+    groups = _Pairs.make(num_pairs, num_slots, _Grid(len(slots), 1), slots.device).groups
+    group_slot[(num_slots + 1,)](
+        slots,
+        *groups,
+        num_pairs,
+        num_slots,
+        K=slots.shape[1],
+        BLOCK=min(triton.next_power_of_2(num_pairs), SPREAD_BLOCK),
+        num_warps=4,
+    )
+    return groups
+
+
 def permute(slots: Tensor, num_experts: int) -> Permutation:
     """Group the pairs of slots i32[R, K] by local expert; see `kernels.reference.permute`.
 
     That slots are below num_experts is the caller's duty: nothing here waits for the device.
     """
     num_rows, top_k = slots.shape
+    num_pairs = num_rows * top_k
     slots = slots.contiguous()
+    if 0 < num_pairs <= SPREAD_PAIRS:
+        return _spread(slots, num_experts)
     width = triton.next_power_of_2(num_experts)
     grid = _cut(num_rows, width)
-    pairs = _Pairs.make(num_rows * top_k, num_experts, grid, slots.device)
-    if num_rows and top_k:
+    pairs = _Pairs.make(num_pairs, num_experts, grid, slots.device)
+    if num_pairs:
         count_block[(grid.num_blocks,)](
             slots,
             *pairs.arguments,

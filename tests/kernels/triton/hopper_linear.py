@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight
+from kernels.triton_grouping_kernels import group_slot
 from kernels.triton_linear import LinearTiles, default_tiles
 from kernels.triton_linear_kernels import add_splits, linear_tile
 from kernels.triton_rotary import _write_row
@@ -60,6 +61,9 @@ def main() -> None:
     pairs = {
         "experts_ptr": "*i64", "slot_of_ptr": "*i32", "num_rows_ptr": "*i64", "slots_ptr": "*i32",
     }  # fmt: skip
+    groups = {name: types for name, types in pairs.items() if name == "slots_ptr"}
+    groups |= dict.fromkeys(("order_ptr", "row_of_ptr", "counts_ptr", "offsets_ptr"), "*i64")
+    compile_kernel(group_slot, groups, {"K": 8, "BLOCK": 1024}, num_warps=4)
     for has_rows in (True, False):
         counted = {"K": 8, "HAS_ROWS": has_rows, "BLOCK": 512}
         compile_kernel(local_slots_block, pairs, counted, num_warps=4)

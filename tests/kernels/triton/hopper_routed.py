@@ -17,6 +17,7 @@ from kernels.triton_grouped_mlp_kernels import (
     sum_choices,
 )
 from kernels.triton_grouped_mlp_weights import FORMATS
+from kernels.triton_router import ELEMENTS_PER_WARP, MAX_WARPS
 from kernels.triton_router_kernels import count_block, place_block, route_block
 from tests.kernels.triton.hopper import NAMES, compile_kernel
 
@@ -27,7 +28,13 @@ GROUPING = {
 
 
 def compile_router(
-    num_experts: int, block_rows: int, *, sigmoid: bool, single: bool, **ones: int
+    num_experts: int,
+    block_rows: int,
+    *,
+    sigmoid: bool,
+    single: bool,
+    permute: bool = True,
+    **ones: int,
 ) -> None:
     """Compile routing and grouping; Triton makes constants of arguments that are 1."""
     pointers = {
@@ -43,12 +50,14 @@ def compile_router(
     }
     constants = {
         **pairs, "SIGMOID": sigmoid, "HAS_BIAS": sigmoid, "RENORMALISE": True, "ROUND": not sigmoid,
-        "NUM_GROUPS": 8 if sigmoid else 1, "TOP_GROUPS": 4 if sigmoid else 1, "PERMUTE": True,
+        "NUM_GROUPS": 8 if sigmoid else 1, "TOP_GROUPS": 4 if sigmoid else 1, "PERMUTE": permute,
         "HAS_SLOTS": sigmoid, "SINGLE": single, "E_PAD": num_experts, "GROUPS_PAD": 8,
     }  # fmt: skip
-    compile_kernel(route_block, pointers, constants, num_warps=8)
-    compile_kernel(count_block, GROUPING, {**pairs, "SINGLE": single}, num_warps=8)
-    compile_kernel(place_block, GROUPING, {**pairs, "CHUNK": 16}, num_warps=8)
+    warps = min(max(block_rows * num_experts // ELEMENTS_PER_WARP, 1), MAX_WARPS)
+    compile_kernel(route_block, pointers, constants, num_warps=warps)
+    if permute:
+        compile_kernel(count_block, GROUPING, {**pairs, "SINGLE": single}, num_warps=warps)
+        compile_kernel(place_block, GROUPING, {**pairs, "CHUNK": 16}, num_warps=warps)
 
 
 def compile_mlp(weight_format: str, dtype: torch.dtype, num_rows: int, **ones: int) -> None:
@@ -125,6 +134,7 @@ def main() -> None:
     compile_router(128, 64, sigmoid=False, single=True)
     compile_router(128, 1, sigmoid=True, single=True, R=1, num_slots=1)
     compile_router(256, 16, sigmoid=True, single=False)
+    compile_router(128, 4, sigmoid=False, single=False, permute=False)
     for weight_format in FORMATS:
         for num_rows in (1, 8, 256, 1024, 8192):
             compile_mlp(weight_format, torch.bfloat16, num_rows)

@@ -37,13 +37,26 @@ ROUTED = {
     "invert_row",
 }
 
+LINEAR = {
+    "linear_tile",
+    "add_splits",
+    "group_slot",
+    "local_slots_block",
+    "_swiglu_block",
+    "_write_row",
+}
 M2N = {"put_row", "combine_row", "gather_row", "send_row"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "kernels"),
-    [("hopper", ATTENTION), ("hopper_routed", ROUTED), ("hopper_m2n", M2N)],
+    [
+        ("hopper", ATTENTION),
+        ("hopper_routed", ROUTED),
+        ("hopper_linear", LINEAR),
+        ("hopper_m2n", M2N),
+    ],
 )
 def test_every_kernel_compiles_for_hopper(module: str, kernels: set[str], tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -152,13 +152,23 @@ def test_a_table_of_slots_names_the_experts_that_are_here(
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (9, 3, 4), (150, 5, 100), (60, 2, 300), (0, 4, 6)])
-def test_permute(shape: tuple[int, int, int], device: torch.device) -> None:
+@pytest.mark.parametrize("is_spread", [True, False])
+def test_permute(
+    shape: tuple[int, int, int],
+    is_spread: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
     """Slots repeat within rows, and some are not here."""
+    monkeypatch.setattr(triton_router, "SPREAD_BLOCK", 512)
+    if not is_spread:
+        monkeypatch.setattr(triton_router, "SPREAD_PAIRS", 0)
     num_rows, top_k, num_experts = shape
     rng = torch.Generator().manual_seed(sum(shape))
     drawn = torch.randint(-num_experts // 3, num_experts, (num_rows, top_k), generator=rng)
     slots = drawn.int().to(device)
-    groups = triton_router.permute(slots, num_experts)
+    with NoSync():
+        groups = triton_router.permute(slots, num_experts)
     assert_same_groups(groups, reference.permute(slots, num_experts))
 
 
