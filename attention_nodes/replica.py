@@ -34,7 +34,7 @@ from attention_nodes.memory_budget import (
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampler
 from attention_nodes.sequences import IntArray, Limits, SequenceTable, unpack
-from attention_nodes.step_inputs import Slices, slice_up
+from attention_nodes.step_inputs import Slices, joined, slice_up
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime, Runtime, open_runtime
 from m2n_comm.net import AttentionNet, NetShape, NetTimes
@@ -330,10 +330,9 @@ class Replica:
             trace.stamp(Kind.PLAN_RECEIVED)
         self._follow(plan, index)
         micro_batches = self._slice_up(plan)
-        sampled = np.concatenate([slices.sampled for slices in micro_batches])
+        sampled = joined([slices.sampled for slices in micro_batches])
         self._settle_for(sampled)
-        seq_ids = np.concatenate([slices.seq_ids for slices in micro_batches])
-        asked = self._sampler.ask(sampled, seq_ids)
+        asked = self._sampler.ask(sampled, joined([slices.seq_ids for slices in micro_batches]))
         reserved = self._table.reserve(sampled)
         if net is not None:
             net.trace = trace
@@ -393,6 +392,8 @@ class Replica:
 
     def _settle_for(self, sampled: IntArray) -> None:
         """See to it that sampling these rows finds the tokens that it looks at."""
+        if not self._launched:
+            return
         if self._sampler.needs_values(sampled) and self._table.has_pending(sampled):
             for launched in self._launched:
                 self._settle(launched)

@@ -180,7 +180,9 @@ class SequenceTable:
         """Record what was sampled; not for sequences that have gone meanwhile."""
         rows, positions, tenancy = reserved
         present = self.tenancy[rows] == tenancy
-        self.tokens[rows[present], positions[present]] = sampled[present]
+        if not present.all():
+            rows, positions, sampled = rows[present], positions[present], sampled[present]
+        self.tokens[rows, positions] = sampled
 
     def has_pending(self, rows: IntArray) -> bool:
         """Say whether the last token of any of `rows` is PENDING."""

@@ -161,7 +161,12 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
         sample_rows.append(slices.sample_rows + start)
         start += slices.num_tokens
     return StepInputs(
-        tokens=torch.from_numpy(np.concatenate([slices.tokens for slices in micro_batches])),
+        tokens=torch.from_numpy(joined([slices.tokens for slices in micro_batches])),
         parts=parts,
-        sample_rows=torch.from_numpy(np.concatenate(sample_rows)),
+        sample_rows=torch.from_numpy(joined(sample_rows)),
     )
+
+
+def joined(arrays: Sequence[IntArray]) -> IntArray:
+    """Return the arrays one after the other; a single one as it is."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

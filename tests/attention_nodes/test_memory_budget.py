@@ -1,0 +1,216 @@
+"""The KV cache of a GPU: the arithmetic, the dry run, and what a node makes of both."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from attention_nodes.kv_cache import bytes_per_block
+from attention_nodes.memory_budget import (
+    GRAPH_BYTES,
+    MemoryUse,
+    blocks_that_fit,
+    largest_steps,
+    measure,
+)
+from attention_nodes.replica import Replica
+from kernels import reference
+from kernels.runtime import DeviceMemory, HostRuntime
+from m2n_comm.net import NetTimes
+from models.config import load_model_config
+from tests.checkpoints import make_checkpoint
+from tests.engine import engine_config
+from topspin.config import NodeConfig
+from topspin.errors import ConfigError
+from topspin.messages import unpack_ints
+
+GIB = 2**30
+
+
+def fit(use: MemoryUse, *, utilization: float = 0.9, block_bytes: int = 2 * 2**20) -> int:
+    return blocks_that_fit(
+        use, utilization=utilization, block_bytes=block_bytes, blocks_per_sequence=512
+    )
+
+
+def test_blocks_fill_what_is_left() -> None:
+    use = MemoryUse(
+        total=100 * GIB, others=2 * GIB, weights=60 * GIB, activations=3 * GIB, graphs=5 * GIB
+    )
+    assert fit(use) == 20 * 512
+    assert fit(use, utilization=1.0) == 30 * 512
+    assert fit(use, block_bytes=3 * GIB) == 6
+
+
+def test_too_little_memory_is_refused_with_all_the_numbers() -> None:
+    use = MemoryUse(
+        total=80 * GIB, others=GIB, weights=66 * GIB, activations=3 * GIB, graphs=2 * GIB
+    )
+    with pytest.raises(ConfigError) as caught:
+        fit(use)
+    for part in (
+        "--gpu-memory-utilization 0.9: of 80.0 GiB",
+        "others take 1.0 GiB",
+        "weights 66.0 GiB",
+        "largest step 3.0 GiB",
+        "recorded steps 2.0 GiB",
+        "72.0 GiB may be used",
+        "leaves 0 blocks",
+        "2.0 MiB each",
+        "512 for one sequence of --max-model-len",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("budget"), "mixtral")
+
+
+@pytest.fixture
+def config(checkpoint: Path) -> NodeConfig:
+    config = engine_config(checkpoint, max_num_batched_tokens=48).for_node()
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, max_model_len=20),
+        cache=msgspec.structs.replace(config.cache, kv_cache_bytes=None),
+        compute=msgspec.structs.replace(config.compute, kernels="triton"),
+        max_num_seqs=7,
+    )
+
+
+def test_the_largest_steps_fill_every_limit(config: NodeConfig) -> None:
+    prompts, singles = largest_steps(config, index=3, table_version=5)
+    assert prompts.ticket.participants == singles.ticket.participants == (3,)
+    assert prompts.ticket.table_version == 5
+    assert list(unpack_ints(prompts.micro_batches[0].num_tokens)) == [20, 20, 8]
+    assert list(unpack_ints(singles.micro_batches[0].num_tokens)) == [1] * 7
+    for plan in (prompts, singles):
+        assert set(plan.micro_batches[0].sample) == {1}
+        for new in plan.new:
+            assert set(unpack_ints(new.blocks)) == {0}
+
+
+class MeteredRuntime(HostRuntime):
+    """A GPU whose allocator counts as it is told."""
+
+    def __init__(self) -> None:
+        self.allocated = 1000
+        self.peak = 5000  # from before
+        self.reserved = 7000
+        self.memory_of = DeviceMemory(total=100_000, free=90_000)
+
+    def memory(self) -> DeviceMemory:
+        return self.memory_of
+
+    def reserved_bytes(self) -> int:
+        return self.reserved
+
+    def reset_peak(self) -> None:
+        self.peak = self.allocated
+
+    def peak_bytes(self) -> int:
+        return self.peak
+
+
+def test_what_a_run_takes_is_told_apart() -> None:
+    runtime = MeteredRuntime()
+
+    def run() -> None:
+        runtime.peak = 1600
+
+    use = measure(runtime, run, num_graphs=2)
+    assert use == MemoryUse(
+        total=100_000, others=3000, weights=1000, activations=600, graphs=600 + 2 * GRAPH_BYTES
+    )
+    assert measure(runtime, run, num_graphs=0).graphs == 0
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> MeteredRuntime:
+    runtime = MeteredRuntime()
+    runtime.memory_of = DeviceMemory(total=4 * 2**20, free=4 * 2**20)
+    runtime.reserved = 0
+    monkeypatch.setattr("attention_nodes.replica.open_runtime", lambda device: runtime)
+    monkeypatch.setattr("attention_nodes.replica.select_ops", lambda *names: reference)
+    return runtime
+
+
+@torch.inference_mode()
+def load(checkpoint: Path, config: NodeConfig, **options: Any) -> Replica:
+    return Replica.load(checkpoint, config, **options)
+
+
+def test_a_node_allocates_what_its_dry_run_leaves(
+    checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
+) -> None:
+    replica = load(checkpoint, config)
+    block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
+    assert replica.num_blocks == (int(0.9 * 4 * 2**20) - 1000) // block_bytes
+    assert len(replica._decoder.kv.keys[0]) == replica.num_blocks
+
+
+def test_a_cache_for_less_than_a_sequence_is_told(
+    checkpoint: Path,
+    config: NodeConfig,
+    runtime: MeteredRuntime,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
+    cache = msgspec.structs.replace(config.cache, gpu_memory_utilization=1.0)
+    config = msgspec.structs.replace(config, cache=cache)
+    runtime.reserved = runtime.allocated + 4 * block_bytes - 1
+    runtime.memory_of = DeviceMemory(total=runtime.reserved, free=0)
+    with caplog.at_level(logging.WARNING, "attention"):
+        assert load(checkpoint, config).num_blocks == 3
+    assert "3 blocks of KV cache hold 12 tokens" in caplog.text
+    runtime.reserved = runtime.allocated + 2 * block_bytes - 1
+    runtime.memory_of = DeviceMemory(total=runtime.reserved, free=0)
+    with pytest.raises(ConfigError, match="leaves 1 blocks of KV cache"):
+        load(checkpoint, config)
+
+
+def test_experts_beside_take_part_in_the_dry_run(
+    checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
+) -> None:
+    rows: list[int] = []
+    versions: list[int] = []
+
+    class Beside:
+        trace = None
+        is_graph_safe = True
+        epoch = 0
+        is_closed = False
+
+        def begin(self, ticket: Any) -> None:
+            versions.append(ticket.table_version)
+
+        def dispatch(self, micro_batch: int, layer: int, hidden: Any, *rest: Any) -> None:
+            rows.append(len(hidden))
+
+        def combine(self, micro_batch: int, layer: int, out: Any) -> Any:
+            return out.zero_()
+
+        def times(self) -> NetTimes:
+            return NetTimes(0.0, 0.0, None)
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    net = Beside()
+    opened: list[Replica] = []
+
+    def open_net(replica: Replica) -> Any:
+        opened.append(replica)
+        return net
+
+    load(checkpoint, config, table_version=9, open_net=open_net)
+    assert rows == [48, 48, 7, 7]  # two layers each
+    assert versions == [9, 9]
+    assert net.is_closed
+    assert opened[0].net_shape(config).hidden_size == 64
