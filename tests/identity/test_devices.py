@@ -15,7 +15,8 @@ import pytest
 
 from tests.checkpoints import MOE_VARIANTS
 from tests.engine import Engine, engine_config
-from tests.identity.conftest import Case, CaseOf
+from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
+from tests.identity.test_expert_tables import config_of, only_copies, random_tables
 from tests.pairwise import cover_pairs
 
 slow = pytest.mark.slow
@@ -132,3 +133,35 @@ def test_attention_on_the_cpu_and_experts_on_a_device(case_of: CaseOf, transport
     with Engine(config) as engine:
         got = engine.generate([case.prompts[idx] for idx in chosen], max_tokens=4)
         assert got == [case.tokens[idx][:4] for idx in chosen]
+
+
+@slow
+@pytest.mark.parametrize("settings", [{}, {"gpu_streams": 2, "micro_batches": 2}])
+def test_experts_move_on_a_device_while_requests_run(
+    case_of: CaseOf, settings: dict[str, Any]
+) -> None:
+    """What was recorded for one table is not replayed for the next."""
+    case = case_of("mixtral")
+    chosen = prompts_of(case)[:MAX_NUM_SEQS]
+    config = config_of(
+        case.path,
+        (1, 2),
+        balance=only_copies(2),
+        kernels="triton",
+        max_num_seqs=MAX_NUM_SEQS,
+        **settings,
+    )
+    tables = random_tables(2, redundant=2, seed=3)
+    with Engine(config) as engine:
+        balancer = engine._service._balancer
+        ids = [engine.add(case.prompts[idx], max_tokens=NUM_TOKENS) for idx in chosen]
+        requests = [engine.requests[each] for each in ids]
+
+        def change_on() -> bool:
+            if not balancer.is_preparing and balancer._wanted is None:
+                balancer.ask(next(tables))
+            return all(request.ended for request in requests)
+
+        engine.collect(until=change_on)
+        assert [request.tokens for request in requests] == [case.tokens[idx] for idx in chosen]
+        assert engine.stats().expert_table_version >= 3
