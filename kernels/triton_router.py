@@ -36,8 +36,9 @@ from kernels.triton_router_kernels import (
 BLOCK_ELEMENTS: Final = 4096
 # Up to so many, one program does all rows, and one launch is saved.
 SINGLE_ELEMENTS: Final = 16384
-# Where pairs are not grouped, rows have nothing to do with each other: many small programs.
-ROUTE_ELEMENTS: Final = 512
+# Where pairs are not grouped, rows have nothing to do with each other: many small programs,
+# since choosing one expert after the other is a matter of latency.
+ROUTE_ELEMENTS: Final = 128
 # Up to so many pairs a program per slot groups them.
 SPREAD_PAIRS: Final = 8192
 SPREAD_BLOCK: Final = 1024

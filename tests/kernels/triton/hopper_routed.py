@@ -134,7 +134,7 @@ def main() -> None:
     compile_router(128, 64, sigmoid=False, single=True)
     compile_router(128, 1, sigmoid=True, single=True, R=1, num_slots=1)
     compile_router(256, 16, sigmoid=True, single=False)
-    compile_router(128, 4, sigmoid=False, single=False, permute=False)
+    compile_router(128, 1, sigmoid=False, single=False, permute=False)
     for weight_format in FORMATS:
         for num_rows in (1, 8, 256, 1024, 8192):
             compile_mlp(weight_format, torch.bfloat16, num_rows)
