@@ -12,7 +12,7 @@ position 0, no query, no cache slot (-1) and no expert (MicroBatchInputs.num_row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -197,7 +197,7 @@ class DeviceInputs:
                     max_context_len=self._max_len,
                 )
             )
-        return PlacedInputs(**{**vars(sent), "metas": metas})
+        return replace(sent, metas=metas)
 
     def complete(self, placed: PlacedInputs) -> StepInputs:
         """Enqueue the gathering of tokens and angles; may be recorded."""

@@ -78,7 +78,8 @@ class LaunchedStep:
             errors=drawn.errors,
             timings=StepTimings(
                 total_s=prepare_s + layers_s + sample_s,
-                attention_s=layers_s - self.times.wait_s,
+                # The host waits for experts while the device may still compute.
+                attention_s=max(0.0, layers_s - self.times.wait_s),
                 wait_s=self.times.wait_s,
                 sample_s=sample_s,
                 prepare_s=prepare_s,

@@ -193,6 +193,8 @@ class Replica:
                 self.execute(plan, net, index=index)
 
         num_graphs = len(self._executor.sizes) * len(_micro_batches(config))
+        if self.is_moe and open_net is None and config.m2n.transport != "cuda_ipc":
+            num_graphs = 0  # the host takes part in every layer
         use = measure(self._runtime, run, num_graphs=num_graphs)
         if net is not None:
             net.close()

@@ -20,6 +20,7 @@ from m2n_comm.net import ExpertBatch
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
 from models.weights import load_expert_weights
+from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.attention_nodes.plans import (
     BLOCK_SIZE,
     BLOCKS_EACH,
@@ -208,6 +209,29 @@ def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
         config = msgspec.structs.replace(node.config, compute=compute)
         node.replica.record_steps(node.net, config, check=lambda: None)
     assert node.num_recordings == 6
+
+
+def test_recorded_steps_run_ahead_of_a_device_that_is_late(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No launch waits, and what two steps share is not written while one still reads it."""
+    planner = Planner()
+    for seq_id in (1, 2, 4):
+        planner.add(seq_id, PROMPTS[seq_id])
+    planner.step({1: 4, 2: 2, 4: 1})
+    for _ in range(4):
+        planner.decode([1, 2, 4])
+    planner.step({2: 1, 4: 1}, finished=[1])
+    with DelayedRuntime() as runtime:
+        monkeypatch.setattr("attention_nodes.replica.open_runtime", lambda device: runtime)
+        node = Node(mixtral, cuda_graphs=True)
+        runtime.synchronize()
+        results = ahead(node.replica, planner.plans, node.net)
+    assert runtime.num_waits == len(planner.plans)
+    assert node.num_recordings == 1
+    oracle = oracle_generate(mixtral, [PROMPTS[seq_id] for seq_id in (1, 2, 4)], 6)
+    tokens = dict(zip((1, 2, 4), oracle.tokens, strict=True))
+    assert tokens_of(results) == {**tokens, 1: tokens[1][:5]}
 
 
 def test_another_table_makes_recordings_anew(mixtral: Path) -> None:

@@ -29,6 +29,15 @@ def test_a_captured_body_runs_anew_on_what_its_tensors_hold_at_each_replay() -> 
     assert doubled.tolist() == [10.0, 14.0]
 
 
+def test_timed_events_tell_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = iter([10.0, 12.5])
+    monkeypatch.setattr("kernels.runtime.time.perf_counter", lambda: next(now_s))
+    stream = HostRuntime().current_stream()
+    began, ended = stream.record(timed=True), stream.record(timed=True)
+    assert ended.is_done()
+    assert ended.seconds_since(began) == 2.5
+
+
 SYNCS: list[Callable[[Tensor], object]] = [
     lambda x: x[0].item(),
     lambda x: bool((x > 0).any()),
