@@ -29,8 +29,12 @@ Propose = Callable[[AttentionTiles], Iterator[AttentionTiles]]
 
 
 def short_blocks(best: AttentionTiles) -> Iterator[AttentionTiles]:
-    """Propose blocks of the split kernel; a split takes whole blocks."""
-    for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4)):
+    """Propose blocks of the split kernel; a split takes whole blocks.
+
+    (The way to a key leads through the block table: 3 and 4 stages keep one block of keys and
+    values in flight, 5 two, by what the compiler makes of them.)
+    """
+    for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 5)):
         if best.min_chunk % keys == 0:
             yield replace(best, short_keys=keys, short_warps=warps, short_stages=stages)
 
@@ -44,7 +48,7 @@ def splits(best: AttentionTiles) -> Iterator[AttentionTiles]:
 
 def long_blocks(best: AttentionTiles) -> Iterator[AttentionTiles]:
     """Propose blocks of the kernel for long slices."""
-    for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+    for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5)):
         yield replace(best, long_rows=rows, long_keys=keys, long_warps=warps, long_stages=stages)
 
 
