@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.system import chaos
+from tests.system.chaos import Streams, check_identical, wait_until_whole
 from tests.system.conftest import Tiny
 from tests.system.server import Server
 from tests.system.test_serve import complete
@@ -82,3 +84,22 @@ def test_a_device_that_only_the_nodes_find_wrong_ends_the_start_with_status_2(ti
     assert ended.returncode == 2, ended.stderr
     assert "--kernels triton on the CPU: they are for GPUs" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("transport", "role"),
+    [("cuda_ipc", "expert 0"), ("cuda_ipc", "attention 0"), ("local", "local")],
+)
+def test_streams_survive_a_killed_node_whose_memory_others_write(
+    tiny: Tiny, tmp_path: Path, transport: str, role: str
+) -> None:
+    num_tokens = 8
+    flags = (*SMALL, "--transport", transport, "--restart", "on", "--restart-deadline", "120")
+    with Server(tiny.path, tmp_path, *flags, env={"TRITON_INTERPRET": "1"}) as server:
+        streams = Streams(server.url, tiny.prompts[:1], num_tokens)
+        streams.wait_for_events(2)
+        chaos.kill(server, role)
+        check_identical(streams.join(), [tiny.tokens[0][:num_tokens]])
+        assert f"{role} was killed by SIGKILL" in server.output.replace("local node", "local")
+        wait_until_whole(server)
