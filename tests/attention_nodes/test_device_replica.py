@@ -6,6 +6,7 @@ those of two nodes in this process, computed by plain torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention_nodes.replica import Replica
-from kernels.runtime import HostRuntime
+from kernels.runtime import HostRuntime, Replay
 from m2n_comm.device_local import DeviceNet
 from m2n_comm.net import ExpertBatch
 from models.checkpoint import Checkpoint
@@ -234,7 +235,17 @@ def test_recorded_steps_run_ahead_of_a_device_that_is_late(
     assert tokens_of(results) == {**tokens, 1: tokens[1][:5]}
 
 
-def test_another_table_makes_recordings_anew(mixtral: Path) -> None:
+def test_another_table_makes_recordings_anew(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captures: list[int] = []
+    capture = HostRuntime.capture
+
+    def count(self: HostRuntime, body: Callable[[], None]) -> Replay:
+        captures.append(1)
+        return capture(self, body)
+
+    monkeypatch.setattr(HostRuntime, "capture", count)
     node = Node(mixtral, cuda_graphs=True)
     assert node.net is not None
     planner = Planner()
@@ -243,7 +254,7 @@ def test_another_table_makes_recordings_anew(mixtral: Path) -> None:
     for _ in range(2):
         planner.decode([1])
     one_by_one(node.replica, planner.plans, node.net)
-    assert node.num_recordings == 1
+    assert len(captures) == node.num_recordings == 1
     planner.table_version = 2
     table = node.net._route.table
     swapped = tuple((layer[1], layer[0]) for layer in table.slots)
@@ -258,4 +269,5 @@ def test_another_table_makes_recordings_anew(mixtral: Path) -> None:
     results = one_by_one(node.replica, planner.plans[3:], node.net)
     tokens = oracle_generate(mixtral, [PROMPTS[1]], 6).tokens[0]
     assert tokens_of(results)[1] == tokens[3:]
+    assert len(captures) == 2
     assert node.num_recordings == 1
