@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sequences import PENDING, IntArray, Limits
 from attention_nodes.staging import ALIGNMENT, Outbound
-from attention_nodes.step_inputs import MicroBatchInputs, Slices, StepInputs
+from attention_nodes.step_inputs import MicroBatchInputs, Slices, StepInputs, joined
 from kernels.contracts import AttentionMeta
 from kernels.runtime import Runtime
 from topspin.config import MAX_MICRO_BATCHES
@@ -98,85 +99,85 @@ class DeviceInputs:
         if highest >= self._max_rows:
             raise ProtocolError(f"more than {self._max_rows} sequences are on this node")
         sizes = [bucket or slices.num_tokens for slices in micro_batches]
-        starts = [sum(sizes[:idx]) for idx in range(len(sizes))]
-        sent = self._send(micro_batches, sizes, starts, bucket)
+        sent = self._send(micro_batches, sizes, bucket)
         if bucket is None:
             return sent
         return self._with_static_tables(sent, micro_batches, bucket)
 
     def _send(
-        self,
-        micro_batches: Sequence[Slices],
-        sizes: list[int],
-        starts: list[int],
-        bucket: int | None,
+        self, micro_batches: Sequence[Slices], sizes: list[int], bucket: int | None
     ) -> PlacedInputs:
-        def joined(name: str, fill: int) -> IntArray:
-            return np.concatenate(
-                [
-                    _padded(getattr(slices, name), size, fill)
-                    for slices, size in zip(micro_batches, sizes, strict=True)
-                ]
-            )
-
-        tokens = joined("tokens", 0)
-        is_pending = tokens == PENDING
-        last_rows = np.where(is_pending, joined("row_of_token", 0), self._max_rows)
-        positions = joined("positions", 0)
-        sampled = np.concatenate([slices.sampled for slices in micro_batches])
-        sample_rows = np.concatenate(
-            [
-                slices.sample_rows + start
-                for slices, start in zip(micro_batches, starts, strict=True)
-            ]
-        )
-        if bucket is not None:
-            most = min(len(tokens), self._max_seqs)
-            sampled, sample_rows = _padded(sampled, most, 0), _padded(sample_rows, most, 0)
-        angles: tuple[np.ndarray, ...] = (positions,)
-        if self._table is None:
-            both = self._rotary.gather(positions, joined("prompt_lens", 1))
-            angles = tuple(each.numpy() for each in both)
-        arrays = [
-            np.where(is_pending, 0, tokens),
-            last_rows,
-            joined("kv_slots", NO_SLOT),
-            sample_rows,
-            sampled,
-            np.array([slices.num_tokens for slices in micro_batches]),
-            *angles,
-        ]
+        starts = [0, *accumulate(sizes)]
+        arrays = self._arrays(micro_batches, sizes, starts, bucket)
         metas = [
-            (_grown(slices.query_start, size), _padded(slices.context_lens, size, 0))
-            if bucket is not None
-            else (slices.query_start, slices.context_lens)
-            for slices, size in zip(micro_batches, sizes, strict=True)
+            (slices.query_start, slices.context_lens)
+            if bucket is None
+            else (_grown(slices.query_start, bucket), _padded(slices.context_lens, bucket, 0))
+            for slices in micro_batches
         ]
         # Last, since their width differs from step to step.
         tables = [slices.block_tables for slices in micro_batches]
-        sent = self._outbound.send([*arrays, *(each for pair in metas for each in pair), *tables])
-        start = len(arrays)
-        ends = start + 2 * len(metas)
+        sent = self._outbound.send([*arrays, *chain.from_iterable(metas), *tables])
+        num_rows, *angles = sent[5 : len(arrays)]
+        pairs = sent[len(arrays) : len(arrays) + 2 * len(metas)]
         return PlacedInputs(
             literals=sent[0],
             last_rows=sent[1],
             kv_slots=sent[2],
             sample_rows=sent[3],
             sampled=sent[4],
-            num_rows=None if bucket is None else sent[5],
-            angles=tuple(sent[6:start]),
+            num_rows=None if bucket is None else num_rows,
+            angles=tuple(angles),
             metas=[
                 AttentionMeta(
-                    query_start=sent[start + 2 * idx],
-                    context_lens=sent[start + 2 * idx + 1],
-                    block_tables=sent[ends + idx],
+                    query_start=query_start,
+                    context_lens=context_lens,
+                    block_tables=table,
                     max_query_len=int(slices.counts.max(initial=0)),
                     max_context_len=int(slices.context_lens.max(initial=0)),
                 )
-                for idx, slices in enumerate(micro_batches)
+                for query_start, context_lens, table, slices in zip(
+                    pairs[::2], pairs[1::2], sent[-len(tables) :], micro_batches, strict=True
+                )
             ],
-            starts=[*starts, sum(sizes)],
+            starts=starts,
         )
+
+    def _arrays(
+        self,
+        micro_batches: Sequence[Slices],
+        sizes: list[int],
+        starts: list[int],
+        bucket: int | None,
+    ) -> list[np.ndarray]:
+        """Return what a step has by row and by sample: literals to num_rows, then the angles."""
+
+        def padded(name: str, fill: int) -> IntArray:
+            each = zip(micro_batches, sizes, strict=True)
+            return joined([_padded(getattr(slices, name), size, fill) for slices, size in each])
+
+        tokens, positions = padded("tokens", 0), padded("positions", 0)
+        is_pending = tokens == PENDING
+        sampled = joined([slices.sampled for slices in micro_batches])
+        sample_rows = joined(
+            [slices.sample_rows + starts[idx] for idx, slices in enumerate(micro_batches)]
+        )
+        if bucket is not None:
+            most = min(len(tokens), self._max_seqs)
+            sampled, sample_rows = _padded(sampled, most, 0), _padded(sample_rows, most, 0)
+        angles: tuple[np.ndarray, ...] = (positions,)
+        if self._table is None:
+            both = self._rotary.gather(positions, padded("prompt_lens", 1))
+            angles = tuple(each.numpy() for each in both)
+        return [
+            np.where(is_pending, 0, tokens),
+            np.where(is_pending, padded("row_of_token", 0), self._max_rows),
+            padded("kv_slots", NO_SLOT),
+            sample_rows,
+            sampled,
+            np.array([slices.num_tokens for slices in micro_batches]),
+            *angles,
+        ]
 
     def _with_static_tables(
         self, sent: PlacedInputs, micro_batches: Sequence[Slices], bucket: int

@@ -8,7 +8,9 @@ Knows no weights. Called by replica.py while it loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ from topspin.messages import (
 )
 from topspin.trace import Ring
 from topspin.units import format_size
+
+_log = logging.getLogger("attention")
 
 GRAPH_BYTES: Final = 16 * 2**20
 """What a recording takes beside its tensors, with about a thousand kernels: an assumption."""
@@ -72,6 +76,40 @@ def blocks_that_fit(
             "or lower --max-num-batched-tokens, --max-num-seqs or --max-model-len"
         )
     return num_blocks
+
+
+def blocks_to_allocate(
+    use: MemoryUse, *, utilization: float, block_bytes: int, block_size: int, max_len: int
+) -> int:
+    """Return blocks_that_fit(), telling people what memory is for and if that is few."""
+    per_sequence = -(-max_len // block_size)
+    num_blocks = blocks_that_fit(
+        use, utilization=utilization, block_bytes=block_bytes, blocks_per_sequence=per_sequence
+    )
+    _log.info("%s; %d blocks of KV cache", describe(use), num_blocks)
+    if num_blocks < per_sequence:
+        _log.warning(
+            "%d blocks of KV cache hold %d tokens, less than one sequence of --max-model-len %d: "
+            "longer requests are refused",
+            num_blocks,
+            num_blocks * block_size,
+            max_len,
+        )
+    return num_blocks
+
+
+@contextmanager
+def fitting(runtime: Runtime, what: str) -> Iterator[None]:
+    """Say with the numbers that `what` does not fit, if the device's memory ends meanwhile."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        memory = runtime.memory()
+        raise ConfigError(
+            f"device {runtime.device}: {what} does not fit: {format_size(memory.free)} of "
+            f"{format_size(memory.total)} are free and this process has "
+            f"{format_size(runtime.reserved_bytes())}: {error}"
+        ) from error
 
 
 def describe(use: MemoryUse) -> str:

@@ -26,8 +26,8 @@ from attention_nodes.executor import Executor, HostExecutor
 from attention_nodes.launched import Checked, LaunchedStep
 from attention_nodes.memory_budget import (
     AbsentExperts,
-    blocks_that_fit,
-    describe,
+    blocks_to_allocate,
+    fitting,
     largest_steps,
     measure,
 )
@@ -163,8 +163,11 @@ class Replica:
             config.compute.attention_device,
         )
         checkpoint = Checkpoint(path)
-        weights = stream_attention_weights(checkpoint, model, dtype=dtype, device=runtime.device)
-        decoder = Decoder(model, weights, ops, cache)
+        with fitting(runtime, "the weights of attention"):
+            weights = stream_attention_weights(
+                checkpoint, model, dtype=dtype, device=runtime.device
+            )
+            decoder = Decoder(model, weights, ops, cache)
         unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
         if unused:
             _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
@@ -195,32 +198,21 @@ class Replica:
         num_graphs = len(self._executor.sizes) * len(_micro_batches(config))
         if self.is_moe and open_net is None and config.m2n.transport != "cuda_ipc":
             num_graphs = 0  # the host takes part in every layer
-        use = measure(self._runtime, run, num_graphs=num_graphs)
+        with fitting(self._runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
+            use = measure(self._runtime, run, num_graphs=num_graphs)
         if net is not None:
             net.close()
         limits = self._table.limits
-        per_sequence = -(-limits.max_len // limits.block_size)
-        num_blocks = blocks_that_fit(
+        block_bytes = kv_cache.bytes_per_block(
+            self._model, block_size=limits.block_size, dtype=getattr(torch, config.model.dtype)
+        )
+        return blocks_to_allocate(
             use,
             utilization=config.cache.gpu_memory_utilization,
-            block_bytes=kv_cache.bytes_per_block(
-                self._model,
-                block_size=limits.block_size,
-                dtype=getattr(torch, config.model.dtype),
-            ),
-            blocks_per_sequence=per_sequence,
+            block_bytes=block_bytes,
+            block_size=limits.block_size,
+            max_len=limits.max_len,
         )
-        _log.info("attention %d: %s; %d blocks of KV cache", index, describe(use), num_blocks)
-        if num_blocks < per_sequence:
-            _log.warning(
-                "attention %d: %d blocks of KV cache hold %d tokens, less than one sequence of "
-                "--max-model-len %d: longer requests are refused",
-                index,
-                num_blocks,
-                num_blocks * limits.block_size,
-                limits.max_len,
-            )
-        return num_blocks
 
     def record_steps(
         self, net: AttentionNet | None, config: NodeConfig, *, check: Callable[[], None]
@@ -376,10 +368,9 @@ class Replica:
         return launched.result(drawn, previous_s=previous_s)
 
     def discard(self) -> None:
-        """Forget what is launched, once it has ended; its generation is over."""
-        if self._launched:
-            self._runtime.synchronize()
-            self._launched.clear()
+        """Forget what was launched or recorded, once all has ended; its generation is over."""
+        self._runtime.synchronize()
+        self._launched.clear()
         self._executor.forget()
 
     def _settle(self, launched: LaunchedStep) -> list[np.ndarray]:

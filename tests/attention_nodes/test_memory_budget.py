@@ -175,6 +175,24 @@ def test_a_cache_for_less_than_a_sequence_is_told(
         load(checkpoint, config)
 
 
+@pytest.mark.parametrize("name", ["stream_attention_weights", "largest_steps"])
+def test_memory_that_ends_while_a_node_loads_is_told_with_the_numbers(
+    checkpoint: Path,
+    config: NodeConfig,
+    runtime: MeteredRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 7 bytes")
+
+    monkeypatch.setattr(f"attention_nodes.replica.{name}", fail)
+    runtime.reserved = 3 * 2**20
+    reason = "does not fit: 4.0 MiB of 4.0 MiB are free and this process has 3.0 MiB: tried to"
+    with pytest.raises(ConfigError, match=reason):
+        load(checkpoint, config)
+
+
 def test_experts_beside_take_part_in_the_dry_run(
     checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
 ) -> None:
