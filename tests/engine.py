@@ -88,6 +88,8 @@ def engine_config(
     micro_batches: int | None = 1,
     kernels: str = "cpu",
     expert_kernels: str | None = None,
+    attention_device: str = "cpu",
+    expert_device: str = "cpu",
     cuda_graphs: bool = True,
     gpu_streams: int = 1,
     deterministic: bool = False,
@@ -123,6 +125,8 @@ def engine_config(
         compute=ComputeSection(
             kernels=kernels,
             expert_kernels=expert_kernels,
+            attention_device=attention_device,
+            expert_device=expert_device,
             cuda_graphs=cuda_graphs,
             gpu_streams=gpu_streams,
             num_threads=num_threads,

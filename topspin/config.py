@@ -338,7 +338,8 @@ def _resolve_compute(compute: ComputeSection) -> ComputeSection:
         attention_device=parse_device("--attention-device", compute.attention_device),
         expert_device=parse_device("--expert-device", compute.expert_device),
     )
-    on_cpu = compute.attention_device == compute.expert_device == CPU
+    places = compute.place("attention"), compute.place("expert")
+    on_cpu = not any(place.is_gpu for place in places)
     if compute.deterministic:
         if compute.kernels not in ("auto", "cpu", DETERMINISTIC_KERNELS):
             raise ConfigError(
@@ -356,7 +357,7 @@ def _resolve_compute(compute: ComputeSection) -> ComputeSection:
             f"--kernels {compute.kernels}: the nodes' answers must be added in order as well; "
             "use --deterministic"
         )
-    if compute.kernels == "cpu" and not on_cpu:
+    if any(place.kernels == "cpu" and place.is_gpu for place in places):
         raise ConfigError(
             "--kernels cpu: a GPU has none of these; leave --kernels at auto, or "
             "--attention-device and --expert-device at cpu"

@@ -1,10 +1,10 @@
 """Greedy fp32 tokens equal transformers' where nodes compute on a device, sampled ones the CPU's.
 
-The device is the CPU: Triton's kernels are interpreted, and all else is what a GPU's nodes do
-(Place.is_device), but for the calls into its driver. Interpretation is slow, hence few prompts
-and tokens; and it is no work for two threads at once, so roles that compute at the same time in
-threads of this process have one on Triton and one on the CPU's kernels, and whole processes are
-tests/system/test_devices.py's.
+Without a GPU the device is the CPU: Triton's kernels are interpreted, and all else is what a
+GPU's nodes do (Place.is_device), but for the calls into its driver. Interpretation is slow, hence
+few prompts and tokens; and it is no work for two threads at once, so roles that compute at the
+same time in threads of this process have one on Triton and one on the CPU's kernels, and whole
+processes are tests/system/test_devices.py's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import MOE_VARIANTS
 from tests.engine import Engine, engine_config
@@ -19,7 +20,13 @@ from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.identity.test_expert_tables import config_of, only_copies, random_tables
 from tests.pairwise import cover_pairs
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 slow = pytest.mark.slow
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+ON_ONE = {"kernels": "triton", "attention_device": DEVICE, "expert_device": DEVICE}
+ATTENTION_ON_IT = {**ON_ONE, "expert_kernels": "cpu", "expert_device": "cpu"}
+EXPERTS_ON_IT = {"kernels": "cpu", "expert_kernels": "triton", "expert_device": DEVICE}
 
 # Sizes of steps are recorded when the engine starts: few of them. The third prompt waits.
 MAX_NUM_SEQS = 2
@@ -37,7 +44,7 @@ def prompts_of(case: Case) -> list[int]:
 
 
 def check(case: Case, *, is_sampled: bool = False, **settings: Any) -> None:
-    config = engine_config(case.path, kernels="triton", max_num_seqs=MAX_NUM_SEQS, **settings)
+    config = engine_config(case.path, max_num_seqs=MAX_NUM_SEQS, **{**ON_ONE, **settings})
     with Engine(config) as engine:
         chosen = prompts_of(case)
         ids = [
@@ -111,9 +118,9 @@ def test_attention_on_a_device_and_experts_on_the_cpu(
     check(
         case_of(variant),
         transport=transport,
-        expert_kernels="cpu",
         expert_nodes=2,
         micro_batches=2,
+        **ATTENTION_ON_IT,
     )
 
 
@@ -125,10 +132,9 @@ def test_attention_on_the_cpu_and_experts_on_a_device(case_of: CaseOf, transport
     config = engine_config(
         case.path,
         transport=transport,
-        kernels="cpu",
-        expert_kernels="triton",
         attention_nodes=1 if transport == "local" else 2,
         micro_batches=2,
+        **EXPERTS_ON_IT,
     )
     with Engine(config) as engine:
         got = engine.generate([case.prompts[idx] for idx in chosen], max_tokens=4)
@@ -147,9 +153,8 @@ def test_experts_move_on_a_device_while_requests_run(
         case.path,
         (1, 2),
         balance=only_copies(2),
-        kernels="triton",
         max_num_seqs=MAX_NUM_SEQS,
-        **settings,
+        **{**ON_ONE, **settings},
     )
     tables = random_tables(2, redundant=2, seed=3)
     with Engine(config) as engine:

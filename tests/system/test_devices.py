@@ -16,9 +16,16 @@ from tests.system.conftest import Tiny
 from tests.system.server import Server
 from tests.system.test_serve import complete
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
 # Interpreted kernels are slow: few tokens, and few sizes of steps to record.
 NUM_TOKENS = 4
-SMALL = ("--kernels", "triton", "--max-num-seqs", "2", "--max-num-batched-tokens", "32")
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
+SMALL = (
+    *("--kernels", "triton", "--attention-device", DEVICE, "--expert-device", DEVICE),
+    *("--max-num-seqs", "2", "--max-num-batched-tokens", "32"),
+)
 
 
 @pytest.mark.parametrize(
@@ -38,11 +45,10 @@ SMALL = ("--kernels", "triton", "--max-num-seqs", "2", "--max-num-batched-tokens
         ),
     ],
 )
-def test_interpreted_kernels_serve_transformers_tokens(
+def test_devices_serve_transformers_tokens(
     tiny: Tiny, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    environment = {"TRITON_INTERPRET": "1"}
-    with Server(tiny.path, tmp_path, *SMALL, *flags, env=environment) as server:
+    with Server(tiny.path, tmp_path, *SMALL, *flags, env=INTERPRETED) as server:
         tokens = complete(server.url, tiny.prompts[0], max_tokens=NUM_TOKENS)
         assert tokens == tiny.tokens[0][:NUM_TOKENS]
 
@@ -96,7 +102,7 @@ def test_streams_survive_a_killed_node_whose_memory_others_write(
 ) -> None:
     num_tokens = 8
     flags = (*SMALL, "--transport", transport, "--restart", "on", "--restart-deadline", "120")
-    with Server(tiny.path, tmp_path, *flags, env={"TRITON_INTERPRET": "1"}) as server:
+    with Server(tiny.path, tmp_path, *flags, env=INTERPRETED) as server:
         streams = Streams(server.url, tiny.prompts[:1], num_tokens)
         streams.wait_for_events(2)
         chaos.kill(server, role)

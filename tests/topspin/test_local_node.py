@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from kernels.runtime import DeviceMemory, HostRuntime
 from m2n_comm.device_local import DeviceNet
@@ -37,6 +38,7 @@ def test_the_thread_that_loads_experts_ends(monkeypatch: pytest.MonkeyPatch) -> 
     assert not loader.is_alive()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")
 def test_the_cache_gets_what_experts_on_the_same_device_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
