@@ -37,8 +37,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from topspin.config import MAX_MICRO_BATCHES, NodeConfig
+from topspin.config import NodeConfig
 from topspin.expert_table import ExpertTable
+from topspin.limits import MAX_MICRO_BATCHES
 from topspin.messages import StepTicket
 from topspin.trace import Ring
 

@@ -9,7 +9,7 @@ receives only its part: nodes get a NodeConfig in the scheduler's Welcome.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -26,11 +26,8 @@ from topspin.devices import (
     parse_device,
 )
 from topspin.errors import ConfigError
-from topspin.limits import check_copies, in_range, not_negative, positive
+from topspin.limits import check_copies, check_limits
 
-MAX_MICRO_BATCHES = 4
-# Nodes speak every topspin.progress.INTERVAL_S.
-MIN_PROGRESS_DEADLINE_S = 2.0
 DETERMINISTIC_KERNELS = "deterministic"
 CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -39,6 +36,18 @@ Dtype = Literal["float32", "bfloat16"]
 Payload = Literal["auto", "bf16", "fp32", "fp8", "int8"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 QUANTIZATIONS = {"cpu": ("int8", "int4"), "triton": ("int8", "int4", "fp8")}
+
+
+class BatchLimits(NamedTuple):
+    """Sequences that run at once on an attention node, and tokens of a step there."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+CPU_BATCH = BatchLimits(64, 512)
+# A GPU is far from its arithmetic's limit at a few hundred rows, and prompts should fill it.
+GPU_BATCH = BatchLimits(256, 8192)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,14 +77,27 @@ class TopologySection(Section, frozen=True, kw_only=True):
 
 
 class SchedulerSection(Section, frozen=True, kw_only=True):
-    """Limits of the batch and of the queue. Token budgets are per attention node and step."""
+    """Limits of the batch and of the queue. Token budgets are per attention node and step.
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    None: what suits the attention nodes' device (BatchLimits).
+    """
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
     micro_batches: int | None = None
     prefix_caching: bool = True
     max_queued_requests: int = 1024
     max_preemptions: int = 4
+
+    def batch_limits(self, *, is_gpu: bool) -> BatchLimits:
+        """Return the limits of the batch, those that were not set by the device."""
+        default = GPU_BATCH if is_gpu else CPU_BATCH
+        return BatchLimits(
+            default.max_num_seqs if self.max_num_seqs is None else self.max_num_seqs,
+            default.max_num_batched_tokens
+            if self.max_num_batched_tokens is None
+            else self.max_num_batched_tokens,
+        )
 
 
 class CacheSection(Section, frozen=True, kw_only=True):
@@ -230,6 +252,11 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     failover: FailoverSection = FailoverSection()
 
     @property
+    def batch(self) -> BatchLimits:
+        """Return the limits of an attention node's batch."""
+        return self.scheduler.batch_limits(is_gpu=self.compute.place("attention").is_gpu)
+
+    @property
     def nodes(self) -> Nodes:
         """Return how many nodes of each role there are and where they compute."""
         return self.compute.nodes(self.topology)
@@ -249,8 +276,8 @@ class EngineConfig(Section, frozen=True, kw_only=True):
             cache=self.cache,
             m2n=self.m2n,
             compute=compute,
-            max_num_seqs=self.scheduler.max_num_seqs,
-            max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
+            max_num_seqs=self.batch.max_num_seqs,
+            max_num_batched_tokens=self.batch.max_num_batched_tokens,
             restart=self.failover.restart,
             trace=self.trace,
         )
@@ -271,8 +298,12 @@ def resolve(
     an engine without expert nodes. Raises ConfigError naming the option, its value and what
     would do.
     """
-    _validate(config)
     compute = _resolve_compute(config.compute)
+    batch = config.scheduler.batch_limits(is_gpu=compute.place("attention").is_gpu)
+    config = msgspec.structs.replace(
+        config, scheduler=msgspec.structs.replace(config.scheduler, **batch._asdict())
+    )
+    check_limits(config)
     _check_quantization(config.model.quantization, compute, has_experts=num_experts > 0)
     dtype = config.model.dtype
     if dtype == "auto":
@@ -384,58 +415,6 @@ def _check_quantization(
                 f"--quantization {quantization} with {asked} on {role} nodes: only the kernels "
                 f"{' and '.join(known)} compute with such weights; leave one of the two out"
             )
-
-
-def _validate(config: EngineConfig) -> None:
-    """Check every numeric limit; raises ConfigError for the first that does not hold."""
-    in_range("--attention-nodes", config.topology.attention_nodes, 1, 1024)
-    in_range("--expert-nodes", config.topology.expert_nodes, 1, 1024)
-    in_range("--max-num-seqs", config.scheduler.max_num_seqs, 1, 65536)
-    in_range("--max-num-batched-tokens", config.scheduler.max_num_batched_tokens, 1, 2**20)
-    in_range("--max-queued-requests", config.scheduler.max_queued_requests, 0, 2**20)
-    in_range("--max-preemptions", config.scheduler.max_preemptions, 0, 2**20)
-    in_range("--block-size", config.cache.block_size, 1, 1024)
-    if config.cache.kv_cache_bytes is not None:
-        in_range("--kv-cache-memory", config.cache.kv_cache_bytes, 1, 2**50)
-    in_range("--m2n-window-rows", config.m2n.window_rows, 1, 2**16)
-    in_range("--port", config.gateway.port, 0, 65535)
-    in_range("--trace-stamps", config.trace.num_stamps, 1, 2**21)
-    in_range("--gpu-streams", config.compute.gpu_streams, 1, 2)
-    if not 0 < config.cache.gpu_memory_utilization <= 1:
-        raise ConfigError(
-            f"--gpu-memory-utilization {config.cache.gpu_memory_utilization:g}: must be above 0 "
-            "and at most 1"
-        )
-    if config.model.max_model_len is not None:
-        in_range("--max-model-len", config.model.max_model_len, 1, 2**24)
-    if config.scheduler.micro_batches is not None:
-        in_range("--micro-batches", config.scheduler.micro_batches, 1, MAX_MICRO_BATCHES)
-    if config.compute.num_threads is not None:
-        in_range("--num-threads", config.compute.num_threads, 1, 4096)
-    if config.compute.spin_count is not None:
-        in_range("--omp-spin-count", config.compute.spin_count, 0, 2**31 - 1)
-    in_range("--redundant-experts", config.balance.redundant_experts, 0, 2**20)
-    in_range("--expert-load-half-life", config.balance.half_life_pairs, 1, 2**30)
-    not_negative("--expert-balance-interval", config.balance.interval_s)
-    not_negative("--expert-balance-min-gain", config.balance.min_gain)
-    not_negative("--link-latency-us", config.m2n.link_latency_us)
-    if config.m2n.link_gbps is not None:
-        positive("--link-gbps", config.m2n.link_gbps)
-    positive("--step-deadline", config.m2n.deadline_s)
-    positive("--restart-deadline", config.failover.restart_deadline_s)
-    positive("--halt-deadline", config.failover.halt_deadline_s)
-    positive("--progress-deadline", config.failover.progress_deadline_s)
-    if config.failover.progress_deadline_s < MIN_PROGRESS_DEADLINE_S:
-        raise ConfigError(
-            f"--progress-deadline {config.failover.progress_deadline_s:g}: must be at least "
-            f"{MIN_PROGRESS_DEADLINE_S:g}, since a node speaks twice a second"
-        )
-    if config.scheduler.max_num_batched_tokens < config.scheduler.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {config.scheduler.max_num_batched_tokens} is less than "
-            f"--max-num-seqs {config.scheduler.max_num_seqs}: not every running sequence could "
-            "advance by a token in a step"
-        )
 
 
 def load_config(path: str) -> EngineConfig:

@@ -358,6 +358,9 @@ class EngineStart:
             {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
         ).decode()
         nodes = f"{topology.attention_nodes} attention + {topology.expert_nodes} expert nodes"
+        places = self._config.nodes
+        if places.attention.is_gpu or places.experts.is_gpu:
+            nodes += f" on {places.attention.device} + {places.experts.device}"
         return (
             f"Topspin is ready at {url} (model {model}, {nodes} over "
             f"{self._config.m2n.transport}), started in {self._elapsed_s():.1f} s\n"

@@ -17,7 +17,6 @@ from models.config import load_model_config
 from models.hub import resolve_model
 from topspin.calibrate import calibrate
 from topspin.config import (
-    MAX_MICRO_BATCHES,
     BalanceSection,
     CacheSection,
     ComputeSection,
@@ -35,6 +34,7 @@ from topspin.devices import TRITON, assign_devices
 from topspin.errors import ConfigError
 from topspin.gpu_check import check_gpus
 from topspin.launch import launch
+from topspin.limits import MAX_MICRO_BATCHES
 from topspin.quantization import describe_loss
 from topspin.serve_flags import ServeArguments
 from topspin.units import parse_size
@@ -98,7 +98,11 @@ def _sections(arguments: ServeArguments, path: Path) -> EngineConfig:
                 if arguments.kv_cache_memory is not None
                 else None
             ),
-            gpu_memory_utilization=arguments.gpu_memory_utilization,
+            gpu_memory_utilization=(
+                arguments.gpu_memory_utilization
+                if arguments.gpu_memory_utilization is not None
+                else CacheSection().gpu_memory_utilization
+            ),
         ),
         m2n=M2NSection(
             transport=arguments.transport,
@@ -157,9 +161,22 @@ def serve(arguments: ServeArguments) -> int:
     check_packages(config)
     devices = assign_devices(config.nodes, transport=config.m2n.transport)
     check_gpus((*devices.attention, *devices.experts))
+    for option in without_effect(arguments, config):
+        _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
     if (loss := describe_loss(config.model, config.nodes.experts.kernels)) is not None:
         _to_stderr(loss)
     return launch(config)
+
+
+def without_effect(arguments: ServeArguments, config: EngineConfig) -> list[str]:
+    """Return the options that were given and change nothing on the devices of `config`."""
+    given = {
+        "--gpu-memory-utilization": arguments.gpu_memory_utilization is not None,
+        "--enforce-eager": arguments.enforce_eager,
+    }
+    if config.nodes.attention.is_device:
+        return []
+    return [option for option, is_given in given.items() if is_given]
 
 
 def check_packages(config: EngineConfig) -> None:

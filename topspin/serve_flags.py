@@ -12,8 +12,9 @@ from typing import Literal, get_args
 
 from models.hub import DEFAULT_MODEL
 from topspin.config import (
+    CPU_BATCH,
     CPU_KV_CACHE_BYTES,
-    MAX_MICRO_BATCHES,
+    GPU_BATCH,
     BalanceSection,
     CacheSection,
     ComputeSection,
@@ -29,6 +30,7 @@ from topspin.config import (
     Transport,
 )
 from topspin.cores import SPIN_COUNT
+from topspin.limits import MAX_MICRO_BATCHES
 from topspin.units import format_size
 
 # What kernels.dispatch.select_ops knows; the command line does not import torch to ask.
@@ -45,8 +47,8 @@ class ServeArguments(argparse.Namespace):
     dtype: Literal["auto", "float32", "bfloat16"]
     max_model_len: int | None
     quantization: Quantization
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
     max_queued_requests: int
     max_preemptions: int
     enable_prefix_caching: bool
@@ -72,7 +74,7 @@ class ServeArguments(argparse.Namespace):
     kernels: str
     attention_device: str
     expert_device: str
-    gpu_memory_utilization: float
+    gpu_memory_utilization: float | None
     enforce_eager: bool
     gpu_streams: int
     deterministic: bool
@@ -192,10 +194,10 @@ def _add_device_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--gpu-memory-utilization",
         type=float,
-        default=cache.gpu_memory_utilization,
+        default=None,
         metavar="SHARE",
         help="share of a GPU's memory that a node may fill with weights, buffers and the KV "
-        "cache (%(default)s)",
+        f"cache ({cache.gpu_memory_utilization})",
     )
     group.add_argument(
         "--enforce-eager",
@@ -220,14 +222,17 @@ def _add_scheduler_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=scheduler.max_num_seqs,
         metavar="N",
-        help="sequences that run at once on an attention node (%(default)s)",
+        help="sequences that run at once on an attention node "
+        f"({CPU_BATCH.max_num_seqs} on the CPU, {GPU_BATCH.max_num_seqs} on a GPU)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
         type=int,
         default=scheduler.max_num_batched_tokens,
         metavar="N",
-        help="tokens per step and attention node; longer prompts go in chunks (%(default)s)",
+        help="tokens per step and attention node; longer prompts go in chunks "
+        f"({CPU_BATCH.max_num_batched_tokens} on the CPU, "
+        f"{GPU_BATCH.max_num_batched_tokens} on a GPU)",
     )
     group.add_argument(
         "--max-queued-requests",

@@ -81,8 +81,8 @@ class Policy:
                 index=index,
                 num_blocks=count,
                 block_size=self._block_size,
-                max_num_seqs=config.scheduler.max_num_seqs,
-                budget=config.scheduler.max_num_batched_tokens,
+                max_num_seqs=config.batch.max_num_seqs,
+                budget=config.batch.max_num_batched_tokens,
             )
             for index, count in enumerate(num_blocks)
         ]
@@ -146,7 +146,7 @@ class Policy:
     def _check_queue(self) -> None:
         """Refuse what would wait beyond the limit; a free seat is not a place in the queue."""
         limits = self._config.scheduler
-        seats = limits.max_num_seqs * len(self._replicas)
+        seats = self._config.batch.max_num_seqs * len(self._replicas)
         if len(self._requests) >= limits.max_queued_requests + seats:
             raise EngineUnavailable(
                 f"the queue is full ({limits.max_queued_requests} requests are waiting)"

@@ -203,6 +203,32 @@ def test_layout_auto_has_nothing_to_measure_with_a_gpu(
     assert "only nodes on the CPU have layouts" in capsys.readouterr().err
 
 
+def test_a_gpu_runs_larger_batches_unless_told(checkpoint: Path) -> None:
+    assert engine_config(parse(str(checkpoint))).batch == (64, 512)
+    on_gpu = ("--attention-device", "cuda")
+    assert engine_config(parse(str(checkpoint), *on_gpu)).batch == (256, 8192)
+    told = engine_config(parse(str(checkpoint), *on_gpu, "--max-num-seqs", "9"))
+    assert told.batch == (9, 8192)
+    assert told.for_node().max_num_seqs == 9
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("", []),
+        ("--gpu-memory-utilization 0.9", ["--gpu-memory-utilization"]),
+        ("--enforce-eager", ["--enforce-eager"]),
+        ("--attention-device cuda --gpu-memory-utilization 0.5 --enforce-eager", []),
+        ("--kernels triton --enforce-eager", []),
+    ],
+)
+def test_options_that_change_nothing_are_named(
+    checkpoint: Path, flags: str, named: list[str]
+) -> None:
+    arguments = parse(str(checkpoint), *flags.split())
+    assert serve_command.without_effect(arguments, engine_config(arguments)) == named
+
+
 def test_the_help_shows_the_sections_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         main(["serve", "--help"])
