@@ -43,10 +43,10 @@ from topspin.config import (
     NodeConfig,
     SchedulerSection,
     TraceSection,
-    resolve,
 )
 from topspin.expert_table import uniform_table
 from topspin.messages import StepPlan, StepResult
+from topspin.resolve import resolve
 
 BLOCK_SIZE = 16
 SEED = 0

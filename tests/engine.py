@@ -39,7 +39,6 @@ from topspin.config import (
     SchedulerSection,
     TopologySection,
     Transport,
-    resolve,
 )
 from topspin.local_node import LocalNode
 from topspin.membership import run_node
@@ -59,6 +58,7 @@ from topspin.messages import (
     TraceRequest,
     pack_ints,
 )
+from topspin.resolve import resolve
 
 TIMEOUT_S = 60.0
 

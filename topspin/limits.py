@@ -1,6 +1,6 @@
 """What numbers settings may have, with the message that names the flag of one that may not.
 
-Pure. Called by topspin.config when it resolves settings.
+Pure. Called by topspin.resolve.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from topspin.config import (
     SchedulerSection,
     TopologySection,
     TraceSection,
-    resolve,
 )
 from topspin.devices import TRITON, assign_devices
 from topspin.errors import ConfigError
@@ -36,6 +35,7 @@ from topspin.gpu_check import check_gpus
 from topspin.launch import launch
 from topspin.limits import MAX_MICRO_BATCHES
 from topspin.quantization import describe_loss
+from topspin.resolve import resolve
 from topspin.serve_flags import ServeArguments
 from topspin.units import parse_size
 

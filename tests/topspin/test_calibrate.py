@@ -20,11 +20,11 @@ from topspin.config import (
     M2NSection,
     ModelSection,
     TopologySection,
-    resolve,
 )
 from topspin.cores import CORES_VARIABLE, assign_cores
 from topspin.errors import ConfigError
 from topspin.launch import LaunchContext, role_commands
+from topspin.resolve import resolve
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ import topspin
 from tests.topspin.roles import ROOT
 from topspin import collect_env, pull_command, serve_command, serve_flags
 from topspin.cli import main
-from topspin.config import EngineConfig, ModelSection, resolve
+from topspin.config import EngineConfig, ModelSection
 from topspin.errors import ConfigError, EngineError
+from topspin.resolve import resolve
 from topspin.serve_command import engine_config
 from topspin.serve_flags import ServeArguments, add_arguments
 

@@ -22,9 +22,9 @@ from topspin.config import (
     SchedulerSection,
     TopologySection,
     load_config,
-    resolve,
 )
 from topspin.errors import ConfigError, TopspinError
+from topspin.resolve import resolve
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "topology": TopologySection,

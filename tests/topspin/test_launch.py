@@ -26,7 +26,6 @@ from topspin.config import (
     ModelSection,
     TopologySection,
     Transport,
-    resolve,
 )
 from topspin.errors import EngineError
 from topspin.launch import (
@@ -38,6 +37,7 @@ from topspin.launch import (
     openmp_environment,
     role_commands,
 )
+from topspin.resolve import resolve
 from topspin.supervisor import RoleCommand
 
 
