@@ -7,6 +7,9 @@ and largest KL divergence, how often the most likely token is the same, and the 
 of the text. For a scale, the same for the whole model in bf16, and with the same matrices
 and their inputs rounded as llama.cpp's Q4_0 does (by the gguf package; its embeddings and
 LM head, which llama.cpp rounds too, stay as they are). Run as `topspin bench quantization`.
+
+A GPU's formats (gpu-fp8, gpu-int8, gpu-int4) need no GPU: torch multiplies, in fp32, by the
+matrices that the packed ones stand for, and for fp8 the experts' rows are rounded as well.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +34,12 @@ from benchmarks import report
 from kernels import cpu, reference
 from kernels.contracts import ExpertWeights, LinearWeight
 from kernels.dispatch import select_ops
+from kernels.triton_grouped_mlp_weights import FP8_MAX, GROUP, pack_weight, unpack_weight
 from models.hub import DEFAULT_MODEL, resolve_model
 
 TEXT = Path(__file__).with_name("payload_text.txt")
-QUANTISED_MODES = ("int8", "int4")
-MODES = ("bf16", *QUANTISED_MODES, "q4_0")
+GPU_MODES = ("gpu-fp8", "gpu-int8", "gpu-int4")
+MODES = ("bf16", "int8", "int4", *GPU_MODES, "q4_0")
 
 
 def rounded(x: Tensor, kind: GGMLQuantizationType) -> Tensor:
@@ -41,27 +47,51 @@ def rounded(x: Tensor, kind: GGMLQuantizationType) -> Tensor:
     return torch.from_numpy(quants.dequantize(quants.quantize(x.float().numpy(), kind), kind))
 
 
-class PeerOps:
-    """The products of llama.cpp's Q4_0: weights in Q4_0, their inputs in Q8_0."""
+def in_fp8(x: Tensor) -> Tensor:
+    """Return x [R, I] as a GPU's fp8 experts multiply it: groups of 128 by their greatest."""
+    groups = F.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / FP8_MAX
+    codes = (groups / scales).to(torch.float8_e4m3fn)
+    return (codes.float() * scales).flatten(1)[:, : x.shape[1]]
+
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """Return x."""
+    return x
+
+
+@dataclass(frozen=True)
+class RoundingOps:
+    """torch's fp32 products of matrices and rows that were rounded somehow."""
+
+    weight: Rounding
+    """Of matrices [O, I]: projections and experts' down."""
+    gate_up: Rounding
+    """Of a gate above an up projection."""
+    lm_head: Rounding = unchanged
+    row: Rounding = unchanged
+    """Of the rows [R, I] that projections and LM head multiply."""
+    expert_row: Rounding = unchanged
 
     def pack_projection(self, weight: Tensor) -> LinearWeight:
         """Round a weight [O, I]."""
-        return reference.pack_linear(rounded(weight, GGMLQuantizationType.Q4_0))
+        return reference.pack_linear(self.weight(weight))
 
     def pack_lm_head(self, weight: Tensor) -> LinearWeight:
-        """Leave the LM head; the gguf package cannot make the Q6_K that llama.cpp has for it."""
-        return reference.pack_linear(weight)
+        """Round the LM head [V, H]."""
+        return reference.pack_linear(self.lm_head(weight))
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
         """Multiply the rounded x [R, I] by a weight."""
-        return reference.linear(rounded(x, GGMLQuantizationType.Q8_0), weight, bias)
+        return reference.linear(self.row(x), weight, bias)
 
     def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
         """Round all experts of a layer."""
-        kind = GGMLQuantizationType.Q4_0
         return reference.pack_experts(
-            [rounded(matrix, kind) for matrix in gate_up],
-            [rounded(matrix, kind) for matrix in down],
+            [self.gate_up(matrix) for matrix in gate_up], [self.weight(matrix) for matrix in down]
         )
 
     def grouped_mlp(
@@ -69,13 +99,48 @@ class PeerOps:
     ) -> tuple[Tensor, None]:
         """Sum each row's experts."""
         out = torch.zeros_like(hidden)
+        inputs = self.expert_row(hidden)
         for slot in range(experts.num_experts):
             rows, choices = torch.where(slots == slot)
             if len(rows):
-                units = reference.swiglu(self.linear(hidden[rows], experts.gate_up[slot]))
-                result = self.linear(units, experts.down[slot])
+                gate_up = reference.linear(inputs[rows], experts.gate_up[slot])
+                units = self.expert_row(reference.swiglu(gate_up))
+                result = reference.linear(units, experts.down[slot])
                 out.index_add_(0, rows, result * weights[rows, choices, None])
         return out, None
+
+
+def peer_ops() -> RoundingOps:
+    """Give the products of llama.cpp's Q4_0: weights in Q4_0, their inputs in Q8_0.
+
+    The LM head stays as it is: the gguf package cannot make the Q6_K that llama.cpp has for it.
+    """
+    weight = partial(rounded, kind=GGMLQuantizationType.Q4_0)
+    row = partial(rounded, kind=GGMLQuantizationType.Q8_0)
+    return RoundingOps(weight, weight, row=row, expert_row=row)
+
+
+def gpu_ops(quantization: str) -> RoundingOps:
+    """Give the products of kernels.triton_ops with a `quantization`, but for fp32 rows."""
+
+    def stand_in(weight: Tensor, *, weight_format: str = quantization, halves: int = 1) -> Tensor:
+        return unpack_weight(pack_weight(weight, weight_format, halves=halves))
+
+    return RoundingOps(
+        stand_in,
+        partial(stand_in, halves=2),
+        lm_head=partial(stand_in, weight_format="int8" if quantization == "int4" else quantization),
+        expert_row=in_fp8 if quantization == "fp8" else unchanged,
+    )
+
+
+def mode_ops(mode: str) -> Any:
+    """Give the products of one of MODES but bf16."""
+    if mode == "q4_0":
+        return peer_ops()
+    if mode in GPU_MODES:
+        return gpu_ops(mode.removeprefix("gpu-"))
+    return select_ops(cpu.name, torch.float32, mode)
 
 
 @contextmanager
@@ -161,8 +226,7 @@ def measure(
         if mode == "bf16":
             coded = _in_bf16(path, tokens)
         else:
-            ops = PeerOps() if mode == "q4_0" else select_ops(cpu.name, torch.float32, mode)
-            with patched(model, ops):
+            with patched(model, mode_ops(mode)):
                 coded = look()
         yield mode, compare(plain, coded, tokens[0])
 

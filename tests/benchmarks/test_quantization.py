@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.quantization import PeerOps, compare, patched, perplexity
+from benchmarks.quantization import compare, gpu_ops, mode_ops, patched, perplexity
 from kernels.dispatch import select_ops
 from tests.checkpoints import make_checkpoint, oracle_model
 
@@ -44,13 +44,39 @@ def test_every_mode_moves_the_logits_by_its_own_measure(
     plain = model(tokens).logits
     names = [name for name, _ in model.named_modules()]
     moved = {}
-    for mode in ("int8", "int4", "q4_0"):
-        ops = PeerOps() if mode == "q4_0" else select_ops("cpu", torch.float32, mode)
-        with patched(model, ops) as num_modules:
+    for mode in ("int8", "int4", "gpu-fp8", "gpu-int8", "gpu-int4", "q4_0"):
+        with patched(model, mode_ops(mode)) as num_modules:
             moved[mode] = float((model(tokens).logits - plain).norm() / plain.norm())
         wanted = sum(name.endswith(("_proj", "lm_head", "mlp.experts")) for name in names)
         assert num_modules == wanted
     assert 0 < moved["int8"] < moved["int4"] / 3
     assert moved["int4"] < moved["q4_0"]
+    assert 0 < moved["gpu-int8"] < moved["gpu-fp8"] < moved["gpu-int4"] < 0.5
     assert moved["q4_0"] < 0.5
     assert torch.equal(model(tokens).logits, plain)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+@torch.inference_mode()
+def test_a_gpus_products_are_those_of_its_kernels(quantization: str) -> None:
+    """For whole groups and for a rest, of matrices and of the rows that fp8 experts round."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rng = torch.Generator().manual_seed(4)
+    shapes = (3, 136), (40,), (40, 136), (2, 80, 136), (2, 136, 40)
+    made = [torch.randn(shape, generator=rng).to(device) for shape in shapes]
+    hidden, bias, projection, gate_up, down = made
+    slots = torch.tensor([[0, 1], [1, 0], [1, 0]], dtype=torch.int32, device=device)
+    weights = torch.rand(3, 2, generator=rng).to(device)
+    found = []
+    for ops in gpu_ops(quantization), select_ops("triton", torch.float32, quantization, device):
+        experts = ops.pack_experts(list(gate_up), list(down))
+        found.append(
+            (
+                ops.linear(hidden, ops.pack_projection(projection), bias),
+                ops.linear(hidden, ops.pack_lm_head(projection)),
+                ops.grouped_mlp(hidden, slots, weights, experts)[0],
+            )
+        )
+    for ours, kernels in zip(*found, strict=True):
+        # A unit near the middle of two fp8 codes may go either way.
+        assert (ours - kernels).norm() < 2e-3 * kernels.norm()

@@ -14,13 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from benchmarks.quantization import patched
-from kernels import reference
-from kernels.contracts import ExpertOutput, ExpertWeights, LinearWeight
+from benchmarks.quantization import gpu_ops, patched
 from kernels.dispatch import select_ops
-from kernels.triton_grouped_mlp_weights import pack_weight, unpack_weight
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
 
@@ -74,36 +70,6 @@ def test_greedy_tokens(
     assert [tokens[: len(want)] for tokens, want in zip(found, wanted, strict=True)] == wanted
 
 
-class FormatOps:
-    """Torch's fp32 products with the matrices that a GPU's formats stand for."""
-
-    def __init__(self, mode: str) -> None:
-        self._mode = mode
-
-    def _stands_for(self, weight: Tensor, weight_format: str, halves: int = 1) -> Tensor:
-        return unpack_weight(pack_weight(weight, weight_format, halves=halves))
-
-    def pack_projection(self, weight: Tensor) -> LinearWeight:
-        return reference.pack_linear(self._stands_for(weight, self._mode))
-
-    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
-        return reference.pack_linear(self._stands_for(weight, "int8"))
-
-    def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
-        return reference.linear(x, weight, bias)
-
-    def pack_experts(self, gate_up: list[Tensor], down: list[Tensor]) -> ExpertWeights:
-        return reference.pack_experts(
-            [self._stands_for(weight, self._mode, halves=2) for weight in gate_up],
-            [self._stands_for(weight, self._mode) for weight in down],
-        )
-
-    def grouped_mlp(
-        self, hidden: Tensor, slots: Tensor, weights: Tensor, experts: ExpertWeights
-    ) -> ExpertOutput:
-        return reference.grouped_mlp(hidden, slots, weights, experts)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "mode"), [("qwen2_moe", "int4"), ("qwen3_moe", "int8")])
 def test_greedy_tokens_on_a_device(tmp_path: Path, variant: str, mode: str) -> None:
@@ -112,7 +78,7 @@ def test_greedy_tokens_on_a_device(tmp_path: Path, variant: str, mode: str) -> N
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in (5, 9, 1)]
     model = oracle_model(path)
-    with torch.inference_mode(), patched(model, FormatOps(mode)):
+    with torch.inference_mode(), patched(model, gpu_ops(mode)):
         wanted = [clear_tokens(model, prompt, 0.01)[:4] for prompt in prompts]
     assert sum(map(len, wanted)) > 8
     config = engine_config(path, kernels="triton", max_num_seqs=4)
