@@ -77,7 +77,7 @@ class SamplingPlan(NamedTuple):
 def plan_sampling(batch: SamplingBatch, vocab: int, device: torch.device) -> SamplingPlan:
     """Copy a batch, whose tensors are on the host, to the device: all of it in one transfer.
 
-    `vocab` is the number of logits in a row. (Bias and bans, which are rare, are others.)
+    `vocab` is the number of logits in a row.
     """
     num_rows = len(batch.temperature)
     top_k = torch.where(batch.top_k < vocab, batch.top_k, 0).clamp(min=0)
@@ -97,13 +97,17 @@ def plan_sampling(batch: SamplingBatch, vocab: int, device: torch.device) -> Sam
         )
     ).double()
     tokens, bounds = _histories(batch)
-    parts = (ints.flatten(), reals.flatten().view(torch.int64), bounds, tokens)
-    joined = torch.cat(parts)
-    if device.type == "cuda":
-        joined = joined.pin_memory()
-    moved = torch.split(joined.to(device, non_blocking=True), [part.numel() for part in parts])
-    drawn = is_drawn > 0
     bias, banned = batch.logit_bias, batch.banned
+    parts = [ints.flatten(), reals.flatten().view(torch.int64), bounds, tokens]
+    parts += [] if bias is None else [bias.rows, bias.ids, _as_words(bias.values)]
+    parts += [] if banned is None else [banned.rows, banned.ids]
+    moved = _move(parts, device)
+    if banned is not None:
+        banned = BannedTokens(*moved[-2:])
+    if bias is not None:
+        rows, ids, values = moved[4:7]
+        bias = LogitBias(rows, ids, values.view(torch.float32)[: len(rows)])
+    drawn = is_drawn > 0
     return SamplingPlan(
         SamplingKind(
             drawn=bool(drawn.any()),
@@ -116,9 +120,22 @@ def plan_sampling(batch: SamplingBatch, vocab: int, device: torch.device) -> Sam
         moved[3],
         moved[2],
         int(bounds[: bounds.numel() // 2 + 1].diff().max()) if bounds.numel() > 1 else 0,
-        None if bias is None else LogitBias(*(part.to(device) for part in bias)),
-        None if banned is None else BannedTokens(*(part.to(device) for part in banned)),
+        bias,
+        banned,
     )
+
+
+def _as_words(values: Tensor) -> Tensor:
+    """Give f32 values as i64, two in each, the last one beside a 0 if they are odd."""
+    return torch.nn.functional.pad(values, (0, len(values) % 2)).view(torch.int64)
+
+
+def _move(parts: list[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Enqueue one copy of parts i64 of the host, and give them on the device."""
+    joined = torch.cat(parts)
+    if device.type == "cuda":
+        joined = joined.pin_memory()
+    return torch.split(joined.to(device, non_blocking=True), [part.numel() for part in parts])
 
 
 def _histories(batch: SamplingBatch) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import sampling, triton_sampling
 from kernels.philox import Purpose, as_signed, uniforms
@@ -209,6 +210,43 @@ def test_bans_and_biases_without_penalties(device: torch.device) -> None:
     wanted = process_logits(logits, rows)
     assert result.tokens.tolist() == [int(wanted[0].argmax()), 42]
     assert result.tokens[0] != best[0]
+
+
+class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations that bring something from the host to the device "meta"."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [each.is_cpu for each in args if isinstance(each, Tensor)]
+        self.count += isinstance(result, Tensor) and result.is_meta and any(given)
+        return result
+
+
+@pytest.mark.parametrize("num_biases", [1, 2])
+def test_a_batch_with_everything_is_one_transfer(num_biases: int) -> None:
+    banned = BannedTokens(torch.tensor([0, 1]), torch.tensor([3, 4]))
+    ids = torch.arange(num_biases)
+    rows = batch(
+        2,
+        temperature=1.0,
+        repetition_penalty=1.1,
+        prompts=[[1]] * 2,
+        outputs=[[2]] * 2,
+        banned=banned,
+        logit_bias=LogitBias(ids, ids + 7, ids + 0.5),
+    )
+    with Transfers() as transfers:
+        plan = plan_sampling(rows, 9, torch.device("meta"))
+    assert transfers.count == 1
+    assert plan.banned is not None
+    assert plan.logit_bias is not None
+    assert all(part.is_meta and part.shape == (2,) for part in plan.banned)
+    assert [part.dtype for part in plan.logit_bias] == [torch.int64, torch.int64, torch.float32]
+    assert all(part.shape == (num_biases,) for part in plan.logit_bias)
 
 
 def test_nothing_to_apply_means_no_copy(device: torch.device) -> None:
