@@ -18,7 +18,9 @@ from torch import Tensor
 
 from attention_nodes.kv_cache import MIN_BLOCKS
 from kernels.runtime import Runtime
-from m2n_comm.net import NetTimes
+from m2n_comm.cuda_ipc_pairs import inbox_bytes
+from m2n_comm.device_memory import whole_pages
+from m2n_comm.net import NetShape, NetTimes
 from topspin.config import NodeConfig
 from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable
@@ -47,7 +49,8 @@ class MemoryUse(NamedTuple):
     """Bytes of a device: all it has, what others take, and what this process needs.
 
     `weights` is what stays allocated, experts of this process too, `activations` the most that
-    a step takes beside it, `graphs` what recordings will take.
+    a step takes beside it, `graphs` what recordings will take, `windows` what expert nodes will
+    write into.
     """
 
     total: int
@@ -55,6 +58,7 @@ class MemoryUse(NamedTuple):
     weights: int
     activations: int
     graphs: int
+    windows: int = 0
 
 
 def blocks_that_fit(
@@ -64,7 +68,7 @@ def blocks_that_fit(
 
     Raises ConfigError with all the numbers if they are fewer than MIN_BLOCKS.
     """
-    taken = use.others + use.weights + use.activations + use.graphs
+    taken = use.others + use.weights + use.activations + use.graphs + use.windows
     left = int(utilization * use.total) - taken
     num_blocks = max(0, left) // block_bytes
     if num_blocks < MIN_BLOCKS:
@@ -117,11 +121,20 @@ def describe(use: MemoryUse) -> str:
     return (
         f"of {format_size(use.total)}, others take {format_size(use.others)}, weights "
         f"{format_size(use.weights)}, the largest step {format_size(use.activations)}, recorded "
-        f"steps {format_size(use.graphs)}"
+        f"steps {format_size(use.graphs)}, windows of experts {format_size(use.windows)}"
     )
 
 
-def measure(runtime: Runtime, run: Callable[[], None], *, num_graphs: int) -> MemoryUse:
+def window_bytes(config: NodeConfig, shape: NetShape) -> int:
+    """Return what an attention node's windows will take on its device: those of cuda_ipc."""
+    if config.m2n.transport != "cuda_ipc":
+        return 0
+    return config.topology.expert_nodes * whole_pages(inbox_bytes(shape, "attention"))
+
+
+def measure(
+    runtime: Runtime, run: Callable[[], None], *, num_graphs: int, windows: int = 0
+) -> MemoryUse:
     """Call `run`, which does the largest steps, and return what memory is for.
 
     Recordings have memory of their own for a step's tensors, at most as much as the largest
@@ -140,6 +153,7 @@ def measure(runtime: Runtime, run: Callable[[], None], *, num_graphs: int) -> Me
         weights=weights,
         activations=activations,
         graphs=activations + num_graphs * GRAPH_BYTES if num_graphs else 0,
+        windows=windows,
     )
 
 

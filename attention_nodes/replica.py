@@ -30,6 +30,7 @@ from attention_nodes.memory_budget import (
     fitting,
     largest_steps,
     measure,
+    window_bytes,
 )
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampler
@@ -199,7 +200,8 @@ class Replica:
         if self.is_moe and open_net is None and config.m2n.transport != "cuda_ipc":
             num_graphs = 0  # the host takes part in every layer
         with fitting(self._runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
-            use = measure(self._runtime, run, num_graphs=num_graphs)
+            windows = window_bytes(config, self.net_shape(config)) if self.is_moe else 0
+            use = measure(self._runtime, run, num_graphs=num_graphs, windows=windows)
         if net is not None:
             net.close()
         limits = self._table.limits

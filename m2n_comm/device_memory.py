@@ -30,6 +30,11 @@ _LAZY_ENABLE_PEER_ACCESS: Final = 1
 _CUDA_PAGE_BYTES: Final = 2 * 2**20
 
 
+def whole_pages(num_bytes: int) -> int:
+    """Return what `num_bytes` that a peer may write take on a GPU."""
+    return -(-num_bytes // _CUDA_PAGE_BYTES) * _CUDA_PAGE_BYTES
+
+
 class Allocation(NamedTuple):
     """Zeroed memory of this node, u8, and by what name a peer can map it."""
 
@@ -216,13 +221,12 @@ class CudaMemory:
 
     def allocate(self, num_bytes: int) -> Allocation:
         """Return zeroed memory in whole pages of the driver; `num_bytes` of it are the tensor."""
-        pages = -(-num_bytes // _CUDA_PAGE_BYTES)
+        size = whole_pages(num_bytes)
         try:
-            address = self._driver.allocate(pages * _CUDA_PAGE_BYTES)
+            address = self._driver.allocate(size)
         except ConfigError as error:
             raise ConfigError(
-                f"--transport cuda_ipc: no {pages * _CUDA_PAGE_BYTES} bytes on {self._device} "
-                f"for windows: {error}"
+                f"--transport cuda_ipc: no {size} bytes on {self._device} for windows: {error}"
             ) from error
         tensor = _view(address, num_bytes, self._device)
         tensor.zero_()

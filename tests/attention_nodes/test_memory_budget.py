@@ -21,6 +21,7 @@ from attention_nodes.memory_budget import (
 from attention_nodes.replica import Replica
 from kernels import reference
 from kernels.runtime import DeviceMemory, HostRuntime
+from m2n_comm.cuda_ipc_pairs import inbox_bytes
 from m2n_comm.net import NetTimes
 from models.config import load_model_config
 from tests.checkpoints import make_checkpoint
@@ -153,6 +154,24 @@ def test_a_node_allocates_what_its_dry_run_leaves(
     block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
     assert replica.num_blocks == (int(0.9 * 4 * 2**20) - 1000) // block_bytes
     assert len(replica._decoder.kv.keys[0]) == replica.num_blocks
+
+
+def test_windows_of_expert_nodes_are_inside_the_budget(
+    checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
+) -> None:
+    runtime.memory_of = DeviceMemory(total=100 * 2**20, free=100 * 2**20)
+    between = msgspec.structs.replace(
+        config,
+        m2n=msgspec.structs.replace(config.m2n, transport="cuda_ipc"),
+        topology=msgspec.structs.replace(config.topology, expert_nodes=3),
+    )
+    replica = load(checkpoint, between)
+    inbox = inbox_bytes(replica.net_shape(between), "attention")
+    assert 0 < inbox < 2 * 2**20  # the driver gives whole pages
+    block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
+    left = int(0.9 * 100 * 2**20) - 1000 - 3 * 2 * 2**20
+    assert replica.num_blocks == left // block_bytes
+    assert load(checkpoint, config).num_blocks > replica.num_blocks
 
 
 def test_a_cache_for_less_than_a_sequence_is_told(
