@@ -165,6 +165,10 @@ class Experts:
         self._versions.add(make_version(version, held, layers, self.runtime.device))
         reader.close()
 
+    def drop_from(self, version: int) -> None:
+        """Forget what was prepared for `version`: another node has refused that table."""
+        self._versions.drop_from(version)
+
     def lacking(self, held: Held) -> str | None:
         """Say what memory of the device is lacking to prepare `held`; None if nothing is."""
         base = self._versions.newest

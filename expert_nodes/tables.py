@@ -44,20 +44,23 @@ class TableChange:
         self._logger = logging.getLogger("expert")
         self._pieces: Iterator[None] | None = None
         self._version = 0
+        # Why the table is not prepared, until that is said.
+        self._refusal: str | None = None
 
     @property
     def is_busy(self) -> bool:
         """Say whether work() has something to do."""
-        return self._pieces is not None
+        return self._pieces is not None or self._refusal is not None
 
     def start(self, table: ExpertTable) -> None:
         """Begin with `table`; one that was begun before is given up.
 
-        A table that the device has no memory for is not prepared, and never answered: the one
-        in use stays.
+        A table that the device has no memory for is refused: the one in use stays. One that was
+        prepared under the same version is forgotten first.
         """
         self.cancel()
         self._version = table.version
+        self._experts.drop_from(table.version)
         held = tuple(table.experts_of(self._index))
         lacking = self._experts.lacking(held)
         if lacking is not None:
@@ -67,14 +70,16 @@ class TableChange:
 
     def cancel(self) -> None:
         """Give up what was begun."""
-        self._pieces = None
+        self._pieces = self._refusal = None
         self._reader.close()
 
     def work(self) -> TablePrepared | None:
-        """Do about a millisecond's work; returns the answer once all is done.
+        """Do about a millisecond's work; returns the answer once there is one.
 
         Raises CheckpointError if the checkpoint cannot be read any more.
         """
+        if self._refusal is not None:
+            return self._answer()
         assert self._pieces is not None, "start() first"
         until_s = time.monotonic() + WORK_S
         try:
@@ -84,12 +89,18 @@ class TableChange:
         except torch.OutOfMemoryError as error:
             # Others on this device have taken what was free at start().
             self._refuse(str(error))
-            return None
         self._pieces = None
-        return TablePrepared(role="expert", index=self._index, version=self._version)
+        return self._answer()
+
+    def _answer(self) -> TablePrepared:
+        refusal, self._refusal = self._refusal or "", None
+        return TablePrepared(
+            role="expert", index=self._index, version=self._version, refusal=refusal
+        )
 
     def _refuse(self, reason: str) -> None:
         self.cancel()
+        self._refusal = reason
         self._logger.warning(
             "expert %d: table %d is not prepared, the one in use stays: %s",
             self._index,

@@ -114,6 +114,12 @@ class Versions:
         with self._lock:
             self._versions = {**self._versions, version.number: version}
 
+    def drop_from(self, number: int) -> None:
+        """Forget version `number` and newer ones, which no step will name."""
+        with self._lock:
+            kept = {known: each for known, each in self._versions.items() if known < number}
+            self._versions = kept or self._versions
+
     def rename(self, number: int, held: Held) -> None:
         """Keep only the version with the experts `held`, under `number`: a table begins anew.
 

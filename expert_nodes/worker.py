@@ -345,7 +345,8 @@ class ExpertWorker:
         answer = change.work()
         if answer is not None:
             self._control.send(answer)
-            self._logger.info("expert %d: table %d is prepared", self._index, answer.version)
+            if not answer.refusal:
+                self._logger.info("expert %d: table %d is prepared", self._index, answer.version)
 
     def _report_counts(self, experts: Experts) -> None:
         self._counts_sent_at = time.monotonic()

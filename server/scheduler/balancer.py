@@ -13,7 +13,7 @@ the one it prepares.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,9 @@ from server.scheduler.expert_placement import migrations, plan_table
 from server.scheduler.membership import Member
 from topspin.config import BalanceSection
 from topspin.expert_table import ExpertTable
+
+MAX_DOUBLINGS: Final = 10
+"""Of the time between plans, while nodes refuse what is planned."""
 
 
 class BalanceStats(NamedTuple):
@@ -44,6 +47,8 @@ class ExpertBalancer:
         self._newest_version = table.version
         self._pending: ExpertTable | None = None
         self._awaited: set[Member] = set()
+        self._is_refused = False
+        self._num_refused = 0
         self._plan: Generator[None, None, ExpertTable | None] | None = None
         self._wanted: ExpertTable | None = None
         self._is_asked = False
@@ -99,7 +104,8 @@ class ExpertBalancer:
         if not self._table.slots or self._table.num_nodes < 2:
             return False
         interval_s = self._config.interval_s
-        is_time = interval_s > 0 and now - self._planned_s >= interval_s
+        wait_s = interval_s * 2**self._num_refused
+        is_time = interval_s > 0 and now - self._planned_s >= wait_s
         enough = self._load.pairs_per_expert >= self._config.half_life_pairs / 2
         if not self._is_asked and not (is_time and enough):
             return False
@@ -112,16 +118,31 @@ class ExpertBalancer:
         self._newest_version += 1
         self._pending = msgspec.structs.replace(table, version=self._newest_version)
         self._awaited = set(nodes)
+        self._is_refused = False
         return self._pending
 
-    def prepared(self, member: Member, version: int) -> ExpertTable | None:
-        """Note a node's answer; returns the table to use from now on once all are there."""
+    def prepared(
+        self, member: Member, version: int, *, is_refused: bool = False
+    ) -> ExpertTable | None:
+        """Note a node's answer; returns the table to use from now on once all are there.
+
+        One that any node has refused is given up when all have answered, and its version is the
+        next table's: so no node keeps what others could not prepare, and no answer is taken
+        for another's. Each refusal in a row doubles the time to the next plan.
+        """
         pending = self._pending
         if pending is None or version != pending.version:
             return None  # one that was given up
         self._awaited.discard(member)
+        self._is_refused |= is_refused
         if self._awaited:
             return None
+        if self._is_refused:
+            self._pending = None
+            self._newest_version -= 1
+            self._num_refused = min(self._num_refused + 1, MAX_DOUBLINGS)
+            return None
+        self._num_refused = 0
         self._migrations += migrations(self._table, pending)
         self._balance_before = self._balance()
         self.use(pending)

@@ -300,7 +300,10 @@ class Service:
     def _on_prepared(self, member: Member, message: TablePrepared) -> None:
         if member != Member(message.role, message.index):
             raise ProtocolError(f"{member} speaks for {message.role} {message.index}")
-        table = self._balancer.prepared(member, message.version)
+        version, refusal = message.version, message.refusal
+        table = self._balancer.prepared(member, version, is_refused=bool(refusal))
+        if refusal:
+            self._log(f"{member} refuses expert table {version}; the one in use stays: {refusal}")
         if table is None or self._policy is None:
             return
         self._table = table

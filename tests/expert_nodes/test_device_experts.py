@@ -28,6 +28,7 @@ from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import taken
 from tests.expert_nodes.test_tables import node_config
 from topspin.expert_table import ExpertTable
+from topspin.messages import TablePrepared
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -271,14 +272,19 @@ def test_a_table_that_does_not_fit_is_not_prepared(
     before = compute(experts, FIRST, 1)
     change = TableChange(experts, model_path=path, config=node_config(path), index=0)
     change.start(table_of(2, SECOND))  # one expert more
+    assert change.is_busy
+    answer = change.work()
+    assert answer is not None
+    assert answer.refusal.startswith("1 experts of 36.0 KiB need")
     assert not change.is_busy
     assert "table 2 is not prepared, the one in use stays: 1 experts of 36.0 KiB" in caplog.text
     assert experts.versions == [1]
     device.free = expert_bytes
-    change.start(table_of(3, SECOND))
+    change.start(table_of(2, SECOND))
     while change.is_busy:
-        change.work()
-    assert experts.versions == [1, 3]
+        answer = change.work()
+    assert answer == TablePrepared(role="expert", index=0, version=2)
+    assert experts.versions == [1, 2]
     assert all(map(torch.equal, compute(experts, FIRST, 1), before))
 
 
@@ -294,8 +300,11 @@ def test_memory_that_others_have_taken_meanwhile_ends_the_change(
         yield
 
     monkeypatch.setattr(ExpertReader, "read", read)
+    answers = []
     while change.is_busy:
-        assert change.work() is None
+        answers.append(change.work())
+    refusal = TablePrepared(role="expert", index=0, version=2, refusal="CUDA out of memory")
+    assert answers == [None] * (len(answers) - 1) + [refusal]
     assert "table 2 is not prepared, the one in use stays: CUDA out of memory" in caplog.text
     assert experts.versions == [1]
     compute(experts, FIRST, 1)

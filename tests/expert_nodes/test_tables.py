@@ -177,7 +177,14 @@ def test_a_change_does_a_little_at_a_time_and_answers_at_the_end(
     assert len(answers) > 4
     assert answers[-1] == TablePrepared(role="expert", index=1, version=3)
     assert experts.versions == [1, 3]
-    change.start(table(4, THIRD))
+    # Another node has refused what this one has prepared.
+    change.start(table(3, THIRD))
+    assert experts.versions == [1]
+    while change.is_busy:
+        change.work()
+    assert experts.versions == [1, 3]
+    assert experts._versions.newest.held == THIRD
+    change.start(table(4, FIRST))
     change.work()
     change.cancel()
     assert not change.is_busy

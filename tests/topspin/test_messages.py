@@ -205,6 +205,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     ExpertCounts(index=0, table_version=1, counts=(pack_ints([4, 0]),)),
     PrepareTable(table=uniform_table(num_layers=1, num_experts=3, num_nodes=2, num_redundant=2)),
     TablePrepared(role="expert", index=1, version=2),
+    TablePrepared(role="expert", index=1, version=2, refusal="no memory"),
 )
 
 

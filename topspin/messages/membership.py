@@ -143,15 +143,20 @@ class PrepareTable(Message, frozen=True, kw_only=True):
     """To every node: be able to run steps whose ticket names this table, and say so.
 
     Steps of the table in use go on meanwhile. A newer PrepareTable replaces one that was
-    not answered.
+    not answered. One of a version that was prepared replaces that table: a node refused it, so
+    no step names it.
     """
 
     table: ExpertTable
 
 
 class TablePrepared(Message, frozen=True, kw_only=True):
-    """The node can run steps of table `version`: routes are known, or weights are read."""
+    """The node can run steps of table `version`: routes are known, or weights are read.
+
+    With a `refusal` it can not, for this reason, and keeps the table in use.
+    """
 
     role: Role
     index: int
     version: int
+    refusal: str = ""

@@ -97,6 +97,33 @@ def test_a_given_table_gets_the_next_version() -> None:
     assert (table.version, table.slots) == (2, swapped.slots)
 
 
+def test_a_table_that_a_node_refuses_is_given_up_when_all_have_answered() -> None:
+    balancer, load = make()
+    report(load, TABLE, SKEWED)
+    balancer.ask()
+    first = plan(balancer, 0.0)
+    assert first is not None
+    assert balancer.prepared(NODES[1], 2, is_refused=True) is None
+    assert balancer.prepared(NODES[0], 2) is None
+    assert balancer.is_preparing  # an answer of the last node must not count for the next table
+    assert balancer.prepared(NODES[2], 2) is None
+    assert not balancer.is_preparing
+    assert balancer.stats().table_version == 1
+    assert balancer.stats().migrations == 0
+    # The next one has its version, and comes after twice the interval.
+    assert plan(balancer, 19.0) is None
+    second = plan(balancer, 20.0)
+    assert second is not None
+    assert second.version == 2
+    assert [balancer.prepared(node, 2) for node in NODES] == [None, None, second]
+    on_one_node = [[9000 * (e in layer[0]) for e in range(4)] for layer in second.slots]
+    report(load, second, on_one_node)
+    assert plan(balancer, 29.0) is None
+    third = plan(balancer, 30.0)
+    assert third is not None
+    assert third.version == 3
+
+
 def test_what_is_given_up_is_not_used_and_its_version_not_used_again() -> None:
     balancer, load = make()
     report(load, TABLE, SKEWED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -266,6 +267,32 @@ def test_a_table_is_named_by_steps_once_every_node_has_prepared_it() -> None:
     assert (stats.expert_table_version, stats.expert_migrations) == (2, 8)
     outputs = [o for m in world.channel.to(GATEWAY, Outputs) for o in m.outputs]
     assert sum(len(output.token_ids) for output in outputs) == 30
+
+
+def test_a_table_that_a_node_refuses_is_told_and_not_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "test")
+    world = World()
+    world.start()
+    old = world.service._table
+    swapped = msgspec.structs.replace(old, slots=tuple(layer[::-1] for layer in old.slots))
+    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=30))
+    for refusal in ("no memory", ""):
+        world.channel.script.append(lambda: world.service.request_balance(swapped))
+        world.answer(2)
+        for peer in ("expert 0", "attention 1", "attention 0"):
+            role, index = peer.split()
+            world.say(peer, TablePrepared(role=role, index=int(index), version=2))  # type: ignore[arg-type]
+        world.say("expert 1", TablePrepared(role="expert", index=1, version=2, refusal=refusal))
+        world.answer(2)
+    world.answer(30)
+    world.say("gateway", StatsQuery(query_id=1))
+    assert world.service.run() == 0
+    assert len(world.channel.to(b"expert 1", PrepareTable)) == 2
+    assert "expert 1 refuses expert table 2; the one in use stays: no memory" in caplog.text
+    (stats,) = world.channel.to(GATEWAY, Stats)
+    assert (stats.expert_table_version, stats.expert_migrations) == (2, 8)
 
 
 def test_a_node_answers_for_itself_only() -> None:
