@@ -63,8 +63,9 @@ def commit() -> str:
     return name.stdout.strip()
 
 
-def write(name: str, result: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write `result` with its envelope to NAME.json in `folder` and return the path."""
+def write(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
+    """Write `result` with its envelope to NAME.json in `folder` (RESULTS) and return the path."""
+    folder = RESULTS if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     envelope = {
