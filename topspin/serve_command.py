@@ -163,7 +163,7 @@ def serve(arguments: ServeArguments) -> int:
     check_gpus((*devices.attention, *devices.experts))
     for option in without_effect(arguments, config):
         _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
-    if (loss := describe_loss(config.model, config.nodes.experts.kernels)) is not None:
+    if (loss := describe_loss(config.model, config.nodes)) is not None:
         _to_stderr(loss)
     return launch(config)
 

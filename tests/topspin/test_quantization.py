@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
 
 import pytest
 
 from benchmarks.report import RESULTS
+from kernels.dispatch import QUANTIZATIONS
 from topspin.config import ModelSection, Quantization
+from topspin.devices import Nodes, Place
 from topspin.quantization import LOSSES, MEASURED_ON, PLAIN_PERPLEXITY, describe_loss
 
 
@@ -16,27 +17,38 @@ def test_the_figures_are_those_of_the_benchmark() -> None:
     rows = json.loads((RESULTS / "quantization.json").read_text())["rows"]
     measured = {row["mode"]: row for row in rows if row["model"] == MEASURED_ON}
     assert measured["fp32"]["perplexity"] == PLAIN_PERPLEXITY
-    assert set(LOSSES) == set(get_args(Quantization)) - {"none", "fp8"}
-    for mode, loss in LOSSES.items():
-        assert loss._asdict() == {name: measured[mode][name] for name in loss._fields}
+    for kernels, modes in QUANTIZATIONS.items():
+        assert set(LOSSES[kernels]) == set(modes)
+        for mode, loss in LOSSES[kernels].items():
+            row = measured[mode if kernels == "cpu" else f"gpu-{mode}"]
+            assert loss._asdict() == {name: row[name] for name in loss._fields}
 
 
-@pytest.mark.parametrize("mode", sorted(LOSSES))
-def test_the_loss_is_described(mode: Quantization) -> None:
-    said = describe_loss(ModelSection(path="m", quantization=mode))
+def some_nodes(kernels: str, *, num_experts: int = 1) -> Nodes:
+    place = Place("cpu" if kernels == "cpu" else "cuda", kernels)
+    return Nodes(1, num_experts, place, place)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "mode"), [(kernels, mode) for kernels in LOSSES for mode in LOSSES[kernels]]
+)
+def test_the_loss_is_described(kernels: str, mode: Quantization) -> None:
+    said = describe_loss(ModelSection(path="m", quantization=mode), some_nodes(kernels))
     assert said is not None
+    head = "fp8" if mode == "fp8" else "int8"
     assert said.startswith(f"quantization {mode}: ")
-    assert f"perplexity 28.01 -> {LOSSES[mode].perplexity:.2f}" in said
+    assert f"(LM head: {head})" in said
+    assert f"perplexity 28.01 -> {LOSSES[kernels][mode].perplexity:.2f}" in said
+    assert ("with a GPU's formats, by a CPU" in said) == (kernels == "triton")
+    assert (f"--modes gpu-{mode}`" in said) == (kernels == "triton")
 
 
-def test_what_a_gpus_formats_cost_was_not_measured() -> None:
-    fp8 = describe_loss(ModelSection(path="m", quantization="fp8"), "triton")
-    assert fp8 is not None
-    assert fp8.endswith("(LM head: fp8); its loss of quality has not been measured")
-    int4 = describe_loss(ModelSection(path="m", quantization="int4"), "triton")
-    assert int4 is not None
-    assert "measured on smollm2-moe with the CPU's kernels" in int4
+def test_without_experts_the_kernels_of_attention_count() -> None:
+    nodes = some_nodes("cpu", num_experts=0)._replace(attention=Place("cuda", "triton"))
+    said = describe_loss(ModelSection(path="m", quantization="fp8"), nodes)
+    assert said is not None
+    assert f"-> {LOSSES['triton']['fp8'].perplexity:.2f}" in said
 
 
 def test_nothing_is_said_without_quantization() -> None:
-    assert describe_loss(ModelSection(path="m")) is None
+    assert describe_loss(ModelSection(path="m"), some_nodes("cpu")) is None
