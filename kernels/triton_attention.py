@@ -42,12 +42,14 @@ class AttentionTiles:
     short_stages: int = 3
     min_chunk: int = 256
     """A split takes at least so many keys; a multiple of short_keys."""
+    min_programs: int = 132
+    """With fewer programs splits may be shorter in proportion: most of the device is idle."""
     max_splits: int = 64
     programs: int = 1056
     """So many programs keep the device busy to the end: splits are made up to them."""
     long_rows: int = 128
     """(query, head) pairs of one tile in the kernel for long slices."""
-    long_keys: int = 64
+    long_keys: int = 128
     long_warps: int = 8
     long_stages: int = 3
 
@@ -82,6 +84,8 @@ class Plan(NamedTuple):
     """Rows of its tiles."""
     splits: int
     """Programs that share the keys of one tile; a power of two."""
+    min_chunk: int
+    """Keys that a split takes at least."""
     has_long: bool
     """Whether there may be a longer sequence."""
 
@@ -108,9 +112,12 @@ def plan_attention(
     short_rows = min(max(triton.next_power_of_2(pairs), MIN_ROWS), MAX_SHORT_ROWS)
     programs = max(num_seqs * num_kv_heads * triton.cdiv(pairs, short_rows), 1)
     span = max_context_len if window is None else min(max_context_len, window + short_len)
-    wanted = min(triton.cdiv(tiles.programs, programs), triton.cdiv(span, tiles.min_chunk))
+    share = triton.cdiv(tiles.min_chunk * programs, tiles.min_programs)
+    whole_blocks = triton.cdiv(share, tiles.short_keys) * tiles.short_keys
+    min_chunk = min(whole_blocks, tiles.min_chunk)
+    wanted = min(triton.cdiv(tiles.programs, programs), triton.cdiv(span, min_chunk))
     splits = min(triton.next_power_of_2(max(wanted, 1)), tiles.max_splits)
-    return Plan(short_len, short_rows, splits, has_long=max_query_len > short_len)
+    return Plan(short_len, short_rows, splits, min_chunk, has_long=max_query_len > short_len)
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
@@ -181,6 +188,8 @@ def attend(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     _check(q, k_cache, v_cache, out, sinks)
     _check_meta(meta, len(q))
+    if scale * k_scale <= 0.0:
+        raise ValueError(f"scores are scaled by {scale} * {k_scale}, which is not positive")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"a sliding window of {sliding_window} sees nothing")
     num_rows, num_heads, head_dim = q.shape
@@ -243,18 +252,18 @@ def _launch_short(batch: _Batch, plan: Plan, tiles: AttentionTiles) -> None:
         partial = torch.empty(*rows, head_dim, dtype=torch.float32, device=q.device)
         scores = torch.empty(rows, dtype=torch.float32, device=q.device)
     seq_tiles = triton.cdiv(short_len * shape["GROUP"], plan.short_rows)
-    grid = (num_seqs * seq_tiles + 1, batch.k_cache.shape[2], plan.splits)
+    grid = (batch.k_cache.shape[2], num_seqs * seq_tiles + 1, plan.splits)
     attend_short[grid](
         q, batch.k_cache, batch.v_cache, batch.out, partial, scores, meta.query_start,
         meta.context_lens, meta.block_tables, batch.tree, batch.sinks, num_rows, num_seqs,
-        num_heads, batch.window, batch.scale, batch.v_scale, tiles.min_chunk, *batch.strides,
+        num_heads, batch.window, batch.scale, batch.v_scale, plan.min_chunk, *batch.strides,
         **shape, SPLITS=plan.splits, BLOCK_M=plan.short_rows, BLOCK_N=tiles.short_keys,
         num_warps=tiles.short_warps, num_stages=tiles.short_stages,
     )  # fmt: skip
     if plan.splits > 1:
         combine_splits[(num_seqs * short_len, num_heads)](
             partial, scores, batch.out, meta.query_start, meta.context_lens, num_heads,
-            batch.window, batch.v_scale, tiles.min_chunk, *batch.out.stride()[:2],
+            batch.window, batch.v_scale, plan.min_chunk, *batch.out.stride()[:2],
             SHORT_LEN=short_len, SPLITS=plan.splits, DIM=head_dim, BLOCK_N=tiles.short_keys,
             BLOCK_D=shape["BLOCK_D"], WINDOW=shape["WINDOW"], num_warps=4,
         )  # fmt: skip
@@ -263,7 +272,7 @@ def _launch_short(batch: _Batch, plan: Plan, tiles: AttentionTiles) -> None:
 def _launch_long(batch: _Batch, tiles: AttentionTiles) -> None:
     meta, num_seqs = batch.meta, len(batch.meta.context_lens)
     num_tiles = len(batch.q) * batch.shape["GROUP"] // tiles.long_rows + num_seqs
-    attend_long[(num_tiles, batch.k_cache.shape[2])](
+    attend_long[(batch.k_cache.shape[2], num_tiles)](
         batch.q, batch.k_cache, batch.v_cache, batch.out, meta.query_start, meta.context_lens,
         meta.block_tables, batch.tree, batch.sinks, num_seqs, batch.window, batch.scale,
         batch.v_scale, *batch.strides, **batch.shape, BLOCK_M=tiles.long_rows,

@@ -61,6 +61,20 @@ def _seen(
 
 
 @triton.jit
+def _cache_blocks(
+    table: tl.tensor, first: tl.tensor, end: tl.tensor,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Give the cache blocks of keys first ..; beyond key end - 1, which the table ends with, its.
+
+    One number if all BLOCK_N keys lie in one cache block, else [BLOCK_N].
+    """
+    keys = first if BLOCK_SIZE % BLOCK_N == 0 else first + tl.arange(0, BLOCK_N)
+    listed = tl.minimum(keys, tl.maximum(end - 1, 0)) // BLOCK_SIZE
+    return tl.load(table + listed).to(tl.int64)
+
+
+@triton.jit
 def _fold_keys(
     acc: tl.tensor, best: tl.tensor, total: tl.tensor,
     q: tl.tensor, query: tl.tensor, position: tl.tensor, is_row: tl.tensor,
@@ -78,17 +92,13 @@ def _fold_keys(
     """
     column = tl.arange(0, BLOCK_D)
     is_column = (column < DIM)[None, :]
+    block = _cache_blocks(table, begin, end, BLOCK_N, BLOCK_SIZE)
     for first in range(begin, end, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
-        if BLOCK_SIZE % BLOCK_N == 0:
-            # All keys lie in one cache block: one look at the table, addresses in a row.
-            block = tl.load(table + first // BLOCK_SIZE).to(tl.int64)
-        else:
-            # The last block of keys may reach past what the table names.
-            listed = tl.minimum(keys, end - 1) // BLOCK_SIZE
-            block = tl.load(table + listed).to(tl.int64)
         place = block * cache_block + (keys % BLOCK_SIZE) * cache_slot
         place = place[:, None] + column[None, :]
+        # Addresses known a block early do not keep the compiler from copying blocks ahead.
+        block = _cache_blocks(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)
         # What lies past the end of a sequence was never written and may be NaN.
         is_key = is_column & (keys < end)[:, None] if MASKED else is_column
         if MASKED or DIM != BLOCK_D:
@@ -98,17 +108,18 @@ def _fold_keys(
             k = tl.load(k_cache + place)
             v = tl.load(v_cache + place)
         zero = tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32)
-        scores = dot(q, tl.trans(k.to(q.dtype)), zero) * scale
+        scores = dot(q, tl.trans(k.to(q.dtype)), zero)
         if MASKED:
             seen = _seen(
                 keys, end, query, position, is_row, tree, tree_row, num_new, committed, window,
                 WINDOW, TREE,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        new_best = tl.maximum(best, tl.max(scores, axis=1) * scale)
         # A row that has seen no key yet: its weights are 0, not 2**(-inf + inf).
         shift = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best
-        weights = tl.exp2(scores - shift[:, None])
+        # Scaled and shifted by one instruction.
+        weights = tl.exp2(scores * scale - shift[:, None])
         decay = tl.exp2(best - shift)
         total = total * decay + tl.sum(weights, axis=1)
         acc = dot(rounded(weights, q.dtype), v.to(q.dtype), acc * decay[:, None])
@@ -229,14 +240,14 @@ def attend_short(
 ) -> None:  # fmt: skip
     """Attend sequences of 1 .. SHORT_LEN new rows, a share of the keys in each program.
 
-    Grid (S * tiles + 1, G, SPLITS), tiles of BLOCK_M rows for SHORT_LEN * GROUP rows; the
-    last programs zero the padding. With one split the rows of `out` are written, else
+    Grid (G, S * tiles + 1, SPLITS), tiles of BLOCK_M rows for SHORT_LEN * GROUP rows; the
+    last programs zero the padding. Heads that lie side by side are read at the same time. With one split the rows of `out` are written, else
     `partial` f32[S * SHORT_LEN, N, SPLITS, D], the mean over each split's keys, and
     `scores` f32[S * SHORT_LEN, N, SPLITS], the base 2 logarithm of its weight.
     """
     TILES: tl.constexpr = (SHORT_LEN * GROUP + BLOCK_M - 1) // BLOCK_M
-    seq, first_row = tl.program_id(0) // TILES, tl.program_id(0) % TILES * BLOCK_M
-    kv_head, split = tl.program_id(1), tl.program_id(2)
+    seq, first_row = tl.program_id(1) // TILES, tl.program_id(1) % TILES * BLOCK_M
+    kv_head, split = tl.program_id(0), tl.program_id(2)
     start = tl.load(query_start + seq)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -328,11 +339,11 @@ def attend_long(
 ) -> None:  # fmt: skip
     """Attend sequences of more than SHORT_LEN new rows, all keys of a tile in one program.
 
-    Grid (T * GROUP // BLOCK_M + S, G): sequence s owns the tiles from
+    Grid (G, T * GROUP // BLOCK_M + S): sequence s owns the tiles from
     query_start[s] * GROUP // BLOCK_M + s on, which are enough for any lengths.
     """
     # The last tiles of a sequence have the most keys: they begin first.
-    slot = tl.num_programs(0) - 1 - tl.program_id(0)
+    slot = tl.num_programs(1) - 1 - tl.program_id(1)
     seq = slot * 0
     high = seq + num_seqs
     while high - seq > 1:
@@ -345,7 +356,7 @@ def attend_long(
     first_row = (slot - start * GROUP // BLOCK_M - seq) * BLOCK_M
     if (num_new <= SHORT_LEN) | (first_row >= num_new * GROUP):
         return
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
     context_len = tl.load(context_lens + seq)
     table = block_tables + seq.to(tl.int64) * table_row
     acc, _, total = _attend_rows(

@@ -182,7 +182,7 @@ def scale_offsets(
     return places
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def gate_up_tile(
     x_ptr: tl.tensor,
     x_scale_ptr: tl.tensor,
@@ -265,7 +265,7 @@ def gate_up_tile(
     tl.store(places, rounded(result, units_ptr.dtype.element_ty), mask=is_real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def down_tile(
     units_ptr: tl.tensor,
     unit_scale_ptr: tl.tensor,

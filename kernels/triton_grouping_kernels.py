@@ -22,7 +22,7 @@ def _load_keys(
     return tl.where(slots < 0, num_slots, slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def group_slot(
     slots_ptr: tl.tensor,
     order_ptr: tl.tensor,

@@ -24,7 +24,7 @@ from kernels.triton_grouped_mlp_kernels import (
 from kernels.triton_runtime import rounded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def linear_tile(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -91,7 +91,7 @@ def linear_tile(
     tl.store(out_ptr + places, rounded(sums, out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def add_splits(
     parts_ptr: tl.tensor,
     bias_ptr: tl.tensor,

@@ -120,7 +120,10 @@ def _write_row(
     tl.store(places, rounded(x, WIRE), mask=inside)
 
 
-@triton.jit(do_not_specialize=["T", "first", "layer", "part", "parts", "limit", "micro_batch"])
+@triton.jit(
+    do_not_specialize=["T", "first", "layer", "part", "parts", "limit", "micro_batch"],
+    do_not_specialize_on_alignment=["num_rows_ptr"],
+)
 def put_row(
     hidden_ptr: tl.tensor,
     experts_ptr: tl.tensor,

@@ -132,7 +132,7 @@ def _store(
     tl.store(place + half, rounded(high * factor, dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rotate_and_store(
     q: tl.tensor,
     k: tl.tensor,
@@ -292,7 +292,7 @@ def rotate_and_store(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_row(
     k: tl.tensor,
     v: tl.tensor,

@@ -209,7 +209,7 @@ def _choose(
     return experts, weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def route_block(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -306,7 +306,7 @@ def _load_slots(
     return tl.where(slots < 0, -1, slots)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def count_block(
     slots_ptr: tl.tensor,
     hist_ptr: tl.tensor,
@@ -343,7 +343,7 @@ def count_block(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "num_blocks"])
 def place_block(
     slots_ptr: tl.tensor,
     hist_ptr: tl.tensor,
@@ -396,7 +396,7 @@ def place_block(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["num_rows_ptr"])
 def local_slots_block(
     experts_ptr: tl.tensor,
     slot_of_ptr: tl.tensor,

@@ -89,7 +89,7 @@ def _resolve_digit(
     return prefix * BINS + digit, above, target
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["step", "R"])
 def tally_digit(
     scores_ptr: tl.tensor,
     ints_ptr: tl.tensor,
@@ -154,7 +154,7 @@ def tally_digit(
     tl.store(tallies_ptr + output, tl.sum(tally, axis=1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def finish_search(
     ints_ptr: tl.tensor,
     reals_ptr: tl.tensor,

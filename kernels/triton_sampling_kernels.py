@@ -31,7 +31,7 @@ FREQUENCY: tl.constexpr = tl.constexpr(4)
 REPETITION: tl.constexpr = tl.constexpr(5)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_histories"], do_not_specialize_on_alignment=["tokens_ptr"])
 def count_history(
     tokens_ptr: tl.tensor,
     bounds_ptr: tl.tensor,
@@ -57,7 +57,7 @@ def count_history(
     tl.atomic_add(targets, 1, mask=(places >= begin + num_prompt) & (places < end))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def penalise_block(
     logits_ptr: tl.tensor,
     scores_ptr: tl.tensor,
@@ -169,7 +169,7 @@ def _uniform(ints_ptr: tl.tensor, row: tl.tensor, R: tl.tensor) -> tl.tensor:
     return bits.to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def settle_row(
     maxima_ptr: tl.tensor,
     places_ptr: tl.tensor,
@@ -224,7 +224,7 @@ def weights_of(
     return tl.where(is_kept, tl.exp(exponents), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def weigh_split(
     scores_ptr: tl.tensor,
     ints_ptr: tl.tensor,
@@ -256,7 +256,7 @@ def weigh_split(
     tl.store(masses_ptr + row * tl.num_programs(1) + split, tl.sum(mass, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def invert_row(
     scores_ptr: tl.tensor,
     ints_ptr: tl.tensor,
