@@ -29,12 +29,8 @@ Propose = Callable[[AttentionTiles], Iterator[AttentionTiles]]
 
 
 def short_blocks(best: AttentionTiles) -> Iterator[AttentionTiles]:
-    """Propose blocks of the split kernel; a split takes whole blocks.
-
-    (The way to a key leads through the block table: 3 and 4 stages keep one block of keys and
-    values in flight, 5 two, by what the compiler makes of them.)
-    """
-    for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 5)):
+    """Propose blocks of the split kernel; a split takes whole blocks."""
+    for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4)):
         if best.min_chunk % keys == 0:
             yield replace(best, short_keys=keys, short_warps=warps, short_stages=stages)
 
@@ -46,9 +42,15 @@ def splits(best: AttentionTiles) -> Iterator[AttentionTiles]:
             yield replace(best, min_chunk=chunk, programs=programs)
 
 
+def short_splits(best: AttentionTiles) -> Iterator[AttentionTiles]:
+    """Propose up to how many programs splits are shorter than otherwise; 1: they never are."""
+    for programs in (1, 66, 132, 264):
+        yield replace(best, min_programs=programs)
+
+
 def long_blocks(best: AttentionTiles) -> Iterator[AttentionTiles]:
     """Propose blocks of the kernel for long slices."""
-    for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 5)):
+    for rows, keys, warps, stages in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
         yield replace(best, long_rows=rows, long_keys=keys, long_warps=warps, long_stages=stages)
 
 
@@ -95,7 +97,7 @@ def attention_tasks(runtime: Runtime) -> list[Task]:
     """Give the tasks: decode and prefill of each dtype of cache."""
     known: dict[torch.dtype, AttentionTiles] = {}
     phases: tuple[tuple[tuple[Batch, ...], tuple[Propose, ...]], ...] = (
-        (DECODE, (short_blocks, splits)),
+        (DECODE, (short_blocks, splits, short_splits)),
         (PREFILL, (long_blocks,)),
     )
 

@@ -16,7 +16,13 @@ from benchmarks.gpu_kernels.attention import Batch
 from benchmarks.gpu_kernels.linear import Matrix
 from benchmarks.gpu_kernels.rotary import Heads
 from benchmarks.gpu_kernels.tune import Target, Task, main, run, search, write_tiles
-from benchmarks.gpu_kernels.tune_attention import long_blocks, mean_ratio, short_blocks, splits
+from benchmarks.gpu_kernels.tune_attention import (
+    long_blocks,
+    mean_ratio,
+    short_blocks,
+    short_splits,
+    splits,
+)
 from benchmarks.gpu_kernels.tune_linear import linear_target
 from benchmarks.gpu_kernels.tune_mlp import candidates, product_target
 from benchmarks.gpu_kernels.tune_rows import (
@@ -156,8 +162,9 @@ def test_attentions_splits_take_whole_blocks() -> None:
         tried = list(splits(best))
         assert tried
         assert all(t.min_chunk % t.short_keys == 0 for t in (best, *tried))
+    assert {t.min_programs for t in short_splits(start)} >= {1, start.min_programs}
     # One kernel's blocks leave the other's alone.
-    assert all(replace(t, long_rows=128, long_keys=64, long_warps=8, long_stages=3) == start
+    assert all(replace(t, long_rows=128, long_keys=128, long_warps=8, long_stages=3) == start
                for t in long_blocks(start))  # fmt: skip
     assert len(set(long_blocks(start))) == 36
 

@@ -239,28 +239,32 @@ def test_blocks_beyond_32_bits_of_elements(device: torch.device) -> None:
     torch.testing.assert_close(out, wanted, **TOLERANCE[torch.float32])
 
 
-TILES = AttentionTiles(programs=128, min_chunk=256, max_splits=16)
+TILES = AttentionTiles(programs=128, min_chunk=256, min_programs=8, max_splits=16)
 
 
 @pytest.mark.parametrize(
     ("batch", "wanted"),
     [
         # One long sequence: all splits. Many: as many as fill the device. Short ones: none.
-        ((1, 2, 8, 1, 100_000, None), (1, 16, 16, False)),
-        ((16, 2, 8, 1, 100_000, None), (1, 16, 4, False)),
-        ((64, 2, 8, 1, 100_000, None), (1, 16, 1, False)),
-        ((1, 2, 8, 1, 256, None), (1, 16, 1, False)),
-        ((1, 2, 8, 1, 300, None), (1, 16, 2, False)),
+        ((1, 2, 8, 1, 100_000, None), (1, 16, 16, 64, False)),
+        ((16, 2, 8, 1, 100_000, None), (1, 16, 4, 256, False)),
+        ((64, 2, 8, 1, 100_000, None), (1, 16, 1, 256, False)),
+        ((4, 2, 8, 1, 256, None), (1, 16, 1, 256, False)),
+        ((4, 2, 8, 1, 300, None), (1, 16, 2, 256, False)),
+        # Few sequences: shorter splits, of whole blocks.
+        ((1, 2, 8, 1, 256, None), (1, 16, 4, 64, False)),
+        ((2, 2, 8, 1, 256, None), (1, 16, 2, 128, False)),
+        ((3, 2, 8, 1, 256, None), (1, 16, 2, 192, False)),
         # A window bounds what there is to split.
-        ((1, 2, 8, 1, 100_000, 512), (1, 16, 4, False)),
+        ((4, 2, 8, 1, 100_000, 512), (1, 16, 4, 256, False)),
         # A tree's rows fill several tiles; a prompt makes single rows the only short slices.
-        ((1, 2, 8, 48, 100_000, None), (64, 64, 8, False)),
-        ((4, 2, 8, 2000, 2000, None), (2, 16, 8, True)),
-        ((4, 2, 24, 2000, 2000, None), (1, 32, 8, True)),
-        ((2, 2, 1, 0, 50, None), (1, 16, 1, False)),
+        ((1, 2, 8, 48, 100_000, None), (64, 64, 8, 256, False)),
+        ((4, 2, 8, 2000, 2000, None), (2, 16, 8, 256, True)),
+        ((4, 2, 24, 2000, 2000, None), (1, 32, 8, 256, True)),
+        ((2, 2, 1, 0, 50, None), (1, 16, 1, 128, False)),
     ],
 )
-def test_plans(batch: tuple[Any, ...], wanted: tuple[int, int, int, bool]) -> None:
+def test_plans(batch: tuple[Any, ...], wanted: tuple[int, int, int, int, bool]) -> None:
     assert plan_attention(*batch, TILES) == wanted
 
 
@@ -286,6 +290,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         attend(q, k_cache.half(), v_cache.half(), meta, scale=1.0)
     with pytest.raises(ValueError, match=r"sinks \(2,\) for 4 heads"):
         attend(q, k_cache, v_cache, meta, scale=1.0, sinks=q.new_zeros(2))
+    with pytest.raises(ValueError, match=r"scaled by -0\.5 \* 1\.0"):
+        attend(q, k_cache, v_cache, meta, scale=-0.5)
     with pytest.raises(ValueError, match="a sliding window of 0"):
         attend(q, k_cache, v_cache, meta, scale=1.0, sliding_window=0)
     wrong = replace(meta, context_lens=meta.context_lens.long())
