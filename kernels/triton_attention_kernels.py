@@ -241,9 +241,10 @@ def attend_short(
     """Attend sequences of 1 .. SHORT_LEN new rows, a share of the keys in each program.
 
     Grid (G, S * tiles + 1, SPLITS), tiles of BLOCK_M rows for SHORT_LEN * GROUP rows; the
-    last programs zero the padding. Heads that lie side by side are read at the same time. With one split the rows of `out` are written, else
-    `partial` f32[S * SHORT_LEN, N, SPLITS, D], the mean over each split's keys, and
-    `scores` f32[S * SHORT_LEN, N, SPLITS], the base 2 logarithm of its weight.
+    last programs zero the padding. Heads that lie side by side are read at the same time.
+    With one split the rows of `out` are written, else `partial` f32[S * SHORT_LEN, N, SPLITS, D],
+    the mean over each split's keys, and `scores` f32[S * SHORT_LEN, N, SPLITS], the base 2
+    logarithm of its weight.
     """
     TILES: tl.constexpr = (SHORT_LEN * GROUP + BLOCK_M - 1) // BLOCK_M
     seq, first_row = tl.program_id(1) // TILES, tl.program_id(1) % TILES * BLOCK_M
