@@ -9,6 +9,7 @@ the protocol `Engine`, so that the measuring is tested without one. Run by bench
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import traceback
@@ -221,6 +222,8 @@ def run(
         except Exception as error:
             traceback.print_exc()
             recorder.problem(f"engine, {variant.name}", f"{type(error).__name__}: {error}")
+        # What a failure has kept alive is an engine, and two do not fit the memory.
+        gc.collect()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

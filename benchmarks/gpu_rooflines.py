@@ -109,6 +109,7 @@ def measure(
         try:
             for entry in job.make():
                 timed = time_call(runtime, entry.call, entry.copies)
+                entry.check()
                 recorder.write("figure", **figure(entry, timed, rooflines))
         except Exception as error:
             traceback.print_exc()

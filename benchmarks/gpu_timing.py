@@ -9,6 +9,7 @@ Knows no kernel of ours. Called by benchmarks.gpu_rooflines and benchmarks.gpu_d
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -58,34 +59,44 @@ def calls_for(call_s: float, copies: int) -> int:
     return max(min(wanted, MAX_CALLS), copies)
 
 
-def time_call(runtime: Runtime, call: Callable[[int], object], copies: int = 1) -> Timed:
+def time_call(
+    runtime: Runtime, call: Callable[[int], object], copies: int = 1, replays: int = REPLAYS
+) -> Timed:
     """Time call(i) for i = 0, 1, ..: the median and the least of some replays of calls.
 
     The first call compiles and is not timed.
     """
-    replays = REPLAYS if runtime.is_asynchronous else 1
+    rounds = replays if runtime.is_asynchronous else 1
     call(0)
     runtime.synchronize()
     num_calls = calls_for(time_once(runtime, lambda: call(1)), copies)
+    replay, by = _recorded(runtime, call, num_calls)
+    # A call by itself takes as long as its launch; of what is replayed more may be needed.
+    wanted = calls_for(time_once(runtime, replay) / num_calls, copies)
+    if wanted > 2 * num_calls:
+        num_calls = wanted
+        replay, by = _recorded(runtime, call, num_calls)
+    seconds = [time_once(runtime, replay) / num_calls for _ in range(rounds)]
+    return Timed(statistics.median(seconds), min(seconds), num_calls, by)
+
+
+def _recorded(
+    runtime: Runtime, call: Callable[[int], object], num_calls: int
+) -> tuple[Replay, str]:
+    """Record the calls, or give them as they are where a graph cannot hold them; run them once."""
 
     def body() -> None:
         for idx in range(num_calls):
             call(idx)
 
-    replay, by = _recorded(runtime, body)
+    replay: Replay = body
+    by = STREAM
+    # A recording that failed may have left an error behind: the calls themselves will say so.
+    with contextlib.suppress(RuntimeError):
+        replay, by = runtime.capture(body), GRAPH
     replay()
     runtime.synchronize()
-    seconds = [time_once(runtime, replay) / num_calls for _ in range(replays)]
-    return Timed(statistics.median(seconds), min(seconds), num_calls, by)
-
-
-def _recorded(runtime: Runtime, body: Callable[[], None]) -> tuple[Replay, str]:
-    """Record the body, or give it as it is where a graph cannot hold it."""
-    try:
-        return runtime.capture(body), GRAPH
-    except RuntimeError:
-        runtime.synchronize()
-        return body, STREAM
+    return replay, by
 
 
 def copy_bandwidth(runtime: Runtime, *, is_quick: bool = False) -> float:

@@ -275,7 +275,11 @@ class CudaRuntime:
     def _record(self, body: Callable[[], object], pool: Any) -> Any:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        # A recording that fails leaves torch on the stream that it was to be made on.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self.device)),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             body()
         return graph
 

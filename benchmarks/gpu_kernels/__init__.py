@@ -32,6 +32,8 @@ class Entry:
     """Seconds beyond the least time of its bytes within which the call is meant to end."""
     product: str = "bf16"
     """The kind of product whose measured rate bounds its operations: "bf16" or "fp8"."""
+    check: Callable[[], object] = lambda: None
+    """Raises RuntimeError if calls, which have ended, did not do what they are timed for."""
 
 
 def num_copies(cold_bytes: float, cache_bytes: float = L2_BYTES) -> int:

@@ -102,10 +102,11 @@ def linear_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
 
 
 def m2n_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
-    """Dispatch and combine."""
+    """Dispatch and combine of an attention node, gather and reply of an expert node."""
     from benchmarks.gpu_kernels import m2n
 
     tiny = m2n.Exchange(2, 32, 4, 2, 2, torch.bfloat16)
+    tiny_service = m2n.Service(2, 2, 32, 2, 2, torch.bfloat16)
 
     def job(exchange: m2n.Exchange) -> Job:
         def make() -> Iterable[Entry]:
@@ -113,7 +114,16 @@ def m2n_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
 
         return Job("m2n", exchange.num_rows == m2n.GOAL_ROWS, make)
 
-    return [job(exchange) for exchange in ((tiny,) if is_tiny else m2n.EXCHANGES)]
+    def service_job(service: m2n.Service) -> Job:
+        def make() -> Iterable[Entry]:
+            yield m2n.service_entry(service, device)
+
+        return Job("m2n", False, make)
+
+    return [
+        *(job(exchange) for exchange in ((tiny,) if is_tiny else m2n.EXCHANGES)),
+        *(service_job(service) for service in ((tiny_service,) if is_tiny else m2n.SERVICES)),
+    ]
 
 
 def rotary_jobs(device: torch.device, is_tiny: bool) -> list[Job]:

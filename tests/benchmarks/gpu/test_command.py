@@ -77,7 +77,8 @@ def test_kernels_interpreted(tmp_path: Path) -> None:
     assert found["verdicts"] == []
     assert set(found["parts"]) == {"rooflines"}
     names = {figure["op"] for figure in found["figures"] if figure["of"] == "kernel"}
-    assert {"m2n dispatch + combine", "grouped_mlp plain", "sample greedy"} <= names
+    assert {"m2n dispatch + combine", "m2n gather + reply"} <= names
+    assert {"grouped_mlp plain", "sample greedy"} <= names
     assert "no speeds" in done.stdout
     assert "Kernels\n" not in done.stdout
 

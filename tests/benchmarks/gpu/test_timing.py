@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_rooflines
+from benchmarks import gpu_rooflines, gpu_timing
 from benchmarks.gpu_clocks import FIELDS, Clocks, read_sample, summarise
 from benchmarks.gpu_clocks import describe as describe_clocks
 from benchmarks.gpu_display import Display, describe, plain_table
@@ -20,7 +20,7 @@ from benchmarks.gpu_records import Deadline, Recorder
 from benchmarks.gpu_rooflines import figure, find_jobs, measure
 from benchmarks.gpu_timing import MAX_CALLS, Timed, calls_for, time_call
 from benchmarks.roofline import Roofline, Work
-from kernels.runtime import HostRuntime
+from kernels.runtime import HostRuntime, Replay
 
 ROOFLINES = {"bf16": Roofline(1e12, 4e14), "fp8": Roofline(1e12, 8e14)}
 
@@ -85,6 +85,46 @@ def test_a_kernel_that_fails_leaves_the_others_and_late_ones_are_named() -> None
     measure([*jobs, jobs[1]], HostRuntime(), ROOFLINES, Recorder(stream), Deadline(-1.0))
     whats = [record["what"] for record in records_of(stream)]
     assert whats == ["bad (1 sizes)", "good (2 sizes)"]
+
+
+def test_what_the_device_alone_knows_makes_a_figure_a_problem() -> None:
+    def fails() -> None:
+        raise RuntimeError("the kernels saw Fault.LATE")
+
+    job = Job("m2n", False, lambda: [Entry("m2n", "", Work(1, 1), lambda _: None, check=fails)])
+    stream = io.StringIO()
+    measure([job], HostRuntime(), ROOFLINES, Recorder(stream), Deadline(60.0))
+    [record] = records_of(stream)
+    assert (record["kind"], record["why"]) == (
+        "problem",
+        "RuntimeError: the kernels saw Fault.LATE",
+    )
+
+
+class _NoGraphs(HostRuntime):
+    def capture(self, body: Callable[[], None]) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_what_no_graph_can_hold_is_enqueued_each_time() -> None:
+    seen: list[int] = []
+    timed = time_call(_NoGraphs(), seen.append, copies=3)
+    assert timed.by == "stream"
+    assert seen.count(0) >= 3
+
+
+def test_short_calls_are_recorded_again_when_their_time_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first time is that of launching."""
+    times = iter([1.0, 1e-3, 1e-2, 1e-2])
+    monkeypatch.setattr(gpu_timing, "time_once", lambda runtime, run: (run(), next(times))[1])
+    recorded: list[int] = []
+    timed = time_call(HostRuntime(), recorded.append)
+    assert timed.calls == 3
+    assert timed.median_s == pytest.approx(1e-2 / 3)
+    # Two by themselves; one recorded, run and timed; three recorded, run and timed.
+    assert recorded == [0, 1, 0, 0, 0, 1, 2, 0, 1, 2]
 
 
 def test_shares_are_called_once_and_not_timed(
