@@ -112,9 +112,12 @@ def plan_attention(
     short_rows = min(max(triton.next_power_of_2(pairs), MIN_ROWS), MAX_SHORT_ROWS)
     programs = max(num_seqs * num_kv_heads * triton.cdiv(pairs, short_rows), 1)
     span = max_context_len if window is None else min(max_context_len, window + short_len)
-    share = triton.cdiv(tiles.min_chunk * programs, tiles.min_programs)
-    whole_blocks = triton.cdiv(share, tiles.short_keys) * tiles.short_keys
-    min_chunk = min(whole_blocks, tiles.min_chunk)
+    min_chunk = tiles.min_chunk
+    # What is one split does not become several, which would cost another launch.
+    if span > min_chunk:
+        share = triton.cdiv(min_chunk * programs, tiles.min_programs)
+        whole_blocks = triton.cdiv(share, tiles.short_keys) * tiles.short_keys
+        min_chunk = min(whole_blocks, min_chunk)
     wanted = min(triton.cdiv(tiles.programs, programs), triton.cdiv(span, min_chunk))
     splits = min(triton.next_power_of_2(max(wanted, 1)), tiles.max_splits)
     return Plan(short_len, short_rows, splits, min_chunk, has_long=max_query_len > short_len)

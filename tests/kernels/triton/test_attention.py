@@ -252,16 +252,17 @@ TILES = AttentionTiles(programs=128, min_chunk=256, min_programs=8, max_splits=1
         ((4, 2, 8, 1, 256, None), (1, 16, 1, 256, False)),
         ((4, 2, 8, 1, 300, None), (1, 16, 2, 256, False)),
         # Few sequences: shorter splits, of whole blocks.
-        ((1, 2, 8, 1, 256, None), (1, 16, 4, 64, False)),
-        ((2, 2, 8, 1, 256, None), (1, 16, 2, 128, False)),
-        ((3, 2, 8, 1, 256, None), (1, 16, 2, 192, False)),
+        ((1, 2, 8, 1, 512, None), (1, 16, 8, 64, False)),
+        ((2, 2, 8, 1, 512, None), (1, 16, 4, 128, False)),
+        ((3, 2, 8, 1, 384, None), (1, 16, 2, 192, False)),
+        ((1, 2, 8, 1, 256, None), (1, 16, 1, 256, False)),
         # A window bounds what there is to split.
         ((4, 2, 8, 1, 100_000, 512), (1, 16, 4, 256, False)),
         # A tree's rows fill several tiles; a prompt makes single rows the only short slices.
         ((1, 2, 8, 48, 100_000, None), (64, 64, 8, 256, False)),
         ((4, 2, 8, 2000, 2000, None), (2, 16, 8, 256, True)),
         ((4, 2, 24, 2000, 2000, None), (1, 32, 8, 256, True)),
-        ((2, 2, 1, 0, 50, None), (1, 16, 1, 128, False)),
+        ((2, 2, 1, 0, 50, None), (1, 16, 1, 256, False)),
     ],
 )
 def test_plans(batch: tuple[Any, ...], wanted: tuple[int, int, int, int, bool]) -> None:
