@@ -94,25 +94,29 @@ class Shape(NamedTuple):
 def default_tiles(op: str, shape: Shape) -> MlpTiles:
     """Give tiles for a device that nobody tuned for: by reasoning, unmeasured.
 
-    Few rows per expert: as many weights in flight as shared memory holds. Many: two fp32
-    accumulators of gate_up and their factors must stay in registers (for Hopper, ptxas says
-    that they do).
+    Few rows per expert: two programs and more on a processor, so that one's start and end are
+    hidden behind the others' copies. Many: as large as the fp32 sums' registers allow (for
+    Hopper, ptxas says that none are spilled in a loop), since what the cache can deliver is the
+    limit; one program on a processor then, so it may stage what fits.
     """
     rows_per_expert = shape.num_rows * shape.top_k / shape.num_experts
     is_fp8, is_plain = shape.weight_format == "fp8", shape.weight_format == "plain"
-    # Groups of units become fp8 in the program that has all of them.
-    narrow = GROUP if is_fp8 else 64
+    is_first = op == GATE_UP
     if shape.dtype == torch.float32:
         return MlpTiles(16, GROUP if is_fp8 else 32, 32 if is_plain else GROUP, 1, 0, 4, 2)
     if rows_per_expert <= 32:
-        return MlpTiles(16 if rows_per_expert <= 8 else 32, narrow, 128, 1, 1, 4, 4)
+        # Groups of units become fp8 in the program that has all of them.
+        narrow = GROUP if is_fp8 else 64
+        block_m = 16 if rows_per_expert <= 8 else 32
+        stages = 3 if is_fp8 or (is_first and block_m == 16) else 2
+        return MlpTiles(block_m, narrow, 128, 1, 1, 4, stages if is_fp8 or is_plain else 4)
     if is_fp8:
-        return MlpTiles(64, 128, 128, 4, 0, 8, 3)
+        return MlpTiles(64 if rows_per_expert <= 64 else 128, 128, 128, 8, 0, 8, 3)
     if not is_plain:
         return MlpTiles(64, 64, 128, 4, 1, 4, 3)
-    if rows_per_expert <= 96:
-        return MlpTiles(64, 128, 64, 4, 0, 8 if op == GATE_UP else 4, 3)
-    return MlpTiles(128, 128, 64, 8, 0, 8, 3)
+    if rows_per_expert < 64:
+        return MlpTiles(64, 128, 64, 4, 0, 8 if is_first else 4, 3)
+    return MlpTiles(128, 128 if is_first else 256, 64, 8, 0, 8, 4)
 
 
 def find_tiles(op: str, shape: Shape, device: torch.device) -> MlpTiles:
@@ -128,6 +132,8 @@ def check_tiles(op: str, weight_format: str, tiles: MlpTiles) -> None:
         raise ValueError(f"{op} of {weight_format}: block_k is {tiles.block_k}, not {GROUP}")
     if weight_format == "fp8" and op == GATE_UP and tiles.block_n != GROUP:
         raise ValueError(f"{op} of fp8: block_n is {tiles.block_n}, not {GROUP}")
+    if weight_format == "fp8" and tiles.block_n > GROUP:
+        raise ValueError(f"{op} of fp8: block_n is {tiles.block_n}, more than {GROUP}")
 
 
 class _Launch(NamedTuple):

@@ -116,7 +116,8 @@ def add_block(
             w = load_rows(weight_ptr, outputs.to(tl.int64), weight_stride, inputs, num_in, EVEN)
             # Nothing to do for rows in fp8; bf16 holds every number of fp8.
             product = _multiply(x, w.to(x.dtype), product, SWAP)
-            sums += product * _spread(x_factor, step, SWAP)
+            factor = x_factor * step
+            sums += product * (factor[None, :] if SWAP else factor[:, None])
         else:
             if FORMAT == INT8:
                 codes = tl.load(rows_ptr + start + tl.arange(0, BLOCK_K)[None, :])
@@ -167,16 +168,20 @@ def load_block(
 @triton.jit
 def scale_offsets(
     outputs: tl.tensor,
+    first: tl.tensor,
     half: tl.tensor,
     half_size: tl.tensor,
     num_in: tl.tensor,
     FORMAT: tl.constexpr,
 ) -> tl.tensor:
-    """Give where the scales of outputs of a half of a matrix lie, for the first inputs."""
+    """Give where the scales of outputs first .. of a half of a matrix lie, for the first inputs.
+
+    In FP8 that is one place, because a tile's outputs are never of two blocks of 128.
+    """
     if FORMAT == FP8:
         half_blocks = (half_size + GROUP - 1) // GROUP
         num_groups = (num_in + GROUP - 1) // GROUP
-        places = (half * half_blocks + outputs // GROUP) * num_groups
+        places = (half * half_blocks + first // GROUP) * num_groups
     else:
         places = half * half_size + outputs
     return places
@@ -234,8 +239,8 @@ def gate_up_tile(
     outputs = tl.minimum(units, F - 1)
     weight_ptr = _address(table_ptr, 4 * expert, WEIGHT)
     scale_ptr = _address(table_ptr, 4 * expert + 1, SCALE)
-    gate_places = scale_offsets(outputs, 0, F, H, FORMAT)
-    up_places = scale_offsets(outputs, 1, F, H, FORMAT)
+    gate_places = scale_offsets(outputs, block * BLOCK_N, 0, F, H, FORMAT)
+    up_places = scale_offsets(outputs, block * BLOCK_N, 1, F, H, FORMAT)
     if SWAP:
         gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -313,7 +318,7 @@ def down_tile(
     outputs = tl.minimum(columns, H - 1)
     weight_ptr = _address(table_ptr, 4 * expert + 2, WEIGHT)
     scale_ptr = _address(table_ptr, 4 * expert + 3, SCALE)
-    scales = scale_offsets(outputs, 0, H, F, FORMAT)
+    scales = scale_offsets(outputs, block * BLOCK_N, 0, H, F, FORMAT)
     if SWAP:
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:

@@ -29,8 +29,8 @@ PROGRAMS: Final = 528
 """Four on each of Hopper's 132 processors: splits are made up to so many."""
 SPLIT_GROUPS: Final = 4
 """A split takes at least so many groups of inputs."""
-MAX_SPLIT_ROWS: Final = 64
-"""With more rows the splits' sums would be more to write than the weight is to read."""
+MAX_SPLIT_ROWS: Final = 256
+"""With more rows there are tiles enough, and the splits' sums would be much to write."""
 SUM_WIDTH: Final = 1024
 
 
@@ -66,18 +66,21 @@ def default_tiles(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> Linea
     """
     if weight.weight_format == "plain":
         return LinearTiles(splits=0)
+    if num_rows > MAX_SPLIT_ROWS:
+        if dtype == torch.float32:
+            return LinearTiles(block_n=32, swap=0, num_stages=2)
+        return LinearTiles(128, 128, num_warps=8, num_stages=3)
+    programs = PROGRAMS
     if dtype == torch.float32:
         tiles = LinearTiles(block_n=32, swap=0, num_stages=2)
-    elif num_rows <= MAX_SPLIT_ROWS:
+    elif num_rows <= 32:
         tiles = LinearTiles(block_m=max(triton.next_power_of_2(num_rows), 16))
     else:
-        return LinearTiles(128, 128, num_warps=8, num_stages=3)
-    if num_rows > MAX_SPLIT_ROWS:
-        return tiles
+        tiles, programs = LinearTiles(block_m=64, num_stages=3), PROGRAMS // 2
     row_tiles = triton.cdiv(max(num_rows, 1), tiles.block_m)
     num_tiles = row_tiles * triton.cdiv(weight.out_features, tiles.block_n)
     groups = triton.cdiv(weight.in_features, GROUP)
-    splits = max(min(triton.cdiv(PROGRAMS, num_tiles), groups // SPLIT_GROUPS), 1)
+    splits = max(min(triton.cdiv(programs, num_tiles), groups // SPLIT_GROUPS), 1)
     return replace(tiles, splits=splits)
 
 
@@ -89,6 +92,8 @@ def find_tiles(
     tiles = tiles_for(OP, key, default, device)
     if weight.scales is not None and (tiles.block_k != GROUP or not tiles.splits):
         raise ValueError(f"{OP} of {key}: block_k is {tiles.block_k}, splits {tiles.splits}")
+    if weight.weight_format == "fp8" and tiles.block_n > GROUP:
+        raise ValueError(f"{OP} of {key}: block_n is {tiles.block_n}, more than {GROUP}")
     return tiles
 
 

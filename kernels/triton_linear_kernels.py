@@ -64,7 +64,7 @@ def linear_tile(
     # What lies beyond the last row and output is computed twice instead of being masked.
     sources = tl.minimum(rows, R - 1).to(tl.int64)
     outputs = tl.minimum(columns, num_out - 1)
-    scales = scale_offsets(outputs, 0, num_out, num_in, FORMAT)
+    scales = scale_offsets(outputs, block * BLOCK_N, 0, num_out, num_in, FORMAT)
     if SWAP:
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:

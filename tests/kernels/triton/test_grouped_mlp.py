@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -297,11 +298,15 @@ def test_no_rows(device: torch.device) -> None:
     assert found.counts.tolist() == [0, 0]
 
 
+def shape_of(weight_format: str, num_rows: int, dtype: torch.dtype = torch.bfloat16) -> Shape:
+    return Shape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
+
+
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 32, 256, 2048, 8192])
+@pytest.mark.parametrize("num_rows", [1, 32, 256, 1024, 2048, 8192])
 def test_default_tiles_are_possible(weight_format: str, dtype: torch.dtype, num_rows: int) -> None:
-    shape = Shape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
+    shape = shape_of(weight_format, num_rows, dtype)
     for op in (GATE_UP, DOWN):
         tiles = default_tiles(op, shape)
         check_tiles(op, weight_format, tiles)
@@ -330,3 +335,6 @@ def test_what_does_not_fit_is_refused(
     codes = pack_experts(case.gate_up, case.down, weight_format="int4")
     with pytest.raises(ValueError, match="int4: block_k is 64, not 128"):
         triton_grouped_mlp.grouped_mlp(*case[:3], codes)
+    wide = replace(default_tiles(DOWN, shape_of("fp8", 1)), block_n=256)
+    with pytest.raises(ValueError, match="grouped_down of fp8: block_n is 256, more than 128"):
+        check_tiles(DOWN, "fp8", wide)

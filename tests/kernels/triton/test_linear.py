@@ -72,10 +72,20 @@ def test_any_tiles_and_splits(weight_format: str, tiles: LinearTiles, device: to
     assert torch.equal(found, tiled_linear(x, weight, bias, tiles=tiles))
 
 
+@pytest.mark.parametrize("block_n", [64, 128])
+def test_each_block_of_fp8_has_its_own_scale(block_n: int, device: torch.device) -> None:
+    sizes = torch.linspace(1, 9, 300)[:, None] * torch.linspace(1, 9, 260)
+    weight = pack_weight((draw(300, 260) * sizes / 80).to(device), "fp8")
+    x = draw(3, 260, seed=1).to(device)
+    found = tiled_linear(x, weight, tiles=LinearTiles(block_n=block_n))
+    torch.testing.assert_close(found, product(x, weight, None), rtol=1e-5, atol=1e-4)
+
+
 def test_few_rows_split_their_inputs_and_many_do_not(device: torch.device) -> None:
     weight = pack_weight(torch.ones(1024, 2048, device=device).bfloat16(), "int8")
     assert default_tiles(weight, torch.bfloat16, 1).splits == 4
-    assert default_tiles(weight, torch.bfloat16, 65).splits == 1
+    assert default_tiles(weight, torch.bfloat16, 128).splits == 4
+    assert default_tiles(weight, torch.bfloat16, 257).splits == 1
     head = replace(weight, out_features=151936)
     assert default_tiles(head, torch.bfloat16, 1).splits == 1
 
@@ -91,6 +101,9 @@ def test_tiles_from_a_table(monkeypatch: pytest.MonkeyPatch, device: torch.devic
     torch.testing.assert_close(found, x @ matrix.T, rtol=1e-5, atol=2e-5)
     with pytest.raises(ValueError, match=r"linear of int8,float32,O=8,I=96,rows=4: block_k is 32"):
         triton_linear.linear(x, int8)
+    tuned = LinearTiles(block_n=256)
+    with pytest.raises(ValueError, match=r"linear of fp8.*block_n is 256, more than 128"):
+        triton_linear.linear(x, pack_weight(matrix, "fp8"))
 
 
 def test_a_big_matrix_is_quantised_in_pieces(
