@@ -1,8 +1,10 @@
 """Recordings of a step's work, replayed instead of being enqueued kernel by kernel.
 
 Owns when a recording is made and when it has become wrong. The first step of a size runs as it
-is (its kernels are compiled then, and a net whose peers take part needs no step of its own for
-it), the second is recorded, and those after it are replayed. Knows no layer and no net: a body
+is (its kernels are compiled and loaded then, which a recording must not do, and a net whose peers
+take part needs no step of its own for it), the second is recorded, and those after it are
+replayed. In another state that begins anew: other tables have other numbers of experts, for which
+there are other kernels. Knows no layer and no net: a body
 enqueues everything, always with the same tensors. Called by both kinds of nodes.
 """
 
@@ -25,7 +27,7 @@ class Recordings(Generic[Key]):
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._compiled: set[Key] = set()
+        self._has_run: set[Key] = set()
         self._replays: dict[Key, Replay] = {}
         self._state: object = None
 
@@ -42,8 +44,8 @@ class Recordings(Generic[Key]):
             self.clear()
             self._state = state
         replay = self._replays.get(key)
-        if replay is None and key not in self._compiled:
-            self._compiled.add(key)
+        if replay is None and key not in self._has_run:
+            self._has_run.add(key)
             body()
             return
         if replay is None:
@@ -53,6 +55,7 @@ class Recordings(Generic[Key]):
         replay()
 
     def clear(self) -> None:
-        """Forget all recordings; kernels stay compiled."""
+        """Forget all recordings, and what has run."""
         self._replays.clear()
+        self._has_run.clear()
         self._state = None

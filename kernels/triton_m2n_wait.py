@@ -133,6 +133,8 @@ def report(
         tl.store(words_ptr + 4, place)
         tl.store(words_ptr + 5, found)
         tl.store(words_ptr + 6, wanted)
+        # Who sees the code must see the words: a barrier orders them for this device only.
+        tl.atomic_xchg(failed_ptr, 1, sem="acq_rel", scope="sys")
         tl.debug_barrier()
         tl.store(words_ptr, code)
 

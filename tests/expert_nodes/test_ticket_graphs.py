@@ -240,11 +240,13 @@ def test_another_epoch_or_net_and_a_closed_one_leave_no_recording(world: World) 
     for _ in range(2):
         world.serve(2)
     world.net.epoch = 1
-    world.serve(2)
+    for _ in range(2):
+        world.serve(2)
     assert world.recorded == (2, 2)
     world.net = WindowNet(world.runtime)
     world.net.epoch = 1
-    world.serve(2)
+    for _ in range(2):
+        world.serve(2)
     assert world.recorded == (3, 3)
     world.graphs.clear()
     assert len(world.graphs) == 0
