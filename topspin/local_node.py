@@ -276,6 +276,8 @@ class _LocalExpert:
         """Report counts and prepare tables until told to stop; raises Stopped."""
         # Steps are computed in another thread, with that one's pool of threads.
         torch.set_num_threads(1)
+        # Another table's experts are packed by this one, for which torch has a GPU of its own.
+        open_runtime(str(self._experts.runtime.device))
         reported_s = 0.0
         while True:
             timeout_s = PREPARE_PAUSE_S if self._change.is_busy else COUNTS_INTERVAL_S

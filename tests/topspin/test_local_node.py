@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,8 @@ from tests.engine import Engine, engine_config
 from topspin import local_node
 from topspin.config import CacheSection
 from topspin.local_node import LocalNode
+from topspin.membership import Stopped
+from topspin.messages import Stop
 
 
 def test_the_thread_that_loads_experts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +39,30 @@ def test_the_thread_that_loads_experts_ends(monkeypatch: pytest.MonkeyPatch) -> 
     [loader] = loaders
     assert loader is not threading.current_thread()
     assert not loader.is_alive()
+
+
+def test_the_thread_that_prepares_tables_takes_the_experts_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread begins with the first GPU, whichever the experts are on."""
+    opened: list[tuple[str, threading.Thread]] = []
+
+    def open_runtime(device: str) -> None:
+        opened.append((device, threading.current_thread()))
+
+    class Control:
+        def recv(self, timeout_s: float) -> Stop:
+            return Stop(reason="over")
+
+    experts = SimpleNamespace(
+        runtime=SimpleNamespace(device=torch.device("cuda", 1)), trace=None, has_counts=False
+    )
+    monkeypatch.setattr(local_node, "open_runtime", open_runtime)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    parts: list[Any] = [Control(), 0, experts, None, SimpleNamespace(is_busy=False)]
+    with pytest.raises(Stopped):
+        local_node._LocalExpert(*parts).wait_for_stop()
+    assert opened == [("cuda:1", threading.current_thread())]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")
