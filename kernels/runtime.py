@@ -275,8 +275,11 @@ class CudaRuntime:
     def _record(self, body: Callable[[], object], pool: Any) -> Any:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
+        # Every recording writes a tensor of torch's generator, which the first one makes: if that
+        # was in inference mode (a node's), it can be written in no other.
         # A recording that fails leaves torch on the stream that it was to be made on.
         with (
+            torch.inference_mode(),
             torch.cuda.stream(torch.cuda.current_stream(self.device)),
             torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
         ):

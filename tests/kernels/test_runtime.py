@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -128,6 +128,7 @@ def test_graphs_share_a_pool_that_somebody_is_always_in(monkeypatch: pytest.Monk
 
     @contextmanager
     def record(graph: Graph, pool: object, capture_error_mode: str) -> Iterator[None]:
+        assert torch.is_inference_mode_enabled()
         assert pool is None or alive[pool] > 0
         graph.own = object() if pool is None else pool
         alive[graph.own] = alive.get(graph.own, 0) + 1
@@ -135,6 +136,8 @@ def test_graphs_share_a_pool_that_somebody_is_always_in(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
