@@ -48,8 +48,8 @@ _COSTLIEST: Final = SamplingParams(
 class MemoryUse(NamedTuple):
     """Bytes of a device: all it has, what others take, and what this process needs.
 
-    `weights` is what stays allocated, experts of this process too, `activations` the most that
-    a step takes beside it, `graphs` what recordings will take, `windows` what expert nodes will
+    `weights` is what stays allocated, experts of this process too, with the rests of memory that
+    lie between them; `activations` the most that a step takes beside it, `graphs` what recordings will take, `windows` what expert nodes will
     write into.
     """
 
@@ -142,10 +142,13 @@ def measure(
     """
     runtime.synchronize()
     runtime.reset_peak()
-    weights = runtime.peak_bytes()
+    allocated = runtime.peak_bytes()
     run()
     runtime.synchronize()
-    activations = runtime.peak_bytes() - weights
+    activations = runtime.peak_bytes() - allocated
+    # The allocator takes memory from the device in pieces, which weights do not fill.
+    runtime.release_cached()
+    weights = max(allocated, runtime.reserved_bytes())
     memory = runtime.memory()
     return MemoryUse(
         total=memory.total,

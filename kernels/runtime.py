@@ -98,6 +98,12 @@ class Runtime(Protocol):
     def reserved_bytes(self) -> int:
         """Return the bytes that this process's allocator holds, in use or not."""
 
+    def release_cached(self) -> None:
+        """Give the device back what this process holds and does not use; may wait for it.
+
+        Pieces of memory of which a part is used stay.
+        """
+
     def reset_peak(self) -> None:
         """Count the peak from what is allocated now."""
 
@@ -160,6 +166,9 @@ class HostRuntime:
 
     def reserved_bytes(self) -> int:
         return 0
+
+    def release_cached(self) -> None:
+        pass
 
     def reset_peak(self) -> None:
         pass
@@ -296,6 +305,9 @@ class CudaRuntime:
 
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.device)
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
