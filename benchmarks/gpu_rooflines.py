@@ -8,16 +8,14 @@ benchmarks.gpu.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from benchmarks import gpu_compile
+from benchmarks.gpu_compile import num_compilers, read_share
 from benchmarks.gpu_kernels import Entry
 from benchmarks.gpu_kernels.catalogue import CATALOGUE, Job, JobsOf, in_order
 from benchmarks.gpu_records import Deadline, Recorder, flag_parser
@@ -25,7 +23,6 @@ from benchmarks.gpu_timing import Timed, copy_bandwidth, matmul_rate, time_call
 from benchmarks.roofline import Roofline
 from kernels.runtime import Runtime, open_runtime
 
-ROOT: Final = Path(__file__).parent.parent
 MAX_COMPILERS: Final = 6
 COMPILING_SHARE: Final = 0.5
 PRODUCTS: Final = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -131,39 +128,24 @@ def compile_jobs(jobs: Iterable[Job], runtime: Runtime) -> None:
 
 
 def compile_beside(device: str, recorder: Recorder, deadline: Deadline) -> None:
-    """Have all kernels compiled into Triton's cache by several processes, each a share.
-
-    A compiler uses one core, and what it takes would be most of this part's time. Processes
-    that outlast their share of the time are stopped: what they left is compiled later.
-    """
-    count = max(min(len(os.sched_getaffinity(0)) // 2, MAX_COMPILERS), 1)
-    command = [sys.executable, "-m", "benchmarks.gpu_rooflines", "--device", device]
+    """Have all kernels compiled into Triton's cache, for a share of the time at most."""
+    count = num_compilers(MAX_COMPILERS)
     recorder.progress(f"compiling in {count} processes")
-    end = Deadline(deadline.left * COMPILING_SHARE)
-    processes = [
-        subprocess.Popen([*command, "--share", f"{idx}/{count}"], cwd=ROOT, stdout=sys.stderr)
-        for idx in range(count)
-    ]
-    for process in processes:
-        try:
-            process.wait(timeout=max(end.left, 0.0))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    command = ["-m", "benchmarks.gpu_rooflines", "--device", device]
+    gpu_compile.compile_beside(command, count, deadline.left * COMPILING_SHARE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, or compile a share; returns the exit status."""
     parser = flag_parser("benchmarks.gpu_rooflines", __doc__)
-    parser.add_argument("--share", help="I/N: only compile the I-th of N shares, from 0")
+    parser.add_argument("--share", help="I/N: only compile the I-th of N shares")
     args = parser.parse_args(argv)
     recorder, deadline = Recorder(), Deadline(args.seconds)
     runtime = open_runtime(args.device)
     torch.manual_seed(0)
     wanted = find_jobs(CATALOGUE, runtime.device, recorder, is_tiny=args.quick)
     if args.share is not None:
-        number, _, count = args.share.partition("/")
-        compile_jobs(wanted[int(number) :: int(count)], runtime)
+        compile_jobs(wanted[read_share(args.share)], runtime)
         return 0
     if runtime.is_asynchronous:
         compile_beside(args.device, recorder, deadline)

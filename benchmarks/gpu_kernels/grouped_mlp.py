@@ -61,6 +61,18 @@ def draw_slots(num_rows: int, layer: Layer, seed: int) -> Tensor:
     return scores.topk(layer.top_k, dim=-1).indices.int()
 
 
+def draw_routings(
+    num_rows: int, layer: Layer, weight_format: str, cache_bytes: int = L2_BYTES
+) -> list[Tensor]:
+    """Choose experts as many times as it takes to read more than `cache_bytes` of weights."""
+    first = draw_slots(num_rows, layer, 0)
+    num_touched = first.unique().numel()
+    copies = num_copies(num_touched * expert_bytes(layer, weight_format), cache_bytes)
+    # The same routing with experts renamed touches as many, and others.
+    step = layer.num_experts // copies or 1
+    return [(first + idx * step) % layer.num_experts for idx in range(copies)]
+
+
 def random_experts(layer: Layer, weight_format: str, device: torch.device) -> GpuExperts:
     """Make a layer's experts, one matrix after the other."""
 
@@ -84,13 +96,9 @@ def mlp_entry(
 ) -> Entry:
     """Give the entry of R rows, of as many routings as read more than `cache_bytes`."""
     weight_format = experts.weight_format
-    first = draw_slots(num_rows, layer, 0)
-    num_touched = first.unique().numel()
-    work = mlp_work(num_rows, num_touched, layer, weight_format)
-    copies = num_copies(num_touched * expert_bytes(layer, weight_format), cache_bytes)
-    # The same routing with experts renamed touches as many, and others.
-    step = layer.num_experts // copies or 1
-    routings = [((first + i * step) % layer.num_experts).to(device) for i in range(copies)]
+    drawn = draw_routings(num_rows, layer, weight_format, cache_bytes)
+    work = mlp_work(num_rows, drawn[0].unique().numel(), layer, weight_format)
+    routings, copies = [each.to(device) for each in drawn], len(drawn)
     hidden = torch.randn(num_rows, layer.hidden, dtype=torch.bfloat16, device=device)
     weights = torch.full((num_rows, layer.top_k), 1 / layer.top_k, device=device)
     out = torch.empty_like(hidden)

@@ -1,16 +1,19 @@
 """Find the kernels' tiles on the GPU at hand: python -m benchmarks.gpu_kernels.tune.
 
-Per shape of an op it times candidates and writes the best to kernels/tuned/<device>.json as
-soon as they are found, where the kernels look for them; entries of other shapes there stay.
-The tiles in use now are the first candidate, so what is written is never slower than they
-were in the same run. --budget seconds are divided among the shapes. Takes a GPU; the search
-itself has no clock. What can be tuned is in the modules tune_*.
+Several processes compile the candidates; then, per shape of an op, they are timed and the best
+is written to kernels/tuned/<device>.json as soon as it is found, where the kernels look for it;
+entries of other shapes there stay. The tiles in use now are the first candidate, so what is
+written is never slower than they were in the same run. --budget seconds are divided among the
+shapes. Takes a GPU; the search itself has no clock. What can be tuned is in the modules tune_*.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,9 +23,19 @@ from typing import Any, Final, NamedTuple
 import torch
 from triton.errors import TritonError
 
+from benchmarks import gpu_compile
+from benchmarks.gpu_compile import CompilingRuntime, num_compilers, only_compiling, read_share
+from benchmarks.gpu_kernels.grouped_mlp import QWEN3_30B, ROWS, Layer
+from kernels.runtime import Runtime, open_runtime
 from kernels.tiles import Table, table_path
+from kernels.triton_grouped_mlp_weights import FORMATS
 
-DEFAULT_BUDGET_S: Final = 300.0
+DEFAULT_BUDGET_S: Final = 480.0
+COMPILING_SHARE: Final = 0.4
+MAX_COMPILERS: Final = 12
+REPLAYS: Final = 5
+"""Of a candidate: there are thousands."""
+OPS: Final = ("attention", "grouped_mlp", "linear", "rms_norm", "rotate_and_store")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +72,13 @@ class Found(NamedTuple):
     tried: int
 
 
+def shuffled(candidates: Iterable[Any]) -> list[Any]:
+    """Give them in an order that does not depend on what they are, the same one every time."""
+    found = list(candidates)
+    random.Random(0).shuffle(found)
+    return found
+
+
 def search(target: Target, may_go_on: Callable[[], bool]) -> Found:
     """Give the fastest of what a target's stages propose, until `may_go_on` is False.
 
@@ -67,7 +87,8 @@ def search(target: Target, may_go_on: Callable[[], bool]) -> Found:
     before = target.time_of(target.start)
     best, best_time, tried = target.start, before, 0
     for propose in target.stages:
-        for candidate in propose(best):
+        # Should the time be short, what was tried is a fair part of all.
+        for candidate in shuffled(propose(best)):
             if not may_go_on():
                 break
             tried += 1
@@ -115,45 +136,76 @@ def run(
     return []
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Tune what the flags name, and print what it brought; returns the exit status."""
-    from benchmarks.gpu_kernels.tune_attention import attention_tasks
-    from benchmarks.gpu_kernels.tune_linear import linear_tasks
-    from benchmarks.gpu_kernels.tune_mlp import QWEN3_30B, ROWS, Layer, mlp_tasks
-    from benchmarks.gpu_kernels.tune_rows import norm_tasks, rotary_tasks
-    from kernels.runtime import open_runtime
-    from kernels.triton_grouped_mlp_weights import FORMATS
+def compile_candidates(tasks: Iterable[Task], share: slice, seconds: float) -> int:
+    """Compile a share of what the tasks' stages propose, and run none; give their number.
 
+    What a stage proposes once the one before it has found something is compiled in its turn.
+    """
+    end, tried = time.monotonic() + seconds, 0
+    for task in tasks:
+        with only_compiling():
+            target = task.make()
+            proposed = [each for stage in target.stages for each in stage(target.start)]
+            for candidate in shuffled(proposed)[share]:
+                if time.monotonic() >= end:
+                    return tried
+                tried += 1
+                # Whoever times it will meet the same error, and pass it over.
+                with contextlib.suppress(TritonError, RuntimeError):
+                    target.time_of(candidate)
+    return tried
+
+
+def make_tasks(args: argparse.Namespace, runtime: Runtime) -> list[Task]:
+    """Give the tasks of the ops that the flags name."""
+    from benchmarks.gpu_kernels import tune_attention, tune_linear, tune_mlp, tune_rows
+
+    layer = Layer(args.num_experts, args.top_k, args.hidden, args.ffn)
+    tasks_of: dict[str, Callable[[], list[Task]]] = {
+        "attention": lambda: tune_attention.attention_tasks(runtime),
+        "grouped_mlp": lambda: tune_mlp.mlp_tasks(args.format, layer, args.rows, runtime),
+        "linear": lambda: tune_linear.linear_tasks(args.format, runtime),
+        "rms_norm": lambda: tune_rows.norm_tasks(runtime),
+        "rotate_and_store": lambda: tune_rows.rotary_tasks(runtime),
+    }
+    return [task for op in OPS if op in args.ops for task in tasks_of[op]()]
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the flags."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_kernels.tune",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    ops = ("attention", "grouped_mlp", "linear", "rms_norm", "rotate_and_store")
-    parser.add_argument("--ops", nargs="+", choices=ops, default=list(ops))
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
     parser.add_argument("--format", choices=FORMATS, nargs="+", default=["plain"])
     for name, default in QWEN3_30B._asdict().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--budget", type=float, default=DEFAULT_BUDGET_S, help="seconds in all")
+    parser.add_argument("--share", help="I/N: only compile the I-th of N shares")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no GPU to tune for")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tune what the flags name, and print what it brought; returns the exit status."""
+    args = parse(argv)
+    end = time.monotonic() + args.budget
     runtime = open_runtime("cuda")
-    layer = Layer(args.num_experts, args.top_k, args.hidden, args.ffn)
-    tasks: list[Task] = []
-    if "attention" in args.ops:
-        tasks += attention_tasks(runtime)
-    if "grouped_mlp" in args.ops:
-        tasks += mlp_tasks(args.format, layer, args.rows, runtime.device)
-    if "linear" in args.ops:
-        tasks += linear_tasks(args.format, runtime)
-    if "rms_norm" in args.ops:
-        tasks += norm_tasks(runtime)
-    if "rotate_and_store" in args.ops:
-        tasks += rotary_tasks(runtime)
+    if args.share is not None:
+        compiling = CompilingRuntime(runtime.device)
+        compile_candidates(make_tasks(args, compiling), read_share(args.share), args.budget)
+        return 0
+    flags = list(sys.argv[1:] if argv is None else argv)
+    count, seconds = num_compilers(MAX_COMPILERS), args.budget * COMPILING_SHARE
+    print(f"compiling in {count} processes, for {seconds:.0f} s at most", flush=True)
+    gpu_compile.compile_beside(["-m", "benchmarks.gpu_kernels.tune", *flags], count, seconds)
     path = table_path(torch.cuda.get_device_name(runtime.device))
-    left_out = run(tasks, path, args.budget)
+    left_out = run(make_tasks(args, runtime), path, end - time.monotonic())
     if left_out:
         print(f"the time was up before: {', '.join(left_out)}")
     print(path)

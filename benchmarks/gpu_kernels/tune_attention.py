@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.gpu_kernels.attention import Batch, attention_call
 from benchmarks.gpu_kernels.rotary import QWEN3_30B
-from benchmarks.gpu_kernels.tune import Target, Task
+from benchmarks.gpu_kernels.tune import REPLAYS, Target, Task
 from benchmarks.gpu_timing import time_call
 from kernels.runtime import Runtime
 from kernels.triton_attention import AttentionTiles, attention_tiles, tiles_key
@@ -83,7 +83,9 @@ def target(
 
     def timer(batch: Batch) -> Callable[[AttentionTiles], float]:
         call, copies = attention_call(batch._replace(cache_dtype=dtype), runtime.device)
-        return lambda tiles: time_call(runtime, lambda idx: call(idx, tiles), copies).median_s
+        return lambda tiles: (
+            time_call(runtime, lambda idx: call(idx, tiles), copies, REPLAYS).median_s
+        )
 
     def keep(best: AttentionTiles) -> None:
         known[dtype] = best

@@ -17,7 +17,7 @@ import triton
 
 from benchmarks.gpu_kernels import L2_BYTES
 from benchmarks.gpu_kernels.linear import LM_HEAD, O_PROJECTION, QKV, Matrix, make_product
-from benchmarks.gpu_kernels.tune import Target, Task
+from benchmarks.gpu_kernels.tune import REPLAYS, Target, Task
 from benchmarks.gpu_timing import time_call
 from kernels.runtime import Runtime
 from kernels.triton_grouped_mlp_weights import GROUP
@@ -78,7 +78,9 @@ def linear_target(
     weight, dtype = made.weights[0], torch.bfloat16
 
     def time_of(tiles: LinearTiles) -> float:
-        return time_call(runtime, lambda idx: made.call(idx, tiles), len(made.weights)).median_s
+        return time_call(
+            runtime, lambda idx: made.call(idx, tiles), len(made.weights), REPLAYS
+        ).median_s
 
     return Target(
         OP,

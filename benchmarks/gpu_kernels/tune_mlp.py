@@ -12,18 +12,22 @@ from itertools import product
 from typing import Final
 
 import torch
-import triton
 
+from benchmarks.gpu_kernels import L2_BYTES
 from benchmarks.gpu_kernels.grouped_mlp import (
     QWEN3_30B,
     ROWS,
     Layer,
-    draw_slots,
+    draw_routings,
     random_experts,
 )
-from benchmarks.gpu_kernels.tune import Target, Task
+from benchmarks.gpu_kernels.tune import REPLAYS, Target, Task
+from benchmarks.gpu_timing import time_call
+from kernels.contracts import ExpertOutput
+from kernels.runtime import Runtime
 from kernels.triton_grouped_mlp import (
     DOWN,
+    FEW_PAIRS,
     GATE_UP,
     MlpTiles,
     Shape,
@@ -97,29 +101,39 @@ def product_target(op: str, shape: Shape, tiles: dict[str, MlpTiles], time_of: T
     )
 
 
-def gpu_timer(shape: Shape, layer: Layer, experts: GpuExperts, device: torch.device) -> Timer:
-    """Give a timer of real calls, in milliseconds, each with a cold cache."""
-    slots = draw_slots(shape.num_rows, layer, 0).to(device)
-    groups = permute(slots, layer.num_experts)
+def gpu_timer(
+    shape: Shape,
+    layer: Layer,
+    experts: GpuExperts,
+    runtime: Runtime,
+    cache_bytes: int = L2_BYTES,
+) -> Timer:
+    """Give a timer of calls as a step makes them: recorded, and of experts that are cold."""
+    device = runtime.device
+    routings = draw_routings(shape.num_rows, layer, shape.weight_format, cache_bytes)
+    slots = [each.to(device) for each in routings]
+    # Few pairs are not grouped, as in grouped_mlp.
+    is_grouped = shape.num_rows * layer.top_k > FEW_PAIRS
+    groups = [permute(each, layer.num_experts) if is_grouped else None for each in slots]
     hidden = torch.randn(shape.num_rows, layer.hidden, dtype=shape.dtype, device=device)
-    weights = torch.full(slots.shape, 1 / layer.top_k, device=device)
+    weights = torch.full((shape.num_rows, layer.top_k), 1 / layer.top_k, device=device)
+    copies = len(slots)
 
     def time_of(tiles: dict[str, MlpTiles]) -> float:
-        found: float = triton.testing.do_bench(
-            lambda: run_experts(hidden, slots, weights, groups, experts, tiles=tiles),
-            warmup=5,
-            rep=20,
-            return_mode="median",
-        )
-        return found
+        def call(idx: int) -> ExpertOutput:
+            turn = idx % copies
+            return run_experts(hidden, slots[turn], weights, groups[turn], experts, tiles=tiles)
+
+        return time_call(runtime, call, copies, REPLAYS).median_s
 
     return time_of
 
 
 def mlp_tasks(
-    formats: Sequence[str], layer: Layer, rows: Sequence[int], device: torch.device
+    formats: Sequence[str], layer: Layer, rows: Sequence[int], runtime: Runtime
 ) -> list[Task]:
     """Give the tasks of each format and number of rows: gate_up, then down."""
+    device = runtime.device
     experts_of = lru_cache(maxsize=1)(partial(random_experts, layer, device=device))
 
     def tasks_of(weight_format: str, num_rows: int) -> Iterator[Task]:
@@ -136,7 +150,7 @@ def mlp_tasks(
         for op in tiles:
 
             def make(op: str = op) -> Target:
-                timer = gpu_timer(shape, layer, experts_of(weight_format), device)
+                timer = gpu_timer(shape, layer, experts_of(weight_format), runtime)
                 return product_target(op, shape, tiles, timer)
 
             yield Task(f"{op} {shape.key}", make)

@@ -27,13 +27,13 @@ def report(module: str, status: int, gpu: FakeGpu) -> None:
 def main(argv: list[str]) -> None:
     is_compiling = argv[:1] == ["--compile"]
     with fake_gpu(is_compiling=is_compiling) as gpu, tempfile.TemporaryDirectory() as folder:
-        from benchmarks import gpu_models, gpu_rooflines
+        from benchmarks import gpu_compile, gpu_models
         from kernels import tiles
 
         # Tiny models are in fp32, for oracles; nobody runs a GPU so.
         gpu_models.QUICK.fields["torch_dtype"] = "bfloat16"
         # Processes that compile would not have this GPU.
-        gpu_rooflines.compile_beside = lambda *args: None
+        gpu_compile.compile_beside = lambda *args: None
         tiles.FOLDER = Path(folder)
         for command in argv[is_compiling:]:
             module, *flags = command.split()

@@ -57,6 +57,8 @@ def test_every_part_on_a_gpu() -> None:
         "benchmarks.gpu_decode --quick",
         "benchmarks.gpu_rooflines --quick",
         "benchmarks.gpu_transformers --quick",
+        "benchmarks.gpu_kernels.tune --ops rms_norm --share 1/2",
+        "benchmarks.gpu_kernels.tune --ops rms_norm",
     )
     [device, _] = found["gpu_device"]
     assert (device["name"], device["capability"]) == ("NVIDIA H200", "9.0")
@@ -78,6 +80,9 @@ def test_every_part_on_a_gpu() -> None:
 
     peers = figures(found["gpu_transformers"], "decode")
     assert [each["variant"] for each in peers] == ["grouped_mm", "batched_mm", "eager"]
+
+    before, *tuned = (part[-1]["launches"].get("_norm_row", 0) for part in list(found.values())[3:])
+    assert tuned[0] > before
 
 
 @pytest.mark.slow

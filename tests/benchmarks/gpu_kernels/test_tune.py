@@ -11,11 +11,21 @@ import pytest
 import torch
 from triton.errors import TritonError
 
+from benchmarks.gpu_compile import read_share
 from benchmarks.gpu_kernels import tune_attention, tune_linear
 from benchmarks.gpu_kernels.attention import Batch
+from benchmarks.gpu_kernels.grouped_mlp import Layer, expert_bytes, random_experts
 from benchmarks.gpu_kernels.linear import Matrix
 from benchmarks.gpu_kernels.rotary import Heads
-from benchmarks.gpu_kernels.tune import Target, Task, main, run, search, write_tiles
+from benchmarks.gpu_kernels.tune import (
+    Target,
+    Task,
+    compile_candidates,
+    main,
+    run,
+    search,
+    write_tiles,
+)
 from benchmarks.gpu_kernels.tune_attention import (
     long_blocks,
     mean_ratio,
@@ -24,7 +34,7 @@ from benchmarks.gpu_kernels.tune_attention import (
     splits,
 )
 from benchmarks.gpu_kernels.tune_linear import linear_target
-from benchmarks.gpu_kernels.tune_mlp import candidates, product_target
+from benchmarks.gpu_kernels.tune_mlp import candidates, gpu_timer, product_target
 from benchmarks.gpu_kernels.tune_rows import (
     norm_candidates,
     norm_target,
@@ -236,6 +246,31 @@ def test_a_product_is_torchs_unless_our_kernel_is_faster() -> None:
     quantised = list(tune_linear.blocks(2, matrix, "int8", replace(ours, block_k=128)))
     assert {tiles.block_k for tiles in quantised} == {128}
     assert {tiles.splits for tiles in quantised} == {2}
+
+
+@pytest.mark.parametrize("num_rows", [2, 40])
+def test_experts_are_timed_as_a_step_runs_them(num_rows: int) -> None:
+    """Few pairs are not grouped; calls go through several routings."""
+    layer, runtime = Layer(4, 2, 32, 16), HostRuntime()
+    shape = Shape("plain", torch.bfloat16, *layer[:1], 32, 16, 2, num_rows)
+    experts = random_experts(layer, "plain", runtime.device)
+    timer = gpu_timer(shape, layer, experts, runtime, cache_bytes=expert_bytes(layer, "plain"))
+    assert timer({op: default_tiles(op, shape) for op in (GATE_UP, DOWN)}) > 0
+
+
+def test_shares_of_candidates_are_compiled_and_what_does_not_is_passed_over() -> None:
+    seen: list[Sizes] = []
+
+    def time_of(sizes: Sizes) -> float:
+        seen.append(sizes)
+        raise TritonError("out of memory")
+
+    tasks = [Task("all", lambda: target(time_of, vary_a, vary_b))]
+    counts = [compile_candidates(tasks, read_share(f"{idx}/2"), 60.0) for idx in (0, 1)]
+    assert counts == [3, 2]
+    assert set(seen) == {*vary_a(Sizes()), *vary_b(Sizes())}
+    assert len(seen) == 5
+    assert compile_candidates(tasks, read_share("0/1"), -1.0) == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
