@@ -20,14 +20,8 @@ from m2n_comm.cuda_ipc import IpcAttentionNet
 from m2n_comm.cuda_ipc_expert import IpcExpertNet
 from m2n_comm.cuda_ipc_pairs import IpcPair, IpcPairs, inbox_bytes
 from m2n_comm.device_memory import Allocation, PeerMemory, open_memory
-from m2n_comm.handshake import (
-    PairHello,
-    PairRegion,
-    Reception,
-    ask,
-    make_hello,
-    send_message,
-)
+from m2n_comm.handshake import Reception, ask, send_message
+from m2n_comm.hello import PairHello, PairRegion, expected_hellos, make_hello
 from m2n_comm.lines import Check, wait_on
 from m2n_comm.net import NetShape
 from topspin import __version__
@@ -108,19 +102,13 @@ def accept_ipc(
 ) -> IpcExpertNet:
     """Wait for all attention nodes (None: an absent one); see open.ExpertListener.accept_device."""
     memory = memory or open_memory(runtime.device)
-    expected = tuple(
-        None
-        if theirs is None
-        else make_hello(
-            shape,
-            attention=attention,
-            expert=index,
-            attention_incarnation=theirs,
-            expert_incarnation=incarnation,
-            revision=revision,
-            generation=generation,
-        )
-        for attention, theirs in enumerate(attention_incarnations)
+    expected = expected_hellos(
+        shape,
+        expert=index,
+        incarnation=incarnation,
+        attention_incarnations=attention_incarnations,
+        revision=revision,
+        generation=generation,
     )
     forming = _Forming(shape, "expert", memory)
 

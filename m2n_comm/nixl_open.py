@@ -12,7 +12,7 @@ import time
 
 import msgspec
 
-from m2n_comm.handshake import PairHello, PairMemory
+from m2n_comm.hello import PairHello, PairMemory
 from m2n_comm.lines import CHECK_INTERVAL_S, Check
 from m2n_comm.net import WaitPolicy
 from m2n_comm.nixl import NOTE, NixlLines, NixlPair, Role, notes_of

@@ -33,7 +33,8 @@ from m2n_comm.cuda_ipc_open import accept_ipc
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.expert_side import ExpertSide
 from m2n_comm.flags import check_platform
-from m2n_comm.handshake import Meeting, PairHello, Reception, make_hello
+from m2n_comm.handshake import Meeting, Reception
+from m2n_comm.hello import PairHello, expected_hellos, make_hello
 from m2n_comm.lines import Check, Lines, wait_on
 from m2n_comm.net import NetShape, WaitPolicy
 from m2n_comm.nixl_agent import load_nixl
@@ -87,19 +88,13 @@ class ExpertListener:
         VersionMismatch or FrameError naming the field in which a peer differs.
         """
         assert not self.address.startswith(CUDA_IPC), "accept_device() has its nets"
-        expected = tuple(
-            None
-            if theirs is None
-            else make_hello(
-                shape,
-                attention=attention,
-                expert=index,
-                attention_incarnation=theirs,
-                expert_incarnation=incarnation,
-                revision=revision,
-                generation=generation,
-            )
-            for attention, theirs in enumerate(attention_incarnations)
+        expected = expected_hellos(
+            shape,
+            expert=index,
+            incarnation=incarnation,
+            attention_incarnations=attention_incarnations,
+            revision=revision,
+            generation=generation,
         )
         deadline_s = time.monotonic() + timeout_s
         terms = Terms(PairLayout(shape), index, len(expected), wait, check, deadline_s)

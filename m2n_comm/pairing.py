@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from m2n_comm.addresses import NIXL, connect, is_on_this_host
 from m2n_comm.flags import check_platform
-from m2n_comm.handshake import Meeting, PairHello, Reception, ask, send_message
+from m2n_comm.handshake import Meeting, Reception, ask, send_message
+from m2n_comm.hello import PairHello
 from m2n_comm.lines import Check, Lines
 from m2n_comm.net import WaitPolicy
 from m2n_comm.nixl import Role

@@ -16,7 +16,7 @@ from m2n_comm import device_memory
 from m2n_comm.cuda_ipc_open import _Forming
 from m2n_comm.cuda_ipc_pairs import IpcPair, IpcPairs, inbox_bytes
 from m2n_comm.device_memory import CudaDriver, CudaMemory, HostMemory, IpcHandle
-from m2n_comm.handshake import PairRegion, make_hello
+from m2n_comm.hello import PairRegion, make_hello
 from m2n_comm.lines import wait_on
 from tests.m2n_comm.harness import make_shape
 from topspin.errors import ConfigError, FrameError, PeerLost

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from m2n_comm import nixl_open, pairing
-from m2n_comm.handshake import PairHello, make_hello
+from m2n_comm.hello import PairHello, make_hello
 from m2n_comm.net import NetShape
 from m2n_comm.nixl import NOTE, notes_of
 from m2n_comm.nixl_agent import load_nixl, row_buckets
