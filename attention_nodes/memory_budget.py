@@ -49,8 +49,8 @@ class MemoryUse(NamedTuple):
     """Bytes of a device: all it has, what others take, and what this process needs.
 
     `weights` is what stays allocated, experts of this process too, with the rests of memory that
-    lie between them; `activations` the most that a step takes beside it, `graphs` what recordings will take, `windows` what expert nodes will
-    write into.
+    lie between them; `activations` the most that a step takes beside it, `graphs` what recordings
+    will take, `windows` what expert nodes will write into.
     """
 
     total: int

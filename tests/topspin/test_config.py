@@ -115,6 +115,7 @@ def test_what_is_chosen_stays() -> None:
         ("balance.interval_s", -1.0, "--expert-balance-interval -1.0"),
         ("balance.min_gain", -0.5, "--expert-balance-min-gain -0.5"),
         ("balance.half_life_pairs", 0, "--expert-load-half-life 0"),
+        ("m2n.window_rows", 65536, "--m2n-window-rows 65536"),
         ("gateway.port", 65536, "--port 65536"),
         ("gateway.port", -1, "--port -1"),
         ("model.max_model_len", 0, "--max-model-len 0"),
