@@ -25,8 +25,8 @@ ROOT: Final = Path(__file__).parent.parent
 
 
 def num_compilers(most: int) -> int:
-    """Give the processes that compile: one for two cores, since a compiler has threads too."""
-    return max(min(len(os.sched_getaffinity(0)) // 2, most), 1)
+    """Give the processes that compile: one per core, of which two are left to others."""
+    return max(min(len(os.sched_getaffinity(0)) - 2, most), 1)
 
 
 def compile_beside(command: Sequence[str], count: int, seconds: float) -> None:

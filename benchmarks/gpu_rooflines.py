@@ -23,7 +23,7 @@ from benchmarks.gpu_timing import Timed, copy_bandwidth, matmul_rate, time_call
 from benchmarks.roofline import Roofline
 from kernels.runtime import Runtime, open_runtime
 
-MAX_COMPILERS: Final = 6
+MAX_COMPILERS: Final = 8
 COMPILING_SHARE: Final = 0.5
 PRODUCTS: Final = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 

@@ -32,7 +32,7 @@ from kernels.triton_grouped_mlp_weights import FORMATS
 
 DEFAULT_BUDGET_S: Final = 480.0
 COMPILING_SHARE: Final = 0.4
-MAX_COMPILERS: Final = 12
+MAX_COMPILERS: Final = 14
 REPLAYS: Final = 5
 """Of a candidate: there are thousands."""
 OPS: Final = ("attention", "grouped_mlp", "linear", "rms_norm", "rotate_and_store")
