@@ -179,6 +179,10 @@ class Replica:
             decoder.kv = kv_cache.of_blocks(
                 model, num_blocks, block_size=block_size, dtype=dtype, runtime=runtime
             )
+        elif runtime.is_asynchronous:
+            dry = cls(model, decoder, cache.num_blocks, config, runtime)
+            dry._rehearse(config, index, table_version, open_net)
+            del dry
         replica = cls(model, decoder, decoder.kv.num_blocks, config, runtime)
         replica._warm_up()
         release_freed_memory()
@@ -188,22 +192,15 @@ class Replica:
         self, config: NodeConfig, index: int, table_version: int, open_net: OpenDryNet | None
     ) -> int:
         """Do the largest steps and return how many blocks of cache there is room for."""
-        net: AttentionNet | None = None
-        if self.is_moe:
-            net = AbsentExperts() if open_net is None else open_net(self)
-
-        def run() -> None:
-            for plan in largest_steps(config, index=index, table_version=table_version):
-                self.execute(plan, net, index=index)
-
         num_graphs = len(self._executor.sizes) * len(_micro_batches(config))
         if self.is_moe and open_net is None and config.m2n.transport != "cuda_ipc":
             num_graphs = 0  # the host takes part in every layer
-        with fitting(self._runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
-            windows = window_bytes(config, self.net_shape(config)) if self.is_moe else 0
-            use = measure(self._runtime, run, num_graphs=num_graphs, windows=windows)
-        if net is not None:
-            net.close()
+        use = measure(
+            self._runtime,
+            lambda: self._rehearse(config, index, table_version, open_net),
+            num_graphs=num_graphs,
+            windows=window_bytes(config, self.net_shape(config)) if self.is_moe else 0,
+        )
         limits = self._table.limits
         block_bytes = kv_cache.bytes_per_block(
             self._model, block_size=limits.block_size, dtype=getattr(torch, config.model.dtype)
@@ -215,6 +212,19 @@ class Replica:
             block_size=limits.block_size,
             max_len=limits.max_len,
         )
+
+    def _rehearse(
+        self, config: NodeConfig, index: int, table_version: int, open_net: OpenDryNet | None
+    ) -> None:
+        """Do the largest steps, which compiles their kernels: no request shall wait for that."""
+        net: AttentionNet | None = None
+        if self.is_moe:
+            net = AbsentExperts() if open_net is None else open_net(self)
+        with fitting(self._runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
+            for plan in largest_steps(config, index=index, table_version=table_version):
+                self.execute(plan, net, index=index)
+        if net is not None:
+            net.close()
 
     def record_steps(
         self, net: AttentionNet | None, config: NodeConfig, *, check: Callable[[], None]

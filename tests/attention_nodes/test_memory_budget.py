@@ -28,7 +28,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
 from topspin.config import NodeConfig
 from topspin.errors import ConfigError
-from topspin.messages import unpack_ints
+from topspin.messages import StepPlan, unpack_ints
 
 GIB = 2**30
 
@@ -205,6 +205,31 @@ def test_a_cache_for_less_than_a_sequence_is_told(
     runtime.memory_of = DeviceMemory(total=runtime.reserved, free=0)
     with pytest.raises(ConfigError, match="leaves 1 blocks of KV cache"):
         load(checkpoint, config)
+
+
+def test_a_cache_of_a_given_size_is_rehearsed_with_on_a_gpu(
+    checkpoint: Path,
+    config: NodeConfig,
+    runtime: MeteredRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The largest steps' kernels are compiled, and found to fit, before a request comes."""
+    rehearsed: list[int] = []
+
+    def steps(*args: Any, **kwargs: Any) -> list[StepPlan]:
+        plans = largest_steps(*args, **kwargs)
+        rehearsed.extend(len(plan.new) for plan in plans)
+        return plans
+
+    monkeypatch.setattr("attention_nodes.replica.largest_steps", steps)
+    block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
+    cache = msgspec.structs.replace(config.cache, kv_cache_bytes=9 * block_bytes)
+    config = msgspec.structs.replace(config, cache=cache)
+    load(checkpoint, config)
+    assert rehearsed == []
+    monkeypatch.setattr(runtime, "is_asynchronous", True)
+    assert load(checkpoint, config).num_blocks == 9
+    assert rehearsed == [3, 7]
 
 
 @pytest.mark.parametrize("name", ["stream_attention_weights", "largest_steps"])
