@@ -227,8 +227,9 @@ def test_recorded_steps_run_ahead_of_a_device_that_is_late(
         monkeypatch.setattr("attention_nodes.replica.open_runtime", lambda device: runtime)
         node = Node(mixtral, cuda_graphs=True)
         runtime.synchronize()
+        before = runtime.num_waits
         results = ahead(node.replica, planner.plans, node.net)
-    assert runtime.num_waits == len(planner.plans)
+    assert runtime.num_waits - before == len(planner.plans)
     assert node.num_recordings == 1
     oracle = oracle_generate(mixtral, [PROMPTS[seq_id] for seq_id in (1, 2, 4)], 6)
     tokens = dict(zip((1, 2, 4), oracle.tokens, strict=True))
