@@ -33,6 +33,10 @@ class Part:
 
 KERNELS: Final = ("torch", "triton", "numpy")
 ENGINE: Final = (*KERNELS, "msgspec")
+SERVER: Final = (
+    *("aiohttp", "fastapi", "httpx", "jinja2", "openai", "prometheus_client", "rich", "uvicorn"),
+    "uvloop",
+)
 
 PARTS: Final = (
     Part(
@@ -40,7 +44,7 @@ PARTS: Final = (
         "benchmarks.gpu_tests",
         125.0,
         (*KERNELS, "pytest"),
-        ("msgspec", "transformers", "numba"),
+        ("msgspec", "transformers", "numba", "zmq", *SERVER),
     ),
     Part("rooflines", "benchmarks.gpu_rooflines", 115.0, KERNELS),
     Part("decode", "benchmarks.gpu_decode", 135.0, ENGINE),
@@ -54,9 +58,17 @@ PURPOSES: Final[Mapping[str, str]] = {
     "msgspec": "the configuration and the plans of a step",
     "pytest": "running the tests",
     "transformers": "the peer, and the oracle of some tests",
-    "numba": "the transports' side on the host, which some tests compare with",
+    "numba": "what transports do on the host, and with it nodes as they are served",
+    "zmq": "nodes as they are served",
+    **dict.fromkeys(SERVER, "the server in front of them"),
 }
 """What each package is needed for."""
+
+DISTRIBUTIONS: Final[Mapping[str, str]] = {
+    "zmq": "pyzmq",
+    "prometheus_client": "prometheus-client",
+}
+"""The name by which a package is downloaded, where it is another than an import's."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +112,20 @@ def find_missing(parts: Sequence[Part], is_there: Callable[[str], bool]) -> list
 def advice(missing: Sequence[Missing], python_version: str) -> str:
     """Say what is missing, what waits for it, and how to bring it without a registry."""
     lines = []
+    alike: dict[tuple[str, tuple[str, ...], tuple[str, ...]], list[str]] = {}
     for m in missing:
-        waiting = [f"{', '.join(m.parts)} will not run"] if m.parts else []
-        waiting += [f"some of {', '.join(m.partly)} will not run"] if m.partly else []
-        lines.append(f"{m.package} is missing (for {m.purpose}): {'; '.join(waiting)}")
+        alike.setdefault((m.purpose, m.parts, m.partly), []).append(m.package)
+    for (purpose, parts, partly), packages in alike.items():
+        waiting = [f"{', '.join(parts)} will not run"] if parts else []
+        waiting += [f"some of {', '.join(partly)} will not run"] if partly else []
+        verb = "is" if len(packages) == 1 else "are"
+        lines.append(f"{', '.join(packages)} {verb} missing (for {purpose}): {'; '.join(waiting)}")
     # Builds of torch and triton for a GPU's driver are whole installations, no wheel to carry.
-    small = [m.package for m in missing if m.package not in ("torch", "triton")]
+    small = [
+        DISTRIBUTIONS.get(m.package, m.package)
+        for m in missing
+        if m.package not in ("torch", "triton")
+    ]
     if small:
         lines += [
             "where there is a registry:",
