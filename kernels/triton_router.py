@@ -35,7 +35,7 @@ from kernels.triton_router_kernels import (
 # Elements of a block of rows times padded experts: two or three such tiles stay in registers.
 BLOCK_ELEMENTS: Final = 4096
 # Up to so many, one program does all rows, and one launch is saved.
-SINGLE_ELEMENTS: Final = 16384
+SINGLE_ELEMENTS: Final = 4096
 # Where pairs are not grouped, rows have nothing to do with each other: many small programs,
 # since choosing one expert after the other is a matter of latency.
 ROUTE_ELEMENTS: Final = 128

@@ -169,27 +169,33 @@ def _score(
     bias_ptr: tl.tensor,
     SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Give the shares by which experts weigh and the scores by which they are chosen."""
+) -> tl.tensor:
+    """Give the scores by which experts are chosen."""
+    scores = logits
     if SIGMOID:
-        shares = 1.0 / (1.0 + tl.exp(-logits))
-        scores = shares
+        scores = 1.0 / (1.0 + tl.exp(-logits))
         if HAS_BIAS:
             bias = tl.load(bias_ptr + columns, mask=columns < E, other=0.0)
-            scores = shares + bias.to(tl.float32)
-    else:
-        top = tl.max(tl.where(columns < E, logits, float("-inf")), axis=1)
-        powers = tl.where(columns < E, tl.exp(logits - top[:, None]), 0.0)
-        shares = powers / tl.sum(powers, axis=1)[:, None]
-        scores = logits
+            scores += bias.to(tl.float32)
     # A NaN or -inf must never lead to a column beyond E: it only goes last among the real.
     scores = tl.where(scores > LOWEST, scores, LOWEST)
-    return shares, tl.where(columns < E, scores, float("-inf"))
+    return tl.where(columns < E, scores, float("-inf"))
+
+
+@triton.jit
+def _share_of(
+    logits: tl.tensor, top: tl.tensor, total: tl.tensor, SIGMOID: tl.constexpr
+) -> tl.tensor:
+    """Give the shares by which experts weigh; `top` and `total` [rows] are those of a softmax."""
+    if SIGMOID:
+        shares = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        shares = tl.exp(logits - top[:, None]) / total[:, None]
+    return shares
 
 
 @triton.jit
 def _choose(
-    shares: tl.tensor,
     scores: tl.tensor,
     columns: tl.tensor,
     choices: tl.tensor,
@@ -197,16 +203,22 @@ def _choose(
     E_PAD: tl.constexpr,
     K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Give the K experts of each row by descending score, and their shares, [BLOCK_R, K_PAD]."""
+) -> tl.tensor:
+    """Give the K experts of each row by descending score, i32[BLOCK_R, K_PAD].
+
+    One choice follows the other, so what counts is the latency of each. Integers in the order
+    of the scores are compared, because a warp has one instruction for their maximum.
+    """
+    # Of equal zeros the sum has one sign.
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     experts = tl.zeros((BLOCK_R, K_PAD), tl.int32)
-    weights = tl.zeros((BLOCK_R, K_PAD), tl.float32)
     for k in range(K):
-        best, is_best, scores = _take_best(scores, columns)
-        experts = tl.where(choices == k, best[:, None].to(tl.int32), experts)
-        share = tl.sum(tl.where(is_best, shares, 0.0), axis=1)
-        weights = tl.where(choices == k, share[:, None], weights)
-    return experts, weights
+        is_best = keys == tl.max(keys, axis=1)[:, None]
+        best = tl.min(tl.where(is_best, columns, E_PAD), axis=1)
+        experts = tl.where(choices == k, best[:, None], experts)
+        keys = tl.where(columns == best[:, None], -2147483648, keys)
+    return experts
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -250,22 +262,28 @@ def route_block(
     is_real = (rows < R)[:, None] & (columns < E)
     places = logits_ptr + rows.to(tl.int64)[:, None] * row_stride + columns
     logits = tl.load(places, mask=is_real, other=0.0).to(tl.float32)
-    shares, scores = _score(logits, columns, E, bias_ptr, SIGMOID, HAS_BIAS)
+    scores = _score(logits, columns, E, bias_ptr, SIGMOID, HAS_BIAS)
     if NUM_GROUPS > 1:
         scores = _keep_groups(
             scores, columns, E, NUM_GROUPS, TOP_GROUPS, E_PAD, GROUPS_PAD, BLOCK_R
         )
-    experts, weights = _choose(shares, scores, columns, choices, K, E_PAD, K_PAD, BLOCK_R)
+    top = tl.max(tl.where(columns < E, logits, float("-inf")), axis=1)
+    total = tl.sum(tl.where(columns < E, tl.exp(logits - top[:, None]), 0.0), axis=1)
+    experts = _choose(scores, columns, choices, K, E_PAD, K_PAD, BLOCK_R)
+    pairs = rows.to(tl.int64)[:, None] * K + choices
+    is_pair = (rows < R)[:, None] & (choices < K)
+    # The cache has just delivered them.
+    places = logits_ptr + rows.to(tl.int64)[:, None] * row_stride + experts
+    chosen = tl.load(places, mask=is_pair, other=0.0).to(tl.float32)
+    weights = tl.where(choices < K, _share_of(chosen, top, total, SIGMOID), 0.0)
     if RENORMALISE:
-        total = tl.sum(weights, axis=1)[:, None]
+        whole = tl.sum(weights, axis=1)[:, None]
         if SIGMOID:
-            total += 1e-20
-        weights = weights / total
+            whole += 1e-20
+        weights = weights / whole
     weights = weights * scale
     if ROUND:
         weights = rounded(weights, tl.bfloat16).to(tl.float32)
-    pairs = rows.to(tl.int64)[:, None] * K + choices
-    is_pair = (rows < R)[:, None] & (choices < K)
     tl.store(experts_ptr + pairs, experts.to(tl.int64), mask=is_pair)
     tl.store(weights_ptr + pairs, weights, mask=is_pair)
     if PERMUTE:

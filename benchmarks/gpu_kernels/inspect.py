@@ -216,19 +216,21 @@ def inspect(modules: Sequence[str], match: str, folder: Path | None) -> Iterator
     """Describe the kernels of entries whose op and shape contain `match`; each kernel once."""
     device, seen = torch.device("meta"), dict[str, str]()
     for job in (job for module in modules for job in CATALOGUE[module](device, False)):
-        for entry in job.make():
-            title = f"{entry.op}, {entry.shape}"
-            if match not in title:
-                continue
-            yield title
-            with compiled_launches() as launches:
+        # Some entries launch a kernel when they are made.
+        with compiled_launches() as launches:
+            for entry in job.make():
+                title = f"{entry.op}, {entry.shape}"
+                if match not in title:
+                    continue
+                yield title
+                launches.clear()
                 entry.call(0)
-            for launch in launches:
-                before = seen.setdefault(launch.compiled.hash, title)
-                if before is title:
-                    yield from report(launch, folder)
-                else:
-                    yield f"  {launch.name} {launch.grid}: as of {before}"
+                for launch in launches:
+                    before = seen.setdefault(launch.compiled.hash, title)
+                    if before is title:
+                        yield from report(launch, folder)
+                    else:
+                        yield f"  {launch.name} {launch.grid}: as of {before}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
