@@ -440,6 +440,8 @@ class Replica:
 def _micro_batches(config: NodeConfig) -> tuple[int, ...]:
     """Return the numbers of micro-batches of which decode steps are recorded before they come.
 
-    Two pay where attention and experts compute at the same time.
+    Where steps differ, two pay if attention and experts compute at the same time.
     """
+    if config.micro_batches is not None:
+        return (config.micro_batches,)
     return (1, 2) if config.compute.gpu_streams == 2 else (1,)

@@ -218,7 +218,10 @@ class GatewaySection(Section, frozen=True, kw_only=True):
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):
-    """What an attention or expert node needs to know; sent in Welcome."""
+    """What an attention or expert node needs to know; sent in Welcome.
+
+    `micro_batches`: how many every step has; None: it differs.
+    """
 
     model: ModelSection
     topology: TopologySection
@@ -227,6 +230,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     compute: ComputeSection
     max_num_seqs: int
     max_num_batched_tokens: int
+    micro_batches: int | None = None
     restart: bool = False
     trace: TraceSection = TraceSection()
 
@@ -272,6 +276,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
             compute=compute,
             max_num_seqs=self.batch.max_num_seqs,
             max_num_batched_tokens=self.batch.max_num_batched_tokens,
+            micro_batches=self.scheduler.micro_batches,
             restart=self.failover.restart,
             trace=self.trace,
         )

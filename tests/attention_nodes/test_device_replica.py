@@ -196,7 +196,7 @@ def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
 
 
 def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
-    """With one stream for one micro-batch, with two streams for two as well."""
+    """For as many micro-batches as all steps have, else for those that pay."""
     node = Node(mixtral, cuda_graphs=True)
     cache = node.replica._decoder.kv
     before = [each.clone() for each in (*cache.keys, *cache.values)]
@@ -207,9 +207,15 @@ def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
     assert all((each == -1).all() for experts in node.experts for each in experts.seen)
     compute = msgspec.structs.replace(node.config.compute, gpu_streams=2)
     with torch.inference_mode():
-        config = msgspec.structs.replace(node.config, compute=compute)
+        config = msgspec.structs.replace(node.config, compute=compute, micro_batches=None)
         node.replica.record_steps(node.net, config, check=lambda: None)
-    assert node.num_recordings == 6
+        assert node.num_recordings == 6
+        node.replica._executor.forget()
+        config = msgspec.structs.replace(node.config, micro_batches=2)
+        node.replica.record_steps(node.net, config, check=lambda: None)
+    assert node.num_recordings == 3
+    recorded = node.replica._executor._recordings._replays  # type: ignore[attr-defined]
+    assert {m for m, _ in recorded} == {2}
 
 
 def test_recorded_steps_run_ahead_of_a_device_that_is_late(

@@ -241,6 +241,7 @@ def test_nodes_receive_their_part_only() -> None:
     assert (node.max_num_seqs, node.max_num_batched_tokens) == (7, 512)
     for section in ("model", "topology", "cache", "m2n", "compute"):
         assert getattr(node, section) == getattr(config, section)
+    assert resolved(with_setting("scheduler.micro_batches", 3)).for_node().micro_batches == 3
     assert not hasattr(node, "gateway")
 
 
