@@ -62,9 +62,6 @@ def attention_tiles(head_dim: int, group: int, cache: Tensor) -> AttentionTiles:
         default = AttentionTiles(short_keys=16, long_rows=32, long_keys=16, long_stages=2)
     elif row_bytes > 256:
         default = AttentionTiles(short_keys=32, long_rows=64, long_keys=32, long_stages=2)
-    elif cache.element_size() == 1:
-        # Converting takes registers, and time that other warps can use.
-        default = AttentionTiles(short_warps=8)
     shape = tiles_key(head_dim, group, cache.dtype)
     return tiles_for("paged_attention", shape, default, cache.device)
 
@@ -185,7 +182,8 @@ def attend(
 
     Scores, softmax and sums are fp32; weights are rounded to q's dtype before they multiply
     values. `sinks` [N] are logits, one per head, that take part in the softmax but have no
-    value (gpt-oss). A float8_e4m3fn cache holds k / k_scale and v / v_scale. Raises
+    value (gpt-oss). A float8_e4m3fn cache holds k / k_scale and v / v_scale; it meets bf16
+    queries in fp16, which has all of its numbers. Raises
     ValueError for tensors that do not fit together.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out

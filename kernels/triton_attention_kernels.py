@@ -147,6 +147,9 @@ def _attend_rows(
     place = (start + query).to(tl.int64)[:, None] * q_row + head[:, None] * q_head
     inside = is_row[:, None] & (column < DIM)[None, :]
     tile = tl.load(q + place + column[None, :], mask=inside, other=0.0)
+    if tile.dtype == tl.bfloat16 and k_cache.dtype.element_ty == tl.float8e4nv:
+        # fp8 becomes fp16 by one instruction, bf16 by three; beyond its range no query should be.
+        tile = tl.minimum(tl.maximum(tile.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     tree += start.to(tl.int64) * tree_row
     last_query = tl.minimum((first_row + BLOCK_M - 1) // GROUP, num_new - 1)
     position = committed + query
