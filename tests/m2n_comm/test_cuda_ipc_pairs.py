@@ -58,9 +58,9 @@ class Pair:
 
     def __init__(self, runtime: HostRuntime, check: Check = wait_on) -> None:
         shape = make_shape()
-        memory = HostMemory()
+        self.memory = memory = HostMemory()
         ours, self.peer = socket.socketpair()
-        theirs = memory.allocate(inbox_bytes(shape, "expert"))
+        self.theirs = theirs = memory.allocate(inbox_bytes(shape, "expert"))
         pair = IpcPair(
             memory.allocate(inbox_bytes(shape, "attention")),
             memory.open(theirs.handle, theirs.tensor.nbytes),
@@ -77,6 +77,7 @@ class Pair:
     def __exit__(self, *_: object) -> None:
         self.pairs.close()
         self.peer.close()
+        self.memory.free(self.theirs)
 
 
 def test_words_of_a_step_wait_until_those_before_them_have_been_copied() -> None:
