@@ -1,8 +1,8 @@
 """Whether a node's experts fit into its device's memory, before anything is read.
 
 Owns the sizes (those of what the kernels really keep: an expert is packed without its numbers
-and counted) and the numbers that a message names. Knows no transport and no table; worker.py
-asks for a share that is loaded, experts.py for what moves. The host's memory is not budgeted.
+and counted) and the numbers that a message names. Knows no table; worker.py asks for a share that
+is loaded, experts.py for what moves. The host's memory is not budgeted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ import torch
 from kernels.contracts import LinearWeight
 from kernels.dispatch import Ops
 from kernels.runtime import DeviceMemory, Runtime
+from m2n_comm.cuda_ipc_pairs import inbox_bytes
+from m2n_comm.device_memory import whole_pages
+from m2n_comm.net import NetShape
 from models.config import ModelConfig
+from topspin.config import NodeConfig
 from topspin.units import format_size
 
 # While a matrix becomes codes there are it, and some fp32 copies of it.
@@ -46,24 +50,55 @@ def _nbytes(weight: LinearWeight) -> int:
     return weight.data.nbytes + (0 if scales is None else int(scales.nbytes))
 
 
+def batch_bytes(config: NodeConfig, shape: NetShape) -> int:
+    """Return what attention nodes' rows take on an expert node's device.
+
+    That is where they are joined, and over cuda_ipc the windows that they come through; nothing
+    if all nodes share the device.
+    """
+    if config.m2n.transport == "local" and config.compute.nodes(config.topology).share_a_device:
+        return 0
+    per_row = shape.hidden_size * (shape.compute or shape.payload).itemsize + shape.top_k * 8
+    one = shape.window_rows * per_row
+    if config.m2n.transport == "cuda_ipc":
+        one += whole_pages(inbox_bytes(shape, "expert"))
+    return config.topology.attention_nodes * one
+
+
 def shortage(
-    size: ExpertSize, num_experts: int, memory: DeviceMemory, device: torch.device
+    size: ExpertSize,
+    num_experts: int,
+    memory: DeviceMemory,
+    device: torch.device,
+    *,
+    batches: int = 0,
 ) -> str | None:
-    """Return the numbers, for a message, if `num_experts` more do not fit; None if they do."""
-    needed, found = num_experts * size.kept + size.packing, memory.free + memory.cached
+    """Return the numbers, for a message, if `num_experts` more do not fit; None if they do.
+
+    `batches` is what has to fit beside them, as batch_bytes() says.
+    """
+    needed = num_experts * size.kept + size.packing + batches
+    found = memory.free + memory.cached
     if needed <= found:
         return None
+    beside = f" and {format_size(batches)} of rows" if batches else ""
     return (
-        f"{num_experts} experts of {format_size(size.kept)} need {format_size(needed)} on "
+        f"{num_experts} experts of {format_size(size.kept)}{beside} need {format_size(needed)} on "
         f"{device}, of whose {format_size(memory.total)} {format_size(found)} are free"
     )
 
 
 def lacking(
-    runtime: Runtime, num_experts: int, *, ops: Ops, model: ModelConfig, dtype: torch.dtype
+    runtime: Runtime,
+    num_experts: int,
+    *,
+    ops: Ops,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    batches: int = 0,
 ) -> str | None:
     """Return `shortage` of `num_experts` more on the runtime's device; None on the host."""
     if not runtime.is_asynchronous:
         return None
     size = measure_expert(ops, model, dtype)
-    return shortage(size, num_experts, runtime.memory(), runtime.device)
+    return shortage(size, num_experts, runtime.memory(), runtime.device, batches=batches)

@@ -18,12 +18,12 @@ import msgspec
 import torch
 
 from expert_nodes.experts import Experts
-from expert_nodes.memory import lacking
+from expert_nodes.memory import batch_bytes, lacking
 from expert_nodes.tables import TableChange
 from expert_nodes.ticket_graphs import TicketGraphs
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import Runtime, open_runtime
-from m2n_comm.net import ExpertNet, wait_policy
+from m2n_comm.net import ExpertNet, NetShape, wait_policy
 from m2n_comm.open import Between, ExpertListener, listen_expert
 from m2n_comm.staged import StagedExpertNet
 from models.checkpoint import Checkpoint
@@ -108,7 +108,7 @@ def load_experts(
     ops = select_ops(place.kernels, dtype, config.model.quantization, device=place.device)
     runtime = runtime or open_runtime(place.device)
     held = welcome.table.experts_of(index)
-    _check_memory(runtime, ops, model, dtype, held=held, index=index)
+    _check_memory(runtime, ops, model, config, held=held, index=index)
     try:
         experts = Experts(
             model,
@@ -136,14 +136,27 @@ def _check_memory(
     runtime: Runtime,
     ops: Ops,
     model: ModelConfig,
-    dtype: torch.dtype,
+    config: NodeConfig,
     *,
     held: Sequence[Sequence[int]],
     index: int,
 ) -> None:
-    """Raise ConfigError, with the numbers, if the experts `held` do not fit on the device."""
-    count = sum(len(experts) for experts in held)
-    numbers = lacking(runtime, count, ops=ops, model=model, dtype=dtype)
+    """Raise ConfigError, with the numbers, if experts `held` and their rows do not fit."""
+    assert model.moe is not None
+    shape = NetShape.from_config(
+        config,
+        hidden_size=model.hidden_size,
+        top_k=model.moe.top_k,
+        num_layers=len(model.moe_layers),
+    )
+    numbers = lacking(
+        runtime,
+        sum(len(experts) for experts in held),
+        ops=ops,
+        model=model,
+        dtype=getattr(torch, config.model.dtype),
+        batches=batch_bytes(config, shape),
+    )
     if numbers is not None:
         raise ConfigError(f"expert node {index}: {numbers}; use {_WAYS_OUT}")
 

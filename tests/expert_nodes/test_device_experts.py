@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from expert_nodes.experts import Experts
-from expert_nodes.memory import ExpertSize, lacking, measure_expert, shortage
+from expert_nodes.memory import ExpertSize, batch_bytes, lacking, measure_expert, shortage
 from expert_nodes.tables import TableChange
 from kernels import reference
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import DeviceMemory, HostRuntime, NoSync, Runtime, open_runtime
 from kernels.triton_grouped_mlp_weights import GpuWeight, unpack_weight
-from m2n_comm.net import ExpertBatch
+from m2n_comm.net import ExpertBatch, NetShape
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
 from models.expert_reader import ExpertReader
@@ -27,6 +28,7 @@ from models.weights import load_expert_weights, stream_expert_weights
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import taken
 from tests.expert_nodes.test_tables import node_config
+from topspin.config import ComputeSection, TopologySection, Transport
 from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared
 
@@ -246,6 +248,44 @@ def test_what_is_missing_is_named_in_bytes() -> None:
     assert shortage(size, 2, memory, device) == (
         "2 experts of 1.0 MiB need 2.5 MiB on cuda:1, of whose 1.0 GiB 2.0 MiB are free"
     )
+
+
+@pytest.mark.parametrize(
+    ("transport", "kernels", "want"),
+    [
+        # Two attention nodes, and 8 rows of 64 fp32 numbers, 2 slots and 2 weights from each.
+        ("shm", "triton", 2 * 8 * (64 * 4 + 2 * 8)),
+        # Two of the driver's pages hold the windows of four micro-batches.
+        ("cuda_ipc", "triton", 2 * 8 * (64 * 4 + 2 * 8) + 2 * 2 * 2**20),
+        ("local", "triton", 0),
+        ("local", "cpu", 2 * 8 * (64 * 4 + 2 * 8)),
+    ],
+)
+def test_rows_take_memory_beside_experts_unless_nodes_share_it(
+    path: Path, transport: Transport, kernels: str, want: int
+) -> None:
+    config = node_config(path)
+    config = msgspec.structs.replace(
+        config,
+        m2n=msgspec.structs.replace(config.m2n, transport=transport),
+        topology=TopologySection(attention_nodes=2, expert_nodes=2),
+        compute=ComputeSection(kernels=kernels, expert_device="cpu"),
+    )
+    shape = NetShape(
+        hidden_size=64,
+        top_k=2,
+        num_layers=2,
+        payload=torch.float32,
+        window_rows=8,
+        num_micro_batches=4,
+        deadline_s=1.0,
+    )
+    assert batch_bytes(config, shape) == want
+    memory = DeviceMemory(total=2**30, free=2**20)
+    device, size = torch.device("cuda", 1), ExpertSize(kept=2**20, packing=0)
+    message = shortage(size, 1, memory, device, batches=2**19)
+    assert message is not None
+    assert message.startswith("1 experts of 1.0 MiB and 512.0 KiB of rows need 1.5 MiB on cuda:1")
 
 
 def test_the_hosts_memory_is_not_counted(path: Path) -> None:
