@@ -97,8 +97,8 @@ def test_experts_that_do_not_fit_are_refused_before_they_are_read(
     with pytest.raises(
         ConfigError,
         match=r"^expert node 1: 8 experts of 384.0 KiB and 16.2 KiB of rows need 3.0 MiB on cpu, "
-        r"of whose 80.0 GiB 1.0 MiB are free; use more --expert-nodes on other GPUs, --quantization, or "
-        r"--expert-device cpu$",
+        r"of whose 80.0 GiB 1.0 MiB are free; use more --expert-nodes on other GPUs, "
+        r"--quantization, or --expert-device cpu$",
     ) as refused:
         load_experts(path, welcome_of(path, num_nodes=2, kernels="triton"), 1)
     assert not isinstance(refused.value, CheckpointError)
