@@ -6,7 +6,7 @@
 #   make fix        formats and mends what ruff can mend
 #   make bench      every benchmark, as JSON on stdout or under benchmarks/results
 #   make gpu        GPU tests, rooflines, decode and prefill in 8 minutes, with GPU_PYTHON (python3)
-#   make gpu-tune   finds the kernels' tiles on this GPU (ARGS="--budget 300" seconds)
+#   make gpu-tune   finds the kernels' tiles on this GPU in 8 minutes (ARGS="--budget 300" seconds)
 
 PYTHON ?= python3
 GPU_PYTHON ?= python3

@@ -48,7 +48,10 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of the working tree, with `+` if it has uncommitted changes."""
+    """Return the commit of the working tree, with `+` if it has uncommitted changes.
+
+    TOPSPIN_COMMIT says it for a tree that was copied without its history.
+    """
     root = Path(__file__).parent.parent
     try:
         name = subprocess.run(
@@ -59,7 +62,7 @@ def commit() -> str:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("TOPSPIN_COMMIT", "unknown")
     return name.stdout.strip()
 
 

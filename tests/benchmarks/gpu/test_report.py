@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, tables
+from benchmarks import gpu, report, tables
 from benchmarks.gpu_report import best, ceilings, judge
 from benchmarks.gpu_report import tables as result_tables
 from benchmarks.gpu_run import Outcome
@@ -169,3 +169,14 @@ def test_a_result_is_named_after_its_device_and_date() -> None:
     date = datetime.date(2026, 11, 20)
     assert gpu.file_name("NVIDIA H200", date) == "gpu-nvidia-h200-2026-11-20"
     assert tables.result_path("gpu", Path("/nowhere")) is None
+
+
+def test_a_tree_that_was_copied_without_its_history_may_say_its_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TOPSPIN_COMMIT", "abc1234")
+    assert report.commit() != "abc1234", "git knows better"
+    monkeypatch.setenv("PATH", "")
+    assert report.commit() == "abc1234"
+    monkeypatch.delenv("TOPSPIN_COMMIT")
+    assert report.commit() == "unknown"
