@@ -175,7 +175,6 @@ def test_a_tree_that_was_copied_without_its_history_may_say_its_commit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TOPSPIN_COMMIT", "abc1234")
-    assert report.commit() != "abc1234", "git knows better"
     monkeypatch.setenv("PATH", "")
     assert report.commit() == "abc1234"
     monkeypatch.delenv("TOPSPIN_COMMIT")
