@@ -24,11 +24,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.gpu_clocks import Clocks
+from benchmarks.gpu_clocks import Clocks, ask_nvidia_smi, smi_name
 from benchmarks.gpu_clocks import describe as describe_clocks
 from benchmarks.gpu_display import Display, open_display
 from benchmarks.gpu_parts import (
@@ -208,10 +209,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not is_installed("torch"):
         print("make gpu: error: nothing runs without torch", file=sys.stderr)
         return 2
+    gpu = smi_name(args.device, os.environ.get("CUDA_VISIBLE_DEVICES"))
     with (
         tempfile.TemporaryDirectory() as logs,
         open_display(args.seconds) as display,
-        Clocks() as clocks,
+        Clocks(partial(ask_nvidia_smi, gpu)) as clocks,
     ):
         session = Session(args.device, args.quick, display, Path(logs))
         about = session.run("device", "benchmarks.gpu_device", DEVICE_SECONDS)

@@ -18,7 +18,10 @@ FIELDS: Final = {
     "memory_mhz": "clocks.mem",
     "power_w": "power.draw",
     "celsius": "temperature.gpu",
+    "busy_percent": "utilization.gpu",
 }
+BUSY_PERCENT: Final = 50.0
+"""Clocks are those of a device that is this busy, if it ever was: an idle one's are low."""
 INTERVAL_S: Final = 5.0
 PATIENCE_S: Final = 10.0
 
@@ -26,12 +29,28 @@ Sample = dict[str, float]
 Ask = Callable[[Sequence[str]], str | None]
 
 
-def ask_nvidia_smi(fields: Sequence[str]) -> str | None:
-    """Give nvidia-smi's line of these fields for the first GPU; None if it does not answer."""
+def smi_name(device: str, visible: str | None) -> str:
+    """Give what nvidia-smi calls "cuda" or "cuda:N", where CUDA_VISIBLE_DEVICES is `visible`.
+
+    nvidia-smi sees all GPUs, and counts them otherwise than a process that is shown some.
+    """
+    number = device.partition(":")[2] or "0"
+    shown = [each.strip() for each in (visible or "").split(",") if each.strip()]
+    return shown[int(number)] if int(number) < len(shown) else number
+
+
+def ask_nvidia_smi(name: str, fields: Sequence[str]) -> str | None:
+    """Give nvidia-smi's line of these fields for a GPU; None if it does not answer."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
-    query = [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", "0"]
+    query = [
+        command,
+        f"--query-gpu={','.join(fields)}",
+        "--format=csv,noheader,nounits",
+        "-i",
+        name,
+    ]
     try:
         found = subprocess.run(
             query, capture_output=True, text=True, timeout=PATIENCE_S, check=True
@@ -53,12 +72,13 @@ def read_sample(line: str | None) -> Sample | None:
 
 
 def summarise(samples: Sequence[Sample]) -> dict[str, Any] | None:
-    """Give the least, median and greatest of each; None without samples."""
+    """Give the least, median and greatest of each while the device was busy; None without any."""
     if not samples:
         return None
-    columns = {name: [sample[name] for sample in samples] for name in FIELDS}
+    taken = [each for each in samples if each["busy_percent"] >= BUSY_PERCENT] or samples
+    columns = {name: [sample[name] for sample in taken] for name in FIELDS}
     return {
-        "samples": len(samples),
+        "samples": len(taken),
         **{
             name: {"least": min(c), "median": statistics.median(c), "greatest": max(c)}
             for name, c in columns.items()
@@ -80,7 +100,7 @@ def describe(summary: Mapping[str, Any] | None) -> str:
 class Clocks:
     """Samples from entering until leaving."""
 
-    def __init__(self, ask: Ask = ask_nvidia_smi, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, ask: Ask, interval_s: float = INTERVAL_S) -> None:
         self._ask = ask
         self._interval_s = interval_s
         self._samples: list[Sample] = []

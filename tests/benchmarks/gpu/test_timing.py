@@ -5,13 +5,21 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu_rooflines, gpu_timing
-from benchmarks.gpu_clocks import FIELDS, Clocks, read_sample, summarise
+from benchmarks.gpu_clocks import (
+    FIELDS,
+    Clocks,
+    ask_nvidia_smi,
+    read_sample,
+    smi_name,
+    summarise,
+)
 from benchmarks.gpu_clocks import describe as describe_clocks
 from benchmarks.gpu_display import Display, describe, plain_table
 from benchmarks.gpu_kernels import Entry
@@ -172,13 +180,15 @@ def test_goals_come_first() -> None:
 
 
 def test_clocks_are_those_of_nvidia_smi() -> None:
-    assert read_sample("1980, 3201, 650.5, 60") == {
+    # What an H200 answers.
+    assert read_sample("1980, 3201, 650.50, 60, 97") == {
         "sm_mhz": 1980.0,
         "memory_mhz": 3201.0,
         "power_w": 650.5,
         "celsius": 60.0,
+        "busy_percent": 97.0,
     }
-    assert read_sample("1980, [N/A], 650.5, 60") is None
+    assert read_sample("1980, [N/A], 650.5, 60, 97") is None
     assert read_sample("1980, 3201") is None
     assert read_sample(None) is None
     samples = [dict.fromkeys(FIELDS, value) for value in (1.0, 5.0, 2.0)]
@@ -189,6 +199,33 @@ def test_clocks_are_those_of_nvidia_smi() -> None:
     assert summarise([]) is None
     assert describe_clocks(found).startswith("SM clock 2 MHz (1 to 5), power up to 5 W")
     assert describe_clocks(None) == ""
+    idle = dict.fromkeys(FIELDS, 345.0) | {"busy_percent": 0.0}
+    busy = dict.fromkeys(FIELDS, 1980.0) | {"busy_percent": 97.0}
+    found = summarise([idle, busy, idle])
+    assert found is not None
+    assert (found["samples"], found["sm_mhz"]["least"]) == (1, 1980.0)
+
+
+def test_nvidia_smi_is_asked_for_the_gpu_that_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert smi_name("cuda", None) == "0"
+    assert smi_name("cuda:1", "") == "1"
+    assert smi_name("cuda", "3,GPU-5a0f") == "3"
+    assert smi_name("cuda:1", "3,GPU-5a0f") == "GPU-5a0f"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "1980, 3201, 119.58, 34, 97"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    sample = read_sample(ask_nvidia_smi("GPU-5a0f", list(FIELDS.values())))
+    assert sample is not None
+    assert sample["power_w"] == 119.58
+    assert (tmp_path / "asked").read_text() == (
+        "--query-gpu=clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu "
+        "--format=csv,noheader,nounits -i GPU-5a0f\n"
+    )
 
 
 def test_without_nvidia_smi_there_are_no_clocks() -> None:
