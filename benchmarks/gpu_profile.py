@@ -108,7 +108,8 @@ def table(found: Summary, floor: Mapping[str, float], bytes_per_s: float) -> lis
 
 def short_name(name: str) -> str:
     """Return a kernel's name without return type and template arguments, cut to the column."""
-    bare = name.removeprefix("void ").split("<")[0].split("(")[0]
+    bare = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    bare = bare.split("<")[0].split("(")[0]
     return bare[:NAME_WIDTH]
 
 
@@ -172,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine.start_decode(args.batch, workload.context)
     for _ in range(WARM_UP_STEPS):
         engine.decode_step() if args.prefill is None else engine.prefill(args.prefill)
+    # What still runs would be counted among the steps that are profiled.
+    engine.finish()
     kernels = profile_steps(engine, args.steps, prefill=args.prefill, on_gpu=on_gpu)
     floor = engine.decode_floor() if args.prefill is None else {}
     engine.close()
