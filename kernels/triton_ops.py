@@ -51,6 +51,11 @@ def check_device(device: str) -> None:
             "--expert-device cuda, or leave --kernels at auto (for tests, TRITON_INTERPRET=1 in "
             "the environment lets Triton interpret them, slowly)"
         )
+    if device != "cpu" and triton.knobs.runtime.interpret:
+        raise ConfigError(
+            f"--kernels triton on {device}: TRITON_INTERPRET=1 is in the environment, and "
+            "interpreted kernels cannot use a GPU's memory; unset it"
+        )
 
 
 class TritonOps:

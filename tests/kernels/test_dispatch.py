@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 
@@ -57,6 +58,12 @@ def test_triton_on_the_host_takes_its_interpreter(monkeypatch: pytest.MonkeyPatc
         select_ops("triton", torch.float32)
 
 
+def test_a_gpu_is_not_given_to_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    with pytest.raises(ConfigError, match="triton on cuda:1: TRITON_INTERPRET=1 is in"):
+        select_ops("triton", torch.float32, device="cuda:1")
+
+
 def test_a_host_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="package triton is not installed"):
@@ -73,5 +80,7 @@ assert not {"triton", "numba"} & sys.modules.keys(), "reference"
 select_ops("triton", torch.float32, device="cuda")
 assert "numba" not in sys.modules, "triton"
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    compiled = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, check=False, env=compiled)
     assert (done.returncode, done.stderr) == (0, b"")
