@@ -96,7 +96,7 @@ def default_tiles(op: str, shape: Shape) -> MlpTiles:
 
     Few rows per expert: two programs and more on a processor, so that one's start and end are
     hidden behind the others' copies. Many: as large as the fp32 sums' registers allow (for
-    Hopper, ptxas says that none are spilled in a loop), since what the cache can deliver is the
+    Hopper, ptxas spills none of those), since what the cache can deliver is the
     limit; one program on a processor then, so it may stage what fits.
     """
     rows_per_expert = shape.num_rows * shape.top_k / shape.num_experts

@@ -84,13 +84,12 @@ def add_block(
     x_high: tl.tensor,
     x_factor: tl.tensor,
     weight_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
     outputs: tl.tensor,
-    scale_places: tl.tensor,
+    step: tl.tensor,
+    low: tl.tensor,
     start: tl.tensor,
     num_in: tl.tensor,
     weight_stride: tl.tensor,
-    scale_stride: tl.tensor,
     FORMAT: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN: tl.constexpr,
@@ -100,15 +99,13 @@ def add_block(
 
     x holds the rows' inputs; in INT4 the lower half of them, and x_high the upper. x_factor is
     the rows' scale in FP8 (1 for rows that are not in fp8), and in INT8 and INT4 the sum of
-    their inputs.
+    their inputs. step and low are what `load_scales` gave.
     """
     if FORMAT == PLAIN:
         inputs = start + tl.arange(0, BLOCK_K)
         w = load_rows(weight_ptr, outputs.to(tl.int64), weight_stride, inputs, num_in, EVEN)
         sums = _multiply(x, w, sums, SWAP)
     else:
-        scale_ptr += start // GROUP * scale_stride
-        step = tl.load(scale_ptr + scale_places).to(tl.float32)
         product = tl.zeros_like(sums)
         rows_ptr = weight_ptr + outputs.to(tl.int64)[:, None] * weight_stride
         if FORMAT == FP8:
@@ -127,9 +124,9 @@ def add_block(
                 product = _multiply(x, (codes & 15).to(tl.float32).to(x.dtype), product, SWAP)
                 high = (codes >> 4).to(tl.float32).to(x.dtype)
                 product = _multiply(x_high, high, product, SWAP)
-            low = tl.load(scale_ptr + scale_stride // 2 + scale_places).to(tl.float32)
             ones = tl.full(x_factor.shape, 1.0, tl.float32)
-            sums += product * _spread(ones, step, SWAP) + _spread(x_factor, low, SWAP)
+            sums += product * _spread(ones, step.to(tl.float32), SWAP)
+            sums += _spread(x_factor, low.to(tl.float32), SWAP)
     return sums
 
 
@@ -185,6 +182,29 @@ def scale_offsets(
     else:
         places = half * half_size + outputs
     return places
+
+
+@triton.jit
+def load_scales(
+    scale_ptr: tl.tensor,
+    places: tl.tensor,
+    start: tl.tensor,
+    num_in: tl.tensor,
+    scale_stride: tl.tensor,
+    FORMAT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Give scales, or steps and lowest numbers, of inputs start ..; of the last ones beyond them.
+
+    Loops load those of the next block of inputs before they multiply one, since nobody waits for
+    what is loaded until it is converted. PLAIN has none.
+    """
+    step, low = 0.0, 0.0
+    if FORMAT != PLAIN:
+        scale_ptr += tl.minimum(start, num_in - 1) // GROUP * scale_stride
+        step = tl.load(scale_ptr + places)
+        if FORMAT != FP8:
+            low = tl.load(scale_ptr + scale_stride // 2 + places)
+    return step, low
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -246,18 +266,25 @@ def gate_up_tile(
     else:
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
+    gate_step, gate_low = load_scales(scale_ptr, gate_places, 0, H, scale_stride, FORMAT)
+    up_step, up_low = load_scales(scale_ptr, up_places, 0, H, scale_stride, FORMAT)
     for start in range(0, H, BLOCK_K):
         x, x_high, factor = load_block(
             x_ptr, x_scale_ptr, rows, x_stride, start, H, FORMAT, EVEN, BLOCK_M, BLOCK_K
         )
+        after = start + BLOCK_K
+        next_gate = load_scales(scale_ptr, gate_places, after, H, scale_stride, FORMAT)
+        next_up = load_scales(scale_ptr, up_places, after, H, scale_stride, FORMAT)
         gate = add_block(
-            gate, x, x_high, factor, weight_ptr, scale_ptr, outputs, gate_places,
-            start, H, weight_stride, scale_stride, FORMAT, SWAP, EVEN, BLOCK_K,
+            gate, x, x_high, factor, weight_ptr, outputs, gate_step, gate_low,
+            start, H, weight_stride, FORMAT, SWAP, EVEN, BLOCK_K,
         )  # fmt: skip
         up = add_block(
-            up, x, x_high, factor, weight_ptr, scale_ptr, outputs + F, up_places,
-            start, H, weight_stride, scale_stride, FORMAT, SWAP, EVEN, BLOCK_K,
+            up, x, x_high, factor, weight_ptr, outputs + F, up_step, up_low,
+            start, H, weight_stride, FORMAT, SWAP, EVEN, BLOCK_K,
         )  # fmt: skip
+        gate_step, gate_low = next_gate
+        up_step, up_low = next_up
     result = gate / (1.0 + tl.exp(-gate)) * up
     if SWAP:
         result = tl.trans(result)
@@ -323,14 +350,17 @@ def down_tile(
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    step, low = load_scales(scale_ptr, scales, 0, F, scale_stride, FORMAT)
     for start in range(0, F, BLOCK_K):
         x, x_high, factor = load_block(
             units_ptr, unit_scale_ptr, rows, F, start, F, FORMAT, EVEN, BLOCK_M, BLOCK_K
         )
+        after = load_scales(scale_ptr, scales, start + BLOCK_K, F, scale_stride, FORMAT)
         sums = add_block(
-            sums, x, x_high, factor, weight_ptr, scale_ptr, outputs, scales,
-            start, F, weight_stride, scale_stride, FORMAT, SWAP, EVEN, BLOCK_K,
+            sums, x, x_high, factor, weight_ptr, outputs, step, low,
+            start, F, weight_stride, FORMAT, SWAP, EVEN, BLOCK_K,
         )  # fmt: skip
+        step, low = after
     if SWAP:
         sums = tl.trans(sums)
     weights = tl.load(weights_ptr + order, mask=is_pair, other=0.0)

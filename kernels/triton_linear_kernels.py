@@ -19,6 +19,7 @@ from kernels.triton_grouped_mlp_kernels import (
     add_block,
     load_block,
     load_rows,
+    load_scales,
     scale_offsets,
 )
 from kernels.triton_runtime import rounded
@@ -70,6 +71,7 @@ def linear_tile(
     else:
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     begin = split * split_size
+    step, low = load_scales(scale_ptr, scales, begin, num_in, scale_stride, FORMAT)
     for start in range(begin, tl.minimum(begin + split_size, num_in), BLOCK_K):
         if FORMAT == FP8:
             x = load_rows(x_ptr, sources, x_stride, start + tl.arange(0, BLOCK_K), num_in, EVEN)
@@ -78,10 +80,12 @@ def linear_tile(
             x, x_high, factor = load_block(
                 x_ptr, scale_ptr, sources, x_stride, start, num_in, FORMAT, EVEN, BLOCK_M, BLOCK_K
             )
+        after = load_scales(scale_ptr, scales, start + BLOCK_K, num_in, scale_stride, FORMAT)
         sums = add_block(
-            sums, x, x_high, factor, weight_ptr, scale_ptr, outputs, scales,
-            start, num_in, weight_stride, scale_stride, FORMAT, SWAP, EVEN, BLOCK_K,
+            sums, x, x_high, factor, weight_ptr, outputs, step, low,
+            start, num_in, weight_stride, FORMAT, SWAP, EVEN, BLOCK_K,
         )  # fmt: skip
+        step, low = after
     if SWAP:
         sums = tl.trans(sums)
     if HAS_BIAS:
