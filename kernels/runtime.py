@@ -249,6 +249,7 @@ class CudaRuntime:
         self.device: Final = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         self._keeper: Any = None
+        self._recorder: Any = None
 
     def current_stream(self) -> Stream:
         return CudaStream(torch.cuda.current_stream(self.device))
@@ -277,6 +278,8 @@ class CudaRuntime:
         # One pool for all graphs: they never run at the same time, and share their memory. A
         # graph of nothing much keeps it, since torch takes no pool that all have left.
         if self._keeper is None:
+            # Torch's own stream for recordings would be of the first device that made one.
+            self._recorder = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._keeper = self._record(lambda: torch.zeros(1, device=self.device), None)
         graph: torch.cuda.CUDAGraph = self._record(body, self._keeper.pool())
         return graph.replay
@@ -290,7 +293,9 @@ class CudaRuntime:
         with (
             torch.inference_mode(),
             torch.cuda.stream(torch.cuda.current_stream(self.device)),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph, pool=pool, stream=self._recorder, capture_error_mode="thread_local"
+            ),
         ):
             body()
         return graph

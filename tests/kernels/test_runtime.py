@@ -127,8 +127,11 @@ def test_graphs_share_a_pool_that_somebody_is_always_in(monkeypatch: pytest.Monk
             alive[self.own] -= 1
 
     @contextmanager
-    def record(graph: Graph, pool: object, capture_error_mode: str) -> Iterator[None]:
+    def record(
+        graph: Graph, pool: object, stream: object, capture_error_mode: str
+    ) -> Iterator[None]:
         assert torch.is_inference_mode_enabled()
+        assert stream == torch.device("cuda", 1)
         assert pool is None or alive[pool] > 0
         graph.own = object() if pool is None else pool
         alive[graph.own] = alive.get(graph.own, 0) + 1
@@ -138,10 +141,11 @@ def test_graphs_share_a_pool_that_somebody_is_always_in(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    runtime = CudaRuntime(0)
+    runtime = CudaRuntime(1)
     bodies: list[str] = []
     for name in ("first", "second"):
         replay = runtime.capture(lambda name=name: bodies.append(name))
