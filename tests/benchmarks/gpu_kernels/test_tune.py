@@ -136,6 +136,22 @@ def test_tasks_share_the_time_and_each_is_written_at_once(tmp_path: Path) -> Non
     assert run(tasks, path, 25.0, clock=lambda: now[0]) == ["fourth"]
 
 
+def test_a_shape_whose_tiles_do_not_run_leaves_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: Sizes) -> float:
+        raise RuntimeError("out of shared memory")
+
+    tasks = [
+        Task("bad", lambda: replace(target(fails, vary_a), shape="bad")),
+        Task("good", lambda: replace(target(lambda s: 1.0 / s.a, vary_a), shape="good")),
+    ]
+    path = tmp_path / "gpu.json"
+    assert run(tasks, path, 60.0) == []
+    assert set(read_table.__wrapped__(path)["op"]) == {"good"}
+    assert "bad: RuntimeError: out of shared memory" in capsys.readouterr().out
+
+
 def test_the_second_product_is_tuned_beside_the_first_ones_best() -> None:
     tiles = {op: default_tiles(op, SHAPE) for op in (GATE_UP, DOWN)}
     start = dict(tiles)
