@@ -56,13 +56,15 @@ def candidates(op: str, shape: Shape) -> Iterator[MlpTiles]:
     rows_per_expert = shape.num_rows * shape.top_k / shape.num_experts
     sums = 2 if op == GATE_UP else 1
     for block_m, block_n, block_k, swap in product(
-        (16, 32, 64, 128), (64, 128, 256), (64, 128), (0, 1)
+        (16, 32, 64, 128), (64, 128, 256), (64, 128, 256), (0, 1)
     ):
         is_wasteful = block_m > 16 and block_m > 2 * rows_per_expert
         if is_wasteful or 16 * block_m < min(rows_per_expert, 2048):
             continue
-        # The wide tiles are for many rows; and those are a good left factor.
+        # Wide tiles are for many rows, which are a good left factor; deep ones are for few.
         if (block_n == 256 and block_m < 64) or (swap and block_m == 128):
+            continue
+        if block_k == 256 and block_m > 16:
             continue
         # Tiles of one expert follow each other, where it has several of them.
         group_m = 1 if rows_per_expert <= block_m else 8
