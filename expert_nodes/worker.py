@@ -165,7 +165,7 @@ def warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
     """Return the numbers of rows for which kernels differ, up to the largest batch."""
     most = config.max_num_batched_tokens
     if config.m2n.transport != "local":
-        most = min(most, config.m2n.window_rows) * config.topology.attention_nodes
+        most = min(most, config.m2n.rows_per_window) * config.topology.attention_nodes
     powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return (*powers, most)
 

@@ -77,12 +77,6 @@ class Runtime(Protocol):
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Return u8[num_bytes] on the host, pinned, zeroed: copies to and from it do not wait."""
 
-    def pin(self, memory: Tensor) -> Callable[[], None]:
-        """Pin host memory that somebody else has mapped; returns what unpins it.
-
-        Raises ConfigError if the system does not allow it.
-        """
-
     def capture(self, body: Callable[[], None]) -> Replay:
         """Record what `body` enqueues and return what enqueues it again, with the same tensors.
 
@@ -147,9 +141,6 @@ class HostRuntime:
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
-
-    def pin(self, memory: Tensor) -> Callable[[], None]:
-        return lambda: None
 
     def capture(self, body: Callable[[], None]) -> Replay:
         def replay() -> None:
@@ -263,16 +254,6 @@ class CudaRuntime:
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def pin(self, memory: Tensor) -> Callable[[], None]:
-        runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-        if status != 0:
-            raise ConfigError(
-                f"{memory.nbytes} bytes of shared memory cannot be pinned: CUDA error {status} "
-                "(see ulimit -l)"
-            )
-        return lambda: (runtime.cudaHostUnregister(address), None)[1]
 
     def capture(self, body: Callable[[], None]) -> Replay:
         # One pool for all graphs: they never run at the same time, and share their memory. A

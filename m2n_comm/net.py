@@ -92,7 +92,7 @@ class NetShape:
             top_k=top_k,
             num_layers=num_layers,
             payload=payload_dtype(config),
-            window_rows=min(config.m2n.window_rows, config.max_num_batched_tokens),
+            window_rows=min(config.m2n.rows_per_window, config.max_num_batched_tokens),
             num_micro_batches=MAX_MICRO_BATCHES,
             deadline_s=config.m2n.deadline_s,
             per_pair_answers=config.compute.deterministic,

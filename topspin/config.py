@@ -24,6 +24,8 @@ from topspin.errors import ConfigError
 
 DETERMINISTIC_KERNELS = "deterministic"
 CPU_KV_CACHE_BYTES = 256 * 2**20
+WINDOW_ROWS = 512
+GPU_WINDOW_ROWS = 2048
 
 Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc"]
 Dtype = Literal["float32", "bfloat16"]
@@ -112,16 +114,24 @@ class M2NSection(Section, frozen=True, kw_only=True):
     `payload`: how hidden rows travel; auto is the model's dtype, fp8 and int8 compress the
     way out (with a scale per row) and answer in bf16. `wait`: how a node waits within a
     step; auto spins on cores of its own and blocks on shared ones, idle nodes always block.
-    `deadline_s` limits one wait for a peer, not the step: a long step that gets on is fine.
+    `window_rows` None: 512 rows at a time, 2048 over cuda_ipc, whose nodes read all weights for
+    each. `deadline_s` limits one wait for a peer, not the step: a long step that gets on is fine.
     """
 
     transport: Literal["auto"] | Transport = "auto"
     payload: Payload = "auto"
     wait: Literal["auto", "block", "spin"] = "auto"
-    window_rows: int = 512
+    window_rows: int | None = None
     link_latency_us: float = 0.0
     link_gbps: float | None = None
     deadline_s: float = 30.0
+
+    @property
+    def rows_per_window(self) -> int:
+        """Return the rows of a window: those asked for, else what suits the transport."""
+        if self.window_rows is not None:
+            return self.window_rows
+        return GPU_WINDOW_ROWS if self.transport == "cuda_ipc" else WINDOW_ROWS
 
 
 class ComputeSection(Section, frozen=True, kw_only=True):

@@ -55,7 +55,7 @@ def check_limits(config: EngineConfig) -> None:
     if config.cache.kv_cache_bytes is not None:
         in_range("--kv-cache-memory", config.cache.kv_cache_bytes, 1, 2**50)
     # A GPU's kernels have a program per row, of which there can be no more.
-    in_range("--m2n-window-rows", config.m2n.window_rows, 1, 2**16 - 1)
+    in_range("--m2n-window-rows", config.m2n.rows_per_window, 1, 2**16 - 1)
     in_range("--port", config.gateway.port, 0, 65535)
     in_range("--trace-stamps", config.trace.num_stamps, 1, 2**21)
     in_range("--gpu-streams", config.compute.gpu_streams, 1, 2)

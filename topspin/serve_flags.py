@@ -15,6 +15,8 @@ from topspin.config import (
     CPU_BATCH,
     CPU_KV_CACHE_BYTES,
     GPU_BATCH,
+    GPU_WINDOW_ROWS,
+    WINDOW_ROWS,
     BalanceSection,
     CacheSection,
     ComputeSection,
@@ -59,7 +61,7 @@ class ServeArguments(argparse.Namespace):
     expert_nodes: int
     transport: Literal["auto"] | Transport
     m2n_payload: Payload
-    m2n_window_rows: int
+    m2n_window_rows: int | None
     link_latency_us: float
     link_gbps: float | None
     step_deadline: float
@@ -330,7 +332,8 @@ def _add_net_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=m2n.window_rows,
         metavar="ROWS",
-        help="token rows of a transport window; larger micro-batches go in parts (%(default)s)",
+        help="token rows of a transport window; larger micro-batches go in parts "
+        f"({WINDOW_ROWS}; cuda_ipc: {GPU_WINDOW_ROWS})",
     )
     group.add_argument(
         "--link-latency-us",

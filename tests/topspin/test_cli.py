@@ -213,6 +213,14 @@ def test_a_gpu_runs_larger_batches_unless_told(checkpoint: Path) -> None:
     assert told.for_node().max_num_seqs == 9
 
 
+def test_windows_between_gpus_hold_more_rows_unless_told(checkpoint: Path) -> None:
+    assert engine_config(parse(str(checkpoint))).m2n.rows_per_window == 512
+    two = ("--attention-device", "cuda:0", "--expert-device", "cuda:1")
+    assert engine_config(parse(str(checkpoint), *two)).m2n.rows_per_window == 2048
+    told = engine_config(parse(str(checkpoint), *two, "--m2n-window-rows", "70"))
+    assert told.m2n.rows_per_window == 70
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
