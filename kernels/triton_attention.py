@@ -28,6 +28,8 @@ MAX_HEAD_DIM: Final = 256
 # Rows of a product's tile on a tensor core, and of one warp group's.
 MIN_ROWS: Final = 16
 MAX_SHORT_ROWS: Final = 64
+# The sums of so many rows take the registers of more warps.
+MAX_SHORT_ROWS_WARPS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -253,13 +255,16 @@ def _launch_short(batch: _Batch, plan: Plan, tiles: AttentionTiles) -> None:
         partial = torch.empty(*rows, head_dim, dtype=torch.float32, device=q.device)
         scores = torch.empty(rows, dtype=torch.float32, device=q.device)
     seq_tiles = triton.cdiv(short_len * shape["GROUP"], plan.short_rows)
+    num_warps = tiles.short_warps
+    if plan.short_rows == MAX_SHORT_ROWS:
+        num_warps = max(num_warps, MAX_SHORT_ROWS_WARPS)
     grid = (batch.k_cache.shape[2], num_seqs * seq_tiles + 1, plan.splits)
     attend_short[grid](
         q, batch.k_cache, batch.v_cache, batch.out, partial, scores, meta.query_start,
         meta.context_lens, meta.block_tables, batch.tree, batch.sinks, num_rows, num_seqs,
         num_heads, batch.window, batch.scale, batch.v_scale, plan.min_chunk, *batch.strides,
         **shape, SPLITS=plan.splits, BLOCK_M=plan.short_rows, BLOCK_N=tiles.short_keys,
-        num_warps=tiles.short_warps, num_stages=tiles.short_stages,
+        num_warps=num_warps, num_stages=tiles.short_stages,
     )  # fmt: skip
     if plan.splits > 1:
         combine_splits[(num_seqs * short_len, num_heads)](
