@@ -143,7 +143,7 @@ def check(tokens: dict[int, list[int]], oracle: dict[int, list[int]]) -> None:
         assert found == oracle[seq_id][: len(found)]
 
 
-@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_recorded_steps_give_transformers_tokens(
     checkpoint: Path, oracle: dict[int, list[int]], m: int
 ) -> None:

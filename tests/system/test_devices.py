@@ -19,7 +19,7 @@ from tests.system.test_serve import complete
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 # Interpreted kernels are slow: few tokens, and few sizes of steps to record.
-NUM_TOKENS = 4
+NUM_TOKENS = 3
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
 SMALL = (
@@ -31,13 +31,15 @@ SMALL = (
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param((), id="one process"),
+        pytest.param(("--max-num-seqs", "1"), id="one process"),
         pytest.param(
             ("--transport", "shm", "--expert-nodes", "2"),
             id="staged, three processes",
             marks=pytest.mark.slow,
         ),
-        pytest.param(("--transport", "cuda_ipc"), id="cuda_ipc, two processes"),
+        pytest.param(
+            ("--transport", "cuda_ipc", "--max-num-seqs", "1"), id="cuda_ipc, two processes"
+        ),
         pytest.param(
             ("--transport", "cuda_ipc", "--expert-nodes", "2", "--micro-batches", "2"),
             id="cuda_ipc, three processes",
