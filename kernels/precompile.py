@@ -20,10 +20,11 @@ def compile_module(name: str) -> None:
 
     Raises ModuleNotFoundError if there is no such module.
     """
-    # Importing takes a second, in which the process must end with its parent already.
+    module = import_module(f"kernels.{name}")
+    # Not sooner: it takes a second, in which the process must end with its parent already.
     from kernels.numba_runtime import Kernel
 
-    for kernel in vars(import_module(f"kernels.{name}")).values():
+    for kernel in vars(module).values():
         if isinstance(kernel, Kernel):
             assert kernel.address, kernel.name
 
