@@ -1,9 +1,9 @@
 """Where compiled kernels are kept, and how they are run on several threads.
 
 A kernel is a function of one address that numba compiles to machine code. `Kernel` compiles
-it when it is first needed and keeps the code in the user's cache, in a directory whose name
-changes with the sources: its own module's, simd*.py and this one (topspin.code_cache). What a
-kernel inlines must come from these. `launch` runs it on the threads of torch's own OpenMP pool
+it when it is first needed and keeps the code in the user's cache directory, under a name
+that changes with the sources: its own module's, simd*.py and this one. What a kernel
+inlines must come from these. `launch` runs it on the threads of torch's own OpenMP pool
 (GOMP_parallel of the library that torch has loaded), so that no second pool competes for
 the cores; that costs about 2 us on two threads and half a microsecond on one.
 
@@ -18,8 +18,11 @@ team and its own block. Used by `kernels.numba_*`; who warms up runs each kernel
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
+import os
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
@@ -30,8 +33,7 @@ import numba
 import torch
 from numba.core import types
 
-from kernels.simd import call_address, read_i64
-from topspin.code_cache import code_directory
+from kernels.simd import PORTABLE_VARIABLE, call_address, read_i64
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -126,11 +128,38 @@ def _call(address: int) -> Callable[[int], None]:
 
 
 def _use_cache_directory(module: str) -> bool:
-    """Tell numba where to keep the machine code of `module`; False if there is no place."""
-    directory = code_directory(Path(module))
-    if directory is None:
+    """Tell numba where to keep the machine code of `module`; False if there is no place.
+
+    That is $NUMBA_CACHE_DIR, else `numba` in Topspin's cache, and in it a directory named
+    by a digest of the sources that the code comes from: numba itself compares the time
+    of one file only.
+    """
+    directory = _cache_root() / _digest(module)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError:
         return False
     if not any(directory.iterdir()):
         _logger.info("compiling kernels for this processor; they are kept in %s", directory)
     setattr(numba.config, "CACHE_DIR", str(directory))  # noqa: B010, numba sets it so itself
     return True
+
+
+def _cache_root() -> Path:
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(chosen)
+    if chosen := os.environ.get("TOPSPIN_CACHE"):
+        return Path(chosen) / "numba"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "topspin" / "numba"
+
+
+@cache
+def _digest(module: str) -> str:
+    digest = hashlib.sha256(f"{numba.__version__} {os.environ.get(PORTABLE_VARIABLE)}".encode())
+    shared = sorted(Path(__file__).parent.glob("simd*.py"))
+    for source in (*shared, Path(__file__), Path(module)):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]

@@ -34,9 +34,9 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import register_model
 
-from topspin.code_cache import PORTABLE_VARIABLE
-
 LANES: Final = 16
+# Set to 1: leave out what only some processors have, as if this one lacked it.
+PORTABLE_VARIABLE: Final = "TOPSPIN_PORTABLE_KERNELS"
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 F32_LANES, I32_LANES = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)

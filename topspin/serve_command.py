@@ -16,7 +16,6 @@ import msgspec
 from models.config import load_model_config
 from models.hub import resolve_model
 from topspin.calibrate import calibrate
-from topspin.compile_ahead import compile_ahead
 from topspin.config import (
     BalanceSection,
     CacheSection,
@@ -166,7 +165,6 @@ def serve(arguments: ServeArguments) -> int:
         _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
     if (loss := describe_loss(config.model, config.nodes)) is not None:
         _to_stderr(loss)
-    compile_ahead(config)
     return launch(config)
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from kernels import reference
 from kernels.attention_rows import SPLIT_KEYS, Row, plan_work
 from kernels.numba_attention import attend_rows, can_attend
+from kernels.simd import PORTABLE_VARIABLE
 from kernels.simd_attention import CHUNK_KEYS
 from tests.kernels.cases import AttentionCase, Heads, attention_case
-from topspin.code_cache import PORTABLE_VARIABLE
 
 LENS = [1, 2, 15, 16, 17, 33, CHUNK_KEYS, CHUNK_KEYS + 1, SPLIT_KEYS, SPLIT_KEYS + 1, 1100]
 HEADS = [
