@@ -1,11 +1,11 @@
 """Recordings of a step's work, replayed instead of being enqueued kernel by kernel.
 
-Owns when a recording is made and when it has become wrong. The first step of a size runs as it
-is (its kernels are compiled and loaded then, which a recording must not do, and a net whose peers
+Owns when a recording is made and when it has become wrong. The first step of a size runs as it is
+(its kernels are compiled and loaded then, which a recording must not do, and a net whose peers
 take part needs no step of its own for it), the second is recorded, and those after it are
 replayed. In another state that begins anew: other tables have other numbers of experts, for which
-there are other kernels. Knows no layer and no net: a body
-enqueues everything, always with the same tensors. Called by both kinds of nodes.
+there are other kernels. Knows no layer and no net: a body enqueues everything, always with the
+same tensors. Called by both kinds of nodes.
 """
 
 from __future__ import annotations
