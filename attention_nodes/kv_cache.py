@@ -42,17 +42,20 @@ def allocate(
     config: ModelConfig,
     *,
     block_size: int,
-    size_bytes: int,
+    size_bytes: int | None,
     dtype: torch.dtype,
     max_len: int,
     runtime: Runtime | None = None,
 ) -> KvCache:
     """Allocate as many blocks as fit in `size_bytes`, on `runtime`'s device (None: the host).
 
-    Raises ConfigError with the numbers when they could not hold one sequence of one block
-    more than a token, or are more than the device has free; a cache smaller than `max_len`
-    is allowed (requests are then shorter).
+    `size_bytes` None, not known yet: as few as a step can run with. Raises ConfigError with the
+    numbers when they could not hold one sequence of one block more than a token, or are more
+    than the device has free; a cache smaller than `max_len` is allowed (requests are then
+    shorter).
     """
+    if size_bytes is None:
+        return of_blocks(config, MIN_BLOCKS, block_size=block_size, dtype=dtype, runtime=runtime)
     available_bytes, what = _available(runtime or HostRuntime())
     if size_bytes > available_bytes:
         raise ConfigError(

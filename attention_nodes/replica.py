@@ -144,19 +144,14 @@ class Replica:
         model = load_model_config(path)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         block_size = config.cache.block_size
-        if config.cache.kv_cache_bytes is None:
-            cache = kv_cache.of_blocks(
-                model, kv_cache.MIN_BLOCKS, block_size=block_size, dtype=dtype, runtime=runtime
-            )
-        else:
-            cache = kv_cache.allocate(
-                model,
-                block_size=block_size,
-                size_bytes=config.cache.kv_cache_bytes,
-                dtype=dtype,
-                max_len=config.model.max_model_len,
-                runtime=runtime,
-            )
+        cache = kv_cache.allocate(
+            model,
+            block_size=block_size,
+            size_bytes=config.cache.kv_cache_bytes,
+            dtype=dtype,
+            max_len=config.model.max_model_len,
+            runtime=runtime,
+        )
         ops = select_ops(
             config.compute.kernels_on(config.compute.attention_device),
             dtype,
@@ -173,7 +168,7 @@ class Replica:
         if unused:
             _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
         if config.cache.kv_cache_bytes is None:
-            dry = cls(model, decoder, kv_cache.MIN_BLOCKS, config, runtime)
+            dry = cls(model, decoder, cache.num_blocks, config, runtime)
             num_blocks = dry._measure_blocks(config, index, table_version, open_net)
             del dry
             decoder.kv = kv_cache.of_blocks(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -34,6 +34,8 @@ class _Forming:
     """Pairs that are being formed, of the node with this role; closed unless taken."""
 
     def __init__(self, shape: NetShape, role: str, memory: PeerMemory) -> None:
+        self._shape = shape
+        self._role = role
         self._memory = memory
         self._mine_bytes = inbox_bytes(shape, role)
         other = "expert" if role == "attention" else "attention"
@@ -70,13 +72,23 @@ class _Forming:
             self._memory.close(self._theirs.pop(peer))
         self._memory.free(self._mine.pop(peer))
 
-    def pair(self, peer: int, sock: socket.socket, incarnation: int) -> IpcPair:
-        """Return a pair that was formed."""
-        return IpcPair(self._mine[peer], self._theirs[peer], sock, incarnation)
-
-    def take(self) -> None:
-        """Leave the memory to who has the pairs now."""
+    def finish(
+        self, peers: Mapping[int, tuple[socket.socket, int]], runtime: Runtime, check: Check
+    ) -> IpcPairs:
+        """Return the pairs, which own the memory from now on; by peer: socket and incarnation."""
+        pairs = IpcPairs(
+            self._shape,
+            role=self._role,
+            runtime=runtime,
+            memory=self._memory,
+            pairs={
+                peer: IpcPair(self._mine[peer], self._theirs[peer], sock, incarnation)
+                for peer, (sock, incarnation) in peers.items()
+            },
+            check=check,
+        )
         self._is_taken = True
+        return pairs
 
     def close(self) -> None:
         """Free all memory, unless it was taken; peers have not begun to write."""
@@ -137,18 +149,8 @@ def accept_ipc(
         ).run(welcome)
         for meeting in met.values():
             undo.callback(meeting.sock.close)
-        pairs = IpcPairs(
-            shape,
-            role="expert",
-            runtime=runtime,
-            memory=memory,
-            pairs={
-                peer: forming.pair(peer, each.sock, each.hello.attention_incarnation)
-                for peer, each in met.items()
-            },
-            check=check,
-        )
-        forming.take()
+        peers = {peer: (each.sock, each.hello.attention_incarnation) for peer, each in met.items()}
+        pairs = forming.finish(peers, runtime, check)
         undo.callback(pairs.close)
         net = IpcExpertNet(
             shape=shape, index=index, incarnation=incarnation, table=table, pairs=pairs
@@ -206,18 +208,8 @@ def connect_ipc(
         for expert, hello in hellos.items():
             met = ask(socks[expert], hello, deadline_s=deadline_s, check=check)
             forming.map(expert, met.hello.region)
-        pairs = IpcPairs(
-            shape,
-            role="attention",
-            runtime=runtime,
-            memory=memory,
-            pairs={
-                expert: forming.pair(expert, socks[expert], peer.incarnation)
-                for expert, peer in present.items()
-            },
-            check=check,
-        )
-        forming.take()
+        peers = {expert: (socks[expert], peer.incarnation) for expert, peer in present.items()}
+        pairs = forming.finish(peers, runtime, check)
         undo.callback(pairs.close)
         net = IpcAttentionNet(
             shape=shape,

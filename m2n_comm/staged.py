@@ -223,16 +223,6 @@ class ExpertStaging:
         answers = shape.answer_rows * num_attention
         self._answer = pinned(runtime, answers, shape.hidden_size, shape.payload)
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Return the bytes of host memory that are pinned."""
-        return self._answer.nbytes + sum(each.nbytes for each in self._host)
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the bytes held on the device."""
-        return sum(each.nbytes for each in self._device)
-
     def to_device(self, batch: ExpertBatch) -> ExpertBatch:
         """Return `batch` with its tensors on the device, where they are for what is enqueued."""
         rows = batch.hidden.shape[0]

@@ -17,6 +17,7 @@ from topspin.config import (
     ComputeSection,
     EngineConfig,
     Quantization,
+    TopologySection,
 )
 from topspin.devices import (
     CPU,
@@ -57,18 +58,7 @@ def resolve(
             f"--max-model-len {max_model_len}: the model has positions up to "
             f"{max_position_embeddings}"
         )
-    topology = config.topology
-    if num_experts and topology.expert_nodes > num_experts:
-        raise ConfigError(
-            f"--expert-nodes {topology.expert_nodes}: the model has {num_experts} experts per "
-            "layer, so that many nodes at most have something to do"
-        )
-    if not num_experts and topology.expert_nodes > 1:
-        raise ConfigError(
-            f"--expert-nodes {topology.expert_nodes}: a dense model has no experts to hold"
-        )
-    if not num_experts:
-        topology = msgspec.structs.replace(topology, expert_nodes=0)
+    topology = _resolve_topology(config.topology, num_experts)
     check_copies(config.balance.redundant_experts, topology.expert_nodes, num_experts)
     cache = config.cache
     if cache.kv_cache_bytes is None and compute.attention_device == CPU:
@@ -102,6 +92,22 @@ def resolve(
         cache=cache,
         m2n=msgspec.structs.replace(config.m2n, transport=transport),
     )
+
+
+def _resolve_topology(topology: TopologySection, num_experts: int) -> TopologySection:
+    """Check that expert nodes have something to hold; a dense model has none."""
+    if not num_experts:
+        if topology.expert_nodes > 1:
+            raise ConfigError(
+                f"--expert-nodes {topology.expert_nodes}: a dense model has no experts to hold"
+            )
+        return msgspec.structs.replace(topology, expert_nodes=0)
+    if topology.expert_nodes > num_experts:
+        raise ConfigError(
+            f"--expert-nodes {topology.expert_nodes}: the model has {num_experts} experts per "
+            "layer, so that many nodes at most have something to do"
+        )
+    return topology
 
 
 def _resolve_compute(compute: ComputeSection) -> ComputeSection:
