@@ -9,12 +9,12 @@ from typing import TypedDict
 from attention_nodes.replica import Replica
 from attention_nodes.worker import AttentionWorker
 from kernels.runtime import open_runtime
-from m2n_comm.cuda_ipc_open import connect_ipc
-from m2n_comm.emulate import LinkEmulation
-from m2n_comm.lines import Check
+from m2n_comm.gpu.ipc_open import connect_ipc
+from m2n_comm.gpu.staged import StagedNet
+from m2n_comm.host.emulate import LinkEmulation
+from m2n_comm.host.lines import Check
 from m2n_comm.net import AttentionNet, wait_policy
 from m2n_comm.open import connect_attention
-from m2n_comm.staged import StagedNet
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
 from topspin.cores import take_cores
 from topspin.expert_table import ExpertTable

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from attention_nodes.kv_cache import MIN_BLOCKS
 from kernels.runtime import Runtime
-from m2n_comm.cuda_ipc_pairs import inbox_bytes
-from m2n_comm.device_memory import whole_pages
+from m2n_comm.gpu.ipc_pairs import inbox_bytes
+from m2n_comm.gpu.memory import whole_pages
 from m2n_comm.net import NetShape, NetTimes
 from topspin.config import NodeConfig
 from topspin.errors import ConfigError

@@ -32,7 +32,7 @@ from benchmarks.gpu_weights import RandomWeights
 from expert_nodes.experts import Experts
 from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
-from m2n_comm.device_local import DeviceNet
+from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch, NetShape
 from models.config import ModelConfig, load_model_config
 from topspin.config import (

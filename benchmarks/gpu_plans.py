@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server.scheduler.micro_batches import row_bucket
+from server.scheduler.micro_batching.split import row_bucket
 from topspin.errors import ConfigError
 from topspin.messages import (
     MicroBatch,

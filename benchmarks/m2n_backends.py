@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from m2n_comm.attention_side import AttentionSide
-from m2n_comm.expert_side import ExpertSide
-from m2n_comm.local import LocalHub
+from m2n_comm.host.attention_side import AttentionSide
+from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.local import LocalHub
 from m2n_comm.net import ExpertBatch, NetShape
 from m2n_comm.open import Between, ExpertListener, connect_attention, listen_expert
 from topspin.expert_table import ExpertTable, uniform_table

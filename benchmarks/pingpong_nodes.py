@@ -18,8 +18,8 @@ from attention_nodes.replica import Replica
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import select_ops
-from m2n_comm.attention_side import AttentionSide
-from m2n_comm.emulate import LinkEmulation
+from m2n_comm.host.attention_side import AttentionSide
+from m2n_comm.host.emulate import LinkEmulation
 from m2n_comm.open import connect_attention, listen_expert
 from models.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from models.weights import AttentionWeights, ExpertLayerWeights, ExpertWeights, LayerWeights

@@ -31,10 +31,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from benchmarks import report
-from kernels import cpu, reference
+from kernels import reference
 from kernels.contracts import ExpertWeights, LinearWeight
+from kernels.cpu import ops as cpu
 from kernels.dispatch import select_ops
-from kernels.triton_grouped_mlp_weights import FP8_MAX, GROUP, pack_weight, unpack_weight
+from kernels.triton.grouped_mlp.weights import FP8_MAX, GROUP, pack_weight, unpack_weight
 from models.hub import DEFAULT_MODEL, resolve_model
 
 TEXT = Path(__file__).with_name("payload_text.txt")
@@ -121,7 +122,7 @@ def peer_ops() -> RoundingOps:
 
 
 def gpu_ops(quantization: str) -> RoundingOps:
-    """Give the products of kernels.triton_ops with a `quantization`, but for fp32 rows."""
+    """Give the products of kernels.triton.ops with a `quantization`, but for fp32 rows."""
 
     def stand_in(weight: Tensor, *, weight_format: str = quantization, halves: int = 1) -> Tensor:
         return unpack_weight(pack_weight(weight, weight_format, halves=halves))

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import report
 from server.scheduler.command import relax_garbage_collection
-from server.scheduler.cost import CostModel
+from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.plans import Step
 from server.scheduler.policy import Policy
 from topspin.config import CacheSection, EngineConfig, ModelSection, SchedulerSection

@@ -39,7 +39,7 @@ _PHASES = (
 _ROLES = {
     "server.gateway": "gateway",
     "server.scheduler": "scheduler",
-    "topspin.local_node": "local node",
+    "topspin.launch.local_node": "local node",
     "attention_nodes": "attention nodes",
     "expert_nodes": "expert nodes",
     "topspin serve": "supervisor",

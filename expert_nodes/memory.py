@@ -14,8 +14,8 @@ import torch
 from kernels.contracts import LinearWeight
 from kernels.dispatch import Ops
 from kernels.runtime import DeviceMemory, Runtime
-from m2n_comm.cuda_ipc_pairs import inbox_bytes
-from m2n_comm.device_memory import whole_pages
+from m2n_comm.gpu.ipc_pairs import inbox_bytes
+from m2n_comm.gpu.memory import whole_pages
 from m2n_comm.net import NetShape
 from models.config import ModelConfig
 from topspin.config import NodeConfig

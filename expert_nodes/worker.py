@@ -23,9 +23,9 @@ from expert_nodes.tables import TableChange
 from expert_nodes.ticket_graphs import TicketGraphs
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import Runtime, open_runtime
+from m2n_comm.gpu.staged import StagedExpertNet
 from m2n_comm.net import ExpertNet, NetShape, wait_policy
 from m2n_comm.open import Between, ExpertListener, listen_expert
-from m2n_comm.staged import StagedExpertNet
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_expert_weights

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
-from kernels.cpu_plain import add_rms_norm, rms_norm, rotate, rotate_and_store
+from kernels.cpu.plain import add_rms_norm, rms_norm, rotate, rotate_and_store
 from kernels.deterministic_attention import paged_attention
 from kernels.reference import collect_experts, embed, permute, rebuild_slots, route, write_kv
 from kernels.sampling import sample
@@ -60,7 +60,7 @@ ROW_GROUP: Final = 16
 def can_prepack(dtype: torch.dtype) -> bool:
     """Tell whether this build of torch prepacks weights of `dtype`.
 
-    Unlike `kernels.cpu`, fp32 is prepacked too: any order of summation will do, as long as
+    Unlike `kernels.cpu.ops`, fp32 is prepacked too: any order of summation will do, as long as
     it is always the same, and this one costs half the time.
     """
     ops = torch.ops.mkldnn

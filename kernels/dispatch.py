@@ -1,7 +1,7 @@
 """Choose the implementation of all ops, once, when a node starts.
 
 `Ops` is the interface that the nodes are coded against; `kernels.reference`,
-`kernels.cpu` and `kernels.deterministic` satisfy it as modules, `kernels.triton_ops` with a
+`kernels.cpu.ops` and `kernels.deterministic` satisfy it as modules, `kernels.triton.ops` with a
 class. Only what is chosen is imported: a host without Triton or without numba can use the
 others. Holds no arithmetic and detects nothing by itself: the configuration names kernels and
 device. Called by the nodes' start-up.
@@ -186,14 +186,14 @@ def select_ops(
     plain: Ops = _module(name)
     if quantization == UNQUANTISED:
         return plain
-    from kernels.quantised import QuantisedOps
+    from kernels.cpu.quantised import QuantisedOps
 
     return QuantisedOps(plain, quantization)
 
 
 def _module(name: str) -> Ops:
     if name == "cpu":
-        from kernels import cpu
+        from kernels.cpu import ops as cpu
 
         return cpu
     if name == "deterministic":
@@ -211,7 +211,7 @@ def _triton_ops(quantization: str, device: str) -> Ops:
             "--kernels triton: the Python package triton is not installed; torch's builds for "
             "GPUs bring it (pip install triton, in the version that torch names)"
         )
-    from kernels.triton_ops import PLAIN, TritonOps, check_device
+    from kernels.triton.ops import PLAIN, TritonOps, check_device
 
     check_device(device)
     return TritonOps(PLAIN if quantization == UNQUANTISED else quantization)

@@ -164,7 +164,7 @@ def _choose(logits: Tensor, batch: SamplingBatch) -> _Choice:
 def _draw(processed: Tensor, batch: SamplingBatch, choice: _Choice) -> None:
     """Overwrite the entries of the rows that are not greedy in `choice`."""
     # Who samples on a GPU takes this module's data, and does without numba.
-    from kernels.numba_sampling import draw_rows
+    from kernels.cpu.compiled.sampling import draw_rows
 
     rows = batch.drawn_rows
     draws = uniforms(

@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 
-from m2n_comm.tcp import tune_socket
+from m2n_comm.host.tcp import tune_socket
 from topspin.errors import ConfigError, DeadlineExceeded, PeerLost
 
 UNIX = "unix:"

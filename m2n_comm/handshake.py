@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from m2n_comm.hello import PairHello, PairRefusal, check_hello
-from m2n_comm.lines import CHECK_INTERVAL_S, Check, wait_on
+from m2n_comm.host.lines import CHECK_INTERVAL_S, Check, wait_on
 from topspin.errors import (
     DeadlineExceeded,
     FrameError,

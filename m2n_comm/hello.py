@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from m2n_comm.emulate import LinkEmulation
+from m2n_comm.host.emulate import LinkEmulation
+from m2n_comm.host.wire import PROTOCOL
 from m2n_comm.net import NetShape
-from m2n_comm.wire import PROTOCOL
 from topspin.errors import ConfigError, FrameError, StaleFrame, VersionMismatch
 
 _MAX_INCARNATION = 2**64
@@ -40,7 +40,7 @@ class PairMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PairRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the other end may write of this one's memory, as m2n_comm.device_memory names it."""
+    """What the other end may write of this one's memory, as m2n_comm.gpu.memory names it."""
 
     kind: str
     handle: bytes

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from m2n_comm.host.windows import Window
 from m2n_comm.payload import pack_rows
 from m2n_comm.replicas import ReplicaChoice, replica_choice
-from m2n_comm.windows import Window
 from topspin.errors import FrameError, ProtocolError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket

@@ -27,20 +27,20 @@ from m2n_comm.addresses import (
     is_on_this_host,
     same_user,
 )
-from m2n_comm.attention_side import AttentionSide
-from m2n_comm.cuda_ipc_expert import IpcExpertNet
-from m2n_comm.cuda_ipc_open import accept_ipc
-from m2n_comm.emulate import LinkEmulation
-from m2n_comm.expert_side import ExpertSide
-from m2n_comm.flags import check_platform
+from m2n_comm.gpu.ipc_expert import IpcExpertNet
+from m2n_comm.gpu.ipc_open import accept_ipc
 from m2n_comm.handshake import Meeting, Reception
 from m2n_comm.hello import PairHello, expected_hellos, make_hello
-from m2n_comm.lines import Check, Lines, wait_on
+from m2n_comm.host.attention_side import AttentionSide
+from m2n_comm.host.emulate import LinkEmulation
+from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.lines import Check, Lines, wait_on
+from m2n_comm.host.memory_order import check_platform
+from m2n_comm.host.pairing import Terms, accept_nixl, accept_shm, accept_tcp, connect_pairs
+from m2n_comm.host.tcp import tune_socket
+from m2n_comm.host.windows import PairLayout
 from m2n_comm.net import NetShape, WaitPolicy
-from m2n_comm.nixl_agent import load_nixl
-from m2n_comm.pairing import Terms, accept_nixl, accept_shm, accept_tcp, connect_pairs
-from m2n_comm.tcp import tune_socket
-from m2n_comm.windows import PairLayout
+from m2n_comm.nixl.agent import load_nixl
 from topspin import __version__
 from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable

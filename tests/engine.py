@@ -40,7 +40,7 @@ from topspin.config import (
     TopologySection,
     Transport,
 )
-from topspin.local_node import LocalNode
+from topspin.launch.local_node import LocalNode
 from topspin.membership import run_node
 from topspin.messages import (
     AbortRequest,

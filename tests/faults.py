@@ -2,7 +2,7 @@
 
 Owns the patch of the two doors through which nodes get their nets. Used in the process of
 the tests (threads for nodes) and in tests.system.chaos_node (real nodes). What a fault does
-to a frame is m2n_comm.faults'.
+to a frame is m2n_comm.host.faults'.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from attention_nodes import command
-from m2n_comm.faults import Fault, FaultInjector
+from m2n_comm.host.faults import Fault, FaultInjector
 from m2n_comm.open import ExpertListener, connect_attention
 
 

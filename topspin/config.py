@@ -140,7 +140,7 @@ class ComputeSection(Section, frozen=True, kw_only=True):
     `deterministic`: a request's logits have the same bits on any layout, in any batch, after
     any replay; resolve() chooses the kernels that can promise it. `layout`: whether nodes of
     one host take turns on all cores or have cores of their own (topspin.cores); auto is
-    replaced before resolve(), by topspin.calibrate, which chooses `spin_count` as well: how
+    replaced before resolve(), by topspin.launch.calibrate, which chooses `spin_count` as well: how
     often an idle OpenMP thread looks for work before it sleeps (None: topspin.cores' count).
 
     `attention_device`, `expert_device`: "cpu", "cuda" or "cuda:N"; a node receives its own

@@ -1,7 +1,7 @@
 """Which cores and threads each node of one host gets, and how it waits: the layout.
 
 Pure: knows the numbers of nodes and cores, starts nothing and measures nothing.
-topspin.calibrate chooses between layouts, topspin.launch carries one out.
+topspin.launch.calibrate chooses between layouts, topspin.launch.engine carries one out.
 
 "shared": every node uses all cores and they take turns, so waits block at once. "split":
 every node has cores of its own, so waits spin (a wake-up between cores costs 20 us).

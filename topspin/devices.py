@@ -2,7 +2,7 @@
 
 Pure: knows names and numbers of nodes, opens nothing and looks at no machine (a node finds out
 whether its GPU is there, by kernels.runtime). topspin.config asks when it resolves settings,
-topspin.launch, topspin.local_node and the nodes' commands when they compose a net.
+topspin.launch.engine, topspin.launch.local_node and the nodes' commands when they compose a net.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns the kinds of stamps, the record's form and the ring. A stamp is one clock call and one
 pack into memory that was allocated at start; who does not record has None for a ring and
 pays one test. Knows no messages (topspin.trace_node answers queries) and no analysis
-(topspin.trace_report). Written by the node's one busy thread; in a process that runs
+(topspin.cli.trace.report). Written by the node's one busy thread; in a process that runs
 several nodes another thread may dump it, since a record is written under the GIL.
 
 A stamp says that something has *ended*: the time since the stamp before it on the same

@@ -18,7 +18,7 @@ from benchmarks.gpu_kernels import L2_BYTES, Entry, num_copies
 from benchmarks.gpu_kernels.rotary import QWEN3_30B, Heads
 from benchmarks.roofline import BF16, Work
 from kernels.contracts import AttentionMeta
-from kernels.triton_attention import AttentionTiles, attend
+from kernels.triton.attention.launches import AttentionTiles, attend
 
 BLOCK_SIZE: Final = 16
 

@@ -60,7 +60,7 @@ def attention_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
 def mlp_jobs(device: torch.device, is_tiny: bool) -> list[Job]:
     """The experts in every format of weights, which jobs of one format share."""
     from benchmarks.gpu_kernels import grouped_mlp
-    from kernels.triton_grouped_mlp_weights import FORMATS
+    from kernels.triton.grouped_mlp.weights import FORMATS
 
     layer = grouped_mlp.Layer(4, 2, 32, 16) if is_tiny else grouped_mlp.QWEN3_30B
     cache_bytes = SMALL_CACHE if is_tiny else L2_BYTES

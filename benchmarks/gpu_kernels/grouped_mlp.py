@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.gpu_kernels import L2_BYTES, Entry, num_copies
 from benchmarks.roofline import BF16, Work
 from kernels.contracts import ExpertOutput
-from kernels.triton_grouped_mlp import grouped_mlp
-from kernels.triton_grouped_mlp_weights import GROUP, GpuExperts, pack_experts
+from kernels.triton.grouped_mlp.launches import grouped_mlp
+from kernels.triton.grouped_mlp.weights import GROUP, GpuExperts, pack_experts
 
 
 class Layer(NamedTuple):

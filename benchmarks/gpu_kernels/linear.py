@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.gpu_kernels import L2_BYTES, Entry, num_copies
 from benchmarks.roofline import BF16, FP32, Work
-from kernels.triton_grouped_mlp_weights import FORMATS, GROUP, GpuWeight, pack_weight
-from kernels.triton_linear import LinearTiles, linear, tiled_linear
+from kernels.triton.grouped_mlp.weights import FORMATS, GROUP, GpuWeight, pack_weight
+from kernels.triton.linear.launches import LinearTiles, linear, tiled_linear
 
 
 class Matrix(NamedTuple):

@@ -28,8 +28,8 @@ from kernels.m2n_windows import (
     step_words,
 )
 from kernels.runtime import open_runtime
-from kernels.triton_m2n import AttentionPort
-from kernels.triton_m2n_expert import ExpertPort
+from kernels.triton.m2n.attention_port import AttentionPort
+from kernels.triton.m2n.expert_port import ExpertPort
 
 PATIENCE_NS: Final = 10**9
 LIFE: Final = 1

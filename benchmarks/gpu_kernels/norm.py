@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks import roofline
 from benchmarks.gpu_kernels import Entry
-from kernels.triton_norm import NormTiles, add_rms_norm, rms_norm
+from kernels.triton.norm import NormTiles, add_rms_norm, rms_norm
 
 EPS = 1e-6
 SIZES = ((1, 2048), (64, 2048), (128, 7168), (8192, 2048), (8192, 7168))

@@ -14,7 +14,7 @@ import torch
 from benchmarks import roofline
 from benchmarks.gpu_kernels import Entry
 from benchmarks.roofline import BF16, Work
-from kernels.triton_rotary import RotaryTiles, rotate_and_store
+from kernels.triton.rotary import RotaryTiles, rotate_and_store
 
 BLOCK_SIZE = 16
 EPS = 1e-6

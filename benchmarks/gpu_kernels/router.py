@@ -13,7 +13,7 @@ import torch
 from benchmarks import roofline
 from benchmarks.gpu_kernels import Entry
 from benchmarks.roofline import Work
-from kernels.triton_router import permute, route, route_and_permute, route_sigmoid
+from kernels.triton.router.launches import permute, route, route_and_permute, route_sigmoid
 
 
 class Router(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from benchmarks import roofline
 from benchmarks.gpu_kernels import Entry
 from kernels.sampling import SamplingBatch
-from kernels.triton_sampling import draw, plan_sampling
+from kernels.triton.sampling.launches import draw, plan_sampling
 
 VOCAB: Final = 151_936
 """Qwen3's."""

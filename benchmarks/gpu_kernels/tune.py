@@ -27,8 +27,8 @@ from benchmarks import gpu_compile
 from benchmarks.gpu_compile import CompilingRuntime, num_compilers, only_compiling, read_share
 from benchmarks.gpu_kernels.grouped_mlp import QWEN3_30B, ROWS, Layer
 from kernels.runtime import Runtime, open_runtime
-from kernels.tiles import Table, table_path
-from kernels.triton_grouped_mlp_weights import FORMATS
+from kernels.triton.grouped_mlp.weights import FORMATS
+from kernels.triton.tiles import Table, table_path
 
 DEFAULT_BUDGET_S: Final = 480.0
 COMPILING_SHARE: Final = 0.4

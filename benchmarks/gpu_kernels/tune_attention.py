@@ -19,7 +19,7 @@ from benchmarks.gpu_kernels.rotary import QWEN3_30B
 from benchmarks.gpu_kernels.tune import REPLAYS, Target, Task
 from benchmarks.gpu_timing import time_call
 from kernels.runtime import Runtime
-from kernels.triton_attention import AttentionTiles, attention_tiles, tiles_key
+from kernels.triton.attention.launches import AttentionTiles, attention_tiles, tiles_key
 
 DECODE: Final = (Batch("decode", 64, 1, 8192, QWEN3_30B), Batch("decode", 1, 1, 2048, QWEN3_30B))
 PREFILL: Final = (Batch("prefill", 4, 2048, 2048, QWEN3_30B),)

@@ -20,8 +20,8 @@ from benchmarks.gpu_kernels.linear import LM_HEAD, O_PROJECTION, QKV, Matrix, ma
 from benchmarks.gpu_kernels.tune import REPLAYS, Target, Task
 from benchmarks.gpu_timing import time_call
 from kernels.runtime import Runtime
-from kernels.triton_grouped_mlp_weights import GROUP
-from kernels.triton_linear import OP, LinearTiles, find_tiles, tiles_key
+from kernels.triton.grouped_mlp.weights import GROUP
+from kernels.triton.linear.launches import OP, LinearTiles, find_tiles, tiles_key
 
 ROUTER: Final = Matrix("router", 128, 2048)
 MATRICES: Final = (QKV, O_PROJECTION, ROUTER, LM_HEAD)

@@ -25,7 +25,7 @@ from benchmarks.gpu_kernels.tune import REPLAYS, Target, Task
 from benchmarks.gpu_timing import time_call
 from kernels.contracts import ExpertOutput
 from kernels.runtime import Runtime
-from kernels.triton_grouped_mlp import (
+from kernels.triton.grouped_mlp.launches import (
     DOWN,
     FEW_PAIRS,
     GATE_UP,
@@ -35,8 +35,8 @@ from kernels.triton_grouped_mlp import (
     find_tiles,
     run_experts,
 )
-from kernels.triton_grouped_mlp_weights import GpuExperts
-from kernels.triton_router import permute
+from kernels.triton.grouped_mlp.weights import GpuExperts
+from kernels.triton.router.launches import permute
 
 __all__ = ["QWEN3_30B", "ROWS", "Layer", "candidates", "mlp_tasks", "product_target"]
 

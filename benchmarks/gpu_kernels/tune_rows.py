@@ -17,8 +17,8 @@ from benchmarks.gpu_kernels.rotary import QWEN3_30B, Heads, rotary_call
 from benchmarks.gpu_kernels.tune import Target, Task
 from benchmarks.gpu_timing import time_call
 from kernels.runtime import Runtime
-from kernels.triton_norm import NormTiles, norm_key, norm_tiles
-from kernels.triton_rotary import RotaryTiles, rotary_key, rotary_tiles
+from kernels.triton.norm import NormTiles, norm_key, norm_tiles
+from kernels.triton.rotary import RotaryTiles, rotary_key, rotary_tiles
 
 ROWS: Final = 128
 WIDTHS: Final = (2048, 4096, 7168)

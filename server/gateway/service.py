@@ -3,7 +3,7 @@
 Owns the life of the process and what happens at a signal: new requests are refused, those in
 flight get a short while and then end with an error of their own. A lost control connection is
 replaced for as long as the process lives. Knows no route. Started by
-topspin.launch as `python -m server.gateway`, or by hand.
+topspin.launch.engine as `python -m server.gateway`, or by hand.
 """
 
 from __future__ import annotations

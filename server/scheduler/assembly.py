@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from server.scheduler.cost import linked_cost_model
 from server.scheduler.engine_facts import EngineFacts, shares_cores
 from server.scheduler.membership import Membership
+from server.scheduler.micro_batching.cost import linked_cost_model
 from server.scheduler.policy import Policy
 from server.scheduler.watermark import Watermark
 from topspin.config import EngineConfig

@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from server.scheduler.balancer import ExpertBalancer
-from server.scheduler.expert_load import ExpertLoad
+from server.scheduler.experts.balancer import ExpertBalancer
+from server.scheduler.experts.load import ExpertLoad
 from server.scheduler.membership import Membership
 from server.scheduler.outbox import Delivery, failure
 from server.scheduler.policy import Policy

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from server.scheduler import sequence
-from server.scheduler.cost_fit import StepLoad
+from server.scheduler.micro_batching.cost_fit import StepLoad
 from topspin.errors import ProtocolError
 from topspin.messages import StepResult, pack_ints, unpack_ints
 

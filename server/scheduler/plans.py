@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from server.scheduler.cost import CostModel
-from server.scheduler.cost_fit import StepLoad
 from server.scheduler.in_flight import NodePart, RunningStep, pack_sampled
-from server.scheduler.micro_batches import (
+from server.scheduler.micro_batching.cost import CostModel
+from server.scheduler.micro_batching.cost_fit import StepLoad
+from server.scheduler.micro_batching.split import (
     DEFAULT_NUM_LAYERS,
     NodeLoad,
     choose_num_micro_batches,

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from server.scheduler.cost import CostModel
-from server.scheduler.cost_fit import CostFit
 from server.scheduler.counters import Counters
 from server.scheduler.in_flight import NodeAnswer, StepsInFlight, StepUnderWay
 from server.scheduler.intake import Intake
-from server.scheduler.micro_batches import DEFAULT_NUM_LAYERS
+from server.scheduler.micro_batching.cost import CostModel
+from server.scheduler.micro_batching.cost_fit import CostFit
+from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.outbox import Delivery, Outbox, failure
 from server.scheduler.plans import Step, StepBuilder
 from server.scheduler.replica import AttentionReplica, NodeBatch

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from server.scheduler.cost import CostModel
+from server.scheduler.micro_batching.cost import CostModel
 
 # A running sequence is expected to decode this many more tokens beside the new one.
 DECODE_HORIZON_TOKENS = 64

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from server.scheduler.assembly import first_table, fitted_config, make_policy, make_watermark
-from server.scheduler.balancer import ExpertBalancer
 from server.scheduler.engine_facts import EngineFacts
-from server.scheduler.expert_load import ExpertLoad
+from server.scheduler.experts.balancer import ExpertBalancer
+from server.scheduler.experts.load import ExpertLoad
 from server.scheduler.failover import POLL_S as RECOVERY_POLL_S
 from server.scheduler.failover import Failover, Port
 from server.scheduler.gateways import GatewaySide

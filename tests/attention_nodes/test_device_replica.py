@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention_nodes.replica import Replica
 from kernels.runtime import HostRuntime, Replay
-from m2n_comm.device_local import DeviceNet
+from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch
 from models.checkpoint import Checkpoint
 from models.config import load_model_config

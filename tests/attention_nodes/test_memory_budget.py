@@ -21,7 +21,7 @@ from attention_nodes.memory_budget import (
 from attention_nodes.replica import Replica
 from kernels import reference
 from kernels.runtime import DeviceMemory, HostRuntime
-from m2n_comm.cuda_ipc_pairs import inbox_bytes
+from m2n_comm.gpu.ipc_pairs import inbox_bytes
 from m2n_comm.net import NetTimes
 from models.config import load_model_config
 from tests.checkpoints import make_checkpoint

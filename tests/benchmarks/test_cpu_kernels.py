@@ -14,7 +14,7 @@ from benchmarks.cpu_kernel_cases import BUILDERS, Case, Shape, num_copies
 from benchmarks.cpu_kernels import Ceilings, Probe, against, figures, take_turns
 from benchmarks.load.pictures import can_draw
 from benchmarks.roofline import Roofline, Work
-from topspin.cli import main as topspin
+from topspin.cli.main import main as topspin
 
 TINY = Shape("smollm2-moe", 64, 4, 2, 64, 4, 2, 32, 512, True)
 

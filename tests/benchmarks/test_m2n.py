@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import m2n, report
-from topspin.cli import main
+from topspin.cli.main import main
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from benchmarks import report, tables
 from benchmarks.load.compare import Agreement, Figures, summarise
 from benchmarks.table_layouts import LAYOUTS, number, table
 from benchmarks.tables import NOT_MEASURED, render
-from topspin.cli import BENCHMARKS
+from topspin.cli.main import BENCHMARKS
 from topspin.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

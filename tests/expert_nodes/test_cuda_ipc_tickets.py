@@ -18,8 +18,8 @@ from models.config import load_model_config
 from models.weights import load_expert_weights
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import taken
+from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER, ipc_fleet, ipc_shape, ticket_of
 from tests.m2n_comm.harness import NUM_EXPERTS
-from tests.m2n_comm.ipc_fleet import NEEDS_INTERPRETER, ipc_fleet, ipc_shape, ticket_of
 from topspin.expert_table import uniform_table
 
 pytestmark = NEEDS_INTERPRETER

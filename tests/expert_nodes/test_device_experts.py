@@ -19,7 +19,7 @@ from expert_nodes.tables import TableChange
 from kernels import reference
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import DeviceMemory, HostRuntime, NoSync, Runtime, open_runtime
-from kernels.triton_grouped_mlp_weights import GpuWeight, unpack_weight
+from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
 from m2n_comm.net import ExpertBatch, NetShape
 from models.checkpoint import Checkpoint
 from models.config import load_model_config

@@ -13,11 +13,11 @@ from expert_nodes import worker
 from expert_nodes.experts import Experts
 from expert_nodes.worker import load_experts, warm_up_rows
 from kernels.runtime import DeviceMemory, HostRuntime, NoSync
+from m2n_comm.gpu.staged import StagedExpertNet
 from m2n_comm.net import ExpertBatch
-from m2n_comm.staged import StagedExpertNet
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_tables import node_config
-from tests.m2n_comm.ipc_fleet import NEEDS_INTERPRETER
+from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER
 from topspin.config import ComputeSection, M2NSection, TopologySection
 from topspin.errors import CheckpointError, ConfigError
 from topspin.expert_table import uniform_table

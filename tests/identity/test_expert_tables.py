@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from models.config import load_model_config
-from server.scheduler.expert_balance import balance
+from server.scheduler.experts.balance import balance
 from tests.checkpoints import oracle_generate
 from tests.engine import TIMEOUT_S, Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, Case, CaseOf
@@ -185,7 +185,7 @@ def test_a_skewed_model_is_balanced_live(
     skewed: Case, transport: str, redundant: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("expert_nodes.worker.COUNTS_INTERVAL_S", 0.02)
-    monkeypatch.setattr("topspin.local_node.COUNTS_INTERVAL_S", 0.02)
+    monkeypatch.setattr("topspin.launch.local_node.COUNTS_INTERVAL_S", 0.02)
     config = config_of(
         skewed.path,
         (1, 2),

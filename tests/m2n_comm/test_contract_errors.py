@@ -7,8 +7,17 @@ import time
 import pytest
 import torch
 
-from m2n_comm.attention_side import AttentionSide
-from m2n_comm.faults import Change, Damage, Delay, Drop, Duplicate, Fault, FaultInjector, Reorder
+from m2n_comm.host.attention_side import AttentionSide
+from m2n_comm.host.faults import (
+    Change,
+    Damage,
+    Delay,
+    Drop,
+    Duplicate,
+    Fault,
+    FaultInjector,
+    Reorder,
+)
 from tests.m2n_comm.harness import (
     NIXL,
     NUM_EXPERTS,

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from m2n_comm import handshake
-from m2n_comm.emulate import LinkEmulation
-from m2n_comm.expert_side import ExpertSide
+from m2n_comm.host.emulate import LinkEmulation
+from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.shm import create_handles, map_handles
+from m2n_comm.host.windows import PairLayout
 from m2n_comm.net import NetShape
 from m2n_comm.open import Between, connect_attention, listen_expert
-from m2n_comm.shm import create_handles, map_handles
-from m2n_comm.windows import PairLayout
 from tests.m2n_comm.harness import NIXL, make_shape, make_table
 from topspin.errors import (
     ConfigError,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from m2n_comm.host.tcp import TcpLines
 from m2n_comm.open import connect_attention, listen_expert
-from m2n_comm.tcp import TcpLines
 from tests.m2n_comm.expert_process import ATTENTION_INCARNATION, EXPERT_INCARNATION, STEPS
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, random_rows
 from topspin.errors import ConfigError

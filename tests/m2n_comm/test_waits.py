@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from m2n_comm.host.tcp import TcpLines
 from m2n_comm.net import WaitPolicy
 from m2n_comm.open import connect_attention, listen_expert
-from m2n_comm.tcp import TcpLines
 from tests.m2n_comm.harness import (
     Collected,
     FakeExperts,

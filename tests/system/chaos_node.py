@@ -12,7 +12,7 @@ import signal
 import sys
 from types import FrameType
 
-from m2n_comm.faults import Delay, Drop, Duplicate, Fault, Reorder
+from m2n_comm.host.faults import Delay, Drop, Duplicate, Fault, Reorder
 from tests.faults import OnDemand, faulty_nets
 
 FAULT_OF_SIGNAL: dict[int, Fault] = {

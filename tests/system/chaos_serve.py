@@ -6,10 +6,10 @@ import argparse
 import sys
 from dataclasses import replace
 
-from topspin.launch import LaunchContext, launch, role_commands
-from topspin.serve_command import engine_config
-from topspin.serve_flags import ServeArguments, add_arguments
-from topspin.supervisor import RoleCommand
+from topspin.cli.flags import ServeArguments, add_arguments
+from topspin.cli.serve import engine_config
+from topspin.launch.engine import LaunchContext, launch, role_commands
+from topspin.launch.supervisor import RoleCommand
 
 NODES = ("attention_nodes", "expert_nodes")
 

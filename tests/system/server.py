@@ -23,7 +23,7 @@ ROLES = {
     "expert_nodes": "expert",
     "server.scheduler": "scheduler",
     "server.gateway": "gateway",
-    "topspin.local_node": "local",
+    "topspin.launch.local_node": "local",
 }
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from m2n_comm.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
+from m2n_comm.host.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
 from models.config import load_model_config
 from tests.engine import Engine, engine_config
 from tests.faults import OnDemand, faulty_nets

@@ -10,9 +10,9 @@ import pytest
 from models.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
+from topspin.cli.trace.report import lanes_of, make_report
 from topspin.config import TraceSection
 from topspin.trace import Kind
-from topspin.trace_report import lanes_of, make_report
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
 

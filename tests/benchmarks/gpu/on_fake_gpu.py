@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     is_compiling = argv[:1] == ["--compile"]
     with fake_gpu(is_compiling=is_compiling) as gpu, tempfile.TemporaryDirectory() as folder:
         from benchmarks import gpu_compile, gpu_models
-        from kernels import tiles
+        from kernels.triton import tiles
 
         # Tiny models are in fp32, for oracles; nobody runs a GPU so.
         gpu_models.QUICK.fields["torch_dtype"] = "bfloat16"

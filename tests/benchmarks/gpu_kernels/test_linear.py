@@ -14,7 +14,7 @@ from benchmarks.gpu_kernels.linear import (
     rows_of,
     weight_bytes,
 )
-from kernels.triton_grouped_mlp_weights import FORMATS, pack_weight
+from kernels.triton.grouped_mlp.weights import FORMATS, pack_weight
 
 
 @pytest.fixture(scope="module")

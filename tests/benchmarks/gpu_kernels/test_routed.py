@@ -24,7 +24,7 @@ from benchmarks.gpu_kernels.m2n import (
 )
 from benchmarks.gpu_kernels.router import Router, routed_work, router_entries
 from benchmarks.gpu_kernels.sampling import SETTINGS, sampling_entry
-from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight
+from kernels.triton.grouped_mlp.weights import FORMATS, GpuWeight
 
 
 @pytest.fixture(scope="module")

@@ -42,13 +42,20 @@ from benchmarks.gpu_kernels.tune_rows import (
     rotary_target,
 )
 from kernels.runtime import HostRuntime
-from kernels.tiles import merged, read_table
-from kernels.triton_attention import AttentionTiles
-from kernels.triton_grouped_mlp import DOWN, GATE_UP, MlpTiles, Shape, check_tiles, default_tiles
-from kernels.triton_grouped_mlp_weights import FORMATS
-from kernels.triton_linear import LinearTiles
-from kernels.triton_norm import NormTiles
-from kernels.triton_rotary import RotaryTiles
+from kernels.triton.attention.launches import AttentionTiles
+from kernels.triton.grouped_mlp.launches import (
+    DOWN,
+    GATE_UP,
+    MlpTiles,
+    Shape,
+    check_tiles,
+    default_tiles,
+)
+from kernels.triton.grouped_mlp.weights import FORMATS
+from kernels.triton.linear.launches import LinearTiles
+from kernels.triton.norm import NormTiles
+from kernels.triton.rotary import RotaryTiles
+from kernels.triton.tiles import merged, read_table
 
 FIRST = MlpTiles(16, 64, 128, 1, 1, 4, 4)
 SHAPE = Shape("plain", torch.bfloat16, 128, 2048, 768, 8, 128)

@@ -20,7 +20,7 @@ import pytest
 from benchmarks import compare
 from benchmarks.load import pictures
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
-from topspin.cli import main
+from topspin.cli.main import main
 from topspin.errors import ConfigError, EngineUnavailable
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from benchmarks.load.runner import Snapshot
 from benchmarks.load.view import Progress, progress_line
 from benchmarks.serve import warm_up
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
-from topspin.cli import main
+from topspin.cli.main import main
 
 SMALL = ("--vocab-size", "50", "--random-input-len", "6", "--random-output-len", "3")
 

@@ -14,7 +14,7 @@ from benchmarks import sweep
 from benchmarks.load import pictures
 from benchmarks.load.contracts import Run
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
-from topspin.cli import main
+from topspin.cli.main import main
 from topspin.errors import ConfigError
 
 _draws = pytest.mark.skipif(

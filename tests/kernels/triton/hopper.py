@@ -15,10 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton_attention import AttentionTiles, attention_tiles
-from kernels.triton_attention_kernels import attend_long, attend_short, combine_splits
-from kernels.triton_norm import _norm_row
-from kernels.triton_rotary import _rotate_and_store
+from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
+from kernels.triton.attention.launches import AttentionTiles, attention_tiles
+from kernels.triton.norm import _norm_row
+from kernels.triton.rotary import _rotate_and_store
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight
-from kernels.triton_grouping_kernels import group_slot
-from kernels.triton_linear import LinearTiles, default_tiles
-from kernels.triton_linear_kernels import add_splits, linear_tile
-from kernels.triton_rotary import _write_row
-from kernels.triton_router_kernels import local_slots_block
-from kernels.triton_swiglu import _swiglu_block
+from kernels.triton.grouped_mlp.weights import FORMATS, GpuWeight
+from kernels.triton.linear.kernels import add_splits, linear_tile
+from kernels.triton.linear.launches import LinearTiles, default_tiles
+from kernels.triton.rotary import _write_row
+from kernels.triton.router.grouping import group_slot
+from kernels.triton.router.kernels import local_slots_block
+from kernels.triton.swiglu import _swiglu_block
 from tests.kernels.triton.hopper import NAMES, compile_kernel
 
 DATA = {"plain": "*bf16", "fp8": "*fp8e4nv", "int8": "*u8", "int4": "*u8"}

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from kernels.triton_m2n_expert_kernels import gather_row, send_row
-from kernels.triton_m2n_kernels import combine_row, put_row
+from kernels.triton.m2n.attention_kernels import combine_row, put_row
+from kernels.triton.m2n.expert_kernels import gather_row, send_row
 from tests.kernels.triton.hopper import NAMES, compile_kernel
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}

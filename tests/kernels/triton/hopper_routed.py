@@ -7,18 +7,18 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from kernels import triton_sampling_filters as filters
-from kernels import triton_sampling_kernels as sampling
-from kernels.triton_grouped_mlp import DOWN, GATE_UP, Shape, default_tiles
-from kernels.triton_grouped_mlp_kernels import (
+from kernels.triton.grouped_mlp.kernels import (
     down_tile,
     gate_up_tile,
     quantise_groups,
     sum_choices,
 )
-from kernels.triton_grouped_mlp_weights import FORMATS
-from kernels.triton_router import ELEMENTS_PER_WARP, MAX_WARPS
-from kernels.triton_router_kernels import count_block, place_block, route_block
+from kernels.triton.grouped_mlp.launches import DOWN, GATE_UP, Shape, default_tiles
+from kernels.triton.grouped_mlp.weights import FORMATS
+from kernels.triton.router.kernels import count_block, place_block, route_block
+from kernels.triton.router.launches import ELEMENTS_PER_WARP, MAX_WARPS
+from kernels.triton.sampling import filters
+from kernels.triton.sampling import kernels as sampling
 from tests.kernels.triton.hopper import NAMES, compile_kernel
 
 GROUPING = {

@@ -17,8 +17,8 @@ from kernels.m2n_windows import (
     step_words,
 )
 from kernels.runtime import Runtime, open_runtime
-from kernels.triton_m2n import AttentionPort
-from kernels.triton_m2n_expert import ExpertPort
+from kernels.triton.m2n.attention_port import AttentionPort
+from kernels.triton.m2n.expert_port import ExpertPort
 
 ATTENTION, EXPERT = 2**63 + 10, 500
 """Incarnations count up from these; the first ones do not fit a signed word."""

@@ -11,7 +11,12 @@ import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from kernels import reference
-from kernels.triton_attention import AttentionTiles, attend, paged_attention, plan_attention
+from kernels.triton.attention.launches import (
+    AttentionTiles,
+    attend,
+    paged_attention,
+    plan_attention,
+)
 from tests.kernels.cases import AttentionCase, Heads, attention_case
 
 TOLERANCE = {

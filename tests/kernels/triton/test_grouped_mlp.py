@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import reference, triton_grouped_mlp
+from kernels import reference
 from kernels.contracts import ExpertMatrices
 from kernels.runtime import NoSync
-from kernels.triton_grouped_mlp import (
+from kernels.triton.grouped_mlp import launches as triton_grouped_mlp
+from kernels.triton.grouped_mlp.launches import (
     DOWN,
     FEW_PAIRS,
     GATE_UP,
@@ -23,7 +24,7 @@ from kernels.triton_grouped_mlp import (
     default_tiles,
     run_experts,
 )
-from kernels.triton_grouped_mlp_weights import (
+from kernels.triton.grouped_mlp.weights import (
     FORMATS,
     GpuExperts,
     GpuWeight,
@@ -32,7 +33,7 @@ from kernels.triton_grouped_mlp_weights import (
     rebuild_experts,
     unpack_weight,
 )
-from kernels.triton_router import permute, route_and_permute
+from kernels.triton.router.launches import permute, route_and_permute
 from tests.kernels.generators import finish
 from topspin.errors import ConfigError
 

@@ -14,7 +14,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from kernels.contracts import AttentionMeta
 from kernels.dispatch import Ops, select_ops
-from kernels.triton_router import local_slots
+from kernels.triton.router.launches import local_slots
 
 HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, FFN, BLOCK = 32, 4, 2, 16, 4, 16, 4
 

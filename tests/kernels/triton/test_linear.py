@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import triton_linear
 from kernels.runtime import NoSync
-from kernels.triton_grouped_mlp_weights import FORMATS, GpuWeight, pack_weight, unpack_weight
-from kernels.triton_linear import LinearTiles, default_tiles, linear, tiled_linear
+from kernels.triton.grouped_mlp.weights import FORMATS, GpuWeight, pack_weight, unpack_weight
+from kernels.triton.linear import launches as triton_linear
+from kernels.triton.linear.launches import LinearTiles, default_tiles, linear, tiled_linear
 
 QUANTISED = FORMATS[1:]
 # A sum of bf16 products is exact in fp32 but for the order; the result is rounded once.
@@ -111,7 +111,7 @@ def test_a_big_matrix_is_quantised_in_pieces(
 ) -> None:
     matrix = draw(70, 130).to(device)
     whole = {mode: pack_weight(matrix, mode) for mode in ("int8", "int4")}
-    monkeypatch.setattr("kernels.triton_grouped_mlp_weights.NUMBERS_AT_ONCE", 16 * 130)
+    monkeypatch.setattr("kernels.triton.grouped_mlp.weights.NUMBERS_AT_ONCE", 16 * 130)
     for mode, wanted in whole.items():
         found = pack_weight(matrix, mode)
         assert torch.equal(found.data, wanted.data)

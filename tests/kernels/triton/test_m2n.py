@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import triton_m2n
 from kernels.m2n_windows import (
     CODE,
     FLAG,
@@ -31,7 +30,8 @@ from kernels.m2n_windows import (
     WindowShape,
     signed,
 )
-from kernels.triton_m2n import AttentionPort
+from kernels.triton.m2n import attention_port as triton_m2n
+from kernels.triton.m2n.attention_port import AttentionPort
 from m2n_comm.layout import SendPlan, plan_sends, route_map
 from m2n_comm.payload import pack_rows
 from tests.kernels.triton.m2n_bench import ATTENTION, EXPERT, SHORT_NS, Bench, runtime_of

@@ -26,7 +26,7 @@ from kernels.m2n_windows import (
     signed,
     step_words,
 )
-from kernels.triton_m2n_expert import ExpertPort
+from kernels.triton.m2n.expert_port import ExpertPort
 from tests.kernels.triton.m2n_bench import ATTENTION, EXPERT, SHORT_NS, Bench, runtime_of
 
 WINDOW_ROWS, TOP_K, HIDDEN, LIMITS, BUCKET = 5, 2, 24, (3, 4), 3

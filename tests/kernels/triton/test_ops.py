@@ -15,9 +15,9 @@ from kernels import reference
 from kernels.contracts import AttentionMeta, ExpertMatrices
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import NoSync
-from kernels.triton_grouped_mlp_weights import GpuWeight, unpack_weight
-from kernels.triton_sampling import draw as draw_tokens
-from kernels.triton_sampling import plan_sampling
+from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
+from kernels.triton.sampling.launches import draw as draw_tokens
+from kernels.triton.sampling.launches import plan_sampling
 from tests.kernels.generators import finish
 from tests.kernels.test_sampling import batch
 

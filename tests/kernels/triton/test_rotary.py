@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.triton_rotary import rotate_and_store
+from kernels.triton.rotary import rotate_and_store
 from tests.kernels.cases import Heads
 
 BLOCK_SIZE = 4

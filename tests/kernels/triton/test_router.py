@@ -8,9 +8,10 @@ from torch import Tensor
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from kernels import reference, triton_router
+from kernels import reference
 from kernels.contracts import Permutation, Routing
 from kernels.runtime import NoSync
+from kernels.triton.router import launches as triton_router
 
 # One block; several blocks, the last one ragged; experts that are no power of two.
 SHAPES = [(1, 7, 3), (5, 128, 8), (130, 100, 6), (33, 512, 4), (0, 8, 2)]

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_runtime import FP8_MAX, as_rows, dot, rounded
+from kernels.triton.runtime import FP8_MAX, as_rows, dot, rounded
 
 
 @triton.jit

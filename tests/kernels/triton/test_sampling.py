@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import sampling, triton_sampling
+from kernels import sampling
 from kernels.philox import Purpose, as_signed, uniforms
 from kernels.sampling import BannedTokens, LogitBias, SamplingBatch, process_logits
-from kernels.triton_sampling import plan_sampling, processed
+from kernels.triton.sampling import launches as triton_sampling
+from kernels.triton.sampling.launches import plan_sampling, processed
 from tests.kernels.test_sampling import batch
 
 NUMPY_COMPLAINS = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from server.scheduler.cost import CostModel
+from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.outbox import Delivery
 from server.scheduler.plans import Step
 from server.scheduler.policy import Policy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.scheduler.cost import CostModel
+from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.router import Candidate, choose_replica
 
 

@@ -1,0 +1,287 @@
+"""Paged attention on the CPU: plan once per micro-batch, then few calls per layer.
+
+The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode
+rows above all, are attended one by one by `kernels.cpu.compiled.attention`, where the keys lie. The
+plan joins other short pieces (draft trees, ends of prompts) to padded groups, and keeps
+for each group which cache slots to gather and what each query sees. A layer then gathers
+keys and values once per group and runs one `scaled_dot_product_attention`. Knows no model
+and no sequence identity; the plan lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
+
+Letters beside those of `kernels.contracts`: P pieces of a group, n query rows of a
+piece, L keys of a piece (both padded to the longest of the group).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contracts import AttentionMeta
+from kernels.cpu.attention_rows import Row, Work, plan_work
+from kernels.cpu.compiled.attention import attend_rows, can_attend
+from kernels.reference import visible
+
+# Pieces up to SINGLE_ROWS query rows are attended row by row: a row costs 5 us at 160 keys, a
+# group 40 us and more.
+SINGLE_ROWS: Final = 8
+# Pieces up to SHORT_ROWS query rows share padded groups; longer slices of a prompt are
+# cut so that early rows do not pay for keys that only later rows see.
+SHORT_ROWS: Final = 16
+LONG_ROWS: Final = 128
+# Elements of one cache's gathered keys: beyond 2 MiB in bf16 the copy leaves the cache
+# and its pages are mapped afresh for every layer.
+MAX_GROUP_ELEMENTS: Final = 1 << 20
+# Padding is worth as much as the fixed cost of one more group, about 40 us.
+MAX_WASTED_ELEMENTS: Final = 100_000
+
+
+class _Piece(NamedTuple):
+    """Consecutive query rows of one sequence and the key positions they may see."""
+
+    seq_idx: int
+    first_row: int
+    num_rows: int
+    key_start: int
+    key_end: int
+
+    @property
+    def num_keys(self) -> int:
+        return self.key_end - self.key_start
+
+
+class _Group(NamedTuple):
+    """Pieces that are computed by one call."""
+
+    num_pieces: int
+    num_rows: int
+    num_keys: int
+    slots: Tensor
+    """i64[P * L], cache slots to gather; padding repeats a piece's own first key."""
+    rows: Tensor | None
+    """i64[P * n], query rows; padding repeats a piece's last row. None: all, in order."""
+    unpadded: Tensor | None
+    """i64, the entries of `rows` that are no padding; None: all."""
+    targets: Tensor | None
+    """i64, the query rows that `unpadded` entries give; None: all, in order."""
+    mask: Tensor | None
+    """bool, what each row sees, in the shape the call wants; None: everything."""
+    folded: bool
+    """Whether query heads of a group are laid beside the query rows (short pieces)."""
+
+
+class _Plan(NamedTuple):
+    """All groups of a micro-batch, and how many of its query rows are no padding."""
+
+    single: Work | None
+    """The rows that are attended one by one."""
+    groups: tuple[_Group, ...]
+    num_rows: int
+
+
+def _pieces(meta: AttentionMeta, sliding_window: int | None) -> Iterator[_Piece]:
+    starts = meta.query_start.tolist()
+    for idx, context_len in enumerate(meta.context_lens.tolist()):
+        num_new = starts[idx + 1] - starts[idx]
+        step = LONG_ROWS if meta.tree_mask is None else max(num_new, 1)
+        for begin in range(0, num_new, step):
+            num_rows = min(step, num_new - begin)
+            key_end = context_len - num_new + begin + num_rows
+            key_start = 0
+            if sliding_window is not None:
+                key_start = max(0, key_end - num_rows - sliding_window + 1)
+            yield _Piece(idx, starts[idx] + begin, num_rows, key_start, key_end)
+
+
+def _single_rows(piece: _Piece, sliding_window: int | None) -> Iterator[Row]:
+    """Give the rows of a piece that is no tree, and what each of them sees."""
+    for idx in range(piece.num_rows):
+        key_end = piece.key_end - piece.num_rows + idx + 1
+        key_start = 0 if sliding_window is None else max(0, key_end - sliding_window)
+        yield Row(piece.first_row + idx, piece.seq_idx, key_start, key_end)
+
+
+def _join(pieces: Sequence[_Piece], elements_per_key: int) -> list[list[_Piece]]:
+    """Put short pieces of similar length together, bounding padding and group size."""
+    alone = [[piece] for piece in pieces if piece.num_rows > SHORT_ROWS]
+    short = [piece for piece in pieces if piece.num_rows <= SHORT_ROWS]
+    groups: list[list[_Piece]] = []
+    longest = wasted = 0
+    for piece in sorted(short, key=lambda p: p.num_keys, reverse=True):
+        padding = (longest - piece.num_keys) * elements_per_key
+        size = longest * elements_per_key * (len(groups[-1]) + 1) if groups else 0
+        if not groups or wasted + padding > MAX_WASTED_ELEMENTS or size > MAX_GROUP_ELEMENTS:
+            groups.append([])
+            longest, wasted, padding = piece.num_keys, 0, 0
+        wasted += padding
+        groups[-1].append(piece)
+    return alone + [sorted(group, key=lambda p: p.first_row) for group in groups]
+
+
+def _seen_in_trees(
+    pieces: Sequence[_Piece], tree_mask: Tensor, sliding_window: int | None, shape: torch.Size
+) -> Tensor:
+    """What each row of each piece sees, bool[P, n, L], for rows that are draft trees.
+
+    Padding rows see nothing; what is computed for them is dropped.
+    """
+    seen = torch.zeros(shape, dtype=torch.bool, device=tree_mask.device)
+    for idx, piece in enumerate(pieces):
+        rows = slice(piece.first_row, piece.first_row + piece.num_rows)
+        seen[idx, : piece.num_rows, : piece.num_keys] = visible(
+            piece.num_rows,
+            piece.key_end,
+            sliding_window=sliding_window,
+            tree=tree_mask[rows, : piece.num_rows],
+            device=tree_mask.device,
+        )[:, piece.key_start :]
+    return seen
+
+
+def _make_group(
+    pieces: Sequence[_Piece],
+    meta: AttentionMeta,
+    *,
+    num_query_rows: int,
+    block_size: int,
+    sliding_window: int | None,
+    repeat: int,
+) -> _Group:
+    table = torch.tensor(pieces, dtype=torch.int64)
+    seq_idx, first_row, num_rows, key_start, key_end = (c[:, None] for c in table.unbind(1))
+    longest_rows, longest_keys = int(num_rows.max()), int((key_end - key_start).max())
+    keys, rows = torch.arange(longest_keys), torch.arange(longest_rows)
+
+    key_positions = key_start + keys
+    readable = torch.where(key_positions < key_end, key_positions, key_start)
+    blocks = meta.block_tables[seq_idx[:, 0]].long().gather(1, readable // block_size)
+    slots = blocks * block_size + readable % block_size
+
+    row_in_piece = torch.minimum(rows, num_rows - 1)
+    if meta.tree_mask is None:
+        query_positions = (key_end - num_rows + row_in_piece)[:, :, None]
+        seen = key_positions[:, None] <= query_positions
+        if sliding_window is not None:
+            seen &= query_positions - key_positions[:, None] < sliding_window
+    else:
+        shape = torch.Size((len(pieces), longest_rows, longest_keys))
+        seen = _seen_in_trees(pieces, meta.tree_mask, sliding_window, shape)
+
+    folded = longest_rows <= SHORT_ROWS
+    query_rows = (first_row + row_in_piece).reshape(-1)
+    kept = (rows < num_rows).reshape(-1)
+    in_order = torch.equal(query_rows, torch.arange(num_query_rows))
+    padded = not bool(kept.all())
+    return _Group(
+        num_pieces=len(pieces),
+        num_rows=longest_rows,
+        num_keys=longest_keys,
+        slots=slots.reshape(-1),
+        rows=None if in_order else query_rows,
+        unpadded=kept.nonzero()[:, 0] if padded else None,
+        targets=None if in_order else query_rows[kept],
+        mask=None
+        if bool(seen.all())
+        else (seen.repeat_interleave(repeat, 1) if folded else seen)[:, None],
+        folded=folded,
+    )
+
+
+def _plan(
+    meta: AttentionMeta, q: Tensor, k_cache: Tensor, out: Tensor, sliding_window: int | None
+) -> _Plan:
+    """Give the plan of this micro-batch, made at the first layer that asks."""
+    _, block_size, num_groups, head_dim = k_cache.shape
+    repeat = q.shape[1] // num_groups
+    singly = meta.tree_mask is None and can_attend(q, k_cache, meta.block_tables, out)
+    memo_key = ("cpu_attention", block_size, num_groups, head_dim, repeat, sliding_window, singly)
+    if memo_key not in meta.memo:
+        pieces = tuple(_pieces(meta, sliding_window))
+        short = [piece for piece in pieces if singly and piece.num_rows <= SINGLE_ROWS]
+        rows = [row for piece in short for row in _single_rows(piece, sliding_window)]
+        groups = tuple(
+            _make_group(
+                joined,
+                meta,
+                num_query_rows=q.shape[0],
+                block_size=block_size,
+                sliding_window=sliding_window,
+                repeat=repeat,
+            )
+            for joined in _join(
+                [piece for piece in pieces if not singly or piece.num_rows > SINGLE_ROWS],
+                num_groups * head_dim,
+            )
+        )
+        single = plan_work(rows) if rows else None
+        meta.memo[memo_key] = _Plan(single, groups, int(meta.query_start[-1]))
+    return cast("_Plan", meta.memo[memo_key])
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:
+    """Attend q [P * n, N, D] to keys and values [P * L, G, D]; gives [P * n, N, D]."""
+    num_heads, head_dim = q.shape[1:]
+    num_groups = keys.shape[1]
+    shape = (group.num_pieces, group.num_keys, num_groups, head_dim)
+    keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+    if not group.folded:
+        queries = q.reshape(group.num_pieces, group.num_rows, num_heads, head_dim)
+        result = F.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys,
+            values,
+            attn_mask=group.mask,
+            scale=scale,
+            enable_gqa=num_heads != num_groups,
+        )
+        return result.transpose(1, 2).reshape(-1, num_heads, head_dim)
+    # All query heads that share a key/value head become rows of one matrix: keys and
+    # values are not repeated, and one row costs hardly less than several.
+    queries = q.reshape(group.num_pieces, group.num_rows, num_groups, -1, head_dim)
+    queries = queries.transpose(1, 2).reshape(group.num_pieces, num_groups, -1, head_dim)
+    result = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=group.mask, scale=scale
+    )
+    result = result.view(group.num_pieces, num_groups, group.num_rows, -1, head_dim)
+    return result.transpose(1, 2).reshape(-1, num_heads, head_dim)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend to the cached positions; see `kernels.reference.paged_attention`."""
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    plan = _plan(meta, q, k_cache, out, sliding_window)
+    if plan.num_rows < len(out):
+        out[plan.num_rows :] = 0
+    if plan.single is not None:
+        attend_rows(q, k_cache, v_cache, meta.block_tables, plan.single, out, scale=scale)
+    if not plan.groups:
+        return out
+    k_slots, v_slots = k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:])
+    for group in plan.groups:
+        result = _attend(
+            q if group.rows is None else q.index_select(0, group.rows),
+            k_slots.index_select(0, group.slots),
+            v_slots.index_select(0, group.slots),
+            group,
+            scale=scale,
+        )
+        if group.unpadded is not None:
+            result = result.index_select(0, group.unpadded)
+        if group.targets is None:
+            out.copy_(result)
+        else:
+            out.index_copy_(0, group.targets, result)
+    return out

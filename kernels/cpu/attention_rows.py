@@ -1,0 +1,55 @@
+"""Which query rows are attended one by one, and how their keys are cut into pieces.
+
+Pure. `kernels.cpu.attention` names the rows once per micro-batch,
+`kernels.cpu.compiled.attention` does the work for every layer. Knows no caches and no heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+SPLIT_KEYS: Final = 512
+
+
+class Row(NamedTuple):
+    """One query row: it sees the keys of positions key_start <= p < key_end of its sequence."""
+
+    row: int
+    seq_idx: int
+    key_start: int
+    key_end: int
+
+
+class Work(NamedTuple):
+    """What one launch has to do; the same for all layers with one window."""
+
+    pieces: Tensor
+    """i64[*, 5]: row, seq_idx, key_start, key_end, and the part to write (-1: the output)."""
+    merges: Tensor
+    """i64[*, 3]: row, its first part, how many."""
+    num_parts: int
+
+
+def plan_work(rows: Sequence[Row]) -> Work:
+    """Cut rows into pieces of at most SPLIT_KEYS keys."""
+    pieces, merges, num_parts = [], [], 0
+    for row, seq_idx, key_start, key_end in rows:
+        starts = range(key_start, key_end, SPLIT_KEYS)
+        if len(starts) == 1:
+            pieces.append((row, seq_idx, key_start, key_end, -1))
+            continue
+        merges.append((row, num_parts, len(starts)))
+        for start in starts:
+            pieces.append((row, seq_idx, start, min(start + SPLIT_KEYS, key_end), num_parts))
+            num_parts += 1
+    # The longest first: the last task to end should be a short one.
+    pieces.sort(key=lambda piece: piece[2] - piece[3])
+    return Work(
+        torch.tensor(pieces, dtype=torch.int64).view(-1, 5),
+        torch.tensor(merges, dtype=torch.int64).view(-1, 3),
+        num_parts,
+    )

@@ -1,0 +1,448 @@
+"""Paged attention of single query rows, compiled: keys and values are read where they lie.
+
+One task is one query row and one key/value head, with all query heads that share it: scores
+of 16 keys at a time, an online softmax in fp32 over chunks of keys, the weighted sum of the
+values. A long context is cut into parts of SPLIT_KEYS keys, each a task, which a second pass
+merges; the parts depend on the context's length alone, so the result does not depend on the
+number of threads. Knows no sequences: what there is to do is `kernels.cpu.attention_rows.Work`.
+Used by `kernels.cpu.attention`, which says which rows are worth it.
+
+Letters as in `kernels.contracts`. A slice is 64 bytes of a head (`kernels.cpu.simd.attention`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu.attention_rows import Work
+from kernels.cpu.compiled.runtime import (
+    SECOND_CLAIMS,
+    Kernel,
+    float_word,
+    inlined,
+    launch,
+    offsets,
+    wait_for_team,
+)
+from kernels.cpu.simd import attention as inner
+from kernels.cpu.simd import lanes as simd
+from kernels.cpu.simd import vectors
+from kernels.cpu.simd.attention import CHUNK_KEYS, SCORE_PITCH, SLICE
+
+# Query heads computed together.
+TILE_HEADS: Final = 8
+AHEAD_KEYS: Final = 32
+PIECE_BYTES: Final = 40
+# States of the query heads of one task; half of a first-level cache.
+STATE_BYTES: Final = 16 << 10
+_VECTOR: Final = 4 * simd.LANES
+
+(
+    Q, Q_STRIDE, OUT, OUT_STRIDE, K_CACHE, V_CACHE, BLOCK_SIZE, TABLES, TABLE_STRIDE,
+    NUM_KV_HEADS, REPEAT, HEAD_DIM, IS_BF16, SCALE, PIECES, NUM_PIECES, MERGES, NUM_MERGES,
+    PARTS, GROUPS_PER_TASK,
+) = offsets(20)  # fmt: skip
+"""The kernel's arguments. Strides are in bytes; PIECES, MERGES and PARTS are _Work's."""
+
+
+def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
+    """Tell whether attend_rows knows these shapes, strides and dtypes."""
+    num_heads, head_dim = q.shape[1:]
+    state_bytes = num_heads // k_cache.shape[2] * _part_bytes(head_dim)
+    return (
+        q.dtype == k_cache.dtype == out.dtype
+        and q.dtype in (torch.float32, torch.bfloat16)
+        and head_dim % 2 == 0
+        and state_bytes <= STATE_BYTES
+        and _lie_whole(q)
+        and _lie_whole(out)
+        and k_cache.is_contiguous()
+        and block_tables.dtype == torch.int32
+        and (block_tables.stride(-1) == 1 or block_tables.shape[-1] <= 1)
+    )
+
+
+def _lie_whole(x: Tensor) -> bool:
+    """Tell whether the heads of each row of x [T, N, D] lie side by side."""
+    return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+
+
+def attend_rows(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    work: Work,
+    out: Tensor,
+    *,
+    scale: float,
+) -> None:
+    """Write the rows of `work` of out [T, N, D]; q, caches and tables as `paged_attention`'s.
+
+    Rows of out are whole heads side by side, as q's are.
+    """
+    _, block_size, num_groups, head_dim = k_cache.shape
+    repeat = q.shape[1] // num_groups
+    num_threads = torch.get_num_threads()
+    # Heads that are done together read each block once; enough tasks matter more.
+    groups_per_task = min(
+        max(STATE_BYTES // (repeat * _part_bytes(head_dim)), 1),
+        max(work.pieces.shape[0] * num_groups // (4 * num_threads), 1),
+        num_groups,
+    )
+    parts = 0
+    if work.num_parts:
+        memory = torch.empty(work.num_parts * q.shape[1], _part_bytes(head_dim) // 4)
+        parts = memory.data_ptr()
+    arguments = (
+        q.data_ptr(),
+        q.stride(0) * q.itemsize,
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        block_size,
+        block_tables.data_ptr(),
+        block_tables.stride(0) * 4,
+        num_groups,
+        repeat,
+        head_dim,
+        int(q.dtype == torch.bfloat16),
+        float_word(scale),
+        work.pieces.data_ptr(),
+        work.pieces.shape[0],
+        work.merges.data_ptr(),
+        work.merges.shape[0],
+        parts,
+        groups_per_task,
+    )
+    launch(_attend, arguments, num_threads=num_threads)
+
+
+def _part_bytes(head_dim: int) -> int:
+    """Give an upper bound of the size of one query head's state."""
+    return _VECTOR + 4 * -(-head_dim // 32) * 32
+
+
+_scratch_scores = simd.stack(TILE_HEADS * SCORE_PITCH)
+_scratch_states = simd.stack(STATE_BYTES)
+
+
+# The kernel. The state of a query head is the greatest score so far, the sum of the
+# exponentials, and from _VECTOR on the weighted sum of the values.
+
+
+@inlined
+def _key_address(block: int, seq_idx: int, position: int) -> int:
+    """Give the offset in bytes of a position's slot in either cache."""
+    block_size = simd.read_i64(block + BLOCK_SIZE)
+    index = position // block_size
+    table = simd.read_i64(block + TABLES) + seq_idx * simd.read_i64(block + TABLE_STRIDE)
+    slot = simd.read_i32(table + 4 * index) * block_size + position - index * block_size
+    offset: int = slot * _slot_bytes(block)
+    return offset
+
+
+@inlined
+def _head_bytes(block: int) -> int:
+    size: int = simd.read_i64(block + HEAD_DIM) * (4 - 2 * simd.read_i64(block + IS_BF16))
+    return size
+
+
+@inlined
+def _slot_bytes(block: int) -> int:
+    size: int = simd.read_i64(block + NUM_KV_HEADS) * _head_bytes(block)
+    return size
+
+
+@inlined
+def _run_length(block: int, position: int, stop: int) -> int:
+    """Count the keys from `position` on, at most 16 and below `stop`, of one cache block."""
+    block_size = simd.read_i64(block + BLOCK_SIZE)
+    count: int = min(block_size - position % block_size, stop - position, simd.LANES)
+    return count
+
+
+@inlined
+def _ask_for_run(block: int, cache: int, seq_idx: int, position: int, stop: int) -> None:
+    """Prefetch the keys or values, of all heads, of the run that begins at a position."""
+    if position < stop:
+        count = _run_length(block, position, stop)
+        run = cache + _key_address(block, seq_idx, position)
+        simd.prefetch(run, count * _slot_bytes(block))
+
+
+@inlined
+def _ask_ahead(block: int, piece: int, position: int, later: int) -> None:
+    """Prefetch what follows a piece's run, whose blocks may lie anywhere in memory.
+
+    That is the run of the same number of piece `later`, if there is one (not 0); else the
+    values of this run and the keys that come AHEAD_KEYS later.
+    """
+    keys, values = simd.read_i64(block + K_CACHE), simd.read_i64(block + V_CACHE)
+    if later:
+        seq_idx, key_end = simd.read_i64(later + 8), simd.read_i64(later + 24)
+        there = position - simd.read_i64(piece + 16) + simd.read_i64(later + 16)
+        _ask_for_run(block, keys, seq_idx, there, key_end)
+        _ask_for_run(block, values, seq_idx, there, key_end)
+    else:
+        seq_idx, key_end = simd.read_i64(piece + 8), simd.read_i64(piece + 24)
+        _ask_for_run(block, values, seq_idx, position, key_end)
+        _ask_for_run(block, keys, seq_idx, position + AHEAD_KEYS, key_end)
+
+
+@inlined
+def _score_chunk(
+    block: int, seq_idx: int, start: int, stop: int, keys: int, query: int, heads: int, scores: int
+) -> None:
+    """Write the scaled scores of keys start <= p < stop; 16 lanes past a row may be written."""
+    head_bytes, stride = _head_bytes(block), _slot_bytes(block)
+    is_bf16 = simd.read_i64(block + IS_BF16)
+    scale = vectors.splat(simd.read_f32(block + SCALE))
+    position = start
+    while position < stop:
+        count = _run_length(block, position, stop)
+        run = keys + _key_address(block, seq_idx, position)
+        for head in range(heads):
+            place = scores + head * SCORE_PITCH + 4 * (position - start)
+            one = query + head * head_bytes
+            if is_bf16:
+                found = inner.scores_bf16(one, run, stride, count, head_bytes)
+            else:
+                found = inner.scores_f32(one, run, stride, count, head_bytes)
+            vectors.store_f32(place, vectors.mul(found, scale))
+        position += count
+
+
+@inlined
+def _soften(num_keys: int, scores: int, state: int, num_vectors: int) -> None:
+    """Turn a head's new scores to weights, and scale its state to the greatest score so far."""
+    lowest = np.float32(-np.inf)
+    greatest = vectors.splat(lowest)
+    for begin in range(0, num_keys, simd.LANES):
+        found = vectors.load_f32(scores + 4 * begin)
+        greatest = vectors.maximum(greatest, vectors.keep_first(found, num_keys - begin, lowest))
+    before = simd.read_f32(state)
+    peak = max(before, vectors.max_lanes(greatest))
+    shift = vectors.splat(peak)
+    total = vectors.splat(np.float32(0))
+    for begin in range(0, num_keys, simd.LANES):
+        weights = vectors.exp(vectors.sub(vectors.load_f32(scores + 4 * begin), shift))
+        weights = vectors.keep_first(weights, num_keys - begin, np.float32(0))
+        vectors.store_f32(scores + 4 * begin, weights)
+        total = vectors.add(total, weights)
+    factor = vectors.exp(vectors.sub(vectors.splat(before), shift))
+    shrink = vectors.max_lanes(factor)
+    simd.write_f32(state + 4, simd.read_f32(state + 4) * shrink + vectors.sum_lanes(total))
+    simd.write_f32(state, peak)
+    for vector in range(1, num_vectors):
+        place = state + vector * _VECTOR
+        vectors.store_f32(place, vectors.mul(vectors.load_f32(place), factor))
+
+
+@inlined
+def _add_values(
+    block: int,
+    seq_idx: int,
+    start: int,
+    stop: int,
+    values: int,
+    scores: int,
+    heads: int,
+    state: int,
+    pitch: int,
+) -> None:
+    """Add to the states of `heads` heads the values of keys start <= p < stop."""
+    head_bytes, stride = _head_bytes(block), _slot_bytes(block)
+    is_bf16 = simd.read_i64(block + IS_BF16)
+    position = start
+    while position < stop:
+        count = _run_length(block, position, stop)
+        run = values + _key_address(block, seq_idx, position)
+        weights = scores + 4 * (position - start)
+        for offset in range(0, head_bytes, SLICE):
+            rest = (head_bytes - offset) // 4
+            sums = state + _VECTOR + offset * (1 + is_bf16)
+            head = 0
+            while head < heads:
+                left = heads - head
+                here, w = sums + head * pitch, weights + head * SCORE_PITCH
+                v = run + offset
+                if is_bf16 and left >= 4:
+                    inner.weigh4_bf16(here, pitch, w, v, stride, count, rest)
+                    head += 4
+                elif is_bf16 and left == 3:
+                    inner.weigh3_bf16(here, pitch, w, v, stride, count, rest)
+                    head += 3
+                elif is_bf16 and left == 2:
+                    inner.weigh2_bf16(here, pitch, w, v, stride, count, rest)
+                    head += 2
+                elif is_bf16:
+                    inner.weigh1_bf16(here, pitch, w, v, stride, count, rest)
+                    head += 1
+                elif left >= 4:
+                    inner.weigh4_f32(here, pitch, w, v, stride, count, rest)
+                    head += 4
+                else:
+                    inner.weigh1_f32(here, pitch, w, v, stride, count, rest)
+                    head += 1
+        position += count
+
+
+@inlined
+def _clear(state: int, num_vectors: int) -> None:
+    zeros = vectors.splat(np.float32(0))
+    for vector in range(num_vectors):
+        vectors.store_f32(state + vector * _VECTOR, zeros)
+    simd.write_f32(state, np.float32(-np.inf))
+
+
+@inlined
+def _write_out(block: int, state: int, out: int) -> None:
+    """Divide a head's weighted sum by its sum of exponentials and write it."""
+    head_bytes = _head_bytes(block)
+    is_bf16 = simd.read_i64(block + IS_BF16)
+    total = vectors.splat(simd.read_f32(state + 4))
+    for offset in range(0, head_bytes, SLICE):
+        rest = (head_bytes - offset) // 4
+        place = state + _VECTOR + offset * (1 + is_bf16)
+        first = vectors.div(vectors.load_f32(place), total)
+        if is_bf16:
+            second = vectors.div(vectors.load_f32(place + _VECTOR), total)
+            vectors.store_first_pairs(out + offset, first, second, rest)
+        else:
+            vectors.store_first_f32(out + offset, first, rest)
+
+
+@inlined
+def _state_vectors(block: int) -> int:
+    head_bytes = _head_bytes(block)
+    slices = (head_bytes + SLICE - 1) // SLICE
+    count: int = 1 + slices * (1 + simd.read_i64(block + IS_BF16))
+    return count
+
+
+@inlined
+def _do_chunk(
+    block: int,
+    piece: int,
+    start: int,
+    stop: int,
+    first: int,
+    state: int,
+    pitch: int,
+    scores: int,
+) -> int:
+    """Add keys start <= p < stop of a piece to the states of up to TILE_HEADS query heads.
+
+    `first` is the first of them, among all heads; they share a key/value head. Gives how many.
+    """
+    row, seq_idx = simd.read_i64(piece), simd.read_i64(piece + 8)
+    repeat, head_bytes = simd.read_i64(block + REPEAT), _head_bytes(block)
+    group = first // repeat
+    heads: int = min(repeat - first % repeat, TILE_HEADS)
+    query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE) + first * head_bytes
+    keys = simd.read_i64(block + K_CACHE) + group * head_bytes
+    values = simd.read_i64(block + V_CACHE) + group * head_bytes
+    _score_chunk(block, seq_idx, start, stop, keys, query, heads, scores)
+    for idx in range(heads):
+        _soften(stop - start, scores + idx * SCORE_PITCH, state + idx * pitch, pitch // _VECTOR)
+    _add_values(block, seq_idx, start, stop, values, scores, heads, state, pitch)
+    return heads
+
+
+@inlined
+def _do_piece(
+    block: int,
+    piece: int,
+    later: int,
+    first_head: int,
+    last_head: int,
+    states: int,
+    scores: int,
+) -> None:
+    """Attend one piece's row to its keys with query heads first_head <= h < last_head."""
+    row, part = simd.read_i64(piece), simd.read_i64(piece + 32)
+    head_bytes = _head_bytes(block)
+    pitch = _state_vectors(block) * _VECTOR
+    state = states
+    if part >= 0:
+        num_heads = simd.read_i64(block + REPEAT) * simd.read_i64(block + NUM_KV_HEADS)
+        state = simd.read_i64(block + PARTS) + (part * num_heads + first_head) * pitch
+    for idx in range(last_head - first_head):
+        _clear(state + idx * pitch, pitch // _VECTOR)
+    start, key_end = simd.read_i64(piece + 16), simd.read_i64(piece + 24)
+    while start < key_end:
+        stop = min(start + CHUNK_KEYS, key_end)
+        for position in range(start, stop, simd.LANES):
+            _ask_ahead(block, piece, position, later)
+        head = first_head
+        while head < last_head:
+            own = state + (head - first_head) * pitch
+            head += _do_chunk(block, piece, start, stop, head, own, pitch, scores)
+        start = stop
+    if part < 0:
+        out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
+        for head in range(first_head, last_head):
+            _write_out(block, state + (head - first_head) * pitch, out + head * head_bytes)
+
+
+@inlined
+def _merge(block: int, merge: int, group: int, state: int) -> None:
+    """Join the parts of one row for the query heads of one key/value head."""
+    row, first, count = simd.read_i64(merge), simd.read_i64(merge + 8), simd.read_i64(merge + 16)
+    repeat, head_bytes = simd.read_i64(block + REPEAT), _head_bytes(block)
+    num_vectors = _state_vectors(block)
+    num_heads = repeat * simd.read_i64(block + NUM_KV_HEADS)
+    step = num_heads * num_vectors * _VECTOR
+    out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
+    for head in range(group * repeat, group * repeat + repeat):
+        parts = simd.read_i64(block + PARTS) + (first * num_heads + head) * num_vectors * _VECTOR
+        peak = np.float32(-np.inf)
+        for idx in range(count):
+            peak = max(peak, simd.read_f32(parts + idx * step))
+        _clear(state, num_vectors)
+        for idx in range(count):
+            part = parts + idx * step
+            factor = vectors.exp(vectors.splat(simd.read_f32(part) - peak))
+            total = simd.read_f32(part + 4) * vectors.max_lanes(factor)
+            simd.write_f32(state + 4, simd.read_f32(state + 4) + total)
+            for vector in range(1, num_vectors):
+                place = vector * _VECTOR
+                added = vectors.fma(
+                    vectors.load_f32(part + place), factor, vectors.load_f32(state + place)
+                )
+                vectors.store_f32(state + place, added)
+        _write_out(block, state, out + head * head_bytes)
+
+
+@Kernel
+def _attend(block: int) -> None:
+    scores, states = _scratch_scores(), _scratch_states()
+    num_groups, repeat = simd.read_i64(block + NUM_KV_HEADS), simd.read_i64(block + REPEAT)
+    per_task = simd.read_i64(block + GROUPS_PER_TASK)
+    num_ranges = (num_groups + per_task - 1) // per_task
+    num_tasks = simd.read_i64(block + NUM_PIECES) * num_ranges
+    task = simd.claim(block)
+    while task < num_tasks:
+        piece = simd.read_i64(block + PIECES) + task // num_ranges * PIECE_BYTES
+        first = task % num_ranges * per_task
+        last = min(first + per_task, num_groups)
+        task = simd.claim(block)
+        later = 0
+        if num_ranges == 1 and task < num_tasks:
+            later = simd.read_i64(block + PIECES) + task * PIECE_BYTES
+        _do_piece(block, piece, later, first * repeat, last * repeat, states, scores)
+    num_tasks = simd.read_i64(block + NUM_MERGES) * num_groups
+    if num_tasks == 0:
+        return
+    wait_for_team(block)
+    task = simd.claim(block + SECOND_CLAIMS)
+    while task < num_tasks:
+        merge = simd.read_i64(block + MERGES) + task // num_groups * 24
+        _merge(block, merge, task % num_groups, states)
+        task = simd.claim(block + SECOND_CLAIMS)

@@ -1,0 +1,268 @@
+"""The routed experts' MLPs of few bf16 rows, compiled: one call, and no weight read in vain.
+
+Which rows each expert has is sorted out inside; only weights of experts that have rows are
+read. First all hidden units, a task being 64 of one expert; then the sums over experts, a
+task being 64 outputs of all rows. Results do not depend on the number of threads. Knows no
+model; used by `kernels.cpu.matmul`. Letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.contracts import ExpertOutput, ExpertWeights
+from kernels.cpu.compiled.runtime import (
+    SECOND_CLAIMS,
+    Kernel,
+    inlined,
+    launch,
+    offsets,
+    wait_for_team,
+)
+from kernels.cpu.simd import lanes as simd
+from kernels.cpu.simd import vectors
+from kernels.cpu.simd.matmul import (
+    BLOCK_OUTPUTS,
+    SUM_BYTES,
+    block_bytes,
+    multiply,
+    padded,
+)
+
+MAX_ROWS: Final = 128
+MAX_PAIRS: Final = 1024
+MAX_EXPERTS: Final = 512
+_VECTOR: Final = 4 * simd.LANES
+
+(
+    HIDDEN, HIDDEN_STRIDE, SLOTS, WEIGHTS, NUM_TOKENS, TOP_K, EXPERTS, NUM_EXPERTS, HIDDEN_SIZE,
+    FFN_SIZE, DOWN_INPUTS, UNITS, COUNTS, RESULT, RESULT_STRIDE, RESULT_IS_BF16,
+) = offsets(16)  # fmt: skip
+"""The arguments of `_experts`. DOWN_INPUTS is the width I of the matrix that DOWN lies in."""
+
+
+def with_addresses(experts: ExpertWeights) -> ExpertWeights:
+    """Add the addresses that `mlp_of_rows` needs, if the weights lie as it reads them."""
+    weights = [*experts.gate_up, *experts.down]
+    num_experts, ffn_size = experts.num_experts, experts.ffn_size
+    known = all(weight.address for weight in weights)
+    if not known or ffn_size % BLOCK_OUTPUTS or num_experts > MAX_EXPERTS:
+        return replace(experts, addresses=None)
+    step = _block_bytes(experts.hidden_size) * (ffn_size // BLOCK_OUTPUTS)
+    rows = []
+    for slot in range(num_experts):
+        if experts.joined:
+            gate = experts.gate_up[0].address + slot * step
+            # Inside a block of outputs the inputs of one expert lie together.
+            down = experts.down[0].address + slot * _block_bytes(ffn_size)
+            rows.append((gate, gate + num_experts * step, down))
+        else:
+            gate = experts.gate_up[slot].address
+            rows.append((gate, gate + step, experts.down[slot].address))
+    return replace(experts, addresses=torch.tensor(rows, dtype=torch.int64))
+
+
+def _block_bytes(num_in: int) -> int:
+    return padded(num_in) * 2 * BLOCK_OUTPUTS
+
+
+def can_run(hidden: Tensor, slots: Tensor, weights: Tensor, out: Tensor) -> bool:
+    """Tell whether `mlp_of_rows` takes this batch."""
+    return (
+        0 < hidden.shape[0] <= MAX_ROWS
+        and slots.numel() <= MAX_PAIRS
+        and hidden.dtype == torch.bfloat16
+        and out.dtype in (torch.bfloat16, torch.float32)
+        and hidden.stride(1) == out.stride(1) == 1
+        and slots.dtype == torch.int32
+        and weights.dtype == torch.float32
+        and slots.is_contiguous()
+        and weights.is_contiguous()
+    )
+
+
+def mlp_of_rows(
+    hidden: Tensor, slots: Tensor, weights: Tensor, experts: ExpertWeights, out: Tensor
+) -> ExpertOutput:
+    """Sum each row's experts to out [R, H]; see `kernels.reference.grouped_mlp`.
+
+    A row's experts are added by ascending slot.
+    """
+    assert experts.addresses is not None
+    num_experts, ffn_size = experts.num_experts, experts.ffn_size
+    units = torch.empty(slots.numel(), ffn_size, dtype=torch.bfloat16)
+    # After the experts' counts comes that of the slots that none of them has.
+    counts = torch.empty(num_experts + 1, dtype=torch.int64)
+    arguments = (
+        hidden.data_ptr(),
+        2 * hidden.stride(0),
+        slots.data_ptr(),
+        weights.data_ptr(),
+        hidden.shape[0],
+        slots.shape[1],
+        experts.addresses.data_ptr(),
+        num_experts,
+        hidden.shape[1],
+        ffn_size,
+        experts.down[0].in_features,
+        units.data_ptr(),
+        counts.data_ptr(),
+        out.data_ptr(),
+        out.stride(0) * out.itemsize,
+        int(out.dtype == torch.bfloat16),
+    )
+    launch(_experts, arguments, num_threads=torch.get_num_threads())
+    assert not int(counts[-1]), f"a slot is not below num_experts {num_experts}"
+    return ExpertOutput(out, counts[:-1])
+
+
+_row_list = simd.stack(8 * MAX_ROWS)
+_sums = simd.stack(MAX_ROWS * SUM_BYTES)
+_totals = simd.stack(MAX_ROWS * SUM_BYTES)
+_groups = simd.stack(8 * (MAX_PAIRS + MAX_EXPERTS + 1))
+
+
+@inlined
+def _group(block: int, groups: int) -> int:
+    """List the pairs (token * TOP_K + choice) of each expert; give how many pairs there are.
+
+    From `groups` on: where each expert's pairs begin, NUM_EXPERTS + 1 numbers, then the pairs.
+    """
+    num_experts, slots = simd.read_i64(block + NUM_EXPERTS), simd.read_i64(block + SLOTS)
+    num_pairs = simd.read_i64(block + NUM_TOKENS) * simd.read_i64(block + TOP_K)
+    for expert in range(num_experts + 1):
+        simd.write_i64(groups + 8 * expert, 0)
+    for pair in range(num_pairs):
+        slot = simd.read_i32(slots + 4 * pair)
+        if 0 <= slot < num_experts:
+            count = groups + 8 * (slot + 1)
+            simd.write_i64(count, simd.read_i64(count) + 1)
+    total = 0
+    for expert in range(num_experts + 1):
+        total += simd.read_i64(groups + 8 * expert)
+        simd.write_i64(groups + 8 * expert, total)
+    pairs = groups + 8 * (num_experts + 1)
+    # Each beginning moves to the end of its expert, which is the next one's beginning.
+    for pair in range(num_pairs):
+        slot = simd.read_i32(slots + 4 * pair)
+        if 0 <= slot < num_experts:
+            place = simd.read_i64(groups + 8 * slot)
+            simd.write_i64(pairs + 8 * place, pair)
+            simd.write_i64(groups + 8 * slot, place + 1)
+    for expert in range(num_experts, 0, -1):
+        simd.write_i64(groups + 8 * expert, simd.read_i64(groups + 8 * (expert - 1)))
+    simd.write_i64(groups, 0)
+    return total
+
+
+@inlined
+def _count_wrong(block: int) -> int:
+    """Count the slots that no expert has, which are left out like those that are not here."""
+    slots, wrong = simd.read_i64(block + SLOTS), 0
+    for pair in range(simd.read_i64(block + NUM_TOKENS) * simd.read_i64(block + TOP_K)):
+        if simd.read_i32(slots + 4 * pair) >= simd.read_i64(block + NUM_EXPERTS):
+            wrong += 1
+    return wrong
+
+
+@inlined
+def _compute_units(
+    block: int, expert: int, part: int, groups: int, rows: int, gates: int, ups: int
+) -> None:
+    """Write 64 hidden units, silu(gate) * up, of all rows of an expert."""
+    begin, end = simd.read_i64(groups + 8 * expert), simd.read_i64(groups + 8 * (expert + 1))
+    if begin == end:
+        return
+    pairs = groups + 8 * (simd.read_i64(block + NUM_EXPERTS) + 1)
+    top_k, hidden_size = simd.read_i64(block + TOP_K), simd.read_i64(block + HIDDEN_SIZE)
+    ffn_size = simd.read_i64(block + FFN_SIZE)
+    offset = part * block_bytes(hidden_size)
+    table = simd.read_i64(block + EXPERTS) + 24 * expert
+    one = vectors.splat(np.float32(1))
+    for first in range(begin, end, MAX_ROWS):
+        count = min(end - first, MAX_ROWS)
+        for idx in range(count):
+            token = simd.read_i64(pairs + 8 * (first + idx)) // top_k
+            address = simd.read_i64(block + HIDDEN) + token * simd.read_i64(block + HIDDEN_STRIDE)
+            simd.write_i64(rows + 8 * idx, address)
+        multiply(rows, count, simd.read_i64(table) + offset, hidden_size // 2, gates)
+        multiply(rows, count, simd.read_i64(table + 8) + offset, hidden_size // 2, ups)
+        for idx in range(count):
+            units = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
+            for column in range(0, BLOCK_OUTPUTS, simd.LANES):
+                place = idx * SUM_BYTES + 4 * column
+                gate = vectors.round_bf16(vectors.load_f32(gates + place))
+                up = vectors.round_bf16(vectors.load_f32(ups + place))
+                decay = vectors.exp(vectors.sub(vectors.splat(np.float32(0)), gate))
+                silu = vectors.round_bf16(vectors.div(gate, vectors.add(one, decay)))
+                unit = units + 2 * (part * BLOCK_OUTPUTS + column)
+                vectors.store_bf16(unit, vectors.mul(silu, up))
+
+
+@inlined
+def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, totals: int) -> None:
+    """Write 64 outputs of all tokens: what their experts give, times the routing weights."""
+    num_tokens, num_experts = simd.read_i64(block + NUM_TOKENS), simd.read_i64(block + NUM_EXPERTS)
+    ffn_size, hidden_size = simd.read_i64(block + FFN_SIZE), simd.read_i64(block + HIDDEN_SIZE)
+    pairs = groups + 8 * (num_experts + 1)
+    zeros = vectors.splat(np.float32(0))
+    for place in range(0, num_tokens * SUM_BYTES, _VECTOR):
+        vectors.store_f32(totals + place, zeros)
+    offset = part * block_bytes(simd.read_i64(block + DOWN_INPUTS))
+    for expert in range(num_experts):
+        begin, end = simd.read_i64(groups + 8 * expert), simd.read_i64(groups + 8 * (expert + 1))
+        weight = simd.read_i64(simd.read_i64(block + EXPERTS) + 24 * expert + 16) + offset
+        for first in range(begin, end, MAX_ROWS):
+            count = min(end - first, MAX_ROWS)
+            for idx in range(count):
+                unit = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
+                simd.write_i64(rows + 8 * idx, unit)
+            multiply(rows, count, weight, ffn_size // 2, sums)
+            for idx in range(count):
+                pair = simd.read_i64(pairs + 8 * (first + idx))
+                scale = vectors.splat(simd.read_f32(simd.read_i64(block + WEIGHTS) + 4 * pair))
+                total = totals + pair // simd.read_i64(block + TOP_K) * SUM_BYTES
+                for place in range(0, SUM_BYTES, _VECTOR):
+                    given = vectors.round_bf16(vectors.load_f32(sums + idx * SUM_BYTES + place))
+                    added = vectors.fma(given, scale, vectors.load_f32(total + place))
+                    vectors.store_f32(total + place, added)
+    first = part * BLOCK_OUTPUTS
+    last = min(first + BLOCK_OUTPUTS, hidden_size)
+    for token in range(num_tokens):
+        result = simd.read_i64(block + RESULT) + token * simd.read_i64(block + RESULT_STRIDE)
+        for begin in range(first, last, simd.LANES):
+            total_lanes = vectors.load_f32(totals + token * SUM_BYTES + 4 * (begin - first))
+            if simd.read_i64(block + RESULT_IS_BF16):
+                vectors.store_first_bf16(result + 2 * begin, total_lanes, last - begin)
+            else:
+                vectors.store_first_f32(result + 4 * begin, total_lanes, last - begin)
+
+
+@Kernel
+def _experts(block: int) -> None:
+    rows, sums, totals, groups = _row_list(), _sums(), _totals(), _groups()
+    num_experts = simd.read_i64(block + NUM_EXPERTS)
+    # Every thread sorts the pairs for itself: that takes less time than waiting for another.
+    _group(block, groups)
+    parts = simd.read_i64(block + FFN_SIZE) // BLOCK_OUTPUTS
+    task = simd.claim(block)
+    while task < num_experts * parts:
+        _compute_units(block, task // parts, task % parts, groups, rows, sums, totals)
+        task = simd.claim(block)
+    wait_for_team(block)
+    parts = (simd.read_i64(block + HIDDEN_SIZE) + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS
+    task = simd.claim(block + SECOND_CLAIMS)
+    if task == 0:
+        for expert in range(num_experts):
+            begin = simd.read_i64(groups + 8 * expert)
+            count = simd.read_i64(groups + 8 * (expert + 1)) - begin
+            simd.write_i64(simd.read_i64(block + COUNTS) + 8 * expert, count)
+        simd.write_i64(simd.read_i64(block + COUNTS) + 8 * num_experts, _count_wrong(block))
+    while task < parts:
+        _sum_outputs(block, task, groups, rows, sums, totals)
+        task = simd.claim(block + SECOND_CLAIMS)

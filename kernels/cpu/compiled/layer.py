@@ -1,0 +1,323 @@
+"""The small ops of a layer, compiled: one call each where plain torch needs three to twenty.
+
+Normalisation of the residual stream; head norms, rotation and storing of keys and values;
+routing. bf16 rows, rounded where the reference rounds (sums of a row add in another order). A
+task is a row. Knows no layer; used by `kernels.cpu.ops`, which says what happens otherwise.
+Letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu.compiled.runtime import Kernel, float_word, inlined, launch, offsets
+from kernels.cpu.simd import lanes as simd
+from kernels.cpu.simd import vectors
+
+MAX_EXPERTS: Final = 512
+# Fewer rows are done before a second thread has woken.
+_ROWS_PER_THREAD: Final = 16
+
+NORM_X, NORM_X_IS_BF16, RESIDUAL, NORM_WEIGHT, NORM_OUT, NORM_ROWS, NORM_WIDTH, NORM_EPS = offsets(
+    8
+)
+"""The arguments of `_add_norm`: all rows contiguous; X 0: nothing to add."""
+
+(
+    Q, K, V, QKV_STRIDE, COS, SIN, K_CACHE, V_CACHE, CACHE_SLOTS, ROT_ROWS, NUM_HEADS,
+    NUM_KV_HEADS, HEAD_DIM, Q_NORM, K_NORM, ROT_EPS,
+) = offsets(16)  # fmt: skip
+"""The arguments of `_rotate_and_store`; a norm of 0 is none."""
+
+(
+    LOGITS, LOGITS_STRIDE, ROUTE_ROWS, NUM_EXPERTS, TOP_K, RENORMALISE, ROUND, EXPERTS_OUT,
+    WEIGHTS_OUT,
+) = offsets(9)  # fmt: skip
+"""The arguments of `_route`."""
+
+
+def _threads(num_rows: int) -> int:
+    return torch.get_num_threads() if num_rows >= 2 * _ROWS_PER_THREAD else 1
+
+
+def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """Add x [T, H], bf16 or fp32, to residual [T, H] in place; give the normed sum."""
+    num_rows, width = residual.shape
+    out = torch.empty_like(residual)
+    arguments = (
+        0 if x is None else x.data_ptr(),
+        int(x is not None and x.dtype == torch.bfloat16),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        num_rows,
+        width,
+        float_word(eps),
+    )
+    launch(_add_norm, arguments, num_threads=_threads(num_rows))
+    return out
+
+
+def can_norm(x: Tensor | None, residual: Tensor, weight: Tensor) -> bool:
+    """Tell whether `add_norm` takes these."""
+    return (
+        residual.dim() == 2
+        and residual.dtype == weight.dtype == torch.bfloat16
+        and residual.is_contiguous()
+        and (
+            x is None
+            or (
+                x.is_contiguous()
+                and x.shape == residual.shape
+                and x.dtype in (torch.bfloat16, torch.float32)
+            )
+        )
+    )
+
+
+def can_rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, k_cache: Tensor) -> bool:
+    """Tell whether `rotate_and_store` takes these: rows of whole heads, equally far apart."""
+    head_dim = q.shape[-1]
+    return (
+        q.dtype == k.dtype == v.dtype == k_cache.dtype == torch.bfloat16
+        and cos.dtype == torch.float32
+        and cos.is_contiguous()
+        and 2 * cos.shape[-1] == head_dim
+        and head_dim % 2 == 0
+        and all(x.stride(2) == 1 for x in (q, k, v))
+        and all(x.stride(1) == head_dim or x.shape[1] == 1 for x in (q, k, v))
+        # Of a single row torch may give any distance to the next.
+        and (len(q) == 1 or q.stride(0) == k.stride(0) == v.stride(0))
+        and k_cache.is_contiguous()
+    )
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    *,
+    eps: float,
+) -> None:
+    """Do what `kernels.reference.rotate_and_store` does."""
+    num_rows, num_heads, head_dim = q.shape
+    arguments = (
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        2 * q.stride(0),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        slots.data_ptr(),
+        num_rows,
+        num_heads,
+        k.shape[1],
+        head_dim,
+        0 if q_norm is None else q_norm.data_ptr(),
+        0 if k_norm is None else k_norm.data_ptr(),
+        float_word(eps),
+    )
+    launch(_rotate_and_store, arguments, num_threads=_threads(num_rows))
+
+
+def can_route(logits: Tensor, top_k: int, weights_dtype: torch.dtype) -> bool:
+    """Tell whether `route_rows` takes these."""
+    return (
+        logits.dtype == torch.bfloat16
+        and logits.stride(1) == 1
+        and 0 < top_k <= logits.shape[1] <= MAX_EXPERTS
+        and weights_dtype in (torch.bfloat16, torch.float32)
+    )
+
+
+def route_rows(
+    logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Give experts i64[T, K] and weights f32[T, K]; see `kernels.reference.route`.
+
+    Of equal logits the lower expert comes first.
+    """
+    num_rows, num_experts = logits.shape
+    experts = torch.empty(num_rows, top_k, dtype=torch.int64)
+    weights = torch.empty(num_rows, top_k)
+    arguments = (
+        logits.data_ptr(),
+        2 * logits.stride(0),
+        num_rows,
+        num_experts,
+        top_k,
+        int(renormalise),
+        int(weights_dtype == torch.bfloat16),
+        experts.data_ptr(),
+        weights.data_ptr(),
+    )
+    launch(_route, arguments, num_threads=_threads(num_rows))
+    return experts, weights
+
+
+_probabilities = simd.stack(4 * (MAX_EXPERTS + simd.LANES))
+
+
+@inlined
+def _norm_row(source: int, weight: int, target: int, width: int, eps: float) -> None:
+    """Normalise one row of `width` bf16 numbers; source and target may be the same."""
+    squares = vectors.splat(np.float32(0))
+    for begin in range(0, width, simd.LANES):
+        number = vectors.load_first_bf16(source + 2 * begin, width - begin)
+        squares = vectors.fma(number, number, squares)
+    mean = vectors.sum_lanes(squares) / np.float32(width)
+    scale = vectors.splat(np.float32(1) / np.sqrt(mean + eps))
+    for begin in range(0, width, simd.LANES):
+        left = width - begin
+        normed = vectors.mul(vectors.load_first_bf16(source + 2 * begin, left), scale)
+        scaled = vectors.mul(
+            vectors.round_bf16(normed), vectors.load_first_bf16(weight + 2 * begin, left)
+        )
+        vectors.store_first_bf16(target + 2 * begin, scaled, left)
+
+
+@Kernel
+def _add_norm(block: int) -> None:
+    width, num_rows = simd.read_i64(block + NORM_WIDTH), simd.read_i64(block + NORM_ROWS)
+    x, is_bf16 = simd.read_i64(block + NORM_X), simd.read_i64(block + NORM_X_IS_BF16)
+    row = simd.claim(block)
+    while row < num_rows:
+        residual = simd.read_i64(block + RESIDUAL) + 2 * row * width
+        if x:
+            added = x + (4 - 2 * is_bf16) * row * width
+            for begin in range(0, width, simd.LANES):
+                left = width - begin
+                if is_bf16:
+                    term = vectors.load_first_bf16(added + 2 * begin, left)
+                else:
+                    term = vectors.load_first_f32(added + 4 * begin, left)
+                total = vectors.add(vectors.load_first_bf16(residual + 2 * begin, left), term)
+                vectors.store_first_bf16(residual + 2 * begin, total, left)
+        out = simd.read_i64(block + NORM_OUT) + 2 * row * width
+        weight = simd.read_i64(block + NORM_WEIGHT)
+        _norm_row(residual, weight, out, width, simd.read_f32(block + NORM_EPS))
+        row = simd.claim(block)
+
+
+@inlined
+def _turn(source: int, target: int, cos: int, sin: int, half: int) -> None:
+    """Rotate one head of 2 * half numbers, each product and each sum rounded to bf16."""
+    for begin in range(0, half, simd.LANES):
+        left = half - begin
+        low = vectors.load_first_bf16(source + 2 * begin, left)
+        high = vectors.load_first_bf16(source + 2 * (half + begin), left)
+        c = vectors.round_bf16(vectors.load_first_f32(cos + 4 * begin, left))
+        s = vectors.round_bf16(vectors.load_first_f32(sin + 4 * begin, left))
+        first = vectors.sub(
+            vectors.round_bf16(vectors.mul(low, c)), vectors.round_bf16(vectors.mul(high, s))
+        )
+        second = vectors.add(
+            vectors.round_bf16(vectors.mul(high, c)), vectors.round_bf16(vectors.mul(low, s))
+        )
+        vectors.store_first_bf16(target + 2 * begin, first, left)
+        vectors.store_first_bf16(target + 2 * (half + begin), second, left)
+
+
+@Kernel
+def _rotate_and_store(block: int) -> None:
+    num_rows, head_dim = simd.read_i64(block + ROT_ROWS), simd.read_i64(block + HEAD_DIM)
+    num_heads, num_groups = simd.read_i64(block + NUM_HEADS), simd.read_i64(block + NUM_KV_HEADS)
+    q_norm, k_norm = simd.read_i64(block + Q_NORM), simd.read_i64(block + K_NORM)
+    eps, half = simd.read_f32(block + ROT_EPS), head_dim // 2
+    slot_bytes = 2 * num_groups * head_dim
+    row = simd.claim(block)
+    while row < num_rows:
+        offset = row * simd.read_i64(block + QKV_STRIDE)
+        cos = simd.read_i64(block + COS) + 4 * half * row
+        sin = simd.read_i64(block + SIN) + 4 * half * row
+        for idx in range(num_heads):
+            head = simd.read_i64(block + Q) + offset + 2 * head_dim * idx
+            if q_norm:
+                _norm_row(head, q_norm, head, head_dim, eps)
+            _turn(head, head, cos, sin, half)
+        slot = simd.read_i64(simd.read_i64(block + CACHE_SLOTS) + 8 * row) * slot_bytes
+        for idx in range(num_groups):
+            place = 2 * head_dim * idx
+            head = simd.read_i64(block + K) + offset + place
+            if k_norm:
+                _norm_row(head, k_norm, head, head_dim, eps)
+            _turn(head, head, cos, sin, half)
+            kept = simd.read_i64(block + K_CACHE) + slot + place
+            value = simd.read_i64(block + V) + offset + place
+            kept_value = simd.read_i64(block + V_CACHE) + slot + place
+            for begin in range(0, head_dim, simd.LANES):
+                left = head_dim - begin
+                key = vectors.load_first_bf16(head + 2 * begin, left)
+                vectors.store_first_bf16(kept + 2 * begin, key, left)
+                number = vectors.load_first_bf16(value + 2 * begin, left)
+                vectors.store_first_bf16(kept_value + 2 * begin, number, left)
+        row = simd.claim(block)
+
+
+@inlined
+def _soften_row(logits: int, num_experts: int, exponentials: int) -> float:
+    """Write exp(logit - the greatest) of all experts; give their sum."""
+    lowest = np.float32(-np.inf)
+    greatest = vectors.splat(lowest)
+    for begin in range(0, num_experts, simd.LANES):
+        left = num_experts - begin
+        number = vectors.load_first_bf16(logits + 2 * begin, left)
+        greatest = vectors.maximum(greatest, vectors.keep_first(number, left, lowest))
+    peak = vectors.splat(vectors.max_lanes(greatest))
+    total = vectors.splat(np.float32(0))
+    for begin in range(0, num_experts, simd.LANES):
+        left = num_experts - begin
+        number = vectors.sub(vectors.load_first_bf16(logits + 2 * begin, left), peak)
+        exponential = vectors.keep_first(vectors.exp(number), left, np.float32(0))
+        vectors.store_f32(exponentials + 4 * begin, exponential)
+        total = vectors.add(total, exponential)
+    summed: float = vectors.sum_lanes(total)
+    return summed
+
+
+@Kernel
+def _route(block: int) -> None:
+    exponentials = _probabilities()
+    num_rows, num_experts = simd.read_i64(block + ROUTE_ROWS), simd.read_i64(block + NUM_EXPERTS)
+    top_k = simd.read_i64(block + TOP_K)
+    row = simd.claim(block)
+    while row < num_rows:
+        logits = simd.read_i64(block + LOGITS) + row * simd.read_i64(block + LOGITS_STRIDE)
+        total = _soften_row(logits, num_experts, exponentials)
+        experts = simd.read_i64(block + EXPERTS_OUT) + 8 * row * top_k
+        weights = simd.read_i64(block + WEIGHTS_OUT) + 4 * row * top_k
+        chosen = np.float32(0)
+        for choice in range(top_k):
+            best, greatest = -1, np.float32(0)
+            for expert in range(num_experts):
+                logit = simd.read_bf16(logits + 2 * expert)
+                is_taken = False
+                for earlier in range(choice):
+                    is_taken = is_taken or simd.read_i64(experts + 8 * earlier) == expert
+                if not is_taken and (best < 0 or logit > greatest):
+                    best, greatest = expert, logit
+            probability = simd.read_f32(exponentials + 4 * best) / total
+            simd.write_i64(experts + 8 * choice, best)
+            simd.write_f32(weights + 4 * choice, probability)
+            chosen += probability
+        for choice in range(top_k):
+            weight = simd.read_f32(weights + 4 * choice)
+            if simd.read_i64(block + RENORMALISE):
+                weight = weight / chosen
+            if simd.read_i64(block + ROUND):
+                weight = vectors.max_lanes(vectors.round_bf16(vectors.splat(weight)))
+            simd.write_f32(weights + 4 * choice, weight)
+        row = simd.claim(block)

@@ -1,0 +1,121 @@
+"""Products of few bf16 rows with a weight, compiled: it is read once, at memory's speed.
+
+Reads weights in oneDNN's own layout (`kernels.cpu.simd.matmul`), so that one copy of them serves
+these kernels and oneDNN, which is for many rows; `address_of` says whether a weight lies
+so. A task is a block of outputs; results depend neither on the number of threads nor on
+the rows beside a row. Knows no layer; used by `kernels.cpu.matmul`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu.compiled.runtime import Kernel, launch, offsets
+from kernels.cpu.simd import lanes as simd
+from kernels.cpu.simd import vectors
+from kernels.cpu.simd.lanes import cpu_has
+from kernels.cpu.simd.matmul import (
+    BLOCK_OUTPUTS,
+    SUM_BYTES,
+    block_bytes,
+    multiply,
+    padded,
+)
+
+MAX_ROWS: Final = 128
+
+X, X_STRIDE, WEIGHT, NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS, BIAS, OUT, OUT_STRIDE = offsets(9)
+"""The arguments of `_linear`. Strides are in bytes, BIAS 0 is none."""
+
+
+def address_of(weight: Tensor, packed: Tensor) -> int:
+    """Give the address of a weight [O, I] that oneDNN packed; 0: leave it to oneDNN.
+
+    Compares the first, the middle and the last row with what lies where they are expected.
+    """
+    num_out, num_in = weight.shape
+    if num_in % 2 != 0 or not cpu_has("avx512bf16"):
+        return 0
+    blocks, width = -(-num_out // BLOCK_OUTPUTS), padded(num_in)
+    num_bytes = 2 * blocks * BLOCK_OUTPUTS * width
+    if torch.ops.mkldnn._nbytes(packed) != num_bytes:
+        return 0
+    address = int(torch.ops.mkldnn.data_ptr(packed))
+    memory = (ctypes.c_int16 * (num_bytes // 2)).from_address(address)
+    laid = np.ctypeslib.as_array(memory).reshape(blocks, width // 2, BLOCK_OUTPUTS, 2)
+    for row in (0, num_out // 2, num_out - 1):
+        lies = laid[row // BLOCK_OUTPUTS, :, row % BLOCK_OUTPUTS].reshape(-1)
+        wanted = weight[row].contiguous().view(torch.int16).numpy(force=True)
+        if not np.array_equal(lies[:num_in], wanted) or lies[num_in:].any():
+            return 0
+    return address
+
+
+def can_multiply(x: Tensor) -> bool:
+    """Tell whether `linear_of_rows` takes these rows."""
+    return (
+        x.dim() == 2
+        and 0 < x.shape[0] <= MAX_ROWS
+        and x.dtype == torch.bfloat16
+        and x.stride(1) == 1
+    )
+
+
+def linear_of_rows(x: Tensor, address: int, num_out: int, bias: Tensor | None) -> Tensor:
+    """Multiply x [R, I] by the weight [num_out, I] at `address`, transposed, and add bias.
+
+    Gives [R, num_out]. Sums are fp32; with the bias added they are rounded once.
+    """
+    assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
+    out = torch.empty(x.shape[0], num_out, dtype=torch.bfloat16)
+    arguments = (
+        x.data_ptr(),
+        2 * x.stride(0),
+        address,
+        x.shape[1],
+        num_out,
+        x.shape[0],
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        2 * out.stride(0),
+    )
+    launch(_linear, arguments, num_threads=torch.get_num_threads())
+    return out
+
+
+_row_list = simd.stack(8 * MAX_ROWS)
+_sums = simd.stack(MAX_ROWS * SUM_BYTES)
+
+
+@Kernel
+def _linear(block: int) -> None:
+    rows, sums = _row_list(), _sums()
+    num_rows, num_in = simd.read_i64(block + NUM_ROWS), simd.read_i64(block + NUM_INPUTS)
+    num_out = simd.read_i64(block + NUM_OUTPUTS)
+    for row in range(num_rows):
+        address = simd.read_i64(block + X) + row * simd.read_i64(block + X_STRIDE)
+        simd.write_i64(rows + 8 * row, address)
+    bytes_each = block_bytes(num_in)
+    bias = simd.read_i64(block + BIAS)
+    num_blocks = (num_out + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS
+    task = simd.claim(block)
+    while task < num_blocks:
+        weight = simd.read_i64(block + WEIGHT) + task * bytes_each
+        multiply(rows, num_rows, weight, num_in // 2, sums)
+        first = task * BLOCK_OUTPUTS
+        last = min(first + BLOCK_OUTPUTS, num_out)
+        for row in range(num_rows):
+            out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
+            for begin in range(first, last, simd.LANES):
+                total = vectors.load_f32(sums + row * SUM_BYTES + 4 * (begin - first))
+                if bias:
+                    total = vectors.add(
+                        total, vectors.load_first_bf16(bias + 2 * begin, last - begin)
+                    )
+                vectors.store_first_bf16(out + 2 * begin, total, last - begin)
+        task = simd.claim(block)

@@ -1,0 +1,165 @@
+"""Where compiled kernels are kept, and how they are run on several threads.
+
+A kernel is a function of one address that numba compiles to machine code. `Kernel` compiles
+it when it is first needed and keeps the code in the user's cache directory, under a name
+that changes with the sources: its own module's, simd*.py and this one. What a kernel
+inlines must come from these. `launch` runs it on the threads of torch's own OpenMP pool
+(GOMP_parallel of the library that torch has loaded), so that no second pool competes for
+the cores; that costs about 2 us on two threads and half a microsecond on one.
+
+Every thread of a launch gets the same address, of a block of 8-byte words: two counters
+(threads claim tasks by adding to them, so results do not depend on how many threads there
+are), the address of the team's barrier (0: one thread), then the kernel's own arguments.
+
+Knows no tensor and no kernel. Safe for several launching threads, each of which has its own
+team and its own block. Used by `kernels.numba_*`; who warms up runs each kernel once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import numba
+import torch
+from numba.core import types
+
+from kernels.cpu.simd.lanes import PORTABLE_VARIABLE, call_address, read_i64
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Offsets inside a block, in bytes.
+CLAIMS: Final = 0
+SECOND_CLAIMS: Final = 8
+BARRIER: Final = 16
+ARGUMENTS: Final = 24
+
+_logger = logging.getLogger("kernels")
+_compiling = threading.Lock()
+
+
+def offsets(count: int) -> range:
+    """Give the offsets inside a block of a kernel's `count` arguments, in their order."""
+    return range(ARGUMENTS, ARGUMENTS + 8 * count, 8)
+
+
+def inlined(function: Function) -> Function:
+    """Let numba compile a function that kernels call; it is kept with each of them."""
+    return cast("Function", numba.njit(error_model="numpy")(function))
+
+
+class Kernel:
+    """A function (block: int) -> None, compiled when its address is first asked for."""
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self.name = function.__name__
+        self._function = function
+
+    @cached_property
+    def address(self) -> int:
+        """Give the address of the machine code, from the cache if it is there."""
+        with _compiling:
+            keeps = _use_cache_directory(self._function.__code__.co_filename)
+            compiled = numba.cfunc(types.void(types.int64), cache=keeps, error_model="numpy")
+            self._compiled = compiled(self._function)
+            return self._compiled.address or 0
+
+
+def launch(kernel: Kernel, arguments: Sequence[int], *, num_threads: int) -> None:
+    """Run `kernel` with `arguments` on `num_threads` threads, this one among them."""
+    block = (ctypes.c_int64 * (len(arguments) + 3))(0, 0, 0, *arguments)
+    openmp = _openmp()
+    if num_threads == 1 or openmp is None:
+        _call(kernel.address)(ctypes.addressof(block))
+        return
+    block[2] = openmp.barrier
+    openmp.parallel(kernel.address, ctypes.addressof(block), num_threads, 0)
+
+
+def float_word(value: float) -> int:
+    """Give the word of a block that `kernels.cpu.simd.lanes.read_f32` reads as `value`."""
+    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+
+
+@inlined
+def wait_for_team(block: int) -> None:
+    """Wait until all threads of the launch have come here."""
+    call_address(read_i64(block + BARRIER))
+
+
+class _OpenMP:
+    """The two functions of the OpenMP library that torch uses (GNU's names)."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.parallel = library.GOMP_parallel
+        self.parallel.restype = None
+        self.parallel.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_uint,
+            ctypes.c_uint,
+        )
+        self.barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value or 0
+
+
+@cache
+def _openmp() -> _OpenMP | None:
+    """Find torch's OpenMP library; None: there is none, and launches use one thread."""
+    try:
+        # A symbol is also looked for in the libraries that this one was linked to.
+        return _OpenMP(ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")))
+    except (OSError, AttributeError):
+        return None
+
+
+@cache
+def _call(address: int) -> Callable[[int], None]:
+    """Make machine code callable; the interpreter's lock is released while it runs."""
+    return ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
+
+
+def _use_cache_directory(module: str) -> bool:
+    """Tell numba where to keep the machine code of `module`; False if there is no place.
+
+    That is $NUMBA_CACHE_DIR, else `numba` in Topspin's cache, and in it a directory named
+    by a digest of the sources that the code comes from: numba itself compares the time
+    of one file only.
+    """
+    directory = _cache_root() / _digest(module)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError:
+        return False
+    if not any(directory.iterdir()):
+        _logger.info("compiling kernels for this processor; they are kept in %s", directory)
+    setattr(numba.config, "CACHE_DIR", str(directory))  # noqa: B010, numba sets it so itself
+    return True
+
+
+def _cache_root() -> Path:
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(chosen)
+    if chosen := os.environ.get("TOPSPIN_CACHE"):
+        return Path(chosen) / "numba"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "topspin" / "numba"
+
+
+@cache
+def _digest(module: str) -> str:
+    digest = hashlib.sha256(f"{numba.__version__} {os.environ.get(PORTABLE_VARIABLE)}".encode())
+    shared = sorted((Path(__file__).parents[1] / "simd").glob("*.py"))
+    for source in (*shared, Path(__file__), Path(module)):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,53 @@
+"""Memory for weights on huge pages, which a processor finds without a walk for every 4 KiB.
+
+Owns chunks of memory from which weights that are loaded together are cut. Where the system
+has no huge pages to give (it is asked, not told) a chunk is ordinary memory. Reading
+weights once per step was 15-17 % faster with them on a virtual machine. Knows no layout.
+Used by `kernels.cpu.quantised`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import Final
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES: Final = 32 << 20
+_ALIGNMENT: Final = 64
+
+
+class Arena:
+    """Cuts zeroed memory out of chunks.
+
+    A chunk is returned to the system when no tensor cut from it is left, so take from it what
+    lives as long as its neighbours. One thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Return zeros u8 of `shape`, at an address that is a multiple of 64."""
+        size = 1
+        for extent in shape:
+            size *= extent
+        if size == 0:
+            return torch.zeros(shape, dtype=torch.uint8)
+        if self._used + size > len(self._chunk):
+            self._chunk, self._used = _map(max(size, CHUNK_BYTES)), 0
+        cut = self._chunk[self._used : self._used + size]
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return cut.view(shape)
+
+
+def _map(size: int) -> Tensor:
+    """Map zeroed memory of its own, u8[size]."""
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel without huge pages refuses the advice.
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)

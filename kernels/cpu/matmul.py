@@ -1,0 +1,271 @@
+"""Matrix products on the CPU: weights prepacked for oneDNN, and the experts' MLPs.
+
+bf16 weights are reordered once to oneDNN's own layout, which replaces the original. Few rows
+go through compiled kernels that read the same layout (`kernels.cpu.compiled.matmul`), many through
+oneDNN. fp32 weights stay plain: fp32 is run for exactness, and the
+packed product sums in another order. Knows no model; used through `kernels.cpu.ops`.
+
+Experts have two layouts. By slot: one product per expert and matrix over that expert's
+rows. Joined: all experts as one wide gated MLP whose hidden units are scaled by the
+routing weights (0 where a row does not use the expert), two products in all; it pays
+when experts are so small that calls cost more than the arithmetic that it wastes.
+
+Dimension letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.cpu.compiled import experts as numba_experts
+from kernels.cpu.compiled import matmul as numba_matmul
+from kernels.reference import (
+    check_expert,
+    collect_experts,
+    count_slots,
+    permute,
+    rebuild_slots,
+    swiglu,
+)
+
+# Join only experts of which a row uses nearly half (else more arithmetic is wasted than
+# calls are saved) and whose matrices are small.
+MIN_JOINED_SHARE: Final = 0.4
+MAX_JOINED_EXPERT_BYTES: Final = 2 << 20
+# Rows computed, and rows summed, at a time: temporaries that stay in the processor's cache.
+JOINED_ROWS: Final = 256
+SUMMED_ROWS: Final = 32
+
+
+def can_prepack(dtype: torch.dtype) -> bool:
+    """Tell whether this build of torch prepacks weights of `dtype` with equal results."""
+    return (
+        dtype == torch.bfloat16
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def pack_linear(weight: Tensor) -> LinearWeight:
+    """Prepack a weight [O, I] for oneDNN if that pays; the caller drops the original."""
+    num_out, num_in = weight.shape
+    if not can_prepack(weight.dtype):
+        return LinearWeight(weight, num_out, num_in, packed=False)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    address = numba_matmul.address_of(weight, packed)
+    return LinearWeight(packed, num_out, num_in, packed=True, address=address)
+
+
+def linear(
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O]."""
+    if not weight.packed:
+        result = F.linear(x, weight.data, bias)
+    elif x.shape[0] == 0:
+        result = x.new_empty(0, weight.out_features)
+    elif weight.address and numba_matmul.can_multiply(x):
+        result = numba_matmul.linear_of_rows(x, weight.address, weight.out_features, bias)
+    else:
+        result = torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
+    return result if out is None else out.copy_(result)
+
+
+def dense_mlp(
+    x: Tensor,
+    gate_up: LinearWeight,
+    down: LinearWeight,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Apply a gated MLP to x [R, H]: gate_up [2F, H], swiglu, down [H, F]; gives [R, H]."""
+    return linear(swiglu(linear(x, gate_up, gate_up_bias)), down, down_bias, out)
+
+
+def pack_experts(
+    gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+) -> ExpertWeights:
+    """Prepack E experts; see `kernels.reference.pack_experts`.
+
+    By slot, originals are consumed one by one: given generators, one of them is resident
+    at a time. Joined, those of one call (one layer of small experts) are.
+    """
+    if share_per_row >= MIN_JOINED_SHARE:
+        firsts, seconds = list(gate_up), list(down)
+        assert firsts, "no expert"
+        size_bytes = firsts[0].nbytes + seconds[0].nbytes
+        if size_bytes <= MAX_JOINED_EXPERT_BYTES and can_prepack(firsts[0].dtype):
+            return _join(torch.stack(firsts), torch.stack(seconds))
+        gate_up, down = firsts, seconds
+    packed = collect_experts([pack_linear(w) for w in gate_up], [pack_linear(w) for w in down])
+    return numba_experts.with_addresses(packed)
+
+
+def _join(gate_up: Tensor, down: Tensor) -> ExpertWeights:
+    """Pack gate_up [E, 2F, H] and down [E, H, F] as one MLP of E * F hidden units."""
+    num_experts, hidden_size, ffn_size = down.shape
+    assert gate_up.shape == (num_experts, 2 * ffn_size, hidden_size), tuple(gate_up.shape)
+    halves = gate_up.view(num_experts, 2, ffn_size, hidden_size).transpose(0, 1)
+    packed = ExpertWeights(
+        gate_up=[pack_linear(halves.reshape(-1, hidden_size))],
+        down=[pack_linear(down.transpose(0, 1).reshape(hidden_size, -1))],
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        ffn_size=ffn_size,
+        dtype=down.dtype,
+        joined=True,
+    )
+    return numba_experts.with_addresses(packed)
+
+
+def rebuild_experts(
+    experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, ExpertWeights]:
+    """Return experts with some slots changed; see `kernels.reference.rebuild_experts`.
+
+    Joined weights are unpacked, put together anew and packed, one matrix at a time.
+    """
+    if experts.joined:
+        rebuilt = yield from _rebuild_joined(experts, slots)
+    else:
+        rebuilt = yield from rebuild_slots(experts, slots, pack_linear)
+    return numba_experts.with_addresses(rebuilt)
+
+
+def _rebuild_joined(
+    experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, ExpertWeights]:
+    ffn_size, hidden_size = experts.ffn_size, experts.hidden_size
+    plain = experts.gate_up[0].data.to_dense().view(2, experts.num_experts, ffn_size, hidden_size)
+    yield
+    wide = plain.new_empty(2, len(slots), ffn_size, hidden_size)
+    for slot, source in enumerate(slots):
+        if isinstance(source, int):
+            wide[:, slot] = plain[:, source]
+        else:
+            check_expert(experts, source)
+            wide[:, slot] = source.gate_up.view(2, ffn_size, hidden_size)
+    del plain
+    yield
+    gate_up = pack_linear(wide.view(-1, hidden_size))
+    del wide
+    yield
+    plain = experts.down[0].data.to_dense().view(hidden_size, experts.num_experts, ffn_size)
+    yield
+    wide = plain.new_empty(hidden_size, len(slots), ffn_size)
+    for slot, source in enumerate(slots):
+        wide[:, slot] = plain[:, source] if isinstance(source, int) else source.down
+    del plain
+    yield
+    down = pack_linear(wide.view(hidden_size, -1))
+    return replace(experts, gate_up=[gate_up], down=[down], num_experts=len(slots))
+
+
+def grouped_mlp(
+    hidden: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    experts: ExpertWeights,
+    *,
+    out: Tensor | None = None,
+) -> ExpertOutput:
+    """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
+
+    A few rows go through one kernel that reads their experts only; of joined experts, which are
+    small, all rows do, a part at a time. Otherwise joined experts are added in slot order
+    inside the product, in fp32, and the sum is rounded to the dtype of hidden.
+    """
+    num_rows = hidden.shape[0]
+    if experts.addresses is not None and (experts.joined or num_rows <= numba_experts.MAX_ROWS):
+        result = torch.empty_like(hidden) if out is None else out
+        if num_rows <= numba_experts.MAX_ROWS:
+            if numba_experts.can_run(hidden, slots, weights, result):
+                return numba_experts.mlp_of_rows(hidden, slots, weights, experts, result)
+        else:
+            whole = (hidden, slots, weights, result)
+            parts = [torch.split(x, numba_experts.MAX_ROWS) for x in whole]
+            if all(numba_experts.can_run(*part) for part in zip(*parts, strict=True)):
+                return _mlp_by_part(experts, parts, result)
+    if experts.joined:
+        return _joined_mlp(hidden, slots, weights, experts, out)
+    return _mlp_by_slot(hidden, slots, weights, experts, out)
+
+
+def _mlp_by_part(
+    experts: ExpertWeights, parts: Sequence[Sequence[Tensor]], out: Tensor
+) -> ExpertOutput:
+    counts = torch.zeros(experts.num_experts, dtype=torch.int64)
+    for hidden, slots, weights, result in zip(*parts, strict=True):
+        counts += numba_experts.mlp_of_rows(hidden, slots, weights, experts, result).counts
+    return ExpertOutput(out, counts)
+
+
+def _mlp_by_slot(
+    hidden: Tensor, slots: Tensor, weights: Tensor, experts: ExpertWeights, out: Tensor | None
+) -> ExpertOutput:
+    num_rows, top_k = slots.shape
+    groups = permute(slots, experts.num_experts)
+    sizes = groups.counts.tolist()
+    num_pairs = sum(sizes)
+    busy = [slot for slot, size in enumerate(sizes) if size]
+    busy_sizes = [sizes[slot] for slot in busy]
+    grouped = hidden.index_select(0, groups.row_of[:num_pairs])
+    results = []
+    if busy:
+        inputs = torch.split(grouped, busy_sizes)
+        units = swiglu(
+            torch.cat([linear(x, experts.gate_up[s]) for x, s in zip(inputs, busy, strict=True)])
+        )
+        inputs = torch.split(units, busy_sizes)
+        results = [linear(x, experts.down[s]) for x, s in zip(inputs, busy, strict=True)]
+    results.append(hidden.new_zeros(1, experts.hidden_size))
+    # Back to (row, choice) order; pairs that are not here read the row of zeros at the end.
+    position = torch.empty_like(groups.order)
+    position[groups.order] = torch.arange(groups.order.numel())
+    joined, position = torch.cat(results), position.clamp_(max=num_pairs).view(num_rows, top_k)
+    scales = torch.where(slots < 0, 0.0, weights)[:, :, None]
+    if out is None:
+        out = torch.empty_like(hidden)
+    for begin in range(0, num_rows, SUMMED_ROWS):
+        rows = slice(begin, begin + SUMMED_ROWS)
+        parts = joined[position[rows]].float().mul_(scales[rows])
+        total = torch.zeros_like(parts[:, 0])
+        for choice in parts.unbind(1):
+            total += choice
+        out[rows] = total
+    return ExpertOutput(out, groups.counts)
+
+
+def _joined_mlp(
+    hidden: Tensor, slots: Tensor, weights: Tensor, experts: ExpertWeights, out: Tensor | None
+) -> ExpertOutput:
+    num_rows, num_experts = hidden.shape[0], experts.num_experts
+    counts = count_slots(slots.long(), num_experts)
+    columns = torch.where(slots < 0, num_experts, slots).long()
+    scales = torch.zeros(num_rows, num_experts + 1).scatter_add_(1, columns, weights)
+    used = torch.zeros(num_rows, num_experts + 1, dtype=torch.bool).scatter_(1, columns, True)
+    if out is None:
+        out = torch.empty_like(hidden)
+    for begin in range(0, num_rows, JOINED_ROWS):
+        rows = slice(begin, begin + JOINED_ROWS)
+        units = swiglu(linear(hidden[rows], experts.gate_up[0])).view(
+            -1, num_experts, experts.ffn_size
+        )
+        scaled = (units * scales[rows, :num_experts, None]).to(hidden.dtype)
+        result = linear(scaled.view(-1, num_experts * experts.ffn_size), experts.down[0])
+        if not bool(result.isfinite().all()):
+            # 0 * infinity: an expert that a row does not use must not reach it.
+            scaled.masked_fill_(~used[rows, :num_experts, None], 0)
+            result = linear(scaled.view(-1, num_experts * experts.ffn_size), experts.down[0])
+        out[rows] = result
+    return ExpertOutput(out, counts)

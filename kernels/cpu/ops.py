@@ -1,0 +1,118 @@
+"""Ops for hosts without a GPU: few torch calls per layer, with the reference's rounding.
+
+Gathers the CPU versions to the interface of `kernels.dispatch.Ops`: matrix products from
+`cpu_matmul`, attention from `cpu_attention`, the small ops from `numba_layer` for bf16 and
+else from `cpu_plain`, and what plain torch does well from `reference`. Called by the nodes
+through `kernels.dispatch`.
+
+Dimension letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.contracts import Routing
+from kernels.cpu import plain as cpu_plain
+from kernels.cpu.attention import paged_attention
+from kernels.cpu.compiled import layer as numba_layer
+from kernels.cpu.matmul import (
+    dense_mlp,
+    grouped_mlp,
+    linear,
+    pack_experts,
+    pack_linear,
+    rebuild_experts,
+)
+from kernels.cpu.plain import rotate
+from kernels.reference import embed, permute, sigmoid, swiglu, write_kv
+from kernels.sampling import sample
+
+__all__ = [
+    "add_rms_norm",
+    "dense_mlp",
+    "embed",
+    "grouped_mlp",
+    "linear",
+    "name",
+    "pack_experts",
+    "pack_linear",
+    "pack_lm_head",
+    "pack_projection",
+    "paged_attention",
+    "permute",
+    "rebuild_experts",
+    "rms_norm",
+    "rotate",
+    "rotate_and_store",
+    "route",
+    "sample",
+    "sigmoid",
+    "swiglu",
+    "write_kv",
+]
+
+name: Final = "cpu"
+
+# The matrices that --quantization covers; here they are packed as any other.
+pack_projection = pack_lm_head = pack_linear
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
+    """Normalise each row of x [..., H] and scale it; see `kernels.reference.rms_norm`."""
+    if out is None and numba_layer.can_norm(None, x, weight):
+        return numba_layer.add_norm(None, x, weight, eps=eps)
+    return cpu_plain.rms_norm(x, weight, eps=eps, out=out)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Add x [T, H] to residual [T, H] in place and return rms_norm of the sum."""
+    if out is None and numba_layer.can_norm(x, residual, weight):
+        return numba_layer.add_norm(x, residual, weight, eps=eps)
+    return cpu_plain.add_rms_norm(x, residual, weight, eps=eps, out=out)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Norm, rotate and store; see `kernels.reference.rotate_and_store`."""
+    if numba_layer.can_rotate(q, k, v, cos, k_cache):
+        numba_layer.rotate_and_store(
+            q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps=eps
+        )
+        return
+    cpu_plain.rotate_and_store(
+        q, k, v, cos, sin, k_cache, v_cache, slots, q_norm=q_norm, k_norm=k_norm, eps=eps
+    )
+
+
+def route(
+    logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype = torch.float32
+) -> Routing:
+    """Choose top_k experts per token; see `kernels.reference.route`."""
+    if numba_layer.can_route(logits, top_k, weights_dtype):
+        return Routing(
+            *numba_layer.route_rows(
+                logits, top_k=top_k, renormalise=renormalise, weights_dtype=weights_dtype
+            )
+        )
+    return reference.route(
+        logits, top_k=top_k, renormalise=renormalise, weights_dtype=weights_dtype
+    )

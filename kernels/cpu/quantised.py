@@ -1,0 +1,318 @@
+"""Weights in 4 or 8 bits: projections and routed experts in other ops' place.
+
+Owns what a quantised weight is as a tensor, and `QuantisedOps`, which computes with such
+weights and leaves everything else to the ops that it is made of. A weight is quantised when
+it is packed, in groups of 32 inputs of an output, each with its own step and lowest number
+(chosen for a small squared error); rows are quantised to 8 bits as they come, in the same
+groups, each with its own scale (what llama.cpp calls Q8_0), so that products are sums of
+integers, exact until a group's sum is scaled in fp32. A row's result does not depend on the
+rows beside it. Called by the nodes through `kernels.dispatch`.
+
+Dimension letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.cpu.compiled.quantised import quantise_weight, quantised_experts, quantised_linear
+from kernels.cpu.compiled.runtime import launch
+from kernels.cpu.huge_pages import Arena
+from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, group_bytes
+from kernels.cpu.simd.lanes import LANES
+from kernels.reference import check_expert
+
+BITS: Final = {"int4": 4, "int8": 8}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedWeight(LinearWeight):
+    """A weight [O, I] whose data are the blocks of `kernels.cpu.simd.integers`.
+
+    data is u8[blocks, groups, bytes]; outputs and inputs beyond O and I are zeros.
+    """
+
+    bits: int = field(kw_only=True)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedExperts(ExpertWeights):
+    """Experts by slot. The halves of gate_up are padded to whole groups, each by itself."""
+
+    places: Tensor = field(init=False)
+    """i64[E, 2], where the data of gate_up and down begin."""
+
+    def __post_init__(self) -> None:
+        """Note where the weights are."""
+        pairs = zip(self.gate_up, self.down, strict=True)
+        found = [[a.data.data_ptr(), b.data.data_ptr()] for a, b in pairs]
+        object.__setattr__(self, "places", torch.tensor(found, dtype=torch.int64).view(-1, 2))
+
+
+def quantise(weight: Tensor, bits: int, arena: Arena | None = None) -> QuantisedWeight:
+    """Quantise a matrix [O, I], fp32 or bf16, to `bits` (4 or 8) per number, in `arena`.
+
+    With its scales it takes 5 or 9 bits per number.
+    """
+    num_out, num_in = weight.shape
+    groups = -(-num_in // GROUP)
+    # The rows that it is multiplied by have zeros there: any number will do that does not
+    # widen the range of the last group.
+    ends = weight[:, -1:].expand(-1, groups * GROUP - num_in)
+    source = torch.cat((weight, ends), dim=1) if num_in % GROUP else weight.contiguous()
+    shape = (-(-num_out // LANES), groups, group_bytes(bits))
+    data = torch.zeros(shape, dtype=torch.uint8) if arena is None else arena.zeros(*shape)
+    launch(
+        quantise_weight,
+        [
+            source.data_ptr(),
+            _is_bf16(source),
+            num_out,
+            groups,
+            bits,
+            data.data_ptr(),
+        ],
+        num_threads=torch.get_num_threads(),
+    )
+    return QuantisedWeight(data, num_out, num_in, packed=True, bits=bits)
+
+
+def dequantise(weight: QuantisedWeight) -> Tensor:
+    """Return the fp32 matrix [O, I] that a quantised weight stands for."""
+    blocks, groups, _ = weight.data.shape
+    split = 4 * LANES
+    scales = weight.data[:, :, :split].contiguous().view(torch.bfloat16).float()
+    low, step = scales.view(blocks, groups, LANES, 2).unbind(-1)
+    raw = weight.data[:, :, split:].view(blocks, groups, -1, LANES, 4)
+    if weight.bits == 4:
+        raw = torch.stack((raw & 15, raw >> 4), dim=3).flatten(2, 3)
+    codes = raw.permute(0, 3, 1, 2, 4).reshape(blocks, LANES, groups, GROUP).float()
+    numbers = codes * step.transpose(1, 2)[..., None] + low.transpose(1, 2)[..., None]
+    whole = numbers.reshape(blocks * LANES, groups * GROUP)
+    return whole[: weight.out_features, : weight.in_features]
+
+
+def quantised_product(
+    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """Multiply x [R, I] by a quantised weight transposed and add bias [O]; gives [R, O]."""
+    num_rows = x.shape[0]
+    rows, groups = _whole_groups(x), weight.data.shape[1]
+    is_ours = out is not None and out.is_contiguous() and out.dtype in _DTYPES
+    result = out if out is not None and is_ours else x.new_empty(num_rows, weight.out_features)
+    if bias is not None:
+        bias = F.pad(bias.float(), (0, -len(bias) % LANES))
+    if num_rows:
+        codes = torch.empty(num_rows * groups * ROW_GROUP_BYTES, dtype=torch.uint8)
+        launch(
+            quantised_linear,
+            [
+                rows.data_ptr(),
+                _is_bf16(rows),
+                num_rows,
+                groups,
+                weight.data.data_ptr(),
+                weight.bits,
+                weight.out_features,
+                0 if bias is None else bias.data_ptr(),
+                result.data_ptr(),
+                _is_bf16(result),
+                codes.data_ptr(),
+                0,
+                0,
+            ],
+            num_threads=torch.get_num_threads(),
+        )
+    return result if out is None or is_ours else out.copy_(result)
+
+
+def quantised_mlp(
+    hidden: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    experts: QuantisedExperts,
+    out: Tensor | None,
+) -> ExpertOutput:
+    """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
+
+    The contributions are added in fp32 in slot order, and nothing between the two products
+    is rounded but to codes.
+    """
+    num_rows, top_k = slots.shape
+    first = experts.gate_up[0]
+    assert isinstance(first, QuantisedWeight)
+    rows, width = _whole_groups(hidden), experts.hidden_size
+    groups, units = first.data.shape[1], -(-experts.ffn_size // GROUP)
+    slots, weights = slots.int().contiguous(), weights.contiguous()
+    is_ours = out is not None and out.is_contiguous() and out.dtype in _DTYPES
+    result = out if out is not None and is_ours else hidden.new_empty(num_rows, width)
+    num_pairs, padded = num_rows * top_k, -(-width // LANES) * LANES
+    counts = torch.zeros(experts.num_experts, dtype=torch.int64)
+    order = torch.empty(experts.num_experts + num_pairs, dtype=torch.int64)
+    sums = torch.empty(num_rows, padded)
+    codes = torch.empty(num_rows * groups * ROW_GROUP_BYTES, dtype=torch.uint8)
+    pair_codes = torch.empty(num_pairs * units * ROW_GROUP_BYTES, dtype=torch.uint8)
+    launch(
+        quantised_experts,
+        [
+            rows.data_ptr(),
+            _is_bf16(rows),
+            num_rows,
+            top_k,
+            slots.data_ptr(),
+            weights.data_ptr(),
+            experts.num_experts,
+            experts.places.data_ptr(),
+            first.bits,
+            groups,
+            units,
+            width,
+            result.data_ptr(),
+            _is_bf16(result),
+            sums.data_ptr(),
+            counts.data_ptr(),
+            order.data_ptr(),
+            order.data_ptr() + 8 * experts.num_experts,
+            codes.data_ptr(),
+            pair_codes.data_ptr(),
+            0,
+            0,
+            0,
+            0,
+        ],
+        num_threads=torch.get_num_threads(),
+    )
+    if out is not None and not is_ours:
+        result = out.copy_(result)
+    return ExpertOutput(result, counts)
+
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _is_bf16(x: Tensor) -> int:
+    assert x.dtype in _DTYPES, f"{x.dtype}"
+    return int(x.dtype == torch.bfloat16)
+
+
+def _whole_groups(x: Tensor) -> Tensor:
+    """Return x [R, I] contiguous, with columns of zeros up to a multiple of GROUP."""
+    missing = -x.shape[1] % GROUP
+    return F.pad(x, (0, missing)) if missing else x.contiguous()
+
+
+class QuantisedOps:
+    """The ops of `base`, with quantised projections and experts."""
+
+    def __init__(self, base: Any, quantization: str) -> None:
+        """`base` satisfies kernels.dispatch.Ops; `quantization` is a key of BITS."""
+        self._base = base
+        self._bits = BITS[quantization]
+        self.name = base.name
+        # For what is packed once; experts that a table switch brings go one by one.
+        self._arena = Arena()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    def pack_projection(self, weight: Tensor) -> LinearWeight:
+        """Quantise a weight [O, I]; the caller drops the original."""
+        return quantise(weight, self._bits, self._arena)
+
+    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
+        """Quantise the LM head [V, H] to 8 bits: 4 would change the most likely token."""
+        return quantise(weight, 8, self._arena)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: LinearWeight,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O]."""
+        if isinstance(weight, QuantisedWeight):
+            return quantised_product(x, weight, bias, out)
+        result: Tensor = self._base.linear(x, weight, bias, out)
+        return result
+
+    def dense_mlp(
+        self,
+        x: Tensor,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Apply a gated MLP to x [R, H]; see `kernels.reference.dense_mlp`."""
+        units = self._base.swiglu(self.linear(x, gate_up, gate_up_bias))
+        return self.linear(units, down, down_bias, out)
+
+    def pack_experts(
+        self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+    ) -> ExpertWeights:
+        """Quantise E experts one matrix after the other; see `kernels.reference`.
+
+        `share_per_row` makes no difference: there is one layout.
+        """
+        dtype = torch.float32
+        firsts: list[LinearWeight] = []
+        for matrix in gate_up:
+            dtype = matrix.dtype
+            firsts.append(self._pack_gate_up(matrix, self._arena))
+        seconds: list[LinearWeight] = [quantise(matrix, self._bits, self._arena) for matrix in down]
+        assert firsts, "no expert"
+        ffn_size, hidden_size = seconds[0].in_features, seconds[0].out_features
+        for first, second in zip(firsts, seconds, strict=True):
+            assert (first.out_features, first.in_features) == (2 * ffn_size, hidden_size)
+            assert (second.out_features, second.in_features) == (hidden_size, ffn_size)
+        return QuantisedExperts(firsts, seconds, len(firsts), hidden_size, ffn_size, dtype)
+
+    def _pack_gate_up(self, matrix: Tensor, arena: Arena | None) -> LinearWeight:
+        """Quantise [2F, H], each half with rows of zeros up to a multiple of GROUP."""
+        num_out, num_in = matrix.shape
+        ffn_size = num_out // 2
+        missing = -ffn_size % GROUP
+        if missing:
+            matrix = F.pad(matrix.view(2, ffn_size, num_in), (0, 0, 0, missing)).flatten(0, 1)
+        return replace(quantise(matrix, self._bits, arena), out_features=num_out)
+
+    def rebuild_experts(
+        self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
+    ) -> Generator[None, None, ExpertWeights]:
+        """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
+        gate_up: list[LinearWeight] = []
+        down: list[LinearWeight] = []
+        for source in slots:
+            if isinstance(source, int):
+                gate_up.append(experts.gate_up[source])
+                down.append(experts.down[source])
+                continue
+            check_expert(experts, source)
+            gate_up.append(self._pack_gate_up(source.gate_up, None))
+            yield
+            down.append(quantise(source.down, self._bits))
+            yield
+        return replace(experts, gate_up=gate_up, down=down, num_experts=len(slots))
+
+    def grouped_mlp(
+        self,
+        hidden: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        experts: ExpertWeights,
+        *,
+        out: Tensor | None = None,
+    ) -> ExpertOutput:
+        """Sum each row's local experts; see `kernels.reference.grouped_mlp`."""
+        assert isinstance(experts, QuantisedExperts)
+        return quantised_mlp(hidden, slots, weights, experts, out)

@@ -1,0 +1,291 @@
+"""Dot products of quantised weights and quantised rows, for kernels that numba compiles.
+
+Owns the layouts in which such kernels keep numbers, and the operations that read and write
+them: `dot_tile` multiplies up to eight rows by sixteen outputs, `quantise_group` turns 32
+numbers of a row into codes. With AVX512-VNNI a tile adds four products per lane in one
+instruction; the portable form gives the same integers, so the same bits. Knows no tensor.
+Used by `kernels.cpu.compiled.quantised`, inside compiled functions only.
+
+A number of a weight is code * step + low, with codes of 0..15 (4 bits) or 0..255 (8 bits);
+step and low are shared by GROUP inputs of one output. A block holds LANES outputs. For each
+group of inputs it has 64 bytes of scales, per output low and step as two bf16 numbers in one
+word, then the codes: LANES words of four inputs each, or, with 4 bits, of eight, of which
+the first four are in the lower halves of the bytes. A row has per group GROUP signed bytes,
+their scale, and their scaled sum (fp32).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from llvmlite import ir
+from numba.core import types
+
+from kernels.cpu.simd.lanes import (
+    F32,
+    F32_LANES,
+    I32,
+    I32_LANES,
+    I64,
+    LANES,
+    F32x16,
+    broadcast,
+    call,
+    constant,
+    count_up,
+    cpu_has,
+    even_numbers,
+    fused,
+    lanes_of,
+    load,
+    odd_numbers,
+    operation,
+    pointer,
+    store,
+)
+
+GROUP: Final = 32
+SCALE_BYTES: Final = 4 * LANES
+"""Scales of one group of a block; also one fp32 row of LANES outputs."""
+ROW_GROUP_BYTES: Final = GROUP + 8
+# A thread that waits for others looks so often before it lets another one run.
+SPINS: Final = 2000
+# How far ahead of a tile weights are asked for: measured best, and about what memory
+# delivers within its latency on one core.
+AHEAD_BYTES: Final = 4096
+LINE_BYTES: Final = 64
+# A quieter group counts as zeros: the inverse of its scale would overflow.
+MIN_MAGNITUDE: Final = 1e-30
+
+
+def group_bytes(bits: int) -> int:
+    """Return the size of one group of a block."""
+    return SCALE_BYTES + LANES * GROUP * bits // 8
+
+
+def _at(builder: ir.IRBuilder, address: ir.Value, offset: int) -> ir.Value:
+    return builder.add(address, constant(offset))
+
+
+def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Ask for the cache line at `address`, which need not be memory."""
+    place = pointer(builder, address, ir.IntType(8))
+    hints = [ir.Constant(I32, hint) for hint in (0, 3, 1)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, *hints])
+
+
+def _byte_dot(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value) -> ir.Value:
+    """Add four products to each lane: unsigned bytes of `codes` by signed bytes of `row`."""
+    if cpu_has("avx512vnni", "avx512f"):
+        return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32_LANES, [total, codes, row])
+    for byte in range(4):
+        shifted = builder.lshr(codes, lanes_of(I32_LANES, 8 * byte))
+        code = builder.and_(shifted, lanes_of(I32_LANES, 255))
+        top = builder.shl(row, lanes_of(I32_LANES, 24 - 8 * byte))
+        number = builder.ashr(top, lanes_of(I32_LANES, 24))
+        total = builder.add(total, builder.mul(code, number))
+    return total
+
+
+def _unpack(builder: ir.IRBuilder, group: ir.Value, bits: int) -> list[ir.Value]:
+    """Return the codes of one group of a block, four inputs to a vector."""
+    raw = [
+        load(builder, _at(builder, group, SCALE_BYTES + 4 * LANES * idx), I32_LANES)
+        for idx in range(GROUP * bits // 32)
+    ]
+    if bits == 8:
+        return raw
+    mask = lanes_of(I32_LANES, 0x0F0F0F0F)
+    codes = []
+    for value in raw:
+        codes.append(builder.and_(value, mask))
+        codes.append(builder.and_(builder.lshr(value, lanes_of(I32_LANES, 4)), mask))
+    return codes
+
+
+def _tile_group(
+    builder: ir.IRBuilder,
+    group: ir.Value,
+    rows: Sequence[ir.Value],
+    sums: Sequence[ir.Value],
+    bits: int,
+) -> list[ir.Value]:
+    """Add one group's products to `sums`; rows are addresses of the group."""
+    scales = load(builder, group, I32_LANES)
+    low, step = even_numbers(builder, scales), odd_numbers(builder, scales)
+    totals: list[ir.Value] = [lanes_of(I32_LANES, 0) for _ in rows]
+    for idx, codes in enumerate(_unpack(builder, group, bits)):
+        for row, numbers in enumerate(rows):
+            four = load(builder, _at(builder, numbers, 4 * idx), I32)
+            totals[row] = _byte_dot(builder, totals[row], codes, broadcast(builder, four))
+    results = []
+    for total, old, numbers in zip(totals, sums, rows, strict=True):
+        scale = broadcast(builder, load(builder, _at(builder, numbers, GROUP), F32))
+        scaled_sum = broadcast(builder, load(builder, _at(builder, numbers, GROUP + 4), F32))
+        product = builder.fmul(builder.sitofp(total, F32_LANES), scale)
+        results.append(fused(builder, low, scaled_sum, fused(builder, product, step, old)))
+    return results
+
+
+@functools.cache
+def dot_tile(num_rows: int, bits: int) -> Callable[..., Any]:
+    """Make tile(block, num_groups, rows, out), which multiplies rows by one block.
+
+    All are int64: the address of the block, its groups, the address of num_rows addresses of
+    quantised rows, and where the products go, fp32 [num_rows, LANES].
+    """
+
+    def tile(
+        builder: ir.IRBuilder,
+        block: ir.Value,
+        num_groups: ir.Value,
+        rows: ir.Value,
+        out: ir.Value,
+    ) -> None:
+        codes = [load(builder, _at(builder, rows, 8 * row), I64) for row in range(num_rows)]
+
+        def add_group(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            group = builder.add(block, builder.mul(index, constant(group_bytes(bits))))
+            for line in range(0, group_bytes(bits), LINE_BYTES):
+                _prefetch(builder, _at(builder, group, AHEAD_BYTES + line))
+            row_at = builder.mul(index, constant(ROW_GROUP_BYTES))
+            places = [builder.add(row, row_at) for row in codes]
+            return _tile_group(builder, group, places, sums, bits)
+
+        zeros: list[ir.Value] = [lanes_of(F32_LANES, 0.0) for _ in range(num_rows)]
+        for row, total in enumerate(count_up(builder, num_groups, zeros, add_group)):
+            store(builder, _at(builder, out, SCALE_BYTES * row), total)
+
+    return operation(types.none, [types.int64] * 4)(tile)
+
+
+@operation(types.none, [F32x16, F32x16, types.int64])
+def quantise_group(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, group: ir.Value) -> None:
+    """Write the codes of 32 numbers and their scales as a row's group.
+
+    The largest magnitude becomes 127. A group with a NaN or an infinity gives NaN.
+    """
+    magnitude = [
+        builder.and_(builder.bitcast(half, I32_LANES), lanes_of(I32_LANES, 0x7FFFFFFF))
+        for half in (first, last)
+    ]
+    # Compared as integers, which order as the numbers do, with NaN above all of them.
+    larger = call(builder, "llvm.umax.v16i32", I32_LANES, magnitude)
+    most = call(builder, "llvm.vector.reduce.umax.v16i32", I32, [larger])
+    largest = builder.bitcast(most, F32)
+    is_quiet = builder.fcmp_ordered("<", largest, ir.Constant(F32, MIN_MAGNITUDE))
+    quotient = builder.fdiv(ir.Constant(F32, 127.0), largest)
+    inverse = builder.select(is_quiet, ir.Constant(F32, 0.0), quotient)
+    total: ir.Value = ir.Constant(I32, 0)
+    for idx, half in enumerate((first, last)):
+        scaled = builder.fmul(half, broadcast(builder, inverse))
+        rounded = call(builder, "llvm.rint.v16f32", F32_LANES, [scaled])
+        whole = builder.fptosi(rounded, I32_LANES)
+        narrow = builder.trunc(whole, ir.VectorType(ir.IntType(8), LANES))
+        store(builder, _at(builder, group, LANES * idx), narrow)
+        added = call(builder, "llvm.vector.reduce.add.v16i32", I32, [whole])
+        total = builder.add(total, added)
+    scale = builder.fmul(largest, ir.Constant(F32, 1 / 127))
+    # A number that is not finite, minus itself, is NaN; its codes mean nothing.
+    scale = builder.fadd(scale, builder.fsub(scale, scale))
+    store(builder, _at(builder, group, GROUP), scale)
+    store(builder, _at(builder, group, GROUP + 4), builder.fmul(builder.sitofp(total, F32), scale))
+
+
+@operation(F32x16, [F32x16, types.float32, types.float32, types.float32])
+def to_codes(
+    builder: ir.IRBuilder, value: ir.Value, low: ir.Value, inverse: ir.Value, most: ir.Value
+) -> ir.Value:
+    """Give round((value - low) * inverse), held within 0 and `most`, as floats."""
+    moved = builder.fsub(value, broadcast(builder, low))
+    scaled = builder.fmul(moved, broadcast(builder, inverse))
+    rounded = call(builder, "llvm.rint.v16f32", F32_LANES, [scaled])
+    held = call(builder, "llvm.maxnum.v16f32", F32_LANES, [rounded, lanes_of(F32_LANES, 0.0)])
+    return call(builder, "llvm.minnum.v16f32", F32_LANES, [held, broadcast(builder, most)])
+
+
+@operation(types.float32, [types.float32])
+def to_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Round to the nearest bf16, ties to even."""
+    bits = builder.bitcast(value, I32)
+    last = builder.and_(builder.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
+    up = builder.add(builder.add(bits, ir.Constant(I32, 0x7FFF)), last)
+    return builder.bitcast(builder.and_(up, ir.Constant(I32, -65536)), F32)
+
+
+@operation(types.none, [types.int64, types.int64, types.float32, types.float32])
+def write_scales(
+    builder: ir.IRBuilder, group: ir.Value, lane: ir.Value, low: ir.Value, step: ir.Value
+) -> None:
+    """Write the scales of output `lane` in a group of a block; both are bf16 numbers."""
+    lower = builder.lshr(builder.bitcast(low, I32), ir.Constant(I32, 16))
+    word = builder.or_(lower, builder.bitcast(step, I32))
+    store(builder, builder.add(group, builder.mul(lane, constant(4))), word)
+
+
+def write_codes(bits: int) -> Callable[..., Any]:
+    """Make write(group, lane, first, last): 32 codes, given as floats, of output `lane`."""
+
+    def write(
+        builder: ir.IRBuilder, group: ir.Value, lane: ir.Value, first: ir.Value, last: ir.Value
+    ) -> None:
+        words = []
+        for half in (first, last):
+            narrow = builder.fptoui(half, ir.VectorType(ir.IntType(8), LANES))
+            four = builder.bitcast(narrow, ir.VectorType(I32, 4))
+            words += [builder.extract_element(four, ir.Constant(I32, idx)) for idx in range(4)]
+        if bits == 4:
+            pairs = zip(words[::2], words[1::2], strict=True)
+            words = [builder.or_(a, builder.shl(b, ir.Constant(I32, 4))) for a, b in pairs]
+        place = builder.add(group, builder.mul(lane, constant(4)))
+        for idx, word in enumerate(words):
+            store(builder, _at(builder, place, SCALE_BYTES + 4 * LANES * idx), word)
+
+    return operation(types.none, [types.int64, types.int64, F32x16, F32x16])(write)
+
+
+@operation(types.none, [types.int64, types.int64, types.int64])
+def copy_bytes(builder: ir.IRBuilder, to: ir.Value, source: ir.Value, num_bytes: ir.Value) -> None:
+    """Copy bytes that do not overlap."""
+    kind = ir.IntType(8)
+
+    def copy(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        value = builder.load(pointer(builder, builder.add(source, index), kind))
+        builder.store(value, pointer(builder, builder.add(to, index), kind))
+        return []
+
+    count_up(builder, num_bytes, [], copy)
+
+
+@operation(types.none, [types.int64])
+def finish(builder: ir.IRBuilder, address: ir.Value) -> None:
+    """Add 1 to an i64 that threads share, after all that this one wrote before."""
+    builder.atomic_rmw("add", pointer(builder, address, I64), constant(1), "release")
+
+
+@operation(types.none, [types.int64, types.int64])
+def wait_for(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> None:
+    """Wait until an i64 that threads share is `count`; then what they wrote before is seen.
+
+    Unlike a barrier it does not wait for threads that have not come, if there is nothing
+    left for them to do. Between looks it pauses, and after SPINS of them lets others run.
+    """
+    before = builder.block
+    look, again = builder.append_basic_block("look"), builder.append_basic_block("again")
+    after = builder.append_basic_block("done")
+    builder.branch(look)
+    builder.position_at_end(look)
+    looks = builder.phi(I32)
+    looks.add_incoming(ir.Constant(I32, 0), before)
+    seen = builder.load_atomic(pointer(builder, address, I64), "acquire", 8)
+    builder.cbranch(builder.icmp_signed("<", seen, count), again, after)
+    builder.position_at_end(again)
+    if cpu_has("sse2"):
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+    with builder.if_then(builder.icmp_signed(">", looks, ir.Constant(I32, SPINS))):
+        call(builder, "sched_yield", I32, [])
+    looks.add_incoming(builder.add(looks, ir.Constant(I32, 1)), builder.block)
+    builder.branch(look)
+    builder.position_at_end(after)

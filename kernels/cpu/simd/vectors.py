@@ -1,0 +1,248 @@
+"""Operations on vectors of sixteen lanes, for kernels that numba compiles.
+
+Reading, writing, rounding to bf16, arithmetic, and the exponential, over the types and in
+the manner of `kernels.cpu.simd.lanes`. Used by `kernels.numba_*` and the like, inside compiled
+functions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+from numba.core import types
+
+from kernels.cpu.simd.lanes import (
+    F32_LANES,
+    I32,
+    I32_LANES,
+    LANES,
+    F32x16,
+    I32x16,
+    broadcast,
+    call,
+    first_lanes,
+    fused,
+    lanes_of,
+    load,
+    load_first,
+    operation,
+    paired,
+    pointer,
+    rounded,
+    shuffled,
+    store,
+    store_first,
+)
+
+
+@operation(F32x16, [types.int64])
+def load_f32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Read sixteen floats."""
+    return load(builder, address, F32_LANES)
+
+
+@operation(I32x16, [types.int64])
+def load_i32(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Read sixteen i32, or 32 bf16."""
+    return load(builder, address, I32_LANES)
+
+
+@operation(F32x16, [types.int64])
+def load_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Read sixteen bf16 numbers, widened in order."""
+    narrow = load(builder, address, ir.VectorType(ir.IntType(16), LANES))
+    wide = builder.shl(builder.zext(narrow, I32_LANES), lanes_of(I32_LANES, 16))
+    return builder.bitcast(wide, F32_LANES)
+
+
+@operation(F32x16, [types.int64, types.int64])
+def load_first_f32(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
+    """Read the first `count` of sixteen floats; the others are 0, their memory not read."""
+    return load_first(builder, address, F32_LANES, count)
+
+
+@operation(F32x16, [types.int64, types.int64])
+def load_first_bf16(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
+    """Read the first `count` of sixteen bf16 numbers, widened; the others are 0, not read."""
+    kind = ir.VectorType(ir.IntType(16), LANES)
+    zeros = ir.Constant(kind, [0] * LANES)
+    operands = [
+        pointer(builder, address, kind),
+        ir.Constant(I32, 2),
+        first_lanes(builder, count),
+        zeros,
+    ]
+    narrow = call(builder, "llvm.masked.load.v16i16.p0", kind, operands)
+    wide = builder.shl(builder.zext(narrow, I32_LANES), lanes_of(I32_LANES, 16))
+    return builder.bitcast(wide, F32_LANES)
+
+
+@operation(types.none, [types.int64, F32x16])
+def store_f32(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Write sixteen floats."""
+    store(builder, address, value)
+
+
+@operation(types.none, [types.int64, F32x16])
+def store_bf16(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Round sixteen floats to bf16 (nearest, ties to even; NaN stays NaN) and write them."""
+    store(
+        builder,
+        address,
+        builder.trunc(rounded(builder, value), ir.VectorType(ir.IntType(16), LANES)),
+    )
+
+
+@operation(F32x16, [F32x16])
+def round_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Round to bf16 and widen again."""
+    bits = builder.shl(rounded(builder, value), lanes_of(I32_LANES, 16))
+    return builder.bitcast(bits, F32_LANES)
+
+
+@operation(types.none, [types.int64, F32x16, types.int64])
+def store_first_bf16(
+    builder: ir.IRBuilder, address: ir.Value, value: ir.Value, count: ir.Value
+) -> None:
+    """Round to bf16 and write the first `count` lanes."""
+    kind = ir.VectorType(ir.IntType(16), LANES)
+    where = pointer(builder, address, kind)
+    numbers = builder.trunc(rounded(builder, value), kind)
+    operands = [numbers, where, ir.Constant(I32, 2), first_lanes(builder, count)]
+    call(builder, "llvm.masked.store.v16i16.p0", ir.VoidType(), operands)
+
+
+@operation(types.none, [types.int64, F32x16, F32x16])
+def store_pairs(builder: ir.IRBuilder, address: ir.Value, even: ir.Value, odd: ir.Value) -> None:
+    """Round to bf16 and write 32 numbers: the lanes of `even` and `odd` in turn."""
+    store(builder, address, paired(builder, even, odd))
+
+
+@operation(types.none, [types.int64, F32x16, F32x16, types.int64])
+def store_first_pairs(
+    builder: ir.IRBuilder, address: ir.Value, even: ir.Value, odd: ir.Value, count: ir.Value
+) -> None:
+    """Do what store_pairs does, but write the first `count` pairs only."""
+    store_first(builder, address, paired(builder, even, odd), count)
+
+
+@operation(types.none, [types.int64, F32x16, types.int64])
+def store_first_f32(
+    builder: ir.IRBuilder, address: ir.Value, value: ir.Value, count: ir.Value
+) -> None:
+    """Write the first `count` lanes."""
+    store_first(builder, address, value, count)
+
+
+@operation(F32x16, [types.float32])
+def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    """Give the vector all of whose lanes are `scalar`."""
+    return broadcast(builder, scalar)
+
+
+@operation(F32x16, [F32x16, F32x16])
+def add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Give a + b."""
+    return builder.fadd(a, b)
+
+
+@operation(F32x16, [F32x16, F32x16])
+def sub(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Give a - b."""
+    return builder.fsub(a, b)
+
+
+@operation(F32x16, [F32x16, F32x16])
+def mul(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Give a * b."""
+    return builder.fmul(a, b)
+
+
+@operation(F32x16, [F32x16, F32x16])
+def div(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Give a / b."""
+    return builder.fdiv(a, b)
+
+
+@operation(F32x16, [F32x16, F32x16, F32x16])
+def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """Give a * b + c, rounded once."""
+    return fused(builder, a, b, c)
+
+
+@operation(F32x16, [F32x16, F32x16])
+def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    """Give the greater; NaN wherever one is."""
+    greater = builder.fcmp_ordered(">", a, b)
+    picked = builder.select(greater, a, b)
+    return builder.select(builder.fcmp_unordered("uno", a, a), a, picked)
+
+
+@operation(types.float32, [F32x16])
+def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Add the lanes, in pairs of halves."""
+    return _fold(builder, value, builder.fadd)
+
+
+@operation(types.float32, [F32x16])
+def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Give the greatest lane; not defined if one is NaN."""
+
+    def greater(a: ir.Value, b: ir.Value) -> ir.Value:
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+    return _fold(builder, value, greater)
+
+
+def _fold(
+    builder: ir.IRBuilder, value: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]
+) -> ir.Value:
+    width = LANES // 2
+    while width:
+        swapped = [lane ^ width for lane in range(LANES)]
+        value = join(value, shuffled(builder, value, value, swapped))
+        width //= 2
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+@operation(F32x16, [F32x16, F32x16, F32x16])
+def keep_from(
+    builder: ir.IRBuilder, value: ir.Value, number: ir.Value, limit: ir.Value
+) -> ir.Value:
+    """Replace the lanes where number < limit by 0."""
+    kept = builder.fcmp_ordered(">=", number, limit)
+    return builder.select(kept, value, lanes_of(F32_LANES, 0.0))
+
+
+@operation(F32x16, [F32x16, types.int64, types.float32])
+def keep_first(
+    builder: ir.IRBuilder, value: ir.Value, count: ir.Value, other: ir.Value
+) -> ir.Value:
+    """Replace all lanes but the first `count` (any number) by `other`."""
+    return builder.select(first_lanes(builder, count), value, broadcast(builder, other))
+
+
+@operation(F32x16, [F32x16])
+def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Give e to the power x within two units of the last place; 0 below -87, NaN of NaN.
+
+    x = n ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7; times 2^n by
+    adding n to the exponent. ln 2 is subtracted in two parts (Cody and Waite). Above 88
+    the result is not meant to be used: softmax subtracts the greatest, silu clamps.
+    """
+    lowest, greatest = lanes_of(F32_LANES, -87.0), lanes_of(F32_LANES, 88.0)
+    too_low = builder.fcmp_ordered("<", x, lowest)
+    clamped = builder.select(too_low, lowest, x)
+    clamped = builder.select(builder.fcmp_ordered(">", clamped, greatest), greatest, clamped)
+    scaled = builder.fmul(clamped, lanes_of(F32_LANES, 1.4426950408889634))
+    turns = call(builder, "llvm.rint.v16f32", F32_LANES, [scaled])
+    rest = fused(builder, turns, lanes_of(F32_LANES, -0.693145751953125), clamped)
+    rest = fused(builder, turns, lanes_of(F32_LANES, -1.42860682030941723212e-6), rest)
+    total = lanes_of(F32_LANES, 1 / 5040)
+    for factorial in (720, 120, 24, 6, 2, 1, 1):
+        total = fused(builder, total, rest, lanes_of(F32_LANES, 1 / factorial))
+    exponent = builder.shl(builder.fptosi(turns, I32_LANES), lanes_of(I32_LANES, 23))
+    grown = builder.bitcast(builder.add(builder.bitcast(total, I32_LANES), exponent), F32_LANES)
+    kept = builder.select(too_low, lanes_of(F32_LANES, 0.0), grown)
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, kept)

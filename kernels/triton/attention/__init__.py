@@ -1,0 +1,1 @@
+"""Paged attention of prompts, decode rows and token trees."""

@@ -1,0 +1,375 @@
+"""Attention of packed query rows over paged keys: the kernels that `launches` calls.
+
+A program holds the (query, head) pairs of one key/value head as rows of one tile, flat index
+query * GROUP + head, so that each key is read once for all heads that share it. It walks a
+range of keys in blocks with an online softmax in base 2 (Dao et al., FlashAttention,
+algorithm 1; Flash-Decoding's split of the keys for short slices). Blocks that all rows see
+whole need no mask; those at the edges of the causal triangle, the window or the tree do.
+
+Numbers about the batch are read from device memory: a launch depends on shapes alone.
+Arguments that differ from batch to batch are not specialised: a kernel is compiled once.
+Letters as in `kernels.contracts`; `start` is a sequence's first query row, `committed` its
+positions before that row, `table` its row of the block table.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.runtime import dot, rounded
+
+
+@triton.jit
+def _depths(
+    tree: tl.tensor, node: tl.tensor, known: tl.tensor, num_new: tl.tensor, tree_row: tl.tensor
+) -> tl.tensor:
+    """Count the nodes on the branch of each of some tree nodes [M], itself included."""
+    column = tl.arange(0, 16)
+    count = node * 0
+    for first in range(0, num_new, 16):
+        inside = known[:, None] & (first + column < num_new)[None, :]
+        place = node[:, None] * tree_row + (first + column)[None, :]
+        count += tl.sum(tl.load(tree + place, mask=inside, other=0).to(tl.int32), axis=1)
+    return count
+
+
+@triton.jit
+def _seen(
+    keys: tl.tensor, end: tl.tensor, query: tl.tensor, position: tl.tensor, is_row: tl.tensor,
+    tree: tl.tensor, tree_row: tl.tensor, num_new: tl.tensor, committed: tl.tensor,
+    window: tl.tensor, WINDOW: tl.constexpr, TREE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Say which of the keys [BLOCK_N] each row [BLOCK_M] sees."""
+    key_position = keys
+    if TREE:
+        node = keys - committed
+        is_new = (node >= 0) & (node < num_new)
+        place = query[:, None] * tree_row + node[None, :]
+        inside = is_row[:, None] & is_new[None, :]
+        is_ancestor = tl.load(tree + place, mask=inside, other=0) != 0
+        seen = ((node < 0)[None, :] & is_row[:, None]) | is_ancestor
+        if WINDOW:
+            depth = _depths(tree, node, is_new, num_new, tree_row)
+            key_position = tl.where(is_new, committed - 1 + depth, keys)
+    else:
+        seen = keys[None, :] <= position[:, None]
+    seen &= (keys < end)[None, :]
+    if WINDOW:
+        seen &= position[:, None] - key_position[None, :] < window
+    return seen
+
+
+@triton.jit
+def _cache_blocks(
+    table: tl.tensor, first: tl.tensor, end: tl.tensor,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Give the cache blocks of keys first ..; beyond key end - 1, which the table ends with, its.
+
+    One number if all BLOCK_N keys lie in one cache block, else [BLOCK_N].
+    """
+    keys = first if BLOCK_SIZE % BLOCK_N == 0 else first + tl.arange(0, BLOCK_N)
+    listed = tl.minimum(keys, tl.maximum(end - 1, 0)) // BLOCK_SIZE
+    return tl.load(table + listed).to(tl.int64)
+
+
+@triton.jit
+def _fold_keys(
+    acc: tl.tensor, best: tl.tensor, total: tl.tensor,
+    q: tl.tensor, query: tl.tensor, position: tl.tensor, is_row: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, table: tl.tensor, tree: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, num_new: tl.tensor, committed: tl.tensor,
+    window: tl.tensor, scale: tl.tensor,
+    tree_row: tl.tensor, cache_block: tl.tensor, cache_slot: tl.tensor,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Add keys begin .. end - 1 to the rows' sums; `begin` is a multiple of BLOCK_N.
+
+    Of each row, `acc` [BLOCK_M, BLOCK_D] is the sum of values weighted by
+    2**(score - best), `total` [BLOCK_M] that of the weights, `best` the greatest score.
+    """
+    column = tl.arange(0, BLOCK_D)
+    is_column = (column < DIM)[None, :]
+    block = _cache_blocks(table, begin, end, BLOCK_N, BLOCK_SIZE)
+    for first in range(begin, end, BLOCK_N):
+        keys = first + tl.arange(0, BLOCK_N)
+        place = block * cache_block + (keys % BLOCK_SIZE) * cache_slot
+        place = place[:, None] + column[None, :]
+        # Addresses known a block early do not keep the compiler from copying blocks ahead.
+        block = _cache_blocks(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)
+        # What lies past the end of a sequence was never written and may be NaN.
+        is_key = is_column & (keys < end)[:, None] if MASKED else is_column
+        if MASKED or DIM != BLOCK_D:
+            k = tl.load(k_cache + place, mask=is_key, other=0.0)
+            v = tl.load(v_cache + place, mask=is_key, other=0.0)
+        else:
+            k = tl.load(k_cache + place)
+            v = tl.load(v_cache + place)
+        zero = tl.zeros([q.shape[0], BLOCK_N], dtype=tl.float32)
+        scores = dot(q, tl.trans(k.to(q.dtype)), zero)
+        if MASKED:
+            seen = _seen(
+                keys, end, query, position, is_row, tree, tree_row, num_new, committed, window,
+                WINDOW, TREE,
+            )  # fmt: skip
+            scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1) * scale)
+        # A row that has seen no key yet: its weights are 0, not 2**(-inf + inf).
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best
+        # Scaled and shifted by one instruction.
+        weights = tl.exp2(scores * scale - shift[:, None])
+        decay = tl.exp2(best - shift)
+        total = total * decay + tl.sum(weights, axis=1)
+        acc = dot(rounded(weights, q.dtype), v.to(q.dtype), acc * decay[:, None])
+        best = new_best
+    return acc, best, total
+
+
+@triton.jit
+def _attend_rows(
+    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, table: tl.tensor, tree: tl.tensor,
+    sinks: tl.tensor, start: tl.tensor, num_new: tl.tensor, committed: tl.tensor,
+    first_row: tl.tensor, kv_head: tl.tensor, begin: tl.tensor, end: tl.tensor,
+    window: tl.tensor, scale: tl.tensor, takes_sink: tl.tensor,
+    q_row: tl.tensor, q_head: tl.tensor, tree_row: tl.tensor,
+    cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    TREE: tl.constexpr, SINKS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Attend rows first_row .. of a sequence to those of keys begin .. end - 1 they see."""
+    row = first_row + tl.arange(0, BLOCK_M)
+    is_row = row < num_new * GROUP
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    column = tl.arange(0, BLOCK_D)
+    place = (start + query).to(tl.int64)[:, None] * q_row + head[:, None] * q_head
+    inside = is_row[:, None] & (column < DIM)[None, :]
+    tile = tl.load(q + place + column[None, :], mask=inside, other=0.0)
+    if tile.dtype == tl.bfloat16 and k_cache.dtype.element_ty == tl.float8e4nv:
+        # fp8 becomes fp16 by one instruction, bf16 by three; beyond its range no query should be.
+        tile = tl.minimum(tl.maximum(tile.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    tree += start.to(tl.int64) * tree_row
+    last_query = tl.minimum((first_row + BLOCK_M - 1) // GROUP, num_new - 1)
+    position = committed + query
+    # Keys before seen_end are seen by all rows, but for the window; none sees one at `end`.
+    if TREE:
+        seen_end = committed
+        if WINDOW:
+            position = committed - 1 + _depths(tree, query, is_row, num_new, tree_row)
+        lowest, highest = committed, tl.max(tl.where(is_row, position, 0), axis=0)
+    else:
+        lowest, highest = committed + first_row // GROUP, committed + last_query
+        seen_end = lowest + 1
+        end = tl.minimum(end, highest + 1)
+    best = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
+        best = tl.where(is_row & takes_sink, sink * 1.4426950408889634, best)
+        total = tl.where(is_row & takes_sink, 1.0, total)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    k_cache += kv_head * cache_head
+    v_cache += kv_head * cache_head
+    full_begin = begin
+    if WINDOW:
+        oldest = tl.maximum(lowest - window + 1, 0)
+        begin = tl.maximum(begin, oldest // BLOCK_N * BLOCK_N)
+        full_begin = tl.maximum(begin, tl.cdiv(highest - window + 1, BLOCK_N) * BLOCK_N)
+        acc, best, total = _fold_keys(
+            acc, best, total, tile, query, position, is_row, k_cache, v_cache, table, tree,
+            begin, tl.minimum(full_begin, end), num_new, committed, window, scale, tree_row,
+            cache_block, cache_slot, DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, WINDOW, TREE,
+        )  # fmt: skip
+    full_end = tl.maximum(tl.minimum(seen_end, end) // BLOCK_N * BLOCK_N, full_begin)
+    acc, best, total = _fold_keys(
+        acc, best, total, tile, query, position, is_row, k_cache, v_cache, table, tree,
+        full_begin, full_end, num_new, committed, window, scale, tree_row,
+        cache_block, cache_slot, DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, WINDOW, TREE,
+    )  # fmt: skip
+    acc, best, total = _fold_keys(
+        acc, best, total, tile, query, position, is_row, k_cache, v_cache, table, tree,
+        full_end, end, num_new, committed, window, scale, tree_row,
+        cache_block, cache_slot, DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, WINDOW, TREE,
+    )  # fmt: skip
+    return acc, best, total
+
+
+@triton.jit
+def _store_rows(
+    out: tl.tensor, acc: tl.tensor, total: tl.tensor, start: tl.tensor, num_new: tl.tensor,
+    first_row: tl.tensor, kv_head: tl.tensor, v_scale: tl.tensor,
+    out_row: tl.tensor, out_head: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write weighted means of rows first_row .. that belong to the sequence."""
+    row, column = first_row + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    mean = acc * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    place = (start + row // GROUP).to(tl.int64) * out_row + (
+        kv_head * GROUP + row % GROUP
+    ) * out_head
+    inside = (row < num_new * GROUP)[:, None] & (column < DIM)[None, :]
+    place = place[:, None] + column[None, :]
+    tl.store(out + place, rounded(mean, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _split(
+    committed: tl.tensor, context_len: tl.tensor, window: tl.tensor, min_chunk: tl.tensor,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Give the first key that any row of a sequence sees, and how many keys a split takes."""
+    oldest = committed * 0
+    if WINDOW:
+        oldest = tl.maximum(committed - window + 1, 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(tl.cdiv(context_len - oldest, SPLITS), BLOCK_N) * BLOCK_N
+    return oldest, tl.maximum(share, min_chunk)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_seqs", "window", "table_row", "tree_row"])
+def attend_short(
+    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
+    partial: tl.tensor, scores: tl.tensor, query_start: tl.tensor, context_lens: tl.tensor,
+    block_tables: tl.tensor, tree: tl.tensor, sinks: tl.tensor,
+    num_rows: tl.tensor, num_seqs: tl.tensor, num_heads: tl.tensor, window: tl.tensor,
+    scale: tl.tensor, v_scale: tl.tensor, min_chunk: tl.tensor,
+    q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
+    table_row: tl.tensor, tree_row: tl.tensor,
+    cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
+    SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Attend sequences of 1 .. SHORT_LEN new rows, a share of the keys in each program.
+
+    Grid (G, S * tiles + 1, SPLITS), tiles of BLOCK_M rows for SHORT_LEN * GROUP rows; the
+    last programs zero the padding. Heads that lie side by side are read at the same time.
+    With one split the rows of `out` are written, else `partial` f32[S * SHORT_LEN, N, SPLITS, D],
+    the mean over each split's keys, and `scores` f32[S * SHORT_LEN, N, SPLITS], the base 2
+    logarithm of its weight.
+    """
+    TILES: tl.constexpr = (SHORT_LEN * GROUP + BLOCK_M - 1) // BLOCK_M
+    seq, first_row = tl.program_id(1) // TILES, tl.program_id(1) % TILES * BLOCK_M
+    kv_head, split = tl.program_id(0), tl.program_id(2)
+    start = tl.load(query_start + seq)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if seq == num_seqs:
+        padding = num_rows - start
+        for row in range(split * BLOCK_M, padding * GROUP, SPLITS * BLOCK_M):
+            _store_rows(
+                out, acc, total, start, padding, row, kv_head, v_scale, out_row, out_head,
+                GROUP, DIM, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
+        return
+    num_new = tl.load(query_start + seq + 1) - start
+    context_len = tl.load(context_lens + seq)
+    committed = context_len - num_new
+    oldest, chunk = _split(committed, context_len, window, min_chunk, SPLITS, BLOCK_N, WINDOW)
+    begin = oldest + split * chunk
+    if (num_new > SHORT_LEN) | (first_row >= num_new * GROUP) | (begin >= context_len):
+        return
+    acc, best, total = _attend_rows(
+        q, k_cache, v_cache, block_tables + seq.to(tl.int64) * table_row, tree, sinks, start,
+        num_new, committed, first_row, kv_head, begin, tl.minimum(begin + chunk, context_len),
+        window, scale, split == 0, q_row, q_head, tree_row, cache_block, cache_slot, cache_head,
+        GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_SIZE, WINDOW, TREE, SINKS,
+    )  # fmt: skip
+    if SPLITS == 1:
+        _store_rows(
+            out, acc, total, start, num_new, first_row, kv_head, v_scale, out_row, out_head,
+            GROUP, DIM, BLOCK_M, BLOCK_D,
+        )  # fmt: skip
+    else:
+        row = first_row + tl.arange(0, BLOCK_M)
+        query, head = seq.to(tl.int64) * SHORT_LEN + row // GROUP, kv_head * GROUP + row % GROUP
+        place = (query * num_heads + head) * SPLITS + split
+        is_row = row < num_new * GROUP
+        is_empty = total == 0.0
+        mean = acc / tl.where(is_empty, 1.0, total)[:, None]
+        score = tl.where(is_empty, float("-inf"), best + tl.log2(tl.where(is_empty, 1.0, total)))
+        column = tl.arange(0, BLOCK_D)
+        inside = is_row[:, None] & (column < DIM)[None, :]
+        tl.store(partial + place[:, None] * DIM + column[None, :], mean, mask=inside)
+        tl.store(scores + place, score, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["window"])
+def combine_splits(
+    partial: tl.tensor, scores: tl.tensor, out: tl.tensor, query_start: tl.tensor,
+    context_lens: tl.tensor, num_heads: tl.tensor, window: tl.tensor, v_scale: tl.tensor,
+    min_chunk: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
+    SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
+) -> None:  # fmt: skip
+    """Weigh what the splits of `attend_short` gave; grid (S * SHORT_LEN, N)."""
+    seq, query = tl.program_id(0) // SHORT_LEN, tl.program_id(0) % SHORT_LEN
+    head = tl.program_id(1)
+    start = tl.load(query_start + seq)
+    num_new = tl.load(query_start + seq + 1) - start
+    if (num_new > SHORT_LEN) | (query >= num_new):
+        return
+    context_len = tl.load(context_lens + seq)
+    oldest, chunk = _split(
+        context_len - num_new, context_len, window, min_chunk, SPLITS, BLOCK_N, WINDOW
+    )
+    split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    was_written = oldest + split * chunk < context_len
+    place = (tl.program_id(0).to(tl.int64) * num_heads + head) * SPLITS + split
+    score = tl.load(scores + place, mask=was_written, other=float("-inf"))
+    best = tl.max(score, axis=0)
+    weight = tl.exp2(score - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(weight, axis=0)
+    inside = was_written[:, None] & (column < DIM)[None, :]
+    mean = tl.load(partial + place[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+    result = tl.sum(mean * weight[:, None], axis=0) * (v_scale / tl.where(total > 0.0, total, 1.0))
+    to = out + (start + query).to(tl.int64) * out_row + head * out_head + column
+    tl.store(to, rounded(result, out.dtype.element_ty), mask=column < DIM)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window", "table_row", "tree_row"])
+def attend_long(
+    q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
+    query_start: tl.tensor, context_lens: tl.tensor, block_tables: tl.tensor,
+    tree: tl.tensor, sinks: tl.tensor, num_seqs: tl.tensor, window: tl.tensor,
+    scale: tl.tensor, v_scale: tl.tensor,
+    q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
+    table_row: tl.tensor, tree_row: tl.tensor,
+    cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
+    SHORT_LEN: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Attend sequences of more than SHORT_LEN new rows, all keys of a tile in one program.
+
+    Grid (G, T * GROUP // BLOCK_M + S): sequence s owns the tiles from
+    query_start[s] * GROUP // BLOCK_M + s on, which are enough for any lengths.
+    """
+    # The last tiles of a sequence have the most keys: they begin first.
+    slot = tl.num_programs(1) - 1 - tl.program_id(1)
+    seq = slot * 0
+    high = seq + num_seqs
+    while high - seq > 1:
+        middle = (seq + high) // 2
+        is_before = tl.load(query_start + middle) * GROUP // BLOCK_M + middle <= slot
+        seq = tl.where(is_before, middle, seq)
+        high = tl.where(is_before, high, middle)
+    start = tl.load(query_start + seq)
+    num_new = tl.load(query_start + seq + 1) - start
+    first_row = (slot - start * GROUP // BLOCK_M - seq) * BLOCK_M
+    if (num_new <= SHORT_LEN) | (first_row >= num_new * GROUP):
+        return
+    kv_head = tl.program_id(0)
+    context_len = tl.load(context_lens + seq)
+    table = block_tables + seq.to(tl.int64) * table_row
+    acc, _, total = _attend_rows(
+        q, k_cache, v_cache, table, tree, sinks, start, num_new, context_len - num_new,
+        first_row, kv_head, 0, context_len, window, scale, True, q_row, q_head, tree_row,
+        cache_block, cache_slot, cache_head, GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_SIZE,
+        WINDOW, TREE, SINKS,
+    )  # fmt: skip
+    _store_rows(
+        out, acc, total, start, num_new, first_row, kv_head, v_scale, out_row, out_head,
+        GROUP, DIM, BLOCK_M, BLOCK_D,
+    )  # fmt: skip

@@ -1,0 +1,286 @@
+"""Paged attention on a GPU: which kernel takes which sequence, and with what tiles.
+
+Short slices (decode, verification of draft trees) go to a kernel that splits their keys
+among programs and one that combines the splits; long ones (chunks of prompts) to a kernel
+that gives each tile of rows all its keys. Both are launched where a batch may hold both, and
+each program sees from device memory whether its sequence is its own: nothing is copied to
+the host, and a launch depends only on shapes and on the bounds in AttentionMeta, so that a
+CUDA graph of a bucket can be replayed for any batch inside it. Called by attention nodes
+whose device is a GPU. Letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.contracts import AttentionMeta
+from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
+from kernels.triton.tiles import tiles_for
+
+CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+MAX_HEAD_DIM: Final = 256
+# Rows of a product's tile on a tensor core, and of one warp group's.
+MIN_ROWS: Final = 16
+MAX_SHORT_ROWS: Final = 64
+# The sums of so many rows take the registers of more warps.
+MAX_SHORT_ROWS_WARPS: Final = 8
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """Block sizes, all powers of two; the default ones are for Hopper and were not measured."""
+
+    max_short_len: int = 64
+    """A batch of slices up to so long goes to the split kernel as a whole."""
+    short_keys: int = 64
+    """Keys of one block in the split kernel."""
+    short_warps: int = 4
+    short_stages: int = 3
+    min_chunk: int = 256
+    """A split takes at least so many keys; a multiple of short_keys."""
+    min_programs: int = 132
+    """With fewer programs splits may be shorter in proportion: most of the device is idle."""
+    max_splits: int = 64
+    programs: int = 1056
+    """So many programs keep the device busy to the end: splits are made up to them."""
+    long_rows: int = 128
+    """(query, head) pairs of one tile in the kernel for long slices."""
+    long_keys: int = 128
+    long_warps: int = 8
+    long_stages: int = 3
+
+
+def attention_tiles(head_dim: int, group: int, cache: Tensor) -> AttentionTiles:
+    """Give the tiles of a shape: tuned ones, else smaller ones the wider a row is."""
+    default = AttentionTiles()
+    row_bytes = triton.next_power_of_2(head_dim) * max(cache.element_size(), 2)
+    if row_bytes > 512:
+        default = AttentionTiles(short_keys=16, long_rows=32, long_keys=16, long_stages=2)
+    elif row_bytes > 256:
+        default = AttentionTiles(short_keys=32, long_rows=64, long_keys=32, long_stages=2)
+    shape = tiles_key(head_dim, group, cache.dtype)
+    return tiles_for("paged_attention", shape, default, cache.device)
+
+
+def tiles_key(head_dim: int, group: int, cache_dtype: torch.dtype) -> str:
+    """Name the shape in a table of tiles."""
+    name = str(cache_dtype).removeprefix("torch.")
+    return f"head_dim={head_dim},group={group},cache={name}"
+
+
+class Plan(NamedTuple):
+    """What is launched for a batch, from its shapes and bounds alone."""
+
+    short_len: int
+    """Sequences of 1 .. short_len rows belong to the split kernel; a power of two."""
+    short_rows: int
+    """Rows of its tiles."""
+    splits: int
+    """Programs that share the keys of one tile; a power of two."""
+    min_chunk: int
+    """Keys that a split takes at least."""
+    has_long: bool
+    """Whether there may be a longer sequence."""
+
+
+def plan_attention(
+    num_seqs: int,
+    num_kv_heads: int,
+    group: int,
+    max_query_len: int,
+    max_context_len: int,
+    window: int | None,
+    tiles: AttentionTiles,
+) -> Plan:
+    """Cut a batch of S sequences into launches.
+
+    Where prompts and decodes mix, a slice is short if its rows fill at most the smallest
+    tile of a product; where all slices are short, all are. What kernels are compiled for is
+    a power of two, so that batches of all kinds need few of them.
+    """
+    short_len = triton.next_power_of_2(max(max_query_len, 1))
+    if short_len > tiles.max_short_len:
+        short_len = triton.next_power_of_2(max(MIN_ROWS // group, 1))
+    pairs = short_len * group
+    short_rows = min(max(triton.next_power_of_2(pairs), MIN_ROWS), MAX_SHORT_ROWS)
+    programs = max(num_seqs * num_kv_heads * triton.cdiv(pairs, short_rows), 1)
+    span = max_context_len if window is None else min(max_context_len, window + short_len)
+    min_chunk = tiles.min_chunk
+    # What is one split does not become several, which would cost another launch.
+    if span > min_chunk:
+        share = triton.cdiv(min_chunk * programs, tiles.min_programs)
+        whole_blocks = triton.cdiv(share, tiles.short_keys) * tiles.short_keys
+        min_chunk = min(whole_blocks, min_chunk)
+    wanted = min(triton.cdiv(tiles.programs, programs), triton.cdiv(span, min_chunk))
+    splits = min(triton.next_power_of_2(max(wanted, 1)), tiles.max_splits)
+    return Plan(short_len, short_rows, splits, min_chunk, has_long=max_query_len > short_len)
+
+
+def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+    num_heads, head_dim = q.shape[1:]
+    if q.stride(2) != 1 or out.stride(2) != 1 or out.shape != q.shape or out.dtype != q.dtype:
+        raise ValueError(f"q {tuple(q.shape)} {q.stride()}, out {tuple(out.shape)} {out.stride()}")
+    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride():
+        raise ValueError(f"caches differ: {tuple(k_cache.shape)}, {tuple(v_cache.shape)}")
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in CACHE_DTYPES:
+        raise ValueError(f"caches are {k_cache.dtype}, {v_cache.dtype}")
+    if k_cache.shape[3] != head_dim or k_cache.stride(3) != 1 or head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"caches {tuple(k_cache.shape)} for heads of {head_dim}")
+    if num_heads % k_cache.shape[2] != 0:
+        raise ValueError(f"{num_heads} query heads for {k_cache.shape[2]} key/value heads")
+    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
+        raise ValueError(f"sinks {tuple(sinks.shape)} for {num_heads} heads")
+
+
+def _check_meta(meta: AttentionMeta, num_rows: int) -> None:
+    num_seqs = len(meta.context_lens)
+    if len(meta.query_start) != num_seqs + 1 or len(meta.block_tables) != num_seqs:
+        raise ValueError(f"{len(meta.query_start)} starts, {len(meta.block_tables)} tables")
+    tables = (meta.query_start, meta.context_lens, meta.block_tables)
+    if any(x.dtype != torch.int32 or x.stride(-1) != 1 for x in tables):
+        raise ValueError("query_start, context_lens and block_tables must be contiguous int32")
+    tree = meta.tree_mask
+    if tree is not None:
+        fits = len(tree) == num_rows and tree.shape[1] >= meta.max_query_len
+        if not fits or tree.dtype != torch.bool or tree.stride(1) != 1:
+            raise ValueError(f"tree_mask {tree.dtype} {tuple(tree.shape)} for {num_rows} rows")
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Do what `kernels.reference.paged_attention` says; see `attend` for what else there is."""
+    return attend(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, out=out)
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMeta,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    sinks: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    out: Tensor | None = None,
+    tiles: AttentionTiles | None = None,
+) -> Tensor:
+    """Attend q [T, N, D] to cached keys and values [B, block_size, G, D]; gives [T, N, D].
+
+    Scores, softmax and sums are fp32; weights are rounded to q's dtype before they multiply
+    values. `sinks` [N] are logits, one per head, that take part in the softmax but have no
+    value (gpt-oss). A float8_e4m3fn cache holds k / k_scale and v / v_scale; it meets bf16
+    queries in fp16, which has all of its numbers. Raises
+    ValueError for tensors that do not fit together.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    _check(q, k_cache, v_cache, out, sinks)
+    _check_meta(meta, len(q))
+    if scale * k_scale <= 0.0:
+        raise ValueError(f"scores are scaled by {scale} * {k_scale}, which is not positive")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"a sliding window of {sliding_window} sees nothing")
+    num_rows, num_heads, head_dim = q.shape
+    if num_rows == 0:
+        return out
+    num_seqs, num_kv_heads = len(meta.context_lens), k_cache.shape[2]
+    group = num_heads // num_kv_heads
+    if tiles is None:
+        tiles = attention_tiles(head_dim, group, k_cache)
+    plan = plan_attention(
+        num_seqs, num_kv_heads, group, meta.max_query_len, meta.max_context_len,
+        sliding_window, tiles,
+    )  # fmt: skip
+    tree = meta.query_start if meta.tree_mask is None else meta.tree_mask.view(torch.uint8)
+    batch = _Batch(
+        q=q, k_cache=k_cache, v_cache=v_cache, out=out, meta=meta, tree=tree,
+        sinks=q if sinks is None else sinks, window=sliding_window or 0,
+        scale=scale * k_scale * math.log2(math.e), v_scale=v_scale,
+        strides=(
+            *q.stride()[:2], *out.stride()[:2], meta.block_tables.stride(0), tree.stride(0),
+            *k_cache.stride()[:3],
+        ),
+        shape={
+            "SHORT_LEN": plan.short_len, "GROUP": group, "DIM": head_dim,
+            "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
+            "BLOCK_SIZE": k_cache.shape[1], "WINDOW": sliding_window is not None,
+            "TREE": meta.tree_mask is not None, "SINKS": sinks is not None,
+        },
+    )  # fmt: skip
+    _launch_short(batch, plan, tiles)
+    if plan.has_long:
+        _launch_long(batch, tiles)
+    return out
+
+
+class _Batch(NamedTuple):
+    """The arguments that both kernels have."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    out: Tensor
+    meta: AttentionMeta
+    tree: Tensor
+    sinks: Tensor
+    window: int
+    scale: float
+    v_scale: float
+    strides: tuple[int, ...]
+    shape: dict[str, int | bool]
+
+
+def _launch_short(batch: _Batch, plan: Plan, tiles: AttentionTiles) -> None:
+    q, meta, shape = batch.q, batch.meta, batch.shape
+    num_rows, num_heads, head_dim = q.shape
+    num_seqs, short_len = len(meta.context_lens), plan.short_len
+    partial = scores = q
+    if plan.splits > 1:
+        rows = (num_seqs * short_len, num_heads, plan.splits)
+        partial = torch.empty(*rows, head_dim, dtype=torch.float32, device=q.device)
+        scores = torch.empty(rows, dtype=torch.float32, device=q.device)
+    seq_tiles = triton.cdiv(short_len * shape["GROUP"], plan.short_rows)
+    num_warps = tiles.short_warps
+    if plan.short_rows == MAX_SHORT_ROWS:
+        num_warps = max(num_warps, MAX_SHORT_ROWS_WARPS)
+    grid = (batch.k_cache.shape[2], num_seqs * seq_tiles + 1, plan.splits)
+    attend_short[grid](
+        q, batch.k_cache, batch.v_cache, batch.out, partial, scores, meta.query_start,
+        meta.context_lens, meta.block_tables, batch.tree, batch.sinks, num_rows, num_seqs,
+        num_heads, batch.window, batch.scale, batch.v_scale, plan.min_chunk, *batch.strides,
+        **shape, SPLITS=plan.splits, BLOCK_M=plan.short_rows, BLOCK_N=tiles.short_keys,
+        num_warps=num_warps, num_stages=tiles.short_stages,
+    )  # fmt: skip
+    if plan.splits > 1:
+        combine_splits[(num_seqs * short_len, num_heads)](
+            partial, scores, batch.out, meta.query_start, meta.context_lens, num_heads,
+            batch.window, batch.v_scale, plan.min_chunk, *batch.out.stride()[:2],
+            SHORT_LEN=short_len, SPLITS=plan.splits, DIM=head_dim, BLOCK_N=tiles.short_keys,
+            BLOCK_D=shape["BLOCK_D"], WINDOW=shape["WINDOW"], num_warps=4,
+        )  # fmt: skip
+
+
+def _launch_long(batch: _Batch, tiles: AttentionTiles) -> None:
+    meta, num_seqs = batch.meta, len(batch.meta.context_lens)
+    num_tiles = len(batch.q) * batch.shape["GROUP"] // tiles.long_rows + num_seqs
+    attend_long[(batch.k_cache.shape[2], num_tiles)](
+        batch.q, batch.k_cache, batch.v_cache, batch.out, meta.query_start, meta.context_lens,
+        meta.block_tables, batch.tree, batch.sinks, num_seqs, batch.window, batch.scale,
+        batch.v_scale, *batch.strides, **batch.shape, BLOCK_M=tiles.long_rows,
+        BLOCK_N=tiles.long_keys, num_warps=tiles.long_warps, num_stages=tiles.long_stages,
+    )  # fmt: skip

@@ -1,0 +1,212 @@
+"""Weights as a GPU's kernels read them: plain, fp8, int8 or int4, alone or as experts.
+
+Owns the four formats as tensors and how a checkpoint's matrix becomes one. Each expert keeps its
+own tensors and a table has their addresses, so an expert can be replaced while all others stay
+where they are. (The CPU's blocks of `kernels.cpu.quantised`, groups of 32 inputs laid out for
+vector instructions, would have a GPU apply four times as many steps.) Knows no kernel and needs
+no triton. Called by `kernels.triton.ops`, `kernels.triton.grouped_mlp.launches` and
+`kernels.triton.linear.launches`.
+
+Dimension letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
+from kernels.reference import check_expert
+from topspin.errors import ConfigError
+
+GROUP: Final = 128
+"""Inputs that share a scale or a step; in fp8 outputs too."""
+FORMATS: Final = ("plain", "fp8", "int8", "int4")
+"""In the order of the kernels' FORMAT."""
+FP8_MAX: Final = 448.0
+ALIGNMENT: Final = 16
+# A range that leaves out the farthest numbers costs them accuracy, and gives it to the others.
+RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8)
+# An LM head goes in pieces: searching its ranges takes a dozen times its size.
+NUMBERS_AT_ONCE: Final = 1 << 25
+
+
+@dataclass(frozen=True, eq=False)
+class GpuWeight(LinearWeight):
+    """A weight [O, I] in one of FORMATS; `packed` unless plain.
+
+    plain: data [O, I] as it came. fp8: data e4m3[O, I], scales f32[h, blocks of O / h, blocks of
+    I] of 128 x 128 numbers, h being 2 for gate_up. int8: data u8[O, I'], I' being I up to a
+    whole number of groups; int4: u8[O, I' / 2], whose 64 bytes of a group hold its first 64
+    inputs in their low and the others in their high halves. Of both, scales bf16[groups, 2, O]
+    are steps and lowest numbers: a number is code * step + lowest.
+    """
+
+    weight_format: str = field(kw_only=True)
+    scales: Tensor | None = field(kw_only=True, default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class GpuExperts(ExpertWeights):
+    """Experts by slot, all in one format."""
+
+    weight_format: str = field(kw_only=True, default="plain")
+    table: Tensor = field(init=False)
+    """i64[E, 4], the addresses of gate_up, its scales, down, and its scales."""
+
+    def __post_init__(self) -> None:
+        """Note where the weights are."""
+        found = []
+        for pair in zip(self.gate_up, self.down, strict=True):
+            addresses = []
+            for weight in pair:
+                assert isinstance(weight, GpuWeight)
+                assert weight.weight_format == self.weight_format, weight.weight_format
+                scales = weight.data if weight.scales is None else weight.scales
+                addresses += [weight.data.data_ptr(), scales.data_ptr()]
+            found.append(addresses)
+        table = torch.tensor(found, dtype=torch.int64, device=self.gate_up[0].data.device)
+        object.__setattr__(self, "table", table)
+
+
+def pack_weight(weight: Tensor, weight_format: str, *, halves: int = 1) -> GpuWeight:
+    """Bring a matrix [O, I], bf16 or fp32, into a format, on the device where it is.
+
+    `halves` is 2 for a gate above an up projection. Raises ConfigError for an unknown format.
+    """
+    num_out, num_in = weight.shape
+    scales = None
+    if weight_format == "plain":
+        data = weight.contiguous()
+    elif weight_format == "fp8":
+        data, scales = _quantise_fp8(weight, halves)
+    elif weight_format in ("int8", "int4"):
+        bits = 8 if weight_format == "int8" else 4
+        pieces = torch.split(weight, max(NUMBERS_AT_ONCE // num_in, 1))
+        coded = [_quantise_codes(piece, bits) for piece in pieces]
+        data = torch.cat([codes for codes, _ in coded])
+        scales = torch.cat([found for _, found in coded], dim=2)
+    else:
+        raise ConfigError(f"no weight format {weight_format!r}; choose one of {', '.join(FORMATS)}")
+    if data.data_ptr() % ALIGNMENT:
+        data = data.clone()
+    return GpuWeight(
+        data,
+        num_out,
+        num_in,
+        packed=weight_format != "plain",
+        weight_format=weight_format,
+        scales=scales,
+    )
+
+
+def _quantise_fp8(weight: Tensor, halves: int) -> tuple[Tensor, Tensor]:
+    """Scale each block of 128 x 128 numbers so that the greatest is fp8's greatest."""
+    num_out, num_in = weight.shape
+    size = num_out // halves
+    padding = (0, -num_in % GROUP, 0, -size % GROUP)
+    padded = F.pad(weight.float().reshape(halves, size, num_in), padding)
+    blocks = padded.view(halves, padded.shape[1] // GROUP, GROUP, -1, GROUP)
+    scales = blocks.abs().amax(dim=(2, 4)).clamp(min=1e-10) / FP8_MAX
+    codes = (blocks / scales[:, :, None, :, None]).to(torch.float8_e4m3fn)
+    data = codes.view(padded.shape)[:, :size, :num_in].reshape(num_out, num_in)
+    return data.contiguous(), scales.contiguous()
+
+
+def _quantise_codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Give codes and, of several ranges per group, the steps of the least squared error."""
+    num_out, num_in = weight.shape
+    # Repeating the last column widens no group's range; rows have zeros there.
+    ends = weight[:, -1:].expand(-1, -num_in % GROUP)
+    groups = torch.cat((weight, ends), dim=1).float().view(num_out, -1, GROUP)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    levels = (1 << bits) - 1
+    middle, reach = (low + high) / 2, (high - low) / 2
+    best = torch.full_like(low, float("inf"))
+    codes = torch.zeros_like(groups)
+    step, lowest = torch.zeros_like(low), torch.zeros_like(low)
+    for share in RANGES:
+        a = (middle - share * reach).bfloat16().float()
+        b = ((middle + share * reach - a) / levels).clamp(min=1e-10).bfloat16().float()
+        tried = ((groups - a) / b).round().clamp(0, levels)
+        error = (tried * b + a - groups).pow(2).sum(-1, keepdim=True)
+        better = error < best
+        best = torch.where(better, error, best)
+        codes = torch.where(better, tried, codes)
+        step, lowest = torch.where(better, b, step), torch.where(better, a, lowest)
+    scales = torch.cat((step, lowest), dim=-1).permute(1, 2, 0).bfloat16().contiguous()
+    packed = codes.to(torch.uint8)
+    if bits == 4:
+        packed = packed[..., : GROUP // 2] | packed[..., GROUP // 2 :] << 4
+    return packed.reshape(num_out, -1).contiguous(), scales
+
+
+def unpack_weight(weight: GpuWeight) -> Tensor:
+    """Give the fp32 matrix [O, I] that a weight stands for."""
+    if weight.scales is None:
+        return weight.data.float()
+    if weight.weight_format == "fp8":
+        halves = weight.scales.shape[0]
+        wide = weight.scales.repeat_interleave(GROUP, 1).repeat_interleave(GROUP, 2)
+        size = weight.out_features // halves
+        numbers = weight.data.float().view(halves, size, -1) * wide[:, :size, : weight.in_features]
+        return numbers.view(weight.out_features, weight.in_features)
+    codes = weight.data
+    if weight.weight_format == "int4":
+        pairs = codes.view(weight.out_features, -1, GROUP // 2)
+        codes = torch.cat((pairs & 15, pairs >> 4), dim=-1)
+    step, lowest = weight.scales.float().permute(1, 2, 0)[..., None]
+    groups: Tensor = codes.reshape(weight.out_features, -1, GROUP).float() * step + lowest
+    return groups.view(weight.out_features, -1)[:, : weight.in_features]
+
+
+def pack_experts(
+    gate_up: Iterable[Tensor],
+    down: Iterable[Tensor],
+    *,
+    share_per_row: float = 0.0,
+    weight_format: str = "plain",
+) -> GpuExperts:
+    """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`.
+
+    `share_per_row` makes no difference: there is one layout.
+    """
+    firsts: list[LinearWeight] = []
+    seconds: list[LinearWeight] = []
+    dtype = torch.float32
+    for matrix in gate_up:
+        dtype = matrix.dtype
+        firsts.append(pack_weight(matrix, weight_format, halves=2))
+    seconds.extend(pack_weight(matrix, weight_format) for matrix in down)
+    assert firsts, "no expert"
+    ffn_size, hidden_size = seconds[0].in_features, seconds[0].out_features
+    for first, second in zip(firsts, seconds, strict=True):
+        assert (first.out_features, first.in_features) == (2 * ffn_size, hidden_size)
+        assert (second.out_features, second.in_features) == (hidden_size, ffn_size)
+    return GpuExperts(
+        firsts, seconds, len(firsts), hidden_size, ffn_size, dtype, weight_format=weight_format
+    )
+
+
+def rebuild_experts(
+    experts: GpuExperts, slots: Sequence[int | ExpertMatrices]
+) -> Generator[None, None, GpuExperts]:
+    """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
+    gate_up: list[LinearWeight] = []
+    down: list[LinearWeight] = []
+    for source in slots:
+        if isinstance(source, int):
+            gate_up.append(experts.gate_up[source])
+            down.append(experts.down[source])
+            continue
+        check_expert(experts, source)
+        gate_up.append(pack_weight(source.gate_up, experts.weight_format, halves=2))
+        yield
+        down.append(pack_weight(source.down, experts.weight_format))
+        yield
+    return replace(experts, gate_up=gate_up, down=down, num_experts=len(slots))

@@ -1,0 +1,182 @@
+"""Products of rows with one weight on a GPU: torch's where the weight is plain, else our own.
+
+A quantised weight is read once, as it is kept, and multiplied in the rows' dtype: what memory
+has to deliver is its codes. Few rows: tiles as small as a matrix instruction, and the inputs
+split among programs until the device is busy. Many: tiles that share what they read.
+
+Tiles come from kernels/tuned/<device>.json by weight format, shape and rows, as those of
+`kernels.triton.grouped_mlp.launches`; where it was faster, they give a plain weight to our kernel
+too. Called by `kernels.triton.ops`. Dimension letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from kernels.contracts import LinearWeight
+from kernels.triton.grouped_mlp.weights import FORMATS, GROUP, GpuWeight
+from kernels.triton.linear.kernels import add_splits, linear_tile
+from kernels.triton.tiles import tiles_for
+
+OP: Final = "linear"
+PROGRAMS: Final = 528
+"""Four on each of Hopper's 132 processors: splits are made up to so many."""
+SPLIT_GROUPS: Final = 4
+"""A split takes at least so many groups of inputs."""
+MAX_SPLIT_ROWS: Final = 256
+"""With more rows there are tiles enough, and the splits' sums would be much to write."""
+SUM_WIDTH: Final = 1024
+
+
+@dataclass(frozen=True)
+class LinearTiles:
+    """A tile of block_m rows by block_n outputs, and how its program works.
+
+    `splits` programs share the inputs of a tile; 0, for a plain weight: torch's product.
+    """
+
+    block_m: int = 16
+    block_n: int = 64
+    block_k: int = GROUP
+    group_m: int = 8
+    swap: int = 1
+    splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+def tiles_key(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> str:
+    """Name a shape in a table of tiles; rows count by powers of two."""
+    return (
+        f"{weight.weight_format},{str(dtype).removeprefix('torch.')},O={weight.out_features},"
+        f"I={weight.in_features},rows={triton.next_power_of_2(num_rows)}"
+    )
+
+
+def default_tiles(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> LinearTiles:
+    """Give tiles for a device that nobody tuned for: by reasoning, unmeasured.
+
+    (For Hopper ptxas says that all sums of bf16 rows stay in registers.)
+    """
+    if weight.weight_format == "plain":
+        return LinearTiles(splits=0)
+    if num_rows > MAX_SPLIT_ROWS:
+        if dtype == torch.float32:
+            return LinearTiles(block_n=32, swap=0, num_stages=2)
+        return LinearTiles(128, 128, num_warps=8, num_stages=3)
+    programs = PROGRAMS
+    if dtype == torch.float32:
+        tiles = LinearTiles(block_n=32, swap=0, num_stages=2)
+    elif num_rows <= 32:
+        tiles = LinearTiles(block_m=max(triton.next_power_of_2(num_rows), 16))
+    else:
+        tiles, programs = LinearTiles(block_m=64, num_stages=3), PROGRAMS // 2
+    row_tiles = triton.cdiv(max(num_rows, 1), tiles.block_m)
+    num_tiles = row_tiles * triton.cdiv(weight.out_features, tiles.block_n)
+    groups = triton.cdiv(weight.in_features, GROUP)
+    splits = max(min(triton.cdiv(programs, num_tiles), groups // SPLIT_GROUPS), 1)
+    return replace(tiles, splits=splits)
+
+
+def find_tiles(
+    weight: GpuWeight, dtype: torch.dtype, num_rows: int, device: torch.device
+) -> LinearTiles:
+    """Give the tuned or the default tiles. Raises ValueError for tiles a format cannot have."""
+    key, default = tiles_key(weight, dtype, num_rows), default_tiles(weight, dtype, num_rows)
+    tiles = tiles_for(OP, key, default, device)
+    if weight.scales is not None and (tiles.block_k != GROUP or not tiles.splits):
+        raise ValueError(f"{OP} of {key}: block_k is {tiles.block_k}, splits {tiles.splits}")
+    if weight.weight_format == "fp8" and tiles.block_n > GROUP:
+        raise ValueError(f"{OP} of {key}: block_n is {tiles.block_n}, more than {GROUP}")
+    return tiles
+
+
+def linear(
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O].
+
+    `out` in fp32 gets the sums of bf16 products as they are, before any rounding. Raises
+    ValueError for shapes, dtypes or strides that do not fit a quantised weight.
+    """
+    assert isinstance(weight, GpuWeight)
+    tiles = find_tiles(weight, x.dtype, len(x), x.device)
+    if tiles.splits:
+        return tiled_linear(x, weight, bias, out, tiles=tiles)
+    if out is None:
+        return F.linear(x, weight.data, bias)
+    if out.dtype == x.dtype:
+        if bias is None:
+            return torch.mm(x, weight.data.t(), out=out)
+        return torch.addmm(bias, x, weight.data.t(), out=out)
+    if x.is_cuda:
+        # cuBLAS has such products; torch has no name for them but this one, with `out`.
+        torch.ops.aten.mm.dtype_out(x, weight.data.t(), out.dtype, out=out)
+    else:
+        torch.mm(x.to(out.dtype), weight.data.t().to(out.dtype), out=out)
+    return out if bias is None else out.add_(bias)
+
+
+def tiled_linear(
+    x: Tensor,
+    weight: GpuWeight,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    tiles: LinearTiles,
+) -> Tensor:
+    """Do what `linear` does, with a weight in any format, by our kernel with these tiles."""
+    num_rows, num_in, num_out = len(x), weight.in_features, weight.out_features
+    if out is None:
+        out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
+    _check(x, weight, bias, out)
+    if num_rows == 0:
+        return out
+    blocks = triton.cdiv(num_in, tiles.block_k)
+    split_blocks = triton.cdiv(blocks, min(tiles.splits, blocks))
+    splits = triton.cdiv(blocks, split_blocks)
+    target = out
+    if splits > 1:
+        target = torch.empty(splits * num_rows, num_out, dtype=torch.float32, device=x.device)
+    some_bias = x if bias is None else bias
+    num_tiles = triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(num_out, tiles.block_n)
+    linear_tile[(num_tiles, splits)](
+        x, weight.data, weight.data if weight.scales is None else weight.scales, some_bias,
+        target, num_rows, num_out, num_in, split_blocks * tiles.block_k, x.stride(0),
+        weight.data.stride(0),
+        # Of the first inputs to the next group's: fp8 has a scale, codes two per output.
+        1 if weight.weight_format == "fp8" else 2 * num_out,
+        target.stride(0),
+        FORMAT=FORMATS.index(weight.weight_format), SWAP=bool(tiles.swap),
+        EVEN=num_in % tiles.block_k == 0, HAS_BIAS=bias is not None and splits == 1,
+        GROUP_M=tiles.group_m, BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        add_splits[(num_rows, triton.cdiv(num_out, SUM_WIDTH))](
+            target, some_bias, out, num_rows, num_out, out.stride(0), HAS_BIAS=bias is not None,
+            SPLITS=splits, BLOCK=SUM_WIDTH, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _check(x: Tensor, weight: GpuWeight, bias: Tensor | None, out: Tensor) -> None:
+    num_in, num_out = weight.in_features, weight.out_features
+    if x.ndim != 2 or x.shape[1] != num_in or x.stride(1) != 1:
+        raise ValueError(f"x is {tuple(x.shape)} with strides {x.stride()}, for {num_in} inputs")
+    if out.shape != (len(x), num_out) or (num_out > 1 and out.stride(1) != 1):
+        raise ValueError(
+            f"out is {tuple(out.shape)} with strides {out.stride()}, for {len(x)} rows of {num_out}"
+        )
+    if any(each.dtype not in (torch.float32, torch.bfloat16) for each in (x, out)):
+        raise ValueError(f"x is {x.dtype} and out {out.dtype}, not float32 or bfloat16")
+    if weight.scales is None and weight.data.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype}, the weight {weight.data.dtype}")
+    if bias is not None and (bias.shape != (num_out,) or not bias.is_contiguous()):
+        raise ValueError(f"bias is {tuple(bias.shape)} for {num_out} outputs")

@@ -1,0 +1,1 @@
+"""The attention and the expert side of M2N between GPUs: put, wait, gather, answer."""

@@ -1,0 +1,285 @@
+"""Triton kernels of M2N on an attention node's GPU: rows to their experts' nodes, sums back.
+
+`put_row` has a program per node and row: it finds the row's place among those that the node
+gets, writes slots, weights and the row, in fp8 with a scale if so asked, straight into the
+node's request window, and the node's last program writes the header and releases the flag.
+`combine_row` has a program per row and block of columns: it acquires the answers' flags, until
+a deadline, compares their headers with what was sent, and adds the partial sums in fp32 by
+ascending node. Windows lie wherever the table of addresses says: in this device's memory or a
+peer's that is mapped here. How many rows a node gets, the step, the table's version and the
+sequence are read from memory, so a CUDA graph can replay both. Launched by
+`kernels.triton.m2n.attention_port`; what both sides share is in `kernels.triton.m2n.wait`.
+
+A flag is the sequence number of the window's newest frame, an i64 that nothing else touches
+than one writer. The writer's data is visible to whoever has seen the number: a barrier in each
+program, then acquire-release adds to a counter, then a release at system scope.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels import m2n_windows
+from kernels.triton.m2n.wait import (
+    FLAG,
+    HEADER_WORDS,
+    INCARNATION,
+    LAYER,
+    PART,
+    PARTS,
+    ROWS,
+    STEP,
+    await_flag,
+    is_set,
+    pointer,
+    report,
+    report_header,
+    report_wait,
+)
+from kernels.triton.runtime import rounded
+
+# Columns of a table of request windows, i64[N, 5], and of answer windows, i64[N, 2].
+SLOTS: tl.constexpr = tl.constexpr(0)
+WEIGHTS: tl.constexpr = tl.constexpr(1)
+HIDDEN: tl.constexpr = tl.constexpr(2)
+SCALES: tl.constexpr = tl.constexpr(3)
+HEADER: tl.constexpr = tl.constexpr(4)
+NUM_COLUMNS: tl.constexpr = tl.constexpr(5)
+ANSWER_HIDDEN: tl.constexpr = tl.constexpr(0)
+ANSWER_HEADER: tl.constexpr = tl.constexpr(1)
+NUM_ANSWER_COLUMNS: tl.constexpr = tl.constexpr(2)
+
+TOO_MANY_ROWS: tl.constexpr = tl.constexpr(m2n_windows.Fault.TOO_MANY_ROWS.value)
+UNKNOWN_EXPERT: tl.constexpr = tl.constexpr(m2n_windows.Fault.EXPERT.value)
+
+FP8_MAX: tl.constexpr = tl.constexpr(448.0)
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
+
+
+@triton.jit
+def rows_pointer(table_ptr: tl.tensor, place: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Give the pointer to a window's hidden rows, which begin at a multiple of 16 bytes.
+
+    (Only the operation that makes the pointer can carry that; a call that returns it cannot.)
+    """
+    return tl.multiple_of(tl.load(table_ptr + place).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _count_rows_above(
+    experts_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    row: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    variants: tl.tensor,
+    variant_stride: tl.tensor,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Give how many rows before `row`, and how many of all, have an expert on the node."""
+    choices = tl.arange(0, K_PAD)[None, :]
+    above = 0
+    total = 0
+    for start in range(0, num_rows, CHUNK):
+        rows = start + tl.arange(0, CHUNK)
+        is_pair = (rows < num_rows)[:, None] & (choices < K)
+        experts = tl.load(experts_ptr + rows[:, None] * K + choices, mask=is_pair, other=-1)
+        is_known = (experts >= 0) & (experts < num_columns)
+        columns = (rows % variants)[:, None] * variant_stride + experts
+        slots = tl.load(columns_ptr + columns, mask=is_pair & is_known, other=-1)
+        is_held = (tl.max(slots, axis=1) >= 0).to(tl.int32)
+        total += tl.sum(is_held, axis=0)
+        above += tl.sum(tl.where(rows < row, is_held, 0), axis=0)
+    return above, total
+
+
+@triton.jit
+def _write_row(
+    hidden_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    place: tl.tensor,
+    H: tl.tensor,
+    WIRE: tl.constexpr,
+    COMPRESSED: tl.constexpr,
+    H_PAD: tl.constexpr,
+) -> None:
+    columns = tl.arange(0, H_PAD)
+    inside = columns < H
+    x = tl.load(hidden_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if COMPRESSED:
+        scale = tl.maximum(tl.max(tl.abs(x), axis=0) / FP8_MAX, SMALLEST_SCALE)
+        # A row with a NaN or an infinity must not become one of finite numbers.
+        is_number = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), axis=0) == H_PAD
+        scales = pointer(table_ptr, SCALES, tl.float32)
+        tl.store(scales + place, tl.where(is_number, scale, float("nan")))
+        x = tl.where(is_number, x / scale, 0.0)
+    places = rows_pointer(table_ptr, HIDDEN, WIRE) + place.to(tl.int64) * H + columns
+    tl.store(places, rounded(x, WIRE), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["T", "first", "layer", "part", "parts", "limit", "micro_batch"],
+    do_not_specialize_on_alignment=["num_rows_ptr"],
+)
+def put_row(
+    hidden_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    columns_ptr: tl.tensor,
+    num_rows_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    identity_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    sent_ptr: tl.tensor,
+    done_ptr: tl.tensor,
+    sequences_ptr: tl.tensor,
+    failed_ptr: tl.tensor,
+    control_ptr: tl.tensor,
+    T: tl.tensor,
+    H: tl.tensor,
+    num_columns: tl.tensor,
+    variants: tl.tensor,
+    hidden_stride: tl.tensor,
+    first: tl.tensor,
+    limit: tl.tensor,
+    layer: tl.tensor,
+    part: tl.tensor,
+    parts: tl.tensor,
+    micro_batch: tl.tensor,
+    HAS_ROWS: tl.constexpr,
+    WIRE: tl.constexpr,
+    COMPRESSED: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    H_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Put one row into one node's window, if the node has any of its experts.
+
+    identity i64[1 + N] is this node's incarnation and the others'; sent i64[N, 8] keeps the
+    header that the answer must have. Row `first` of the micro-batch is row 0 here; of the
+    num_rows[0] that it has no more than `limit` can be sent.
+    """
+    node, row = tl.program_id(0), tl.program_id(1)
+    num_nodes, num_programs = tl.num_programs(0), tl.num_programs(1)
+    step = tl.load(step_ptr + STEP)
+    num_rows = T
+    if HAS_ROWS:
+        given = tl.load(num_rows_ptr)
+        num_rows = tl.minimum(tl.maximum(given - first, 0), T).to(tl.int32)
+        if (given > limit) & (row == 0) & (step != 0):
+            report(control_ptr, failed_ptr, TOO_MANY_ROWS, node, micro_batch, layer, 0, given,
+                   limit)  # fmt: skip
+    columns_ptr += node * num_columns
+    variant_stride = num_nodes * num_columns
+    place, total = _count_rows_above(
+        experts_ptr, columns_ptr, row, num_rows, num_columns, variants, variant_stride, K, K_PAD,
+        CHUNK,
+    )  # fmt: skip
+    choices = tl.arange(0, K_PAD)
+    is_pair = (choices < K) & (row < num_rows)
+    experts = tl.load(experts_ptr + row * K + choices, mask=is_pair, other=0)
+    is_known = (experts >= 0) & (experts < num_columns)
+    if (node == 0) & (step != 0):
+        num_unknown = tl.sum((is_pair & (is_known == 0)).to(tl.int32), axis=0)
+        if num_unknown > 0:
+            lowest = tl.min(experts, axis=0)
+            unknown = tl.where(lowest < 0, lowest, tl.max(experts, axis=0))
+            report(control_ptr, failed_ptr, UNKNOWN_EXPERT, node, micro_batch, layer, 0, unknown,
+                   num_columns)  # fmt: skip
+    columns = (row % variants) * variant_stride + experts
+    slots = tl.load(columns_ptr + columns, mask=is_pair & is_known, other=-1)
+    is_held = (tl.max(slots, axis=0) >= 0) & (step != 0)
+    tl.store(places_ptr + node * num_programs + row, tl.where(is_held, place, -1))
+    table_ptr += node * NUM_COLUMNS
+    if is_held:
+        pairs = place * K + choices
+        weights = tl.load(weights_ptr + row * K + choices, mask=choices < K, other=0.0)
+        tl.store(pointer(table_ptr, SLOTS, tl.int32) + pairs, slots, mask=choices < K)
+        tl.store(pointer(table_ptr, WEIGHTS, tl.float32) + pairs, weights, mask=choices < K)
+        hidden_ptr += row.to(tl.int64) * hidden_stride
+        _write_row(hidden_ptr, table_ptr, place, H, WIRE, COMPRESSED, H_PAD)
+    tl.debug_barrier()
+    # The programs of a node count themselves; the last one knows that all have written.
+    if tl.atomic_add(done_ptr + node, 1, sem="acq_rel") == num_programs - 1:
+        tl.store(done_ptr + node, 0)
+        if (step != 0) & (is_set(failed_ptr) == 0):
+            sequence = tl.load(sequences_ptr + node) + 1
+            tl.store(sequences_ptr + node, sequence)
+            words = tl.arange(0, HEADER_WORDS)
+            header = tl.load(step_ptr + words)
+            header = tl.where(words == ROWS, total, header)
+            header = tl.where(words == LAYER, layer, header)
+            header = tl.where(words == PART, part, header)
+            header = tl.where(words == PARTS, parts, header)
+            header = tl.where(words == FLAG, sequence, header)
+            theirs = tl.where(words == INCARNATION, tl.load(identity_ptr + 1 + node), header)
+            tl.store(sent_ptr + node * HEADER_WORDS + words, theirs)
+            ours = tl.where(words == INCARNATION, tl.load(identity_ptr), header)
+            header_ptr = pointer(table_ptr, HEADER, tl.int64)
+            tl.store(header_ptr + words, ours, mask=words > FLAG)
+            tl.debug_barrier()
+            tl.atomic_xchg(header_ptr + FLAG, sequence, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["T", "layer", "micro_batch"])
+def combine_row(
+    table_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    sent_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    failed_ptr: tl.tensor,
+    control_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    T: tl.tensor,
+    H: tl.tensor,
+    N: tl.tensor,
+    out_stride: tl.tensor,
+    layer: tl.tensor,
+    micro_batch: tl.tensor,
+    ANSWER: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add a block of columns of a row's partial sums; NaN if a node's answer is not right.
+
+    The first program awaits all nodes: the window of one that got no rows is free again only
+    when it has answered, too.
+    """
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    num_programs = tl.num_programs(0)
+    is_first = (row == 0) & (tl.program_id(1) == 0)
+    step = tl.load(step_ptr + STEP)
+    words = tl.arange(0, HEADER_WORDS)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for node in range(N):
+        place = tl.load(places_ptr + node * num_programs + row)
+        if ((place >= 0) | is_first) & (step != 0):
+            header_ptr = pointer(table_ptr, node * NUM_ANSWER_COLUMNS + ANSWER_HEADER, tl.int64)
+            awaited = tl.load(sent_ptr + node * HEADER_WORDS + FLAG)
+            seen = await_flag(header_ptr + FLAG, awaited, node, step_ptr, failed_ptr, control_ptr)
+            tl.debug_barrier()
+            found = tl.load(header_ptr + words)
+            wanted = tl.load(sent_ptr + node * HEADER_WORDS + words)
+            is_wrong = ((found != wanted) & (words > FLAG)).to(tl.int32)
+            if (seen == awaited) & (tl.sum(is_wrong, axis=0) == 0) & (is_set(failed_ptr) == 0):
+                if place >= 0:
+                    answers = rows_pointer(
+                        table_ptr, node * NUM_ANSWER_COLUMNS + ANSWER_HIDDEN, ANSWER
+                    )
+                    part = tl.load(
+                        answers + place.to(tl.int64) * H + columns, mask=columns < H, other=0.0
+                    )
+                    total += part.to(tl.float32)
+            else:
+                total += float("nan")
+                if seen == awaited:
+                    report_header(control_ptr, failed_ptr, node, micro_batch, layer, found, wanted)
+                else:
+                    report_wait(control_ptr, failed_ptr, node, micro_batch, layer, seen, awaited)
+    rows = out_ptr + row.to(tl.int64) * out_stride
+    tl.store(rows + columns, total, mask=(columns < H) & (row < T))

@@ -1,0 +1,176 @@
+"""What M2N's kernels of both sides share: waiting for a flag, and telling what went wrong.
+
+A wait ends when the frame is there, when its time is over, when the host gives it up (the abort
+word, or the one of a peer that is gone; both lie in the host's memory), or when the net has
+failed before. The first fault is kept: who sets `failed` first writes the host's words. Words
+are those of `kernels.m2n_windows`. Called by the kernels alone.
+"""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+
+from kernels import m2n_windows
+from kernels.triton.runtime import INTERPRETED
+
+HEADER_WORDS: tl.constexpr = tl.constexpr(m2n_windows.HEADER_WORDS)
+FLAG: tl.constexpr = tl.constexpr(m2n_windows.FLAG)
+ROWS: tl.constexpr = tl.constexpr(m2n_windows.ROWS)
+STEP: tl.constexpr = tl.constexpr(m2n_windows.STEP)
+LAYER: tl.constexpr = tl.constexpr(m2n_windows.LAYER)
+PART: tl.constexpr = tl.constexpr(m2n_windows.PART)
+PARTS: tl.constexpr = tl.constexpr(m2n_windows.PARTS)
+INCARNATION: tl.constexpr = tl.constexpr(m2n_windows.INCARNATION)
+PATIENCE: tl.constexpr = tl.constexpr(m2n_windows.PATIENCE)
+LATE: tl.constexpr = tl.constexpr(m2n_windows.Fault.LATE.value)
+GONE: tl.constexpr = tl.constexpr(m2n_windows.Fault.GONE.value)
+ABORTED: tl.constexpr = tl.constexpr(m2n_windows.Fault.ABORTED.value)
+STALE: tl.constexpr = tl.constexpr(m2n_windows.Fault.STALE.value)
+WRONG_HEADER: tl.constexpr = tl.constexpr(m2n_windows.Fault.HEADER.value)
+
+THREADS: tl.constexpr = tl.constexpr(128)
+"""Of a program that waits: four warps."""
+LOOKS_PER_CHECK: tl.constexpr = tl.constexpr(64)
+"""How often to look at a flag before looking at words in the host's memory, which is far."""
+
+
+@triton.jit
+def pointer(table_ptr: tl.tensor, place: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Give the address that is in a table, as a pointer to `dtype`."""
+    return tl.load(table_ptr + place).to(tl.pointer_type(dtype))
+
+
+if INTERPRETED.value:
+
+    @triton.jit
+    def _now(_: tl.tensor) -> tl.tensor:
+        """Give the host's clock in nanoseconds; who is waited for has the core meanwhile."""
+        time.sleep(0.0005)
+        return tl.full((), time.monotonic_ns(), tl.int64)
+
+else:
+
+    @triton.jit
+    def _now(_: tl.tensor) -> tl.tensor:
+        """Give the device's clock in nanoseconds.
+
+        Every thread reads a clock of its own, and a loop that threads leave at different times
+        never ends: the greatest of all readings is the same for all of them.
+        """
+        readings = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;",
+            "=l,r",
+            [tl.arange(0, THREADS)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+        return tl.max(readings, axis=0)
+
+
+@triton.jit
+def is_set(word_ptr: tl.tensor) -> tl.tensor:
+    """Give a word, not negative, that others may write meanwhile: the same for all threads."""
+    same = tl.zeros((THREADS,), tl.int32)
+    return tl.max(tl.load(word_ptr + same, volatile=True), axis=0)
+
+
+@triton.jit
+def _is_over(peer: tl.tensor, failed_ptr: tl.tensor, control_ptr: tl.tensor) -> tl.tensor:
+    """Say whether waiting for `peer` makes no sense any more."""
+    abort_ptr = pointer(control_ptr, 1, tl.int64)
+    return is_set(abort_ptr) + is_set(abort_ptr + 1 + peer) + is_set(failed_ptr)
+
+
+@triton.jit
+def await_flag(
+    flag_ptr: tl.tensor,
+    awaited: tl.tensor,
+    peer: tl.tensor,
+    step_ptr: tl.tensor,
+    failed_ptr: tl.tensor,
+    control_ptr: tl.tensor,
+) -> tl.tensor:
+    """Wait until a flag is at least `awaited`, and give its newest value.
+
+    What a peer published before it was gone counts: its word is looked at before the flag.
+    (Adding 0 is compiled to a load with that order.)
+    """
+    seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    if seen < awaited:
+        end = _now(seen) + tl.load(step_ptr + PATIENCE)
+        is_over = is_set(failed_ptr).to(tl.int64)
+        looks = tl.zeros((), tl.int64)
+        while (seen < awaited) & (is_over == 0) & (_now(seen) < end):
+            looks += 1
+            if looks % LOOKS_PER_CHECK == 0:
+                is_over = _is_over(peer, failed_ptr, control_ptr)
+            seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
+    return seen
+
+
+@triton.jit
+def report(
+    control_ptr: tl.tensor,
+    failed_ptr: tl.tensor,
+    code: tl.tensor,
+    peer: tl.tensor,
+    micro_batch: tl.tensor,
+    layer: tl.tensor,
+    place: tl.tensor,
+    found: tl.tensor,
+    wanted: tl.tensor,
+) -> None:
+    """Keep a fault, if it is the first one."""
+    if tl.atomic_cas(failed_ptr, 0, 1) == 0:
+        words_ptr = pointer(control_ptr, 0, tl.int64)
+        tl.store(words_ptr + 1, peer)
+        tl.store(words_ptr + 2, micro_batch)
+        tl.store(words_ptr + 3, layer)
+        tl.store(words_ptr + 4, place)
+        tl.store(words_ptr + 5, found)
+        tl.store(words_ptr + 6, wanted)
+        # Who sees the code must see the words: a barrier orders them for this device only.
+        tl.atomic_xchg(failed_ptr, 1, sem="acq_rel", scope="sys")
+        tl.debug_barrier()
+        tl.store(words_ptr, code)
+
+
+@triton.jit
+def report_wait(
+    control_ptr: tl.tensor,
+    failed_ptr: tl.tensor,
+    peer: tl.tensor,
+    micro_batch: tl.tensor,
+    layer: tl.tensor,
+    seen: tl.tensor,
+    awaited: tl.tensor,
+) -> None:
+    """Keep the fault of a wait that ended with another sequence than the one awaited."""
+    abort_ptr = pointer(control_ptr, 1, tl.int64)
+    code = tl.where(is_set(abort_ptr + 1 + peer) != 0, GONE, LATE)
+    code = tl.where(is_set(abort_ptr) != 0, ABORTED, code)
+    code = tl.where(seen > awaited, STALE, code)
+    report(control_ptr, failed_ptr, code, peer, micro_batch, layer, FLAG, seen, awaited)
+
+
+@triton.jit
+def report_header(
+    control_ptr: tl.tensor,
+    failed_ptr: tl.tensor,
+    peer: tl.tensor,
+    micro_batch: tl.tensor,
+    layer: tl.tensor,
+    found: tl.tensor,
+    wanted: tl.tensor,
+) -> None:
+    """Keep the first word in which header `found` is not the `wanted` one."""
+    words = tl.arange(0, HEADER_WORDS)
+    is_wrong = (found != wanted) & (words > FLAG)
+    place = tl.min(tl.where(is_wrong, words, HEADER_WORDS), axis=0)
+    was = tl.sum(tl.where(words == place, found, 0), axis=0)
+    should_be = tl.sum(tl.where(words == place, wanted, 0), axis=0)
+    report(control_ptr, failed_ptr, WRONG_HEADER, peer, micro_batch, layer, place, was, should_be)

@@ -1,0 +1,178 @@
+"""Ops for a GPU: Triton's kernels, and torch's matrix products.
+
+Gathers them to the interface of `kernels.dispatch.Ops`. No op waits for the device or looks
+at a tensor from the host (but packing, and `sample`, which reads its batch there), so all of
+a decode step can be in a CUDA graph. Rows that pad a micro-batch may hold anything: a negative
+slot is not stored, a row without a query is attended to 0, a negative expert slot is skipped.
+
+A layer of a decode step is 12 launches where one node has the experts: add and norm, qkv
+product, rotation and KV write, attention, output product, add and norm, router product, choice
+of experts, their slots, gate_up, down, sum. One more joins the splits of long contexts, one
+groups pairs that are not few, and quantised products of few rows add their splits.
+
+Called by the nodes through `kernels.dispatch`; runs on host tensors under Triton's interpreter
+alone, which is for tests. Dimension letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels import reference
+from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.triton.attention.launches import paged_attention
+from kernels.triton.grouped_mlp.launches import grouped_mlp
+from kernels.triton.grouped_mlp.weights import (
+    GpuExperts,
+    pack_experts,
+    pack_weight,
+    rebuild_experts,
+)
+from kernels.triton.linear.launches import linear
+from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.rotary import rotate_and_store, write_kv
+from kernels.triton.router.launches import permute, route
+from kernels.triton.sampling import launches as triton_sampling
+from kernels.triton.swiglu import swiglu
+from topspin.errors import ConfigError
+
+PLAIN: Final = "plain"
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError if Triton's kernels cannot run on "cpu", "cuda" or "cuda:N" here."""
+    if device == "cpu" and not triton.knobs.runtime.interpret:
+        raise ConfigError(
+            "--kernels triton on the CPU: they are for GPUs; choose --attention-device and "
+            "--expert-device cuda, or leave --kernels at auto (for tests, TRITON_INTERPRET=1 in "
+            "the environment lets Triton interpret them, slowly)"
+        )
+    if device != "cpu" and triton.knobs.runtime.interpret:
+        raise ConfigError(
+            f"--kernels triton on {device}: TRITON_INTERPRET=1 is in the environment, and "
+            "interpreted kernels cannot use a GPU's memory; unset it"
+        )
+
+
+class TritonOps:
+    """Satisfies Ops; see `kernels.reference` for shapes, units and rounding of each.
+
+    `weight_format` is one of kernels.triton.grouped_mlp.weights.FORMATS: that of projections,
+    MLPs and experts. The LM head is kept in 8 bits at least.
+    """
+
+    name: Final = "triton"
+
+    def __init__(self, weight_format: str = PLAIN) -> None:
+        """Take the format of the weights that --quantization covers."""
+        self._format = weight_format
+        self._head_format = "int8" if weight_format == "int4" else weight_format
+
+    rms_norm = staticmethod(rms_norm)
+    # No node calls it by itself: rotate_and_store is one launch.
+    rotate = staticmethod(reference.rotate)
+    write_kv = staticmethod(write_kv)
+    paged_attention = staticmethod(paged_attention)
+    linear = staticmethod(linear)
+    swiglu = staticmethod(swiglu)
+    route = staticmethod(route)
+    permute = staticmethod(permute)
+    sample = staticmethod(triton_sampling.sample)
+
+    def embed(self, tokens: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Look up tokens i64[T] in table [V, H]; gives [T, H]."""
+        if out is None:
+            return torch.index_select(table, 0, tokens)
+        return torch.index_select(table, 0, tokens, out=out)
+
+    def add_rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        *,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Add x [T, H] to residual [T, H] in place and return rms_norm of the sum."""
+        return add_rms_norm(x, residual, weight, eps=eps, out=out)
+
+    def rotate_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+        *,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Norm, rotate and store; rows with a negative slot are not stored."""
+        rotate_and_store(
+            q, k, v, cos, sin, k_cache, v_cache, slots, q_norm=q_norm, k_norm=k_norm, eps=eps
+        )
+
+    def pack_linear(self, weight: Tensor) -> LinearWeight:
+        """Keep a weight [O, I] as it is, on its device."""
+        return pack_weight(weight, PLAIN)
+
+    def pack_projection(self, weight: Tensor) -> LinearWeight:
+        """Pack one of the matrices that --quantization covers."""
+        return pack_weight(weight, self._format)
+
+    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
+        """Pack the LM head [V, H]: 4 bits would change the most likely token."""
+        return pack_weight(weight, self._head_format)
+
+    def sigmoid(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Give 1 / (1 + exp(-x)), element by element."""
+        return torch.sigmoid(x) if out is None else torch.sigmoid(x, out=out)
+
+    def dense_mlp(
+        self,
+        x: Tensor,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Apply a gated MLP to x [R, H]; see `kernels.reference.dense_mlp`."""
+        return linear(swiglu(linear(x, gate_up, gate_up_bias)), down, down_bias, out)
+
+    def pack_experts(
+        self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+    ) -> ExpertWeights:
+        """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`."""
+        return pack_experts(gate_up, down, share_per_row=share_per_row, weight_format=self._format)
+
+    def rebuild_experts(
+        self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
+    ) -> Generator[None, None, ExpertWeights]:
+        """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
+        assert isinstance(experts, GpuExperts)
+        return rebuild_experts(experts, slots)
+
+    def grouped_mlp(
+        self,
+        hidden: Tensor,
+        slots: Tensor,
+        weights: Tensor,
+        experts: ExpertWeights,
+        *,
+        out: Tensor | None = None,
+    ) -> ExpertOutput:
+        """Sum each row's local experts; see `kernels.reference.grouped_mlp`."""
+        assert isinstance(experts, GpuExperts)
+        return grouped_mlp(hidden, slots, weights, experts, out=out)

@@ -1,0 +1,347 @@
+"""From a layer's q, k, v to rotated queries and a written cache, in one launch.
+
+QK-norm (of each head or of all heads together), rotary embedding and the paged KV write:
+each row of q, k and v is read once and written once. A program owns some heads of one
+token, either of q or of k and v. The rounding points are those of `kernels.reference`; a
+cache of float8_e4m3fn holds k / k_scale and v / v_scale, saturated. Called by attention
+nodes whose device is a GPU. `write_kv` is the last of the three by itself, for tests and tools.
+Letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton.runtime import rounded
+from kernels.triton.tiles import tiles_for
+
+NO_NORM: Final = 0
+HEAD_NORM: Final = 1
+FULL_NORM: Final = 2
+
+CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class RotaryTiles:
+    """How many heads a program takes, and its warps."""
+
+    heads: int = 4
+    num_warps: int = 1
+
+
+def rotary_key(num_heads: int, num_kv_heads: int, head_dim: int) -> str:
+    """Name the shape in a table of tiles."""
+    return f"heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim}"
+
+
+def rotary_tiles(
+    num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> RotaryTiles:
+    """Give the tiles of heads of one number and size: tuned ones, else the defaults."""
+    shape = rotary_key(num_heads, num_kv_heads, head_dim)
+    return tiles_for("rotate_and_store", shape, RotaryTiles(), device)
+
+
+@triton.jit
+def _normed(
+    low: tl.tensor,
+    high: tl.tensor,
+    weight: tl.tensor,
+    low_place: tl.tensor,
+    inside: tl.tensor,
+    half: tl.tensor,
+    num_heads: tl.tensor,
+    eps: tl.tensor,
+    dtype: tl.constexpr,
+    NORM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Norm a tile of heads [HEADS, HALF], given as its halves, by head or as one row."""
+    squares = low * low + high * high
+    if NORM == 1:
+        inverse = tl.rsqrt(tl.sum(squares, axis=1) / (2 * half) + eps)[:, None]
+    else:
+        whole = tl.sum(tl.sum(squares, axis=1), axis=0)
+        inverse = tl.rsqrt(whole / (2 * half * num_heads) + eps)
+    low_weight = tl.load(weight + low_place, mask=inside, other=0.0).to(tl.float32)
+    high_weight = tl.load(weight + low_place + half, mask=inside, other=0.0).to(tl.float32)
+    low = rounded(low * inverse, dtype).to(tl.float32) * low_weight
+    high = rounded(high * inverse, dtype).to(tl.float32) * high_weight
+    return rounded(low, dtype).to(tl.float32), rounded(high, dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotated(
+    x: tl.tensor,
+    norm: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    head: tl.tensor,
+    num_heads: tl.tensor,
+    head_stride: tl.tensor,
+    high_table: tl.tensor,
+    half: tl.tensor,
+    eps: tl.tensor,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Load heads [HEADS] of one token, norm and rotate them; give both halves, rounded."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    column = tl.arange(0, HALF)
+    inside = (head < num_heads)[:, None] & (column < half)[None, :]
+    place = head[:, None] * head_stride + column[None, :]
+    low = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + place + half, mask=inside, other=0.0).to(tl.float32)
+    if NORM != 0:
+        # A weight for all heads has their rows one after another, one for each head has one.
+        low_place = column[None, :] + (head * (2 * half * (NORM - 1)))[:, None]
+        low, high = _normed(low, high, norm, low_place, inside, half, num_heads, eps, dtype, NORM)
+    known = column < half
+    low_cos = rounded(tl.load(cos + column, mask=known, other=0.0).to(tl.float32), dtype)
+    low_sin = rounded(tl.load(sin + column, mask=known, other=0.0).to(tl.float32), dtype)
+    cos += high_table
+    sin += high_table
+    high_cos = rounded(tl.load(cos + column, mask=known, other=0.0).to(tl.float32), dtype)
+    high_sin = rounded(tl.load(sin + column, mask=known, other=0.0).to(tl.float32), dtype)
+    low_cos, low_sin = low_cos.to(tl.float32)[None, :], low_sin.to(tl.float32)[None, :]
+    high_cos, high_sin = high_cos.to(tl.float32)[None, :], high_sin.to(tl.float32)[None, :]
+    # Products are rounded before they are added, as separate torch operations do it.
+    kept, turned = rounded(low * low_cos, dtype), rounded(high * low_sin, dtype)
+    first = rounded(kept.to(tl.float32) - turned.to(tl.float32), dtype)
+    kept, turned = rounded(high * high_cos, dtype), rounded(low * high_sin, dtype)
+    return first, rounded(kept.to(tl.float32) + turned.to(tl.float32), dtype)
+
+
+@triton.jit
+def _store(
+    place: tl.tensor,
+    half: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    factor: tl.tensor,
+    inside: tl.tensor,
+) -> None:
+    dtype: tl.constexpr = place.dtype.element_ty
+    tl.store(place, rounded(low * factor, dtype), mask=inside)
+    tl.store(place + half, rounded(high * factor, dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _rotate_and_store(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    slots: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    num_heads: tl.tensor,
+    num_kv_heads: tl.tensor,
+    half: tl.tensor,
+    high_table: tl.tensor,
+    q_row: tl.tensor,
+    q_head: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    table_row: tl.tensor,
+    cache_block: tl.tensor,
+    cache_slot: tl.tensor,
+    cache_head: tl.tensor,
+    k_factor: tl.tensor,
+    v_factor: tl.tensor,
+    eps: tl.tensor,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    query_parts = tl.cdiv(num_heads, HEADS)
+    cos += token * table_row
+    sin += token * table_row
+    column = tl.arange(0, HALF)
+    if part < query_parts:
+        head = part * HEADS + tl.arange(0, HEADS)
+        q += token * q_row
+        first, second = _rotated(
+            q, q_norm, cos, sin, head, num_heads, q_head, high_table, half, eps, Q_NORM, HALF
+        )
+        inside = (head < num_heads)[:, None] & (column < half)[None, :]
+        place = q + head[:, None] * q_head + column[None, :]
+        tl.store(place, first, mask=inside)
+        tl.store(place + half, second, mask=inside)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            head = (part - query_parts) * HEADS + tl.arange(0, HEADS)
+            k += token * k_row
+            first, second = _rotated(
+                k, k_norm, cos, sin, head, num_kv_heads, k_head, high_table, half, eps, K_NORM,
+                HALF,
+            )  # fmt: skip
+            inside = (head < num_kv_heads)[:, None] & (column < half)[None, :]
+            to = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
+            place = to + head[:, None] * cache_head + column[None, :]
+            source = v + token * v_row + head[:, None] * v_head + column[None, :]
+            low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+            high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+            first, second = first.to(tl.float32), second.to(tl.float32)
+            _store(k_cache + place, half, first, second, k_factor, inside)
+            _store(v_cache + place, half, low, high, v_factor, inside)
+
+
+def _norm_kind(norm: Tensor | None, heads: Tensor, what: str) -> int:
+    """Say what a norm's weight spans, checking that it spans a head or all of them."""
+    if norm is None:
+        return NO_NORM
+    num_heads, head_dim = heads.shape[1:]
+    if norm.dtype != heads.dtype or not norm.is_contiguous():
+        raise ValueError(f"{what} is {norm.dtype}, its heads are {heads.dtype}")
+    if norm.shape == (head_dim,):
+        return HEAD_NORM
+    if norm.shape == (num_heads * head_dim,):
+        return FULL_NORM
+    raise ValueError(f"{what} {tuple(norm.shape)} fits neither a head of {head_dim} nor all")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor) -> None:
+    num_tokens, _, head_dim = q.shape
+    if k.shape != v.shape or len(k) != num_tokens or k.shape[2] != head_dim or head_dim % 2:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}")
+    if any(x.stride(2) != 1 for x in (q, k, v)):
+        raise ValueError("the elements of a head must be contiguous")
+    widths = (head_dim // 2, head_dim)
+    if cos.shape != sin.shape or len(cos) != num_tokens or cos.shape[1] not in widths:
+        raise ValueError(f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)} for q {tuple(q.shape)}")
+    if cos.stride() != sin.stride() or cos.stride(1) != 1:
+        raise ValueError(f"cos and sin have strides {cos.stride()}, {sin.stride()}")
+    if slots.shape != (num_tokens,) or not slots.is_contiguous():
+        raise ValueError(f"slots {tuple(slots.shape)} for {num_tokens} tokens")
+
+
+def _check_caches(k: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    if k_cache.shape != v_cache.shape or k_cache.shape[2:] != k.shape[1:]:
+        raise ValueError(f"caches {tuple(k_cache.shape)}, {tuple(v_cache.shape)}, k {k.shape}")
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in CACHE_DTYPES:
+        raise ValueError(f"caches are {k_cache.dtype}, {v_cache.dtype}")
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise ValueError(f"caches have strides {k_cache.stride()}, {v_cache.stride()}")
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    tiles: RotaryTiles | None = None,
+) -> None:
+    """Norm q [T, N, D] and k [T, G, D], rotate both, store k and v [T, G, D] in the cache.
+
+    Does what `kernels.reference.rotate_and_store` says, and beyond it: a norm's weight is
+    [D] (each head by itself) or [N * D], [G * D] (all heads of a token as one row); a row
+    with a negative slot is not stored (padding); the scales are those of a float8_e4m3fn
+    cache. q is changed in place, k and v are only read. `tiles` are for the tuner: they go
+    before those of the device's file. Raises ValueError for tensors that
+    do not fit together.
+    """
+    _check(q, k, v, cos, sin, slots)
+    _check_caches(k, k_cache, v_cache)
+    kinds = _norm_kind(q_norm, q, "q_norm"), _norm_kind(k_norm, k, "k_norm")
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, half = k.shape[1], head_dim // 2
+    if num_tokens == 0:
+        return
+    if tiles is None:
+        tiles = rotary_tiles(num_heads, num_kv_heads, head_dim, q.device)
+    heads = max(num_heads, num_kv_heads) if FULL_NORM in kinds else tiles.heads
+    heads = triton.next_power_of_2(heads)
+    parts = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
+    _rotate_and_store[(num_tokens, parts)](
+        q, k, v, cos, sin, k_cache, v_cache, slots,
+        q if q_norm is None else q_norm, k if k_norm is None else k_norm,
+        num_heads, num_kv_heads, half, cos.shape[1] - half,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        cos.stride(0), *k_cache.stride()[:3], 1.0 / k_scale, 1.0 / v_scale, eps,
+        Q_NORM=kinds[0], K_NORM=kinds[1], BLOCK_SIZE=k_cache.shape[1], HEADS=heads,
+        HALF=triton.next_power_of_2(half), num_warps=tiles.num_warps,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _write_row(
+    k: tl.tensor,
+    v: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    slots: tl.tensor,
+    num_kv_heads: tl.tensor,
+    head_dim: tl.tensor,
+    k_row: tl.tensor,
+    k_head: tl.tensor,
+    v_row: tl.tensor,
+    v_head: tl.tensor,
+    cache_block: tl.tensor,
+    cache_slot: tl.tensor,
+    cache_head: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
+        inside = (head < num_kv_heads) & (column < head_dim)
+        place = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
+        place += head * cache_head + column
+        keys = tl.load(k + token * k_row + head * k_head + column, mask=inside, other=0.0)
+        values = tl.load(v + token * v_row + head * v_head + column, mask=inside, other=0.0)
+        dtype: tl.constexpr = k_cache.dtype.element_ty
+        tl.store(k_cache + place, rounded(keys.to(tl.float32), dtype), mask=inside)
+        tl.store(v_cache + place, rounded(values.to(tl.float32), dtype), mask=inside)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Store k, v [T, G, D] into caches [B, block_size, G, D] at slots [T]; skip negative ones.
+
+    Raises ValueError for tensors that do not fit together.
+    """
+    if k.shape != v.shape or k.dtype != v.dtype or k.stride(2) != 1 or v.stride(2) != 1:
+        raise ValueError(f"k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)}")
+    if slots.shape != k.shape[:1] or not slots.is_contiguous():
+        raise ValueError(f"slots {tuple(slots.shape)} for {len(k)} tokens")
+    _check_caches(k, k_cache, v_cache)
+    num_tokens, num_kv_heads, head_dim = k.shape
+    if num_tokens == 0:
+        return
+    _write_row[(num_tokens,)](
+        k, v, k_cache, v_cache, slots, num_kv_heads, head_dim,
+        *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
+        BLOCK_SIZE=k_cache.shape[1], HEADS=triton.next_power_of_2(num_kv_heads),
+        DIM=triton.next_power_of_2(head_dim), num_warps=1,
+    )  # fmt: skip

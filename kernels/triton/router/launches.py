@@ -1,0 +1,369 @@
+"""The router on a GPU: logits to experts, weights, and the order in which experts get rows.
+
+One Triton kernel chooses the experts of a block of rows and, where all rows fit one block,
+sorts the (row, choice) pairs by expert in the same pass; else it leaves a histogram per block
+and a second kernel places the pairs. Pairs that come alone are grouped by a program per expert,
+unless they are very many. No atomics: the order is that of `kernels.reference`,
+ascending in (row, choice) inside an expert, whatever ran first. Knows no model and no node.
+Called by `kernels.dispatch` for GPUs and by `kernels.triton.grouped_mlp.launches`.
+
+Of equal scores the lowest id goes first. Softmax is chosen by logits, which its probabilities
+follow: where two of them round to the same number (far below the best) the reference takes
+the lower id and this the greater logit. The counts are read on the device only, and no launch
+depends on data, so a CUDA graph can replay it for any rows of the same shape.
+
+Dimension letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.contracts import Permutation, Routing
+from kernels.triton.router.grouping import group_slot
+from kernels.triton.router.kernels import (
+    count_block,
+    local_slots_block,
+    place_block,
+    route_block,
+)
+
+# Elements of a block of rows times padded experts: two or three such tiles stay in registers.
+BLOCK_ELEMENTS: Final = 4096
+# Up to so many, one program does all rows, and one launch is saved.
+SINGLE_ELEMENTS: Final = 4096
+# Where pairs are not grouped, rows have nothing to do with each other: many small programs,
+# since choosing one expert after the other is a matter of latency.
+ROUTE_ELEMENTS: Final = 128
+# Up to so many pairs a program per slot groups them.
+SPREAD_PAIRS: Final = 8192
+SPREAD_BLOCK: Final = 1024
+ELEMENTS_PER_WARP: Final = 512
+MAX_WARPS: Final = 8
+SLOTS_AT_ONCE: Final = 512
+
+
+class RoutedPairs(NamedTuple):
+    """What the router decides, and its pairs grouped by local expert."""
+
+    routing: Routing
+    slots: Tensor
+    """i32[T, K], local experts; negative: not here."""
+    groups: Permutation
+
+
+class _Grid(NamedTuple):
+    """How rows are cut into blocks."""
+
+    block_rows: int
+    num_blocks: int
+
+    @property
+    def is_single(self) -> bool:
+        return self.num_blocks == 1
+
+
+def _num_warps(grid: _Grid, width: int) -> int:
+    """Give a warp per ELEMENTS_PER_WARP of a block: a small one's sums need no other warp's."""
+    return min(max(grid.block_rows * width // ELEMENTS_PER_WARP, 1), MAX_WARPS)
+
+
+def _cut(num_rows: int, width: int) -> _Grid:
+    """Cut rows so that a tile of a block's rows times `width` columns stays in registers."""
+    whole = triton.next_power_of_2(max(num_rows, 1))
+    if whole * width <= SINGLE_ELEMENTS:
+        return _Grid(whole, 1)
+    block_rows = max(1, BLOCK_ELEMENTS // width)
+    return _Grid(block_rows, triton.cdiv(num_rows, block_rows))
+
+
+class _Pairs(NamedTuple):
+    """Room for a permutation, and for the histograms on the way to it."""
+
+    groups: Permutation
+    hist: Tensor
+
+    @classmethod
+    def make(cls, num_pairs: int, num_slots: int, grid: _Grid, device: torch.device) -> _Pairs:
+        empty = torch.empty(2 * num_pairs, dtype=torch.int64, device=device)
+        sums = torch.empty(2 * num_slots + 1, dtype=torch.int64, device=device)
+        if num_pairs == 0:
+            # No kernel writes them.
+            sums.zero_()
+        width = triton.next_power_of_2(num_slots)
+        hist = torch.empty(
+            0 if grid.is_single else grid.num_blocks * width, dtype=torch.int32, device=device
+        )
+        order, row_of = empty.view(2, num_pairs)
+        return cls(Permutation(order, row_of, sums[:num_slots], sums[num_slots:]), hist)
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        groups = self.groups
+        return self.hist, groups.order, groups.row_of, groups.counts, groups.offsets
+
+
+def _route(
+    logits: Tensor,
+    *,
+    top_k: int,
+    renormalise: bool,
+    weights_dtype: torch.dtype,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    num_slots: int | None = None,
+    slot_of: Tensor | None = None,
+) -> RoutedPairs:
+    """Launch the router; with `num_slots` also group the pairs by slot."""
+    num_rows, num_experts = logits.shape
+    _check(num_experts, top_k, weights_dtype, num_groups, top_groups)
+    if num_experts > 1 and logits.stride(1) != 1:
+        raise ValueError(f"the logits of a row must be contiguous, strides {logits.stride()}")
+    device = logits.device
+    experts = torch.empty(num_rows, top_k, dtype=torch.int64, device=device)
+    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
+    slots = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
+    local = num_experts if num_slots is None else num_slots
+    width = triton.next_power_of_2(max(num_experts, local))
+    if num_slots is None:
+        block_rows = max(ROUTE_ELEMENTS // width, 1)
+        grid = _Grid(block_rows, triton.cdiv(num_rows, block_rows))
+    else:
+        grid = _cut(num_rows, width)
+    pairs = _Pairs.make(num_rows * top_k, local, grid, device)
+    if num_rows:
+        route_block[(grid.num_blocks,)](
+            logits,
+            logits if bias is None else bias,
+            slots if slot_of is None else slot_of,
+            experts,
+            weights,
+            slots,
+            *pairs.arguments,
+            num_rows,
+            num_experts,
+            local,
+            logits.stride(0),
+            scale,
+            SIGMOID=sigmoid,
+            HAS_BIAS=bias is not None,
+            RENORMALISE=renormalise,
+            ROUND=weights_dtype == torch.bfloat16,
+            NUM_GROUPS=num_groups,
+            TOP_GROUPS=top_groups,
+            PERMUTE=num_slots is not None,
+            HAS_SLOTS=slot_of is not None,
+            SINGLE=grid.is_single,
+            E_PAD=triton.next_power_of_2(num_experts),
+            S_PAD=triton.next_power_of_2(local),
+            K=top_k,
+            K_PAD=triton.next_power_of_2(top_k),
+            GROUPS_PAD=triton.next_power_of_2(num_groups),
+            BLOCK_R=grid.block_rows,
+            num_warps=_num_warps(grid, width),
+        )
+        if num_slots is not None and not grid.is_single:
+            _place(slots, pairs, local, grid)
+    return RoutedPairs(Routing(experts, weights), slots, pairs.groups)
+
+
+def _check(
+    num_experts: int, top_k: int, weights_dtype: torch.dtype, num_groups: int, top_groups: int
+) -> None:
+    if not 0 < top_k <= num_experts:
+        raise ValueError(f"top_k {top_k} of {num_experts} experts")
+    if weights_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"routing weights are rounded to float32 or bfloat16, not {weights_dtype}")
+    if num_groups > 1:
+        size, rest = divmod(num_experts, num_groups)
+        if rest or size < 2:
+            # A group is judged by its best two experts.
+            raise ValueError(f"{num_experts} experts in {num_groups} groups")
+        if not 0 < top_groups <= num_groups or top_k > top_groups * size:
+            raise ValueError(
+                f"top_k {top_k} of {top_groups * size} experts in {top_groups} of "
+                f"{num_groups} groups"
+            )
+
+
+def _place(slots: Tensor, pairs: _Pairs, num_slots: int, grid: _Grid) -> None:
+    num_rows, top_k = slots.shape
+    width = triton.next_power_of_2(num_slots)
+    place_block[(grid.num_blocks,)](
+        slots,
+        *pairs.arguments,
+        num_rows,
+        num_slots,
+        grid.num_blocks,
+        S_PAD=triton.next_power_of_2(num_slots),
+        K=top_k,
+        K_PAD=triton.next_power_of_2(top_k),
+        BLOCK_R=grid.block_rows,
+        CHUNK=16,
+        num_warps=_num_warps(grid, width),
+    )
+
+
+def route(
+    logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype = torch.float32
+) -> Routing:
+    """Choose top_k experts per token by softmax; see `kernels.reference.route`."""
+    return _route(logits, top_k=top_k, renormalise=renormalise, weights_dtype=weights_dtype).routing
+
+
+def route_sigmoid(
+    logits: Tensor,
+    bias: Tensor | None,
+    *,
+    top_k: int,
+    renormalise: bool,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> Routing:
+    """Choose top_k experts per token by sigmoid; see `kernels.reference.route_sigmoid`.
+
+    Scores that differ by less than the rounding of exp may be ordered otherwise than there.
+    """
+    return _route(
+        logits,
+        top_k=top_k,
+        renormalise=renormalise,
+        weights_dtype=torch.float32,
+        sigmoid=True,
+        bias=bias,
+        scale=scale,
+        num_groups=num_groups,
+        top_groups=top_groups,
+    ).routing
+
+
+def route_and_permute(
+    logits: Tensor,
+    *,
+    top_k: int,
+    renormalise: bool,
+    weights_dtype: torch.dtype = torch.float32,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    num_slots: int | None = None,
+    slot_of: Tensor | None = None,
+) -> RoutedPairs:
+    """Route as `route` or, if `sigmoid`, as `route_sigmoid`, and group the pairs by slot.
+
+    For a node that holds the experts itself. slot_of i32[num_experts] gives the local slot of
+    each expert (below `num_slots`, negative: not here); without it experts are the slots.
+    """
+    assert (num_slots is None) == (slot_of is None), "a table of slots needs their number"
+    return _route(
+        logits,
+        top_k=top_k,
+        renormalise=renormalise,
+        weights_dtype=weights_dtype,
+        sigmoid=sigmoid,
+        bias=bias,
+        scale=scale,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        num_slots=logits.shape[1] if num_slots is None else num_slots,
+        slot_of=slot_of,
+    )
+
+
+def _spread(slots: Tensor, num_slots: int) -> Permutation:
+    """Group some pairs by as many programs as there are slots."""
+    num_pairs = slots.numel()
+    groups = _Pairs.make(num_pairs, num_slots, _Grid(len(slots), 1), slots.device).groups
+    group_slot[(num_slots + 1,)](
+        slots,
+        *groups,
+        num_pairs,
+        num_slots,
+        K=slots.shape[1],
+        BLOCK=min(triton.next_power_of_2(num_pairs), SPREAD_BLOCK),
+        num_warps=4,
+    )
+    return groups
+
+
+def permute(slots: Tensor, num_experts: int) -> Permutation:
+    """Group the pairs of slots i32[R, K] by local expert; see `kernels.reference.permute`.
+
+    That slots are below num_experts is the caller's duty: nothing here waits for the device.
+    """
+    num_rows, top_k = slots.shape
+    num_pairs = num_rows * top_k
+    slots = slots.contiguous()
+    if 0 < num_pairs <= SPREAD_PAIRS:
+        return _spread(slots, num_experts)
+    width = triton.next_power_of_2(num_experts)
+    grid = _cut(num_rows, width)
+    pairs = _Pairs.make(num_pairs, num_experts, grid, slots.device)
+    if num_pairs:
+        count_block[(grid.num_blocks,)](
+            slots,
+            *pairs.arguments,
+            num_rows,
+            num_experts,
+            SINGLE=grid.is_single,
+            S_PAD=triton.next_power_of_2(num_experts),
+            K=top_k,
+            K_PAD=triton.next_power_of_2(top_k),
+            BLOCK_R=grid.block_rows,
+            num_warps=_num_warps(grid, width),
+        )
+        if not grid.is_single:
+            _place(slots, pairs, num_experts, grid)
+    return pairs.groups
+
+
+def local_slots(
+    experts: Tensor,
+    slot_of: Tensor,
+    num_rows: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Give the local slot of each pair's expert on each of N nodes, i32[N, T, K], in one launch.
+
+    experts i64[T, K], slot_of i32[N, P] by node and logical expert (negative: not there). -1
+    in the result: the expert is elsewhere, or the row is padding: one from num_rows[0] (i64[1],
+    on the device) on, if that is given. `out` is contiguous. Raises ValueError for tensors that
+    do not fit.
+    """
+    (num_tokens, top_k), (num_nodes, num_experts) = experts.shape, slot_of.shape
+    if out is None:
+        out = torch.empty(num_nodes, num_tokens, top_k, dtype=torch.int32, device=experts.device)
+    if out.shape != (num_nodes, num_tokens, top_k) or out.dtype != torch.int32:
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not i32[N, T, K]")
+    if not (out.is_contiguous() and experts.is_contiguous()) or slot_of.stride(1) != 1:
+        raise ValueError("out, experts and the rows of slot_of must be contiguous")
+    if experts.dtype != torch.int64 or slot_of.dtype != torch.int32:
+        raise ValueError(f"experts are {experts.dtype}, slot_of {slot_of.dtype}")
+    num_pairs = num_tokens * top_k
+    if num_pairs:
+        block = min(triton.next_power_of_2(num_pairs), SLOTS_AT_ONCE)
+        local_slots_block[(triton.cdiv(num_pairs, block), num_nodes)](
+            experts,
+            slot_of,
+            experts if num_rows is None else num_rows,
+            out,
+            num_pairs,
+            num_experts,
+            slot_of.stride(0),
+            K=top_k,
+            HAS_ROWS=num_rows is not None,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out

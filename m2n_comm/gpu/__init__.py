@@ -1,0 +1,3 @@
+"""Rows that stay on GPUs (`local` within one, `ipc_*` between two) or leave them through
+pinned memory (`staged`).
+"""

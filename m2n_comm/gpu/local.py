@@ -1,0 +1,332 @@
+"""M2N within one device: attention and all expert nodes of one process on one GPU.
+
+Implements AttentionNet. No frames and no windows: dispatch() turns logical experts into the
+slots of each expert node, on the device, and enqueues what the nodes compute; combine() joins.
+Nothing looks at a tensor from the host, whatever a micro-batch's number of rows, so a graph can
+hold a whole step. Knows no weights: `serves` are Experts.compute of the nodes, in node order.
+Called by attention_nodes.rally; composed by topspin.launch.local_node and benchmarks.gpu_engine.
+
+With one stream everything is in order. With two the experts have a stream of their own: the
+attention half of one micro-batch and the experts of another then share the device. A dispatch
+forks (the experts' stream waits for what the caller has enqueued so far), combine() of the same
+micro-batch joins (the caller's stream waits for those experts and for no later ones). Inside a
+recording that is a fork and a join of the graph, and the last combine() of a step leaves
+nothing unjoined.
+
+Memory that crosses streams needs no copies and no static buffers, for two reasons. What the
+experts read (rows, routing) is held here until combine() has made the caller's stream wait for
+them; an allocator that gives it out again on that stream does so behind the wait. What the
+experts allocate is allocated behind the wait of some dispatch, thus behind all that the caller
+had enqueued before, reads of earlier partial sums that have been freed since included. The
+caller's part: what it hands to dispatch() stays as it is until combine(), and a partial sum is
+read on the stream on which it was combined.
+
+On one device a second copy of an expert would be read from memory in vain: of several replicas
+the first, in node order, serves all.
+
+The flight recorder gets no stamps: the host only enqueues here, and when it does says nothing
+about when the device computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.runtime import Event, Runtime
+from m2n_comm.host.lines import describe
+from m2n_comm.net import ExpertBatch, NetShape, NetTimes, Serve
+from topspin.errors import ConfigError, FrameError, ProtocolError, TransportError
+from topspin.expert_table import ExpertTable
+from topspin.messages import StepTicket
+from topspin.trace import Ring
+
+LocalSlots = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(experts i64[T, K], slot_of i32[N, E], num_rows i64[1] or None) -> slots i32[N, T, K]."""
+
+
+def home_slots(table: ExpertTable) -> Tensor:
+    """Return i32[L, N, E]: the slot of an expert on node n if that is its first home, else -1."""
+    num_layers = len(table.slots)
+    slots = torch.full((num_layers, table.num_nodes, table.num_experts), -1, dtype=torch.int32)
+    for layer in range(num_layers):
+        for expert, replicas in enumerate(table.replicas(layer)):
+            slots[layer, replicas[0].node, expert] = replicas[0].slot
+    return slots
+
+
+def local_slots(experts: Tensor, slot_of: Tensor, num_rows: Tensor | None) -> Tensor:
+    """Return slots i32[N, T, K] of experts i64[T, K]; rows from num_rows[0] on get -1."""
+    size = experts.shape
+    slots = slot_of.index_select(1, experts.reshape(-1)).view(len(slot_of), *size)
+    if num_rows is None:
+        return slots
+    is_padding = torch.arange(size[0], device=experts.device) >= num_rows
+    return slots.masked_fill(is_padding[None, :, None], -1)
+
+
+class _Route(NamedTuple):
+    """An expert table, and on the device what home_slots makes of it."""
+
+    table: ExpertTable
+    slot_of: Tensor
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A dispatch that was not combined yet. `read` keeps what the experts read allocated."""
+
+    layer: int
+    size: torch.Size
+    read: tuple[Tensor | None, ...]
+    partials: list[Tensor]
+    done: Event | None
+
+
+class DeviceNet:
+    """The attention side, and all there is of the expert side.
+
+    Invariant: a flight exists exactly between a dispatch and its combine. Before the first
+    begin() steps are routed by the table given at construction, so that a warm-up can run
+    and record what the first steps will be.
+    """
+
+    is_graph_safe: Final = True
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        shape: NetShape,
+        *,
+        index: int,
+        serves: Sequence[Serve],
+        table: ExpertTable,
+        num_streams: int = 1,
+        slots: LocalSlots | None = None,
+    ) -> None:
+        """Compute with `serves`, one per node of `table`, as attention node `index`.
+
+        `num_streams` 2 gives the experts a stream of their own. `slots` is what turns experts
+        into slots; None: the kernel on a GPU, torch on the host. Raises ConfigError for
+        settings that only make sense between processes, ProtocolError for a wrong table.
+        """
+        assert num_streams in (1, 2)
+        _check_shape(shape)
+        self.shape = shape
+        self.trace: Ring | None = None
+        self._runtime = runtime
+        self._index = index
+        self._serves = tuple(serves)
+        self._slots = slots or _slots_on(runtime.device)
+        self._stream = runtime.new_stream() if num_streams == 2 else None
+        self._flights: list[_Flight | None] = [None] * shape.num_micro_batches
+        self._routes: dict[int, _Route] = {}
+        self._step = 0
+        self._epoch = 0
+        self._failure: str | None = None
+        self.set_table(table)
+        self._route = self._routes[table.version]
+
+    @property
+    def epoch(self) -> int:
+        """Return a number that changes whenever what was recorded is no longer right."""
+        return self._epoch
+
+    def set_table(self, table: ExpertTable) -> None:
+        """Keep `table` for the steps whose tickets name its version; see m2n_comm.net.
+
+        Raises ProtocolError if it does not fit.
+        """
+        table.validate()
+        num_layers, num_nodes = self.shape.num_layers, len(self._serves)
+        if len(table.slots) != num_layers or table.num_nodes != num_nodes:
+            raise ProtocolError(
+                f"expert table {table.version}: {len(table.slots)} layers over "
+                f"{table.num_nodes} nodes, expected {num_layers} over {num_nodes}"
+            )
+        known = self._routes.get(table.version)
+        if known is None or known.table != table:
+            slot_of = home_slots(table).to(self._runtime.device)
+            self._routes[table.version] = _Route(table, slot_of)
+
+    def begin(self, ticket: StepTicket) -> None:
+        """Open a step that this node takes part in; see m2n_comm.net.
+
+        Raises ProtocolError if the ticket does not fit, or a dispatch is still in the air.
+        """
+        self._check_usable()
+        step, version = ticket.step, ticket.table_version
+        if self._index not in ticket.participants:
+            raise ProtocolError(f"step {step}: attention {self._index} takes no part")
+        if not 1 <= ticket.num_micro_batches <= len(self._flights):
+            raise ProtocolError(
+                f"step {step}: {ticket.num_micro_batches} micro-batches, not 1 to "
+                f"{len(self._flights)}"
+            )
+        for micro_batch, flight in enumerate(self._flights):
+            if flight is not None:
+                raise ProtocolError(
+                    f"step {step}: micro-batch {micro_batch} of step {self._step} is still in "
+                    "the air"
+                )
+        route = self._routes.get(version)
+        if route is None:
+            raise ProtocolError(
+                f"step {step}: expert table {version}, attention {self._index} has "
+                f"{sorted(self._routes)}"
+            )
+        if route is not self._route:
+            # What was recorded reads the slots, and the weights, of the version before.
+            self._epoch += 1
+            self._route = route
+            self._routes = {known: kept for known, kept in self._routes.items() if known >= version}
+        self._step = step
+
+    def dispatch(
+        self,
+        micro_batch: int,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        num_rows: Tensor | None = None,
+    ) -> None:
+        """Enqueue the experts of hidden [T, H]: experts [T, K] int64 (logical), weights [T, K].
+
+        See m2n_comm.net; with two streams the tensors stay as they are until combine(). Raises
+        FrameError for tensors that do not fit, and what the experts raise: then this net can
+        not be used any more.
+        """
+        self._check_usable()
+        assert self._flights[micro_batch] is None, "combine() the last dispatch first"
+        try:
+            self._check_tensors(hidden, experts, weights)
+            read = (hidden, experts, weights, num_rows)
+            partials, done = [], None
+            if self._stream is None:
+                partials = self._serve(micro_batch, layer, *read)
+            else:
+                self._stream.wait_for(self._runtime.current_stream().record())
+                with self._runtime.on(self._stream):
+                    partials = self._serve(micro_batch, layer, *read)
+                done = self._stream.record()
+        except BaseException as error:
+            self._failure = describe(error)
+            raise
+        self._flights[micro_batch] = _Flight(layer, hidden.shape, read, partials, done)
+
+    def _serve(
+        self,
+        micro_batch: int,
+        layer: int,
+        hidden: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        num_rows: Tensor | None,
+    ) -> list[Tensor]:
+        """Enqueue, on the current stream, what every node computes of these rows."""
+        slots = self._slots(experts, self._route.slot_of[layer], num_rows)
+        return [
+            serve(
+                ExpertBatch(
+                    micro_batch=micro_batch,
+                    layer=layer,
+                    part=0,
+                    hidden=hidden,
+                    slots=slots[node],
+                    weights=weights,
+                    row_counts=(len(hidden),),
+                    table_version=self._route.table.version,
+                )
+            )
+            for node, serve in enumerate(self._serves)
+        ]
+
+    def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
+        """Return the sum of all partials of that dispatch, [T, H].
+
+        That of one node is returned as it is; those of several are added in fp32, in node
+        order, in `out`. Raises FrameError for an `out` that does not fit.
+        """
+        self._check_usable()
+        flight = self._flights[micro_batch]
+        assert flight is not None, "dispatch() first"
+        assert flight.layer == layer, "combine() of another layer than the dispatch"
+        if out.shape != flight.size or out.dtype != torch.float32:
+            self._failure = (
+                f"combine into {tuple(out.shape)} {out.dtype}, expected {tuple(flight.size)} "
+                "torch.float32"
+            )
+            raise FrameError(self._failure)
+        if flight.done is not None:
+            self._runtime.current_stream().wait_for(flight.done)
+        self._flights[micro_batch] = None
+        first, *others = flight.partials
+        if not others:
+            return first
+        out.copy_(first)
+        for partial in others:
+            out += partial
+        return out
+
+    def wait_s(self) -> float:
+        """Return 0: the host waits for nothing here."""
+        return 0.0
+
+    def times(self) -> NetTimes:
+        """Return that nothing was measured: the host only enqueues."""
+        return NetTimes(wait_s=0.0, expert_s=0.0, link_s=None)
+
+    def close(self) -> None:
+        """Release all memory; safe to call twice."""
+        if self._failure is None:
+            self._failure = "it is closed"
+        for flight in self._flights:
+            if flight is not None and flight.done is not None:
+                # The experts may still read what is given up here.
+                self._runtime.current_stream().wait_for(flight.done)
+        self._flights = [None] * len(self._flights)
+        self._serves = ()
+
+    def _check_tensors(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> None:
+        rows = hidden.shape[0]
+        wide, narrow = (rows, self.shape.hidden_size), (rows, self.shape.top_k)
+        wanted = (
+            ("hidden", hidden, wide, self.shape.payload),
+            ("experts", experts, narrow, torch.int64),
+            ("weights", weights, narrow, torch.float32),
+        )
+        for name, got, size, dtype in wanted:
+            if got.shape != size or got.dtype != dtype:
+                raise FrameError(
+                    f"dispatch: {name} is {tuple(got.shape)} {got.dtype}, expected {size} {dtype}"
+                )
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise TransportError(
+                f"attention {self._index}: this net can not be used any more: {self._failure}"
+            )
+
+
+def _check_shape(shape: NetShape) -> None:
+    """Raise ConfigError, naming the flag, for what only makes sense between processes."""
+    if shape.compressed is not None or shape.payload != (shape.compute or shape.payload):
+        raise ConfigError(
+            "--m2n-payload: attention and experts share one device, where nothing travels; leave "
+            "it at auto"
+        )
+    if shape.per_pair_answers:
+        raise ConfigError("--deterministic: not with attention and experts on one GPU")
+
+
+def _slots_on(device: torch.device) -> LocalSlots:
+    if device.type == "cpu":
+        return local_slots
+    from kernels.triton.router import launches as triton_router
+
+    return triton_router.local_slots

@@ -1,0 +1,411 @@
+"""The attention node's end of M2N, the same for every transport: implements AttentionNet.
+
+Owns what is in the air, the credits, and the measured times; frames are written and answers
+checked and added by native.py (one frame of plain rows for each expert node, the common
+case) or parts.py (all else). Knows no socket and no memory mapping: windows come from
+lines.Lines. Runs in the one busy thread of an attention node.
+
+Credits: a (pair, micro-batch) has one window each way. dispatch() sends part 0 to every
+expert node; combine() receives part r, adds it up, and only then sends part r+1: a window
+is free again when its answer has been consumed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from m2n_comm.host.emulate import LinkEmulation, wait_delivery
+from m2n_comm.host.lines import TURN_S, Hop, Lines, describe, late
+from m2n_comm.host.native import Record, add_answer, write_request
+from m2n_comm.host.native import serves as native_serves
+from m2n_comm.host.parts import PartFrames, Parts
+from m2n_comm.host.windows import PairLayout
+from m2n_comm.host.wire import (
+    COMPUTE_WORD,
+    DELIVER_WORD,
+    HEADER_BYTES,
+    IDLE_WORD,
+    MAX_MEASURED_NS,
+    read_header,
+    set_deliver_ns,
+)
+from m2n_comm.layout import RouteMap, Routes, check_known
+from m2n_comm.net import NetShape, NetTimes, WaitPolicy
+from topspin.errors import FrameError, ProtocolError, TransportError
+from topspin.expert_table import ExpertTable
+from topspin.messages import StepTicket
+from topspin.trace import Kind, Ring
+
+# A wait shorter than this was none: the frame lay there before it was asked for.
+_WAITED_NS = 5_000
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A dispatch whose answers have not all been consumed; `parts` is None if each is one frame."""
+
+    layer: int
+    size: torch.Size
+    dispatched_ns: int = 0
+    parts: Parts | None = None
+
+
+class AttentionSide:
+    """Invariant: a flight exists exactly while some expert node owes an answer.
+
+    None in `expert_incarnations` is an absent node: it must have no slots in any table.
+    """
+
+    is_graph_safe: Final = False
+    epoch: Final = 0
+
+    def __init__(
+        self,
+        *,
+        shape: NetShape,
+        index: int,
+        incarnation: int,
+        expert_incarnations: tuple[int | None, ...],
+        table: ExpertTable,
+        lines: Lines,
+        link: LinkEmulation | None = None,
+        wait: WaitPolicy = "block",
+    ) -> None:
+        self.lines = lines
+        self._spins = wait == "spin"
+        self.shape = shape
+        self._index = index
+        self._incarnation = incarnation
+        self._experts = tuple(each or 0 for each in expert_incarnations)
+        layout = PairLayout(shape)
+        self._request_row_bytes = layout.request_row_bytes
+        self._shapers = [link.shaper if link else None for _ in expert_incarnations]
+        self._sequences = [[0] * shape.num_micro_batches for _ in expert_incarnations]
+        self._flights: list[_Flight | None] = [None] * shape.num_micro_batches
+        self._parts = PartFrames(shape, index=index, incarnation=incarnation, experts=self._experts)
+        self._everyone = tuple(
+            expert for expert, each in enumerate(expert_incarnations) if each is not None
+        )
+        self._records = self._make_records(layout) if native_serves(shape) else None
+        self._answer_words = {
+            expert: [lines.inbox(expert, each).words for each in range(shape.num_micro_batches)]
+            for expert in self._everyone
+        }
+        absent = {expert for expert, each in enumerate(expert_incarnations) if each is None}
+        self._routes = Routes(index, shape.num_layers, len(self._experts), absent=absent)
+        self._route: RouteMap | None = None
+        self._step = 0
+        self._patience_s = shape.deadline_s
+        self._wait_ns = 0
+        self._expert_ns = [0] * len(expert_incarnations)
+        self._link_ns = 0
+        self._num_links = 0
+        self.trace: Ring | None = None
+        self._failure: str | None = None
+        self.set_table(table)
+
+    def _make_records(self, layout: PairLayout) -> dict[int, list[Record]]:
+        return {
+            expert: [
+                Record(
+                    layout,
+                    (self._index, expert, micro_batch),
+                    (self._incarnation, self._experts[expert]),
+                    outbox=self.lines.outbox(expert, micro_batch),
+                    inbox=self.lines.inbox(expert, micro_batch),
+                    sends_all=len(self._experts) == 1,
+                )
+                for micro_batch in range(layout.shape.num_micro_batches)
+            ]
+            for expert in self._everyone
+        }
+
+    @property
+    def registered_bytes(self) -> int:
+        """Return the bytes held from start to close: all windows and the sum's scratch."""
+        return self.lines.registered_bytes + self._parts.registered_bytes
+
+    def set_table(self, table: ExpertTable) -> None:
+        """Keep `table` for the steps whose tickets name its version; see m2n_comm.net.
+
+        Raises ProtocolError if it does not fit.
+        """
+        self._routes.add(table)
+
+    def begin(self, ticket: StepTicket) -> None:
+        """Open a step that this node takes part in; see m2n_comm.net.
+
+        Raises ProtocolError if the ticket does not fit, or a dispatch is still in the air.
+        """
+        self._check_usable()
+        if self._index not in ticket.participants:
+            raise ProtocolError(f"step {ticket.step}: attention {self._index} takes no part")
+        if not 1 <= ticket.num_micro_batches <= self.shape.num_micro_batches:
+            raise ProtocolError(
+                f"step {ticket.step}: {ticket.num_micro_batches} micro-batches, "
+                f"windows for {self.shape.num_micro_batches}"
+            )
+        for micro_batch, flight in enumerate(self._flights):
+            if flight is not None:
+                raise ProtocolError(
+                    f"step {ticket.step}: micro-batch {micro_batch} of step {self._step} is "
+                    "still in the air"
+                )
+        self._route = self._routes.take(ticket)
+        is_next = ticket.previous in (0, self._step)
+        self._patience_s = self.shape.deadline_s if is_next else TURN_S
+        self._step = ticket.step
+        self._wait_ns = 0
+        self._expert_ns = [0] * len(self._experts)
+        self._link_ns = self._num_links = 0
+        self.lines.begin(ticket)
+
+    def dispatch(
+        self,
+        micro_batch: int,
+        layer: int,
+        hidden: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        num_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Send hidden [T, H] to the nodes of experts [T, K] int64 (logical), weights [T, K].
+
+        See m2n_comm.net. Raises FrameError for tensors that do not fit, TransportError.
+        """
+        assert num_rows is None, "only graph-safe nets take padded rows"
+        self._check_usable()
+        route = self._route
+        assert route is not None, "begin() first"
+        assert self._flights[micro_batch] is None, "combine() the last dispatch first"
+        try:
+            self._check_tensors(hidden, experts, weights)
+            if hidden.dtype != self.shape.payload and self.shape.compressed is None:
+                hidden = hidden.to(self.shape.payload)
+            if weights.dtype != torch.float32:
+                weights = weights.to(torch.float32)
+            flight = _Flight(layer, hidden.shape)
+            self._flights[micro_batch] = flight
+            if (
+                self._records is not None
+                and flight.size[0] <= self.shape.window_rows
+                and experts.dtype == torch.int64
+                and _is_at_hand(hidden)
+                and _is_at_hand(experts)
+                and _is_at_hand(weights)
+            ):
+                self._send_whole(layer, micro_batch, route, hidden, experts, weights)
+            else:
+                flight.parts = self._parts.plan(route, layer, hidden, experts, weights)
+                for expert in self._everyone:
+                    self._send_part(flight.parts, layer, expert, micro_batch, 0)
+            flight.dispatched_ns = time.monotonic_ns()
+        except BaseException as error:
+            self._failure = describe(error)
+            raise
+
+    def _send_whole(
+        self,
+        layer: int,
+        micro_batch: int,
+        route: RouteMap,
+        hidden: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> None:
+        """Send every expert node its rows in one frame, written by one call."""
+        assert self._records is not None
+        chosen = experts
+        choice = route.choices[layer]
+        if choice is not None:
+            check_known(route, layer, experts)
+            chosen = choice.choose(experts.view(-1))
+        columns = route.slot_of[layer]
+        num_columns, columns_at = columns.shape[1], columns.data_ptr()
+        chosen_at, weights_at = chosen.data_ptr(), weights.data_ptr()
+        num_rows, hidden_at = hidden.shape[0], hidden.data_ptr()
+        for expert in self._everyone:
+            sequence = self._next_sequence(expert, micro_batch)
+            rows = write_request(
+                self._records[expert][micro_batch].address,
+                chosen_at,
+                columns_at + expert * num_columns * columns.itemsize,
+                num_columns,
+                num_rows,
+                hidden_at,
+                weights_at,
+                layer,
+                route.version,
+                self._step,
+                sequence,
+            )
+            if rows < 0:
+                check_known(route, layer, experts)
+                raise AssertionError("every expert id has a column")
+            self._send(layer, expert, micro_batch, rows, sequence)
+
+    def _send_part(
+        self, parts: Parts, layer: int, expert: int, micro_batch: int, part: int
+    ) -> None:
+        """Write one part straight into the request window and publish it."""
+        sequence = self._next_sequence(expert, micro_batch)
+        rows = self._parts.write(
+            parts,
+            self.lines.outbox(expert, micro_batch),
+            expert=expert,
+            micro_batch=micro_batch,
+            layer=layer,
+            part=part,
+            step=self._step,
+            sequence=sequence,
+        )
+        self._send(layer, expert, micro_batch, rows, sequence)
+
+    def _next_sequence(self, expert: int, micro_batch: int) -> int:
+        sequences = self._sequences[expert]
+        sequences[micro_batch] += 1
+        return sequences[micro_batch]
+
+    def _send(self, layer: int, expert: int, micro_batch: int, rows: int, sequence: int) -> None:
+        """Publish what lies in the request window, over the emulated link if there is one."""
+        shaper = self._shapers[expert]
+        if shaper is not None:
+            size = HEADER_BYTES + rows * self._request_row_bytes
+            deliver_ns = shaper.deliver_ns(size, now_ns=time.monotonic_ns())
+            set_deliver_ns(self.lines.outbox(expert, micro_batch).header, deliver_ns)
+        deadline_s = time.monotonic() + self._patience_s
+        self.lines.send(Hop(expert, micro_batch, layer, deadline_s), rows, sequence)
+
+    def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
+        """Fill out [T, H] fp32 with the sum of all partials of that dispatch and return it."""
+        self._check_usable()
+        flight = self._flights[micro_batch]
+        assert flight is not None, "dispatch() first"
+        assert flight.layer == layer, "combine() of another layer than the dispatch"
+        try:
+            if out.shape != flight.size or out.dtype != torch.float32:
+                raise FrameError(
+                    f"combine into {tuple(out.shape)} {out.dtype}, expected "
+                    f"{tuple(flight.size)} torch.float32"
+                )
+            if len(self._everyone) > 1:
+                out.zero_()
+            if flight.parts is None:
+                self._consume_whole(flight, micro_batch, out)
+            else:
+                self._consume_parts(flight, flight.parts, micro_batch, out)
+        except BaseException as error:
+            self._failure = describe(error)
+            raise
+        self._flights[micro_batch] = None
+        if self.trace is not None:
+            self.trace.stamp(Kind.COMBINED, layer, micro_batch)
+        return out
+
+    def wait_s(self) -> float:
+        """Return the seconds spent waiting in combine() since begin()."""
+        return self._wait_ns * 1e-9
+
+    def times(self) -> NetTimes:
+        """Return what was measured since begin()."""
+        return NetTimes(
+            wait_s=self._wait_ns * 1e-9,
+            expert_s=max(self._expert_ns, default=0) * 1e-9,
+            link_s=self._link_ns * 1e-9 / self._num_links if self._num_links else None,
+        )
+
+    def close(self) -> None:
+        """Release all memory and descriptors; safe to call twice."""
+        if self._failure is None:
+            self._failure = "it is closed"
+        self._records, self._answer_words = None, {}
+        self.lines.close()
+
+    def _consume_whole(self, flight: _Flight, micro_batch: int, out: torch.Tensor) -> None:
+        """Receive and add the one answer of every node, each checked and read by one call."""
+        assert self._records is not None
+        everyone = self._everyone
+        total = out if _is_at_hand(out) else torch.zeros(out.shape, dtype=torch.float32)
+        out_at, num_rows = total.data_ptr(), total.shape[0]
+        for position, expert in enumerate(everyone):
+            raw = self._await(flight, expert, micro_batch, everyone[position:])
+            record = self._records[expert][micro_batch]
+            if add_answer(record.address, out_at, num_rows, len(everyone) > 1) < 0:
+                sent = read_header(record.request)
+                self._parts.check_answer(read_header(raw), sent, expert)
+                raise FrameError(f"frame of expert {expert}: it changed while it was read")
+        if total is not out:
+            out.copy_(total)
+
+    def _consume_parts(
+        self, flight: _Flight, parts: Parts, micro_batch: int, out: torch.Tensor
+    ) -> None:
+        """Receive every part of every node; each received part lets the next one go."""
+        pending = self._everyone
+        part = 0
+        while pending:
+            for position, expert in enumerate(pending):
+                raw = self._await(flight, expert, micro_batch, pending[position:])
+                window = self.lines.inbox(expert, micro_batch)
+                self._parts.read(parts, raw, window, expert=expert, out=out)
+                if part + 1 < parts.counts[expert]:
+                    self._send_part(parts, flight.layer, expert, micro_batch, part + 1)
+            part += 1
+            pending = tuple(expert for expert in pending if parts.counts[expert] > part)
+        self._parts.finish(parts, out)
+
+    def _await(
+        self, flight: _Flight, expert: int, micro_batch: int, awaited: tuple[int, ...]
+    ) -> bytes:
+        """Wait for the answer to what was sent last to `expert`; return its header, unchecked.
+
+        Counts the wait, the expert's time and, if neither side let the frame lie, the link's.
+        """
+        start_ns = time.monotonic_ns()
+        hop = Hop(expert, micro_batch, flight.layer, start_ns * 1e-9 + self._patience_s)
+        raw = self.lines.receive(hop, awaited)
+        self._patience_s = self.shape.deadline_s
+        words = self._answer_words[expert][micro_batch]
+        if words[DELIVER_WORD]:
+            deliver_ns = read_header(raw).deliver_ns
+            if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s, spins=self._spins):
+                raise late("expert", hop)
+        now_ns = time.monotonic_ns()
+        waited_ns = now_ns - start_ns
+        self._wait_ns += waited_ns
+        if self.trace is not None:
+            self.trace.stamp(Kind.ARRIVED, flight.layer, micro_batch, expert)
+        compute_ns, idle_ns = words[COMPUTE_WORD] >> 32, words[IDLE_WORD] & MAX_MEASURED_NS
+        self._expert_ns[expert] += compute_ns
+        is_first = flight.parts is None or flight.parts.sent[expert].part == 0
+        if is_first and waited_ns > _WAITED_NS and idle_ns > _WAITED_NS:
+            self._link_ns += max(0, now_ns - flight.dispatched_ns - compute_ns) // 2
+            self._num_links += 1
+        return raw
+
+    def _check_tensors(
+        self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        rows = hidden.shape[0]
+        wide, narrow = (rows, self.shape.hidden_size), (rows, self.shape.top_k)
+        if hidden.shape == wide and experts.shape == narrow and weights.shape == narrow:
+            return
+        wanted = (("hidden", hidden, wide), ("experts", experts, narrow))
+        for name, got, want in (*wanted, ("weights", weights, narrow)):
+            if got.shape != want:
+                raise FrameError(f"dispatch: {name} is {tuple(got.shape)}, expected {want}")
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise TransportError(
+                f"attention {self._index}: this net can not be used any more: {self._failure}"
+            )
+
+
+def _is_at_hand(tensor: torch.Tensor) -> bool:
+    """Return whether compiled code may walk over the tensor's memory."""
+    return tensor.is_cpu and tensor.is_contiguous()

@@ -1,0 +1,154 @@
+"""Injects faults at the frame boundary of any transport, for tests.
+
+Owns a script of faults by frame number and the wrapper that carries them out on the frames
+that a node sends. Knows no transport. What must come of each fault is a right result or a
+typed error, never a wrong sum.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from m2n_comm.host.attention_side import AttentionSide
+from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.lines import Hop, Lines
+from m2n_comm.host.windows import Window
+from m2n_comm.host.wire import read_header, write_header
+from topspin.messages import StepTicket
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The frame is never sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """The frame is sent twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reorder:
+    """The frame is sent after the next one of this node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """The frame is delivered `delay_s` late, without holding up the sender."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Header field `field` becomes `value`; the header's checksum is right."""
+
+    field: str
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bit 0 of byte `offset` of the header flips after its checksum was made."""
+
+    offset: int
+
+
+Fault = Drop | Duplicate | Reorder | Delay | Change | Damage
+
+
+class FaultInjector:
+    """What happens to frame 0, 1, 2... that a node sends; frames not named pass untouched."""
+
+    def __init__(self, faults: dict[int, Fault]) -> None:
+        self._faults = dict(faults)
+        self._num_frames = 0
+
+    @property
+    def remaining(self) -> int:
+        """Return how many faults have not happened yet."""
+        return len(self._faults)
+
+    def next_fault(self) -> Fault | None:
+        """Return the fault of the next frame, if any."""
+        fault = self._faults.pop(self._num_frames, None)
+        self._num_frames += 1
+        return fault
+
+    def attach(self, net: AttentionSide | ExpertSide) -> None:
+        """Inject into every frame that `net` sends from now on."""
+        net.lines = FaultyLines(net.lines, self)
+
+
+class FaultyLines:
+    """Lines whose send() carries out the injector's script; all else is passed on."""
+
+    def __init__(self, inner: Lines, injector: FaultInjector) -> None:
+        self._inner = inner
+        self._injector = injector
+        self._held: list[tuple[Hop, int, int]] = []
+
+    @property
+    def peer_role(self) -> str:
+        """Return the inner lines' peer role."""
+        return self._inner.peer_role
+
+    @property
+    def registered_bytes(self) -> int:
+        """Return the inner lines' bytes."""
+        return self._inner.registered_bytes
+
+    def outbox(self, peer: int, micro_batch: int) -> Window:
+        """Return the inner window."""
+        return self._inner.outbox(peer, micro_batch)
+
+    def inbox(self, peer: int, micro_batch: int) -> Window:
+        """Return the inner window."""
+        return self._inner.inbox(peer, micro_batch)
+
+    def begin(self, ticket: StepTicket) -> None:
+        """Pass the ticket on."""
+        self._inner.begin(ticket)
+
+    def send(self, hop: Hop, rows: int, sequence: int) -> None:
+        """Send the frame, or what the script makes of it."""
+        fault = self._injector.next_fault()
+        held, self._held = self._held, []
+        header = self._inner.outbox(hop.peer, hop.micro_batch).header
+        match fault:
+            case Drop():
+                pass
+            case Reorder():
+                self._held = [(hop, rows, sequence)]
+            case Delay(delay_s):
+                deliver_ns = time.monotonic_ns() + round(delay_s * 1e9)
+                frame = read_header(bytes(header))
+                write_header(header, frame._replace(deliver_ns=deliver_ns))
+                self._inner.send(hop, rows, sequence)
+            case Change(field, value):
+                frame = read_header(bytes(header))
+                write_header(header, frame._replace(**{field: value}))
+                self._inner.send(hop, rows, sequence)
+            case Damage(offset):
+                header[offset] ^= 1
+                self._inner.send(hop, rows, sequence)
+            case _:
+                self._inner.send(hop, rows, sequence)
+        if isinstance(fault, Duplicate):
+            self._inner.send(hop, rows, sequence)
+        for frame_held in held:
+            self._inner.send(*frame_held)
+
+    def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
+        """Receive from the inner lines."""
+        return self._inner.receive(hop, awaited)
+
+    def arrived(self, peer: int, micro_batch: int) -> bool:
+        """Ask the inner lines."""
+        return self._inner.arrived(peer, micro_batch)
+
+    def close(self) -> None:
+        """Close the inner lines; what was held back is never sent."""
+        self._held = []
+        self._inner.close()

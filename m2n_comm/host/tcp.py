@@ -1,0 +1,347 @@
+"""M2N over TCP: one connection per pair, frames read straight into registered windows.
+
+Owns the sockets, the state of the frame that each one is in the middle of, and both
+windows of every pair in private memory. Knows no plans; of headers it checks what it needs
+before it reads a payload: damage, window, size, sequence. Frames of other micro-batches
+that arrive first go to their own windows.
+
+Every wait of a node, to receive and to send, reads from all of its connections. So a send
+that blocks never blocks a peer's send to us, and two ends sending large frames to each
+other both come through.
+
+A frame takes one call to send and, as a rule, one to receive: who waits for a frame reads on
+into the window where its rows would lie if it is the awaited one and as long as the last;
+what then turns out to belong elsewhere is moved. That window is free until the frame comes.
+With one connection the wait itself is that call.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import struct
+import time
+import zlib
+from typing import Literal, NamedTuple
+
+from m2n_comm.host.lines import CHECK_INTERVAL_S, Check, Hop, late, lost, wait_on
+from m2n_comm.host.windows import NodeWindows, PairLayout, Window, private_memory
+from m2n_comm.host.wire import HEADER_BYTES, FrameHeader, check_size, read_header, set_payload_crc
+from m2n_comm.net import WaitPolicy
+from topspin.errors import FrameError, StaleFrame
+from topspin.messages import StepTicket
+
+_BUFFER_BYTES = 4 * 2**20
+# In the middle of a frame the rest is on its way: look again before sleeping, a wake costs more.
+_MID_FRAME_S = 50e-6
+# A struct timeval.
+_CHECK_INTERVAL = struct.pack("@ll", 0, round(CHECK_INTERVAL_S * 1e6))
+
+
+class TcpPair(NamedTuple):
+    """One connected pair, and whether its payloads carry a checksum."""
+
+    sock: socket.socket
+    checksum: bool
+
+
+def tune_socket(sock: socket.socket, buffer_bytes: int = _BUFFER_BYTES) -> None:
+    """Ask for large buffers (the kernel may give less) and no delay of small frames."""
+    if sock.family != socket.AF_INET:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+
+
+class _Line:
+    """The receiving state of one connection.
+
+    Invariant: `arrived[mb]` holds the header of a whole frame that lies in inbox mb and has
+    not been received yet; `segments` is what is left to read of the frame in progress.
+    """
+
+    def __init__(
+        self, pair: TcpPair, inbox: tuple[Window, ...], *, row_bytes: int, rows: int, name: str
+    ) -> None:
+        self.sock = pair.sock
+        self.checksum = pair.checksum
+        self.ended = False
+        self.arrived: list[bytes | None] = [None] * len(inbox)
+        self._inbox = inbox
+        self._row_bytes = row_bytes
+        self._window_rows = rows
+        self._name = name
+        self._sequences = [0] * len(inbox)
+        self._last_rows = [0] * len(inbox)
+        self._header = bytearray(HEADER_BYTES)
+        self._segments: list[memoryview] = [memoryview(self._header)]
+        self._frame: FrameHeader | None = None
+        # Rows that are read with the header, before it says whose they are.
+        self._guessed: list[memoryview] = []
+        self._spare = memoryview(b"")
+
+    def pump(self, awaited: int | None = None, *, wait: bool = False) -> bool:
+        """Read what is there, up to the end of a frame; return whether there was anything.
+
+        `awaited` is a micro-batch whose inbox nobody uses before its next frame. With `wait`
+        sleeps up to CHECK_INTERVAL_S for the first bytes. In the middle of a frame it looks
+        for up to _MID_FRAME_S after the last bytes. Raises FrameError or StaleFrame.
+        """
+        if awaited is not None and self._frame is None and not self._guessed:
+            self._guess(awaited)
+        has_read, patience_s = False, 0.0
+        while True:
+            try:
+                count = self._read(0 if wait and not has_read else socket.MSG_DONTWAIT)
+            except (BlockingIOError, InterruptedError):
+                if self._frame is None or time.monotonic() >= patience_s:
+                    return has_read
+                continue
+            except ConnectionError:
+                count = 0
+            has_read = True
+            patience_s = time.monotonic() + _MID_FRAME_S
+            if count == 0:
+                self.ended = True
+                return True
+            self._segments = _after(self._segments, count)
+            if self._frame is None and self._has_header():
+                self._begin()
+            if self._frame is not None and not self._segments:
+                self._complete(self._frame)
+                if not self._spare:
+                    return True
+
+    def _guess(self, micro_batch: int) -> None:
+        """Read on into that window, if only the (rest of the) header was to be read."""
+        rows = self._last_rows[micro_batch]
+        if rows and len(self._segments) == 1:
+            self._guessed = self._inbox[micro_batch].payload(rows)
+            self._segments = [*self._segments, *self._guessed]
+
+    def _read(self, flags: int) -> int:
+        """Fill the segments with what was read too far, or else from the socket."""
+        if not self._spare:
+            return self.sock.recvmsg_into(self._segments, 0, flags)[0]
+        segment = self._segments[0]
+        count = min(len(segment), len(self._spare))
+        segment[:count] = self._spare[:count]
+        self._spare = self._spare[count:]
+        return count
+
+    def _has_header(self) -> bool:
+        """Return whether what is left to read are guessed rows at most."""
+        return len(self._segments) <= len(self._guessed)
+
+    def _begin(self) -> None:
+        """Handle a whole header: read the rows where they belong."""
+        frame = self._judge()
+        self._frame = frame
+        guessed, self._guessed = self._guessed, []
+        payload = self._inbox[frame.micro_batch].payload(frame.rows)
+        if guessed is payload:
+            return
+        self._segments, left = list(payload), self._segments
+        if not guessed:
+            return
+        # The frame is another one: what was read of its rows, and beyond, goes there.
+        count = sum(map(len, guessed)) - sum(map(len, left))
+        self._spare = memoryview(b"".join(guessed)[:count])
+
+    def _complete(self, frame: FrameHeader) -> None:
+        """Handle a whole frame: it has arrived."""
+        if self.checksum:
+            crc = _checksum(self._inbox[frame.micro_batch].payload(frame.rows))
+            if crc != frame.payload_crc:
+                raise FrameError(
+                    f"frame of {self._name}, layer {frame.layer}, micro-batch "
+                    f"{frame.micro_batch}: payload_crc is wrong"
+                )
+        self._sequences[frame.micro_batch] = frame.sequence
+        self._last_rows[frame.micro_batch] = frame.rows
+        self._inbox[frame.micro_batch].header[:] = self._header
+        self.arrived[frame.micro_batch] = bytes(self._header)
+        self._frame = None
+        self._segments = [memoryview(self._header)]
+
+    def _judge(self) -> FrameHeader:
+        """Check a header before a byte of its payload is read."""
+        frame = read_header(self._header)
+        if frame.micro_batch >= len(self._inbox):
+            raise FrameError(
+                f"frame of {self._name}: micro_batch is {frame.micro_batch}, there are windows "
+                f"for {len(self._inbox)}"
+            )
+        check_size(
+            frame, window_rows=self._window_rows, row_bytes=self._row_bytes, origin=self._name
+        )
+        expected = self._sequences[frame.micro_batch] + 1
+        if self.arrived[frame.micro_batch] is not None or frame.sequence != expected:
+            raise StaleFrame(
+                f"frame of {self._name}, layer {frame.layer}, micro-batch {frame.micro_batch}: "
+                f"sequence is {frame.sequence}, expected {expected}, and at most one unread"
+            )
+        return frame
+
+
+class TcpLines:
+    """All pairs of one node; implements lines.Lines. None in `pairs` is an absent peer."""
+
+    def __init__(
+        self,
+        *,
+        layout: PairLayout,
+        role: Literal["attention", "expert"],
+        pairs: tuple[TcpPair | None, ...],
+        wait: WaitPolicy = "block",
+        check: Check = wait_on,
+    ) -> None:
+        present = {peer: pair for peer, pair in enumerate(pairs) if pair is not None}
+        memories = {peer: layout.map(private_memory(layout)) for peer in present}
+        windows = NodeWindows.of(layout, role, memories)
+        self._peer_role = windows.peer_role
+        self._registered_bytes = windows.registered_bytes
+        self._outbox, self._inbox = windows.outbox, windows.inbox
+        self._lines: dict[int, _Line] = {}
+        self._check = check
+        self._spin = wait == "spin"
+        self._poller = select.poll()
+        self._peer_of: dict[int, int] = {}
+        attention = role == "attention"
+        row_bytes = layout.answer_row_bytes if attention else layout.request_row_bytes
+        for peer, pair in present.items():
+            # Calls that must not sleep say so; the one that may sleeps no longer than this.
+            pair.sock.setblocking(True)
+            pair.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _CHECK_INTERVAL)
+            self._lines[peer] = _Line(
+                pair,
+                self._inbox[peer],
+                row_bytes=row_bytes,
+                rows=layout.shape.answer_rows if attention else layout.shape.window_rows,
+                name=f"{self._peer_role} {peer}",
+            )
+            self._peer_of[pair.sock.fileno()] = peer
+            self._poller.register(pair.sock, select.POLLIN)
+
+    @property
+    def peer_role(self) -> str:
+        """Return the role of the nodes at the other end."""
+        return self._peer_role
+
+    @property
+    def registered_bytes(self) -> int:
+        """Return the bytes of all windows."""
+        return self._registered_bytes
+
+    @property
+    def checksums(self) -> dict[int, bool]:
+        """Return whether payloads to and from each peer carry a checksum."""
+        return {peer: line.checksum for peer, line in self._lines.items()}
+
+    def outbox(self, peer: int, micro_batch: int) -> Window:
+        """Return the window that send() sends."""
+        return self._outbox[peer][micro_batch]
+
+    def inbox(self, peer: int, micro_batch: int) -> Window:
+        """Return the window that frames of the peer are read into."""
+        return self._inbox[peer][micro_batch]
+
+    def begin(self, ticket: StepTicket) -> None:
+        """Do nothing: a connection knows no steps."""
+
+    def send(self, hop: Hop, rows: int, sequence: int) -> None:
+        """Send header and rows; waits only while the kernel's buffer is full.
+
+        Raises PeerLost or DeadlineExceeded.
+        """
+        line = self._lines[hop.peer]
+        window = self._outbox[hop.peer][hop.micro_batch]
+        payload = window.payload(rows)
+        if line.checksum:
+            set_payload_crc(window.header, _checksum(payload))
+        segments = [window.header, *payload]
+        while segments:
+            try:
+                segments = _after(segments, line.sock.sendmsg(segments, [], socket.MSG_DONTWAIT))
+            except (BlockingIOError, InterruptedError):
+                self._wait(hop, late_text="could not send to", writable=True)
+            except ConnectionError as error:
+                raise lost(self._peer_role, hop.peer, hop) from error
+
+    def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
+        """Wait for the next frame of hop.peer; see Lines.receive."""
+        arrived = self._lines[hop.peer].arrived
+        while (header := arrived[hop.micro_batch]) is None:
+            for peer in awaited:
+                line = self._lines[peer]
+                if line.ended and line.arrived[hop.micro_batch] is None:
+                    raise lost(self._peer_role, peer, hop)
+            self._wait(hop)
+        arrived[hop.micro_batch] = None
+        return header
+
+    def arrived(self, peer: int, micro_batch: int) -> bool:
+        """Return whether a whole frame lies in the inbox."""
+        return self._lines[peer].arrived[micro_batch] is not None
+
+    def close(self) -> None:
+        """Close the connections and drop all views."""
+        for line in self._lines.values():
+            line.sock.close()
+        self._lines, self._outbox, self._inbox = {}, {}, {}
+        self._poller = select.poll()
+
+    def _wait(self, hop: Hop, *, late_text: str = "no frame from", writable: bool = False) -> None:
+        """Sleep until some connection can be read (or hop.peer's written); read them all."""
+        left_s = hop.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise late(self._peer_role, hop, doing=late_text)
+        target = self._lines[hop.peer]
+        sleeps_in_read = len(self._lines) == 1 and not self._spin and not writable
+        if sleeps_in_read and left_s > CHECK_INTERVAL_S:
+            if not target.pump(hop.micro_batch, wait=True):
+                self._check()
+            return
+        if writable:
+            if target.ended:
+                raise lost(self._peer_role, hop.peer, hop)
+            self._poller.modify(target.sock, select.POLLIN | select.POLLOUT)
+        events = self._poll(left_s)
+        if not events:
+            self._check()
+        if writable:
+            self._poller.modify(target.sock, select.POLLIN)
+        for fd, mask in events:
+            if mask & ~select.POLLOUT:
+                line = self._lines[self._peer_of[fd]]
+                line.pump(hop.micro_batch if line is target and not writable else None)
+                if line.ended:
+                    self._poller.unregister(fd)
+
+    def _poll(self, left_s: float) -> list[tuple[int, int]]:
+        """Return what can be read or written within CHECK_INTERVAL_S or `left_s`."""
+        within_s = min(left_s, CHECK_INTERVAL_S)
+        if not self._spin:
+            return self._poller.poll(math.ceil(within_s * 1000))
+        end_s = time.monotonic() + within_s
+        while not (events := self._poller.poll(0)) and time.monotonic() < end_s:
+            continue
+        return events
+
+
+def _after(segments: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of `segments` after `count` bytes of them."""
+    for position, segment in enumerate(segments):
+        if count < len(segment):
+            return [segment[count:], *segments[position + 1 :]]
+        count -= len(segment)
+    return []
+
+
+def _checksum(segments: list[memoryview]) -> int:
+    crc = 0
+    for segment in segments:
+        crc = zlib.crc32(segment, crc)
+    return crc

@@ -1,0 +1,250 @@
+"""The memory of one (attention node, expert node) pair: where every window lies.
+
+Per micro-batch a request window (flag, header, slots, weights, hidden rows) and an answer
+window (flag, header, hidden rows), each of a fixed number of rows, each field on its own
+cache line. Pure layout, and the views over it, which are built once. Knows no transport:
+local.py and shm.py share one mapping between both ends, tcp.py has one at each end.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from m2n_comm.host.memory_order import WORD_BYTES, word_at
+from m2n_comm.host.wire import HEADER_BYTES
+from m2n_comm.net import NetShape
+
+_LINE_BYTES = 64
+# A batch has one size for many steps; slicing its views anew costs more than most copies.
+_MAX_CACHED_VIEWS = 64
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _LINE_BYTES) * _LINE_BYTES
+
+
+class _Column(NamedTuple):
+    """One field of a window's rows: `width` elements of `dtype` in each."""
+
+    name: str
+    dtype: torch.dtype
+    width: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class PairLayout:
+    """Byte offsets of one pair's windows; both ends compute the same from one NetShape."""
+
+    shape: NetShape
+
+    @property
+    def answer_row_bytes(self) -> int:
+        """Return the payload bytes of one answer row."""
+        return sum(column.row_bytes for column in self._answer_columns)
+
+    @property
+    def request_row_bytes(self) -> int:
+        """Return the payload bytes of one request row: K slots, K weights, its scale, hidden."""
+        return sum(column.row_bytes for column in self._request_columns)
+
+    @property
+    def answer_bytes(self) -> int:
+        """Return the size of one answer window."""
+        return self._window_bytes(self._answer_columns, self.shape.answer_rows)
+
+    @property
+    def request_bytes(self) -> int:
+        """Return the size of one request window."""
+        return self._window_bytes(self._request_columns, self.shape.window_rows)
+
+    @property
+    def _answer_columns(self) -> tuple[_Column, ...]:
+        return (_Column("hidden", self.shape.payload, self.shape.hidden_size),)
+
+    @property
+    def _request_columns(self) -> tuple[_Column, ...]:
+        top_k, hidden_size = self.shape.top_k, self.shape.hidden_size
+        scale = (_Column("scales", torch.float32, 1),) if self.shape.compressed else ()
+        return (
+            _Column("slots", torch.int32, top_k),
+            _Column("weights", torch.float32, top_k),
+            *scale,
+            _Column("hidden", self.shape.request_dtype, hidden_size),
+        )
+
+    @property
+    def _front_bytes(self) -> int:
+        return _LINE_BYTES + _aligned(HEADER_BYTES)
+
+    def _window_bytes(self, columns: tuple[_Column, ...], rows: int) -> int:
+        return self._front_bytes + sum(_aligned(rows * column.row_bytes) for column in columns)
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of the whole pair, in whole pages."""
+        size = self.shape.num_micro_batches * (self.request_bytes + self.answer_bytes)
+        return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def map(self, memory: mmap.mmap) -> PairWindows:
+        """Return the views over `memory`, which must have `total_bytes` bytes."""
+        assert len(memory) == self.total_bytes, "the mapping is not of this layout"
+        requests, answers, offset = [], [], 0
+        for _ in range(self.shape.num_micro_batches):
+            requests.append(self._window(memory, offset, routing=True))
+            offset += self.request_bytes
+            answers.append(self._window(memory, offset, routing=False))
+            offset += self.answer_bytes
+        return PairWindows(tuple(requests), tuple(answers))
+
+    def _window(self, memory: mmap.mmap, offset: int, *, routing: bool) -> Window:
+        rows = self.shape.window_rows if routing else self.shape.answer_rows
+        columns = self._request_columns if routing else self._answer_columns
+        view = memoryview(memory)
+        start = offset + self._front_bytes
+        tensors: dict[str, torch.Tensor] = {}
+        fields = []
+        for column in columns:
+            size = rows * column.row_bytes
+            tensors[column.name] = _tensor(memory, start, (rows, column.width), column.dtype)
+            fields.append(Field(view[start : start + size], column.row_bytes))
+            start += _aligned(size)
+        header = view[offset + _LINE_BYTES : offset + _LINE_BYTES + HEADER_BYTES]
+        base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        return Window(
+            flag=word_at(view, offset),
+            reader_spins=word_at(view, offset + WORD_BYTES),
+            header=header,
+            words=header.cast("Q"),
+            header_at=base + offset + _LINE_BYTES,
+            slots=tensors.get("slots"),
+            weights=tensors.get("weights"),
+            scales=tensors.get("scales"),
+            hidden=tensors["hidden"],
+            fields=tuple(fields),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """The bytes of one payload field of a window, `row_bytes` each row."""
+
+    data: memoryview
+    row_bytes: int
+
+
+class WindowRows(NamedTuple):
+    """The first R rows of a window: slots [R, K], weights [R, K], hidden [R, H], scales [R, 1].
+
+    Answers have only hidden rows, uncompressed ones no scales; those entries are empty.
+    """
+
+    slots: torch.Tensor
+    weights: torch.Tensor
+    hidden: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Views over one window. slots [W, K] int32 and weights [W, K] fp32 on requests only.
+
+    hidden [W, H] in the dtype that travels, with scales [W, 1] fp32 if it is compressed;
+    `fields` the same memory as bytes, in wire order; `words` the header as 64-bit numbers,
+    which lies at the address `header_at`. `reader_spins` is not 0 if the reader needs no bell.
+    """
+
+    flag: memoryview
+    reader_spins: memoryview
+    header: memoryview
+    words: memoryview
+    header_at: int
+    slots: torch.Tensor | None
+    weights: torch.Tensor | None
+    hidden: torch.Tensor
+    fields: tuple[Field, ...]
+    scales: torch.Tensor | None = None
+    _views: dict[int, WindowRows] = field(default_factory=dict)
+    _payloads: dict[int, list[memoryview]] = field(default_factory=dict)
+
+    def first(self, rows: int) -> WindowRows:
+        """Return views over the first `rows` rows; views of recent sizes are kept."""
+        views = self._views.get(rows)
+        if views is None:
+            if len(self._views) >= _MAX_CACHED_VIEWS:
+                self._views.clear()
+            views = WindowRows(
+                torch.empty(0) if self.slots is None else self.slots[:rows],
+                torch.empty(0) if self.weights is None else self.weights[:rows],
+                self.hidden[:rows],
+                torch.empty(0) if self.scales is None else self.scales[:rows],
+            )
+            self._views[rows] = views
+        return views
+
+    def payload(self, rows: int) -> list[memoryview]:
+        """Return the bytes of the first `rows` rows, field by field; the same list each time."""
+        parts = self._payloads.get(rows)
+        if parts is None:
+            if len(self._payloads) >= _MAX_CACHED_VIEWS:
+                self._payloads.clear()
+            parts = [field.data[: rows * field.row_bytes] for field in self.fields] if rows else []
+            self._payloads[rows] = parts
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class PairWindows:
+    """The windows of one pair, indexed by micro-batch."""
+
+    requests: tuple[Window, ...]
+    answers: tuple[Window, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWindows:
+    """All windows of one node, by the peer's index and the micro-batch, as it sees them."""
+
+    peer_role: str
+    outbox: dict[int, tuple[Window, ...]]
+    inbox: dict[int, tuple[Window, ...]]
+    registered_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        layout: PairLayout,
+        role: Literal["attention", "expert"],
+        pairs: Mapping[int, PairWindows],
+    ) -> NodeWindows:
+        """Return the windows of a node of that role, of the pairs with each of its peers."""
+        requests = {peer: pair.requests for peer, pair in pairs.items()}
+        answers = {peer: pair.answers for peer, pair in pairs.items()}
+        size = layout.total_bytes * len(pairs)
+        if role == "attention":
+            return cls("expert", requests, answers, size)
+        return cls("attention", answers, requests, size)
+
+
+def private_memory(layout: PairLayout) -> mmap.mmap:
+    """Return a zeroed mapping of this process, every page already present."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    return mmap.mmap(-1, layout.total_bytes, flags=flags)
+
+
+def _tensor(
+    memory: mmap.mmap, offset: int, size: tuple[int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    count = size[0] * size[1]
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(size)
+
+
+assert 2 * WORD_BYTES <= _LINE_BYTES

@@ -1,0 +1,309 @@
+"""M2N over NIXL: one-sided writes into registered windows, each with a notification.
+
+Owns what was posted and what has arrived on all pairs of a node; nixl_open forms the pairs.
+Their handshake sockets stay open: the end of one is the peer's end, and a byte on it (the
+bell) wakes a peer that blocks, since NIXL offers nothing to wait on. Knows no headers and no
+plans. The data may cross shared memory, TCP or RDMA, as UCX finds.
+
+Nothing runs in the background: the node's thread advances its own writes and its inbox
+whenever it waits, and after it has posted a write that did not end at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import struct
+import time
+from typing import Literal, NamedTuple
+
+from m2n_comm.host.lines import CHECK_INTERVAL_S, Check, Hop, late, lost, wait_on
+from m2n_comm.host.windows import PairLayout, Window
+from m2n_comm.net import WaitPolicy
+from m2n_comm.nixl.agent import Handle, NixlPeer, NodeAgent
+from topspin.errors import FrameError, PeerLost, StaleFrame
+from topspin.messages import StepTicket
+
+Role = Literal["attention", "expert"]
+
+NOTE = struct.Struct("<HQ")
+_BELL = b"b"
+# How long send() stays with a write that did not end at once; RDMA needs a few us of it.
+_STAY_S = 100e-6
+# How often a sleeper looks although no bell rang: a peer's write may need our progress.
+_NAP_S = 2e-3
+# How long a frame may still be on its way when its sender's socket has ended.
+_GRACE_S = 20e-3
+_LOOKS_PER_BELL = 64
+_LOOKS_PER_POLL = 256
+_MAX_POLLERS = 64
+
+
+class NixlPair(NamedTuple):
+    """One pair as one end holds it; `sock` does not block. `bell`: the peer wants to be woken."""
+
+    peer: NixlPeer
+    sock: socket.socket
+    bell: bool
+
+
+class Note(NamedTuple):
+    """One notification: a frame of `peer` lies in its window."""
+
+    peer: int
+    micro_batch: int
+    sequence: int
+
+
+class NixlLines:
+    """All pairs of one node; implements lines.Lines. Invariants, by (peer, micro-batch):
+
+    `_published` is the newest sequence notified, `_consumed` the last one received,
+    `_posted` holds the writes that had not ended when last looked at.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: PairLayout,
+        role: Role,
+        node: NodeAgent,
+        pairs: dict[int, NixlPair],
+        wait: WaitPolicy = "block",
+        check: Check = wait_on,
+    ) -> None:
+        self._peer_role = "expert" if role == "attention" else "attention"
+        self._registered_bytes = layout.total_bytes * len(pairs)
+        self._node = node
+        self._pairs = pairs
+        self._spin = wait == "spin"
+        self._check = check
+        self._next_check_s = 0.0
+        self._peer_named = {pair.peer.name: peer for peer, pair in pairs.items()}
+        self._peer_of = {pair.sock.fileno(): peer for peer, pair in pairs.items()}
+        num_micro_batches = layout.shape.num_micro_batches
+        self._published = {peer: [0] * num_micro_batches for peer in pairs}
+        self._consumed = {peer: [0] * num_micro_batches for peer in pairs}
+        self._posted: dict[tuple[int, int], Handle] = {}
+        self._pollers: dict[tuple[int, ...], select.poll] = {}
+        self._bucket_of = _bucket_of(layout, pairs)
+
+    @property
+    def peer_role(self) -> str:
+        """Return the role of the nodes at the other end."""
+        return self._peer_role
+
+    @property
+    def registered_bytes(self) -> int:
+        """Return the bytes of all registered windows."""
+        return self._registered_bytes
+
+    def outbox(self, peer: int, micro_batch: int) -> Window:
+        """Return the window that send() writes to the peer."""
+        return self._pairs[peer].peer.outbox[micro_batch]
+
+    def inbox(self, peer: int, micro_batch: int) -> Window:
+        """Return the window that the peer writes."""
+        return self._pairs[peer].peer.inbox[micro_batch]
+
+    def begin(self, ticket: StepTicket) -> None:
+        """Do nothing: writes know no steps."""
+
+    def send(self, hop: Hop, rows: int, sequence: int) -> None:
+        """Post the prepared write of `rows` rows, with its notification.
+
+        Returns when it has ended or, on an attention node, a moment has passed: combine()
+        will carry it on, while an expert node may not look again before the next step.
+        Raises PeerLost, or DeadlineExceeded if a write did not end in time.
+        """
+        pair = self._pairs[hop.peer]
+        key = (hop.peer, hop.micro_batch)
+        if key in self._posted:
+            self._settle(hop, end_s=hop.deadline_s)
+        write = pair.peer.writes[hop.micro_batch][self._bucket_of[rows]]
+        try:
+            state = self._node.agent.transfer(write, NOTE.pack(hop.micro_batch, sequence))
+        except Exception as error:
+            raise lost(self._peer_role, hop.peer, hop) from error
+        if state == "ERR":
+            raise lost(self._peer_role, hop.peer, hop)
+        self._ring(pair)
+        if state == "DONE":
+            return
+        self._posted[key] = write
+        stays = self._peer_role == "attention"
+        self._settle(hop, end_s=hop.deadline_s if stays else time.monotonic() + _STAY_S)
+
+    def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
+        """Wait for the next frame of hop.peer; see Lines.receive."""
+        if not self._look(hop.peer, hop):
+            self._wait(hop, awaited)
+        found = self._published[hop.peer][hop.micro_batch]
+        sequence = self._consumed[hop.peer][hop.micro_batch] + 1
+        if found != sequence:
+            raise StaleFrame(
+                f"{self._peer_role} {hop.peer}, layer {hop.layer}, micro-batch "
+                f"{hop.micro_batch}: sequence is {found}, expected {sequence}"
+            )
+        self._consumed[hop.peer][hop.micro_batch] = sequence
+        return bytes(self.inbox(hop.peer, hop.micro_batch).header)
+
+    def arrived(self, peer: int, micro_batch: int) -> bool:
+        """Return whether the peer has published since the last receive()."""
+        with contextlib.suppress(PeerLost):  # receive() says so, if it matters
+            return self._look(peer, Hop(peer, micro_batch, 0, 0.0))
+        return False
+
+    def file(self, notes: list[Note]) -> None:
+        """Learn that frames lie in their windows. Raises FrameError for a window not there."""
+        for note in notes:
+            published = self._published[note.peer]
+            if note.micro_batch >= len(published):
+                raise FrameError(
+                    f"frame of {self._peer_role} {note.peer}: micro_batch is {note.micro_batch}, "
+                    f"there are windows for {len(published)}"
+                )
+            published[note.micro_batch] = note.sequence
+
+    def close(self) -> None:
+        """Release all keys, memory and sockets; safe to call twice.
+
+        What was posted is given a moment to end, or a peer would miss our last answer.
+        """
+        end_s = time.monotonic() + _GRACE_S
+        with contextlib.suppress(PeerLost, FrameError):
+            while self._posted and time.monotonic() < end_s:
+                self._advance(Hop(next(iter(self._posted))[0], 0, 0, end_s))
+        self._posted.clear()
+        self._pollers.clear()
+        socks = [pair.sock for pair in self._pairs.values()]
+        self._pairs = {}
+        self._node.close()
+        for sock in socks:
+            sock.close()
+
+    def _settle(self, hop: Hop, *, end_s: float) -> None:
+        """Advance until the write of that window has ended; give up at `end_s`, raise if due."""
+        key = (hop.peer, hop.micro_batch)
+        started_s = now_s = time.monotonic()
+        while key in self._posted and now_s < end_s:
+            self._advance(hop)
+            now_s = time.monotonic()
+            if key in self._posted and now_s >= started_s + _STAY_S:
+                self._ask(now_s)
+                if self._poller((hop.peer,)).poll(1) and not _hears(self._pairs[hop.peer].sock):
+                    raise lost(self._peer_role, hop.peer, hop)
+        if key in self._posted and now_s >= hop.deadline_s:
+            raise late(self._peer_role, hop, doing="could not write to")
+
+    def _ask(self, now_s: float) -> None:
+        """Ask now and then whether to wait on."""
+        if now_s >= self._next_check_s:
+            self._next_check_s = now_s + CHECK_INTERVAL_S
+            self._check()
+
+    def _look(self, peer: int, hop: Hop) -> bool:
+        """Return whether a frame of `peer` lies there, advancing everything if not."""
+        published, consumed = self._published[peer], self._consumed[peer]
+        if published[hop.micro_batch] != consumed[hop.micro_batch]:
+            return True
+        self._advance(hop)
+        return published[hop.micro_batch] != consumed[hop.micro_batch]
+
+    def _advance(self, hop: Hop) -> None:
+        """Carry on what was posted and file what has been notified. Raises PeerLost."""
+        self.file(notes_of(self._node.agent.get_new_notifs(), self._peer_named))
+        for key, write in tuple(self._posted.items()):
+            try:
+                state = self._node.agent.check_xfer_state(write)
+            except Exception as error:
+                raise lost(self._peer_role, key[0], hop) from error
+            if state == "ERR":
+                raise lost(self._peer_role, key[0], hop)
+            if state == "DONE":
+                del self._posted[key]
+                self._ring(self._pairs[key[0]])
+
+    def _ring(self, pair: NixlPair) -> None:
+        """Wake a peer that blocks; a full socket is a bell that was not heard yet."""
+        if pair.bell:
+            with contextlib.suppress(OSError):  # a gone peer shows when its answer is due
+                pair.sock.send(_BELL)
+
+    def _wait(self, hop: Hop, awaited: tuple[int, ...]) -> None:
+        """Look until the frame is there; between looks sleep, unless told to spin."""
+        looks = _LOOKS_PER_POLL if self._spin else 1
+        while True:
+            for _ in range(looks):
+                if self._look(hop.peer, hop):
+                    return
+            now_s = time.monotonic()
+            if now_s >= hop.deadline_s:
+                raise late(self._peer_role, hop)
+            self._ask(now_s)
+            nap_s = 0.0 if self._spin else min(hop.deadline_s - now_s, _NAP_S)
+            fds = [fd for fd, _ in self._poller(awaited).poll(math.ceil(nap_s * 1000))]
+            rung = False
+            for fd in fds:
+                peer = self._peer_of[fd]
+                if _hears(self._pairs[peer].sock):
+                    rung = True
+                else:
+                    self._part(peer, hop)
+                    awaited = tuple(each for each in awaited if each != peer)
+            if not self._spin:
+                looks = _LOOKS_PER_BELL if rung else 1
+
+    def _part(self, peer: int, hop: Hop) -> None:
+        """Accept the end of a peer's socket if its frame is there; raise PeerLost if not."""
+        end_s = time.monotonic() + _GRACE_S
+        while not self._look(peer, hop):
+            if time.monotonic() >= end_s:
+                raise lost(self._peer_role, peer, hop)
+
+    def _poller(self, awaited: tuple[int, ...]) -> select.poll:
+        """Return the poll object for the sockets of `awaited`."""
+        poller = self._pollers.get(awaited)
+        if poller is None:
+            if len(self._pollers) >= _MAX_POLLERS:
+                self._pollers.clear()
+            poller = select.poll()
+            for peer in awaited:
+                poller.register(self._pairs[peer].sock, select.POLLIN)
+            self._pollers[awaited] = poller
+        return poller
+
+
+def notes_of(notified: dict[str, list[bytes]], peer_named: dict[str | None, int]) -> list[Note]:
+    """Return the notes of known peers; of others, past lives, nothing is believed."""
+    notes = []
+    for name, messages in notified.items():
+        peer = peer_named.get(name)
+        if peer is None:
+            continue
+        for message in messages:
+            if len(message) != NOTE.size:
+                raise FrameError(f"nixl: a notification of {name} has {len(message)} bytes")
+            notes.append(Note(peer, *NOTE.unpack(message)))
+    return notes
+
+
+def _hears(sock: socket.socket) -> bool:
+    """Empty the bell; return False if the socket has ended."""
+    try:
+        return bool(sock.recv(4096))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _bucket_of(layout: PairLayout, pairs: dict[int, NixlPair]) -> list[int]:
+    """Return the index of the smallest bucket for each number of rows."""
+    buckets = next(iter(pairs.values())).peer.buckets if pairs else ()
+    return [
+        next(index for index, rows in enumerate(buckets) if rows >= count)
+        for count in range(buckets[-1] + 1 if buckets else 0)
+    ]

@@ -1,0 +1,176 @@
+"""When experts move: from measured loads to a table that every node has prepared.
+
+Owns the course of a change: the clock's turn, a plan made layer by layer between the loop's
+other work, PrepareTable to all nodes, their answers, and the moment from which steps name
+the new version. Pure: no socket and no clock. service.py sends what it returns; the
+placement is expert_placement.py's.
+
+Invariant: at most one table is being prepared, and none while a step of an older version
+than the one in use is in flight; so a node never has to keep more than two tables, beside
+the one it prepares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from server.scheduler.experts.balance import balance
+from server.scheduler.experts.load import ExpertLoad
+from server.scheduler.experts.placement import migrations, plan_table
+from server.scheduler.membership import Member
+from topspin.config import BalanceSection
+from topspin.expert_table import ExpertTable
+
+MAX_DOUBLINGS: Final = 10
+"""Of the time between plans, while nodes refuse what is planned."""
+
+
+class BalanceStats(NamedTuple):
+    """For Stats: the table in use, the experts moved so far, max/mean now and before."""
+
+    table_version: int
+    migrations: int
+    balance: float
+    balance_before: float
+
+
+class ExpertBalancer:
+    """The tables of one engine, the one in use and the one to come."""
+
+    def __init__(self, table: ExpertTable, load: ExpertLoad, config: BalanceSection) -> None:
+        self._config = config
+        self._load = load
+        self._table = table
+        self._newest_version = table.version
+        self._pending: ExpertTable | None = None
+        self._awaited: set[Member] = set()
+        self._is_refused = False
+        self._num_refused = 0
+        self._plan: Generator[None, None, ExpertTable | None] | None = None
+        self._wanted: ExpertTable | None = None
+        self._is_asked = False
+        self._planned_s: float | None = None
+        self._migrations = 0
+        self._balance_before = 1.0
+
+    @property
+    def is_planning(self) -> bool:
+        """Say whether turn() has more to do at once."""
+        return self._plan is not None
+
+    @property
+    def is_preparing(self) -> bool:
+        """Say whether nodes have not all answered."""
+        return self._pending is not None
+
+    def ask(self, table: ExpertTable | None = None) -> None:
+        """Think the table over at the next turn, whatever the clock and however few the counts.
+
+        With `table` that one is taken, under the next version, and no gain is asked for.
+        """
+        if table is None:
+            self._is_asked = True
+        else:
+            self._wanted = table
+
+    def turn(self, now: float, nodes: Iterable[Member]) -> ExpertTable | None:
+        """Do a bounded piece of planning; returns a table that `nodes` must be told to prepare.
+
+        Call it while all nodes serve, and no step in flight is of an older table than the one
+        in use.
+        """
+        if self._pending is not None:
+            return None
+        if self._wanted is not None:
+            table, self._wanted, self._plan = self._wanted, None, None
+            return self._prepare(table, nodes)
+        if self._plan is None and not self._start(now):
+            return None
+        assert self._plan is not None
+        try:
+            next(self._plan)
+        except StopIteration as stop:
+            self._plan = None
+            return None if stop.value is None else self._prepare(stop.value, nodes)
+        return None
+
+    def _start(self, now: float) -> bool:
+        """Begin a plan if it is time for one and there is a choice; says whether it has."""
+        if self._planned_s is None:
+            self._planned_s = now
+        if not self._table.slots or self._table.num_nodes < 2:
+            return False
+        interval_s = self._config.interval_s
+        wait_s = interval_s * 2**self._num_refused
+        is_time = interval_s > 0 and now - self._planned_s >= wait_s
+        enough = self._load.pairs_per_expert >= self._config.half_life_pairs / 2
+        if not self._is_asked and not (is_time and enough):
+            return False
+        self._is_asked = False
+        self._planned_s = now
+        self._plan = plan_table(self._table, self._load.recent(), min_gain=self._config.min_gain)
+        return True
+
+    def _prepare(self, table: ExpertTable, nodes: Iterable[Member]) -> ExpertTable:
+        self._newest_version += 1
+        self._pending = msgspec.structs.replace(table, version=self._newest_version)
+        self._awaited = set(nodes)
+        self._is_refused = False
+        return self._pending
+
+    def prepared(
+        self, member: Member, version: int, *, is_refused: bool = False
+    ) -> ExpertTable | None:
+        """Note a node's answer; returns the table to use from now on once all are there.
+
+        One that any node has refused is given up when all have answered, and its version is the
+        next table's: so no node keeps what others could not prepare, and no answer is taken
+        for another's. Each refusal in a row doubles the time to the next plan.
+        """
+        pending = self._pending
+        if pending is None or version != pending.version:
+            return None  # one that was given up
+        self._awaited.discard(member)
+        self._is_refused |= is_refused
+        if self._awaited:
+            return None
+        if self._is_refused:
+            self._pending = None
+            self._newest_version -= 1
+            self._num_refused = min(self._num_refused + 1, MAX_DOUBLINGS)
+            return None
+        self._num_refused = 0
+        self._migrations += migrations(self._table, pending)
+        self._balance_before = self._balance()
+        self.use(pending)
+        return pending
+
+    def use(self, table: ExpertTable) -> None:
+        """Note the table in use, whoever made it; what was being prepared is given up."""
+        self._table = table
+        self._newest_version = max(self._newest_version, table.version)
+        self._load.use(table)
+        self._pending = None
+        self._plan = None
+
+    def cancel(self) -> None:
+        """Give up what is being prepared: a node is lost."""
+        self._pending = None
+        self._plan = None
+
+    def stats(self) -> BalanceStats:
+        """Return the figures of the table in use."""
+        return BalanceStats(
+            table_version=self._table.version,
+            migrations=self._migrations,
+            balance=self._balance(),
+            balance_before=self._balance_before,
+        )
+
+    def _balance(self) -> float:
+        """Return what the nodes have served or, before any have, what they should."""
+        served = self._load.balance()
+        return balance(self._table, self._load.recent()) if served is None else served

@@ -1,0 +1,141 @@
+"""How many micro-batches a step has, and which slices go into which.
+
+Pure functions of predicted times (cost.py). A slice is never cut, so a sequence stays in
+one micro-batch per step. Called by policy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+from server.scheduler.micro_batching.cost import CostModel
+from topspin.limits import MAX_MICRO_BATCHES
+
+# A new number of micro-batches must be this much faster than the one in use. With TIE it bounds
+# what staying may cost (3 %); fitted times move less than this when the load does not.
+HYSTERESIS = 0.015
+# Numbers this close to the best count as equal: every micro-batch has costs of its own.
+TIE = 0.01
+DEFAULT_NUM_LAYERS = 30
+
+
+class NodeLoad(NamedTuple):
+    """What one attention node has to do in a step; `largest_s` is its longest slice."""
+
+    num_slices: int
+    num_tokens: int
+    slices_s: float
+    largest_s: float = 0.0
+
+
+class HopTimes(NamedTuple):
+    """Seconds of one (layer, micro-batch): attention node, expert node, one way."""
+
+    t_a: float
+    t_e: float
+    t_c: float
+
+
+def hop_times(cost: CostModel, loads: Sequence[NodeLoad], num_micro_batches: int) -> HopTimes:
+    """Return the predicted times of the largest of `num_micro_batches` micro-batches."""
+    m = num_micro_batches
+    token_s = cost.attention_token_s + cost.expert_token_s
+    num_tokens = sum(load.num_tokens for load in loads)
+    widest = max(load.num_tokens for load in loads)
+    # slices_s counts both sides' tokens; what is left per node is the attention side.
+    # A slice is never cut: where one is longer than its share, it sets the pace.
+    attention_s = max(
+        max(load.slices_s / m, load.largest_s)
+        - load.num_tokens / m * (token_s - cost.attention_token_s)
+        for load in loads
+    )
+    return HopTimes(
+        t_a=cost.attention_fixed_s + max(0.0, attention_s),
+        t_e=cost.expert_fixed_s + cost.expert_token_s * num_tokens / m,
+        t_c=cost.link_s + cost.link_token_s * widest / m,
+    )
+
+
+def pipeline_s(
+    times: HopTimes, *, num_micro_batches: int, num_layers: int, shares_cores: bool
+) -> float:
+    """Return how long `num_layers` layers of equal micro-batches take, exactly.
+
+    Under full overlap it is the paper's T_total = (T_a + T_e + 2 T_c) + T_f (m L - 1);
+    otherwise every layer waits for a round trip. On shared cores both sides' times add up
+    (T_f = T_a + T_e) and only the link can be hidden; with m > 1 and a link that is about.
+    """
+    t_a, t_e, t_c = times
+    t_f = t_a + t_e if shares_cores else max(t_a, t_e)
+    trip = t_a + t_e + 2 * t_c
+    pace = max(num_micro_batches * t_f, trip)
+    return trip + (num_layers - 1) * pace + (num_micro_batches - 1) * t_f
+
+
+def step_times(
+    cost: CostModel, loads: Sequence[NodeLoad], *, shares_cores: bool, num_layers: int
+) -> list[float]:
+    """Return the predicted seconds of a step with 1, 2, ... micro-batches.
+
+    There are no more of them than the widest node has slices.
+    """
+    limit = min(MAX_MICRO_BATCHES, max(1, *(load.num_slices for load in loads)))
+    return [
+        pipeline_s(
+            hop_times(cost, loads, m),
+            num_micro_batches=m,
+            num_layers=num_layers,
+            shares_cores=shares_cores,
+        )
+        for m in range(1, limit + 1)
+    ]
+
+
+def choose_num_micro_batches(
+    cost: CostModel,
+    loads: Sequence[NodeLoad],
+    *,
+    shares_cores: bool,
+    num_layers: int = DEFAULT_NUM_LAYERS,
+    current: int | None = None,
+) -> int:
+    """Return the number of micro-batches with the least predicted time, the smallest of equals.
+
+    `current`, the number in use, stays unless another one is faster by HYSTERESIS.
+    """
+    if not loads:
+        return 1
+    times = step_times(cost, loads, shares_cores=shares_cores, num_layers=num_layers)
+    good_s = min(times) * (1.0 + TIE)
+    best = next(m for m, time_s in enumerate(times, 1) if time_s <= good_s)
+    if current is None or current > len(times):
+        return best
+    is_better = times[best - 1] < (1.0 - HYSTERESIS) * times[current - 1]
+    return best if is_better else current
+
+
+def split_slices(slices_s: Sequence[float], num_micro_batches: int) -> list[list[int]]:
+    """Return the indices of each micro-batch's slices, balanced by predicted time.
+
+    Greedy, longest first, to the least loaded: at most 4/3 of the best possible makespan
+    (Graham 1969). Deterministic; indices ascend within a micro-batch.
+    """
+    if num_micro_batches == 1:
+        return [list(range(len(slices_s)))]
+    parts: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    loads = [(0.0, part) for part in range(num_micro_batches)]
+    heapify(loads)
+    for idx in sorted(range(len(slices_s)), key=slices_s.__getitem__, reverse=True):
+        load_s, part = loads[0]
+        parts[part].append(idx)
+        heapreplace(loads, (load_s + slices_s[idx], part))
+    for indices in parts:
+        indices.sort()
+    return parts
+
+
+def row_bucket(num_rows: int) -> int:
+    """Return the next power of two: few step shapes, so that a node can keep one graph each."""
+    return 0 if num_rows == 0 else 1 << (num_rows - 1).bit_length()

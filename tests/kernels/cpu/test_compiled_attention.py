@@ -1,0 +1,157 @@
+"""The compiled attention kernel against an fp32 computation, over odd shapes and any threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.cpu.attention_rows import SPLIT_KEYS, Row, plan_work
+from kernels.cpu.compiled.attention import attend_rows, can_attend
+from kernels.cpu.simd.attention import CHUNK_KEYS
+from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
+from tests.kernels.cases import AttentionCase, Heads, attention_case
+
+LENS = [1, 2, 15, 16, 17, 33, CHUNK_KEYS, CHUNK_KEYS + 1, SPLIT_KEYS, SPLIT_KEYS + 1, 1100]
+HEADS = [
+    Heads(9, 3, 64),
+    Heads(8, 1, 80),
+    Heads(4, 4, 96),
+    Heads(8, 2, 128),
+    Heads(1, 1, 64),
+    Heads(5, 1, 64),
+    Heads(12, 1, 72),
+    Heads(6, 2, 8),
+    Heads(7, 1, 256),
+]
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def attend(case: AttentionCase, window: int | None = None) -> Tensor:
+    """Attend the last row of every sequence with the kernel."""
+    rows = [
+        Row(idx, idx, 0 if window is None else max(0, length - window), length)
+        for idx, length in enumerate(case.meta.context_lens.tolist())
+    ]
+    out = torch.full_like(case.q, float("nan"))
+    tables = case.meta.block_tables
+    assert can_attend(case.q, case.k_cache, tables, out)
+    attend_rows(case.q, case.k_cache, case.v_cache, tables, plan_work(rows), out, scale=0.2)
+    return out
+
+
+def wanted(case: AttentionCase, window: int | None = None) -> Tensor:
+    wide = (x.float() for x in (case.q, case.k_cache, case.v_cache))
+    return reference.paged_attention(*wide, case.meta, scale=0.2, sliding_window=window)
+
+
+def check(case: AttentionCase, window: int | None = None) -> None:
+    result = attend(case, window)
+    # Only the output is rounded to bf16: half a unit of its last place.
+    tolerance = 1e-5 if case.q.dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(result.float(), wanted(case, window), rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_shapes(heads: Heads, dtype: torch.dtype) -> None:
+    for block_size in (1, 16, 48):
+        case = attention_case(
+            LENS, [1] * len(LENS), heads=heads, block_size=block_size, dtype=dtype
+        )
+        check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 7, 129, 600])
+def test_sliding_window(window: int, dtype: torch.dtype) -> None:
+    case = attention_case(LENS, [1] * len(LENS), heads=Heads(6, 2, 64), block_size=16, dtype=dtype)
+    check(case, window)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("lens", [[1300], LENS])
+def test_threads_do_not_change_a_bit(lens: list[int]) -> None:
+    case = attention_case(
+        lens, [1] * len(lens), heads=Heads(9, 3, 64), block_size=16, dtype=torch.bfloat16
+    )
+    results = []
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        results.append(attend(case))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_other_rows_do_not_change_a_bit() -> None:
+    case = attention_case(LENS, [1] * len(LENS), heads=Heads(9, 3, 64), block_size=16)
+    together = attend(case)
+    for idx, length in enumerate(LENS):
+        alone = torch.full_like(case.q, float("nan"))
+        work = plan_work([Row(idx, idx, 0, length)])
+        attend_rows(
+            case.q, case.k_cache, case.v_cache, case.meta.block_tables, work, alone, scale=0.2
+        )
+        assert torch.equal(alone[idx], together[idx])
+        assert alone[idx + 1 :].isnan().all(), "a row of another sequence was written"
+
+
+def test_a_row_that_is_not_a_number_spoils_no_other() -> None:
+    case = attention_case([20, 700, 40], [1] * 3, heads=Heads(4, 2, 64), block_size=16)
+    case.q[1, 2] = float("nan")
+    result = attend(case)
+    assert result[1, 2].isnan().all()
+    result[1, 2] = 0
+    expected = wanted(case)
+    expected[1, 2] = 0
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_far_apart() -> None:
+    """Keys whose weight is below the least float, and a greatest score that comes last."""
+    case = attention_case([400], [1], heads=Heads(2, 1, 64), block_size=16)
+    case.k_cache.nan_to_num_(0).mul_(30)
+    check(case)
+
+
+def test_what_the_kernel_does_not_know() -> None:
+    case = attention_case([8, 9], [1, 1], heads=Heads(2, 1, 64), block_size=4)
+    q, cache, tables = case.q, case.k_cache, case.meta.block_tables
+    assert can_attend(q, cache, tables, q)
+    assert not can_attend(q.half(), cache.half(), tables, q.half())
+    assert not can_attend(q, cache.bfloat16(), tables, q)
+    assert not can_attend(q, cache, tables.long(), q)
+    assert not can_attend(q.transpose(0, 1).contiguous().transpose(0, 1), cache, tables, q)
+    assert not can_attend(q[..., :63], cache[..., :63], tables, q[..., :63])
+
+
+def test_processors_without_bf16_instructions() -> None:
+    """The same checks with the portable dot product, in a process of its own."""
+    program = (
+        "import torch; from tests.kernels.cpu.test_compiled_attention import *\n"
+        "for heads in (Heads(9, 3, 64), Heads(8, 1, 80)):\n"
+        "    case = attention_case(LENS, [1] * len(LENS), heads=heads, block_size=16,"
+        " dtype=torch.bfloat16)\n"
+        "    check(case)\n"
+    )
+    environment = os.environ | {PORTABLE_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env=environment,
+        cwd=Path(__file__).parents[3],
+        timeout=300,
+    )

@@ -1,0 +1,84 @@
+"""The compiled products of few rows against an fp32 computation, over odd shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels.cpu import ops as cpu
+from kernels.cpu.compiled import matmul as numba_matmul
+from kernels.cpu.compiled.matmul import MAX_ROWS, address_of, can_multiply, linear_of_rows
+from kernels.cpu.matmul import can_prepack
+from kernels.cpu.simd.lanes import cpu_has
+
+pytestmark = pytest.mark.skipif(
+    not can_prepack(torch.bfloat16) or not cpu_has("avx512bf16"),
+    reason="this processor leaves bf16 to torch",
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("num_out", "num_in"), [(1, 2), (13, 38), (64, 32), (100, 72), (384, 576), (65, 1024)]
+)
+def test_shapes(num_out: int, num_in: int, with_bias: bool) -> None:
+    weight = torch.randn(num_out, num_in).bfloat16()
+    bias = torch.randn(num_out).bfloat16() if with_bias else None
+    packed = cpu.pack_linear(weight)
+    assert packed.address, "oneDNN's layout is not the one that the kernel reads"
+    for num_rows in (*range(1, 14), 16, 17, MAX_ROWS):
+        wide = torch.randn(num_rows, num_in + 6).bfloat16()
+        x = wide[:, 3:-3]
+        result = linear_of_rows(x, packed.address, num_out, bias)
+        wanted = x.float() @ weight.float().T
+        if bias is not None:
+            wanted += bias.float()
+        # Half a unit of bf16's last place, and what sums in fp32 lose by cancellation.
+        torch.testing.assert_close(result.float(), wanted, rtol=2.0**-8, atol=1e-4)
+
+
+def test_rows_and_threads_do_not_change_a_bit() -> None:
+    packed = cpu.pack_linear(torch.randn(200, 96).bfloat16())
+    x = torch.randn(MAX_ROWS, 96).bfloat16()
+    torch.set_num_threads(1)
+    together = linear_of_rows(x, packed.address, 200, None)
+    torch.set_num_threads(3)
+    for first, last in ((0, 1), (1, 3), (3, 8), (8, 20), (20, MAX_ROWS)):
+        alone = linear_of_rows(x[first:last], packed.address, 200, None)
+        assert torch.equal(alone, together[first:last])
+
+
+def test_an_unknown_layout_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(96, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    other = torch.ops.mkldnn._reorder_linear_weight(weight.flip(0))
+    assert address_of(weight, other) == 0
+    assert address_of(weight[:, :63], other) == 0
+    assert address_of(weight[:, :32], other) == 0
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the kernel was called")
+
+    monkeypatch.setattr(numba_matmul, "linear_of_rows", refuse)
+    monkeypatch.setattr(numba_matmul, "address_of", lambda *_: 0)
+    wanted = torch.nn.functional.linear(x, weight)
+    assert torch.equal(cpu.linear(x, cpu.pack_linear(weight)), wanted)
+
+
+def test_what_the_kernel_does_not_take() -> None:
+    x = torch.randn(4, 32).bfloat16()
+    assert can_multiply(x)
+    assert not can_multiply(x.float())
+    assert not can_multiply(x[:0])
+    assert not can_multiply(x.t())
+    assert not can_multiply(x.expand(2, 4, 32))
+    assert not can_multiply(torch.zeros(MAX_ROWS + 1, 32).bfloat16())

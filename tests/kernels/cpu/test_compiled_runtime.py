@@ -1,0 +1,109 @@
+"""Launches on torch's threads, and where machine code is kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cpu.compiled.runtime import (
+    SECOND_CLAIMS,
+    Kernel,
+    float_word,
+    launch,
+    offsets,
+    wait_for_team,
+)
+from kernels.cpu.simd import lanes as simd
+from kernels.cpu.simd import vectors
+
+DATA, COUNT, SCALE = offsets(3)
+
+
+@Kernel
+def _scale_then_sum(block: int) -> None:
+    """Multiply COUNT rows of sixteen by SCALE; then write to row 0 of a second part their sum."""
+    data, count = simd.read_i64(block + DATA), simd.read_i64(block + COUNT)
+    factor = vectors.splat(simd.read_f32(block + SCALE))
+    row = simd.claim(block)
+    while row < count:
+        vectors.store_f32(data + 64 * row, vectors.mul(vectors.load_f32(data + 64 * row), factor))
+        row = simd.claim(block)
+    wait_for_team(block)
+    if simd.claim(block + SECOND_CLAIMS) == 0:
+        total = vectors.load_f32(data)
+        for other in range(1, count):
+            total = vectors.add(total, vectors.load_f32(data + 64 * other))
+        vectors.store_f32(data + 64 * count, total)
+
+
+def check_launch(num_threads: int) -> None:
+    data = torch.randn(41, 16, generator=torch.Generator().manual_seed(num_threads))
+    wanted = data[:40] * 0.5
+    launch(_scale_then_sum, (data.data_ptr(), 40, float_word(0.5)), num_threads=num_threads)
+    assert torch.equal(data[:40], wanted)
+    torch.testing.assert_close(data[40], wanted.sum(0))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_every_task_is_done_once_and_the_team_waits(num_threads: int) -> None:
+    for _ in range(20):
+        check_launch(num_threads)
+
+
+def test_several_threads_may_launch_at_once() -> None:
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            for num_threads in (2, 1, 3, 2):
+                check_launch(num_threads)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+PROGRAM = """
+import torch
+from kernels.cpu.compiled.layer import add_norm
+x = torch.ones(1, 16).bfloat16()
+assert torch.equal(add_norm(None, x, x[0], eps=0.0), x)
+"""
+
+
+def run_program(**environment: str) -> None:
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        cwd=Path(__file__).parents[3],
+        timeout=300,
+    )
+
+
+def test_code_is_kept_where_the_user_says(tmp_path: Path) -> None:
+    run_program(NUMBA_CACHE_DIR=str(tmp_path))
+    kept = sorted(tmp_path.rglob("*.nbc"))
+    assert kept
+    times = [file.stat().st_mtime_ns for file in kept]
+    run_program(NUMBA_CACHE_DIR=str(tmp_path))
+    assert sorted(tmp_path.rglob("*.nbc")) == kept
+    assert [file.stat().st_mtime_ns for file in kept] == times, "it was compiled again"
+
+
+def test_without_a_place_for_code_it_is_compiled_each_time(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    run_program(NUMBA_CACHE_DIR=str(blocked))
+    assert blocked.read_text() == "not a directory"

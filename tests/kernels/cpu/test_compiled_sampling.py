@@ -1,0 +1,141 @@
+"""Compiled draws against distributions and nuclei computed in fp64 by sorting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.compiled.sampling import Drawn, draw_rows
+from kernels.philox import Purpose, uniforms
+from kernels.sampling import SamplingBatch, sample
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(scores: Tensor, **parameters: float | Tensor) -> Drawn:
+    rows = len(scores)
+    given = {
+        "temperature": 1.0,
+        "lowest": -torch.inf,
+        "relative": -torch.inf,
+        "top_p": 1.0,
+        "uniforms": 0.5,
+    } | parameters
+    return draw_rows(
+        scores,
+        **{
+            name: value.double()
+            if isinstance(value, Tensor)
+            else torch.full((rows,), value).double()
+            for name, value in given.items()
+        },
+    )
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000, 4099])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_a_draw_inverts_the_distribution(vocab: int, temperature: float) -> None:
+    scores = torch.randn(40, vocab) * 3
+    where = torch.rand(40).double()
+    drawn = draw(scores, temperature=temperature, uniforms=where)
+    assert torch.equal(drawn.best.float(), scores.amax(-1))
+    cdf = (scores.double() / temperature).softmax(-1).cumsum(-1)
+    tokens = drawn.tokens.long()[:, None]
+    above = cdf.gather(1, tokens)[:, 0]
+    below = torch.where(tokens > 0, cdf.gather(1, (tokens - 1).clamp(min=0)), 0.0)[:, 0]
+    assert (above >= where - 1e-6).all()
+    assert (below <= where + 1e-6).all()
+
+
+@pytest.mark.parametrize("where", [0.0, 1.0 - 2.0**-53])
+def test_the_ends_of_the_distribution(where: float) -> None:
+    scores = torch.full((1, 50), -torch.inf)
+    scores[0, [17, 18, 33]] = torch.tensor([0.0, 1.0, 0.5])
+    token = int(draw(scores, uniforms=where).tokens[0])
+    assert token == (17 if where == 0 else 33)
+
+
+def test_scores_that_are_not_kept_are_not_drawn() -> None:
+    scores = torch.randn(30, 200)
+    kth = scores.topk(5).values[:, -1]
+    drawn = draw(scores, lowest=kth, uniforms=torch.rand(30))
+    assert (scores.gather(1, drawn.tokens.long()[:, None])[:, 0] >= kth).all()
+    drawn = draw(scores, relative=-0.5, uniforms=torch.rand(30))
+    kept = scores >= scores.amax(-1, keepdim=True) - 0.5
+    assert kept.gather(1, drawn.tokens.long()[:, None]).all()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 5.0])
+@pytest.mark.parametrize("top_p", [0.001, 0.5, 0.95, 0.999999])
+def test_candidates_hold_the_nucleus(top_p: float, spread: float) -> None:
+    scores = torch.randn(5, 3001) * spread
+    drawn = draw(scores, top_p=top_p)
+    weights = (scores.double() - scores.double().amax(-1, keepdim=True)).exp()
+    for row in range(5):
+        ids = drawn.ids[row, : int(drawn.counts[row])].long()
+        assert (ids.diff() > 0).all()
+        ordered, order = weights[row].sort(descending=True, stable=True)
+        size = 1 + int((ordered.cumsum(0) < top_p * ordered.sum() * (1 - 1e-6)).sum())
+        assert set(order[:size].tolist()) <= set(ids.tolist())
+        together = weights[row, ids].sum() + drawn.rest[row]
+        torch.testing.assert_close(together, weights[row].sum(), rtol=1e-5, atol=0)
+
+
+def test_rows_without_numbers() -> None:
+    scores = torch.randn(5, 40)
+    scores[1, 20], scores[2, 39], scores[3] = torch.nan, torch.inf, -torch.inf
+    drawn = draw(scores)
+    assert drawn.best.isfinite().tolist() == [True, False, False, False, True]
+    assert drawn.tokens[1:4].tolist() == [0, 0, 0]
+
+
+def test_threads_and_other_rows_do_not_change_a_draw() -> None:
+    scores, where = torch.randn(20, 5000), torch.rand(20)
+    torch.set_num_threads(1)
+    together = draw(scores, uniforms=where, temperature=1.3)
+    torch.set_num_threads(3)
+    again = draw(scores, uniforms=where, temperature=1.3)
+    assert torch.equal(together.tokens, again.tokens)
+    for row in range(20):
+        alone = draw(scores[row : row + 1], uniforms=where[row : row + 1], temperature=1.3)
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+
+
+def test_a_nucleus_is_drawn_as_by_sorting_everything() -> None:
+    """The whole path, as a node takes it, against fp64 over the sorted row."""
+    rows, vocab, top_p, temperature = 64, 20000, 0.9, 0.8
+    logits = torch.randn(rows, vocab) * 2.5
+    zeros, ones = torch.zeros(rows), torch.ones(rows)
+    ids = torch.arange(rows)
+    batch = SamplingBatch(
+        temperature=ones * temperature,
+        top_k=ids * 0,
+        top_p=ones * top_p,
+        min_p=zeros,
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
+        repetition_penalty=ones,
+        seeds=ids,
+        choices=ids * 0,
+        positions=ids,
+    )
+    where = uniforms(
+        ids.numpy().astype("uint64"), (ids * 0).numpy(), ids.numpy(), purpose=Purpose.TOKEN
+    )
+    probabilities = (logits.double() / temperature).softmax(-1)
+    ordered = probabilities.sort(descending=True).values
+    sizes = 1 + (ordered.cumsum(-1) < top_p).sum(-1, keepdim=True)
+    kept = probabilities >= ordered.gather(1, sizes - 1)
+    cdf = (probabilities * kept).cumsum(-1)
+    targets = cdf[:, -1:] * torch.as_tensor(where).double()[:, None]
+    wanted = torch.searchsorted(cdf, targets, right=True)[:, 0]
+    assert torch.equal(sample(logits, batch).tokens, wanted)

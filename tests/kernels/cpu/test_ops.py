@@ -1,0 +1,68 @@
+"""The small CPU ops give the reference's bits, but for compiled norms in bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import reference
+from kernels.cpu import ops as cpu
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 576), (7, 37), (130, 64), (16, 1024), (3, 5, 64)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = (torch.randn(shape) * 3).to(dtype), torch.randn(shape[-1]).to(dtype)
+    wanted = reference.rms_norm(x, weight, eps=1e-5)
+    result = cpu.rms_norm(x, weight, eps=1e-5)
+    if dtype == torch.float32:
+        assert torch.equal(result, wanted)
+    else:  # the sum of squares adds in another order
+        torch.testing.assert_close(result, wanted, rtol=2.0**-7, atol=1e-6)
+    out = torch.empty_like(x)
+    assert cpu.rms_norm(x, weight, eps=1e-5, out=out) is out
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_of_a_view(dtype: torch.dtype) -> None:
+    """Query and key norms read heads inside the joint projection."""
+    wide, weight = torch.randn(6, 5, 32).to(dtype), torch.randn(32).to(dtype)
+    view = wide[:, 1:3]
+    wanted = reference.rms_norm(view.contiguous(), weight, eps=1e-6)
+    assert torch.equal(cpu.rms_norm(view, weight, eps=1e-6, out=view), wanted)
+    assert torch.equal(wide[:, 1:3], wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm(dtype: torch.dtype) -> None:
+    x, residual, weight = (torch.randn(s).to(dtype) for s in ((4, 33), (4, 33), (33,)))
+    other = residual.clone()
+    wanted = reference.add_rms_norm(x, residual, weight, eps=1e-6)
+    result = cpu.add_rms_norm(x, other, weight, eps=1e-6)
+    if dtype == torch.float32:
+        assert torch.equal(result, wanted)
+    else:  # the sum of squares adds in another order
+        torch.testing.assert_close(result, wanted, rtol=2.0**-7, atol=1e-6)
+    assert torch.equal(other, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half_tables", [True, False])
+@pytest.mark.parametrize("num_rows", [0, 1, 13])
+def test_rotate(num_rows: int, half_tables: bool, dtype: torch.dtype) -> None:
+    angles = torch.rand(num_rows, 40) * 100
+    if not half_tables:
+        angles = torch.cat((angles, angles), -1)
+    wide = torch.randn(num_rows, 6, 80).to(dtype)
+    other = wide.clone()
+    for ops, qkv in ((reference, wide), (cpu, other)):
+        ops.rotate(qkv[:, :3], qkv[:, 3:5], angles.cos(), angles.sin())
+    assert torch.equal(wide, other)

@@ -1,0 +1,355 @@
+"""Quantised weights against fp32 products of the matrices that they stand for."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from gguf import quants
+from gguf.constants import GGMLQuantizationType
+from torch import Tensor
+
+from kernels import reference
+from kernels.contracts import ExpertMatrices, ExpertWeights
+from kernels.cpu import ops as cpu
+from kernels.cpu.quantised import (
+    BITS,
+    QuantisedExperts,
+    QuantisedOps,
+    QuantisedWeight,
+    dequantise,
+    quantise,
+)
+from kernels.cpu.simd.lanes import LANES
+from kernels.dispatch import Ops, select_ops
+from topspin.errors import ConfigError
+
+MODES = sorted(BITS)
+# Codes of rows round to 1/127 of a group's largest number, half a step at most.
+ROW_TOLERANCE = 0.01
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """Return the root mean square of the difference over that of `theirs`."""
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+def as_codes(x: Tensor) -> Tensor:
+    """Return x [R, I] as the kernels see it: by groups of 32, in whole 127ths of the largest."""
+    num_in = x.shape[1]
+    padded = torch.nn.functional.pad(x.double(), (0, -num_in % 32))
+    groups = padded.view(len(x), -1, 32)
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return ((groups / scale).round() * scale).flatten(1)[:, :num_in]
+
+
+def half_of(experts: QuantisedExperts, slot: int) -> Tensor:
+    """Return the gate_up [2F, H] of a slot without the rows that pad its halves."""
+    weight = experts.gate_up[slot]
+    assert isinstance(weight, QuantisedWeight)
+    whole = QuantisedWeight(
+        weight.data, len(weight.data) * LANES, weight.in_features, True, bits=weight.bits
+    )
+    gate, up = dequantise(whole).chunk(2)
+    return torch.cat((gate[: experts.ffn_size], up[: experts.ffn_size]))
+
+
+def plain(experts: ExpertWeights) -> ExpertWeights:
+    """Return the fp32 experts that quantised ones stand for."""
+    assert isinstance(experts, QuantisedExperts)
+    downs = []
+    for weight in experts.down:
+        assert isinstance(weight, QuantisedWeight)
+        downs.append(dequantise(weight))
+    return reference.pack_experts(
+        [half_of(experts, slot) for slot in range(experts.num_experts)], downs
+    )
+
+
+def make_experts(
+    ops: QuantisedOps, num_experts: int, hidden: int, width: int, dtype: torch.dtype
+) -> ExpertWeights:
+    return ops.pack_experts(
+        (torch.randn(num_experts, 2 * width, hidden) / hidden**0.5).to(dtype),
+        (torch.randn(num_experts, hidden, width) / width**0.5).to(dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (16, 32), (7, 33), (40, 100), (129, 64)])
+def test_eight_bits_lose_little_and_four_less_than_q4_0(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """On bell-shaped weights, in whole groups, the squared error is at most 0.8 of Q4_0's."""
+    weight = torch.randn(shape).to(dtype)
+    assert relative(dequantise(quantise(weight, 8)), weight) < 0.006
+    ours = relative(dequantise(quantise(weight, 4)), weight)
+    assert ours < 0.09
+    if shape[1] % 32 == 0:
+        kind = GGMLQuantizationType.Q4_0
+        theirs = quants.dequantize(quants.quantize(weight.float().numpy(), kind), kind)
+        assert ours**2 < 0.8 * relative(torch.from_numpy(theirs), weight) ** 2
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_on_a_grid_of_their_own_are_kept(bits: int) -> None:
+    """Any low and step: bf16 numbers of few digits come back as they were."""
+    codes = torch.randint(0, 2**bits, (24, 3, 32)).float()
+    codes[..., 0], codes[..., 1] = 0, 2**bits - 1
+    step = torch.tensor([0.25, 0.5, 1.0])[None, :, None]
+    low = torch.randint(-8, 8, (24, 3, 1)).float()
+    weight = (codes * step + low).flatten(1)
+    assert torch.equal(dequantise(quantise(weight, bits)), weight)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("value", [0.0, 1.0, -0.375, 1e-38])
+def test_groups_of_one_value_are_kept(bits: int, value: float) -> None:
+    weight = torch.full((5, 40), value)
+    assert torch.equal(dequantise(quantise(weight, bits)), weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (16, 32), (33, 70), (100, 256)])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 9, 17, 64])
+def test_linear_is_the_product_of_the_dequantised_weight(
+    mode: str, num_out: int, num_in: int, num_rows: int
+) -> None:
+    """Only the rows are rounded, so a product of the rounded rows is met to fp32's rounding."""
+    ops = QuantisedOps(cpu, mode)
+    weight = ops.pack_projection(torch.randn(num_out, num_in))
+    assert isinstance(weight, QuantisedWeight)
+    x, bias = torch.randn(num_rows, num_in), torch.randn(num_out)
+    whole = dequantise(weight).double()
+    ours = ops.linear(x, weight, bias)
+    assert ours.shape == (num_rows, num_out)
+    exact = as_codes(x) @ whole.T + bias
+    # A number halfway between two codes may go either way: one such step in one product.
+    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=0.05)
+    assert relative(ours, exact) < 1e-3
+    assert relative(ours, x.double() @ whole.T + bias) < 2 * ROW_TOLERANCE
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_linear_of_bf16_rows(mode: str) -> None:
+    ops = QuantisedOps(cpu, mode)
+    weight = ops.pack_projection(torch.randn(50, 96).bfloat16())
+    assert isinstance(weight, QuantisedWeight)
+    x, bias = torch.randn(11, 96).bfloat16(), torch.randn(50).bfloat16()
+    wide = ops.linear(x, weight, bias, torch.empty(11, 50))
+    assert relative(wide, x.float() @ dequantise(weight).T + bias) < ROW_TOLERANCE
+    assert torch.equal(ops.linear(x, weight, bias), wide.bfloat16())
+    scattered = torch.empty(50, 11, dtype=torch.bfloat16).T
+    assert torch.equal(ops.linear(x, weight, bias, scattered), wide.bfloat16())
+    assert torch.equal(ops.linear(x[:, ::2].repeat_interleave(2, 1), weight).isnan(), wide.isnan())
+
+
+def test_linear_takes_no_rows_and_rows_of_zeros() -> None:
+    ops = QuantisedOps(cpu, "int4")
+    weight = ops.pack_projection(torch.randn(20, 64))
+    assert ops.linear(torch.empty(0, 64), weight).shape == (0, 20)
+    assert torch.equal(ops.linear(torch.zeros(3, 64), weight), torch.zeros(3, 20))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_none_spoils_its_row_only(mode: str, bad: float) -> None:
+    ops = QuantisedOps(cpu, mode)
+    weight = ops.pack_projection(torch.randn(20, 96))
+    x = torch.randn(4, 96)
+    before = ops.linear(x, weight)
+    x[2, 40] = bad
+    after = ops.linear(x, weight)
+    assert after[2].isnan().all()
+    assert torch.equal(after[[0, 1, 3]], before[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(mode: str) -> None:
+    ops = QuantisedOps(cpu, mode)
+    weight = ops.pack_projection(torch.randn(90, 160))
+    experts = make_experts(ops, 6, 96, 40, torch.float32)
+    x, hidden = torch.randn(21, 160), torch.randn(21, 96)
+    slots = torch.randint(-1, 6, (21, 3), dtype=torch.int32)
+    weights = torch.rand(21, 3)
+    num_threads = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append((ops.linear(x, weight), ops.grouped_mlp(hidden, slots, weights, experts)))
+    finally:
+        torch.set_num_threads(num_threads)
+    product, mixed = found[0]
+    for other_product, other_mixed in found[1:]:
+        assert torch.equal(product, other_product)
+        assert torch.equal(mixed.out, other_mixed.out)
+    for row in range(0, 21, 5):
+        alone = slice(row, row + 1)
+        assert torch.equal(ops.linear(x[alone], weight), product[alone])
+        result = ops.grouped_mlp(hidden[alone], slots[alone], weights[alone], experts)
+        assert torch.equal(result.out, mixed.out[alone])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_experts", "hidden", "width", "top_k", "num_rows"),
+    [
+        (1, 32, 32, 1, 1),
+        (4, 64, 48, 2, 3),
+        (5, 72, 40, 3, 9),
+        (9, 100, 33, 4, 40),
+        (32, 64, 64, 4, 2),
+    ],
+)
+def test_experts_are_those_of_the_dequantised_weights(
+    mode: str,
+    dtype: torch.dtype,
+    num_experts: int,
+    hidden: int,
+    width: int,
+    top_k: int,
+    num_rows: int,
+) -> None:
+    """Both products round their rows, so the difference is that of two roundings."""
+    ops = QuantisedOps(cpu, mode)
+    experts = make_experts(ops, num_experts, hidden, width, dtype)
+    x = torch.randn(num_rows, hidden).to(dtype)
+    slots = torch.randint(-1, num_experts, (num_rows, top_k), dtype=torch.int32)
+    slots[0, 0] = num_experts - 1
+    weights = torch.rand(num_rows, top_k)
+    wanted = reference.grouped_mlp(x.float(), slots, weights, plain(experts))
+    ours = ops.grouped_mlp(x, slots, weights, experts, out=torch.empty(num_rows, hidden))
+    assert torch.equal(ours.counts, wanted.counts)
+    assert relative(ours.out, wanted.out) < 3 * ROW_TOLERANCE
+    narrow = ops.grouped_mlp(x, slots, weights, experts)
+    assert narrow.out.dtype == dtype
+    assert torch.equal(narrow.out, ours.out.to(dtype))
+
+
+def test_experts_of_no_rows_and_rows_without_experts() -> None:
+    ops = QuantisedOps(cpu, "int4")
+    experts = make_experts(ops, 3, 64, 32, torch.float32)
+    none = ops.grouped_mlp(
+        torch.empty(0, 64), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2), experts
+    )
+    assert none.out.shape == (0, 64)
+    assert none.counts.tolist() == [0, 0, 0]
+    slots = torch.full((2, 2), -1, dtype=torch.int32)
+    elsewhere = ops.grouped_mlp(torch.randn(2, 64), slots, torch.rand(2, 2), experts)
+    assert torch.equal(elsewhere.out, torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rebuilt_experts_share_what_stays(mode: str) -> None:
+    ops = QuantisedOps(cpu, mode)
+    old = make_experts(ops, 3, 64, 40, torch.bfloat16)
+    new = ExpertMatrices(torch.randn(80, 64).bfloat16(), torch.randn(64, 40).bfloat16())
+    pieces = ops.rebuild_experts(old, [2, new, 0, 2])
+    num_pieces = 0
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as done:
+            rebuilt = done.value
+            break
+        num_pieces += 1
+    assert num_pieces == 2
+    assert rebuilt.num_experts == 4
+    assert rebuilt.gate_up[0].data is old.gate_up[2].data
+    x, slots = torch.randn(4, 64).bfloat16(), torch.tensor([[0], [1], [2], [3]], dtype=torch.int32)
+    ours = ops.grouped_mlp(x, slots, torch.ones(4, 1), rebuilt).out
+    before = torch.tensor([[2], [0], [0], [2]], dtype=torch.int32)
+    theirs = ops.grouped_mlp(x, before, torch.ones(4, 1), old).out
+    assert torch.equal(ours[[0, 2, 3]], theirs[[0, 2, 3]])
+    fresh = ops.pack_experts([new.gate_up], [new.down])
+    alone = ops.grouped_mlp(x[1:2], slots[:1], torch.ones(1, 1), fresh).out
+    assert torch.equal(ours[1:2], alone)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dense_mlp(mode: str) -> None:
+    ops = QuantisedOps(cpu, mode)
+    gate_up, down = (
+        ops.pack_projection(torch.randn(80, 64)),
+        ops.pack_projection(torch.randn(64, 40)),
+    )
+    assert isinstance(gate_up, QuantisedWeight)
+    assert isinstance(down, QuantisedWeight)
+    x, first_bias, last_bias = torch.randn(6, 64), torch.randn(80), torch.randn(64)
+    wanted = reference.dense_mlp(
+        x,
+        reference.pack_linear(dequantise(gate_up)),
+        reference.pack_linear(dequantise(down)),
+        gate_up_bias=first_bias,
+        down_bias=last_bias,
+    )
+    ours = ops.dense_mlp(x, gate_up, down, gate_up_bias=first_bias, down_bias=last_bias)
+    assert relative(ours, wanted) < 3 * ROW_TOLERANCE
+
+
+def test_what_is_quantised_is_smaller() -> None:
+    matrix = torch.randn(256, 512).bfloat16()
+    for mode, bits in (("int4", 5), ("int8", 9)):
+        ops = QuantisedOps(cpu, mode)
+        assert ops.pack_projection(matrix).data.nbytes == 256 * 512 * bits // 8
+        assert ops.pack_lm_head(matrix).data.nbytes == 256 * 512 * 9 // 8
+        assert not isinstance(ops.pack_linear(matrix), QuantisedWeight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_has_every_op_of_the_interface(mode: str) -> None:
+    ops = select_ops("cpu", torch.bfloat16, mode)
+    assert isinstance(ops, QuantisedOps)
+    names = [n for n, f in inspect.getmembers(Ops, inspect.isfunction) if not n.startswith("_")]
+    for op in names:
+        wanted = list(inspect.signature(getattr(Ops, op)).parameters.values())[1:]
+        assert list(inspect.signature(getattr(ops, op)).parameters.values()) == wanted, op
+
+
+@pytest.mark.parametrize(("device", "mode"), [("cpu", "int2"), ("reference", "int4")])
+def test_other_modes_and_devices_are_refused_by_name(device: str, mode: str) -> None:
+    with pytest.raises(
+        ConfigError,
+        match=f"'{mode}' on '{device}'; 'cpu' has int4, int8; 'triton' has fp8, int4, int8",
+    ):
+        select_ops(device, torch.bfloat16, mode)
+
+
+_BOTH = """
+import sys, torch
+from kernels.cpu import ops as cpu
+from kernels.cpu.quantised import QuantisedOps
+torch.manual_seed(3)
+ops = QuantisedOps(cpu, "int4")
+weight = ops.pack_projection(torch.randn(40, 100))
+experts = ops.pack_experts(torch.randn(4, 80, 64), torch.randn(4, 64, 40))
+slots = torch.randint(-1, 4, (11, 2), dtype=torch.int32)
+mixed = ops.grouped_mlp(torch.randn(11, 64), slots, torch.rand(11, 2), experts).out
+product = ops.linear(torch.randn(11, 100), weight)
+sys.stdout.buffer.write(product.numpy().tobytes() + mixed.numpy().tobytes())
+"""
+
+
+@pytest.mark.slow
+def test_processors_without_byte_products_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable form computes the same integers; only fused additions may differ."""
+    found = []
+    for portable in ("0", "1"):
+        monkeypatch.setenv("TOPSPIN_PORTABLE_KERNELS", portable)
+        done = subprocess.run([sys.executable, "-c", _BOTH], capture_output=True, check=True)
+        found.append(np.frombuffer(done.stdout, dtype=np.float32))
+    np.testing.assert_array_equal(found[0], found[1])

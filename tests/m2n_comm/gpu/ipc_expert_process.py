@@ -1,0 +1,66 @@
+"""An expert node of cuda_ipc as a process: `python -m tests.m2n_comm.gpu.ipc_expert_process`.
+
+Prints its address, serves the steps of TICKETS, then waits for a step that never comes. Used by
+test_cuda_ipc_processes.py, which kills it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.runtime import open_runtime
+from m2n_comm.net import ExpertBatch, NetShape
+from m2n_comm.open import listen_expert
+from tests.m2n_comm.gpu.ipc_fleet import DEVICE, ticket_of
+from tests.m2n_comm.harness import NUM_EXPERTS, FakeExperts, make_shape, make_table
+
+EXPERT_INCARNATION = 2**63 + 5
+ATTENTION_INCARNATION = 2**64 - 1
+# The second micro-batch of the first step takes three windows.
+TICKETS = (ticket_of(1, buckets=(3, 8)), ticket_of(2, buckets=(2,)))
+HELD = ticket_of(3, buckets=(2,))
+
+
+def process_shape() -> NetShape:
+    return make_shape(window_rows=3, num_micro_batches=2, deadline_s=60.0)
+
+
+def main() -> None:
+    shape = process_shape()
+    table = make_table(shape, 1)
+    listener = listen_expert("cuda_ipc")
+    print(listener.address, flush=True)
+    net = listener.accept_device(
+        shape,
+        index=0,
+        incarnation=EXPERT_INCARNATION,
+        attention_incarnations=(ATTENTION_INCARNATION,),
+        timeout_s=60.0,
+        table=table,
+        runtime=open_runtime(DEVICE),
+    )
+    on_host = FakeExperts(shape, NUM_EXPERTS).serve(table, 0)
+
+    def serve(batch: ExpertBatch) -> torch.Tensor:
+        hidden, slots, weights = batch.hidden.cpu(), batch.slots.cpu(), batch.weights.cpu()
+        taken = batch._replace(hidden=hidden, slots=slots, weights=weights)
+        return on_host(taken).to(DEVICE)
+
+    for ticket in TICKETS:
+        net.begin(ticket)
+        for layer in range(shape.num_layers):
+            for mb in range(ticket.num_micro_batches):
+                for batch in net.gather(mb, layer):
+                    net.reply(batch, serve(batch))
+        net.finish()
+    print("served", flush=True)
+    # The next frame is gathered and never answered; the one after it never comes.
+    net.begin(HELD)
+    next(iter(net.gather(0, 0)))
+    net.finish()
+    print("holding", flush=True)
+    input()
+
+
+if __name__ == "__main__":
+    main()

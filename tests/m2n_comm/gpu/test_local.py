@@ -1,0 +1,480 @@
+"""M2N within one device: sums, padding, recordings, tables, and the order over two streams."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_nodes.rally import Flight
+from attention_nodes.rally import rally as rally_layers
+from kernels.runtime import HostRuntime, NoSync, Runtime
+from kernels.triton.router.launches import local_slots as triton_slots
+from m2n_comm.gpu.local import DeviceNet, LocalSlots, home_slots, local_slots
+from m2n_comm.net import ExpertBatch, NetShape
+from tests.m2n_comm.gpu.stream_graph import StreamGraph, call
+from tests.m2n_comm.harness import (
+    NUM_EXPERTS,
+    Collected,
+    FakeExperts,
+    Fleet,
+    Rows,
+    make_shape,
+    make_table,
+    make_ticket,
+    mixed_rows,
+    rally,
+    random_rows,
+)
+from topspin.errors import ConfigError, FrameError, ProtocolError, TransportError
+from topspin.expert_table import ExpertTable
+from topspin.messages import StepTicket
+
+EVERYTHING = tuple(range(NUM_EXPERTS))
+
+
+def make_net(
+    num_nodes: int = 1,
+    *,
+    shape: NetShape | None = None,
+    table: ExpertTable | None = None,
+    runtime: Runtime | None = None,
+    num_streams: int = 1,
+    slots: LocalSlots | None = None,
+    wrap: Callable[[Any], Any] = lambda serve: serve,
+) -> DeviceNet:
+    """Return a net over fake experts; `wrap` is put around what each node computes."""
+    shape = shape or make_shape()
+    table = table or make_table(shape, num_nodes)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    return DeviceNet(
+        runtime or HostRuntime(),
+        shape,
+        index=0,
+        serves=[wrap(fake.serve(table, node)) for node in range(num_nodes)],
+        table=table,
+        num_streams=num_streams,
+        slots=slots,
+    )
+
+
+class NothingIsLookedAt(DeviceNet):
+    """Refuses what would wait for a GPU."""
+
+    def dispatch(self, *args: Any) -> None:
+        with NoSync():
+            super().dispatch(*args)
+
+    def combine(self, *args: Any) -> Tensor:
+        with NoSync():
+            return super().combine(*args)
+
+
+@pytest.mark.parametrize("payload", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_streams", [1, 2])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+def test_sums_equal_the_dense_reference(
+    num_nodes: int, num_streams: int, payload: torch.dtype
+) -> None:
+    shape = make_shape(payload=payload)
+    table = make_table(shape, num_nodes)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    serves = [fake.serve(table, node) for node in range(num_nodes)]
+    net = NothingIsLookedAt(
+        HostRuntime(), shape, index=0, serves=serves, table=table, num_streams=num_streams
+    )
+    tickets = [make_ticket(step, m=1 + step % 4) for step in range(1, 9)]
+    results: Collected = {}
+    fleet = Fleet("local", shape, [net], [], serves)
+    assert fleet.run(tickets, rally(mixed_rows(shape), results)) == {}
+    for ticket in tickets:
+        for layer, mb in itertools.product(range(2), range(ticket.num_micro_batches)):
+            rows = mixed_rows(shape)(ticket, 0, layer, mb)
+            got = results.pop((ticket.step, 0, layer, mb))
+            # One node's answer comes as it is, several are added in fp32.
+            assert got.dtype == (payload if num_nodes == 1 else torch.float32)
+            assert torch.equal(got.float(), fake_sum(fake, table, layer, rows))
+            assert torch.allclose(
+                got.float(),
+                fake.expected(table, layer, rows),
+                rtol=1e-5,
+                atol=2e-5 if payload == torch.float32 else 2e-2,
+            )
+    assert results == {}
+
+
+def fake_sum(fake: FakeExperts, table: ExpertTable, layer: int, rows: Rows) -> Tensor:
+    """Return the nodes' partials by plain loops, added in fp32 in node order."""
+    total = torch.zeros(rows.hidden.shape)
+    for node, held in enumerate(table.slots[layer]):
+        slots = [[held.index(e) if e in held else -1 for e in row] for row in rows.experts.tolist()]
+        batch = ExpertBatch(
+            0,
+            layer,
+            0,
+            rows.hidden,
+            torch.tensor(slots, dtype=torch.int32).view(rows.experts.shape),
+            rows.weights,
+            (len(slots),),
+        )
+        total += fake.serve(table, node)(batch).float()
+    return total
+
+
+@pytest.mark.parametrize("slots", [local_slots, triton_slots], ids=["torch", "triton"])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_padding_goes_to_no_expert(num_nodes: int, slots: LocalSlots) -> None:
+    shape = make_shape()
+    seen: list[Tensor] = []
+
+    def wrap(serve: Any) -> Any:
+        def recording(batch: ExpertBatch) -> Tensor:
+            seen.append(batch.slots)
+            return serve(batch)
+
+        return recording
+
+    net = make_net(num_nodes, slots=slots, wrap=wrap)
+    rows = random_rows(shape, 8, choose_from=EVERYTHING, seed=1)
+    out = torch.full((8, shape.hidden_size), torch.nan)
+    net.dispatch(0, 1, rows.hidden, rows.experts, rows.weights, torch.tensor([5]))
+    got = net.combine(0, 1, out)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    want = fake.expected(make_table(shape, num_nodes), 1, rows)
+    torch.testing.assert_close(got[:5], want[:5])
+    assert torch.equal(got[5:], torch.zeros(3, shape.hidden_size))
+    assert len(seen) == num_nodes
+    assert all((node[5:] == -1).all() for node in seen)
+    held = torch.stack(seen)[:, :5] >= 0
+    assert torch.equal(held.sum(0), torch.ones(5, shape.top_k, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("slots", [local_slots, triton_slots], ids=["torch", "triton"])
+@pytest.mark.parametrize("num_streams", [1, 2])
+def test_a_recording_is_right_for_other_contents(num_streams: int, slots: LocalSlots) -> None:
+    shape = make_shape()
+    table = make_table(shape, 2)
+    runtime = HostRuntime()
+    net = make_net(2, runtime=runtime, num_streams=num_streams, slots=slots)
+    hidden = torch.zeros(2, 6, shape.hidden_size)
+    experts = torch.zeros(2, 6, shape.top_k, dtype=torch.int64)
+    weights = torch.zeros(2, 6, shape.top_k)
+    num_rows = torch.zeros(2, 1, dtype=torch.int64)
+    results = torch.zeros(2, 2, 6, shape.hidden_size)
+    combined = torch.empty(2, 6, shape.hidden_size)
+
+    def body() -> None:
+        for layer in range(2):
+            for mb in range(2):
+                net.dispatch(mb, layer, hidden[mb], experts[mb], weights[mb], num_rows[mb])
+            for mb in range(2):
+                results[layer, mb].copy_(net.combine(mb, layer, combined[mb]))
+
+    body()
+    replay = runtime.capture(body)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    for step in range(1, 4):
+        net.begin(make_ticket(step, m=2))
+        for mb in range(2):
+            rows = random_rows(shape, 6, choose_from=EVERYTHING, seed=10 * step + mb)
+            hidden[mb], experts[mb], weights[mb] = rows.hidden, rows.experts, rows.weights
+            num_rows[mb] = step + 2 * mb
+        replay()
+        for layer, mb in itertools.product(range(2), range(2)):
+            want = fake.expected(table, layer, Rows(hidden[mb], experts[mb], weights[mb]))
+            want[step + 2 * mb :] = 0
+            torch.testing.assert_close(results[layer, mb], want)
+    assert net.epoch == 0
+
+
+def moved(table: ExpertTable, version: int) -> ExpertTable:
+    """Return `table` with the nodes' experts changed round."""
+    layers = tuple(tuple(reversed(nodes)) for nodes in table.slots)
+    return ExpertTable(version=version, num_experts=table.num_experts, slots=layers)
+
+
+def test_a_step_is_routed_by_the_table_of_its_ticket() -> None:
+    shape = make_shape()
+    old = make_table(shape, 2)
+    new = moved(old, 2)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    by_version = {
+        each.version: [fake.serve(each, node) for node in range(2)] for each in (old, new)
+    }
+    served: list[int] = []
+
+    def serve_of(node: int) -> Any:
+        def serve(batch: ExpertBatch) -> Tensor:
+            served.append(batch.table_version)
+            return by_version[batch.table_version][node](batch)
+
+        return serve
+
+    net = DeviceNet(
+        HostRuntime(), shape, index=0, serves=[serve_of(0), serve_of(1)], table=old, num_streams=2
+    )
+    rows = random_rows(shape, 5, choose_from=EVERYTHING, seed=4)
+    want = fake.expected(old, 0, rows)
+
+    def step(number: int, version: int) -> int:
+        served.clear()
+        net.begin(make_ticket(number, version=version))
+        net.set_table(new)  # in the middle of a step: this one goes on as it began
+        net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+        got = net.combine(0, 0, torch.empty(5, shape.hidden_size))
+        torch.testing.assert_close(got, want)
+        assert served == [version] * 2
+        return net.epoch
+
+    assert [step(1, 1), step(2, 1)] == [0, 0]
+    assert [step(3, 2), step(4, 2)] == [1, 1]
+    with pytest.raises(ProtocolError, match=r"expert table 1, attention 0 has \[2\]"):
+        net.begin(make_ticket(5, version=1))
+
+
+def test_a_version_that_begins_anew_makes_recordings_invalid() -> None:
+    net = make_net(2)
+    old = make_table(net.shape, 2)
+    net.set_table(old)
+    net.begin(make_ticket(1))
+    assert net.epoch == 0
+    net.set_table(moved(old, old.version))
+    net.begin(make_ticket(2))
+    assert net.epoch == 1
+
+
+def test_of_several_replicas_the_first_serves_all() -> None:
+    table = ExpertTable(version=1, num_experts=3, slots=(((2, 1), (0, 2)), ((0, 1), (0, 2))))
+    table.validate()
+    assert home_slots(table).tolist() == [
+        [[-1, 1, 0], [0, -1, -1]],
+        [[0, 1, -1], [-1, -1, 1]],
+    ]
+
+
+def test_a_table_that_does_not_fit_is_refused() -> None:
+    net = make_net(2)
+    with pytest.raises(ProtocolError, match="2 layers over 3 nodes, expected 2 over 2"):
+        net.set_table(make_table(net.shape, 3))
+    short = ExpertTable(version=2, num_experts=2, slots=(((0,), (0,)),) * 2)
+    with pytest.raises(ProtocolError, match="missing"):
+        net.set_table(short)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"compressed": torch.float8_e4m3fn}, "--m2n-payload"),
+        ({"payload": torch.bfloat16, "compute": torch.float32}, "--m2n-payload"),
+        ({"per_pair_answers": True}, "--deterministic"),
+    ],
+)
+def test_settings_of_a_wire_are_refused(changes: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        make_net(shape=make_shape(**changes))
+
+
+def test_what_does_not_fit_a_step_is_refused() -> None:
+    net = make_net()
+    shape = net.shape
+    rows = random_rows(shape, 3, choose_from=EVERYTHING, seed=1)
+    with pytest.raises(ProtocolError, match="takes no part"):
+        net.begin(make_ticket(1, participants=(1,)))
+    with pytest.raises(ProtocolError, match="5 micro-batches, not 1 to 4"):
+        net.begin(make_ticket(1, m=5))
+    net.begin(make_ticket(1))
+    net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+    with pytest.raises(ProtocolError, match="micro-batch 0 of step 1 is still in the air"):
+        net.begin(make_ticket(2))
+    with pytest.raises(FrameError, match="combine into"):
+        net.combine(0, 0, torch.empty(2, shape.hidden_size))
+    with pytest.raises(TransportError, match="can not be used any more"):
+        net.dispatch(1, 0, rows.hidden, rows.experts, rows.weights)
+
+
+@pytest.mark.parametrize("wrong", ["hidden", "experts", "weights"])
+def test_tensors_that_do_not_fit_are_refused(wrong: str) -> None:
+    net = make_net()
+    rows = random_rows(net.shape, 3, choose_from=EVERYTHING, seed=1)
+    tensors = {"hidden": rows.hidden, "experts": rows.experts, "weights": rows.weights}
+    tensors[wrong] = tensors[wrong].to(torch.float16)
+    with pytest.raises(FrameError, match=rf"dispatch: {wrong} is .*float16"):
+        net.dispatch(0, 0, *tensors.values())
+
+
+def test_an_experts_error_fails_the_step_and_the_net() -> None:
+    def broken(_: ExpertBatch) -> Tensor:
+        raise RuntimeError("no such slot")
+
+    net = make_net(wrap=lambda _: broken)
+    rows = random_rows(net.shape, 3, choose_from=EVERYTHING, seed=1)
+    with pytest.raises(RuntimeError, match="no such slot"):
+        net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+    with pytest.raises(TransportError, match="RuntimeError: no such slot"):
+        net.begin(make_ticket(1))
+    net.close()
+    net.close()
+
+
+# The order over two streams.
+
+
+class ToyDecoder:
+    """Attention that is a product, routing that is fixed, a shared expert that is a sum."""
+
+    def __init__(self, graph: StreamGraph, shape: NetShape, rows: dict[int, Rows]) -> None:
+        self.layers = [SimpleNamespace(idx=idx, moe_idx=idx) for idx in range(shape.num_layers)]
+        self._graph = graph
+        self._rows = rows
+        self._mix = torch.randn(shape.hidden_size, shape.hidden_size) / shape.hidden_size
+
+    def attention_half(self, layer: Any, residual: Tensor, delta: Any, inputs: Any) -> Tensor:
+        self.micro_batch = inputs.micro_batch
+        with self._graph.label("attention", layer.idx, inputs.micro_batch):
+            if delta is not None:
+                residual += delta
+            residual += residual @ self._mix
+            return residual * 0.5
+
+    def route(self, layer: Any, normed: Tensor) -> Any:
+        rows = self._rows[self.micro_batch]
+        with self._graph.label("route", layer.idx, self.micro_batch):
+            # New tensors, as a router makes them, that nobody else keeps.
+            return SimpleNamespace(experts=rows.experts + 0, weights=rows.weights * 1.0)
+
+    def local_mlp(self, layer: Any, normed: Tensor) -> Tensor:
+        with self._graph.label("shared", layer.idx, self.micro_batch):
+            return normed + 1.0
+
+
+def play(
+    net_of: Callable[..., DeviceNet] = DeviceNet,
+    *,
+    num_nodes: int = 1,
+    num_streams: int = 2,
+    ignores_waits: int | None = None,
+) -> tuple[StreamGraph, list[Tensor]]:
+    """Run two steps of two micro-batches; return what was recorded, and the residuals."""
+    torch.manual_seed(1)
+    shape = make_shape(num_layers=3)
+    table = make_table(shape, num_nodes)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    graph = StreamGraph()
+
+    def serve_of(node: int) -> Any:
+        serve = fake.serve(table, node)
+
+        def labelled(batch: ExpertBatch) -> Tensor:
+            with graph.label("experts", batch.layer, batch.micro_batch):
+                return serve(batch)
+
+        return labelled
+
+    serves = [serve_of(node) for node in range(num_nodes)]
+    net = net_of(graph, shape, index=0, serves=serves, table=table, num_streams=num_streams)
+    if ignores_waits is not None:
+        graph.streams[ignores_waits].ignores_waits = True
+    rows = {mb: random_rows(shape, 4, choose_from=EVERYTHING, seed=mb) for mb in range(2)}
+    decoder: Any = ToyDecoder(graph, shape, rows)
+    residuals = [rows[mb].hidden.clone() for mb in range(2)]
+
+    def body() -> None:
+        for step in (1, 2):
+            net.begin(make_ticket(step, m=2))
+            flights = [
+                Flight(
+                    inputs=SimpleNamespace(micro_batch=mb, num_rows=None),  # type: ignore[arg-type]
+                    residual=residuals[mb],
+                    combined=torch.empty_like(residuals[mb]),
+                )
+                for mb in range(2)
+            ]
+            rally_layers(decoder, net, flights)
+            with graph.label("logits", step):
+                for residual in residuals:
+                    residual.sum()
+
+    call(body, graph)
+    return graph, residuals
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_two_streams_race_nowhere(num_nodes: int) -> None:
+    graph, residuals = play(num_nodes=num_nodes)
+    assert graph.problems == []
+    assert {op.stream for op in graph.ops if op.label[:1] == ("experts",)} == {1}
+    assert {op.stream for op in graph.ops if op.label[:1] == ("attention",)} == {0}
+    _, in_order = play(num_nodes=num_nodes, num_streams=1)
+    for got, want in zip(residuals, in_order, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_attention_of_one_micro_batch_runs_beside_the_experts_of_the_other() -> None:
+    first_step, _ = play()
+    # Of one step, so that a label names one thing.
+    end = next(idx for idx, op in enumerate(first_step.ops) if op.label == ("logits", 1))
+    del first_step.ops[end + 1 :]
+    for layer in range(3):
+        for other in (0, 1):
+            assert first_step.depends(("experts", layer, other), ("attention", layer, other))
+        assert not first_step.depends(("attention", layer, 1), ("experts", layer, 0))
+        assert not first_step.depends(("shared", layer, 1), ("experts", layer, 1))
+        if layer:
+            for other in (0, 1):
+                assert first_step.depends(
+                    ("attention", layer, other), ("experts", layer - 1, other)
+                )
+            assert not first_step.depends(("attention", layer, 0), ("experts", layer - 1, 1))
+    # Nothing is left unjoined: a graph could end here.
+    last = first_step.ops[-1]
+    assert all(last.follows(op) for op in first_step.ops)
+
+
+class ForgetsWhatIsRead(DeviceNet):
+    """Does not keep the rows and the routing until the experts have read them."""
+
+    def dispatch(self, micro_batch: int, *args: Any) -> None:
+        super().dispatch(micro_batch, *args)
+        flight = self._flights[micro_batch]
+        assert flight is not None
+        flight.read = ()
+
+
+def test_what_is_in_the_air_at_the_end_is_not_given_out_before_its_time() -> None:
+    graph = StreamGraph()
+    net = make_net(runtime=graph, num_streams=2)
+    rows = random_rows(net.shape, 3, choose_from=EVERYTHING, seed=1)
+
+    def body() -> None:
+        net.dispatch(0, 0, rows.hidden + 0, rows.experts + 0, rows.weights * 1)
+        net.close()
+        torch.empty(3, net.shape.hidden_size).zero_()
+
+    call(body, graph)
+    assert max(op.stream for op in graph.ops) == 1
+    assert graph.ops[-1].follows(next(op for op in reversed(graph.ops) if op.stream == 1))
+    assert graph.problems == []
+
+
+def test_the_check_finds_what_is_wrong() -> None:
+    assert play(ForgetsWhatIsRead)[0].problems
+    assert play(ignores_waits=0)[0].problems
+    assert play(ignores_waits=1)[0].problems
+
+
+def test_begin_may_be_left_out_before_the_first_step() -> None:
+    shape = make_shape()
+    net = make_net()
+    rows = random_rows(shape, 3, choose_from=EVERYTHING, seed=1)
+    net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+    got = net.combine(0, 0, torch.empty(3, shape.hidden_size))
+    want = FakeExperts(shape, NUM_EXPERTS).expected(make_table(shape, 1), 0, rows)
+    torch.testing.assert_close(got, want)
+    ticket: StepTicket = make_ticket(1)
+    net.begin(ticket)
+    assert net.epoch == 0

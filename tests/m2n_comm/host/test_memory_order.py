@@ -1,0 +1,72 @@
+"""Sequence words: one aligned access, and a refusal where the order is not known."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from m2n_comm.host.memory_order import check_platform, consume, publish, word_at
+from m2n_comm.open import listen_expert
+from topspin.errors import ConfigError
+
+ROUNDS = 2000
+ECHO = f"""
+import mmap, sys
+from m2n_comm.host.memory_order import consume, publish, word_at
+
+view = memoryview(mmap.mmap(int(sys.argv[1]), mmap.PAGESIZE))
+there, back = word_at(view, 0), word_at(view, 64)
+for sequence in range(1, {ROUNDS} + 1):
+    while consume(there) != sequence:
+        pass
+    if view[128:136] != sequence.to_bytes(8, "little"):
+        sys.exit("published before its data")
+    publish(back, sequence)
+"""
+
+
+def test_what_one_process_publishes_the_other_consumes_with_its_data() -> None:
+    memory = os.memfd_create("flags")
+    os.ftruncate(memory, mmap.PAGESIZE)
+    view = memoryview(mmap.mmap(memory, mmap.PAGESIZE))
+    there, back = word_at(view, 0), word_at(view, 64)
+    child = subprocess.Popen(
+        [sys.executable, "-c", ECHO, str(memory)],
+        cwd=Path(__file__).parents[3],
+        pass_fds=(memory,),
+    )
+    os.close(memory)
+    for sequence in range(1, ROUNDS + 1):
+        view[128:136] = sequence.to_bytes(8, "little")
+        publish(there, sequence)
+        while consume(back) != sequence:
+            assert child.poll() is None or consume(back) == sequence
+    assert child.wait() == 0
+
+
+def test_all_64_bits_travel() -> None:
+    view = memoryview(bytearray(64))
+    word = word_at(view, 8)
+    publish(word, 2**64 - 3)
+    assert consume(word) == 2**64 - 3
+    assert bytes(view[8:16]) == (2**64 - 3).to_bytes(8, "little")
+
+
+def test_a_word_that_could_be_torn_is_a_programming_error() -> None:
+    with pytest.raises(AssertionError):
+        word_at(memoryview(bytearray(64)), 4)
+
+
+def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_platform()
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(ConfigError, match=r"aarch64 is not supported.*tcp"):
+        check_platform()
+    with pytest.raises(ConfigError, match="aarch64"):
+        listen_expert("shm")

@@ -1,0 +1,292 @@
+"""The compiled calls against brute force, torch and wire.py: same bytes, same refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from m2n_comm.host.native import (
+    Record,
+    add_answer,
+    serves,
+    take_request,
+    write_answer,
+    write_request,
+)
+from m2n_comm.host.windows import PairLayout, PairWindows, private_memory
+from m2n_comm.host.wire import (
+    ANSWER,
+    HEADER_BYTES,
+    REQUEST,
+    FrameHeader,
+    payload_code,
+    read_header,
+    write_header,
+)
+from tests.m2n_comm.harness import make_shape
+
+ATTENTION, EXPERT, MICRO_BATCH = 513, 7, 3
+# Incarnations are random 64-bit numbers, so the highest bit may be set.
+INCARNATIONS = (2**64 - 3, 2**63 + 11)
+LAYER, VERSION, STEP, SEQUENCE = 41, 6, 2**40 + 1, 12
+NUM_SLOTS = 5
+COMPARED = FrameHeader._fields[: FrameHeader._fields.index("deliver_ns")]
+
+
+class Pair:
+    """Both ends' records over one pair's windows, as in shared memory."""
+
+    def __init__(
+        self, dtype: torch.dtype, hidden_size: int = 13, *, sends_all: bool = False
+    ) -> None:
+        self.shape = make_shape(payload=dtype, hidden_size=hidden_size)
+        layout = PairLayout(self.shape)
+        self.layout = layout
+        self.windows: PairWindows = layout.map(private_memory(layout))
+        self.request = self.windows.requests[MICRO_BATCH]
+        self.answer = self.windows.answers[MICRO_BATCH]
+        names = (ATTENTION, EXPERT, MICRO_BATCH)
+        self.attention = Record(
+            layout,
+            names,
+            INCARNATIONS,
+            outbox=self.request,
+            inbox=self.answer,
+            sends_all=sends_all,
+        )
+        self.expert = Record(layout, names, INCARNATIONS, outbox=self.answer, inbox=self.request)
+
+    def send(
+        self,
+        hidden: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        columns: torch.Tensor,
+    ) -> int:
+        """Write a request to the node whose slots are `columns` i32[P]."""
+        count: int = write_request(
+            self.attention.address,
+            chosen.data_ptr(),
+            columns.data_ptr(),
+            len(columns),
+            len(hidden),
+            hidden.data_ptr(),
+            weights.data_ptr(),
+            LAYER,
+            VERSION,
+            STEP,
+            SEQUENCE,
+        )
+        return count
+
+    def take(self, **changes: int) -> int:
+        """Take it at the other end."""
+        wanted = {
+            "layer": LAYER,
+            "version": VERSION,
+            "step": STEP,
+            "sequence": SEQUENCE,
+            "num_slots": NUM_SLOTS,
+        }
+        taken: int = take_request(self.expert.address, *(wanted | changes).values())
+        return taken
+
+    def header(self, kind: int, rows: int) -> FrameHeader:
+        """Return what a frame of `rows` rows must say."""
+        layout = self.layout
+        row_bytes = layout.request_row_bytes if kind == REQUEST else layout.answer_row_bytes
+        return FrameHeader(
+            kind=kind,
+            payload=payload_code(self.shape.payload),
+            attention=ATTENTION,
+            expert=EXPERT,
+            micro_batch=MICRO_BATCH,
+            layer=LAYER,
+            part=0,
+            num_parts=1,
+            rows=rows,
+            hidden_size=self.shape.hidden_size,
+            attention_incarnation=INCARNATIONS[0],
+            expert_incarnation=INCARNATIONS[1],
+            table_version=VERSION,
+            step=STEP,
+            sequence=SEQUENCE,
+            payload_bytes=rows * row_bytes,
+            deliver_ns=0,
+            payload_crc=0,
+        )
+
+
+def routing(seed: int, num_rows: int, dtype: torch.dtype, hidden_size: int = 13) -> Any:
+    """Return hidden, chosen columns out of 9, weights, and the slots of a node that has 5."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_rows, hidden_size, generator=generator).to(dtype)
+    chosen = torch.rand(num_rows, 9, generator=generator).argsort(dim=1)[:, :3].contiguous()
+    weights = torch.rand(num_rows, 3, generator=generator)
+    columns = torch.tensor([-1, 4, -1, 0, 2, -1, 1, -1, 3], dtype=torch.int32)
+    if seed % 3 == 0:  # a node that few rows go to
+        columns = torch.tensor([-1, 4, -1, -1, -1, -1, -1, -1, -1], dtype=torch.int32)
+    return hidden, chosen, weights, columns
+
+
+@pytest.mark.parametrize("sends_all", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 8])
+def test_a_request_holds_the_rows_that_chose_the_node(
+    num_rows: int, dtype: torch.dtype, sends_all: bool
+) -> None:
+    for seed in range(8):
+        pair = Pair(dtype, sends_all=sends_all)
+        hidden, chosen, weights, columns = routing(seed, num_rows, dtype)
+        slots = [[int(columns[column]) for column in row] for row in chosen.tolist()]
+        want = [row for row in range(num_rows) if sends_all or max(slots[row]) >= 0]
+        assert pair.send(hidden, chosen, weights, columns) == len(want)
+        found = pair.request.first(len(want))
+        assert torch.equal(found.hidden, hidden[want])
+        assert torch.equal(found.weights, weights[want])
+        assert found.slots.tolist() == [slots[row] for row in want]
+        assert read_header(bytes(pair.request.header)) == pair.header(REQUEST, len(want))
+        assert pair.attention.request == bytes(pair.request.header)
+
+
+@pytest.mark.parametrize("unknown", [-1, 9, 2**40, -(2**62)])
+def test_an_unknown_expert_writes_no_header(unknown: int) -> None:
+    pair = Pair(torch.float32)
+    hidden, chosen, weights, columns = routing(1, 4, torch.float32)
+    chosen[2, 1] = unknown
+    assert pair.send(hidden, chosen, weights, columns) == -1
+    assert bytes(pair.request.header) == bytes(HEADER_BYTES)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden_size", [1, 13, 64])
+def test_an_answer_is_added_to_the_rows_that_were_sent(
+    hidden_size: int, dtype: torch.dtype, adds: bool
+) -> None:
+    for seed in range(8):
+        pair = Pair(dtype, hidden_size, sends_all=not adds)
+        hidden, chosen, weights, columns = routing(seed, 8, dtype, hidden_size)
+        count = pair.send(hidden, chosen, weights, columns)
+        assert pair.take() == count
+        partial = torch.randn(count, hidden_size).to(dtype)
+        size = write_answer(pair.expert.address, partial.data_ptr(), 77, 2**32 - 1)
+        assert size == count * pair.layout.answer_row_bytes
+        want_header = pair.header(ANSWER, count)._replace(compute_ns=77, idle_ns=2**32 - 1)
+        assert read_header(bytes(pair.answer.header)) == want_header
+
+        out = torch.randn(8, hidden_size)
+        want = out.clone()
+        rows = [
+            row
+            for row, picked in enumerate(chosen.tolist())
+            if not adds or any(columns[column] >= 0 for column in picked)
+        ]
+        if adds:
+            want[rows] += partial.float()
+        else:
+            want[rows] = partial.float()
+        assert add_answer(pair.attention.address, out.data_ptr(), 8, adds) == count
+        assert torch.equal(out, want)
+
+
+def test_bf16_values_of_every_kind_keep_their_bits() -> None:
+    pair = Pair(torch.bfloat16, 2**13, sends_all=True)
+    hidden, chosen, weights, columns = routing(1, 8, torch.bfloat16, 2**13)
+    assert pair.send(hidden, chosen, weights, columns) == 8
+    assert pair.take() == 8
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    partial = every.view(torch.bfloat16).view(8, 2**13)
+    write_answer(pair.expert.address, partial.data_ptr(), 0, 0)
+    out = torch.empty(8, 2**13)
+    assert add_answer(pair.attention.address, out.data_ptr(), 8, False) == 8
+    assert torch.equal(out.view(torch.int32), partial.float().view(torch.int32))
+
+
+def test_an_answer_that_lies_in_the_window_already_is_not_touched() -> None:
+    pair = Pair(torch.float32)
+    assert pair.send(*routing(1, 4, torch.float32)) >= 0
+    count = pair.take()
+    pair.answer.first(count).hidden.fill_(3.0)
+    write_answer(pair.expert.address, 0, 0, 0)
+    assert torch.equal(pair.answer.first(count).hidden, torch.full((count, 13), 3.0))
+
+
+@pytest.mark.parametrize("byte", range(HEADER_BYTES))
+def test_any_damaged_byte_is_refused_at_both_ends(byte: int) -> None:
+    pair = Pair(torch.bfloat16)
+    count = pair.send(*routing(1, 6, torch.bfloat16))
+    before = pair.expert.request
+    pair.request.header[byte] ^= 0x40
+    assert pair.take() == -1
+    assert pair.expert.request == before
+    pair.request.header[byte] ^= 0x40
+    assert pair.take() == count
+    write_answer(pair.expert.address, 0, 0, 0)
+    pair.answer.header[byte] ^= 0x40
+    out = torch.zeros(6, 13)
+    assert add_answer(pair.attention.address, out.data_ptr(), 6, True) == -1
+    assert not out.any()
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_frame_of_another_kind_step_or_size_is_refused(name: str) -> None:
+    """Its checksum is right; the sides then go the plain way, which names the field."""
+    pair = Pair(torch.float32)
+    pair.send(*routing(1, 6, torch.float32))
+    right = read_header(bytes(pair.request.header))
+    for delta in (-1, 1):
+        value = getattr(right, name) + delta
+        if value >= 0:
+            write_header(pair.request.header, right._replace(**{name: value}))
+            assert pair.take() == -1, (name, value)
+    write_header(pair.request.header, right)
+    pair.take()
+    write_answer(pair.expert.address, 0, 0, 0)
+    answer = read_header(bytes(pair.answer.header))
+    out = torch.zeros(6, 13)
+    for delta in (-1, 1):
+        value = getattr(answer, name) + delta
+        if value >= 0:
+            write_header(pair.answer.header, answer._replace(**{name: value}))
+            assert add_answer(pair.attention.address, out.data_ptr(), 6, True) == -1
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"layer": LAYER + 1}, {"version": 5}, {"step": STEP - 1}, {"sequence": SEQUENCE + 1}],
+)
+def test_only_the_frame_that_is_due_is_taken(change: dict[str, int]) -> None:
+    pair = Pair(torch.float32)
+    pair.send(*routing(1, 6, torch.float32))
+    assert pair.take(**change) == -1
+    assert pair.take() >= 0
+
+
+def test_more_rows_than_a_window_has_are_refused_before_they_are_read() -> None:
+    pair = Pair(torch.float32)
+    pair.send(*routing(1, 6, torch.float32))
+    rows = pair.shape.window_rows + 1
+    write_header(pair.request.header, pair.header(REQUEST, rows))
+    assert pair.take() == -1
+
+
+@pytest.mark.parametrize("slot", [-2, -(2**31), NUM_SLOTS, 2**31 - 1])
+def test_a_slot_that_is_not_there_is_refused(slot: int) -> None:
+    pair = Pair(torch.float32, sends_all=True)
+    assert pair.send(*routing(1, 6, torch.float32)) == 6
+    slots = pair.request.slots
+    assert slots is not None
+    assert int(slots[:6].max()) == NUM_SLOTS - 1
+    assert pair.take() == 6
+    slots[5, 2] = slot
+    assert pair.take() == -1
+
+
+def test_codes_and_pairs_go_the_plain_way() -> None:
+    assert serves(make_shape())
+    assert not serves(make_shape(compressed=torch.int8))
+    assert not serves(make_shape(per_pair_answers=True))

@@ -1,0 +1,166 @@
+"""Answers by pair: the same bits whatever the nodes, windows, parts and neighbours are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from m2n_comm.host.pair_sums import PairSum, plan_pairs
+from m2n_comm.layout import plan_sends, route_map
+from m2n_comm.net import ExpertBatch, NetShape
+from tests.m2n_comm.harness import (
+    NUM_EXPERTS,
+    TRANSPORTS,
+    Collected,
+    FakeExperts,
+    Fleet,
+    Rows,
+    Transport,
+    make_shape,
+    make_table,
+    make_ticket,
+    open_fleet,
+    rally,
+    random_rows,
+)
+from topspin.errors import FrameError, PeerLost
+from topspin.expert_table import ExpertTable
+from topspin.messages import StepTicket
+
+EVERYTHING = tuple(range(NUM_EXPERTS))
+PAYLOADS = (torch.float32, torch.bfloat16)
+
+
+def pair_shape(payload: torch.dtype = torch.float32, **changes: int) -> NetShape:
+    return make_shape(payload=payload, per_pair_answers=True, **changes)
+
+
+def serve_pairs(
+    fake: FakeExperts, table: ExpertTable, node: int
+) -> Callable[[ExpertBatch], torch.Tensor]:
+    """Return what an expert node answers: the row of every pair, unweighted."""
+    held = [list(experts) for experts in table.experts_of(node)]
+
+    def compute(batch: ExpertBatch) -> torch.Tensor:
+        row, choice = (batch.slots >= 0).nonzero(as_tuple=True)
+        scale = fake.scale[batch.layer, held[batch.layer]][batch.slots[row, choice].long()]
+        return (scale * batch.hidden[row].float()).to(fake.payload)
+
+    return compute
+
+
+def wanted(fake: FakeExperts, layer: int, rows: Rows) -> torch.Tensor:
+    """Add up one pair after the other, by ascending expert id."""
+    out = torch.zeros(rows.hidden.shape)
+    for token in range(len(out)):
+        for expert, choice in sorted((e, k) for k, e in enumerate(rows.experts[token].tolist())):
+            pair = (fake.scale[layer, expert] * rows.hidden[token].float()).to(fake.payload)
+            out[token] += pair.float() * rows.weights[token, choice]
+    return out
+
+
+def tokens(ticket: StepTicket, index: int, layer: int, mb: int, shape: NetShape) -> Rows:
+    size = (0, 1, 9, 5, 20)[(ticket.step + index + 2 * layer + 3 * mb) % 5]
+    seed = 100 * ticket.step + 10 * index + layer + 7 * mb
+    return random_rows(shape, size, choose_from=EVERYTHING, seed=seed)
+
+
+def open_pairs(
+    transport: Transport, topology: tuple[int, int], shape: NetShape, table: ExpertTable
+) -> Fleet:
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    num_attention, num_experts = topology
+    serves = [serve_pairs(fake, table, node) for node in range(num_experts)]
+    return open_fleet(
+        transport, num_attention, num_experts, shape=shape, table=table, serves=serves
+    )
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("topology", [(1, 1), (2, 2), (1, 3)], ids=lambda t: f"{t[0]}x{t[1]}")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_are_those_of_one_pair_after_the_other(
+    transport: Transport, topology: tuple[int, int], payload: torch.dtype
+) -> None:
+    shape = pair_shape(payload)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    everyone = tuple(range(topology[0]))
+    tickets = [make_ticket(s, participants=everyone, m=1 + s % 3) for s in range(1, 5)]
+    fleet = open_pairs(transport, topology, shape, make_table(shape, topology[1]))
+    results: Collected = {}
+    try:
+        failures = fleet.run(
+            tickets, rally(lambda t, i, la, mb: tokens(t, i, la, mb, shape), results)
+        )
+    finally:
+        fleet.close()
+    assert failures == {}
+    assert len(results) == sum(2 * len(everyone) * t.num_micro_batches for t in tickets)
+    for (step, index, layer, mb), got in results.items():
+        rows = tokens(make_ticket(step), index, layer, mb, shape)
+        assert torch.equal(got, wanted(fake, layer, rows))
+
+
+def test_a_node_without_any_of_the_pairs() -> None:
+    shape = pair_shape()
+    table = make_table(shape, 2)
+    rows = random_rows(shape, 19, choose_from=table.experts_of(1)[0], seed=5)
+    fleet = open_pairs("shm", (1, 2), shape, table)
+    results: Collected = {}
+    try:
+        assert fleet.run([make_ticket(1)], rally(lambda t, i, la, mb: rows, results)) == {}
+    finally:
+        fleet.close()
+    assert torch.equal(results[1, 0, 1, 0], wanted(FakeExperts(shape, NUM_EXPERTS), 1, rows))
+
+
+@pytest.mark.parametrize("window_rows", [1, 4, 64])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+@pytest.mark.parametrize("num_rows", [0, 1, 13])
+def test_the_plan_puts_every_pair_into_its_place(
+    num_rows: int, num_nodes: int, window_rows: int
+) -> None:
+    shape = pair_shape(window_rows=window_rows)
+    rows = random_rows(shape, num_rows, choose_from=EVERYTHING, seed=num_rows)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    table = make_table(shape, num_nodes)
+    plan = plan_sends(route_map(table), 0, rows.experts)
+    pairs = plan_pairs(plan, rows.experts, rows.weights, window_rows=window_rows)
+    total = PairSum(shape)
+    brought = 0
+    for node in range(num_nodes):
+        compute = serve_pairs(fake, table, node)
+        chosen = plan.rows[node]
+        tokens_there = torch.arange(num_rows) if chosen is None else chosen
+        for part in range(max(1, -(-len(tokens_there) // window_rows))):
+            here = tokens_there[part * window_rows : (part + 1) * window_rows]
+            slots = plan.slots[node][here].int()
+            batch = ExpertBatch(
+                0, 0, part, rows.hidden[here], slots, rows.weights[here], (len(here),)
+            )
+            answer = compute(batch)
+            assert len(answer) == pairs.num_rows(node, part)
+            total.put(pairs, node, part, answer)
+            brought += len(answer)
+    assert brought == num_rows * shape.top_k
+    out = torch.full((num_rows, shape.hidden_size), float("nan"))
+    total.add_up(pairs, out)
+    assert torch.equal(out, wanted(fake, 0, rows))
+    assert total.size_bytes >= brought * shape.hidden_size * 4
+
+
+def test_a_partial_sum_is_not_taken_for_the_rows_of_the_pairs() -> None:
+    shape = pair_shape()
+    table = make_table(shape, 1)
+    fake = FakeExperts(shape, NUM_EXPERTS)
+    fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[fake.serve(table, 0)])
+    rows = random_rows(shape, 5, choose_from=EVERYTHING, seed=1)
+    try:
+        failures = fleet.run([make_ticket(1)], rally(lambda t, i, la, mb: rows, {}))
+    finally:
+        fleet.close()
+    assert isinstance(failures["expert 0"], FrameError)
+    assert "expected (15, 24)" in str(failures["expert 0"])
+    assert isinstance(failures["attention 0"], PeerLost)

@@ -1,0 +1,279 @@
+"""What nixl alone does: buckets, keys, notes, the proof of lines, memory that outlives a net."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from m2n_comm.hello import PairHello, make_hello
+from m2n_comm.host import pairing
+from m2n_comm.host.windows import PairLayout
+from m2n_comm.net import NetShape
+from m2n_comm.nixl import open as nixl_open
+from m2n_comm.nixl.agent import load_nixl, row_buckets
+from m2n_comm.nixl.lines import NOTE, notes_of
+from m2n_comm.nixl.open import NixlOpening
+from m2n_comm.open import connect_attention, listen_expert
+from tests.m2n_comm.harness import (
+    NIXL,
+    Collected,
+    FakeExperts,
+    Fleet,
+    assert_right_sums,
+    few_rows,
+    fleet_of,
+    make_shape,
+    make_table,
+    make_ticket,
+    open_fleet,
+    rally,
+)
+from topspin.errors import ConfigError, FrameError, PeerLost
+from topspin.messages import ExpertPeer
+
+
+def mark(function: Any) -> Any:
+    """Skip `function` where nixl is not installed."""
+    for each in NIXL.marks:
+        function = each(function)
+    return function
+
+
+@pytest.mark.parametrize("window_rows", [1, 2, 3, 8, 100, 256, 65536])
+def test_every_number_of_rows_has_a_bucket_that_wastes_at_most_a_third(window_rows: int) -> None:
+    buckets = row_buckets(window_rows)
+    assert buckets[0] == 0
+    assert buckets[-1] == window_rows
+    assert buckets == tuple(sorted(set(buckets)))
+    assert len(buckets) <= 35
+    for smaller, larger in itertools.pairwise(buckets):
+        # The worst frame of a bucket has one row more than the bucket before holds.
+        assert 3 * (larger - smaller - 1) <= larger
+
+
+def test_notes_of_past_lives_are_ignored_and_others_must_be_whole() -> None:
+    notes = notes_of({"old": [b"junk"], "now": [NOTE.pack(3, 9), NOTE.pack(0, 2**63)]}, {"now": 5})
+    assert notes == [(5, 3, 9), (5, 0, 2**63)]
+    with pytest.raises(FrameError, match="a notification of now has 3 bytes"):
+        notes_of({"now": [b"abc"]}, {"now": 5})
+
+
+def test_a_missing_package_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(ConfigError, match=r"--transport nixl: .*pip install 'topspin\[rdma\]'"):
+        load_nixl()
+    with pytest.raises(ConfigError, match="--transport nixl"):
+        listen_expert("nixl")
+
+
+def test_expert_nodes_must_all_use_nixl_or_none() -> None:
+    shape = make_shape()
+    peers = [ExpertPeer(address="nixl:unix:@a", incarnation=1)]
+    peers.append(ExpertPeer(address="unix:@b", incarnation=2))
+    with pytest.raises(ConfigError, match="must all use nixl, or none"):
+        connect_attention(
+            shape,
+            index=0,
+            incarnation=1,
+            experts=peers,
+            table=make_table(shape, 2),
+            timeout_s=1.0,
+        )
+
+
+@mark
+def test_addresses_have_the_documented_form() -> None:
+    listener = listen_expert("nixl")
+    assert listener.address.startswith("nixl:unix:@topspin-")
+    listener.close()
+    listener = listen_expert("nixl", host="127.0.0.1")
+    assert listener.address.startswith("nixl:tcp:127.0.0.1:")
+    listener.close()
+    with pytest.raises(ConfigError, match="only IPv4 loopback"):
+        listen_expert("nixl", host="10.0.0.1")
+
+
+@pytest.fixture
+def opening() -> Iterator[NixlOpening]:
+    """Yield an attention node that is about to form pairs."""
+    opening = NixlOpening(
+        PairLayout(make_shape()),
+        role="attention",
+        index=0,
+        one_host=True,
+        wait="block",
+        check=lambda: None,
+        deadline_s=0.0,
+    )
+    yield opening
+    opening.close()
+    opening.close()
+
+
+def make_offer(opening: NixlOpening) -> PairHello:
+    """Return this node's hello to expert 0."""
+    hello = make_hello(
+        make_shape(),
+        attention=0,
+        expert=0,
+        attention_incarnation=1,
+        expert_incarnation=2,
+        revision="1",
+    )
+    return opening.offer(0, hello)
+
+
+@mark
+def test_memory_that_does_not_fit_is_refused(opening: NixlOpening) -> None:
+    memory = make_offer(opening).memory
+    assert memory is not None
+    sock: Any = None  # is not reached
+    with pytest.raises(FrameError, match="expert 0 offers no memory"):
+        opening.form(0, sock, None)
+    with pytest.raises(FrameError, match="windows of expert 0: 8 bytes, expected"):
+        opening.form(0, sock, msgspec.structs.replace(memory, size_bytes=8))
+    with pytest.raises(FrameError, match="the peer's metadata is refused"):
+        opening.form(0, sock, msgspec.structs.replace(memory, metadata=b"\0" * 40))
+
+
+def play_and_check(fleet: Fleet) -> None:
+    """Play three steps and compare their sums."""
+    results: Collected = {}
+    assert fleet.run([make_ticket(s, m=2) for s in (1, 2, 3)], rally(few_rows, results)) == {}
+    assert len(results) == 12
+    assert_right_sums(results)
+
+
+@mark
+def test_spinning_nodes_need_no_bell() -> None:
+    shape = make_shape()
+    table = make_table(shape, 1)
+    serves = [FakeExperts(shape, 7).serve(table, 0)]
+    fleet = open_fleet("nixl", 1, 1, shape=shape, table=table, serves=serves, wait="spin")
+    play_and_check(fleet)
+    fleet.close()
+
+
+@mark
+def test_hosts_apart_use_tcp_and_find_dead_peers_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between hosts UCX watches its peers, which rules out its shared memory."""
+    modes: list[bool] = []
+
+    class Apart(NixlOpening):
+        def __init__(self, layout: PairLayout, **settings: Any) -> None:
+            modes.append(settings["one_host"])
+            super().__init__(layout, **settings | {"one_host": False})
+
+    monkeypatch.setattr(pairing, "NixlOpening", Apart)
+    with fleet_of("nixl") as fleet:
+        play_and_check(fleet)
+    assert modes == [True, True]
+
+
+@mark
+def test_only_the_bucket_of_a_frame_travels() -> None:
+    shape = make_shape(window_rows=64)
+    with fleet_of("nixl", shape=shape) as fleet:
+        inbox = fleet.experts[0].lines.inbox(0, 0).hidden
+        inbox.fill_(7.0)
+        outbox = fleet.attention[0].lines.outbox(0, 0).hidden
+        outbox.fill_(3.0)
+        assert fleet.run([make_ticket(1)], rally(few_rows, {})) == {}  # 5 rows
+        assert (inbox[6:] == 7.0).all()
+        assert torch.equal(inbox[:6], outbox[:6])
+        assert (inbox[5] == 3.0).all()  # padding
+
+
+def mapped(address: int) -> bool:
+    """Return whether `address` is in a mapping of this process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, _, high = line.split()[0].partition("-")
+        if int(low, 16) <= address < int(high, 16):
+            return True
+    return False
+
+
+@mark
+def test_memory_of_a_closed_net_is_never_used_for_anything_else() -> None:
+    """A peer stopped inside a write could still complete it, by address alone."""
+    addresses = []
+    for _ in range(3):
+        with fleet_of("nixl") as fleet:
+            play_and_check(fleet)
+            addresses.append(fleet.attention[0].lines.inbox(0, 0).hidden.data_ptr())
+        del fleet
+    assert len(set(addresses)) == 3
+    assert all(mapped(address) for address in addresses)
+
+
+@mark
+def test_a_peer_that_leaves_while_its_line_is_proved_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = make_shape()
+    listener = listen_expert("nixl")
+    left = threading.Event()
+
+    def leave(self: NixlOpening, peer: int, end: object, sock: Any) -> None:
+        if self._role == "expert":
+            left.set()
+            raise ConnectionResetError(104, "left")
+        prove(self, peer, end, sock)  # type: ignore[arg-type]
+
+    prove = nixl_open.NixlOpening._prove
+    monkeypatch.setattr(nixl_open.NixlOpening, "_prove", leave)
+    thread = threading.Thread(target=_accept_in_vain, args=(listener, shape))
+    thread.start()
+    with pytest.raises(PeerLost, match="expert 0"):
+        connect_attention(
+            shape,
+            index=0,
+            incarnation=50,
+            experts=[ExpertPeer(address=listener.address, incarnation=7)],
+            table=make_table(shape, 1),
+            timeout_s=10.0,
+        )
+    thread.join(10.0)
+    assert left.is_set()
+
+
+def _accept_in_vain(listener: Any, shape: NetShape) -> None:
+    with pytest.raises(Exception, match="did not connect"):
+        listener.accept(shape, index=0, incarnation=7, attention_incarnations=(50,), timeout_s=0.5)
+    listener.close()
+
+
+_SURVIVOR = """
+from tests.m2n_comm import test_processes
+test_processes.test_an_expert_process_serves_and_its_death_is_noticed_at_once("nixl")
+print("survived", flush=True)
+"""
+
+
+@mark
+@pytest.mark.slow
+def test_a_node_outlives_its_peer_to_an_orderly_exit() -> None:
+    """UCX can abort a process that destroys an endpoint with requests of a dead peer."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SURVIVOR],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "survived\n", done.stderr
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,98 @@
+"""The monolithic node process, in the parts that a whole engine does not show."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kernels.runtime import DeviceMemory, HostRuntime
+from m2n_comm.gpu.local import DeviceNet
+from m2n_comm.host.local import Serve
+from tests.checkpoints import make_checkpoint
+from tests.engine import Engine, engine_config
+from topspin.config import CacheSection
+from topspin.launch import local_node
+from topspin.launch.local_node import LocalNode
+from topspin.membership import Stopped
+from topspin.messages import Stop
+
+
+def test_the_thread_that_loads_experts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its OpenMP helpers would otherwise count for ever, and nobody's would spin."""
+    loaders: list[threading.Thread] = []
+
+    def load_experts(path: Path, welcome: Any, index: int) -> str:
+        loaders.append(threading.current_thread())
+        return f"experts of node {index}"
+
+    monkeypatch.setattr(local_node, "load_experts", load_experts)
+    node = LocalNode(address="unused", model_path=Path(), attention_nodes=1, expert_nodes=1)
+    assert node._load_experts(None, 3, nullcontext()) == "experts of node 3"  # type: ignore[arg-type]
+    [loader] = loaders
+    assert loader is not threading.current_thread()
+    assert not loader.is_alive()
+
+
+def test_the_thread_that_prepares_tables_takes_the_experts_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread begins with the first GPU, whichever the experts are on."""
+    opened: list[tuple[str, threading.Thread]] = []
+
+    def open_runtime(device: str) -> None:
+        opened.append((device, threading.current_thread()))
+
+    class Control:
+        def recv(self, timeout_s: float) -> Stop:
+            return Stop(reason="over")
+
+    experts = SimpleNamespace(
+        runtime=SimpleNamespace(device=torch.device("cuda", 1)), trace=None, has_counts=False
+    )
+    monkeypatch.setattr(local_node, "open_runtime", open_runtime)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    parts: list[Any] = [Control(), 0, experts, None, SimpleNamespace(is_busy=False)]
+    with pytest.raises(Stopped):
+        local_node._LocalExpert(*parts).wait_for_stop()
+    assert opened == [("cuda:1", threading.current_thread())]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")
+def test_the_cache_gets_what_experts_on_the_same_device_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole start of a GPU's process, on a CPU that is said to have so much memory."""
+    opened: list[int] = []
+
+    def open_net(*args: Any, serves: Sequence[Serve], **others: Any) -> DeviceNet:
+        opened.append(len(serves))
+        return DeviceNet(*args, serves=serves, **others)
+
+    memory = DeviceMemory(total=2 * 2**20, free=2**20, cached=0)
+    monkeypatch.setattr(local_node, "DeviceNet", open_net)
+    monkeypatch.setattr(HostRuntime, "memory", lambda self: memory)
+    path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1)
+    config = engine_config(
+        path,
+        kernels="triton",
+        expert_nodes=2,
+        max_num_seqs=1,
+        max_num_batched_tokens=16,
+        cuda_graphs=False,
+    )
+    cache = CacheSection(block_size=4, kv_cache_bytes=None, gpu_memory_utilization=0.75)
+    config = msgspec.structs.replace(config, cache=cache)
+    with Engine(config) as engine:
+        [tokens] = engine.generate([[3, 1, 4]], max_tokens=2)
+        assert len(tokens) == 2
+        # Three quarters of 2 MiB but for the half that is taken, at 2 KiB a block.
+        assert engine.stats().num_blocks == 256
+    assert opened == [2, 2]  # for the dry run, with all experts, and to serve

@@ -1,0 +1,123 @@
+"""What a person sees while an engine starts and runs: role output, progress, announcements.
+
+Owns two ways to show it: plain lines, and on a terminal a live status line (rich, loaded
+only there: the supervisor stays small). Role output and progress go to stderr, what the
+engine announces goes to stdout. Knows no processes; topspin.launch.engine calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.spinner import Spinner
+
+
+class Display(Protocol):
+    """Where the supervisor shows things."""
+
+    def line(self, text: str) -> None:
+        """Show one line of a role's output, or of the supervisor's own."""
+
+    def progress(self, state: str, elapsed_s: float) -> None:
+        """Show what the start is waiting for; called again and again."""
+
+    def finish(self) -> None:
+        """End the progress; lines may still follow."""
+
+    def announce(self, text: str) -> None:
+        """Show a result of the start, on stdout."""
+
+
+class PlainDisplay:
+    """Lines only; a progress line whenever the state changes."""
+
+    def __init__(self) -> None:
+        self._state = ""
+
+    def line(self, text: str) -> None:
+        """Write `text` to stderr."""
+        _write(sys.stderr, text)
+
+    def progress(self, state: str, elapsed_s: float) -> None:
+        """Write the state to stderr if it has changed."""
+        if state != self._state:
+            self._state = state
+            self.line(f"{state} ({elapsed_s:.1f} s)")
+
+    def finish(self) -> None:
+        """Forget the state."""
+        self._state = ""
+
+    def announce(self, text: str) -> None:
+        """Write `text` to stdout."""
+        _write(sys.stdout, text)
+
+
+class TerminalDisplay:
+    """A live status line below the roles' output while the engine starts."""
+
+    def __init__(self) -> None:
+        self._live: Live | None = None
+        self._spinner: Spinner | None = None
+
+    def line(self, text: str) -> None:
+        """Write `text` to stderr, above the status line."""
+        if self._live is None:
+            _write(sys.stderr, text)
+        else:
+            self._live.console.out(text, highlight=False)
+
+    def progress(self, state: str, elapsed_s: float) -> None:
+        """Redraw the status line."""
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        spinner = self._spinner or Spinner("dots")
+        if self._live is None:
+            # No refresh thread: the supervisor redraws when it looks at the engine anyway.
+            self._live = Live(
+                spinner,
+                console=Console(stderr=True),
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start()
+        self._spinner = spinner
+        spinner.update(text=Text(f" {state} ({elapsed_s:.1f} s)"))
+        self._live.refresh()
+
+    def finish(self) -> None:
+        """Remove the status line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = self._spinner = None
+
+    def announce(self, text: str) -> None:
+        """Write `text` to stdout."""
+        self.finish()
+        _write(sys.stdout, text)
+
+
+def open_display() -> Display:
+    """Return a live display if stderr is a terminal, plain lines otherwise."""
+    return TerminalDisplay() if sys.stderr.isatty() else PlainDisplay()
+
+
+def _write(stream: TextIO, text: str) -> None:
+    """Write a line. A reader that has gone must not end a server that others use: from
+    then on that stream's lines go nowhere."""
+    try:
+        stream.write(text + "\n")
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

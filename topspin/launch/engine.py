@@ -1,0 +1,416 @@
+"""The composition root: starts an engine's roles as processes and serves until the end.
+
+Owns the table of role commands, what each role inherits (the resolved configuration in a
+memfd, the control address, OpenMP settings) and when the engine counts as ready (the
+gateway answers 200 on /health). Knows roles by module name only and imports none of them;
+topspin.launch.supervisor keeps their processes. Called by `topspin serve`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import os
+import secrets
+import shlex
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import topspin
+from topspin.config import EngineConfig
+from topspin.cores import SPIN_COUNT, assign_cores
+from topspin.errors import EngineError
+from topspin.launch.display import Display, open_display
+from topspin.launch.supervisor import RoleCommand, Supervisor
+from topspin.process import CONFIG_ERROR_STATUS
+
+HEALTH_INTERVAL_S = 0.1
+HEALTH_TIMEOUT_S = 1.0
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchContext:
+    """What the roles of one engine share: its settings, control plane and inherited files.
+
+    `config_fd` holds `config` as JSON; the gateway writes its port to `port_fd`, the scheduler
+    the process ids of nodes that it takes for dead to `dead_fd`.
+    """
+
+    config: EngineConfig
+    control: str
+    config_fd: int
+    port_fd: int
+    dead_fd: int
+
+
+RoleTable = Callable[[LaunchContext], Sequence[RoleCommand]]
+
+
+def role_commands(context: LaunchContext) -> list[RoleCommand]:
+    """Return the commands of a real engine, in starting order."""
+    config_path = ("--config", f"/dev/fd/{context.config_fd}")
+    scheduler = RoleCommand(
+        name="scheduler",
+        argv=_module(
+            "server.scheduler",
+            *config_path,
+            "--control",
+            context.control,
+            "--dead-fd",
+            str(context.dead_fd),
+        ),
+        environment=_import_path(os.environ),
+        pass_fds=(context.config_fd, context.dead_fd),
+        part="coordinator",
+    )
+    gateway = RoleCommand(
+        name="gateway",
+        argv=_module(
+            "server.gateway",
+            *config_path,
+            "--control",
+            context.control,
+            "--port-fd",
+            str(context.port_fd),
+        ),
+        environment=_import_path(os.environ),
+        pass_fds=(context.config_fd, context.port_fd),
+        part="front",
+    )
+    return [scheduler, *_node_commands(context), gateway]
+
+
+def _node_commands(context: LaunchContext) -> list[RoleCommand]:
+    config = context.config
+    topology = config.topology
+    environments = _node_environments(config)
+    environment = environments[0]
+    common = ("--control", context.control, "--model", config.model.path)
+    if config.m2n.transport == "local":
+        argv = _module(
+            "topspin.launch.local_node",
+            *common,
+            "--attention-nodes",
+            str(topology.attention_nodes),
+            "--expert-nodes",
+            str(topology.expert_nodes),
+        )
+        return [RoleCommand(name="local node", argv=argv, environment=environment)]
+    watched = ("--failover",) if config.failover.restart else ()
+    experts = [
+        RoleCommand(
+            name=f"expert {index}",
+            argv=_module(
+                "expert_nodes",
+                *common,
+                *("--index", str(index), "--transport", config.m2n.transport),
+                *watched,
+            ),
+            environment=environments[topology.attention_nodes + index],
+        )
+        for index in range(topology.expert_nodes)
+    ]
+    attention = [
+        RoleCommand(
+            name=f"attention {index}",
+            argv=_module("attention_nodes", *common, "--index", str(index), *watched),
+            environment=environments[index],
+        )
+        for index in range(topology.attention_nodes)
+    ]
+    return experts + attention
+
+
+def _node_environments(config: EngineConfig) -> list[dict[str, str]]:
+    """Return what each node inherits: the attention nodes first, then the expert nodes.
+
+    A node on a device computes nothing on the host but while it loads, so it takes no place
+    among those that share the cores: its threads are not bound and its heap is the usual one.
+    """
+    nodes = config.nodes
+    if config.m2n.transport == "local":
+        on_device = nodes.attention.is_device and (nodes.share_a_device or not nodes.num_experts)
+        alone = _shared_environment(config, alone=True, on_device=on_device)
+        return [alone] * (nodes.num_attention + nodes.num_experts)
+    if config.compute.layout == "split":
+        return _split_environments(config)
+    attention, experts = (
+        _shared_environment(config, alone=place.is_device, on_device=place.is_device)
+        for place in (nodes.attention, nodes.experts)
+    )
+    return [attention] * nodes.num_attention + [experts] * nodes.num_experts
+
+
+def _shared_environment(config: EngineConfig, *, alone: bool, on_device: bool) -> dict[str, str]:
+    spin_count = config.compute.spin_count
+    openmp = openmp_environment(
+        config.compute.num_threads,
+        os.environ,
+        alone=alone,
+        spin_count=SPIN_COUNT if spin_count is None else spin_count,
+    )
+    heap = {} if on_device else heap_environment(os.environ)
+    return {**_import_path(os.environ), **heap, **openmp}
+
+
+def _split_environments(config: EngineConfig) -> list[dict[str, str]]:
+    num_nodes = config.topology.attention_nodes + config.topology.expert_nodes
+    threads, spin_count = config.compute.num_threads, config.compute.spin_count
+    cores = sorted(os.sched_getaffinity(0))
+    assigned = assign_cores("split", num_nodes=num_nodes, cores=cores, num_threads=threads)
+    count = SPIN_COUNT if spin_count is None else spin_count
+    common = {**_import_path(os.environ), **heap_environment(os.environ)}
+    return [
+        {**common, **replace(node, spin_count=count).environment(os.environ)} for node in assigned
+    ]
+
+
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    # -P: a folder called `models` or `server` in the user's directory is not ours.
+    return (sys.executable, "-P", "-m", name, *arguments)
+
+
+def _import_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return PYTHONPATH such that roles import the folders beside this package.
+
+    A source checkout is put first (an editable install would come after site-packages);
+    an installed Topspin is found as it is.
+    """
+    root = Path(topspin.__file__).resolve().parent.parent
+    if root == Path(sysconfig.get_path("purelib")).resolve():
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))}
+
+
+def heap_environment(user: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of a node's heap; what the user has set in `user` stays.
+
+    Decoding reads all weights in every step: on huge pages that takes 5 to 10 % less time.
+    glibc asks for them in its heap only, so large blocks are taken from there too; and the
+    heap is not given back and faulted in anew with every large temporary.
+    """
+    if "GLIBC_TUNABLES" in user:
+        return {}
+    tunables = ("hugetlb=1", f"mmap_threshold={2**30}", f"trim_threshold={2**28}")
+    return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in tunables)}
+
+
+def openmp_environment(
+    num_threads: int | None,
+    user: Mapping[str, str],
+    *,
+    alone: bool = False,
+    spin_count: int = SPIN_COUNT,
+) -> dict[str, str]:
+    """Return the OpenMP settings of a node; what the user has set in `user` stays.
+
+    Nodes of one host use the same cores and take turns. libgomp's default is to spin for
+    milliseconds after each parallel region, on cores that the peer then needs: a step
+    becomes several times slower. Short spins and threads bound to cores measured best.
+    Nodes with fewer threads than cores are not bound (all would get the same first cores),
+    nor is a process that computes `alone`: it had better evade what else runs.
+    `num_threads` None: all cores that this process may use.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    threads = str(num_threads) if num_threads else user.get("OMP_NUM_THREADS", str(num_cores))
+    settings = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": str(spin_count)}
+    if threads == str(num_cores) and not alone:
+        settings |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
+    flags = {"OMP_NUM_THREADS"} if num_threads else set()
+    return {name: value for name, value in settings.items() if name in flags or name not in user}
+
+
+def launch(
+    config: EngineConfig,
+    *,
+    roles: RoleTable = role_commands,
+    display: Display | None = None,
+) -> int:
+    """Run the engine that the resolved `config` describes, until a signal or a failure.
+
+    Must run in the main thread. Returns the exit status: 0 after an orderly stop, 1 after
+    a role has ended by itself, 2 if one did because its configuration cannot be served,
+    128 + signal after a second signal cut the stop short.
+    Raises EngineError if the system cannot start a process. No process is left behind.
+    """
+    started = time.monotonic()
+    display = open_display() if display is None else display
+    reader_fd, writer_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(reader_fd, "rb", buffering=0) as port_reader, ExitStack() as stack:
+        port_writer = stack.enter_context(os.fdopen(writer_fd, "wb", buffering=0))
+        dead_reader_fd, dead_writer_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        dead_reader = stack.enter_context(os.fdopen(dead_reader_fd, "rb", buffering=0))
+        dead_writer = stack.enter_context(os.fdopen(dead_writer_fd, "wb", buffering=0))
+        stack.callback(display.finish)
+        supervisor = stack.enter_context(Supervisor(emit=display.line))
+        with _config_file(config) as config_fd:
+            context = LaunchContext(
+                config=config,
+                control=f"ipc://@topspin-{secrets.token_hex(16)}",
+                config_fd=config_fd,
+                port_fd=writer_fd,
+                dead_fd=dead_writer_fd,
+            )
+            for command in roles(context):
+                supervisor.start(command)
+        port_writer.close()
+        dead_writer.close()
+        start = EngineStart(config=config, port_reader=port_reader, started=started)
+        if start.follow(supervisor, display):
+            display.announce(start.announcement())
+            if config.failover.restart:
+                supervisor.restart_workers()
+                _kill_the_dead(supervisor, dead_reader)
+        while not supervisor.is_ending:
+            supervisor.step(None)
+        return _finish(supervisor, display)
+
+
+def _kill_the_dead(supervisor: Supervisor, dead_reader: FileIO) -> None:
+    """Have the nodes killed that the scheduler takes for dead: they must not linger."""
+
+    def on_readable() -> None:
+        data = dead_reader.read()
+        if data == b"":  # the scheduler has ended
+            supervisor.forget(dead_reader.fileno())
+        for line in (data or b"").split():
+            # A line is far below PIPE_BUF, so it comes whole.
+            supervisor.kill(int(line))
+
+    supervisor.watch(dead_reader.fileno(), on_readable)
+
+
+def _finish(supervisor: Supervisor, display: Display) -> int:
+    """Say why the engine ends, stop what still runs, return the exit status."""
+    display.finish()
+    failed = () if supervisor.signal_number is not None else tuple(supervisor.exits)
+    for gone in failed:
+        display.line(f"topspin: {gone.describe()}; stopping the engine. Its last lines:")
+        for line in gone.last_lines or ("(it wrote nothing)",):
+            display.line(f"    {line}")
+    if supervisor.signal_number is not None:
+        name = signal.Signals(supervisor.signal_number).name
+        display.line(f"topspin: {name}: stopping the engine (once more kills it)")
+    supervisor.stop()
+    if supervisor.was_forced:
+        return 128 + (supervisor.signal_number or 0)
+    if failed and any(gone.returncode == CONFIG_ERROR_STATUS for gone in supervisor.exits):
+        return CONFIG_ERROR_STATUS  # the role that found it may not have been the first to end
+    return 1 if failed else 0
+
+
+@contextmanager
+def _config_file(config: EngineConfig) -> Iterator[int]:
+    """Give a sealed memfd that holds `config` as JSON: no file system knows of it."""
+    fd = os.memfd_create("topspin-config", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.write(fd, msgspec.json.encode(config))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class EngineStart:
+    """Finds out when the engine is ready: first the gateway's port, then its /health.
+
+    `port_reader` is the non-blocking end of the pipe to which the gateway writes its port.
+    `started`: when the start began, as time.monotonic() tells it.
+    """
+
+    def __init__(self, *, config: EngineConfig, port_reader: FileIO, started: float) -> None:
+        self._config = config
+        self._port_reader = port_reader
+        self._started = started
+        self._port_text = b""
+        self._port: int | None = None
+
+    def follow(self, supervisor: Supervisor, display: Display) -> bool:
+        """Return True once the engine serves, False if a role or the user ended it before."""
+        while not supervisor.is_ending:
+            state = self._look()
+            if state is None:
+                return True
+            display.progress(state, self._elapsed_s())
+            next_look = time.monotonic() + HEALTH_INTERVAL_S
+            while not supervisor.is_ending and (left := next_look - time.monotonic()) > 0:
+                supervisor.step(left)
+        return False
+
+    def announcement(self) -> str:
+        """Return what a person who has just started the engine needs to know."""
+        topology, model = self._config.topology, self._config.model.served_names[0]
+        assert self._port is not None, "follow() first"
+        url = gateway_url(self._config.gateway.host, self._port)
+        example = msgspec.json.encode(
+            {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
+        ).decode()
+        nodes = f"{topology.attention_nodes} attention + {topology.expert_nodes} expert nodes"
+        places = self._config.nodes
+        if places.attention.is_gpu or places.experts.is_gpu:
+            nodes += f" on {places.attention.device} + {places.experts.device}"
+        return (
+            f"Topspin is ready at {url} (model {model}, {nodes} over "
+            f"{self._config.m2n.transport}), started in {self._elapsed_s():.1f} s\n"
+            f"Try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
+            f"-d {shlex.quote(example)}"
+        )
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def _look(self) -> str | None:
+        """Return what the engine still waits for, or None if it serves."""
+        if self._port is None:
+            # None: nothing has come yet. b"": closed, so the gateway's exit comes next.
+            self._port_text += self._port_reader.read() or b""
+            if not self._port_text.endswith(b"\n"):
+                return "starting"
+            try:
+                self._port = int(self._port_text)
+            except ValueError as error:
+                raise EngineError(
+                    f"the gateway reported {self._port_text!r} instead of its port"
+                ) from error
+        host = _reachable_host(self._config.gateway.host)
+        connection = http.client.HTTPConnection(host, self._port, timeout=HEALTH_TIMEOUT_S)
+        try:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            return None if response.status == 200 else _describe_health(response.read())
+        except (OSError, http.client.HTTPException):
+            return "starting: the gateway does not answer yet"
+        finally:
+            connection.close()
+
+
+def _describe_health(body: bytes) -> str:
+    """Return the state that a /health body of a gateway which is not ready reports."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return "starting"
+    return str(fields.get("detail") or fields.get("state") or "starting")
+
+
+def _reachable_host(host: str) -> str:
+    """Return the address under which this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+
+
+def gateway_url(host: str, port: int) -> str:
+    """Return the URL by which this machine reaches a gateway that listens on `host`."""
+    reachable = _reachable_host(host)
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

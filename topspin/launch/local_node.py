@@ -1,0 +1,340 @@
+"""The monolithic node process: attention and experts composed in one process.
+
+Owns the composition for `--transport local`: every role joins the scheduler by its own
+control connection and thread, as if it were a process, but rows are handed over in
+memory and the experts are computed by the attention node's thread: inside combine(), or, if
+both roles share a device, enqueued by dispatch() (m2n_comm.gpu.local). The expert threads
+only wait for Stop and report counts. Where the roles differ in device, the one on a GPU gets its
+rows through pinned memory (m2n_comm.gpu.staged). Knows no arithmetic.
+
+On a shared device the experts are loaded one node after the other, and before the attention
+node loads: each looks at what memory is left, and the KV cache gets what remains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from attention_nodes.replica import OpenDryNet, Replica
+from attention_nodes.worker import AttentionWorker
+from expert_nodes.experts import Experts
+from expert_nodes.tables import TableChange
+from expert_nodes.worker import COUNTS_INTERVAL_S, load_experts
+from kernels.runtime import open_runtime
+from m2n_comm.gpu.local import DeviceNet
+from m2n_comm.gpu.staged import ExpertStaging, StagedNet
+from m2n_comm.host.emulate import LinkEmulation
+from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.host.lines import CHECK_INTERVAL_S
+from m2n_comm.host.local import LocalHub, Serve
+from m2n_comm.net import AttentionNet, NetShape
+from models.checkpoint import Checkpoint
+from topspin import __version__
+from topspin.channel import ControlClient
+from topspin.errors import PeerLost, ProtocolError
+from topspin.expert_table import ExpertTable
+from topspin.membership import Stopped, join, run_node
+from topspin.messages import (
+    AnyMessage,
+    ExpertCounts,
+    Hello,
+    Loaded,
+    PrepareTable,
+    Ready,
+    Reform,
+    Role,
+    Stop,
+    Welcome,
+)
+from topspin.process import follow_parent, new_incarnation, start_logging
+from topspin.trace_node import answer_trace
+
+# While experts are read for another table, so long after each millisecond of it: the thread
+# that computes shares the interpreter.
+PREPARE_PAUSE_S = 0.003
+
+JOIN_TIMEOUT_S = 5.0
+
+
+class LocalNode:
+    """All nodes of one engine as threads of this process, around one net."""
+
+    def __init__(
+        self, *, address: str, model_path: Path, attention_nodes: int, expert_nodes: int
+    ) -> None:
+        self._address = address
+        self._model_path = model_path
+        self._num_attention = attention_nodes
+        self._num_experts = expert_nodes
+        self._logger = logging.getLogger("local")
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._hub: LocalHub | None = None
+        self._sides: dict[int, ExpertSide] = {}
+        self._experts: dict[int, Experts] = {}
+        self._threads: list[threading.Thread] = []
+        # Set once every expert node has loaded, and once attention nodes may begin to.
+        self._all_loaded = threading.Event()
+        self._may_attend = threading.Event()
+        if not expert_nodes:
+            self._may_attend.set()
+        # The exit statuses of expert nodes that have ended.
+        self._ended: list[int] = []
+
+    def run(self) -> int:
+        """Serve until the scheduler stops; returns the process's exit status."""
+        for index in range(self._num_experts):
+            self._start("expert", index)
+        for index in range(1, self._num_attention):
+            self._start("attention", index)
+        status = self._run_attention(0)
+        # A thread that is inside torch while the interpreter ends aborts the process.
+        for thread in self._threads:
+            thread.join(JOIN_TIMEOUT_S)
+        return max([status, *self._ended])
+
+    def _start(self, role: Role, index: int) -> None:
+        target = self._run_expert if role == "expert" else self._run_attention
+        thread = threading.Thread(target=target, args=(index,), name=f"{role}-{index}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _run_attention(self, index: int) -> int:
+        def body(control: ControlClient) -> None:
+            def open_net(welcome: Welcome, replica: Replica, _: int) -> AttentionNet:
+                # The experts may load for long.
+                while not self._all_loaded.wait(CHECK_INTERVAL_S):
+                    worker.inbox.check()
+                return self._open_net(index, replica.net_shape(welcome.config), welcome)
+
+            worker = AttentionWorker(
+                control,
+                index=index,
+                model_path=self._model_path,
+                open_net=open_net,
+                dry_net=lambda welcome: self._dry_net(index, welcome),
+                can_reform=False,
+            )
+            worker.introduce()
+            self._may_attend.wait()
+            if any(self._ended):
+                raise PeerLost("an expert node of this process has failed")
+            worker.serve()
+
+        return run_node("attention", index, self._address, logger=self._logger, body=body)
+
+    def _open_net(self, index: int, shape: NetShape, welcome: Welcome) -> AttentionNet:
+        """Return what joins attention node `index`, whose thread this is, to all experts."""
+        config = welcome.config
+        nodes = config.compute.nodes(config.topology)
+        if nodes.share_a_device:
+            return DeviceNet(
+                open_runtime(config.compute.attention_device),
+                shape,
+                index=index,
+                serves=[self._experts[node].compute for node in range(self._num_experts)],
+                table=welcome.table,
+                num_streams=config.compute.gpu_streams,
+            )
+        net = self._get_hub(shape, welcome).attention_net(index, welcome.table)
+        if not nodes.attention.is_device:
+            return net
+        runtime = open_runtime(config.compute.attention_device)
+        return StagedNet(net, runtime, shape=shape, max_rows=config.max_num_batched_tokens)
+
+    def _dry_net(self, index: int, welcome: Welcome) -> OpenDryNet | None:
+        """Return what opens the net before the cache is there, if experts take its memory too."""
+        config = welcome.config
+        if not config.compute.nodes(config.topology).share_a_device:
+            return None
+        return lambda replica: self._open_net(index, replica.net_shape(config), welcome)
+
+    def _get_hub(self, shape: NetShape, welcome: Welcome) -> LocalHub:
+        """Return the hub, with all experts attached; the first attention node makes it."""
+        m2n = welcome.config.m2n
+        with self._lock:
+            if self._hub is None:
+                hub = LocalHub(
+                    shape,
+                    num_attention=self._num_attention,
+                    num_experts=self._num_experts,
+                    link=LinkEmulation(latency_us=m2n.link_latency_us, gbps=m2n.link_gbps),
+                )
+                for node, experts in self._experts.items():
+                    serve = self._serve_of(experts, shape, welcome)
+                    side = hub.attach_expert(node, serve, table=welcome.table)
+                    side.trace = experts.trace
+                    self._sides[node] = side
+                self._hub = hub
+            return self._hub
+
+    def _serve_of(self, experts: Experts, shape: NetShape, welcome: Welcome) -> Serve:
+        """Return what computes a batch whose tensors are the host's."""
+        config = welcome.config
+        if not config.compute.place("expert").is_device:
+            return experts.compute
+        # Opened here since a runtime belongs to the thread that uses it.
+        runtime = open_runtime(str(experts.runtime.device))
+        staging = ExpertStaging(runtime, shape, num_attention=self._num_attention)
+        return lambda batch: staging.to_host(experts.compute(staging.to_device(batch)))
+
+    def _run_expert(self, index: int) -> int:
+        status = run_node(
+            "expert",
+            index,
+            self._address,
+            logger=self._logger,
+            body=lambda control: self._serve_expert(control, index),
+        )
+        self._ended.append(status)
+        self._may_attend.set()
+        return status
+
+    def _serve_expert(self, control: ControlClient, index: int) -> None:
+        welcome = join(
+            control,
+            Hello(
+                role="expert",
+                index=index,
+                incarnation=new_incarnation(),
+                revision=__version__,
+                fingerprint=Checkpoint(self._model_path).fingerprint(),
+                data_address="local",
+                pid=os.getpid(),
+            ),
+        )
+        is_device = welcome.config.compute.place("expert").is_device
+        if not is_device:
+            self._may_attend.set()
+        experts = self._load_experts(welcome, index, self._loading if is_device else nullcontext())
+        with self._lock:
+            self._experts[index] = experts
+            is_last = len(self._experts) == self._num_experts
+        if is_last:
+            self._all_loaded.set()
+            self._may_attend.set()
+        if welcome.joins_late:
+            control.send(Loaded(role="expert", index=index))
+        else:
+            control.send(Ready(role="expert", index=index))
+        change = TableChange(
+            experts, model_path=self._model_path, config=welcome.config, index=index
+        )
+
+        def set_table(table: ExpertTable) -> None:
+            if (side := self._sides.get(index)) is not None:
+                side.set_table(table)
+
+        _LocalExpert(control, index, experts, set_table, change).wait_for_stop()
+
+    def _load_experts(
+        self, welcome: Welcome, index: int, turn: AbstractContextManager[object]
+    ) -> Experts:
+        """Load, in its `turn`, in a thread that ends, and with it the OpenMP threads it started.
+
+        libgomp counts the threads of all pools: when they are more than the cores, none
+        spins, and every parallel region of the thread that computes wakes its helpers anew.
+        """
+
+        def load() -> Experts:
+            with torch.inference_mode():
+                return load_experts(self._model_path, welcome, index)
+
+        with turn, ThreadPoolExecutor(1) as loader:
+            return loader.submit(load).result()
+
+
+class _LocalExpert:
+    """The control half of an expert node, whose experts run in the attention threads."""
+
+    def __init__(
+        self,
+        control: ControlClient,
+        index: int,
+        experts: Experts,
+        set_table: Callable[[ExpertTable], None],
+        change: TableChange,
+    ) -> None:
+        self._control = control
+        self._index = index
+        self._experts = experts
+        self._set_table = set_table
+        self._change = change
+
+    @torch.inference_mode()
+    def wait_for_stop(self) -> None:
+        """Report counts and prepare tables until told to stop; raises Stopped."""
+        # Steps are computed in another thread, with that one's pool of threads.
+        torch.set_num_threads(1)
+        # Another table's experts are packed by this one, for which torch has a GPU of its own.
+        open_runtime(str(self._experts.runtime.device))
+        reported_s = 0.0
+        while True:
+            timeout_s = PREPARE_PAUSE_S if self._change.is_busy else COUNTS_INTERVAL_S
+            message = self._control.recv(timeout_s)
+            if message is not None:
+                self._handle(message)
+            if self._change.is_busy:
+                answer = self._change.work()
+                if answer is not None:
+                    self._control.send(answer)
+            if time.monotonic() - reported_s >= COUNTS_INTERVAL_S and self._experts.has_counts:
+                reported_s = time.monotonic()
+                self._report_counts()
+
+    def _handle(self, message: AnyMessage) -> None:
+        if answer_trace(self._control, message, self._experts.trace):
+            return
+        if isinstance(message, Stop):
+            raise Stopped(message.reason)
+        if isinstance(message, PrepareTable):
+            self._set_table(message.table)
+            self._change.start(message.table)
+        elif isinstance(message, Reform):
+            generation = message.topology.generation
+            table = message.topology.table
+            self._change.cancel()
+            self._experts.rename(table.version, tuple(table.experts_of(self._index)))
+            self._control.send(Ready(role="expert", index=self._index, generation=generation))
+        else:
+            raise ProtocolError(f"unexpected {type(message).__name__}")
+
+    def _report_counts(self) -> None:
+        for version, counts in self._experts.take_counts():
+            self._control.send(
+                ExpertCounts(index=self._index, table_version=version, counts=counts)
+            )
+
+
+def main() -> int:
+    """Run the node process; returns its exit status."""
+    follow_parent()
+    parser = argparse.ArgumentParser(
+        prog="python -m topspin.launch.local_node", description=__doc__
+    )
+    parser.add_argument("--control", required=True, help="address of the scheduler")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    parser.add_argument("--attention-nodes", type=int, default=1)
+    parser.add_argument("--expert-nodes", type=int, default=1)
+    args = parser.parse_args()
+    start_logging("local")
+    return LocalNode(
+        address=args.control,
+        model_path=args.model,
+        attention_nodes=args.attention_nodes,
+        expert_nodes=args.expert_nodes,
+    ).run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
