@@ -1,4 +1,4 @@
-"""What a checkpoint is: its configuration, its tensors per role, its tokenizer and template.
+"""Checkpoints: configuration, tensors per role, tokenizer and chat template.
 
 Owns everything that is read from a checkpoint directory, and the making of the default
 model. Knows no node, no wire and no kernel; attention nodes, expert nodes, the server

@@ -54,7 +54,7 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Unmap what is mapped; the checkpoint can still be read afterwards."""
+        """Unmap the open file; the checkpoint can still be read afterwards."""
         self._handle = None
         self._handle_file = None
         self._mapped_bytes = 0

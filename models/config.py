@@ -1,7 +1,7 @@
-"""What a checkpoint's config.json means for serving: ModelConfig.
+"""ModelConfig: a checkpoint's config.json, read and checked for serving.
 
 Owns reading config.json and generation_config.json (written by transformers 4 or 5)
-and refusing, with ConfigError, whatever Topspin would not compute exactly as
+and refusing, with ConfigError, every option that Topspin would not compute exactly as
 transformers does. Knows no tensors (and imports no torch) and no server option; every
 role, the server and the planner call load_model_config.
 """
@@ -118,8 +118,8 @@ class ModelConfig:
 def load_model_config(path: Path) -> ModelConfig:
     """Read `path`/config.json (and generation_config.json, if any) of a checkpoint directory.
 
-    Raises ConfigError naming the option, its value and what is supported, when the model
-    is not one that Topspin serves exactly.
+    Raises ConfigError if Topspin cannot serve the model exactly; the error names the option,
+    its value and the supported values.
     """
     path = Path(path)
     fields = Fields(read_json(path / "config.json"), source=str(path / "config.json"))

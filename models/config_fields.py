@@ -35,7 +35,7 @@ class Fields:
         self.source = source
 
     def error(self, option: str, reason: str) -> ConfigError:
-        """Return the error for `option`'s value: what it is and what would do."""
+        """Return the error for `option`'s value: what it is and which values work."""
         return ConfigError(f"{self.source}: {option} = {self.raw.get(option)!r}: {reason}")
 
     def missing(self, option: str) -> ConfigError:

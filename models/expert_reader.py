@@ -80,7 +80,7 @@ class ExpertReader:
         return tensors
 
     def close(self) -> None:
-        """Unmap what is mapped; reading opens it again."""
+        """Unmap the file; reading opens it again."""
         self._checkpoint.close()
 
     def _empty(self, device: torch.device | str) -> ExpertTensors:

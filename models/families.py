@@ -15,7 +15,7 @@ QkNorm = Literal["none", "head", "full"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """What one `model_type` assumes when config.json is silent, and its tensor names.
+    """The defaults of one `model_type` for a silent config.json, and its tensor names.
 
     moe_blocks: names of the MoE block inside a layer, as published first.
     expert_gate, expert_up, expert_down: the three projections of one routed expert.

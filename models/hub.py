@@ -1,8 +1,8 @@
-"""From what a user calls a model to a checkpoint directory on this machine.
+"""Resolves a model's name to a checkpoint directory on this machine.
 
 Owns the meaning of a model's name (a directory, the default model, or a HuggingFace hub
-id) and where Topspin keeps the models it makes. Knows nothing of what is inside a
-checkpoint; the CLI and every node call resolve_model. Imports no torch.
+id) and where Topspin keeps the models it makes. Knows no checkpoint's
+contents; the CLI and every node call resolve_model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def resolve_model(model: str) -> Path:
 
 
 def _download(repo_id: str) -> Path:
-    """Return the snapshot of a hub repository; what is cached is not downloaded again."""
+    """Return the snapshot of a hub repository; cached files are not downloaded again."""
     try:
         path = huggingface_hub.snapshot_download(
             repo_id, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED

@@ -1,7 +1,7 @@
 """A checkpoint directory that Topspin makes: whole or absent, and checkable.
 
 Owns atomic appearance (written beside, renamed at the end), the lock that makes concurrent
-makers wait, the manifest that says what was written, and the progress bar. Knows no recipe;
+makers wait, the manifest of the written files, and the progress bar. Knows no recipe;
 models.smollm2_moe calls it. Imports no torch.
 """
 
@@ -75,8 +75,8 @@ class MadeModel:
     def writing(self) -> Iterator[Path]:
         """Give a temporary directory; on a clean exit it becomes `path`, else it vanishes.
 
-        A subdirectory `scratch` is not kept. Call while `locked`: what a killed maker left
-        behind is removed first.
+        A subdirectory `scratch` is not kept. Call while `locked`: leftovers of a killed
+        maker are removed first.
         """
         for left in self.path.parent.glob(f".{self.path.name}.*"):
             if left.is_dir():
@@ -119,7 +119,7 @@ class MadeModel:
 
 
 class Report:
-    """Tells a person how far the making is, one line per stage; a disabled bar tells nobody."""
+    """Shows the progress of the making, one line per stage; a disabled one shows nothing."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint no role reads: a sign that config.json describes another model.
+"""Finds tensors that no role reads: a sign that config.json describes another model.
 
 Owns the rule only. Knows no shapes and reads nothing; the attention node calls it once it
 has read its own tensors, and warns, as transformers does.
@@ -18,8 +18,8 @@ _COMPUTED = ".rotary_emb.inv_freq"
 def unused_tensors(names: Iterable[str], config: ModelConfig, *, read: frozenset[str]) -> list[str]:
     """Return, sorted, the `names` that neither the attention role has `read` nor experts are.
 
-    What is left are layers or experts beyond those of `config`, or parts that its family
-    does not have.
+    The rest belongs to layers or experts beyond those of `config`, or to parts that its
+    family does not have.
     """
     rest = (name for name in names if name not in read and not name.endswith(_COMPUTED))
     return sorted(name for name in rest if not _is_routed_expert(name, config))

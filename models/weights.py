@@ -106,8 +106,8 @@ class ExpertWeights:
 class ExpertStream(NamedTuple):
     """The experts of one MoE layer in slot order, each matrix read when it is taken.
 
-    Take all of gate_up, [2F, H] each, before down, [H, F] each, and both before what the
-    next layer has.
+    Take all of gate_up, [2F, H] each, before down, [H, F] each, and both before the next
+    layer's.
     """
 
     gate_up: Iterable[Tensor]
@@ -115,7 +115,7 @@ class ExpertStream(NamedTuple):
 
 
 def take(items: list[Item] | Iterator[Item]) -> Iterator[Item]:
-    """Yield `items` in order; a list is emptied meanwhile, so that what was used can go."""
+    """Yield `items` in order; a list is emptied meanwhile, so that used items can be freed."""
     if not isinstance(items, list):
         yield from items
         return
