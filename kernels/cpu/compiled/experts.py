@@ -1,9 +1,9 @@
-"""The routed experts' MLPs of few bf16 rows, compiled: one call, and no weight read in vain.
+"""The routed experts' MLPs of few bf16 rows, compiled: one call that reads no weight in vain.
 
-Which rows each expert has is sorted out inside; only weights of experts that have rows are
-read. First all hidden units, a task being 64 of one expert; then the sums over experts, a
-task being 64 outputs of all rows. Results do not depend on the number of threads. Knows no
-model; used by `kernels.cpu.matmul`. Letters as in `kernels.contracts`.
+Groups the rows by expert itself, and reads only the weights of experts that have rows. First
+it computes all hidden units, 64 units of one expert per task; then the sums over experts, 64
+outputs of all rows per task. Results do not depend on the number of threads. Knows no model;
+used by `kernels.cpu.matmul`. Letters as in `kernels.contracts`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.contracts import ExpertOutput, ExpertWeights
+from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.runtime import (
     SECOND_CLAIMS,
     Kernel,
@@ -27,11 +28,12 @@ from kernels.cpu.compiled.runtime import (
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.matmul import (
-    BLOCK_OUTPUTS,
     SUM_BYTES,
-    block_bytes,
+    TASK_OUTPUTS,
     multiply,
     padded,
+    second_half,
+    task_bytes,
 )
 
 MAX_ROWS: Final = 128
@@ -41,34 +43,30 @@ _VECTOR: Final = 4 * simd.LANES
 
 (
     HIDDEN, HIDDEN_STRIDE, SLOTS, WEIGHTS, NUM_TOKENS, TOP_K, EXPERTS, NUM_EXPERTS, HIDDEN_SIZE,
-    FFN_SIZE, DOWN_INPUTS, UNITS, COUNTS, RESULT, RESULT_STRIDE, RESULT_IS_BF16,
-) = offsets(16)  # fmt: skip
-"""The arguments of `_experts`. DOWN_INPUTS is the width I of the matrix that DOWN lies in."""
+    FFN_SIZE, DOWN_INPUTS, WIDTH, UNITS, COUNTS, RESULT, RESULT_STRIDE, RESULT_IS_BF16,
+) = offsets(17)  # fmt: skip
+"""The arguments of `_experts`. DOWN_INPUTS is the width I of the matrix that contains DOWN."""
 
 
 def with_addresses(experts: ExpertWeights) -> ExpertWeights:
-    """Add the addresses that `mlp_of_rows` needs, if the weights lie as it reads them."""
+    """Add the addresses that `mlp_of_rows` needs, if the weights have the layout that it reads."""
     weights = [*experts.gate_up, *experts.down]
     num_experts, ffn_size = experts.num_experts, experts.ffn_size
     known = all(weight.address for weight in weights)
-    if not known or ffn_size % BLOCK_OUTPUTS or num_experts > MAX_EXPERTS:
+    if not known or ffn_size % TASK_OUTPUTS or num_experts > MAX_EXPERTS:
         return replace(experts, addresses=None)
-    step = _block_bytes(experts.hidden_size) * (ffn_size // BLOCK_OUTPUTS)
+    step = 2 * ffn_size * padded(experts.hidden_size)
     rows = []
     for slot in range(num_experts):
         if experts.joined:
             gate = experts.gate_up[0].address + slot * step
-            # Inside a block of outputs the inputs of one expert lie together.
-            down = experts.down[0].address + slot * _block_bytes(ffn_size)
+            # Inside a block of outputs the inputs of one expert are contiguous.
+            down = experts.down[0].address + slot * 2 * ffn_size * block_width()
             rows.append((gate, gate + num_experts * step, down))
         else:
             gate = experts.gate_up[slot].address
             rows.append((gate, gate + step, experts.down[slot].address))
     return replace(experts, addresses=torch.tensor(rows, dtype=torch.int64))
-
-
-def _block_bytes(num_in: int) -> int:
-    return padded(num_in) * 2 * BLOCK_OUTPUTS
 
 
 def can_run(hidden: Tensor, slots: Tensor, weights: Tensor, out: Tensor) -> bool:
@@ -110,6 +108,7 @@ def mlp_of_rows(
         hidden.shape[1],
         ffn_size,
         experts.down[0].in_features,
+        block_width(),
         units.data_ptr(),
         counts.data_ptr(),
         out.data_ptr(),
@@ -129,9 +128,10 @@ _groups = simd.stack(8 * (MAX_PAIRS + MAX_EXPERTS + 1))
 
 @inlined
 def _group(block: int, groups: int) -> int:
-    """List the pairs (token * TOP_K + choice) of each expert; give how many pairs there are.
+    """List the pairs (token * TOP_K + choice) of each expert; return the number of pairs.
 
-    From `groups` on: where each expert's pairs begin, NUM_EXPERTS + 1 numbers, then the pairs.
+    Writes to `groups` the index of each expert's first pair, NUM_EXPERTS + 1 numbers, then the
+    pairs.
     """
     num_experts, slots = simd.read_i64(block + NUM_EXPERTS), simd.read_i64(block + SLOTS)
     num_pairs = simd.read_i64(block + NUM_TOKENS) * simd.read_i64(block + TOP_K)
@@ -147,7 +147,7 @@ def _group(block: int, groups: int) -> int:
         total += simd.read_i64(groups + 8 * expert)
         simd.write_i64(groups + 8 * expert, total)
     pairs = groups + 8 * (num_experts + 1)
-    # Each beginning moves to the end of its expert, which is the next one's beginning.
+    # Each expert's first index moves to its end, which is the next expert's first index.
     for pair in range(num_pairs):
         slot = simd.read_i32(slots + 4 * pair)
         if 0 <= slot < num_experts:
@@ -162,7 +162,7 @@ def _group(block: int, groups: int) -> int:
 
 @inlined
 def _count_wrong(block: int) -> int:
-    """Count the slots that no expert has, which are left out like those that are not here."""
+    """Count the slots beyond the last expert; they are left out like negative ones."""
     slots, wrong = simd.read_i64(block + SLOTS), 0
     for pair in range(simd.read_i64(block + NUM_TOKENS) * simd.read_i64(block + TOP_K)):
         if simd.read_i32(slots + 4 * pair) >= simd.read_i64(block + NUM_EXPERTS):
@@ -181,8 +181,11 @@ def _compute_units(
     pairs = groups + 8 * (simd.read_i64(block + NUM_EXPERTS) + 1)
     top_k, hidden_size = simd.read_i64(block + TOP_K), simd.read_i64(block + HIDDEN_SIZE)
     ffn_size = simd.read_i64(block + FFN_SIZE)
-    offset = part * block_bytes(hidden_size)
+    offset, width = part * task_bytes(hidden_size), simd.read_i64(block + WIDTH)
     table = simd.read_i64(block + EXPERTS) + 24 * expert
+    gate_weight, up_weight = simd.read_i64(table) + offset, simd.read_i64(table + 8) + offset
+    gate_second = second_half(gate_weight, width, hidden_size, TASK_OUTPUTS)
+    up_second = second_half(up_weight, width, hidden_size, TASK_OUTPUTS)
     one = vectors.splat(np.float32(1))
     for first in range(begin, end, MAX_ROWS):
         count = min(end - first, MAX_ROWS)
@@ -190,39 +193,41 @@ def _compute_units(
             token = simd.read_i64(pairs + 8 * (first + idx)) // top_k
             address = simd.read_i64(block + HIDDEN) + token * simd.read_i64(block + HIDDEN_STRIDE)
             simd.write_i64(rows + 8 * idx, address)
-        multiply(rows, count, simd.read_i64(table) + offset, hidden_size // 2, gates)
-        multiply(rows, count, simd.read_i64(table + 8) + offset, hidden_size // 2, ups)
+        multiply(rows, count, gate_weight, gate_second, width, hidden_size // 2, gates)
+        multiply(rows, count, up_weight, up_second, width, hidden_size // 2, ups)
         for idx in range(count):
             units = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
-            for column in range(0, BLOCK_OUTPUTS, simd.LANES):
+            for column in range(0, TASK_OUTPUTS, simd.LANES):
                 place = idx * SUM_BYTES + 4 * column
                 gate = vectors.round_bf16(vectors.load_f32(gates + place))
                 up = vectors.round_bf16(vectors.load_f32(ups + place))
                 decay = vectors.exp(vectors.sub(vectors.splat(np.float32(0)), gate))
                 silu = vectors.round_bf16(vectors.div(gate, vectors.add(one, decay)))
-                unit = units + 2 * (part * BLOCK_OUTPUTS + column)
+                unit = units + 2 * (part * TASK_OUTPUTS + column)
                 vectors.store_bf16(unit, vectors.mul(silu, up))
 
 
 @inlined
 def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, totals: int) -> None:
-    """Write 64 outputs of all tokens: what their experts give, times the routing weights."""
+    """Write 64 outputs of all tokens: their experts' results times the routing weights."""
     num_tokens, num_experts = simd.read_i64(block + NUM_TOKENS), simd.read_i64(block + NUM_EXPERTS)
     ffn_size, hidden_size = simd.read_i64(block + FFN_SIZE), simd.read_i64(block + HIDDEN_SIZE)
     pairs = groups + 8 * (num_experts + 1)
     zeros = vectors.splat(np.float32(0))
     for place in range(0, num_tokens * SUM_BYTES, _VECTOR):
         vectors.store_f32(totals + place, zeros)
-    offset = part * block_bytes(simd.read_i64(block + DOWN_INPUTS))
+    down_inputs, width = simd.read_i64(block + DOWN_INPUTS), simd.read_i64(block + WIDTH)
+    offset, outputs_left = part * task_bytes(down_inputs), hidden_size - part * TASK_OUTPUTS
     for expert in range(num_experts):
         begin, end = simd.read_i64(groups + 8 * expert), simd.read_i64(groups + 8 * (expert + 1))
         weight = simd.read_i64(simd.read_i64(block + EXPERTS) + 24 * expert + 16) + offset
+        second = second_half(weight, width, down_inputs, outputs_left)
         for first in range(begin, end, MAX_ROWS):
             count = min(end - first, MAX_ROWS)
             for idx in range(count):
                 unit = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
                 simd.write_i64(rows + 8 * idx, unit)
-            multiply(rows, count, weight, ffn_size // 2, sums)
+            multiply(rows, count, weight, second, width, ffn_size // 2, sums)
             for idx in range(count):
                 pair = simd.read_i64(pairs + 8 * (first + idx))
                 scale = vectors.splat(simd.read_f32(simd.read_i64(block + WEIGHTS) + 4 * pair))
@@ -231,8 +236,8 @@ def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, total
                     given = vectors.round_bf16(vectors.load_f32(sums + idx * SUM_BYTES + place))
                     added = vectors.fma(given, scale, vectors.load_f32(total + place))
                     vectors.store_f32(total + place, added)
-    first = part * BLOCK_OUTPUTS
-    last = min(first + BLOCK_OUTPUTS, hidden_size)
+    first = part * TASK_OUTPUTS
+    last = min(first + TASK_OUTPUTS, hidden_size)
     for token in range(num_tokens):
         result = simd.read_i64(block + RESULT) + token * simd.read_i64(block + RESULT_STRIDE)
         for begin in range(first, last, simd.LANES):
@@ -247,15 +252,15 @@ def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, total
 def _experts(block: int) -> None:
     rows, sums, totals, groups = _row_list(), _sums(), _totals(), _groups()
     num_experts = simd.read_i64(block + NUM_EXPERTS)
-    # Every thread sorts the pairs for itself: that takes less time than waiting for another.
+    # Every thread groups the pairs itself: that takes less time than waiting for another.
     _group(block, groups)
-    parts = simd.read_i64(block + FFN_SIZE) // BLOCK_OUTPUTS
+    parts = simd.read_i64(block + FFN_SIZE) // TASK_OUTPUTS
     task = simd.claim(block)
     while task < num_experts * parts:
         _compute_units(block, task // parts, task % parts, groups, rows, sums, totals)
         task = simd.claim(block)
     wait_for_team(block)
-    parts = (simd.read_i64(block + HIDDEN_SIZE) + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS
+    parts = (simd.read_i64(block + HIDDEN_SIZE) + TASK_OUTPUTS - 1) // TASK_OUTPUTS
     task = simd.claim(block + SECOND_CLAIMS)
     if task == 0:
         for expert in range(num_experts):

@@ -1,14 +1,15 @@
-"""Products of few bf16 rows with a weight, compiled: it is read once, at memory's speed.
+"""Products of few bf16 rows with a weight, compiled: the weight is read once, at memory's speed.
 
-Reads weights in oneDNN's own layout (`kernels.cpu.simd.matmul`), so that one copy of them serves
-these kernels and oneDNN, which is for many rows; `address_of` says whether a weight lies
-so. A task is a block of outputs; results depend neither on the number of threads nor on
-the rows beside a row. Knows no layer; used by `kernels.cpu.matmul`.
+Reads weights in oneDNN's own layout (`kernels.cpu.simd.matmul`), so that one copy of a weight
+serves these kernels and oneDNN, which computes products of many rows; `address_of` tells
+whether a weight has that layout. Results depend neither on the number of threads nor on the
+rows beside a row. Knows no layer; used by `kernels.cpu.matmul`.
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -20,38 +21,52 @@ from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.lanes import cpu_has
 from kernels.cpu.simd.matmul import (
-    BLOCK_OUTPUTS,
+    INPUT_MULTIPLE,
     SUM_BYTES,
-    block_bytes,
+    TASK_OUTPUTS,
     multiply,
     padded,
+    second_half,
+    task_bytes,
 )
 
 MAX_ROWS: Final = 128
 
-X, X_STRIDE, WEIGHT, NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS, BIAS, OUT, OUT_STRIDE = offsets(9)
-"""The arguments of `_linear`. Strides are in bytes, BIAS 0 is none."""
+X, X_STRIDE, WEIGHT, WIDTH, NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS, BIAS, OUT, OUT_STRIDE = offsets(10)
+"""The arguments of `_linear`. Strides are in bytes; BIAS 0: no bias."""
+
+
+@cache
+def block_width() -> int:
+    """Return the number of outputs in a block of oneDNN's layout; 0: a layout unknown to us.
+
+    oneDNN chooses the layout by the processor's instructions and by ONEDNN_MAX_CPU_ISA.
+    """
+    weight = torch.zeros(1, INPUT_MULTIPLE, dtype=torch.bfloat16)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    width = int(torch.ops.mkldnn._nbytes(packed)) // (2 * INPUT_MULTIPLE)
+    return width if width in (TASK_OUTPUTS, TASK_OUTPUTS // 2) else 0
 
 
 def address_of(weight: Tensor, packed: Tensor) -> int:
-    """Give the address of a weight [O, I] that oneDNN packed; 0: leave it to oneDNN.
+    """Return the address of a weight [O, I] that oneDNN packed; 0: leave it to oneDNN.
 
-    Compares the first, the middle and the last row with what lies where they are expected.
+    Compares the first, the middle and the last row with the numbers at their expected places.
     """
     num_out, num_in = weight.shape
-    if num_in % 2 != 0 or not cpu_has("avx512bf16"):
+    if num_in % 2 != 0 or not cpu_has("avx512bf16") or not (width := block_width()):
         return 0
-    blocks, width = -(-num_out // BLOCK_OUTPUTS), padded(num_in)
-    num_bytes = 2 * blocks * BLOCK_OUTPUTS * width
+    num_blocks, num_stored = -(-num_out // width), padded(num_in)
+    num_bytes = 2 * num_blocks * width * num_stored
     if torch.ops.mkldnn._nbytes(packed) != num_bytes:
         return 0
     address = int(torch.ops.mkldnn.data_ptr(packed))
     memory = (ctypes.c_int16 * (num_bytes // 2)).from_address(address)
-    laid = np.ctypeslib.as_array(memory).reshape(blocks, width // 2, BLOCK_OUTPUTS, 2)
+    blocks = np.ctypeslib.as_array(memory).reshape(num_blocks, num_stored // 2, width, 2)
     for row in (0, num_out // 2, num_out - 1):
-        lies = laid[row // BLOCK_OUTPUTS, :, row % BLOCK_OUTPUTS].reshape(-1)
+        found = blocks[row // width, :, row % width].reshape(-1)
         wanted = weight[row].contiguous().view(torch.int16).numpy(force=True)
-        if not np.array_equal(lies[:num_in], wanted) or lies[num_in:].any():
+        if not np.array_equal(found[:num_in], wanted) or found[num_in:].any():
             return 0
     return address
 
@@ -69,7 +84,7 @@ def can_multiply(x: Tensor) -> bool:
 def linear_of_rows(x: Tensor, address: int, num_out: int, bias: Tensor | None) -> Tensor:
     """Multiply x [R, I] by the weight [num_out, I] at `address`, transposed, and add bias.
 
-    Gives [R, num_out]. Sums are fp32; with the bias added they are rounded once.
+    Returns [R, num_out]. Sums are fp32; with the bias added they are rounded once.
     """
     assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
     out = torch.empty(x.shape[0], num_out, dtype=torch.bfloat16)
@@ -77,6 +92,7 @@ def linear_of_rows(x: Tensor, address: int, num_out: int, bias: Tensor | None) -
         x.data_ptr(),
         2 * x.stride(0),
         address,
+        block_width(),
         x.shape[1],
         num_out,
         x.shape[0],
@@ -96,19 +112,19 @@ _sums = simd.stack(MAX_ROWS * SUM_BYTES)
 def _linear(block: int) -> None:
     rows, sums = _row_list(), _sums()
     num_rows, num_in = simd.read_i64(block + NUM_ROWS), simd.read_i64(block + NUM_INPUTS)
-    num_out = simd.read_i64(block + NUM_OUTPUTS)
+    num_out, width = simd.read_i64(block + NUM_OUTPUTS), simd.read_i64(block + WIDTH)
     for row in range(num_rows):
         address = simd.read_i64(block + X) + row * simd.read_i64(block + X_STRIDE)
         simd.write_i64(rows + 8 * row, address)
-    bytes_each = block_bytes(num_in)
     bias = simd.read_i64(block + BIAS)
-    num_blocks = (num_out + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS
+    num_tasks = (num_out + TASK_OUTPUTS - 1) // TASK_OUTPUTS
     task = simd.claim(block)
-    while task < num_blocks:
-        weight = simd.read_i64(block + WEIGHT) + task * bytes_each
-        multiply(rows, num_rows, weight, num_in // 2, sums)
-        first = task * BLOCK_OUTPUTS
-        last = min(first + BLOCK_OUTPUTS, num_out)
+    while task < num_tasks:
+        first = task * TASK_OUTPUTS
+        last = min(first + TASK_OUTPUTS, num_out)
+        weight = simd.read_i64(block + WEIGHT) + task * task_bytes(num_in)
+        second = second_half(weight, width, num_in, num_out - first)
+        multiply(rows, num_rows, weight, second, width, num_in // 2, sums)
         for row in range(num_rows):
             out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
             for begin in range(first, last, simd.LANES):
