@@ -9,14 +9,15 @@ shared by threads; a detokenizer belongs to one stream.
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import tokenizers
 
 from models.config_fields import read_json
+from models.token_bound import Description, token_bound
 from topspin.errors import ConfigError, InvalidRequest
 
 SPECIAL_TOKEN_NAMES = (
@@ -52,7 +53,9 @@ class Tokenizer:
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._alphabet = _alphabet(backend, source=source)
+        description = msgspec.json.decode(backend.to_str(), type=Description)
+        self._alphabet = _alphabet(description, source=source)
+        self._bound = token_bound(backend, description, byte_of=self._alphabet.byte_of)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(idx for idx, token in added.items() if token.special)
         self._bytes_of: dict[int, bytes] = {}
@@ -109,13 +112,21 @@ class Tokenizer:
         """Return the ids of `text`; with add_special_tokens also those around it (e.g. BOS).
 
         Special tokens written out in `text` become their ids, as chat templates need.
-        Raises InvalidRequest for lone surrogates, which no tokenizer has.
+        Other threads run meanwhile. Raises InvalidRequest for lone surrogates, which no
+        tokenizer has.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"text is not valid Unicode: {error}") from error
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        _utf8(text)
+        # Of the library's calls only those for batches release the GIL.
+        encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encodings[0].ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, without tokenising it.
+
+        Raises InvalidRequest for lone surrogates.
+        """
+        data = _utf8(text)
+        return 0 if self._bound is None else self._bound.fewest_tokens(data)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of `ids`; ids without a token count as empty."""
@@ -295,9 +306,16 @@ class _PieceStream:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def _alphabet(backend: tokenizers.Tokenizer, *, source: str) -> _Alphabet:
-    """Return how `backend`'s tokens stand for bytes, from its decoder's description."""
-    decoder = json.loads(backend.to_str()).get("decoder") or {"type": None}
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"text is not valid Unicode: {error}") from error
+
+
+def _alphabet(description: Description, *, source: str) -> _Alphabet:
+    """Return how tokens stand for bytes, from the decoder in a tokenizer's description."""
+    decoder = description.decoder or {"type": None}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.checkpoints import write_tokenizer
@@ -262,3 +262,91 @@ def test_pushing_costs_by_its_own_tokens(pieces: Tokenizer, monkeypatch: Any) ->
     assert "".join(_stream(pieces, [the] * 500, [[the]] * 500, skip=True)) == " the" * 500
     assert max(decoded) <= 2
     assert len(decoded) <= 2 * 500 + 2
+
+
+def _composing() -> Tokenizer:
+    """Return a byte-level tokenizer that composes characters first, as Qwen's do."""
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]
+        )
+    )
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, special_tokens={}, source="test")
+
+
+def _without_some_bytes() -> Tokenizer:
+    """Return a byte-level tokenizer that has no token for two control characters and 0xF1."""
+    missing = {chr(0x100 + 4), chr(0x100 + 6), chr(0xF1)}
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - missing)
+    tokens = [*alphabet, "ab", "abab"]
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: idx for idx, token in enumerate(tokens)},
+            merges=[("a", "b"), ("ab", "ab")],
+        )
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, special_tokens={}, source="test")
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.text(
+        st.characters(exclude_categories=["Cs"])
+        | st.sampled_from("ab \x04\x06\u1fbe\u0308\u0301\u212a\U00040000"),
+        max_size=200,
+    )
+)
+def test_no_text_has_fewer_tokens_than_told_from_its_size(
+    bounded: dict[str, Tokenizer], text: str
+) -> None:
+    for name, tokenizer in bounded.items():
+        counted = len(tokenizer.encode(text, add_special_tokens=False))
+        assert tokenizer.fewest_tokens(text) <= counted, name
+
+
+@pytest.fixture(scope="module")
+def bounded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    path = tmp_path_factory.mktemp("pieces")
+    _write_pieces(path)
+    return {
+        "byte level": _byte_level(tmp_path_factory.mktemp("bytes")),
+        "pieces": Tokenizer.from_directory(path),
+        "composing": _composing(),
+        "incomplete": _without_some_bytes(),
+    }
+
+
+def test_long_text_is_told_to_have_many_tokens(bounded: dict[str, Tokenizer]) -> None:
+    text = "abab \u1fbe\u0308\u0301" * 1000
+    fewest = {name: tokenizer.fewest_tokens(text) for name, tokenizer in bounded.items()}
+    # `<0xAB>` is the longest piece, of 6 bytes; a composed character is made of 7 bytes at most.
+    assert fewest["pieces"] == 2000
+    assert fewest["composing"] == 3000
+    assert fewest["incomplete"] == 3000
+    assert fewest["byte level"] > 100
+
+
+@pytest.mark.parametrize("case", ["strips", "removes", "lowercase", "unknown"])
+def test_a_tokenizer_that_leaves_text_out_tells_nothing_from_its_size(case: str) -> None:
+    alphabet = {c: i for i, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if case == "strips":
+        backend.add_special_tokens([AddedToken("<|a|>", special=True, rstrip=True)])
+    elif case == "removes":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split("x", behavior="removed"), backend.pre_tokenizer]
+        )
+    elif case == "lowercase":
+        backend.normalizer = tokenizers.normalizers.Lowercase()
+    else:
+        backend.model = models.BPE(vocab={"<unk>": 0}, merges=[], unk_token="<unk>")
+        backend.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(backend, special_tokens={}, source="test")
+    assert tokenizer.fewest_tokens("x" * 10_000) == 0
