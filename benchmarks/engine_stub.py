@@ -37,8 +37,16 @@ TOKENS = range(300, 40_000)
 class EngineStub:
     """Serves one gateway; `sent` are the send times of every token, by the request's seed."""
 
-    def __init__(self, control: ControlServer, *, period_s: float, num_groups: int = 1) -> None:
+    def __init__(
+        self,
+        control: ControlServer,
+        *,
+        period_s: float,
+        num_groups: int = 1,
+        max_request_tokens: int = 4096,
+    ) -> None:
         self._control = control
+        self._max_request_tokens = max_request_tokens
         self._turn_s = period_s / num_groups
         self._num_groups = num_groups
         self._gateway: bytes | None = None
@@ -70,7 +78,8 @@ class EngineStub:
     def _handle(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Hello):
             self._gateway = peer
-            self._control.send(peer, EngineState(state="ready", max_request_tokens=4096))
+            ready = EngineState(state="ready", max_request_tokens=self._max_request_tokens)
+            self._control.send(peer, ready)
         elif isinstance(message, AddRequest):
             self._running[message.request_id] = message
             self.sent[message.sampling.seed] = []
@@ -124,9 +133,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", required=True, help="address to listen on")
     parser.add_argument("--period-ms", type=float, required=True, help="time between steps")
     parser.add_argument("--groups", type=int, default=1, help="of requests, one after another")
+    parser.add_argument("--max-request-tokens", type=int, default=4096, help="as said to gateways")
     args = parser.parse_args(argv)
     control = ControlServer(args.control)
-    stub = EngineStub(control, period_s=args.period_ms / 1e3, num_groups=args.groups)
+    stub = EngineStub(
+        control,
+        period_s=args.period_ms / 1e3,
+        num_groups=args.groups,
+        max_request_tokens=args.max_request_tokens,
+    )
 
     def stop(*_: object) -> None:
         stub.is_stopping = True

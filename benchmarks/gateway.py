@@ -31,13 +31,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import report
+from benchmarks import large_bodies, report
 from benchmarks.load.targets import wait_until_ready
 from topspin.config import EngineConfig, GatewaySection, ModelSection
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SUSTAINED_SHARE = 0.98
 READY_TIMEOUT_S = 30.0
+# One that a text's length alone can exceed, and one that must be tokenised to be compared with.
+BODY_TOKEN_LIMITS = (8192, 1_000_000)
 TOKEN_IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
 
 
@@ -97,6 +99,33 @@ def _start_gateway(model: Path, control: str) -> tuple[subprocess.Popen[bytes], 
     return process, f"http://127.0.0.1:{port}"
 
 
+def _start_stub(control: str, *, period_ms: float, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "benchmarks.engine_stub", "--control", control]
+    return subprocess.Popen(
+        [*command, "--period-ms", str(period_ms), *flags], stdout=subprocess.PIPE
+    )
+
+
+def measure_large_bodies(
+    model: Path, *, size_bytes: int, max_request_tokens: int
+) -> list[dict[str, Any]]:
+    """Return the rows of benchmarks.large_bodies for an engine that takes so many tokens."""
+    control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
+    flags = ("--max-request-tokens", str(max_request_tokens))
+    stub = _start_stub(control, period_ms=large_bodies.TOKEN_PERIOD_MS, flags=flags)
+    gateway, url = _start_gateway(model, control)
+    try:
+        wait_until_ready(url, READY_TIMEOUT_S)
+        bodies = large_bodies.make_bodies(size_bytes)
+        rows = asyncio.run(large_bodies.measure(url, gateway.pid, bodies))
+    finally:
+        gateway.terminate()
+        gateway.wait(30)
+        stub.terminate()
+        stub.communicate(timeout=30)
+    return [row | {"max_request_tokens": max_request_tokens} for row in rows]
+
+
 def measure(
     model: Path, *, rate: float, num_streams: int, seconds: float, num_groups: int
 ) -> dict[str, Any]:
@@ -104,14 +133,7 @@ def measure(
     period_s = num_streams / rate
     num_tokens = max(2, round(seconds / period_s))
     control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
-    stub = subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-m", "benchmarks.engine_stub"),
-            *("--control", control, "--period-ms", str(period_s * 1e3)),
-            *("--groups", str(num_groups)),
-        ],
-        stdout=subprocess.PIPE,
-    )
+    stub = _start_stub(control, period_ms=period_s * 1e3, flags=("--groups", str(num_groups)))
     gateway, url = _start_gateway(model, control)
     try:
         wait_until_ready(url, READY_TIMEOUT_S)
@@ -159,6 +181,27 @@ def summarise(sent: dict[int, list[float]], arrivals: Sequence[Sequence[float]])
     }
 
 
+def _bodies_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title=f"{large_bodies.NUM_BODIES} large bodies at once, beside one stream")
+    table.add_column("bodies")
+    headings = ("MiB each", "context", "took s", "longest token gap ms", "slowest /health ms")
+    for heading in (*headings, "memory before MiB", "peak", "after"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["bodies"],
+            f"{row['size_mib']:.1f}",
+            f"{row['max_request_tokens']}",
+            f"{row['took_s']:.2f}",
+            f"{row['longest_token_gap_ms']:.0f}",
+            f"{row['slowest_health_ms']:.0f}",
+            f"{row['before_mib']:.0f}",
+            f"{row['peak_mib']:.0f}",
+            f"{row['after_mib']:.0f}",
+        )
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure each rate, print a table, write the result."""
     parser = argparse.ArgumentParser(prog="topspin bench gateway", description=__doc__)
@@ -167,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--groups", default="1,16", help="of streams that get tokens together")
     parser.add_argument("--seconds", type=float, default=8.0, help="per rate")
+    parser.add_argument("--body-mib", type=float, default=4.0, help="of large bodies; 0: none")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args(argv)
     from models.hub import resolve_model
@@ -184,7 +228,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         table.add_column(heading, justify="right")
     rows = []
     console = Console()
-    rates, groups = map(float, args.rates.split(",")), map(int, args.groups.split(","))
+    rates = [float(rate) for rate in args.rates.split(",") if rate]
+    groups = [int(count) for count in args.groups.split(",")]
     for rate, num_groups in product(rates, groups):
         with console.status(f"{rate:.0f} tokens/s, {num_groups} groups"):
             row = measure(
@@ -207,8 +252,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(table)
     sustained = [r["rate"] for r in rows if r["achieved"] >= SUSTAINED_SHARE * r["rate"]]
     console.print(f"highest sustained rate: {max(sustained, default=0):.0f} tokens/s")
+    bodies = []
+    if args.body_mib:
+        for limit in BODY_TOKEN_LIMITS:
+            bodies += measure_large_bodies(
+                model, size_bytes=int(args.body_mib * 2**20), max_request_tokens=limit
+            )
+        console.print(_bodies_table(bodies))
     if not args.no_write:
-        result = {"rows": rows, "sustained_tokens_per_s": max(sustained, default=0)}
+        result = {
+            "rows": rows,
+            "sustained_tokens_per_s": max(sustained, default=0),
+            "large_bodies": bodies,
+        }
         console.print(f"written to {report.write('gateway', result)}")
     return 0
 
