@@ -116,17 +116,23 @@ def main(flags: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process by SystemExit, so that started servers are stopped."""
+    """Let SIGTERM and SIGHUP end the process by SystemExit, so that started servers are stopped.
+
+    A SIGHUP that is ignored stays so: the comparison was started under nohup.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, leave) for number in numbers]
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

@@ -1,14 +1,42 @@
-"""Has Triton interpret its kernels where there is no GPU.
-
-Triton reads the variable once, when it is imported; transformers imports it too, hence here
-and not beside the tests of kernels.
-"""
+"""What all tests share: an interpreted Triton where there is no GPU, and a terminal's signals."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
+import pytest
 import torch
 
+# Triton reads the variable once, when it is imported; transformers imports it too, hence here
+# and not beside the tests of kernels.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A soak has its own limit. On a GPU a kernel's first launch compiles it.
+LONG_LIMIT_S = 300
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        is_long = item.get_closest_marker("slow") or item.get_closest_marker("gpu")
+        if is_long and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_LIMIT_S))
+
+
+@pytest.fixture
+def terminal_signals() -> Iterator[None]:
+    """Handle SIGINT and SIGHUP as a program in the foreground of a terminal does.
+
+    A background job (`make test &`, nohup) inherits them ignored: for a test that sends one
+    to its own process, the signal would never arrive.
+    """
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

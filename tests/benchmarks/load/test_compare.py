@@ -232,15 +232,18 @@ time.sleep(600)
 
 
 def test_an_ended_comparison_leaves_no_server_behind(ports: list[int], tmp_path: Path) -> None:
+    """It runs under nohup here: the loss of its terminal does not end it, SIGTERM does."""
     script = "import sys; from benchmarks.compare import main; sys.exit(main(sys.argv[1:]))"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
         back = str(listener.getsockname()[1])
         start = f"a={shlex.join([sys.executable, '-c', _CALLER, back])}"
         flags = _started(ports, tmp_path, "--start", start)
-        words = [sys.executable, "-c", script, *flags]
-        with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        words = ["nohup", sys.executable, "-c", script, *flags]
+        nowhere = subprocess.DEVNULL
+        with subprocess.Popen(words, cwd=ROOT, stdout=nowhere, stderr=nowhere) as process:
             line, _ = listener.accept()
+            process.send_signal(signal.SIGHUP)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 128 + signal.SIGTERM
         with line:

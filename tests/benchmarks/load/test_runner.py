@@ -234,6 +234,7 @@ def hang_but_for_the_first(received: Received) -> Reply:
     return stream_reply(received, first_delay_s=600.0)
 
 
+@pytest.mark.usefixtures("terminal_signals")
 def test_control_c_ends_the_run_and_keeps_what_there_is() -> None:
     def interrupt(snapshot: Snapshot) -> None:
         if snapshot.num_completed == 1 and snapshot.num_running == 2:

@@ -184,6 +184,7 @@ def test_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "/v1/models" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("terminal_signals")
 def test_control_c_prints_what_there_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

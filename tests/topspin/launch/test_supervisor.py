@@ -156,6 +156,7 @@ def test_a_role_takes_its_own_processes_along() -> None:
     assert wait_until_gone(int(line.rpartition(" ")[2]))
 
 
+@pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_run_in_order(number: signal.Signals) -> None:
     before = signal.getsignal(number)
@@ -165,6 +166,20 @@ def test_a_signal_ends_the_run_in_order(number: signal.Signals) -> None:
         assert not supervisor.exits
         assert not supervisor.was_forced
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_in_the_background_a_lost_terminal_is_ignored_and_a_sigint_is_not() -> None:
+    """As under nohup, where both are ignored at the start."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with Supervisor(emit=lambda line: None) as supervisor:
+        commands = [dummy("poker", "signal_parent", str(int(signal.SIGHUP)))]
+        commands += [dummy("expert 0", "signal_parent", str(int(signal.SIGINT)))]
+        run_until_an_exit(supervisor, commands)
+        assert supervisor.signal_number == signal.SIGINT
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
 
 def test_a_second_signal_kills_at_once() -> None:
