@@ -1,27 +1,36 @@
 """`topspin chat`: a conversation in the terminal with any server of OpenAI's chat API.
 
-Owns the loop (read a line, stream the answer, keep the history) and how it looks: rich on
-a terminal; on pipes one message per line in and one answer after the other out. Knows no
-engine, only HTTP. Called by topspin.cli.
+Owns the loop (read a line, stream the answer, keep the history), the commands, and both
+screens: rich on a terminal; on pipes one message per line in and one answer after the other
+out. Knows no engine, only HTTP. Called by topspin.cli.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Any, NamedTuple, Protocol
 
 import httpx
 import msgspec
 
+from topspin.cli.chat_settings import SETTINGS
 from topspin.errors import TopspinError
 
 CONNECT_TIMEOUT_S = 5.0
 # Between two tokens: a request may wait in a full queue for a long time.
 READ_TIMEOUT_S = 600.0
 
-HELP = "/clear forgets the conversation, /exit (or Ctrl-D) ends; Ctrl-C stops an answer."
+HELP = f"""\
+/set NAME VALUE  changes a setting (VALUE default: as the server has it); /set shows them
+                 {", ".join(SETTINGS)}
+/system TEXT     begins anew with this system message (without TEXT: with the model's own)
+/reset           begins anew
+/again           asks the last question once more
+/quit            ends, as Ctrl-D does; Ctrl-C stops an answer
+A message that begins with / needs a space before it."""
+UNKNOWN_HELP = "/help shows them; put a space before a message that begins with /"
 
 
 class ChatError(TopspinError):
@@ -68,16 +77,18 @@ class ChatClient:
             raise ChatError(f"{self._url}/v1/models is no list of models") from error
 
     def stream(
-        self, model: str, messages: list[ChatMessage], *, max_tokens: int | None = None
+        self, model: str, messages: list[ChatMessage], settings: Mapping[str, float]
     ) -> Generator[str, None, None]:
-        """Yield the answer to `messages` piece by piece; raises ChatError."""
+        """Yield the answer to `messages` piece by piece; raises ChatError.
+
+        `settings` are further fields of the request.
+        """
         body: dict[str, Any] = {
             "model": model,
             "messages": [message._asdict() for message in messages],
             "stream": True,
+            **settings,
         }
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
@@ -116,7 +127,7 @@ def _answer_pieces(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _refusal(status: int, body: bytes) -> str:
-    """Return what the server said in an error response."""
+    """Return the message of an error response."""
     try:
         return f"{status}: {msgspec.json.decode(body)['error']['message']}"
     except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
@@ -124,7 +135,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 class Screen(Protocol):
-    """Where messages come from and answers go."""
+    """The source of messages and the destination of answers."""
 
     @property
     def ends_on_error(self) -> bool:
@@ -134,10 +145,10 @@ class Screen(Protocol):
         """Return the user's next message, None at the end."""
 
     def show(self, pieces: Iterator[str]) -> str:
-        """Show an answer while it comes; return all of it (or what came before Ctrl-C)."""
+        """Show an answer while it comes; return it, or its part before Ctrl-C."""
 
     def tell(self, text: str) -> None:
-        """Say something that is not an answer."""
+        """Tell the user something that is not an answer."""
 
 
 class PipeScreen:
@@ -190,7 +201,7 @@ class TerminalScreen:
             return ""
 
     def show(self, pieces: Iterator[str]) -> str:
-        """Print the pieces as they come; Ctrl-C keeps what has come."""
+        """Print the pieces as they come; Ctrl-C ends the answer and keeps its beginning."""
         answer = ""
         try:
             for piece in pieces:
@@ -207,51 +218,100 @@ class TerminalScreen:
         self._console.print(text, style="dim", markup=False, highlight=False)
 
 
-def converse(
-    client: ChatClient,
-    screen: Screen,
-    *,
-    model: str,
-    system: str | None = None,
-    max_tokens: int | None = None,
-) -> None:
-    """Answer message after message until the user ends.
+class Conversation:
+    """One conversation: its messages, its settings, and the commands that change them.
 
-    Raises ChatError for a failed answer if the screen wants to end then.
+    Invariant: `_turns` holds whole turns, so that a failed or empty answer leaves no trace.
     """
-    opening = [ChatMessage("system", system)] if system is not None else []
-    history = list(opening)
-    while (text := screen.read()) is not None:
-        match text.strip():
-            case "":
+
+    def __init__(
+        self,
+        client: ChatClient,
+        screen: Screen,
+        *,
+        model: str,
+        system: str | None = None,
+        settings: Mapping[str, float] | None = None,
+    ) -> None:
+        self._client = client
+        self._screen = screen
+        self._model = model
+        self._system = system
+        self._settings = dict(settings or {})
+        self._turns: list[tuple[ChatMessage, ChatMessage]] = []
+
+    def run(self) -> None:
+        """Answer message after message until the user ends.
+
+        Raises ChatError for a failed answer if the screen wants to end then.
+        """
+        while (text := self._screen.read()) is not None:
+            if not text.startswith("/"):
+                if text.strip():
+                    self._answer(ChatMessage("user", text))
                 continue
-            case "/exit":
+            name, _, rest = text.strip().partition(" ")
+            if name in ("/quit", "/exit"):
                 return
-            case "/clear":
-                history = list(opening)
-                screen.tell("forgotten")
-                continue
-        asked = [*history, ChatMessage("user", text)]
+            self._command(name, rest.strip())
+
+    def _command(self, name: str, rest: str) -> None:
+        match name:
+            case "/help":
+                self._screen.tell(HELP)
+            case "/reset" | "/clear":
+                self._turns.clear()
+                self._screen.tell("the conversation begins anew")
+            case "/system":
+                self._system = rest or None
+                self._turns.clear()
+                self._screen.tell("the conversation begins anew, with this system message")
+            case "/again" if self._turns:
+                self._answer(self._turns.pop()[0])
+            case "/again":
+                self._screen.tell("there is no answer yet")
+            case "/set":
+                self._screen.tell(self._set(*rest.split()))
+            case _:
+                self._screen.tell(f"{name} is no command. {UNKNOWN_HELP}")
+
+    def _set(self, name: str = "", text: str = "", *more: str) -> str:
+        """Carry out /set; returns what to tell the user."""
+        if name and (name not in SETTINGS or not text or more):
+            return f"/set NAME VALUE: NAME is one of {', '.join(SETTINGS)}"
+        if text == "default":
+            self._settings.pop(name, None)
+        elif name:
+            try:
+                self._settings[name] = SETTINGS[name](text)
+            except ValueError:
+                return f"{name}: {text} is no {SETTINGS[name].__name__}"
+        shown = [f"{key} {value:g}" for key, value in self._settings.items()]
+        return ", ".join([*shown, "all else as the server has it"])
+
+    def _answer(self, question: ChatMessage) -> None:
+        opening = [] if self._system is None else [ChatMessage("system", self._system)]
+        asked = [*opening, *(message for turn in self._turns for message in turn), question]
         try:
             # Closing the stream closes the connection, which makes the server stop too.
-            with closing(client.stream(model, asked, max_tokens=max_tokens)) as pieces:
-                answer = screen.show(pieces)
+            with closing(self._client.stream(self._model, asked, self._settings)) as pieces:
+                answer = self._screen.show(pieces)
         except ChatError as error:
-            if screen.ends_on_error:
+            if self._screen.ends_on_error:
                 raise
-            screen.tell(f"error: {error}")
-            continue
+            self._screen.tell(f"error: {error}")
+            return
         if answer:
-            history = [*asked, ChatMessage("assistant", answer)]
+            self._turns.append((question, ChatMessage("assistant", answer)))
 
 
-def chat(*, url: str, model: str | None, system: str | None, max_tokens: int | None) -> int:
+def chat(*, url: str, model: str | None, system: str | None, settings: Mapping[str, float]) -> int:
     """Run `topspin chat` on stdin and stdout; returns the exit status. Raises ChatError."""
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     screen: Screen = TerminalScreen() if interactive else PipeScreen()
     with ChatClient(url) as client:
         name = model or client.first_model()
         if interactive:
-            screen.tell(f"{name} at {url}. {HELP}")
-        converse(client, screen, model=name, system=system, max_tokens=max_tokens)
+            screen.tell(f"{name} at {url}. /help shows the commands, /quit (or Ctrl-D) ends.")
+        Conversation(client, screen, model=name, system=system, settings=settings).run()
     return 0

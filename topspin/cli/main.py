@@ -126,16 +126,21 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
     parser.add_argument("--model", metavar="NAME", help="served model (the server's first)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
+    from topspin.cli.chat_settings import SETTINGS
+
+    for name, kind in SETTINGS.items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=kind, metavar="X", help="sent if given (the server's)")
     parser.set_defaults(run=_run_chat)
 
 
 def _run_chat(parsed: argparse.Namespace) -> int:
     from topspin.cli.chat import chat
+    from topspin.cli.chat_settings import SETTINGS
 
-    return chat(
-        url=parsed.url, model=parsed.model, system=parsed.system, max_tokens=parsed.max_tokens
-    )
+    given = {name: getattr(parsed, name) for name in SETTINGS}
+    settings = {name: value for name, value in given.items() if value is not None}
+    return chat(url=parsed.url, model=parsed.model, system=parsed.system, settings=settings)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from tests.topspin.launch.roles import ROOT
-from topspin.cli.chat import ChatClient, ChatError, ChatMessage, converse
+from topspin.cli.chat import ChatClient, ChatError, ChatMessage, Conversation
+from topspin.cli.chat_settings import SETTINGS
 
 URL = "http://127.0.0.1:9"
 
@@ -39,9 +40,9 @@ def client(answer: Handler | bytes, *, status: int = 200) -> ChatClient:
     return ChatClient(URL, transport=httpx.MockTransport(handler))
 
 
-def ask(chat: ChatClient, **options: Any) -> list[str]:
+def ask(chat: ChatClient, **settings: float) -> list[str]:
     with chat:
-        return list(chat.stream("m", [ChatMessage("user", "hi")], **options))
+        return list(chat.stream("m", [ChatMessage("user", "hi")], settings))
 
 
 class ScriptedScreen:
@@ -81,13 +82,14 @@ def test_an_answer_comes_in_pieces() -> None:
 
 def test_the_request_is_a_streamed_chat_completion() -> None:
     requests: list[dict[str, Any]] = []
-    ask(client(recording(requests, events("x"))), max_tokens=7)
+    ask(client(recording(requests, events("x"))), max_tokens=7, temperature=0.5)
     assert requests == [
         {
             "model": "m",
             "messages": [{"role": "user", "content": "hi"}],
             "stream": True,
             "max_tokens": 7,
+            "temperature": 0.5,
         }
     ]
 
@@ -132,21 +134,60 @@ def test_a_server_without_models_is_an_error(answer: bytes, status: int) -> None
         chat.first_model()
 
 
-def test_the_conversation_is_sent_whole_until_it_is_cleared() -> None:
+def said(requests: list[dict[str, Any]]) -> list[list[tuple[str, str]]]:
+    return [[(m["role"], m["content"]) for m in request["messages"]] for request in requests]
+
+
+def test_commands_change_what_is_asked() -> None:
     requests: list[dict[str, Any]] = []
-    replies = (events("one"), events("two"), events("three"))
-    screen = ScriptedScreen("a", "  ", "b", "/clear", "c", "/exit", "never sent")
+    replies = [events(text) for text in ("one", "two", "three", "four", "five")]
+    screen = ScriptedScreen(
+        *("a", "  ", "b", "/again", "/reset", "c", "/system be kind", " /etc?", "/exit", "never")
+    )
     with client(recording(requests, *replies)) as chat:
-        converse(chat, screen, model="m", system="be brief")
-    said = [[(m["role"], m["content"]) for m in request["messages"]] for request in requests]
-    opening = ("system", "be brief")
-    assert said == [
+        Conversation(chat, screen, model="m", system="be brief").run()
+    opening, first = ("system", "be brief"), [("user", "a"), ("assistant", "one")]
+    assert said(requests) == [
         [opening, ("user", "a")],
-        [opening, ("user", "a"), ("assistant", "one"), ("user", "b")],
+        [opening, *first, ("user", "b")],
+        [opening, *first, ("user", "b")],
         [opening, ("user", "c")],
+        [("system", "be kind"), ("user", " /etc?")],
     ]
-    assert screen.answers == ["one", "two", "three"]
-    assert screen.messages == ["never sent"]
+    assert screen.answers == ["one", "two", "three", "four", "five"]
+    assert screen.messages == ["never"]
+
+
+def test_settings_are_sent_until_they_are_the_servers_again() -> None:
+    requests: list[dict[str, Any]] = []
+    screen = ScriptedScreen(
+        *("/set temperature 0.7", "a", "/set temperature default", "/set", "b", "/quit")
+    )
+    with client(recording(requests, events("one"), events("two"))) as chat:
+        Conversation(chat, screen, model="m", settings={"seed": 3}).run()
+    fields = [{key: request.get(key) for key in ("seed", "temperature")} for request in requests]
+    assert fields == [{"seed": 3, "temperature": 0.7}, {"seed": 3, "temperature": None}]
+    rest = "all else as the server has it"
+    assert screen.told == [f"seed 3, temperature 0.7, {rest}", f"seed 3, {rest}", f"seed 3, {rest}"]
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("/help", "/set NAME VALUE"),
+        ("/sing", "/sing is no command"),
+        ("/again", "no answer yet"),
+        ("/set colour 3", "temperature, top_p"),
+        ("/set seed", "/set NAME VALUE"),
+        ("/set seed 1 2", "/set NAME VALUE"),
+        ("/set seed 0.5", "seed: 0.5 is no int"),
+    ],
+)
+def test_a_command_is_answered_by_the_chat_itself(command: str, told: str) -> None:
+    screen = ScriptedScreen(command)
+    with client(b"", status=500) as chat:
+        Conversation(chat, screen, model="m").run()
+    assert [told in text for text in screen.told] == [True]
 
 
 def test_a_failed_answer_leaves_the_conversation_as_it_was() -> None:
@@ -154,7 +195,7 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was() -> None:
     failure = b'{"error": {"message": "queue full"}}'
     screen = ScriptedScreen("a", "b", ends_on_error=False)
     with client(recording(requests, failure, events("two"))) as chat:
-        converse(chat, screen, model="m")
+        Conversation(chat, screen, model="m").run()
     assert requests[1]["messages"] == [{"role": "user", "content": "b"}]
     assert screen.told == ["error: 503: queue full"]
 
@@ -164,7 +205,7 @@ def test_on_a_pipe_a_failed_answer_ends_the_conversation() -> None:
     failure = b'{"error": {"message": "queue full"}}'
     chat = client(recording(requests, failure))
     with chat, pytest.raises(ChatError, match="queue full"):
-        converse(chat, ScriptedScreen("a", "b"), model="m")
+        Conversation(chat, ScriptedScreen("a", "b"), model="m").run()
 
 
 class EchoHandler(http.server.BaseHTTPRequestHandler):
@@ -176,7 +217,9 @@ class EchoHandler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert body["model"] == "echo"
-        self._send(events(*body["messages"][-1]["content"].upper()))
+        settings = {key: body[key] for key in SETTINGS if key in body}
+        shown = f" {settings}" if settings else ""
+        self._send(events(*body["messages"][-1]["content"].upper(), shown))
 
     def _send(self, body: bytes) -> None:
         self.send_response(200)
@@ -200,16 +243,22 @@ def echo_server() -> Iterator[str]:
             thread.join()
 
 
-def run_chat(url: str, text: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "topspin", "chat", "--url", url]
+def run_chat(url: str, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "topspin", "chat", "--url", url, *flags]
     return subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
 
 
 def test_a_pipe_gives_one_answer_per_line() -> None:
     with echo_server() as url:
-        done = run_chat(url, "good\nmorning\n/clear\nlast line")
+        done = run_chat(url, "good\nmorning\n/reset\nlast line")
     assert (done.returncode, done.stdout) == (0, "GOOD\nMORNING\nLAST LINE\n")
-    assert done.stderr == "forgotten\n"
+    assert done.stderr == "the conversation begins anew\n"
+
+
+def test_flags_are_the_settings() -> None:
+    with echo_server() as url:
+        done = run_chat(url, "hi", "--temperature", "0.5", "--max-tokens", "7")
+    assert done.stdout == "HI {'temperature': 0.5, 'max_tokens': 7}\n"
 
 
 def test_a_pipe_without_a_server_fails_with_status_1() -> None:
