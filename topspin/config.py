@@ -221,10 +221,15 @@ class FailoverSection(Section, frozen=True, kw_only=True):
 
 
 class GatewaySection(Section, frozen=True, kw_only=True):
-    """The HTTP side."""
+    """The HTTP side.
+
+    `generation_config`: where the defaults of sampling parameters come from: "auto" is the
+    checkpoint's generation_config.json, "none" is OpenAI's, else a directory with that file.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    generation_config: str = "auto"
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):

@@ -78,7 +78,10 @@ def _add_model_routes(app: FastAPI, engine: EngineClient, model: ServedModel) ->
         return ModelCard(
             id=name,
             created=model.created_at_s,
+            root=model.root,
             max_model_len=engine.state.max_request_tokens or None,
+            vocab_size=model.vocab_size,
+            default_sampling_params=msgspec.structs.asdict(model.defaults),
         )
 
     @app.get("/v1/models")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from server.gateway.prompts import (
     chat_prompt,
     completion_prompts,
     num_completion_prompts,
+    reasoning_variables,
 )
 from server.gateway.replies import (
     DONE_EVENT,
@@ -50,14 +51,20 @@ from topspin.messages import AddRequest, pack_ints
 
 # Larger bodies are tokenised in a worker thread: a long prompt must not hold up all streams.
 INLINE_BODY_BYTES = 16 * 1024
+# Names the fields of the request that were accepted and have no effect.
+IGNORED_HEADER = "x-topspin-ignored"
 
 
 class Prepared(NamedTuple):
-    """A checked request: its parameters, its prompts, and the field that held them."""
+    """A checked request: its parameters, its prompts, and the field that held them.
+
+    `ignored` names the fields that were given and have no effect.
+    """
 
     params: RequestParams
     prompts: list[list[int]]
     prompt_field: str
+    ignored: Sequence[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,23 +91,25 @@ class GenerationHandler:
         )
 
     def _prepare_chat(self, data: bytes) -> Prepared:
-        body = decode_chat(data)
+        body, ignored = decode_chat(data)
         params = chat_params(body, self.model)
         if self.template is None:
             raise InvalidRequest(
                 "the model has no chat template; use /v1/completions", param="messages"
             )
         prompt = chat_prompt(body, template=self.template, tokenizer=self.tokenizer)
-        return Prepared(params, [prompt], "messages")
+        if body.reasoning_effort and not reasoning_variables(body, self.template):
+            ignored = ("reasoning_effort", *ignored)
+        return Prepared(params, [prompt], "messages", ignored)
 
     def _prepare_completion(self, data: bytes) -> Prepared:
-        body = decode_completion(data)
+        body, ignored = decode_completion(data)
         params = completion_params(body, self.model)
         check_choices(num_completion_prompts(body), params.num_choices)
         prompts = completion_prompts(
             body, tokenizer=self.tokenizer, vocab_size=self.model.vocab_size
         )
-        return Prepared(params, prompts, "prompt")
+        return Prepared(params, prompts, "prompt", ignored)
 
     async def _answer(
         self,
@@ -125,17 +134,22 @@ class GenerationHandler:
             prompts=prepared.prompts,
             num_logprobs=params.text.num_logprobs,
             include_usage=params.include_usage,
+            continuous_usage=params.continuous_usage,
             return_token_ids=params.return_token_ids,
         )
         run = self._submit(prepared, request_id=head.id, arrived_at_s=arrived_at_s)
         run.watch(request.receive)
         replies = make_replies(head, self.tokenizer)
-        if not params.stream:
-            return await _whole_answer(run, replies)
-        # Waiting here gives a request that fails before its first token a proper status.
-        grown = await run.next()
-        blocks = _event_blocks(run, grown, replies, include_usage=params.include_usage)
-        return EventStream(blocks, close=run.close)
+        if params.stream:
+            # Waiting here gives a request that fails before its first token a proper status.
+            grown = await run.next()
+            blocks = _event_blocks(run, grown, replies, include_usage=params.include_usage)
+            response: Response = EventStream(blocks, close=run.close)
+        else:
+            response = await _whole_answer(run, replies)
+        if prepared.ignored:
+            response.headers[IGNORED_HEADER] = ", ".join(prepared.ignored)
+        return response
 
     def _submit(self, prepared: Prepared, *, request_id: str, arrived_at_s: float) -> Run:
         """Check lengths, then make and send one engine request per choice."""

@@ -1,4 +1,4 @@
-"""What the fields of a request mean: checked values for the engine and for the text.
+"""From the fields of a request to checked values for the engine and for the text.
 
 Owns defaults, checks that need the model (names, vocabulary, context length) and rules
 between fields. Knows no HTTP and no tokenizer; server.gateway.handler calls it between
@@ -11,12 +11,14 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from server.gateway.errors import ContextLengthExceeded, ModelNotFound, truncated
 from server.gateway.generation import TextOptions
-from server.gateway.schema import ChatBody, CompletionBody, GenerationBody
+from server.gateway.sampling_defaults import SamplingDefaults
+from server.gateway.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
 from server.gateway.stop_strings import StopStrings
 from topspin.errors import InvalidRequest
 from topspin.messages import SamplingParams
@@ -24,23 +26,29 @@ from topspin.messages import SamplingParams
 MAX_CHOICES_OF_ALL_PROMPTS = 256
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**64 - 1
+_Number = TypeVar("_Number", int, float)
 
 _log = logging.getLogger("gateway")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """What requests are checked against: the names to serve under, and the model's facts."""
+    """What requests are checked against: the names to serve under, and the model's facts.
+
+    `root` is where the checkpoint is, as clients on the server's host may ask for its files.
+    """
 
     names: tuple[str, ...]
+    root: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     created_at_s: int
+    defaults: SamplingDefaults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestParams:
-    """One request, checked. `max_tokens` None: as the endpoint's default has it.
+    """One request, checked. `max_tokens` None: `default_max_tokens`, or else all that fit.
 
     `sampling` is complete but for max_tokens and choice, which each choice gets from `sampling_of`.
     """
@@ -53,6 +61,7 @@ class RequestParams:
     text: TextOptions
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     return_token_ids: bool
     cache_salt: str
 
@@ -105,7 +114,7 @@ def chat_params(body: ChatBody, model: ServedModel) -> RequestParams:
         body,
         model,
         max_tokens=older if newer is None else newer,
-        default_max_tokens=None,
+        default_max_tokens=model.defaults.max_tokens,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
 
@@ -155,7 +164,7 @@ def _params(
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
-    options = body.stream_options
+    options = body.stream_options or StreamOptions()
     return RequestParams(
         model=body.model,
         num_choices=body.n or 1,
@@ -170,7 +179,8 @@ def _params(
             num_logprobs=num_logprobs,
         ),
         stream=bool(body.stream),
-        include_usage=options is not None and bool(options.include_usage),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
         cache_salt=body.cache_salt or "",
     )
@@ -185,6 +195,7 @@ def _sampling(
     check_vocabulary(list(logit_bias), vocab_size=model.vocab_size, param="logit_bias")
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_vocabulary(stop_token_ids, vocab_size=model.vocab_size, param="stop_token_ids")
+    defaults = model.defaults
     seed = body.seed
     if seed is None:
         seed = secrets.randbits(64)
@@ -192,13 +203,13 @@ def _sampling(
     return SamplingParams(
         max_tokens=0,
         seed=seed & _SEED_MASK,
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
-        top_k=max(0, body.top_k or 0),
-        min_p=_given(body.min_p, 0.0),
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=max(0, _given(body.top_k, defaults.top_k)),
+        min_p=_given(body.min_p, defaults.min_p),
         presence_penalty=_given(body.presence_penalty, 0.0),
         frequency_penalty=_given(body.frequency_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
         logit_bias=logit_bias,
         min_tokens=body.min_tokens or 0,
         stop_token_ids=stop_token_ids,
@@ -207,5 +218,5 @@ def _sampling(
     )
 
 
-def _given(value: float | None, default: float) -> float:
+def _given(value: _Number | None, default: _Number) -> _Number:
     return default if value is None else value

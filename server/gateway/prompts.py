@@ -1,20 +1,24 @@
 """From messages or text to prompt tokens.
 
-Owns the use of the chat template (which keyword arguments a client may set, how the last
-message is continued) and the forms that a completion's prompt may have. Knows no sampling
-and no HTTP; server.gateway.handler calls it, for large bodies in a worker thread.
+Owns the use of the chat template (the variables that a client may set, what an earlier answer
+becomes, how the last message is continued) and the forms that a completion's prompt may have.
+Knows no sampling and no HTTP; server.gateway.handler calls it, for large bodies in a worker
+thread.
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
 from server.gateway.errors import truncated
 from server.gateway.params import check_vocabulary
-from server.gateway.schema import ChatBody, ChatMessage, CompletionBody
+from server.gateway.schema import ChatBody, ChatMessage, CompletionBody, ToolCall
 from topspin.errors import InvalidRequest
 
 # Parameters of ChatTemplate.render that have fields of their own, or are refused; the names that
@@ -31,7 +35,9 @@ def chat_prompt(body: ChatBody, *, template: ChatTemplate, tokenizer: Tokenizer)
                 f"`chat_template_kwargs`: `{truncated(name, 64)}` may not be set by a request",
                 param="chat_template_kwargs",
             )
-    messages = [_plain(message) for message in body.messages]
+    kwargs = reasoning_variables(body, template) | kwargs
+    _check_tool_use(body.messages, template)
+    messages = [_plain(message, idx) for idx, message in enumerate(body.messages)]
     if body.continue_final_message:
         text = _continued(body, messages, template=template, kwargs=kwargs)
     else:
@@ -39,10 +45,22 @@ def chat_prompt(body: ChatBody, *, template: ChatTemplate, tokenizer: Tokenizer)
             messages, add_generation_prompt=body.add_generation_prompt is not False, **kwargs
         )
     # The template writes the special tokens itself.
-    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    token_ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise InvalidRequest("the messages give an empty prompt", param="messages")
     return token_ids
+
+
+def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str | bool]:
+    """Return the template's variables that `reasoning_effort` sets, none if it reads none."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    values: dict[str, str | bool] = {
+        "reasoning_effort": effort,
+        "enable_thinking": effort != "none",
+    }
+    return {name: value for name, value in values.items() if template.mentions(name)}
 
 
 def completion_prompts(
@@ -53,13 +71,14 @@ def completion_prompts(
     Raises InvalidRequest for mixed lists, empty prompts and ids outside the vocabulary.
     """
     prompt = body.prompt
+    special = body.add_special_tokens is not False
     if isinstance(prompt, str):
-        prompts = [tokenizer.encode(prompt, add_special_tokens=True)]
+        prompts = [tokenizer.encode(prompt, add_special_tokens=special)]
     elif all(isinstance(item, int) for item in prompt):
         prompts = [[item for item in prompt if isinstance(item, int)]]
     elif all(isinstance(item, str) for item in prompt):
         texts = [item for item in prompt if isinstance(item, str)]
-        prompts = [tokenizer.encode(text, add_special_tokens=True) for text in texts]
+        prompts = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
     elif all(isinstance(item, list) for item in prompt):
         prompts = [item for item in prompt if isinstance(item, list)]
     else:
@@ -80,19 +99,57 @@ def num_completion_prompts(body: CompletionBody) -> int:
     return len(body.prompt)
 
 
-def _plain(message: ChatMessage) -> dict[str, object]:
+def _check_tool_use(messages: Sequence[ChatMessage], template: ChatTemplate) -> None:
+    """Raise InvalidRequest for calls and results of tools that the template would not show."""
+    for idx, message in enumerate(messages):
+        if message.role == "tool" and not template.mentions("tool"):
+            raise InvalidRequest(
+                "the model's chat template has no role `tool`", param=f"messages[{idx}].role"
+            )
+        if not message.tool_calls:
+            continue
+        if message.role != "assistant" or not template.mentions("tool_calls"):
+            reason = "the model's chat template shows none"
+            if message.role != "assistant":
+                reason = "only the assistant calls tools"
+            raise InvalidRequest(f"`tool_calls`: {reason}", param=f"messages[{idx}].tool_calls")
+
+
+def _plain(message: ChatMessage, idx: int) -> dict[str, object]:
     """Return the message as templates know it: plain text, and no `developer` role.
 
-    OpenAI's `developer` is what its older models, and open models' templates, call `system`.
+    Open models' templates call OpenAI's `developer` by its older name, `system`.
     """
-    content = message.content
+    content = message.content or ""
     if not isinstance(content, str):
         content = "\n".join(part.text or "" for part in content)
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, object] = {"role": role, "content": content}
-    if message.name is not None:
-        plain["name"] = message.name
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _plain_call(call, f"messages[{idx}].tool_calls[{call_idx}]")
+            for call_idx, call in enumerate(message.tool_calls)
+        ]
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+    }
+    plain.update({name: value for name, value in optional.items() if value is not None})
     return plain
+
+
+def _plain_call(call: ToolCall, param: str) -> dict[str, object]:
+    """Return the call as templates know it: its arguments are an object, not JSON text."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(
+            f"`{param}.function.arguments` is no JSON object: {error}",
+            param=f"{param}.function.arguments",
+        ) from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": call.type, "function": function}
 
 
 def _continued(

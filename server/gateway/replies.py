@@ -30,6 +30,7 @@ from server.gateway.wire import (
     CompletionChoice,
     CompletionLogprobs,
     FinishReason,
+    PromptTokensDetails,
     TopLogprob,
     Usage,
 )
@@ -43,12 +44,17 @@ _LOWEST_LOGPROB = -9999.0
 
 @dataclass(kw_only=True, slots=True)
 class Choice:
-    """One choice of a request as it grows. `shown` and the lists fill only if kept whole."""
+    """One choice of a request as it grows.
+
+    `shown`, `token_ids` and `logprobs` fill only if the answer is sent whole,
+    `num_streamed_tokens` only if it is streamed.
+    """
 
     index: int
     prompt_idx: int
     text: ChoiceText
     num_tokens: int = 0
+    num_streamed_tokens: int = 0
     num_cached_tokens: int = 0
     last_output_at_s: float | None = None
     finish_reason: FinishReason | None = None
@@ -60,7 +66,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyHead:
-    """What all parts of an answer share, and what the client asked to see."""
+    """The members that all parts of an answer share, and what the client asked to see."""
 
     id: str
     created_at_s: int
@@ -68,12 +74,25 @@ class ReplyHead:
     prompts: Sequence[Sequence[int]]
     num_logprobs: int | None
     include_usage: bool
+    continuous_usage: bool
     return_token_ids: bool
 
     @property
     def shows_tokens(self) -> bool:
         """Whether tokens are shown even while they have no text yet."""
         return self.return_token_ids or self.num_logprobs is not None
+
+    def usage_so_far(self, choice: Choice) -> Usage | None:
+        """Return the counts of one choice up to here, for chunks that are to carry them."""
+        if not self.continuous_usage:
+            return None
+        num_prompt_tokens = len(self.prompts[choice.prompt_idx])
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=choice.num_streamed_tokens,
+            total_tokens=num_prompt_tokens + choice.num_streamed_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=choice.num_cached_tokens),
+        )
 
 
 class Replies(Protocol):
@@ -109,7 +128,10 @@ class ChatReplies:
         if first:
             role = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
             prompt = list(head.prompts[0]) if head.return_token_ids else UNSET
-            events.append(self._event(role, prompt_token_ids=prompt))
+            usage = head.usage_so_far(choice)
+            events.append(self._event(role, usage=usage, prompt_token_ids=prompt))
+        choice.num_streamed_tokens += len(delta.token_ids)
+        usage = head.usage_so_far(choice)
         if delta.text or (delta.token_ids and head.shows_tokens):
             content = ChatChunkChoice(
                 index=index,
@@ -117,12 +139,12 @@ class ChatReplies:
                 logprobs=self._logprobs(delta.token_ids, delta.logprobs),
                 token_ids=list(delta.token_ids) if head.return_token_ids else UNSET,
             )
-            events.append(self._event(content))
+            events.append(self._event(content, usage=usage))
         if delta.finish_reason is not None:
             finish = ChatChunkChoice(
                 index=index, delta=ChatDelta(), finish_reason=delta.finish_reason
             )
-            events.append(self._event(finish))
+            events.append(self._event(finish, usage=usage))
         return b"".join(events)
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -212,6 +234,8 @@ class CompletionReplies:
         """Return text (if there is something to say) and finish events."""
         head = self._head
         events: list[bytes] = []
+        choice.num_streamed_tokens += len(delta.token_ids)
+        usage = head.usage_so_far(choice)
         if delta.text or (delta.token_ids and head.shows_tokens):
             grown = CompletionChoice(
                 index=choice.index,
@@ -220,12 +244,12 @@ class CompletionReplies:
                 token_ids=list(delta.token_ids) if head.return_token_ids else UNSET,
                 prompt_token_ids=self._prompt_of(choice) if first else UNSET,
             )
-            events.append(self._event(grown))
+            events.append(self._event(grown, usage=usage))
         if delta.finish_reason is not None:
             finish = CompletionChoice(
                 index=choice.index, text="", finish_reason=delta.finish_reason
             )
-            events.append(self._event(finish))
+            events.append(self._event(finish, usage=usage))
         return b"".join(events)
 
     def usage_event(self, usage: Usage) -> bytes:

@@ -1,28 +1,32 @@
 """The request bodies that the gateway accepts, field by field, and their decoding.
 
-Owns names, types and static ranges: a field that is not listed here is refused by name, and
-so is a listed one that Topspin does not implement (unless it is set to what happens anyway).
-Knows no tokenizer and no model; server.gateway.params gives the fields their meaning.
+Owns the one table of fields: the structs. A field that is listed plainly is implemented; one
+listed as `Ignored` is documented by OpenAI, Anthropic, vLLM or llama.cpp and does not affect
+the answer here, so it is accepted and reported; one listed as `Refused` would affect the answer
+and is not implemented, so that only its neutral values pass. Any other field is unknown. Null
+always means "not given". Knows no tokenizer and no model; server.gateway.params gives the
+fields their meaning, docs/api.md explains them (a test compares it with the structs).
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw
 
 from server.gateway.errors import truncated
-from server.sampling_limits import (
-    MAX_BIAS,
-    MAX_COUNT,
-    MAX_LOGPROBS,
-    MAX_PENALTY,
-    MAX_REPETITION_PENALTY,
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
+from server.gateway.sampling_defaults import (
+    MinP,
+    PositiveCount,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
 )
+from server.sampling_limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS, MAX_PENALTY
 from topspin.errors import InvalidRequest
 
 MAX_CHOICES = 128
@@ -34,40 +38,61 @@ MAX_NAME_CHARS = 256
 MAX_TEMPLATE_KWARGS = 32
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-PositiveCount = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
+_Value = TypeVar("_Value")
+_IGNORED = Meta(extra={"is_ignored": True})
 _NULL = Raw(b"null")
 
+# A field of this type is checked for its JSON type and has no effect on the answer.
+Ignored = Annotated[_Value | None, _IGNORED]
+Object = dict[str, Raw]
 
-class StreamOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`include_usage`: a last chunk carries the token counts."""
+
+def neutral(*values: object) -> Meta:
+    """Mark a Raw field as refused unless it has one of `values`, which change nothing."""
+    return Meta(extra={"neutral": values})
+
+
+# A field of one of these types is refused unless null, false, or an empty value.
+Refused = Annotated[Raw, neutral()]
+RefusedSwitch = Annotated[Raw, neutral(False)]
+RefusedList = Annotated[Raw, neutral([])]
+RefusedObject = Annotated[Raw, neutral({})]
+
+
+class Fields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A JSON object of a request."""
+
+
+class StreamOptions(Fields, kw_only=True, frozen=True):
+    """`include_usage`: a last chunk carries the token counts.
+
+    `continuous_usage_stats`: with it, every chunk carries those up to there.
+    """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Ignored[bool] = None
 
 
-class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What chat and plain completions have in common; null means "not given".
-
-    `user` is accepted because clients send it, and has no effect: nothing is kept about users.
-    """
+class GenerationBody(Fields, kw_only=True, frozen=True):
+    """The fields that chat and plain completions have in common."""
 
     model: str
     max_tokens: PositiveCount | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: (
-        Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
-    ) = None
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: (
         Annotated[
             dict[int, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]],
@@ -80,46 +105,117 @@ class GenerationBody(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_f
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: Name | None = None
-    user: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
-    response_format: Raw = _NULL
+
+    # OpenAI's
+    metadata: Ignored[Object] = None
+    prompt_cache_key: Ignored[str] = None
+    prompt_cache_retention: Ignored[str] = None
+    safety_identifier: Ignored[str] = None
+    service_tier: Ignored[str] = None
+    store: Ignored[bool] = None
+    user: Ignored[str] = None
+    response_format: Annotated[Raw, neutral({"type": "text"})] = _NULL
+    # vLLM's; a length penalty is for beam search, and gaps between special tokens are for
+    # tokenizers without a tokenizer.json.
+    include_reasoning: Ignored[bool] = None
+    length_penalty: Ignored[float] = None
+    priority: Ignored[int] = None
+    request_id: Ignored[str] = None
+    session_id: Ignored[str] = None
+    spaces_between_special_tokens: Ignored[bool] = None
+    stream_interval: Ignored[int] = None
+    allowed_token_ids: Refused = _NULL
+    bad_words: RefusedList = _NULL
+    echo: RefusedSwitch = _NULL
+    kv_transfer_params: RefusedObject = _NULL
+    logprob_token_ids: Refused = _NULL
+    prompt_logprobs: Refused = _NULL
+    repetition_detection: Refused = _NULL
+    return_tokens_as_token_ids: RefusedSwitch = _NULL
+    structured_outputs: RefusedObject = _NULL
+    thinking_token_budget: Annotated[Raw, neutral(-1)] = _NULL
+    truncate_prompt_tokens: Refused = _NULL
+    truncation_side: Refused = _NULL
+    use_beam_search: RefusedSwitch = _NULL
+    vllm_xargs: RefusedObject = _NULL
+    # llama.cpp's
+    cache_prompt: Ignored[bool] = None
+    id_slot: Ignored[int] = None
+    return_progress: Ignored[bool] = None
+    timings_per_token: Ignored[bool] = None
+    dry_multiplier: Annotated[Raw, neutral(0)] = _NULL
+    dynatemp_range: Annotated[Raw, neutral(0)] = _NULL
+    grammar: Annotated[Raw, neutral("")] = _NULL
+    json_schema: RefusedObject = _NULL
+    mirostat: Annotated[Raw, neutral(0)] = _NULL
+    n_probs: Annotated[Raw, neutral(0)] = _NULL
+    repeat_penalty: Annotated[Raw, neutral(1)] = _NULL
+    typical_p: Annotated[Raw, neutral(1)] = _NULL
+    xtc_probability: Annotated[Raw, neutral(0)] = _NULL
 
 
-class ContentPart(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One part of a message's content. Only text is served; other kinds are refused by name."""
+class ContentPart(Fields, kw_only=True, frozen=True):
+    """One part of a message's content. Only text is served; other types are refused by name."""
 
     type: str
     text: str | None = None
-    image_url: Raw = _NULL
-    video_url: Raw = _NULL
-    input_audio: Raw = _NULL
-    file: Raw = _NULL
-    refusal: Raw = _NULL
+    cache_control: Ignored[Object] = None
+    annotations: Ignored[list[Raw]] = None
+    image_url: Refused = _NULL
+    video_url: Refused = _NULL
+    input_audio: Refused = _NULL
+    file: Refused = _NULL
+    refusal: Refused = _NULL
 
 
-class ChatMessage(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """One message. The raw members are what clients send back from an earlier answer."""
+class ToolFunction(Fields, kw_only=True, frozen=True):
+    """The function that a tool call names; `arguments` is JSON text, as the API has it."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
+    name: Name
+    arguments: str
+
+
+class ToolCall(Fields, kw_only=True, frozen=True):
+    """A call of an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: ToolFunction
+    index: Ignored[int] = None
+    provider_specific_fields: Ignored[Object] = None
+
+
+class ChatMessage(Fields, kw_only=True, frozen=True):
+    """One message, in any form in which clients send an earlier answer back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
     name: Name | None = None
-    refusal: Raw = _NULL
-    tool_calls: Raw = _NULL
-    function_call: Raw = _NULL
-    audio: Raw = _NULL
-    annotations: Raw = _NULL
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: Ignored[list[Raw]] = None
+    cache_control: Ignored[Object] = None
+    provider_specific_fields: Ignored[Object] = None
+    audio: Refused = _NULL
+    function_call: Refused = _NULL
+    refusal: Refused = _NULL
 
 
-class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class ChatBody(GenerationBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    reasoning_effort: Name | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: (
@@ -132,36 +228,56 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=
         ]
         | None
     ) = None
-    tools: Raw = _NULL
-    tool_choice: Raw = _NULL
-    parallel_tool_calls: Raw = _NULL
-    functions: Raw = _NULL
-    function_call: Raw = _NULL
+
+    # OpenAI's; a prediction only makes an answer quicker.
+    parallel_tool_calls: Ignored[bool] = None
+    prediction: Ignored[Object] = None
+    verbosity: Ignored[str] = None
+    audio: Refused = _NULL
+    function_call: Annotated[Raw, neutral("none", "auto")] = _NULL
+    functions: RefusedList = _NULL
+    modalities: Annotated[Raw, neutral(["text"])] = _NULL
+    tool_choice: Annotated[Raw, neutral("none", "auto")] = _NULL
+    tools: RefusedList = _NULL
+    web_search_options: Refused = _NULL
+    # vLLM's
+    chat_template: Refused = _NULL
+    documents: RefusedList = _NULL
+    media_io_kwargs: RefusedObject = _NULL
+    mm_processor_kwargs: RefusedObject = _NULL
+    return_prompt_text: RefusedSwitch = _NULL
 
 
-class CompletionBody(GenerationBody, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class CompletionBody(GenerationBody, kw_only=True, frozen=True):
     """POST /v1/completions."""
 
     prompt: str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: Raw = _NULL
-    best_of: Raw = _NULL
-    suffix: Raw = _NULL
+    best_of: Annotated[Raw, neutral(1)] = _NULL
+    suffix: Annotated[Raw, neutral("")] = _NULL
 
 
-# Fields that are refused, with the values that change nothing and are therefore let pass.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tools": (),
-    "tool_choice": ("none",),
-    "parallel_tool_calls": (),
-    "functions": (),
-    "function_call": ("none",),
-    "echo": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-}
-_RESENT = ("refusal", "tool_calls", "function_call", "audio", "annotations")
+class FieldClasses(NamedTuple):
+    """The fields of a struct that are not implemented: ignored ones, and neutral values."""
+
+    ignored: tuple[str, ...]
+    refused: dict[str, tuple[object, ...]]
+
+
+@cache
+def field_classes(kind: type[Fields]) -> FieldClasses:
+    """Return which fields of `kind` are ignored, and which refused but for some values."""
+    ignored: list[str] = []
+    refused: dict[str, tuple[object, ...]] = {}
+    for field in msgspec.structs.fields(kind):
+        marks = [meta.extra for meta in get_args(field.type)[1:] if isinstance(meta, Meta)]
+        for mark in marks:
+            if mark and "is_ignored" in mark:
+                ignored.append(field.name)
+            elif mark and "neutral" in mark:
+                refused[field.name] = mark["neutral"]
+    return FieldClasses(tuple(ignored), refused)
+
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
 _FIELD = re.compile(
@@ -171,46 +287,80 @@ _FIELD = re.compile(
 _Body = TypeVar("_Body", bound=GenerationBody)
 
 
-def decode_chat(data: bytes) -> ChatBody:
+class Decoded(NamedTuple, Generic[_Body]):
+    """A body, and the ignored fields that it sets (`messages.cache_control`)."""
+
+    body: _Body
+    ignored: tuple[str, ...]
+
+
+def decode_chat(data: bytes) -> Decoded[ChatBody]:
     """Return the chat request in `data`; raises InvalidRequest naming the field."""
     body = _decode(data, ChatBody)
+    ignored = _ignored(body)
     for idx, message in enumerate(body.messages):
-        for field in _RESENT:
-            _refuse_set(getattr(message, field), param=f"messages[{idx}].{field}")
-        if not isinstance(message.content, str):
-            _check_parts(message.content, param=f"messages[{idx}].content")
-    return body
+        param = f"messages[{idx}]"
+        ignored.update(_check(message, param=f"{param}.", shown="messages."))
+        for call_idx, call in enumerate(message.tool_calls or ()):
+            where = f"{param}.tool_calls[{call_idx}]."
+            ignored.update(_check(call, param=where, shown="messages.tool_calls."))
+        if message.content is None and message.role != "assistant":
+            raise InvalidRequest(
+                f"missing required field `{param}.content`", param=f"{param}.content"
+            )
+        if isinstance(message.content, list):
+            ignored.update(_check_parts(message.content, param=f"{param}.content"))
+    return Decoded(body, tuple(ignored))
 
 
-def decode_completion(data: bytes) -> CompletionBody:
+def decode_completion(data: bytes) -> Decoded[CompletionBody]:
     """Return the completion request in `data`; raises InvalidRequest naming the field."""
-    return _decode(data, CompletionBody)
+    body = _decode(data, CompletionBody)
+    return Decoded(body, tuple(_ignored(body)))
 
 
 def _decode(data: bytes, kind: type[_Body]) -> _Body:
     try:
-        body = msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
-    for field, neutral in _NEUTRAL.items():
-        if (raw := getattr(body, field, None)) is not None:
-            _refuse_set(raw, param=field, neutral=neutral)
-    return body
 
 
-def _refuse_set(raw: Raw, *, param: str, neutral: tuple[object, ...] = ()) -> None:
+def _ignored(body: GenerationBody) -> dict[str, None]:
+    """Return the ignored fields outside of messages, in order, as the keys of a dict."""
+    found = _check(body)
+    if body.stream_options is not None:
+        found.update(_check(body.stream_options, shown="stream_options."))
+    return found
+
+
+def _check(fields: Fields, *, param: str = "", shown: str = "") -> dict[str, None]:
+    """Return the ignored fields that are set, each after `shown`, as the keys of a dict.
+
+    Raises InvalidRequest, naming the field after `param`, for one that is refused.
+    """
+    classes = field_classes(type(fields))
+    for name, neutral_values in classes.refused.items():
+        raw: Raw = getattr(fields, name)
+        if raw is not _NULL:
+            _refuse_set(raw, param=f"{param}{name}", neutral_values=neutral_values)
+    return {shown + name: None for name in classes.ignored if getattr(fields, name) is not None}
+
+
+def _refuse_set(raw: Raw, *, param: str, neutral_values: tuple[object, ...]) -> None:
     """Raise InvalidRequest unless the field is null or has a value that changes nothing."""
     text = bytes(raw)
     if text == b"null":
         return
-    # What is no short scalar or object cannot be neutral, and is not worth decoding.
-    if len(text) > 64 or msgspec.json.decode(text) not in neutral:
+    # A value that is no short scalar or object cannot be neutral, and is not worth decoding.
+    if len(text) > 64 or msgspec.json.decode(text) not in neutral_values:
         raise InvalidRequest(f"`{param}` is not supported by this server", param=param)
 
 
-def _check_parts(parts: list[ContentPart], *, param: str) -> None:
+def _check_parts(parts: list[ContentPart], *, param: str) -> dict[str, None]:
+    ignored: dict[str, None] = {}
     for idx, part in enumerate(parts):
         if part.type != "text":
             raise InvalidRequest(
@@ -219,6 +369,8 @@ def _check_parts(parts: list[ContentPart], *, param: str) -> None:
             )
         if part.text is None:
             raise InvalidRequest("a text part needs `text`", param=f"{param}[{idx}].text")
+        ignored.update(_check(part, param=f"{param}[{idx}].", shown="messages.content."))
+    return ignored
 
 
 def _invalid(message: str) -> InvalidRequest:

@@ -29,6 +29,7 @@ from models.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
 from server.gateway.params import ServedModel
+from server.gateway.sampling_defaults import load_sampling_defaults
 from topspin import __version__
 from topspin.channel import AsyncControlClient
 from topspin.config import EngineConfig, GatewaySection, load_config
@@ -157,9 +158,11 @@ def build_app(config: EngineConfig, engine: EngineClient) -> FastAPI:
     model_config = load_model_config(path)
     model = ServedModel(
         names=config.model.served_names,
+        root=config.model.path,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         created_at_s=int(time.time()),
+        defaults=load_sampling_defaults(path, config.gateway.generation_config),
     )
     return create_app(
         engine,

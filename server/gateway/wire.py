@@ -144,13 +144,20 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of /v1/models; max_model_len is null until the engine has said it."""
+    """One entry of /v1/models; max_model_len is null until the engine has said it.
+
+    `root` is the checkpoint's directory on the server's host. `default_sampling_params` holds
+    what a request gets that does not set them; its `max_tokens` is for chats.
+    """
 
     id: str
     object: str = "model"
     created: int
     owned_by: str = "topspin"
+    root: str
     max_model_len: int | None
+    vocab_size: int
+    default_sampling_params: dict[str, float | None]
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,6 +46,7 @@ class ServeArguments(argparse.Namespace):
     host: str
     port: int
     served_model_name: list[str]
+    generation_config: str
     dtype: Literal["auto", "float32", "bfloat16"]
     max_model_len: int | None
     quantization: Quantization
@@ -122,6 +123,13 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="NAME",
         help="names by which clients ask for the model; the first one is shown (MODEL)",
+    )
+    group.add_argument(
+        "--generation-config",
+        default=gateway.generation_config,
+        metavar="auto|none|DIR",
+        help="whose generation_config.json gives the defaults of sampling parameters: the "
+        "checkpoint's, nobody's, or that of a directory (%(default)s)",
     )
 
 

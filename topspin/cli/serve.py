@@ -15,6 +15,7 @@ import msgspec
 
 from models.config import load_model_config
 from models.hub import resolve_model
+from server.gateway.sampling_defaults import load_sampling_defaults
 from topspin.cli.flags import ServeArguments
 from topspin.cli.quantization import describe_loss
 from topspin.config import (
@@ -54,6 +55,7 @@ def engine_config(arguments: ServeArguments) -> EngineConfig:
         num_experts=model.moe.num_experts if model.moe is not None else 0,
     )
     sections = _sections(arguments, path)
+    load_sampling_defaults(path, sections.gateway.generation_config)
     resolved = settle(sections)
     if resolved.compute.layout != "auto":
         return resolved
@@ -131,7 +133,11 @@ def _sections(arguments: ServeArguments, path: Path) -> EngineConfig:
             half_life_pairs=arguments.expert_load_half_life,
         ),
         trace=TraceSection(enabled=arguments.trace, num_stamps=arguments.trace_stamps),
-        gateway=GatewaySection(host=arguments.host, port=arguments.port),
+        gateway=GatewaySection(
+            host=arguments.host,
+            port=arguments.port,
+            generation_config=arguments.generation_config,
+        ),
         failover=FailoverSection(
             restart=arguments.restart == "on",
             restart_deadline_s=arguments.restart_deadline,

@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
+from typing import Any
 
 import httpx
 import msgspec
@@ -24,6 +25,7 @@ from models.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
 from server.gateway.params import ServedModel
+from server.gateway.sampling_defaults import SamplingDefaults
 from server.gateway.service import http_config
 from topspin.messages import (
     AbortRequest,
@@ -199,36 +201,46 @@ class FakeEngine:
         self.say(EngineState(state="ready", max_request_tokens=max_request_tokens))
 
 
-def make_app(engine: EngineClient, *, progress_deadline_s: float = 5.0) -> FastAPI:
+def make_app(
+    engine: EngineClient,
+    *,
+    progress_deadline_s: float = 5.0,
+    defaults: SamplingDefaults | None = None,
+    chat_template: ChatTemplate | None = None,
+    text_tokenizer: Tokenizer | None = None,
+) -> FastAPI:
     """Return the application over `engine` and the tiny model."""
     return create_app(
         engine,
         model=ServedModel(
             names=(MODEL_NAME, "org/alias"),
+            root="/models/tiny",
             vocab_size=tokenizer().vocab_size,
             eos_token_ids=(EOS_ID,),
             created_at_s=1_700_000_000,
+            defaults=defaults or SamplingDefaults(),
         ),
-        tokenizer=tokenizer(),
-        template=template(),
+        tokenizer=text_tokenizer or tokenizer(),
+        template=chat_template or template(),
         progress_deadline_s=progress_deadline_s,
     )
 
 
 @asynccontextmanager
 async def gateway(
-    fake: FakeEngine, *, ready: bool = True, progress_deadline_s: float = 5.0
+    fake: FakeEngine, *, ready: bool = True, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Run the application in this loop, without a network; yields a client for it."""
+    """Run the application in this loop, without a network; yields a client for it.
+
+    `options` are those of make_app.
+    """
     engine = EngineClient(fake)
     reader = asyncio.create_task(engine.run())
     if ready:
         fake.become_ready()
         while engine.state.state != "ready":
             await asyncio.sleep(0)
-    transport = httpx.ASGITransport(
-        make_app(engine, progress_deadline_s=progress_deadline_s), raise_app_exceptions=False
-    )
+    transport = httpx.ASGITransport(make_app(engine, **options), raise_app_exceptions=False)
     try:
         async with (
             asyncio.timeout(DEADLINE_S),

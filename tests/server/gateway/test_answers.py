@@ -172,6 +172,24 @@ def test_token_ids_of_a_stream_come_with_their_chunks() -> None:
     ]
 
 
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+def test_continuous_usage_counts_up_to_each_event(path: str) -> None:
+    def script(request: AddRequest) -> Iterator[RequestOutput]:
+        yield output(request, ids("a\u00e9")[:2], num_cached_tokens=1)
+        yield output(request, ids("\u00e9b")[1:], index=2, finish_reason="length")
+
+    body = {**(CHAT_BODY if path == CHAT else PLAIN_BODY), "stream": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = events_of(post(path, {**body, "stream_options": options}, FakeEngine(script)))
+    prompt = len(ids(PROMPT if path == CHAT else "hi"))
+    counts = [0, 2, 4, 4, 4] if path == CHAT else [2, 4, 4, 4]
+    assert [event["usage"] for event in events] == [usage(prompt, count, 1) for count in counts]
+    # Without include_usage it means nothing, as in vLLM.
+    options = {"continuous_usage_stats": True}
+    events = events_of(post(path, {**body, "stream_options": options}, FakeEngine(script)))
+    assert not any("usage" in event for event in events)
+
+
 def chat_entry(text: str, token: bytes, num_top: int) -> dict[str, Any]:
     top = [
         {"token": text, "logprob": -0.5, "bytes": list(token)},

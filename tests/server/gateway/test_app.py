@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.gateway.health import ProgressWatch
-from tests.server.gateway.fakes import EOS_ID, FakeEngine, gateway, ids, output, saying
+from tests.server.gateway.fakes import EOS_ID, FakeEngine, gateway, ids, output, saying, tokenizer
 from topspin import __version__
 from topspin.errors import PeerLost
 from topspin.messages import AddRequest, EngineState, RequestOutput
@@ -35,7 +35,17 @@ def test_models_are_listed_under_every_served_name() -> None:
         "object": "model",
         "created": 1_700_000_000,
         "owned_by": "topspin",
+        "root": "/models/tiny",
         "max_model_len": 100,
+        "vocab_size": tokenizer().vocab_size,
+        "default_sampling_params": {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "max_tokens": None,
+        },
     }
     assert get("/v1/models/org/alias", FakeEngine()).json() == cards["data"][1]
     assert get("/v1/models/tiny", FakeEngine(), ready=False).json()["max_model_len"] is None

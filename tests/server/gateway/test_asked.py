@@ -6,7 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import processors
 
+from models.tokenizer import Tokenizer
+from server.gateway.sampling_defaults import SamplingDefaults
 from tests.server.gateway.calls import (
     CHAT,
     CHAT_BODY,
@@ -22,12 +26,14 @@ from tests.server.gateway.calls import (
 from tests.server.gateway.fakes import (
     EOS_ID,
     FakeEngine,
+    backend,
     gateway,
     ids,
     saying,
 )
 from topspin.messages import (
     SamplingParams,
+    unpack_ints,
 )
 
 
@@ -93,6 +99,51 @@ def test_defaults_follow_openai() -> None:
     seeds = {request.sampling.seed for request in fake.added}
     assert len(seeds) == 4, "each unseeded request draws its own"
     assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_the_models_defaults_apply_unless_a_request_sets_its_own() -> None:
+    defaults = SamplingDefaults(
+        temperature=0.2, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, max_tokens=30
+    )
+    own = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    bodies = [
+        (CHAT, CHAT_BODY),
+        (CHAT, {**CHAT_BODY, **own, "max_tokens": 50}),
+        (PLAIN, PLAIN_BODY),
+        (PLAIN, {**PLAIN_BODY, "prompt": [1] * 95}),
+    ]
+
+    async def test() -> list[SamplingParams]:
+        fake = FakeEngine(saying("a"))
+        async with gateway(fake, defaults=defaults) as client:
+            for path, body in bodies:
+                assert (await client.post(path, json=body)).status_code == 200
+        return [request.sampling for request in fake.added]
+
+    chat, explicit, plain, long = asyncio.run(test())
+    model = {"temperature": 0.2, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "repetition_penalty": 1.1}
+    neutral = {**own, "top_k": 0}
+    for sampling, values in ((chat, model), (explicit, neutral), (plain, model)):
+        assert {name: getattr(sampling, name) for name in values} == values
+    assert [s.max_tokens for s in (chat, explicit, plain, long)] == [30, 50, 16, 5]
+
+
+def test_special_tokens_are_added_as_asked() -> None:
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    made.post_processor = processors.TemplateProcessing(
+        single="<|eos|> $A", special_tokens=[("<|eos|>", EOS_ID)]
+    )
+    adding = Tokenizer(made, special_tokens={}, source="test")
+
+    async def test() -> list[bool]:
+        fake = FakeEngine(saying("a"))
+        async with gateway(fake, text_tokenizer=adding) as client:
+            for path, body in ((PLAIN, PLAIN_BODY), (CHAT, CHAT_BODY)):
+                for given in (None, True, False):
+                    await client.post(path, json={**body, "add_special_tokens": given})
+        return [unpack_ints(request.prompt)[0] == EOS_ID for request in fake.added]
+
+    assert asyncio.run(test()) == [True, True, False, False, True, False]
 
 
 @pytest.mark.parametrize(

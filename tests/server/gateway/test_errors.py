@@ -125,7 +125,7 @@ CHAT_ERRORS: list[tuple[dict[str, object], str]] = [
     ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].role"),
     ({"messages": [{**USER, "content": None}]}, "messages[0].content"),
     ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
-    ({"messages": [{**USER, "tool_calls": [{"id": 1}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{**USER, "tool_calls": [{"id": 1}]}]}, "messages[0].tool_calls[0].id"),
     (
         {"messages": [{**USER, "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].type",
@@ -136,8 +136,7 @@ CHAT_ERRORS: list[tuple[dict[str, object], str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 1}, "logprobs"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tool_choice": "auto"}, "tool_choice"),
-    ({"functions": []}, "functions"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
     ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
@@ -168,25 +167,6 @@ def test_a_bad_chat_field_is_named(fields: dict[str, object], param: str) -> Non
     error = error_of(post(CHAT, body, fake=fake), 400)
     assert error["param"] == param
     assert fake.added == []
-
-
-@pytest.mark.parametrize(
-    "neutral",
-    [
-        {"echo": False, "best_of": 1, "suffix": "", "user": "me"},
-        {"echo": None, "best_of": None, "suffix": None, "stop": None, "n": None},
-        {"response_format": {"type": "text"}, "top_k": -1, "logit_bias": {}},
-    ],
-)
-def test_what_changes_nothing_is_accepted(neutral: dict[str, object]) -> None:
-    body = {"model": "tiny", "prompt": "a", **neutral}
-    assert post(PLAIN, body).status_code == 200
-
-
-def test_messages_from_an_earlier_answer_are_accepted() -> None:
-    answer = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None}
-    body = {"model": "tiny", "messages": [USER, answer, USER], "tools": None, "tool_choice": "none"}
-    assert post(CHAT, body).status_code == 200
 
 
 @pytest.mark.parametrize(

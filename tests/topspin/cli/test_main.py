@@ -93,6 +93,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--no-trace", "trace.enabled", False),
     ("--trace-stamps 77", "trace.num_stamps", 77),
     ("--port 0", "gateway.port", 0),
+    ("--generation-config none", "gateway.generation_config", "none"),
 ]
 # Experts with other kernels than attention's on the same device are of use to tests only.
 NOT_ON_THE_COMMAND_LINE = {"model.path", "compute.expert_kernels"}
@@ -302,6 +303,7 @@ def test_the_kernels_offered_are_those_there_are(name: str) -> None:
         ("--max-model-len 257", "--max-model-len 257: the model has positions up to 256"),
         ("--link-gbps 0", "--link-gbps 0.0: must be a positive number"),
         ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        ("--generation-config /nowhere", "there is no /nowhere/generation_config.json"),
         ("--block-size big", "argument --block-size: invalid int value: 'big'"),
         ("--colour red", "unrecognized arguments: --colour red"),
         ("--max-num 3", "unrecognized arguments: --max-num 3"),
