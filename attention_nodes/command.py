@@ -18,8 +18,8 @@ from m2n_comm.open import connect_attention
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
 from topspin.cores import take_cores
 from topspin.expert_table import ExpertTable
-from topspin.membership import run_node
 from topspin.messages import ExpertPeer, Welcome
+from topspin.node_life import run_node
 from topspin.process import follow_parent, start_logging
 
 # Experts answer once they have loaded, however long that takes; the scheduler ends the wait if

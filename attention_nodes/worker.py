@@ -29,7 +29,6 @@ from topspin import __version__
 from topspin.channel import ControlClient
 from topspin.errors import Interrupted, ProtocolError, TransportError
 from topspin.inbox import Inbox
-from topspin.membership import await_welcome, reform_failed, step_failed
 from topspin.messages import (
     AnyMessage,
     Halt,
@@ -45,6 +44,7 @@ from topspin.messages import (
     Topology,
     Welcome,
 )
+from topspin.node_life import await_welcome, reform_failed, step_failed
 from topspin.process import new_incarnation
 from topspin.progress import StepProgress
 

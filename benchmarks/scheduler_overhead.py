@@ -14,10 +14,12 @@ from typing import Any
 
 from benchmarks import report
 from server.scheduler.command import relax_garbage_collection
+from server.scheduler.formation import Formation
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.plans import Step
 from server.scheduler.policy import Policy
 from topspin.config import CacheSection, EngineConfig, ModelSection, SchedulerSection
+from topspin.expert_table import uniform_table
 from topspin.messages import (
     AddRequest,
     SamplingParams,
@@ -50,8 +52,8 @@ def make_policy(num_running: int, num_micro_batches: int, num_steps: int) -> Pol
     )
     policy = Policy(
         config,
+        formation=Formation(uniform_table(num_layers=0, num_experts=0, num_nodes=1)),
         num_blocks=[num_running * blocks],
-        table_version=1,
         vocab_size=VOCAB_SIZE,
         shares_cores=False,
         cost=CostModel(),

@@ -10,7 +10,7 @@ from expert_nodes.worker import ExpertWorker
 from m2n_comm.open import Between
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT
 from topspin.cores import take_cores
-from topspin.membership import run_node
+from topspin.node_life import run_node
 from topspin.process import follow_parent, start_logging
 
 

@@ -35,7 +35,6 @@ from topspin.config import NodeConfig
 from topspin.devices import TRITON
 from topspin.errors import ConfigError, Interrupted, ProtocolError, TransportError
 from topspin.inbox import Inbox
-from topspin.membership import join, reform_failed, step_failed
 from topspin.messages import (
     ExpertCounts,
     Halt,
@@ -49,6 +48,7 @@ from topspin.messages import (
     Topology,
     Welcome,
 )
+from topspin.node_life import join, reform_failed, step_failed
 from topspin.process import new_incarnation, release_freed_memory
 from topspin.progress import Beat, StepProgress
 from topspin.trace_node import ring_of

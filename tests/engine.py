@@ -41,7 +41,6 @@ from topspin.config import (
     Transport,
 )
 from topspin.launch.local_node import LocalNode
-from topspin.membership import run_node
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -58,6 +57,7 @@ from topspin.messages import (
     TraceRequest,
     pack_ints,
 )
+from topspin.node_life import run_node
 from topspin.resolve import resolve
 
 TIMEOUT_S = 60.0
@@ -175,7 +175,7 @@ class Engine:
         restarts = config.failover.restart
         self._heartbeat = FAILOVER_HEARTBEAT if restarts else RELAXED_HEARTBEAT
         self._channel = ControlServer(self._address, heartbeat=self._heartbeat)
-        self._service = Service(
+        self.service = Service(
             self._channel,
             config,
             read_facts(config.model.path, 1),
@@ -200,7 +200,7 @@ class Engine:
     def __exit__(self, *exception: object) -> None:
         self._is_stopping = True
         self.may_restart.set()
-        self._service.request_stop("the test is over")
+        self.service.request_stop("the test is over")
         self._client.send(StatsQuery(query_id=0))  # wakes the scheduler's poll
         for thread in self._threads:
             thread.join(TIMEOUT_S)
@@ -223,7 +223,7 @@ class Engine:
 
     def _run_service(self) -> int:
         try:
-            return self._service.run()
+            return self.service.run()
         finally:
             self._channel.close()
 

@@ -12,8 +12,8 @@ from collections import deque
 
 from topspin.channel import ControlClient
 from topspin.errors import Interrupted, ProtocolError
-from topspin.membership import Stopped
 from topspin.messages import AnyMessage, Halt, Refused, Stop
+from topspin.node_life import Stopped
 from topspin.trace import Ring
 from topspin.trace_node import answer_trace
 

@@ -1,4 +1,4 @@
-"""The scheduler: queue, admission, block pools, prefix cache, step plans and membership.
+"""The scheduler: queue, admission, block pools, prefix cache, step plans and roster.
 
 policy.py and what it uses are pure: no socket, no clock, no tensor. service.py is the only
 file that touches the control channel.

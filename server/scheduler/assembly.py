@@ -1,7 +1,7 @@
 """What the scheduler of one engine is made of, from its configuration and model.
 
-Owns the values that follow from both together: they are computed once, at the start or when
-the nodes' sizes are known. Pure. Called by service.py.
+Owns the values that follow from both together, computed once: at the start, or when the
+nodes' sizes are known. Pure. Called by service.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from server.scheduler.engine_facts import EngineFacts, shares_cores
-from server.scheduler.membership import Membership
+from server.scheduler.formation import Formation
 from server.scheduler.micro_batching.cost import linked_cost_model
 from server.scheduler.policy import Policy
+from server.scheduler.roster import Member, Roster
 from server.scheduler.watermark import Watermark
 from topspin.config import EngineConfig
 from topspin.expert_table import ExpertTable, uniform_table
@@ -33,6 +34,13 @@ def fitted_config(config: EngineConfig, facts: EngineFacts) -> EngineConfig:
     )
 
 
+def places(config: EngineConfig) -> list[Member]:
+    """Return the places of the engine's nodes."""
+    topology = config.topology
+    attention = [Member("attention", index) for index in range(topology.attention_nodes)]
+    return attention + [Member("expert", index) for index in range(topology.expert_nodes)]
+
+
 def first_table(config: EngineConfig, facts: EngineFacts) -> ExpertTable:
     """Return the expert table with which the engine starts."""
     return uniform_table(
@@ -44,7 +52,7 @@ def first_table(config: EngineConfig, facts: EngineFacts) -> ExpertTable:
 
 
 def make_watermark(config: EngineConfig) -> Watermark:
-    """Return the judge of nodes that do not get on."""
+    """Return the judge of nodes that make no progress."""
     # Without restarts the waits' own deadline decides: a hiccup must not end the engine.
     standstill_s = STANDSTILL_S + 2e-6 * config.m2n.link_latency_us
     return Watermark(
@@ -54,16 +62,16 @@ def make_watermark(config: EngineConfig) -> Watermark:
 
 
 def make_policy(
-    config: EngineConfig, facts: EngineFacts, membership: Membership, table: ExpertTable
+    config: EngineConfig, facts: EngineFacts, roster: Roster, formation: Formation
 ) -> Policy:
     """Return the policy over the nodes on the roll, all of which are ready."""
     m2n = config.m2n
     return Policy(
         config,
-        num_blocks=membership.num_blocks(),
-        table_version=table.version,
+        formation=formation,
+        num_blocks=roster.num_blocks(),
         vocab_size=facts.vocab_size,
-        shares_cores=shares_cores(config, membership.expert_addresses(), facts.num_cores),
+        shares_cores=shares_cores(config, roster.expert_addresses(), facts.num_cores),
         num_layers=facts.num_moe_layers,
         cost=linked_cost_model(
             latency_us=m2n.link_latency_us, gbps=m2n.link_gbps, hidden_size=facts.hidden_size

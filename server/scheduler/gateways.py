@@ -1,13 +1,12 @@
 """The scheduler's side of its gateways: what they ask, and what they are told.
 
 Owns the engine's state as gateways know it, the answers to their questions (counters,
-traces) and the way of requests into the policy and of results back. Knows no node but by
-name. Called by service.py, through whose channel everything goes.
+traces) and the way of requests into the policy and of results back. Called by service.py and
+failover.py.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -15,21 +14,23 @@ from typing import Literal
 import msgspec
 
 from server.scheduler.experts.balancer import ExpertBalancer
-from server.scheduler.experts.load import ExpertLoad
-from server.scheduler.membership import Membership
+from server.scheduler.nodes import Log, NodeSide
 from server.scheduler.outbox import Delivery, failure
 from server.scheduler.policy import Policy
-from server.scheduler.traces import Ask, Tracer
+from server.scheduler.roster import Member
+from server.scheduler.traces import Tracer
 from topspin.errors import EngineUnavailable
 from topspin.messages import (
     AbortRequest,
     AddRequest,
     AnyMessage,
+    ClockPong,
     EngineState,
     Message,
     Refused,
     Stats,
     StatsQuery,
+    TraceDump,
     TraceRequest,
 )
 
@@ -45,24 +46,23 @@ class GatewaySide:
 
     def __init__(
         self,
-        membership: Membership,
+        nodes: NodeSide,
         *,
         balancer: ExpertBalancer,
-        expert_load: ExpertLoad,
         tracer: Tracer,
-        send: Callable[[bytes, Message], None],
-        log: Callable[[str, int], None],
+        send: Callable[[bytes, Message], bool],
+        log: Log,
         clock: Callable[[], float],
     ) -> None:
-        self._membership = membership
+        self._nodes = nodes
+        self._peers = nodes.roster.gateways
         self._balancer = balancer
-        self._expert_load = expert_load
         self._tracer = tracer
-        self._send = send
+        self._channel_send = send
         self._log = log
         self._clock = clock
         self.policy: Policy | None = None
-        self._state = EngineState(state="starting", detail=membership.awaited())
+        self._state = EngineState(state="starting", detail=nodes.roster.awaited())
 
     @property
     def is_starting(self) -> bool:
@@ -73,8 +73,8 @@ class GatewaySide:
         """Tell all gateways what the engine is doing."""
         limit = 0 if self.policy is None else self.policy.max_request_tokens
         self._state = EngineState(state=state, detail=detail, max_request_tokens=limit)
-        self._log(f"{state}: {detail}" if detail else state, logging.INFO)
-        for peer in self._membership.gateways:
+        self._log.info(f"{state}: {detail}" if detail else state)
+        for peer in self._peers:
             self._send(peer, self._state)
 
     def joined(self, peer: bytes) -> None:
@@ -83,9 +83,9 @@ class GatewaySide:
 
     def left(self, peer: bytes) -> None:
         """End the requests of a gateway that is gone."""
-        self._membership.gateways.remove(peer)
+        self._peers.remove(peer)
         num_aborted = 0 if self.policy is None else self.policy.abort_peer(peer)
-        self._log(f"a gateway is gone; {num_aborted} of its requests aborted", logging.INFO)
+        self._log.info("a gateway is gone; %d of its requests aborted", num_aborted)
 
     def handle(self, peer: bytes, message: AnyMessage) -> None:
         """Act on a gateway's message."""
@@ -111,7 +111,7 @@ class GatewaySide:
 
     def refuse(self, peer: bytes, reason: str) -> None:
         """Tell a peer, gateway or not, that it may not do what it does."""
-        self._log(f"refused: {reason}", logging.WARNING)
+        self._log.warning("refused: %s", reason)
         self._send(peer, Refused(reason=reason))
 
     def deliver(self, deliveries: list[Delivery]) -> None:
@@ -119,27 +119,28 @@ class GatewaySide:
         for delivery in deliveries:
             self._send(delivery.peer, delivery.message)
 
+    def _send(self, peer: bytes, message: Message) -> None:
+        if not self._channel_send(peer, message):
+            self._log.warning("a gateway does not take %s", type(message).__name__)
+
     # Traces.
 
     def _start_trace(self, peer: bytes, message: TraceRequest) -> None:
-        nodes: dict[str, tuple[str, int]] = {
-            str(member): (member.role, member.index)
-            for member in map(self._membership.member, self._membership.peers())
-            if member is not None
-        }
-        ready = nodes if self._state.state == "ready" else {}
-        self.ask_nodes(
+        is_ready = self._state.state == "ready"
+        members = self._nodes.roster.members if is_ready else []
+        self._nodes.ask(
             self._tracer.start(
-                peer, message, nodes=ready, now=self._clock(), now_ns=time.monotonic_ns()
+                peer,
+                message,
+                nodes={str(member): (member.role, member.index) for member in members},
+                now=self._clock(),
+                now_ns=time.monotonic_ns(),
             )
         )
 
-    def ask_nodes(self, asks: list[Ask]) -> None:
-        """Send what a trace wants to know; a node that is lost shows elsewhere."""
-        names = {str(self._membership.member(peer)): peer for peer in self._membership.peers()}
-        for name, question in asks:
-            if name in names:
-                self._send(names[name], question)
+    def trace_answer(self, member: Member, message: ClockPong | TraceDump) -> None:
+        """Take a node's part in a trace."""
+        self._nodes.ask(self._tracer.on_node_message(str(member), message, time.monotonic_ns()))
 
     def send_traces(self) -> None:
         """Send the traces that are complete, or whose time is up."""
@@ -149,7 +150,7 @@ class GatewaySide:
     # Counters.
 
     def _stats(self, query_id: int) -> Stats:
-        totals = self._expert_load.totals()
+        totals = self._balancer.load.totals()
         if self.policy is not None:
             balance = self._balancer.stats()
             return msgspec.structs.replace(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from server.scheduler import sequence
 from server.scheduler.micro_batching.cost_fit import StepLoad
 from topspin.errors import ProtocolError
-from topspin.messages import StepResult, pack_ints, unpack_ints
+from topspin.messages import StepResult, StepTicket, pack_ints, unpack_ints
 
 # Step k+1 is planned while step k runs; a third would be two tokens ahead of what is known.
 MAX_STEPS_IN_FLIGHT = 2
@@ -52,13 +52,17 @@ class RunningStep:
     `after_idle`: there was no request before it, so that nodes have not waited in vain.
     """
 
-    step: int
+    ticket: StepTicket
     sent_s: float
     parts: dict[int, NodePart]
     loads: dict[int, StepLoad] = field(default_factory=dict)
     after_idle: bool = False
     answers: dict[int, NodeAnswer] = field(default_factory=dict)
     took_s: float = 0.0
+
+    def is_of(self, step: int, generation: int) -> bool:
+        """Say whether this is step `step` of `generation`."""
+        return self.ticket.step == step and self.ticket.generation == generation
 
     def unanswered(self) -> list[int]:
         """Return the attention nodes that have not answered, ascending."""
@@ -68,8 +72,7 @@ class RunningStep:
 class StepsInFlight:
     """At most two steps, oldest first; done in order, whatever order answers come in."""
 
-    def __init__(self, generation: int) -> None:
-        self._generation = generation
+    def __init__(self) -> None:
         self._steps: deque[RunningStep] = deque()
         self._head_since_s = 0.0
         self._progress_s = 0.0
@@ -97,16 +100,15 @@ class StepsInFlight:
         if not self._steps:
             return None
         head = self._steps[0]
-        return StepUnderWay(head.step, self._head_since_s, head.unanswered())
+        return StepUnderWay(head.ticket.step, self._head_since_s, head.unanswered())
 
     def progressed(self, *, step: int, generation: int, now: float) -> None:
         """Note that a node gets on with a step; of another one than the head it says nothing."""
-        if self._steps and self._steps[0].step == step and self._generation == generation:
+        if self._steps and self._steps[0].is_of(step, generation):
             self._progress_s = now
 
-    def restart(self, generation: int) -> None:
-        """Forget all steps; only results of `generation` are answers from now on."""
-        self._generation = generation
+    def clear(self) -> None:
+        """Forget all steps: their generation is over."""
         self._steps.clear()
 
     def push(self, step: RunningStep) -> None:
@@ -121,8 +123,8 @@ class StepsInFlight:
         Raises ProtocolError, and changes nothing, if no such answer was outstanding or if
         it does not name exactly the sequences that the plan sampled.
         """
-        running = next((s for s in self._steps if s.step == result.step), None)
-        if running is None or result.generation != self._generation:
+        running = next((s for s in self._steps if s.is_of(result.step, result.generation)), None)
+        if running is None:
             raise ProtocolError(
                 f"attention {result.index}: result of step {result.step} (generation "
                 f"{result.generation}), which is not running"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from server.scheduler.formation import Formation
 from server.scheduler.in_flight import NodePart, RunningStep, pack_sampled
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.micro_batching.cost_fit import StepLoad
@@ -48,15 +49,13 @@ class StepBuilder:
     def __init__(
         self,
         *,
-        generation: int,
-        table_version: int,
+        formation: Formation,
         num_micro_batches: int | None,
         shares_cores: bool,
         cost: CostModel,
         num_layers: int = DEFAULT_NUM_LAYERS,
     ) -> None:
-        self._generation = generation
-        self._table_version = table_version
+        self._formation = formation
         self._fixed_num_micro_batches = num_micro_batches
         self._shares_cores = shares_cores
         self.cost = cost
@@ -70,19 +69,8 @@ class StepBuilder:
         """Return the number of micro-batches of the last step, 0 before the first."""
         return self._chosen or 0
 
-    @property
-    def num_steps(self) -> int:
-        """Return how many steps were built."""
-        return self._step
-
-    def use_table(self, version: int) -> None:
-        """Route by another expert table from the next step on."""
-        self._table_version = version
-
-    def restart(self, generation: int, table_version: int) -> None:
-        """Begin a new chain of steps."""
-        self._generation = generation
-        self._table_version = table_version
+    def begin_chain(self) -> None:
+        """Let the next step follow none: a generation begins."""
         self._previous = 0
 
     def build(self, work: list[tuple[AttentionReplica, NodeBatch]], now: float) -> PlannedStep:
@@ -96,8 +84,8 @@ class StepBuilder:
         ticket = StepTicket(
             step=self._step + 1,
             previous=self._previous,
-            generation=self._generation,
-            table_version=self._table_version,
+            generation=self._formation.generation,
+            table_version=self._formation.table.version,
             num_micro_batches=m,
             participants=tuple(replica.index for replica, _ in work),
             row_buckets=tuple(_bucket(splits, mb) for mb in range(m)),
@@ -116,7 +104,7 @@ class StepBuilder:
             )
             parts[split.replica.index] = _part(split.batch, split.micro_batches)
         running = RunningStep(
-            step=ticket.step,
+            ticket=ticket,
             sent_s=now,
             parts=parts,
             loads={split.replica.index: _load(split) for split in splits},

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from server.scheduler.counters import Counters
+from server.scheduler.formation import Formation
 from server.scheduler.in_flight import NodeAnswer, StepsInFlight, StepUnderWay
 from server.scheduler.intake import Intake
 from server.scheduler.micro_batching.cost import CostModel
@@ -47,7 +48,6 @@ from topspin.messages import (
     TokenLogprobs,
 )
 
-GENERATION = 1
 # A request that takes part in so many lost generations without a token may be their cause.
 MAX_REPLAYS = 5
 
@@ -63,8 +63,8 @@ class Policy:
         self,
         config: EngineConfig,
         *,
+        formation: Formation,
         num_blocks: Sequence[int],
-        table_version: int,
         vocab_size: int,
         shares_cores: bool,
         cost: CostModel,
@@ -72,6 +72,7 @@ class Policy:
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each."""
         self._config = config
+        self._formation = formation
         self._fit = CostFit(cost, num_layers)
         self._was_idle = True
         self._block_size = config.cache.block_size
@@ -93,8 +94,7 @@ class Policy:
             max_request_tokens=self.max_request_tokens,
         )
         self._builder = StepBuilder(
-            generation=GENERATION,
-            table_version=table_version,
+            formation=formation,
             num_micro_batches=config.scheduler.micro_batches,
             shares_cores=shares_cores,
             cost=cost,
@@ -102,13 +102,11 @@ class Policy:
         )
         self._requests: dict[tuple[bytes, str], Request] = {}
         self._waiting = WaitingQueue()
-        self._in_flight = StepsInFlight(GENERATION)
-        self._generation = GENERATION
+        self._in_flight = StepsInFlight()
         self._is_halted = False
         self._counters = Counters()
         self._num_arrivals = 0
         self._num_admissions = 0
-        self._first_step_of_table = 0
 
     @property
     def max_request_tokens(self) -> int:
@@ -275,15 +273,14 @@ class Policy:
         """Return how many steps have been sent and not been answered by all their nodes."""
         return len(self._in_flight)
 
-    def halt(self, generation: int) -> list[Delivery]:
-        """Give up the steps in flight; `generation` begins, and waits for resume().
+    def halt(self) -> list[Delivery]:
+        """Give up the steps in flight: another generation has begun, and waits for resume().
 
         Every running request waits again, at its place, with what it has emitted: its next
         token is computed anew. One that has been through too many such ends fails.
         """
         outbox = Outbox()
-        self._in_flight.restart(generation)
-        self._generation = generation
+        self._in_flight.clear()
         self._is_halted = True
         for replica in self._replicas:
             for seq in replica.halt():
@@ -302,22 +299,17 @@ class Policy:
         """Attention node `index` is gone; halt() came before."""
         self._replicas[index].leave()
 
-    def use_table(self, version: int) -> None:
-        """Route by another expert table, which every node has prepared, from the next step on."""
-        self._builder.use_table(version)
-        self._first_step_of_table = self._builder.num_steps + 1
-
     @property
     def uses_one_table(self) -> bool:
         """Say whether no step in flight is of an older table than the next one."""
         head = self._in_flight.head
-        return head is None or head.step >= self._first_step_of_table
+        return head is None or head.ticket.table_version == self._formation.table.version
 
-    def resume(self, attention: Iterable[int], *, table_version: int) -> None:
+    def resume(self, attention: Iterable[int]) -> None:
         """Go on with these attention nodes; those that are back have empty caches."""
         assert self._is_halted
         self._is_halted = False
-        self._builder.restart(self._generation, table_version)
+        self._builder.begin_chain()
         for index in attention:
             self._replicas[index].is_present = True
 
@@ -328,7 +320,7 @@ class Policy:
 
         Raises ProtocolError if no such result was awaited; the state is then unchanged.
         """
-        if result.generation < self._generation:
+        if result.generation < self._formation.generation:
             return []  # it was on its way when its generation was given up
         self._in_flight.accept(result)
         outbox = Outbox()
@@ -399,11 +391,6 @@ class Policy:
         return finish
 
     # Watching.
-
-    @property
-    def generation(self) -> int:
-        """Return the generation whose steps are in flight, or will be."""
-        return self._generation
 
     def progressed(self, message: Progress, now: float) -> None:
         """Note that a node gets on with a step, however long that takes."""

@@ -1,8 +1,9 @@
 """How an engine goes on after it has lost a node: the stages of a new generation.
 
-Owns which nodes are part of the engine, whose answer is awaited, since when, and the expert
-table that the present nodes can serve. Pure: no socket, no clock, no request. Called by
-service.py, which sends what a stage asks for and reports what comes back.
+Owns which nodes are part of the engine, whose answer is awaited and since when; begins the
+generations of formation.py and finds the expert table that the present nodes can serve. Pure:
+no socket, no clock, no request. Called by failover.py, which sends what a stage asks for and
+reports the answers.
 
     serving --loss, failed step--> halting --all halted--> forming --all ready--> serving
     serving --a node is back--> draining --no step left--> halting
@@ -13,11 +14,13 @@ Every loss begins a new generation, in any stage. A node that reacts too late is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 import msgspec
 
-from server.scheduler.membership import Member
+from server.scheduler.formation import Formation
+from server.scheduler.roster import Member
 from topspin.expert_table import ExpertTable
 
 
@@ -32,33 +35,37 @@ class Stage(Enum):
 
 
 class Recovery:
-    """The engine's generation and stage.
+    """The stage that the engine's generation is in.
 
     Invariant: `nodes` are those that have loaded and are not lost; all of them halt and form
     together. Outside HALTING and FORMING nobody's answer is awaited.
     """
 
     def __init__(
-        self, *, halt_deadline_s: float, restart_deadline_s: float, needs_all: bool
+        self,
+        formation: Formation,
+        *,
+        places: Iterable[Member],
+        halt_deadline_s: float,
+        restart_deadline_s: float,
+        needs_all: bool,
     ) -> None:
-        """`needs_all`: no generation without every place (all nodes live in one process)."""
+        """Begin while every node is in its place, and serves.
+
+        `needs_all`: no generation without every place (all nodes live in one process).
+        """
+        self._formation = formation
         self._halt_deadline_s = halt_deadline_s
         self._restart_deadline_s = restart_deadline_s
         self._needs_all = needs_all
-        self.generation = 1
         self.stage = Stage.SERVING
-        self.nodes: set[Member] = set()
-        self._places: set[Member] = set()
+        self._places = frozenset(places)
+        self.nodes = set(self._places)
         self._late: set[Member] = set()
         self._awaited: set[Member] = set()
         self._stage_since_s = 0.0
         self._down_since_s: float | None = None
         self.has_expired = False
-
-    def start(self, members: set[Member]) -> None:
-        """Begin generation 1 with every node in its place."""
-        self.nodes = set(members)
-        self._places = set(members)
 
     @property
     def is_serving(self) -> bool:
@@ -88,7 +95,7 @@ class Recovery:
 
     def halt(self, now: float) -> None:
         """Begin a new generation: every node must halt."""
-        self.generation += 1
+        self._formation.begin_generation()
         if self._down_since_s is None:
             self._down_since_s = now
         self.nodes |= self._late
@@ -110,7 +117,7 @@ class Recovery:
 
     def halted(self, member: Member, generation: int) -> None:
         """Note that a node has halted; the answer to an earlier Halt counts for nothing."""
-        if self.stage is Stage.HALTING and generation == self.generation:
+        if self.stage is Stage.HALTING and generation == self._formation.generation:
             self._awaited.discard(member)
 
     @property
@@ -118,27 +125,28 @@ class Recovery:
         """Say whether a topology may be made: nobody holds on to an older generation."""
         return self.stage is Stage.WAITING or (self.stage is Stage.HALTING and not self._awaited)
 
-    def try_form(self, full: ExpertTable, current: ExpertTable, now: float) -> ExpertTable | None:
-        """Return the table with which the present nodes form, or None if they must wait.
-
-        `full` is the table of all places, `current` the one in use.
-        """
+    def try_form(self, now: float) -> bool:
+        """Let the present nodes form with a table that they can serve; False: they must wait."""
         assert self.has_halted
         self._enter(Stage.WAITING, now)
         if not any(node.role == "attention" for node in self.nodes):
-            return None
+            return False
         if self._needs_all and self.absent:
-            return None
+            return False
         absent = {place.index for place in self.absent if place.role == "expert"}
-        table = table_without(full, absent, current=current)
-        if table is not None:
-            self._enter(Stage.FORMING, now)
-            self._awaited = set(self.nodes)
-        return table
+        formation = self._formation
+        table = table_without(formation.full_table, absent, current=formation.table)
+        if table is None:
+            return False
+        if table is not formation.table:
+            formation.use_part(table)
+        self._enter(Stage.FORMING, now)
+        self._awaited = set(self.nodes)
+        return True
 
     def ready(self, member: Member, generation: int, now: float) -> bool:
         """Note that a node is ready; True once all are, and the engine serves again."""
-        if self.stage is not Stage.FORMING or generation != self.generation:
+        if self.stage is not Stage.FORMING or generation != self._formation.generation:
             return False
         self._awaited.discard(member)
         if self._awaited:

@@ -1,8 +1,8 @@
-"""Which node keeps a step from coming to its end, although it answers pings.
+"""Which node keeps a step from its end, although it answers pings.
 
-Owns what nodes have said about the step under way (topspin.progress) and the two rules made
-of it: a node from which the step awaits something and which says nothing is dead; nodes that
-all wait for one another have lost what was in the air. Pure: no clock, no socket. Called by
+Owns the nodes' last reports on the step under way (topspin.progress) and the two rules that
+judge them: a node that the step awaits and that reports nothing is dead; if all nodes wait for
+one another, rows or answers were lost on the way. Pure: no clock, no socket. Called by
 service.py at every turn.
 
 A step may take any time as long as its nodes speak, and they speak as they go from layer to
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from server.scheduler.in_flight import StepUnderWay
-from server.scheduler.membership import Member
+from server.scheduler.roster import Member
 from topspin.messages import Progress, ProgressState
 
 # A loop that was away for longer has not heard what nodes said meanwhile.

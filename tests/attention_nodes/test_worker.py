@@ -28,7 +28,6 @@ from tests.engine import engine_config
 from topspin.config import NodeConfig
 from topspin.errors import DeadlineExceeded
 from topspin.expert_table import uniform_table
-from topspin.membership import Stopped
 from topspin.messages import (
     Halt,
     Halted,
@@ -39,6 +38,7 @@ from topspin.messages import (
     Topology,
     Welcome,
 )
+from topspin.node_life import Stopped
 
 
 class World:

@@ -159,12 +159,12 @@ def test_experts_move_on_a_device_while_requests_run(
     )
     tables = random_tables(2, redundant=2, seed=3)
     with Engine(config) as engine:
-        balancer = engine._service._balancer
+        balancer = engine.service.balancer
         ids = [engine.add(case.prompts[idx], max_tokens=NUM_TOKENS) for idx in chosen]
         requests = [engine.requests[each] for each in ids]
 
         def change_on() -> bool:
-            if not balancer.is_preparing and balancer._wanted is None:
+            if not balancer.is_changing:
                 balancer.ask(next(tables))
             return all(request.ended for request in requests)
 

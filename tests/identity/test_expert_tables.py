@@ -112,11 +112,11 @@ def test_tables_change_while_streams_go_on(
     config = config_of(case.path, topology, balance=only_copies(redundant), **settings)
     tables = random_tables(topology[1], redundant=redundant, seed=len(transport))
     with Engine(config) as engine:
-        balancer = engine._service._balancer
+        balancer = engine.service.balancer
         ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
 
         def go_on() -> bool:
-            if not balancer.is_preparing and balancer._wanted is None:
+            if not balancer.is_changing:
                 balancer.ask(next(tables))
             return all(engine.requests[each].ended for each in ids)
 
@@ -196,7 +196,7 @@ def test_a_skewed_model_is_balanced_live(
     )
     num_tokens = sum(len(prompt) + NUM_TOKENS - 1 for prompt in skewed.prompts)
     with Engine(config) as engine:
-        service = engine._service
+        service = engine.service
         assert engine.generate(skewed.prompts, max_tokens=NUM_TOKENS) == skewed.tokens
         before = counted(engine, 2 * num_tokens)
         assert (before.expert_table_version, before.expert_migrations) == (1, 0)
@@ -214,7 +214,7 @@ def test_a_skewed_model_is_balanced_live(
         assert engine.generate(skewed.prompts, max_tokens=NUM_TOKENS) == skewed.tokens
         after = counted(engine, 6 * num_tokens)
         loads = [list(map(float, layer)) for layer in after.expert_tokens]
-        now = service._table
+        now = service.formation.table
     assert after.expert_balance < 1 + (before.expert_balance - 1) / 2
     first = uniform_table(
         num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_nodes=2, num_redundant=redundant

@@ -37,9 +37,9 @@ class Watched:
         poll, send = ControlServer.poll, ControlServer.send
 
         def watched_poll(server: ControlServer, timeout_s: float | None) -> list[Event]:
-            policy = None if self.engine is None else self.engine._service._policy
-            if policy is not None:
-                self.in_flight.append((len(self.tickets), policy.num_steps_in_flight))
+            running = None if self.engine is None else self.engine.service.num_steps_in_flight
+            if running is not None:
+                self.in_flight.append((len(self.tickets), running))
             return poll(server, timeout_s)
 
         def watched_send(server: ControlServer, peer: bytes, message: Message) -> bool:
@@ -98,12 +98,12 @@ def test_no_step_waits_for_a_table(
     num_steps_each = -(-len(prompt) // CHUNK) + NUM_TOKENS - 1
     with Engine(config) as engine:
         watched.engine = engine
-        balancer = engine._service._balancer
+        balancer = engine.service.balancer
         for num_done in range(1, MAX_REQUESTS + 1):
             request = engine.requests[engine.add(prompt, max_tokens=NUM_TOKENS)]
 
             def change_on(request: Collected = request) -> bool:
-                if not balancer.is_preparing and balancer._wanted is None:
+                if not balancer.is_changing:
                     balancer.ask(next(tables))
                 return request.ended
 

@@ -113,11 +113,11 @@ def test_losses_while_the_expert_table_changes(
         faulty_nets(lambda role, index: injectors.get((role, index))),
         Engine(config) as engine,
     ):
-        balancer = engine._service._balancer
+        balancer = engine.service.balancer
 
         def change_on() -> None:
-            if not balancer.is_preparing and balancer._wanted is None:
-                table = engine._service._table
+            if not balancer.is_changing:
+                table = engine.service.formation.table
                 swapped = tuple(layer[::-1] for layer in table.slots)
                 balancer.ask(msgspec.structs.replace(table, slots=swapped))
 

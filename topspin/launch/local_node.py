@@ -43,7 +43,6 @@ from topspin import __version__
 from topspin.channel import ControlClient
 from topspin.errors import PeerLost, ProtocolError
 from topspin.expert_table import ExpertTable
-from topspin.membership import Stopped, join, run_node
 from topspin.messages import (
     AnyMessage,
     ExpertCounts,
@@ -56,6 +55,7 @@ from topspin.messages import (
     Stop,
     Welcome,
 )
+from topspin.node_life import Stopped, join, run_node
 from topspin.process import follow_parent, new_incarnation, start_logging
 from topspin.trace_node import answer_trace
 

@@ -31,7 +31,7 @@ from topspin.messages.base import (
     pack_ints,
     unpack_ints,
 )
-from topspin.messages.membership import (
+from topspin.messages.lifecycle import (
     ExpertPeer,
     Goodbye,
     Halt,

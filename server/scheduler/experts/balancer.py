@@ -1,9 +1,9 @@
 """When experts move: from measured loads to a table that every node has prepared.
 
-Owns the course of a change: the clock's turn, a plan made layer by layer between the loop's
-other work, PrepareTable to all nodes, their answers, and the moment from which steps name
-the new version. Pure: no socket and no clock. service.py sends what it returns; the
-placement is expert_placement.py's.
+Owns the course of a change: the interval, a plan made layer by layer between the loop's other
+work, PrepareTable to all nodes, their answers, and the moment from which steps name the new
+version; then the table is formation.py's. Pure: no socket and no clock. service.py sends the
+messages; placement.py decides where experts go.
 
 Invariant: at most one table is being prepared, and none while a step of an older version
 than the one in use is in flight; so a node never has to keep more than two tables, beside
@@ -20,7 +20,8 @@ import msgspec
 from server.scheduler.experts.balance import balance
 from server.scheduler.experts.load import ExpertLoad
 from server.scheduler.experts.placement import migrations, plan_table
-from server.scheduler.membership import Member
+from server.scheduler.formation import Formation
+from server.scheduler.roster import Member
 from topspin.config import BalanceSection
 from topspin.expert_table import ExpertTable
 
@@ -38,13 +39,13 @@ class BalanceStats(NamedTuple):
 
 
 class ExpertBalancer:
-    """The tables of one engine, the one in use and the one to come."""
+    """The changes of one engine's expert table, and the load that asks for them."""
 
-    def __init__(self, table: ExpertTable, load: ExpertLoad, config: BalanceSection) -> None:
+    def __init__(self, formation: Formation, config: BalanceSection) -> None:
+        self.load = ExpertLoad(formation, half_life_pairs=config.half_life_pairs)
         self._config = config
-        self._load = load
-        self._table = table
-        self._newest_version = table.version
+        self._formation = formation
+        self._newest_version = formation.table.version
         self._pending: ExpertTable | None = None
         self._awaited: set[Member] = set()
         self._is_refused = False
@@ -62,9 +63,9 @@ class ExpertBalancer:
         return self._plan is not None
 
     @property
-    def is_preparing(self) -> bool:
-        """Say whether nodes have not all answered."""
-        return self._pending is not None
+    def is_changing(self) -> bool:
+        """Say whether a table was asked for, or nodes have not all answered."""
+        return self._wanted is not None or self._pending is not None
 
     def ask(self, table: ExpertTable | None = None) -> None:
         """Think the table over at the next turn, whatever the clock and however few the counts.
@@ -101,21 +102,22 @@ class ExpertBalancer:
         """Begin a plan if it is time for one and there is a choice; says whether it has."""
         if self._planned_s is None:
             self._planned_s = now
-        if not self._table.slots or self._table.num_nodes < 2:
+        table = self._formation.table
+        if not table.slots or table.num_nodes < 2:
             return False
         interval_s = self._config.interval_s
         wait_s = interval_s * 2**self._num_refused
         is_time = interval_s > 0 and now - self._planned_s >= wait_s
-        enough = self._load.pairs_per_expert >= self._config.half_life_pairs / 2
+        enough = self.load.pairs_per_expert >= self._config.half_life_pairs / 2
         if not self._is_asked and not (is_time and enough):
             return False
         self._is_asked = False
         self._planned_s = now
-        self._plan = plan_table(self._table, self._load.recent(), min_gain=self._config.min_gain)
+        self._plan = plan_table(table, self.load.recent(), min_gain=self._config.min_gain)
         return True
 
     def _prepare(self, table: ExpertTable, nodes: Iterable[Member]) -> ExpertTable:
-        self._newest_version += 1
+        self._newest_version = max(self._newest_version, self._formation.table.version) + 1
         self._pending = msgspec.structs.replace(table, version=self._newest_version)
         self._awaited = set(nodes)
         self._is_refused = False
@@ -124,7 +126,7 @@ class ExpertBalancer:
     def prepared(
         self, member: Member, version: int, *, is_refused: bool = False
     ) -> ExpertTable | None:
-        """Note a node's answer; returns the table to use from now on once all are there.
+        """Note a node's answer; once all are there, use the table and return it.
 
         One that any node has refused is given up when all have answered, and its version is the
         next table's: so no node keeps what others could not prepare, and no answer is taken
@@ -143,28 +145,21 @@ class ExpertBalancer:
             self._num_refused = min(self._num_refused + 1, MAX_DOUBLINGS)
             return None
         self._num_refused = 0
-        self._migrations += migrations(self._table, pending)
+        self._migrations += migrations(self._formation.table, pending)
         self._balance_before = self._balance()
-        self.use(pending)
+        self._formation.use(pending)
+        self._pending = None
         return pending
 
-    def use(self, table: ExpertTable) -> None:
-        """Note the table in use, whoever made it; what was being prepared is given up."""
-        self._table = table
-        self._newest_version = max(self._newest_version, table.version)
-        self._load.use(table)
-        self._pending = None
-        self._plan = None
-
     def cancel(self) -> None:
-        """Give up what is being prepared: a node is lost."""
+        """Give up the plan and the table being prepared: a node is lost."""
         self._pending = None
         self._plan = None
 
     def stats(self) -> BalanceStats:
         """Return the figures of the table in use."""
         return BalanceStats(
-            table_version=self._table.version,
+            table_version=self._formation.table.version,
             migrations=self._migrations,
             balance=self._balance(),
             balance_before=self._balance_before,
@@ -172,5 +167,7 @@ class ExpertBalancer:
 
     def _balance(self) -> float:
         """Return what the nodes have served or, before any have, what they should."""
-        served = self._load.balance()
-        return balance(self._table, self._load.recent()) if served is None else served
+        served = self.load.balance()
+        if served is not None:
+            return served
+        return balance(self._formation.table, self.load.recent())

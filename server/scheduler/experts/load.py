@@ -1,20 +1,18 @@
 """How many (token, expert) pairs each logical expert serves, and each expert node.
 
 Owns the sums since start, and moving averages per MoE layer; turns the slots of a node's
-report into logical experts by the table of the version that the report names. Called by
-service.py and balancer.py.
+report into logical experts by the table of the version that the report names (formation.py
+keeps the tables). Called by service.py and balancer.py.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from server.scheduler.formation import Formation
 from topspin.errors import ProtocolError
-from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertCounts, unpack_ints
 
-# Reports of older tables than these may still be on their way.
-NUM_TABLES = 8
 # Averages are kept as sums whose weight grows; beyond this they are scaled down.
 MAX_WEIGHT = 1e12
 
@@ -83,32 +81,30 @@ class _Layer:
 class ExpertLoad:
     """Sums and averages per MoE layer and logical expert, and per node."""
 
-    def __init__(self, table: ExpertTable, *, half_life_pairs: int = 512) -> None:
+    def __init__(self, formation: Formation, *, half_life_pairs: int = 512) -> None:
         """`half_life_pairs` counts pairs per expert, in each layer."""
-        self._table = table
-        self._tables = {table.version: table}
+        self._formation = formation
+        table = self._averaged = formation.table
         self._layers = [
             _Layer(table.num_experts, table.num_nodes, half_life_pairs * table.num_experts)
             for _ in table.slots
         ]
         self._reported: set[int] = set()
 
-    def use(self, table: ExpertTable) -> None:
-        """Note the table that steps are routed by from now on; nodes are averaged anew."""
-        self._table = table
-        self._tables[table.version] = table
-        for version in sorted(self._tables)[:-NUM_TABLES]:
-            del self._tables[version]
-        for layer in self._layers:
-            layer.forget_nodes(table.num_nodes)
-
-    def knows(self, version: int) -> bool:
-        """Say whether reports of table `version` can be read."""
-        return version in self._tables
+    def _follow(self) -> None:
+        """Average anew what nodes serve if another table is in use than before."""
+        table = self._formation.table
+        if table is not self._averaged:
+            self._averaged = table
+            for layer in self._layers:
+                layer.forget_nodes(table.num_nodes)
 
     def add(self, report: ExpertCounts) -> None:
         """Add a node's report; raises ProtocolError, and adds nothing, if it does not fit."""
-        table = self._tables.get(report.table_version)
+        self._follow()
+        table = self._formation.recent_table(report.table_version)
+        if table is None and report.table_version < self._formation.table.version:
+            return  # so late that its slots have no names any more; such pairs are few
         if table is None or not 0 <= report.index < table.num_nodes:
             raise ProtocolError(
                 f"expert {report.index}: counts by table version {report.table_version}"
@@ -127,7 +123,7 @@ class ExpertLoad:
         for layer, experts, counts in zip(
             self._layers, experts_of_layers, counts_of_layers, strict=True
         ):
-            node = report.index if table is self._table else None
+            node = report.index if table is self._averaged else None
             layer.add(node, LayerCounts(experts, counts))
 
     def totals(self) -> tuple[tuple[int, ...], ...]:
@@ -137,7 +133,7 @@ class ExpertLoad:
     @property
     def pairs_per_expert(self) -> float:
         """Return how many pairs an expert has served on average, in the quietest layer."""
-        num_experts = max(1, self._table.num_experts)
+        num_experts = max(1, self._formation.table.num_experts)
         return min((sum(layer.tokens) for layer in self._layers), default=0) / num_experts
 
     def recent(self) -> list[list[float]]:
@@ -147,10 +143,11 @@ class ExpertLoad:
     def balance(self) -> float | None:
         """Return max/mean of what the nodes have served by the table in use, None if nothing.
 
-        Averaged and summed over layers as expert_balance.balance does for predictions.
+        Averaged and summed over layers as experts/balance.py does for predictions.
         """
+        self._follow()
         peak = mean = 0.0
-        for slots, layer in zip(self._table.slots, self._layers, strict=True):
+        for slots, layer in zip(self._averaged.slots, self._layers, strict=True):
             held = [n for n, experts in zip(layer.of_nodes(), slots, strict=True) if experts]
             shares = _shares(held)
             peak += max(shares, default=0.0)

@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
+from server.scheduler.formation import Formation
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.outbox import Delivery
 from server.scheduler.plans import Step
@@ -22,6 +25,7 @@ from topspin.config import (
     SchedulerSection,
     TopologySection,
 )
+from topspin.expert_table import uniform_table
 from topspin.messages import (
     AddRequest,
     Outputs,
@@ -34,6 +38,7 @@ from topspin.messages import (
 )
 
 GATEWAY = b"gateway"
+TABLE = uniform_table(num_layers=1, num_experts=2, num_nodes=1)
 
 
 def make_config(
@@ -64,12 +69,14 @@ def make_config(
     )
 
 
-def make_policy(config: EngineConfig, num_blocks: int = 32) -> Policy:
+def make_policy(
+    config: EngineConfig, num_blocks: int = 32, formation: Formation | None = None
+) -> Policy:
     """Return a policy over nodes of `num_blocks` blocks each, on separate cores."""
     return Policy(
         config,
+        formation=formation or Formation(TABLE),
         num_blocks=[num_blocks] * config.topology.attention_nodes,
-        table_version=1,
         vocab_size=VOCAB_SIZE,
         shares_cores=False,
         cost=CostModel(),
@@ -141,7 +148,8 @@ class Engine:
         fails: Callable[[int], bool] = lambda seq_id: False,
     ) -> None:
         self.config = config
-        self.policy = make_policy(config, num_blocks)
+        self.formation = Formation(TABLE)
+        self.policy = make_policy(config, num_blocks, self.formation)
         self.clients: dict[str, Received] = {}
         self.now = 0.0
         self._tenants: dict[int, str] = {}
@@ -149,7 +157,6 @@ class Engine:
         self._fails = fails
         self.nodes = [self._new_node(index) for index in range(config.topology.attention_nodes)]
         self.present = set(range(len(self.nodes)))
-        self.generation = 1
         # Results of generations that were given up, which may still come.
         self.late: list[StepResult] = []
         # Per node: results that it has computed and the scheduler has not seen.
@@ -171,8 +178,8 @@ class Engine:
 
     def halt(self, lost: Sequence[int] = ()) -> None:
         """End the generation; the attention nodes `lost` come back, if ever, with nothing."""
-        self.generation += 1
-        self.receive(self.policy.halt(self.generation))
+        self.formation.begin_generation()
+        self.receive(self.policy.halt())
         for index, node in enumerate(self.nodes):
             self.late += self.results[index]
             self.results[index].clear()
@@ -187,7 +194,9 @@ class Engine:
     def resume(self, back: Sequence[int] = ()) -> None:
         """Go on with the nodes that are left and those that are back."""
         self.present |= set(back)
-        self.policy.resume(self.present, table_version=self.generation)
+        version = self.formation.generation
+        self.formation.use_part(msgspec.structs.replace(TABLE, version=version))
+        self.policy.resume(self.present)
 
     def answer_late(self) -> None:
         """Deliver a result of a generation that was given up."""

@@ -8,12 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from server.scheduler.failover import Failover, Port
-from server.scheduler.membership import Member, Membership
+from server.scheduler.failover import Failover
+from server.scheduler.formation import Formation
+from server.scheduler.gateways import StateName
+from server.scheduler.nodes import NodeSide
 from server.scheduler.outbox import Delivery
+from server.scheduler.roster import Member, Roster
+from server.scheduler.traces import Tracer
 from tests.server.scheduler.engine import GATEWAY, make_config, make_policy, make_request
 from topspin.config import FailoverSection, M2NSection, TopologySection, Transport
-from topspin.errors import ProtocolError
+from topspin.errors import NodeLost, ProtocolError, StepFailed
 from topspin.expert_table import ExpertTable
 from topspin.messages import (
     AnyMessage,
@@ -45,36 +49,48 @@ class World:
             m2n=M2NSection(transport=transport),
             failover=FailoverSection(restart=True, restart_deadline_s=30.0, halt_deadline_s=5.0),
         )
-        self.membership = Membership(num_attention=2, num_experts=2, revision="r")
+        self.roster = Roster([A0, A1, E0, E1], revision="r")
         self.num_hellos = 0
-        for member in self.membership.places:
+        for member in self.roster.places:
             self.hello(member)
-        for member in self.membership.places:
+        for member in self.roster.places:
             blocks = NUM_BLOCKS if member.role == "attention" else 0
             ready = Ready(role=member.role, index=member.index, num_blocks=blocks)
-            self.membership.ready(self.membership.peer(member), ready)
-        self.policy = make_policy(config, NUM_BLOCKS)
+            self.roster.ready(member, ready)
+        self.formation = Formation(table)
+        self.policy = make_policy(config, NUM_BLOCKS, self.formation)
         self.now = 0.0
         self.sent: list[tuple[Member, Message]] = []
         self.states: list[tuple[str, str]] = []
         self.failed: list[RequestFailed] = []
         self.dead: list[int] = []
-        self.tables: list[ExpertTable] = []
+        log = logging.LoggerAdapter(logging.getLogger("test"))
+        self.nodes = NodeSide(
+            self.roster,
+            send=self._send,
+            tracer=Tracer(config.trace),
+            log=log,
+            experts_follow_tickets=True,
+        )
         self.failover = Failover(
             config,
-            membership=self.membership,
+            formation=self.formation,
+            nodes=self.nodes,
+            gateways=self,
             policy=self.policy,
-            table=table,
-            port=Port(
-                send=lambda member, message: self.sent.append((member, message)),
-                deliver=self._deliver,
-                announce=lambda state, detail: self.states.append((state, detail)),
-                log=lambda text, level: logging.getLogger("test").log(level, text),
-                now=lambda: self.now,
-                report_dead=self.dead.append,
-                use_table=self.tables.append,
-            ),
+            clock=lambda: self.now,
+            log=log,
+            report_dead=self.dead.append,
         )
+
+    def _send(self, peer: bytes, message: Message) -> bool:
+        member = self.roster.member(peer)
+        assert member is not None
+        self.sent.append((member, message))
+        return True
+
+    def set_state(self, state: StateName, detail: str = "") -> None:
+        self.states.append((state, detail))
 
     def hello(self, member: Member) -> None:
         self.num_hellos += 1
@@ -86,15 +102,17 @@ class World:
             data_address=f"unix:@{self.num_hellos}" if member.role == "expert" else "",
             pid=1000 + self.num_hellos,
         )
-        self.membership.join(f"peer {self.num_hellos}".encode(), hello)
+        self.roster.join(f"peer {self.num_hellos}".encode(), hello)
 
-    def _deliver(self, deliveries: list[Delivery]) -> None:
+    def deliver(self, deliveries: list[Delivery]) -> None:
         for _, message in deliveries:
             assert isinstance(message, RequestFailed)
             self.failed.append(message)
 
     def say(self, member: Member, message: AnyMessage) -> None:
-        assert self.failover.handle(self.membership.peer(member), member, message)
+        answer = self.nodes.checked(member, message)
+        assert isinstance(answer, Halted | Loaded | Ready)
+        self.failover.answered(member, answer)
 
     def take(self, kind: type[Any]) -> dict[Member, Any]:
         """Return, once, what was sent; all of one kind."""
@@ -133,7 +151,7 @@ class World:
 
 def test_an_expert_with_live_replicas_is_not_waited_for() -> None:
     world = World()
-    world.failover.lose(E1, "killed")
+    world.failover.lose(E1, NodeLost("killed"))
     assert world.dead == [1004]
     assert not world.failover.is_serving
     assert set(world.sent and dict(world.sent)) == {A0, A1, E0}
@@ -145,14 +163,15 @@ def test_an_expert_with_live_replicas_is_not_waited_for() -> None:
     assert topology.attention_incarnations == (1, 2)
     assert world.failover.is_serving
     assert not world.failover.is_whole
-    assert [table.version for table in world.tables] == [4]
+    assert world.formation.table.version == 4
+    assert world.formation.full_table is REDUNDANT
     assert [state for state, _ in world.states] == ["recovering", "ready"]
 
 
 def test_a_restarted_node_is_welcomed_with_its_share_and_drained_in() -> None:
     world = World()
     world.policy.add(make_request("r", [1, 2, 3], max_tokens=5), peer=GATEWAY)
-    world.failover.lose(E1, "killed")
+    world.failover.lose(E1, NodeLost("killed"))
     world.halt_all()
     world.form_all()
     assert world.policy.schedule(world.now) is not None
@@ -165,7 +184,7 @@ def test_a_restarted_node_is_welcomed_with_its_share_and_drained_in() -> None:
     # A step is under way: it is not thrown away for a guest.
     assert world.sent == []
     assert not world.failover.is_serving
-    world.policy.halt(2)  # stands for its result
+    world.policy.halt()  # stands for its result
     world.failover.advance()
     assert set(dict(world.sent)) == {A0, A1, E0, E1}
     world.halt_all()
@@ -180,7 +199,7 @@ def test_a_restarted_node_is_welcomed_with_its_share_and_drained_in() -> None:
 def test_without_a_replica_requests_wait_and_then_end_typed() -> None:
     world = World(SINGLE)
     world.policy.add(make_request("r", [1, 2, 3]), peer=GATEWAY)
-    world.failover.lose(E0, "killed")
+    world.failover.lose(E0, NodeLost("killed"))
     world.halt_all()
     world.take(Reform)
     assert world.states[-1] == ("recovering", "waiting for expert 0")
@@ -205,11 +224,11 @@ def test_without_a_replica_requests_wait_and_then_end_typed() -> None:
 
 def test_the_last_attention_node_is_waited_for() -> None:
     world = World()
-    world.failover.lose(A0, "killed")
+    world.failover.lose(A0, NodeLost("killed"))
     world.halt_all()
     world.form_all()
     assert world.states[-1] == ("ready", "without attention 0")
-    world.failover.lose(A1, "killed")
+    world.failover.lose(A1, NodeLost("killed"))
     world.halt_all()
     assert world.states[-1] == ("recovering", "waiting for attention 0, attention 1")
     world.come_back(A1)
@@ -220,9 +239,9 @@ def test_the_last_attention_node_is_waited_for() -> None:
 
 def test_losing_more_while_halting_or_forming_starts_over() -> None:
     world = World()
-    world.failover.lose(A0, "killed")
+    world.failover.lose(A0, NodeLost("killed"))
     world.take(Halt)
-    world.failover.lose(E0, "killed too")
+    world.failover.lose(E0, NodeLost("killed too"))
     halts = world.take(Halt)
     assert {halt.generation for halt in halts.values()} == {3}
     world.say(A1, Halted(role="attention", index=1, generation=2))
@@ -230,30 +249,30 @@ def test_losing_more_while_halting_or_forming_starts_over() -> None:
     assert world.sent == []
     world.say(A1, Halted(role="attention", index=1, generation=3))
     world.take(Reform)
-    world.failover.lose(A1, "and another")
+    world.failover.lose(A1, NodeLost("and another"))
     (halt,) = world.take(Halt).values()
     assert halt.generation == 4
 
 
 def test_a_failed_step_loses_nobody() -> None:
     world = World()
-    world.failover.step_failed(1, "a frame was lost")
-    world.failover.step_failed(1, "the other side says so too")
-    world.failover.step_failed(7, "nonsense")
+    world.failover.step_failed(1, StepFailed("a frame was lost"))
+    world.failover.step_failed(1, StepFailed("the other side says so too"))
+    world.failover.step_failed(7, StepFailed("nonsense"))
     assert len(world.sent) == 4
     world.halt_all()
     topology = world.form_all().topology
     assert (topology.generation, topology.table) == (2, REDUNDANT)
     assert world.dead == []
-    assert world.tables == []
+    assert world.formation.table is REDUNDANT
 
 
 def test_a_failed_forming_is_tried_again_after_a_pause() -> None:
     world = World()
-    world.failover.step_failed(1, "a frame was lost")
+    world.failover.step_failed(1, StepFailed("a frame was lost"))
     world.halt_all()
     world.take(Reform)
-    world.failover.step_failed(2, "could not connect")
+    world.failover.step_failed(2, StepFailed("could not connect"))
     world.halt_all()
     assert world.sent == []
     world.now += 0.3
@@ -264,14 +283,14 @@ def test_a_failed_forming_is_tried_again_after_a_pause() -> None:
 
 def test_who_answers_pings_but_does_not_halt_is_dead() -> None:
     world = World()
-    world.failover.progress_lost("no step ends")
+    world.failover.step_failed(1, NodeLost("no step ends"))
     for member in (A0, A1, E1):
         world.say(member, Halted(role=member.role, index=member.index, generation=2))
     world.take(Halt)
     world.now = 5.1
     world.failover.advance()
     assert world.dead == [1003]
-    assert not world.membership.has(E0)
+    assert not world.roster.has(E0)
     world.halt_all()
     world.form_all()
     assert world.failover.is_serving
@@ -279,10 +298,10 @@ def test_who_answers_pings_but_does_not_halt_is_dead() -> None:
 
 def test_nodes_of_one_process_are_lost_together() -> None:
     world = World(transport="local")
-    world.failover.lose(A1, "its thread failed")
+    world.failover.lose(A1, NodeLost("its thread failed"))
     assert sorted(world.dead) == [1001, 1002, 1003, 1004]
     assert world.states[-1][0] == "recovering"
-    for member in world.membership.places:
+    for member in world.roster.places:
         assert not world.failover.is_serving
         world.come_back(member)
     world.drop_welcomes()
@@ -292,13 +311,13 @@ def test_nodes_of_one_process_are_lost_together() -> None:
 
 def test_a_node_that_is_lost_while_it_loads_disturbs_nobody() -> None:
     world = World()
-    world.failover.lose(A0, "killed")
+    world.failover.lose(A0, NodeLost("killed"))
     world.halt_all()
     world.form_all()
     world.hello(A0)
     world.failover.joined(A0)
     world.take(Welcome)
-    world.failover.lose(A0, "killed while loading")
+    world.failover.lose(A0, NodeLost("killed while loading"))
     assert world.sent == []
     assert world.failover.is_serving
 
@@ -307,6 +326,6 @@ def test_a_node_must_speak_for_itself_and_come_back_as_large() -> None:
     world = World()
     with pytest.raises(ProtocolError, match="speaks for"):
         world.say(A0, Halted(role="attention", index=1, generation=1))
-    world.failover.lose(A0, "killed")
+    world.failover.lose(A0, NodeLost("killed"))
     with pytest.raises(ProtocolError, match="blocks"):
         world.come_back(A0, num_blocks=NUM_BLOCKS - 1)

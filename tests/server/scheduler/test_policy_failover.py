@@ -116,7 +116,11 @@ def test_replays_keep_the_order_of_arrival_and_are_no_preemptions() -> None:
     run_until_tokens(engine, "r0", 2)
     for _ in range(3):
         engine.halt()
-        engine.add(make_request(f"late{engine.generation}", [9], seed=90 + engine.generation))
+        engine.add(
+            make_request(
+                f"late{engine.formation.generation}", [9], seed=90 + engine.formation.generation
+            )
+        )
         engine.resume()
         run_until_tokens(engine, "r0", len(engine.clients["r0"].tokens) + 1)
         assert not engine.clients["r1"].tokens

@@ -238,7 +238,7 @@ def test_stats_count_what_experts_report() -> None:
 def test_a_table_is_named_by_steps_once_every_node_has_prepared_it() -> None:
     world = World()
     world.start()
-    old = world.service._table
+    old = world.service.formation.table
     swapped = msgspec.structs.replace(old, slots=tuple(layer[::-1] for layer in old.slots))
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=30))
     world.answer(2)
@@ -275,7 +275,7 @@ def test_a_table_that_a_node_refuses_is_told_and_not_waited_for(
     caplog.set_level(logging.INFO, "test")
     world = World()
     world.start()
-    old = world.service._table
+    old = world.service.formation.table
     swapped = msgspec.structs.replace(old, slots=tuple(layer[::-1] for layer in old.slots))
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=30))
     for refusal in ("no memory", ""):

@@ -68,7 +68,7 @@ def run_with_two_requests(world: World, *last: Event) -> int:
         (
             Received(b"expert 0", ExpertCounts(index=1, table_version=1, counts=())),
             "step_failed",
-            "expert 0 sent counts of expert 1",
+            "expert 0 speaks for expert 1",
         ),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_node_that_cannot_be_sent_a_plan_is_lost() -> None:
     world.channel.script.append(lambda: world.channel.dead.add(b"expert 1"))
     world.say("gateway", make_request("r", [1], max_tokens=40))
     assert world.service.run() == 1
-    assert world.failure("r").message == "expert 1 cannot be sent StepTicket"
+    assert world.failure("r").message == "expert 1 cannot be sent its part of a step"
 
 
 def test_a_silent_node_ends_the_engine_and_is_named() -> None:
@@ -275,5 +275,5 @@ def test_results_only_from_their_own_node() -> None:
 
     world.channel.script.append(forged)
     assert world.service.run() == 1
-    assert "attention 1 sent a result of attention 0" in world.failure("r").message
+    assert "attention 1 speaks for attention 0" in world.failure("r").message
     assert unpack_ints(request.prompt)[0] == 1

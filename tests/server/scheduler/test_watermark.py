@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.scheduler.in_flight import StepUnderWay
-from server.scheduler.membership import Member
+from server.scheduler.roster import Member
 from server.scheduler.watermark import MAX_GAP_S, Verdict, Watermark
 from topspin.messages import Progress, ProgressState
 

@@ -21,8 +21,8 @@ from tests.engine import Engine, engine_config
 from topspin.config import CacheSection
 from topspin.launch import local_node
 from topspin.launch.local_node import LocalNode
-from topspin.membership import Stopped
 from topspin.messages import Stop
+from topspin.node_life import Stopped
 
 
 def test_the_thread_that_loads_experts_ends(monkeypatch: pytest.MonkeyPatch) -> None:

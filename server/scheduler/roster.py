@@ -1,15 +1,14 @@
-"""Who makes up the engine: M attention nodes, N expert nodes, any number of gateways.
+"""Who makes up the engine: the nodes in their places, and any number of gateways.
 
-Owns the roll of nodes from Hello to Ready, and who is refused. Pure: peers are opaque ids,
-messages come as arguments and are returned. Called by service.py.
+Owns the roll from Hello to Ready, and who is refused. Pure: peers are opaque ids, messages come
+as arguments and are returned. Called by service.py, nodes.py, gateways.py and failover.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from topspin.config import NodeConfig
 from topspin.errors import ConfigError, ProtocolError, VersionMismatch
 from topspin.expert_table import ExpertTable
 from topspin.messages import (
@@ -20,7 +19,6 @@ from topspin.messages import (
     Ready,
     Role,
     Topology,
-    Welcome,
 )
 
 
@@ -42,18 +40,16 @@ class _Joined:
     ready: Ready | None = None
 
 
-class Membership:
+class Roster:
     """The roll of the engine's nodes.
 
     Invariant: all nodes on it speak one protocol, run one revision and serve one checkpoint
     (the first node's); each place is taken once.
     """
 
-    def __init__(self, *, num_attention: int, num_experts: int, revision: str) -> None:
-        self._places = [Member("attention", index) for index in range(num_attention)]
-        self._places += [Member("expert", index) for index in range(num_experts)]
-        self._num_attention = num_attention
-        self._num_experts = num_experts
+    def __init__(self, places: Sequence[Member], *, revision: str) -> None:
+        """`places` are the engine's nodes, by role and ascending."""
+        self._places = list(places)
         self._revision = revision
         self._nodes: dict[Member, _Joined] = {}
         self._member_of: dict[bytes, Member] = {}
@@ -92,8 +88,7 @@ class Membership:
     def _check_place(self, name: Member) -> None:
         if name not in self._places:
             raise ConfigError(
-                f"{name} has no place: the engine has {self._num_attention} attention and "
-                f"{self._num_experts} expert nodes"
+                f"{name} has no place: the engine has {', '.join(map(str, self._places))}"
             )
         if name in self._nodes:
             raise ConfigError(
@@ -101,12 +96,10 @@ class Membership:
                 "taken once"
             )
 
-    def ready(self, peer: bytes, message: Ready) -> None:
+    def ready(self, member: Member, message: Ready) -> None:
         """Note that a node is ready; raises ProtocolError if it cannot be, ConfigError if empty."""
-        member = self._member_of.get(peer)
-        claimed = Member(message.role, message.index)
-        if member is None or member != claimed or not self.is_complete:
-            raise ProtocolError(f"{member or 'a stranger'} reports {claimed} ready")
+        if not self.is_complete:
+            raise ProtocolError(f"{member} reports ready before Welcome")
         node = self._nodes[member]
         if node.ready is not None:
             raise ProtocolError(f"{member} reports ready twice")
@@ -132,11 +125,6 @@ class Membership:
             return "waiting for " + ", ".join(missing)
         loading = [str(p) for p in self._places if self._nodes[p].ready is None]
         return "loading: " + ", ".join(loading) if loading else ""
-
-    def welcome(self, config: NodeConfig, table: ExpertTable) -> Welcome:
-        """Return the message for every node, once the roll is complete."""
-        assert self.is_complete
-        return Welcome(config=config, topology=self.topology(self._places, table, generation=1))
 
     def topology(self, nodes: Iterable[Member], table: ExpertTable, *, generation: int) -> Topology:
         """Return who makes up `generation`: `nodes`, all of them on the roll."""
@@ -165,11 +153,8 @@ class Membership:
         """Strike a node off the roll: its connection is a stranger's from now on."""
         del self._member_of[self._nodes.pop(member).peer]
 
-    def loaded(self, peer: bytes, message: Loaded) -> None:
+    def loaded(self, member: Member, message: Loaded) -> None:
         """Note what a node that joins late has; raises ProtocolError if it has less than before."""
-        member = self._member_of.get(peer)
-        if member is None or member != Member(message.role, message.index):
-            raise ProtocolError(f"{member or 'a stranger'} reports {message.role} loaded")
         before = self._num_blocks.get(member, message.num_blocks)
         if message.num_blocks != before:
             raise ProtocolError(f"{member} has {message.num_blocks} blocks, it had {before}")
@@ -191,17 +176,14 @@ class Membership:
         """Return every place that the engine has."""
         return self._places
 
+    @property
+    def members(self) -> list[Member]:
+        """Return the places that are taken."""
+        return [place for place in self._places if place in self._nodes]
+
     def peer(self, member: Member) -> bytes:
         """Return the connection of a node that is on the roll."""
         return self._nodes[member].peer
-
-    def peers(self, role: Role | None = None) -> list[bytes]:
-        """Return the connections of the nodes (of `role`) on the roll, in index order."""
-        return [
-            self._nodes[place].peer
-            for place in self._places
-            if place in self._nodes and role in (None, place.role)
-        ]
 
     def num_blocks(self) -> list[int]:
         """Return each attention node's cache size in blocks, once all are ready."""

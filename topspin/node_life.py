@@ -2,7 +2,7 @@
 
 Owns the node's half of that exchange and the common life of a node process around it:
 errors become a Goodbye and an exit status. Knows no tensors and no step; the workers
-call it. The scheduler's half is server.scheduler.membership.
+call it. The scheduler's half is server.scheduler.roster.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import pytest
 
 from topspin.channel import ControlClient, ControlServer, Received
 from topspin.errors import CheckpointError, ConfigError, FrameError, PeerLost
-from topspin.membership import Stopped, run_node
 from topspin.messages import Goodbye
+from topspin.node_life import Stopped, run_node
 
 TIMEOUT_S = 30.0
 

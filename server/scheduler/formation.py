@@ -1,0 +1,62 @@
+"""The generation and the expert table of one engine: every step is stamped with both.
+
+Owns them: whoever plans steps, checks answers or counts pairs reads them here and keeps no
+copy. recovery.py begins generations and takes absent nodes out of the table;
+experts/balancer.py changes it while every node serves. Pure.
+"""
+
+from __future__ import annotations
+
+from topspin.expert_table import ExpertTable
+
+# Reports by older tables than these may still be on their way.
+NUM_RECENT_TABLES = 8
+
+
+class Formation:
+    """Who serves together: `generation` counts formings, `table` is the one in use.
+
+    `full_table` is the last table that gave experts to every place: what a node that comes back
+    loads.
+    """
+
+    def __init__(self, table: ExpertTable) -> None:
+        self._generation = 1
+        self._table = table
+        self._full_table = table
+        self._recent = {table.version: table}
+
+    @property
+    def generation(self) -> int:
+        """Return the generation whose steps are in flight, or will be."""
+        return self._generation
+
+    @property
+    def table(self) -> ExpertTable:
+        """Return the expert table by which the next step is routed."""
+        return self._table
+
+    @property
+    def full_table(self) -> ExpertTable:
+        """Return the table of all places."""
+        return self._full_table
+
+    def begin_generation(self) -> None:
+        """Begin the next generation: what earlier ones still send counts for nothing."""
+        self._generation += 1
+
+    def use(self, table: ExpertTable) -> None:
+        """Take a table of all places into use, from the next step on."""
+        self._full_table = table
+        self.use_part(table)
+
+    def use_part(self, table: ExpertTable) -> None:
+        """Take a table into use that may leave absent nodes without experts."""
+        self._table = table
+        self._recent[table.version] = table
+        for version in sorted(self._recent)[:-NUM_RECENT_TABLES]:
+            del self._recent[version]
+
+    def recent_table(self, version: int) -> ExpertTable | None:
+        """Return the table of that version, None if it was never in use, or long ago."""
+        return self._recent.get(version)
