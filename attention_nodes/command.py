@@ -19,7 +19,7 @@ from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
 from topspin.cores import take_cores
 from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertPeer, Welcome
-from topspin.node_life import run_node
+from topspin.node_life import NodeLife, run_node
 from topspin.process import follow_parent, start_logging
 
 # Experts answer once they have loaded, however long that takes; the scheduler ends the wait if
@@ -42,17 +42,17 @@ class _Joining(TypedDict):
 def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> None:
     """Run attention node `index`, its experts being in other processes."""
 
-    def connect(welcome: Welcome, replica: Replica, incarnation: int) -> AttentionNet:
+    def connect(welcome: Welcome, replica: Replica, life: NodeLife) -> AttentionNet:
         config, topology = welcome.config, welcome.topology
         shape = replica.net_shape(config)
         joining: _Joining = {
             "index": index,
-            "incarnation": incarnation,
+            "incarnation": life.incarnation,
             "experts": topology.experts,
             "table": welcome.table,
             "timeout_s": CONNECT_TIMEOUT_S,
             "generation": topology.generation,
-            "check": worker.check,
+            "check": life.check,
         }
         if config.m2n.transport == "cuda_ipc":
             runtime = open_runtime(config.compute.attention_device)

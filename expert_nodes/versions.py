@@ -121,10 +121,12 @@ class Versions:
             self._versions = kept or self._versions
 
     def rename(self, number: int, held: Held) -> None:
-        """Keep only the version with the experts `held`, under `number`: a table begins anew.
+        """Keep only the version with the experts `held`, under `number`.
 
         Raises ProtocolError if there is none.
         """
+        if self.numbers == [number] and self.newest.held == held:
+            return
         with self._lock:
             found = [each for each in self._versions.values() if each.held == held]
             if not found:

@@ -1,20 +1,17 @@
 """The expert node: gather rows, compute the experts, reply.
 
-Owns the order in which (layer, micro-batch) are served and the node's life: listen,
-join, load, connect, warm up, serve tickets, halt and connect anew when the engine reforms,
-stop. Runs in the process's one busy thread.
+Owns the order in which (layer, micro-batch) are served, the reports of counts and the turn of
+work on the next expert table; the node's life is topspin.node_life's. The net is opened by a
+callable. Runs in the process's one busy thread, or in a thread beside the attention nodes.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 
 from expert_nodes.experts import Experts
@@ -23,40 +20,22 @@ from expert_nodes.tables import TableChange
 from expert_nodes.ticket_graphs import TicketGraphs
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import Runtime, open_runtime
-from m2n_comm.gpu.staged import StagedExpertNet
-from m2n_comm.net import ExpertNet, NetShape, wait_policy
-from m2n_comm.open import Between, ExpertListener, listen_expert
+from m2n_comm.net import ExpertNet, NetShape
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_expert_weights
-from topspin import __version__
 from topspin.channel import ControlClient
 from topspin.config import NodeConfig
 from topspin.devices import TRITON
-from topspin.errors import ConfigError, Interrupted, ProtocolError, TransportError
-from topspin.inbox import Inbox
-from topspin.messages import (
-    ExpertCounts,
-    Halt,
-    Halted,
-    Hello,
-    Loaded,
-    PrepareTable,
-    Ready,
-    Reform,
-    StepTicket,
-    Topology,
-    Welcome,
-)
-from topspin.node_life import join, reform_failed, step_failed
-from topspin.process import new_incarnation, release_freed_memory
-from topspin.progress import Beat, StepProgress
+from topspin.errors import ConfigError, ProtocolError
+from topspin.expert_table import ExpertTable
+from topspin.messages import AnyMessage, ExpertCounts, PrepareTable, StepTicket, Welcome
+from topspin.node_life import NodeLife
+from topspin.process import release_freed_memory
+from topspin.progress import Beat
 from topspin.trace_node import ring_of
 
 COUNTS_INTERVAL_S = 1.0
-# Others may load for as long as their checkpoint takes; the scheduler ends the wait if one of
-# them is lost (Inbox.check).
-CONNECT_TIMEOUT_S = 3600.0
 _WAYS_OUT = "more --expert-nodes on other GPUs, --quantization, or --expert-device cpu"
 
 
@@ -170,200 +149,149 @@ def warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
     return (*powers, most)
 
 
+class InlineNet:
+    """Stands for the net of a node whose tickets attention nodes of its process serve."""
+
+    def __init__(self, set_table: Callable[[ExpertTable], None]) -> None:
+        self.set_table = set_table
+
+    def close(self) -> None:
+        """Leave; the attention nodes close what they use."""
+
+
+OpenNet = Callable[[Welcome, Experts, NodeLife], ExpertNet | InlineNet]
+
+
 class ExpertWorker:
-    """One expert node on one control connection.
+    """One expert node; implements topspin.node_life.Worker.
 
     Invariant: `_net` is usable exactly while the node takes part in the engine's generation.
+    With an InlineNet other threads compute: then counts are looked for without tickets, and
+    there is a pause of `pause_s` after each piece of work on another table.
     """
 
-    def __init__(self, control: ControlClient, *, index: int, model_path: Path) -> None:
-        self._control = control
-        self._inbox = Inbox(control)
-        self._progress = StepProgress(control, role="expert", index=index)
-        self._incarnation = new_incarnation()
-        self._net: ExpertNet | None = None
+    def __init__(
+        self,
+        control: ControlClient,
+        *,
+        index: int,
+        model_path: Path,
+        open_net: OpenNet,
+        load: Callable[[Welcome], Experts] | None = None,
+        pause_s: float = 0.0,
+        can_reform: bool = True,
+    ) -> None:
+        """`load` gives the experts of this node (None: load_experts())."""
+        self._life = NodeLife(control, role="expert", index=index, can_reform=can_reform)
+        self._net: ExpertNet | InlineNet | None = None
+        self._experts: Experts | None = None
         self._change: TableChange | None = None
         self._graphs: TicketGraphs | None = None
         self._index = index
         self._model_path = model_path
+        self._open_net = open_net
+        self._load = load or (lambda welcome: load_experts(model_path, welcome, index))
+        self._pause_s = pause_s
         self._logger = logging.getLogger("expert")
-        self._counts_sent_at = time.monotonic()
-
-    def run(self, transport: Between) -> None:
-        """Join, serve until told to stop; raises Stopped, or what went wrong."""
-        listener = listen_expert(transport)
-        try:
-            welcome = join(
-                self._control,
-                Hello(
-                    role="expert",
-                    index=self._index,
-                    incarnation=self._incarnation,
-                    revision=__version__,
-                    fingerprint=Checkpoint(self._model_path).fingerprint(),
-                    data_address=listener.address,
-                    pid=os.getpid(),
-                ),
-            )
-            self._serve(listener, welcome)
-        finally:
-            listener.close()
+        self._counts_sent_s = time.monotonic()
 
     @torch.inference_mode()
-    def _serve(self, listener: ExpertListener, welcome: Welcome) -> None:
-        started = time.monotonic()
-        experts = load_experts(self._model_path, welcome, self._index)
-        self._inbox.trace = experts.trace
+    def serve(self, data_address: str) -> None:
+        """Join, serve until told to stop; raises Stopped, or what went wrong."""
+        self._life.introduce(Checkpoint(self._model_path).fingerprint(), data_address)
+        self._life.serve(self)
+
+    def load(self, welcome: Welcome) -> int:
+        experts = self._experts = self._load(welcome)
+        self._life.inbox.trace = experts.trace
         compute = welcome.config.compute
         # Other kernels may wait for the device.
         if compute.cuda_graphs and compute.place("expert").kernels == TRITON:
             self._graphs = TicketGraphs(experts.runtime)
-        load_s = time.monotonic() - started
         self._change = TableChange(
             experts, model_path=self._model_path, config=welcome.config, index=self._index
         )
-        try:
-            if welcome.joins_late:
-                self._control.send(Loaded(role="expert", index=self._index, load_s=load_s))
-            else:
-                self._form(listener, experts, welcome, load_s=load_s)
-            while True:
-                welcome = self._run_next(listener, experts, welcome)
-        finally:
-            self._disband()
+        return 0
 
-    def _form(
-        self, listener: ExpertListener, experts: Experts, welcome: Welcome, *, load_s: float
-    ) -> None:
-        """Accept the attention nodes of the topology and report ready."""
-        topology = welcome.topology
-        self._open_net(listener, experts, welcome)
-        self._control.send(
-            Ready(role="expert", index=self._index, load_s=load_s, generation=topology.generation)
-        )
-        self._logger.info(
-            "expert %d ready (generation %d, %.1f s)", self._index, topology.generation, load_s
-        )
+    @property
+    def experts(self) -> Experts:
+        """Return what load() has loaded."""
+        assert self._experts is not None, "load() first"
+        return self._experts
 
-    def _open_net(self, listener: ExpertListener, experts: Experts, welcome: Welcome) -> None:
-        """Accept the attention nodes; experts on a device get their rows there."""
-        config, topology, runtime = welcome.config, welcome.topology, experts.runtime
-        shape = experts.net_shape(config)
-        is_ipc = config.m2n.transport == "cuda_ipc"
-        accept: Callable[..., ExpertNet] = (
-            partial(listener.accept_device, runtime=runtime)
-            if is_ipc
-            else partial(listener.accept, wait=wait_policy(config))
-        )
-        self._net = accept(
-            shape,
-            index=self._index,
-            incarnation=self._incarnation,
-            attention_incarnations=topology.attention_incarnations,
-            timeout_s=CONNECT_TIMEOUT_S,
-            table=topology.table,
-            generation=topology.generation,
-            check=self._check,
-            reuse=config.restart,
-        )
-        if config.compute.place("expert").is_device and not is_ipc:
-            count = len(topology.attention_incarnations)
-            self._net = StagedExpertNet(self._net, runtime, shape=shape, num_attention=count)
+    @property
+    def change(self) -> TableChange:
+        """Return the change of the expert table that is under way, if any."""
+        assert self._change is not None, "load() first"
+        return self._change
 
-    def _check(self) -> None:
-        """Called during long waits: say that this is one, and look whether it is still wanted."""
-        self._progress.waiting()
-        self._inbox.check()
+    def form(self, welcome: Welcome) -> None:
+        table = welcome.table
+        self.experts.rename(table.version, tuple(table.experts_of(self._index)))
+        self._net = self._open_net(welcome, self.experts, self._life)
 
-    def _disband(self) -> None:
-        """Leave the generation: its memory is not used again."""
+    def disband(self) -> None:
         net, self._net = self._net, None
-        if self._change is not None:
-            self._change.cancel()
+        self.change.cancel()
         if self._graphs is not None:
             self._graphs.clear()
         if net is not None:
             net.close()
 
-    def _run_next(self, listener: ExpertListener, experts: Experts, welcome: Welcome) -> Welcome:
-        """Handle the next message; returns the Welcome that holds from now on."""
-        assert self._change is not None
-        owes_news = experts.has_counts or self._progress.owes_end
-        timeout_s = COUNTS_INTERVAL_S if owes_news else None
-        message = self._inbox.next(0 if self._change.is_busy else timeout_s)
-        if message is None:
-            self._progress.idle()
-            if self._change.is_busy:
-                self._work(self._change)
-            else:
-                self._report_counts(experts)
-        elif isinstance(message, StepTicket):
-            if self._net is not None:  # else it was sent before the scheduler knew of a failure
-                self._run_step(self._net, experts, message, may_fail=welcome.config.restart)
-            if time.monotonic() - self._counts_sent_at > COUNTS_INTERVAL_S:
-                self._report_counts(experts)
-            if self._change.is_busy:
-                self._work(self._change)
+    def wait_s(self) -> float | None:
+        if self.change.is_busy:
+            return self._pause_s
+        owes_news = self.experts.has_counts or self._life.progress.owes_end
+        return COUNTS_INTERVAL_S if owes_news or isinstance(self._net, InlineNet) else None
+
+    def idle(self) -> None:
+        self._life.progress.idle()
+        if self.change.is_busy:
+            self._work()
+            self._report_counts_if_due()
+        else:
+            self._report_counts()
+
+    def handle(self, message: AnyMessage) -> None:
+        net = self._net
+        if isinstance(message, StepTicket) and not isinstance(net, InlineNet):
+            if net is not None:  # else it was sent before the scheduler knew of a failure
+                self._run_step(net, message)
+            self._report_counts_if_due()
+            if self.change.is_busy:
+                self._work()
         elif isinstance(message, PrepareTable):
-            if self._net is not None:  # else a Reform is on its way, with a table of its own
-                self._net.set_table(message.table)
-                self._change.start(message.table)
-        elif isinstance(message, Halt):
-            self._disband()
-            self._control.send(
-                Halted(role="expert", index=self._index, generation=message.generation)
-            )
-        elif isinstance(message, Reform):
-            return self._reform(listener, experts, welcome, message.topology)
+            if net is not None:  # else a Reform is on its way, with a table of its own
+                net.set_table(message.table)
+                self.change.start(message.table)
         else:
             raise ProtocolError(f"expected StepTicket, got {type(message).__name__}")
-        return welcome
 
-    def _run_step(
-        self, net: ExpertNet, experts: Experts, ticket: StepTicket, *, may_fail: bool
-    ) -> None:
+    def _run_step(self, net: ExpertNet, ticket: StepTicket) -> None:
         """Serve a step; if the net fails and the engine can reform, leave and wait for that."""
+        progress = self._life.progress
         try:
-            self._progress.begin(ticket)
-            run_ticket(net, experts, ticket, beat=self._progress.beat, graphs=self._graphs)
+            progress.begin(ticket)
+            run_ticket(net, self.experts, ticket, beat=progress.beat, graphs=self._graphs)
         except Exception as error:
-            self._control.send(step_failed(ticket, "expert", self._index, error))
-            if not (may_fail and isinstance(error, TransportError)):
-                raise
-            self._logger.warning("expert %d: step %d: %s", self._index, ticket.step, error)
-        else:
-            return
+            self._life.report_failure(ticket, error)
+            self.disband()
         finally:
-            self._progress.end()
-        self._disband()
+            progress.end()
 
-    def _reform(
-        self, listener: ExpertListener, experts: Experts, welcome: Welcome, topology: Topology
-    ) -> Welcome:
-        """Take part in a new generation; if that fails, say so and wait for the next one."""
-        self._disband()
-        experts.rename(topology.table.version, tuple(topology.table.experts_of(self._index)))
-        renewed = msgspec.structs.replace(welcome, topology=topology)
-        try:
-            self._form(listener, experts, renewed, load_s=0.0)
-        except Interrupted:
-            self._disband()
-        except TransportError as error:
-            self._disband()
-            self._control.send(reform_failed(topology, "expert", self._index, error))
-        return renewed
-
-    def _work(self, change: TableChange) -> None:
+    def _work(self) -> None:
         """Do a piece of the next table's preparation."""
-        answer = change.work()
+        answer = self.change.work()
         if answer is not None:
-            self._control.send(answer)
+            self._life.send(answer)
             if not answer.refusal:
                 self._logger.info("expert %d: table %d is prepared", self._index, answer.version)
 
-    def _report_counts(self, experts: Experts) -> None:
-        self._counts_sent_at = time.monotonic()
-        for version, counts in experts.take_counts():
-            self._control.send(
-                ExpertCounts(index=self._index, table_version=version, counts=counts)
-            )
+    def _report_counts_if_due(self) -> None:
+        if time.monotonic() - self._counts_sent_s > COUNTS_INTERVAL_S:
+            self._report_counts()
+
+    def _report_counts(self) -> None:
+        self._counts_sent_s = time.monotonic()
+        for version, counts in self.experts.take_counts():
+            self._life.send(ExpertCounts(index=self._index, table_version=version, counts=counts))

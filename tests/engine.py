@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from attention_nodes.command import connect_worker
-from expert_nodes.worker import ExpertWorker
+from expert_nodes.command import run_worker
 from m2n_comm.open import Between
 from models.config import load_model_config
 from server.scheduler.engine_facts import read_facts
@@ -249,7 +249,8 @@ class Engine:
         def body(control: ControlClient) -> None:
             transport = self.config.m2n.transport
             assert transport in get_args(Between)
-            ExpertWorker(control, index=index, model_path=self._path).run(cast(Between, transport))
+            between = cast(Between, transport)
+            run_worker(control, index=index, model_path=self._path, transport=between)
 
         return run_node(
             "expert",

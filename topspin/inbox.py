@@ -1,8 +1,8 @@
-"""What the scheduler sends to one node: in order, but that a Halt overtakes the rest.
+"""One node's messages from the scheduler: in order, but that a Halt overtakes the rest.
 
 Owns the messages that have been read and not handled, so that a node can look, in the
-middle of a step's wait, whether the step still makes sense. Knows no step and no net;
-the workers take messages from it and hand `check` to their nets. Questions about traces
+middle of a step's wait, whether the step is still wanted. Knows no step and no net;
+topspin.node_life takes messages from it and hands `check` to nets. Questions about traces
 are answered here (topspin.trace_node), from `trace`, and go no further.
 """
 
@@ -13,9 +13,12 @@ from collections import deque
 from topspin.channel import ControlClient
 from topspin.errors import Interrupted, ProtocolError
 from topspin.messages import AnyMessage, Halt, Refused, Stop
-from topspin.node_life import Stopped
 from topspin.trace import Ring
 from topspin.trace_node import answer_trace
+
+
+class Stopped(Exception):
+    """The scheduler asked this node to stop; not an error."""
 
 
 class Inbox:

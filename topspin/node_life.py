@@ -1,47 +1,197 @@
-"""How a node joins an engine: Hello, then Welcome or Refused.
+"""The life of a node, whatever its role: join, load, form, serve, halt and form anew, stop.
 
-Owns the node's half of that exchange and the common life of a node process around it:
-errors become a Goodbye and an exit status. Knows no tensors and no step; the workers
-call it. The scheduler's half is server.scheduler.roster.
+Owns the node's half of every message about its life, from Hello to Goodbye, and the exit status
+of its process. Knows no tensors and no step: a Worker loads, connects and serves. A node of one
+process with others (`--transport local`) lives the same life in a thread. The scheduler's half is
+server.scheduler.roster and failover.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable
+from typing import Protocol
 
+import msgspec
+
+from topspin import __version__
 from topspin.channel import RELAXED_HEARTBEAT, ControlClient, Heartbeat
-from topspin.errors import ConfigError, PeerLost, ProtocolError, TopspinError, VersionMismatch
+from topspin.errors import (
+    ConfigError,
+    Interrupted,
+    PeerLost,
+    ProtocolError,
+    TopspinError,
+    TransportError,
+    VersionMismatch,
+)
+from topspin.inbox import Inbox, Stopped
 from topspin.messages import (
+    AnyMessage,
     Goodbye,
+    Halt,
+    Halted,
     Hello,
+    Loaded,
+    Message,
+    Ready,
+    Reform,
     Refused,
     Role,
     StepFailed,
     StepTicket,
     Stop,
-    Topology,
     Welcome,
 )
-from topspin.process import CONFIG_ERROR_STATUS
+from topspin.process import CONFIG_ERROR_STATUS, new_incarnation
+from topspin.progress import StepProgress
 
 
-class Stopped(Exception):
-    """The scheduler asked this node to stop; not an error."""
+class Worker(Protocol):
+    """One role's part in its node's life; all of it runs in the node's one busy thread."""
+
+    def load(self, welcome: Welcome) -> int:
+        """Read the weights and warm up; returns the KV cache's blocks (0: there is none)."""
+
+    def form(self, welcome: Welcome) -> None:
+        """Connect to the peers of the topology, with its expert table."""
+
+    def disband(self) -> None:
+        """Leave the generation: its connections and their memory are not used again."""
+
+    def wait_s(self) -> float | None:
+        """Do what needs no message; return for how long to wait for one (None: until it comes)."""
+
+    def idle(self) -> None:
+        """Act on there having been no message for so long."""
+
+    def handle(self, message: AnyMessage) -> None:
+        """Act on a message about the role's work; raises ProtocolError for any other."""
 
 
-def join(control: ControlClient, hello: Hello) -> Welcome:
-    """Introduce this node and return the Welcome that comes once the engine is complete.
+class NodeLife:
+    """One node's life on one control connection.
+
+    `can_reform` False: what ends a generation ends this node.
+    """
+
+    def __init__(
+        self, control: ControlClient, *, role: Role, index: int, can_reform: bool = True
+    ) -> None:
+        self.inbox = Inbox(control)
+        self.progress = StepProgress(control, role=role, index=index)
+        self.incarnation = new_incarnation()
+        self._control = control
+        self._role: Role = role
+        self._index = index
+        self._can_reform = can_reform
+        self._restarts = False
+        self._logger = logging.getLogger(role)
+
+    def introduce(self, fingerprint: str, data_address: str = "") -> None:
+        """Say Hello, with the checkpoint's fingerprint."""
+        self.send(
+            Hello(
+                role=self._role,
+                index=self._index,
+                incarnation=self.incarnation,
+                revision=__version__,
+                fingerprint=fingerprint,
+                data_address=data_address,
+                pid=os.getpid(),
+            )
+        )
+
+    def send(self, message: Message) -> None:
+        """Send the scheduler a message."""
+        self._control.send(message)
+
+    def check(self) -> None:
+        """Called during long waits: say that this is one, and look whether it is still wanted."""
+        self.progress.waiting()
+        self.inbox.check()
+
+    def serve(self, worker: Worker) -> None:
+        """After introduce(): join, then serve until told to stop; raises Stopped or an error."""
+        welcome = await_welcome(self._control)
+        self._restarts = welcome.config.restart
+        started_s = time.monotonic()
+        num_blocks = worker.load(welcome)
+        load_s = time.monotonic() - started_s
+        ready = Ready(role=self._role, index=self._index, num_blocks=num_blocks, load_s=load_s)
+        try:
+            if welcome.joins_late:
+                self.send(
+                    Loaded(role=self._role, index=self._index, num_blocks=num_blocks, load_s=load_s)
+                )
+            else:
+                self._form(worker, welcome, ready)
+            ready = msgspec.structs.replace(ready, load_s=0.0)  # it loads once
+            while True:
+                message = self.inbox.next(worker.wait_s())
+                if message is None:
+                    worker.idle()
+                elif isinstance(message, Halt) and self._can_reform:
+                    worker.disband()
+                    generation = message.generation
+                    self.send(Halted(role=self._role, index=self._index, generation=generation))
+                elif isinstance(message, Reform):
+                    welcome = msgspec.structs.replace(welcome, topology=message.topology)
+                    self._reform(worker, welcome, ready)
+                else:
+                    worker.handle(message)
+        finally:
+            worker.disband()
+
+    def _form(self, worker: Worker, welcome: Welcome, ready: Ready) -> None:
+        worker.form(welcome)
+        generation = welcome.topology.generation
+        self.send(msgspec.structs.replace(ready, generation=generation))
+        self._logger.info(
+            "%s %d ready (generation %d, %.1f s)",
+            self._role,
+            self._index,
+            generation,
+            ready.load_s,
+        )
+
+    def _reform(self, worker: Worker, welcome: Welcome, ready: Ready) -> None:
+        """Take part in a new generation; if that fails, say so and wait for the next one."""
+        worker.disband()
+        try:
+            self._form(worker, welcome, ready)
+        except Interrupted:
+            worker.disband()
+        except TransportError as error:
+            worker.disband()
+            self.send(self._failure(0, welcome.topology.generation, error))
+
+    def report_failure(self, ticket: StepTicket, error: Exception) -> None:
+        """Say that the step of `ticket` has failed; raises `error` unless the engine reforms."""
+        self.send(self._failure(ticket.step, ticket.generation, error))
+        if not (self._restarts and self._can_reform and isinstance(error, TransportError)):
+            raise error
+        self._logger.warning("%s %d: step %d: %s", self._role, self._index, ticket.step, error)
+
+    def _failure(self, step: int, generation: int, error: Exception) -> StepFailed:
+        return StepFailed(
+            step=step,
+            generation=generation,
+            role=self._role,
+            index=self._index,
+            code=error.code if isinstance(error, TopspinError) else "internal_error",
+            message=str(error) or type(error).__name__,
+        )
+
+
+def await_welcome(control: ControlClient) -> Welcome:
+    """Return the answer to Hello, which comes once the engine is complete.
 
     Raises VersionMismatch with the scheduler's reason if it refuses, Stopped if the engine
     stops first, PeerLost if the scheduler goes.
     """
-    control.send(hello)
-    return await_welcome(control)
-
-
-def await_welcome(control: ControlClient) -> Welcome:
-    """Return the answer to a Hello that was sent already; raises as `join`."""
     answer = control.recv()
     if isinstance(answer, Refused):
         raise VersionMismatch(answer.reason)
@@ -50,32 +200,6 @@ def await_welcome(control: ControlClient) -> Welcome:
     if not isinstance(answer, Welcome):
         raise ProtocolError(f"expected Welcome, got {type(answer).__name__}")
     return answer
-
-
-def step_failed(ticket: StepTicket, role: Role, index: int, error: Exception) -> StepFailed:
-    """Return the report that this node could not finish the step of `ticket`."""
-    code = error.code if isinstance(error, TopspinError) else "internal_error"
-    return StepFailed(
-        step=ticket.step,
-        generation=ticket.generation,
-        role=role,
-        index=index,
-        code=code,
-        message=str(error) or type(error).__name__,
-    )
-
-
-def reform_failed(topology: Topology, role: Role, index: int, error: Exception) -> StepFailed:
-    """Return the report that this node could not connect in the generation of `topology`."""
-    code = error.code if isinstance(error, TopspinError) else "internal_error"
-    return StepFailed(
-        step=0,
-        generation=topology.generation,
-        role=role,
-        index=index,
-        code=code,
-        message=str(error) or type(error).__name__,
-    )
 
 
 def run_node(

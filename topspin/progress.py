@@ -1,9 +1,9 @@
 """Tells the scheduler how a node gets on with a long step.
 
-Owns what is said and how often: a step shorter than the interval sends nothing. Knows no
-layers and no net; the workers begin a step, what does the step calls `beat` from within it,
-and what waits for a peer calls `waiting`, so that a process which hangs or is frozen says
-nothing. Belongs to the node's one busy thread. server.scheduler.watermark judges the words.
+Owns the reports and their rate: a step shorter than the interval sends nothing. Knows no
+layers and no net: workers begin a step, its code calls `beat` as it goes, and waits for a peer
+call `waiting`, so that a process which hangs or is frozen reports nothing. Belongs to the
+node's one busy thread. server.scheduler.watermark judges the reports.
 """
 
 from __future__ import annotations

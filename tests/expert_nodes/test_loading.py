@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from expert_nodes import worker
+from expert_nodes.command import accept_attention
 from expert_nodes.experts import Experts
 from expert_nodes.worker import load_experts, warm_up_rows
 from kernels.runtime import DeviceMemory, HostRuntime, NoSync
@@ -188,9 +190,9 @@ def test_experts_on_a_device_get_their_rows_there(
         welcome, config=msgspec.structs.replace(welcome.config, m2n=m2n)
     )
     listener = FakeListener()
-    node = worker.ExpertWorker(SimpleNamespace(), index=0, model_path=path)  # type: ignore[arg-type]
-    node._open_net(listener, load_experts(path, welcome, 0), welcome)  # type: ignore[arg-type]
-    net = node._net
+    life: Any = SimpleNamespace(incarnation=1, check=None)
+    experts = load_experts(path, welcome, 0)
+    net: Any = accept_attention(listener, welcome, experts, life, index=0)  # type: ignore[arg-type]
     found = f"staged {net.inner}" if isinstance(net, StagedExpertNet) else net
     assert found == wanted
     assert listener.asked["attention_incarnations"] == (1,)

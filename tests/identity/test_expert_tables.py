@@ -185,7 +185,6 @@ def test_a_skewed_model_is_balanced_live(
     skewed: Case, transport: str, redundant: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("expert_nodes.worker.COUNTS_INTERVAL_S", 0.02)
-    monkeypatch.setattr("topspin.launch.local_node.COUNTS_INTERVAL_S", 0.02)
     config = config_of(
         skewed.path,
         (1, 2),

@@ -68,7 +68,7 @@ def watch_experts(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
         work(worker, *args)
 
     def watched_step(worker: ExpertWorker, *args: Any, **kwargs: Any) -> None:
-        inbox_of[id(worker._inbox)] = worker._index
+        inbox_of[id(worker._life.inbox)] = worker._index
         doings[worker._index].append("step")
         run_step(worker, *args, **kwargs)
 

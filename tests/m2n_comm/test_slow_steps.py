@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import attention_nodes.command
-import expert_nodes.worker
+import expert_nodes.command
 from m2n_comm.net import ExpertBatch
 from m2n_comm.open import connect_attention, listen_expert
 from tests.m2n_comm.harness import (
@@ -131,7 +131,7 @@ def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch)
         index=0,
         incarnation=2,
         attention_incarnations=(1,),
-        timeout_s=expert_nodes.worker.CONNECT_TIMEOUT_S,
+        timeout_s=expert_nodes.command.CONNECT_TIMEOUT_S,
     ).close()
     thread.join(10.0)
     listener.close()

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from expert_nodes import worker
+from expert_nodes import command
 from m2n_comm.open import ExpertListener, listen_expert
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
@@ -183,7 +183,7 @@ def data_links(stack: ExitStack) -> Iterator[list[Link]]:
         return listener
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "listen_expert", listen)
+        patch.setattr(command, "listen_expert", listen)
         yield links
 
 

@@ -126,7 +126,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     Halted(role="expert", index=1, generation=2),
     Reform(topology=TOPOLOGY),
     Refused(reason="index 3 is taken"),
-    Ready(role="attention", index=0, num_blocks=100, weight_bytes=2**40, load_s=0.25),
+    Ready(role="attention", index=0, num_blocks=100, load_s=0.25),
     Stop(reason="SIGTERM"),
     Goodbye(role="attention", index=0, code="config_error", message="no memory"),
     AddRequest(request_id="r-1", prompt=pack_ints([1, 2, 3]), sampling=SAMPLING, cache_salt="t"),

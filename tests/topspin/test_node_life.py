@@ -1,17 +1,46 @@
-"""How a node's process ends: its exit status, and what it tells the scheduler before."""
+"""A node's life with any worker: who is told what, and how its process ends."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from topspin.channel import ControlClient, ControlServer, Received
-from topspin.errors import CheckpointError, ConfigError, FrameError, PeerLost
-from topspin.messages import Goodbye
-from topspin.node_life import Stopped, run_node
+from topspin.config import EngineConfig, ModelSection
+from topspin.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    FrameError,
+    Interrupted,
+    PeerLost,
+    TransportError,
+)
+from topspin.expert_table import uniform_table
+from topspin.inbox import Stopped
+from topspin.messages import (
+    AnyMessage,
+    Goodbye,
+    Halt,
+    Halted,
+    Hello,
+    Loaded,
+    Message,
+    Ready,
+    Reform,
+    StepFailed,
+    StepTicket,
+    Stop,
+    Topology,
+    Welcome,
+)
+from topspin.node_life import NodeLife, run_node
 
 TIMEOUT_S = 30.0
 
@@ -61,3 +90,149 @@ def test_an_end_that_the_scheduler_knows_is_not_told(
     address: str, error: Exception, status: int
 ) -> None:
     assert end_with(error, address) == status
+
+
+# What the scheduler says, and what any worker then does.
+
+TICKET = StepTicket(
+    step=7,
+    previous=6,
+    generation=1,
+    table_version=1,
+    num_micro_batches=1,
+    participants=(0,),
+    row_buckets=(1,),
+)
+
+
+def topology(generation: int) -> Topology:
+    table = uniform_table(num_layers=1, num_experts=2, num_nodes=1)
+    return Topology(table=table, experts=(), attention_incarnations=(1,), generation=generation)
+
+
+def welcome(*, restart: bool = True, joins_late: bool = False) -> Welcome:
+    config = EngineConfig(model=ModelSection(path="unused", max_model_len=8)).for_node()
+    config = msgspec.structs.replace(config, restart=restart)
+    return Welcome(config=config, topology=topology(1), joins_late=joins_late)
+
+
+class Node:
+    """A worker without work, and the scheduler's end of its connection: a list of messages."""
+
+    def __init__(self, *messages: Message, can_reform: bool = True) -> None:
+        self._messages = deque(messages)
+        self.sent: list[Any] = []
+        self.done: list[str] = []
+        self.faults: dict[int, Exception] = {}
+        self.step_fault: Exception = DeadlineExceeded("expert 0 is late")
+        control: Any = self
+        self.life = NodeLife(control, role="expert", index=3, can_reform=can_reform)
+
+    def recv(self, timeout_s: float | None = None) -> Message | None:
+        if timeout_s == 0 or not self._messages:
+            return None
+        return self._messages.popleft()
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def serve(self) -> None:
+        self.life.introduce("print", "unix:@x")
+        self.life.serve(self)
+
+    # The worker.
+
+    def load(self, welcome: Welcome) -> int:
+        self.done.append("load")
+        return 5
+
+    def form(self, welcome: Welcome) -> None:
+        generation = welcome.topology.generation
+        self.done.append(f"form {generation}")
+        if generation in self.faults:
+            raise self.faults[generation]
+
+    def disband(self) -> None:
+        self.done.append("disband")
+
+    def wait_s(self) -> float | None:
+        return 1.0
+
+    def idle(self) -> None:
+        raise Stopped("nothing is left to say")
+
+    def handle(self, message: AnyMessage) -> None:
+        self.done.append(type(message).__name__)
+        if isinstance(message, StepTicket):
+            self.life.report_failure(message, self.step_fault)
+            self.disband()
+
+
+def test_a_node_joins_serves_halts_and_forms_anew() -> None:
+    node = Node(welcome(), Halt(generation=2), Reform(topology=topology(2)), Stop(reason="over"))
+    with pytest.raises(Stopped, match="over"):
+        node.serve()
+    hello, first, halted, second = node.sent
+    assert isinstance(hello, Hello)
+    assert (hello.role, hello.index, hello.fingerprint) == ("expert", 3, "print")
+    assert hello.data_address == "unix:@x"
+    assert isinstance(first, Ready)
+    assert (first.generation, first.num_blocks) == (1, 5)
+    assert halted == Halted(role="expert", index=3, generation=2)
+    assert second == Ready(role="expert", index=3, num_blocks=5, generation=2)
+    assert node.done == ["load", "form 1", "disband", "disband", "form 2", "disband"]
+
+
+def test_a_node_that_comes_late_loads_and_waits_for_a_reform() -> None:
+    node = Node(welcome(joins_late=True), Reform(topology=topology(4)))
+    with pytest.raises(Stopped):
+        node.serve()
+    _, loaded, ready = node.sent
+    assert isinstance(loaded, Loaded)
+    assert loaded.num_blocks == 5
+    assert ready.generation == 4
+    assert node.done == ["load", "disband", "form 4", "disband"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes"),
+    [(DeadlineExceeded("nobody came"), ["deadline_exceeded"]), (Interrupted("Halt"), [])],
+)
+def test_a_forming_that_fails_is_told_and_the_next_one_awaited(
+    fault: TransportError, codes: list[str]
+) -> None:
+    node = Node(welcome(), Reform(topology=topology(2)), Reform(topology=topology(3)))
+    node.faults[2] = fault
+    with pytest.raises(Stopped):
+        node.serve()
+    failed = [message for message in node.sent if isinstance(message, StepFailed)]
+    assert [(each.step, each.generation) for each in failed] == [(0, 2)] * len(codes)
+    assert [each.code for each in failed] == codes
+    assert node.sent[-1].generation == 3
+
+
+@pytest.mark.parametrize(
+    ("restart", "can_reform", "fault", "goes_on"),
+    [
+        (True, True, DeadlineExceeded("late"), True),
+        (True, True, ZeroDivisionError("a bug"), False),
+        (False, True, DeadlineExceeded("late"), False),
+        (True, False, DeadlineExceeded("late"), False),
+    ],
+)
+def test_a_failed_step_is_told_and_ends_the_node_unless_the_engine_reforms(
+    restart: bool, can_reform: bool, fault: Exception, goes_on: bool
+) -> None:
+    node = Node(welcome(restart=restart), TICKET, can_reform=can_reform)
+    node.step_fault = fault
+    with pytest.raises(Stopped if goes_on else type(fault)):
+        node.serve()
+    assert isinstance(node.sent[-1], StepFailed)
+    assert (node.sent[-1].step, node.sent[-1].generation, node.sent[-1].index) == (7, 1, 3)
+
+
+def test_a_node_that_cannot_reform_knows_no_halt() -> None:
+    node = Node(welcome(), Halt(generation=2), can_reform=False)
+    with pytest.raises(Stopped):
+        node.serve()
+    assert node.done == ["load", "form 1", "Halt", "disband"]

@@ -3,24 +3,22 @@
 Owns the composition for `--transport local`: every role joins the scheduler by its own
 control connection and thread, as if it were a process, but rows are handed over in
 memory and the experts are computed by the attention node's thread: inside combine(), or, if
-both roles share a device, enqueued by dispatch() (m2n_comm.gpu.local). The expert threads
-only wait for Stop and report counts. Where the roles differ in device, the one on a GPU gets its
-rows through pinned memory (m2n_comm.gpu.staged). Knows no arithmetic.
+both roles share a device, enqueued by dispatch() (m2n_comm.gpu.local). The expert threads lead
+the lives of their nodes: they load, report counts and prepare tables. Where the roles differ in
+device, the one on a GPU gets its rows through pinned memory (m2n_comm.gpu.staged). Knows no
+arithmetic.
 
 On a shared device the experts are loaded one node after the other, and before the attention
-node loads: each looks at what memory is left, and the KV cache gets what remains.
+node loads: each looks at what memory is left, and the KV cache gets the remainder.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import os
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -28,8 +26,7 @@ import torch
 from attention_nodes.replica import OpenDryNet, Replica
 from attention_nodes.worker import AttentionWorker
 from expert_nodes.experts import Experts
-from expert_nodes.tables import TableChange
-from expert_nodes.worker import COUNTS_INTERVAL_S, load_experts
+from expert_nodes.worker import ExpertWorker, InlineNet, load_experts
 from kernels.runtime import open_runtime
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.gpu.staged import ExpertStaging, StagedNet
@@ -38,26 +35,12 @@ from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.lines import CHECK_INTERVAL_S
 from m2n_comm.host.local import LocalHub, Serve
 from m2n_comm.net import AttentionNet, NetShape
-from models.checkpoint import Checkpoint
-from topspin import __version__
 from topspin.channel import ControlClient
-from topspin.errors import PeerLost, ProtocolError
+from topspin.errors import PeerLost
 from topspin.expert_table import ExpertTable
-from topspin.messages import (
-    AnyMessage,
-    ExpertCounts,
-    Hello,
-    Loaded,
-    PrepareTable,
-    Ready,
-    Reform,
-    Role,
-    Stop,
-    Welcome,
-)
-from topspin.node_life import Stopped, join, run_node
-from topspin.process import follow_parent, new_incarnation, start_logging
-from topspin.trace_node import answer_trace
+from topspin.messages import Role, Welcome
+from topspin.node_life import NodeLife, run_node
+from topspin.process import follow_parent, start_logging
 
 # While experts are read for another table, so long after each millisecond of it: the thread
 # that computes shares the interpreter.
@@ -111,10 +94,10 @@ class LocalNode:
 
     def _run_attention(self, index: int) -> int:
         def body(control: ControlClient) -> None:
-            def open_net(welcome: Welcome, replica: Replica, _: int) -> AttentionNet:
+            def open_net(welcome: Welcome, replica: Replica, life: NodeLife) -> AttentionNet:
                 # The experts may load for long.
                 while not self._all_loaded.wait(CHECK_INTERVAL_S):
-                    worker.inbox.check()
+                    life.inbox.check()
                 return self._open_net(index, replica.net_shape(welcome.config), welcome)
 
             worker = AttentionWorker(
@@ -201,46 +184,25 @@ class LocalNode:
         return status
 
     def _serve_expert(self, control: ControlClient, index: int) -> None:
-        welcome = join(
-            control,
-            Hello(
-                role="expert",
-                index=index,
-                incarnation=new_incarnation(),
-                revision=__version__,
-                fingerprint=Checkpoint(self._model_path).fingerprint(),
-                data_address="local",
-                pid=os.getpid(),
-            ),
-        )
-        is_device = welcome.config.compute.place("expert").is_device
-        if not is_device:
-            self._may_attend.set()
-        experts = self._load_experts(welcome, index, self._loading if is_device else nullcontext())
-        with self._lock:
-            self._experts[index] = experts
-            is_last = len(self._experts) == self._num_experts
-        if is_last:
-            self._all_loaded.set()
-            self._may_attend.set()
-        if welcome.joins_late:
-            control.send(Loaded(role="expert", index=index))
-        else:
-            control.send(Ready(role="expert", index=index))
-        change = TableChange(
-            experts, model_path=self._model_path, config=welcome.config, index=index
-        )
+        def open_net(welcome: Welcome, experts: Experts, life: NodeLife) -> InlineNet:
+            return InlineNet(set_table)
 
         def set_table(table: ExpertTable) -> None:
             if (side := self._sides.get(index)) is not None:
                 side.set_table(table)
 
-        _LocalExpert(control, index, experts, set_table, change).wait_for_stop()
+        ExpertWorker(
+            control,
+            index=index,
+            model_path=self._model_path,
+            open_net=open_net,
+            load=lambda welcome: self._load_experts(welcome, index),
+            pause_s=PREPARE_PAUSE_S,
+            can_reform=False,
+        ).serve("local")
 
-    def _load_experts(
-        self, welcome: Welcome, index: int, turn: AbstractContextManager[object]
-    ) -> Experts:
-        """Load, in its `turn`, in a thread that ends, and with it the OpenMP threads it started.
+    def _load_experts(self, welcome: Welcome, index: int) -> Experts:
+        """Load in a thread that ends, and with it the OpenMP threads it started.
 
         libgomp counts the threads of all pools: when they are more than the cores, none
         spins, and every parallel region of the thread that computes wakes its helpers anew.
@@ -250,70 +212,22 @@ class LocalNode:
             with torch.inference_mode():
                 return load_experts(self._model_path, welcome, index)
 
-        with turn, ThreadPoolExecutor(1) as loader:
-            return loader.submit(load).result()
-
-
-class _LocalExpert:
-    """The control half of an expert node, whose experts run in the attention threads."""
-
-    def __init__(
-        self,
-        control: ControlClient,
-        index: int,
-        experts: Experts,
-        set_table: Callable[[ExpertTable], None],
-        change: TableChange,
-    ) -> None:
-        self._control = control
-        self._index = index
-        self._experts = experts
-        self._set_table = set_table
-        self._change = change
-
-    @torch.inference_mode()
-    def wait_for_stop(self) -> None:
-        """Report counts and prepare tables until told to stop; raises Stopped."""
+        is_device = welcome.config.compute.place("expert").is_device
+        if not is_device:
+            self._may_attend.set()
+        with self._loading if is_device else nullcontext(), ThreadPoolExecutor(1) as loader:
+            experts = loader.submit(load).result()
         # Steps are computed in another thread, with that one's pool of threads.
         torch.set_num_threads(1)
-        # Another table's experts are packed by this one, for which torch has a GPU of its own.
-        open_runtime(str(self._experts.runtime.device))
-        reported_s = 0.0
-        while True:
-            timeout_s = PREPARE_PAUSE_S if self._change.is_busy else COUNTS_INTERVAL_S
-            message = self._control.recv(timeout_s)
-            if message is not None:
-                self._handle(message)
-            if self._change.is_busy:
-                answer = self._change.work()
-                if answer is not None:
-                    self._control.send(answer)
-            if time.monotonic() - reported_s >= COUNTS_INTERVAL_S and self._experts.has_counts:
-                reported_s = time.monotonic()
-                self._report_counts()
-
-    def _handle(self, message: AnyMessage) -> None:
-        if answer_trace(self._control, message, self._experts.trace):
-            return
-        if isinstance(message, Stop):
-            raise Stopped(message.reason)
-        if isinstance(message, PrepareTable):
-            self._set_table(message.table)
-            self._change.start(message.table)
-        elif isinstance(message, Reform):
-            generation = message.topology.generation
-            table = message.topology.table
-            self._change.cancel()
-            self._experts.rename(table.version, tuple(table.experts_of(self._index)))
-            self._control.send(Ready(role="expert", index=self._index, generation=generation))
-        else:
-            raise ProtocolError(f"unexpected {type(message).__name__}")
-
-    def _report_counts(self) -> None:
-        for version, counts in self._experts.take_counts():
-            self._control.send(
-                ExpertCounts(index=self._index, table_version=version, counts=counts)
-            )
+        # Another table's experts are packed by this thread, for which torch has a GPU of its own.
+        open_runtime(str(experts.runtime.device))
+        with self._lock:
+            self._experts[index] = experts
+            is_last = len(self._experts) == self._num_experts
+        if is_last:
+            self._all_loaded.set()
+            self._may_attend.set()
+        return experts
 
 
 def main() -> int:

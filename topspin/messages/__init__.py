@@ -7,14 +7,13 @@ as little-endian int32 bytes (`pack_ints`), so that a decode step of 256 sequenc
 few buffers and not thousands of objects. A change of meaning raises PROTOCOL_VERSION.
 
 Who sends what:
-    node -> scheduler     Hello, Ready, StepResult, StepFailed, ExpertCounts, Goodbye,
-                          TablePrepared
-    scheduler -> node     Welcome, Refused, StepTicket (experts), StepPlan (attention), Stop,
-                          PrepareTable
-    gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery
-    scheduler -> gateway  EngineState, Outputs, RequestFailed, Stats, Refused
-    for a trace           TraceRequest (gateway), ClockPing, TraceQuery (to nodes),
-                          ClockPong, TraceDump (nodes), Trace (to the gateway)
+    node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult
+                          (attention), ExpertCounts (experts), StepFailed, Goodbye
+    scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
+                          StepPlan (attention), Stop
+    gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest
+    scheduler -> gateway  EngineState, Outputs, RequestFailed, Stats, Trace, Refused
+    for a trace           ClockPing, TraceQuery (to nodes), ClockPong, TraceDump (from nodes)
 """
 
 from __future__ import annotations

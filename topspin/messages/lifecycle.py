@@ -1,4 +1,4 @@
-"""How nodes and gateways come, form an engine, form it anew after a loss, and leave.
+"""The lives of nodes and gateways: they come, form an engine, form anew after a loss, leave.
 
 Sent by every node and gateway and by the scheduler; see topspin.messages.
 """
@@ -80,7 +80,6 @@ class Ready(Message, frozen=True, kw_only=True):
     role: Role
     index: int
     num_blocks: int = 0
-    weight_bytes: int = 0
     load_s: float = 0.0
     generation: int = 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,47 +20,36 @@ from tests.engine import Engine, engine_config
 from topspin.config import CacheSection
 from topspin.launch import local_node
 from topspin.launch.local_node import LocalNode
-from topspin.messages import Stop
-from topspin.node_life import Stopped
 
 
-def test_the_thread_that_loads_experts_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its OpenMP helpers would otherwise count for ever, and nobody's would spin."""
-    loaders: list[threading.Thread] = []
-
-    def load_experts(path: Path, welcome: Any, index: int) -> str:
-        loaders.append(threading.current_thread())
-        return f"experts of node {index}"
-
-    monkeypatch.setattr(local_node, "load_experts", load_experts)
-    node = LocalNode(address="unused", model_path=Path(), attention_nodes=1, expert_nodes=1)
-    assert node._load_experts(None, 3, nullcontext()) == "experts of node 3"  # type: ignore[arg-type]
-    [loader] = loaders
-    assert loader is not threading.current_thread()
-    assert not loader.is_alive()
-
-
-def test_the_thread_that_prepares_tables_takes_the_experts_device(
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_thread_that_loads_experts_ends_and_the_other_one_takes_their_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread begins with the first GPU, whichever the experts are on."""
+    """The loader's OpenMP helpers would otherwise count for ever, and nobody's would spin.
+
+    The thread that prepares tables begins with the first GPU, whichever the experts are on.
+    """
+    loaders: list[threading.Thread] = []
     opened: list[tuple[str, threading.Thread]] = []
+    experts = SimpleNamespace(runtime=SimpleNamespace(device=torch.device("cuda", 1)))
+
+    def load_experts(path: Path, welcome: Any, index: int) -> Any:
+        loaders.append(threading.current_thread())
+        return experts
 
     def open_runtime(device: str) -> None:
         opened.append((device, threading.current_thread()))
 
-    class Control:
-        def recv(self, timeout_s: float) -> Stop:
-            return Stop(reason="over")
-
-    experts = SimpleNamespace(
-        runtime=SimpleNamespace(device=torch.device("cuda", 1)), trace=None, has_counts=False
-    )
+    monkeypatch.setattr(local_node, "load_experts", load_experts)
     monkeypatch.setattr(local_node, "open_runtime", open_runtime)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    parts: list[Any] = [Control(), 0, experts, None, SimpleNamespace(is_busy=False)]
-    with pytest.raises(Stopped):
-        local_node._LocalExpert(*parts).wait_for_stop()
+    config = engine_config(make_checkpoint(tmp_path, "mixtral", num_hidden_layers=1)).for_node()
+    welcome: Any = SimpleNamespace(config=config)
+    node = LocalNode(address="unused", model_path=Path(), attention_nodes=1, expert_nodes=1)
+    assert node._load_experts(welcome, 3) is experts
+    [loader] = loaders
+    assert loader is not threading.current_thread()
+    assert not loader.is_alive()
     assert opened == [("cuda:1", threading.current_thread())]
 
 
