@@ -116,8 +116,8 @@ class GatewaySide:
 
     def deliver(self, deliveries: list[Delivery]) -> None:
         """Send what a step's results, or the end of requests, mean."""
-        for delivery in deliveries:
-            self._send(delivery.peer, delivery.message)
+        for peer, message in deliveries:
+            self._send(peer, message)
 
     def _send(self, peer: bytes, message: Message) -> None:
         if not self._channel_send(peer, message):

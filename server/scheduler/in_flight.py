@@ -20,21 +20,20 @@ from topspin.messages import StepResult, StepTicket, pack_ints, unpack_ints
 MAX_STEPS_IN_FLIGHT = 2
 
 
-class NodePart(NamedTuple):
-    """One node's slices in plan order, as parallel lists, and the packed ids of the sampled."""
+@dataclass(slots=True)
+class NodePart:
+    """One node's slices in plan order, as parallel lists, and the packed ids of the sampled.
+
+    Once the node has answered, `tokens` has each slice's sampled token (None: not sampled, or
+    failed).
+    """
 
     seqs: list[sequence.Sequence]
     counts: list[int]
     samples: list[int]
     sampled_ids: bytes
-
-
-class NodeAnswer(NamedTuple):
-    """A part with, per slice, its sampled token (None: not sampled, or failed)."""
-
-    part: NodePart
-    tokens: Sequence[int | None]
-    result: StepResult
+    result: StepResult | None = None
+    tokens: Sequence[int | None] = ()
 
 
 class StepUnderWay(NamedTuple):
@@ -57,7 +56,6 @@ class RunningStep:
     parts: dict[int, NodePart]
     loads: dict[int, StepLoad] = field(default_factory=dict)
     after_idle: bool = False
-    answers: dict[int, NodeAnswer] = field(default_factory=dict)
     took_s: float = 0.0
 
     def is_of(self, step: int, generation: int) -> bool:
@@ -66,7 +64,7 @@ class RunningStep:
 
     def unanswered(self) -> list[int]:
         """Return the attention nodes that have not answered, ascending."""
-        return sorted(self.parts.keys() - self.answers.keys())
+        return sorted(index for index, part in self.parts.items() if part.result is None)
 
 
 class StepsInFlight:
@@ -130,15 +128,16 @@ class StepsInFlight:
                 f"{result.generation}), which is not running"
             )
         part = running.parts.get(result.index)
-        if part is None or result.index in running.answers:
+        if part is None or part.result is not None:
             raise ProtocolError(
                 f"attention {result.index}: a result of step {result.step} was not awaited"
             )
-        running.answers[result.index] = NodeAnswer(part, _tokens_of(part, result), result)
+        part.tokens = _tokens_of(part, result)
+        part.result = result
 
     def finished(self, now: float) -> Iterator[RunningStep]:
         """Remove and yield, in order, the steps that all their nodes have answered."""
-        while self._steps and not self._steps[0].parts.keys() - self._steps[0].answers.keys():
+        while self._steps and not self._steps[0].unanswered():
             step = self._steps.popleft()
             step.took_s = now - self._head_since_s
             self._head_since_s = now

@@ -1,4 +1,4 @@
-"""What a step's results mean for the gateways: outputs and failures, grouped per gateway.
+"""The outputs and failures of a step, grouped per gateway.
 
 Owns the grouping only: at most one Outputs message per gateway and step. Knows no sockets.
 Filled by policy.py, sent by service.py.
@@ -6,18 +6,12 @@ Filled by policy.py, sent by service.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from server.scheduler.sequence import Request
 from topspin.errors import TopspinError
 from topspin.messages import Outputs, RequestFailed, RequestOutput
 
-
-class Delivery(NamedTuple):
-    """A message for the gateway `peer`."""
-
-    peer: bytes
-    message: Outputs | RequestFailed
+Delivery = tuple[bytes, Outputs | RequestFailed]
+"""A message, and the gateway that gets it."""
 
 
 class Outbox:
@@ -33,11 +27,13 @@ class Outbox:
 
     def fail(self, request: Request, error: TopspinError) -> None:
         """Record that `request` has ended with `error`."""
-        self._failures.append(Delivery(request.peer, failure(request.request_id, error)))
+        self._failures.append((request.peer, failure(request.request_id, error)))
 
     def deliveries(self) -> list[Delivery]:
         """Return everything collected."""
-        outputs = [Delivery(peer, Outputs(outputs=tuple(o))) for peer, o in self._outputs.items()]
+        outputs: list[Delivery] = [
+            (peer, Outputs(outputs=tuple(each))) for peer, each in self._outputs.items()
+        ]
         return outputs + self._failures
 
 

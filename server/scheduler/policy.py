@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from server.scheduler.counters import Counters
 from server.scheduler.formation import Formation
-from server.scheduler.in_flight import NodeAnswer, StepsInFlight, StepUnderWay
+from server.scheduler.in_flight import NodePart, StepsInFlight, StepUnderWay
 from server.scheduler.intake import Intake
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.micro_batching.cost_fit import CostFit
@@ -327,19 +327,21 @@ class Policy:
         for step in self._in_flight.finished(now):
             self._counters.num_steps += 1
             self._counters.step_seconds += step.took_s
-            timings = {node: answer.result.timings for node, answer in step.answers.items()}
+            results = {node: part.result for node, part in step.parts.items() if part.result}
+            timings = {node: each.timings for node, each in results.items()}
             for each in timings.values():
                 self._counters.observe(each, after_idle=step.after_idle)
             self._fit.add_step(step.loads, timings)
-            for node, answer in sorted(step.answers.items()):
-                self._apply(self._replicas[node], answer, outbox)
+            for node, result in sorted(results.items()):
+                self._apply(self._replicas[node], step.parts[node], result, outbox)
         return outbox.deliveries()
 
-    def _apply(self, replica: AttentionReplica, answer: NodeAnswer, outbox: Outbox) -> None:
+    def _apply(
+        self, replica: AttentionReplica, part: NodePart, result: StepResult, outbox: Outbox
+    ) -> None:
         """Commit one node's slices of a step that has succeeded."""
-        part, tokens, result = answer
         errors, caches = result.errors, self._config.scheduler.prefix_caching
-        for seq, count, token in zip(part.seqs, part.counts, tokens, strict=True):
+        for seq, count, token in zip(part.seqs, part.counts, part.tokens, strict=True):
             seq.num_in_flight -= 1
             request = seq.request
             was_closed = seq.closed
