@@ -118,7 +118,8 @@ class Tokenizer:
         _utf8(text)
         # Of the library's calls only those for batches release the GIL.
         encodings = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encodings[0].ids)
+        ids: list[int] = encodings[0].ids
+        return ids
 
     def fewest_tokens(self, text: str) -> int:
         """Return a number of tokens that `text` has at least, without tokenising it.

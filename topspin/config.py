@@ -225,11 +225,13 @@ class GatewaySection(Section, frozen=True, kw_only=True):
 
     `generation_config`: where the defaults of sampling parameters come from: "auto" is the
     checkpoint's generation_config.json, "none" is OpenAI's, else a directory with that file.
+    `allowed_origins`: of the web pages that browsers let call the server; `*` is any.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     generation_config: str = "auto"
+    allowed_origins: tuple[str, ...] = ()
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):

@@ -1,16 +1,22 @@
 """The routes of the gateway, and nothing else.
 
-Composes handler, metrics and health into a FastAPI application whose every failure has
-OpenAI's error shape. Called by server.gateway.service and by tests.
+Composes handler, metrics and health into an application whose every failure has OpenAI's
+error shape. Called by server.gateway.service and by tests.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
@@ -20,10 +26,10 @@ from server.gateway.handler import GenerationHandler
 from server.gateway.health import ProgressWatch
 from server.gateway.metrics import GatewayMetrics
 from server.gateway.params import ServedModel
-from server.gateway.tracing import add_trace_route
+from server.gateway.tracing import trace_route
 from server.gateway.wire import ModelCard, ModelList
 from topspin import __version__
-from topspin.errors import EngineError, TopspinError
+from topspin.errors import EngineError, InvalidRequest, TopspinError
 
 STATS_DEADLINE_S = 2.0
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -36,44 +42,66 @@ def create_app(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     progress_deadline_s: float,
-) -> FastAPI:
-    """Return the application. The caller runs `engine.run()` beside it."""
-    app = FastAPI(title="Topspin", version=__version__, openapi_url=None)
-    metrics = GatewayMetrics()
+    allowed_origins: Sequence[str] = (),
+) -> Starlette:
+    """Return the application. The caller runs `engine.run()` beside it.
+
+    Pages of `allowed_origins` (`*`: all) may call it from a browser (CORS).
+    """
+    metrics = GatewayMetrics(model.names[0])
     handler = GenerationHandler(
         engine=engine, model=model, tokenizer=tokenizer, template=template, metrics=metrics
     )
-    _add_error_handlers(app)
-    _add_model_routes(app, engine, model)
-    _add_operation_routes(app, engine, metrics, ProgressWatch(progress_deadline_s))
-    add_trace_route(app, engine)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await handler.chat(request)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await handler.completion(request)
-
-    return app
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    async def answer_error(_: Request, error: Exception) -> Response:
-        return error_response(error)
-
-    async def answer_nobody(_: Request, __: Exception) -> Response:
-        # The client has closed the connection: this is never sent.
-        return Response(status_code=499)
-
-    app.add_exception_handler(TopspinError, answer_error)
-    app.add_exception_handler(HTTPException, answer_error)
-    app.add_exception_handler(Exception, answer_error)
-    app.add_exception_handler(ClientGone, answer_nobody)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", handler.chat, methods=["POST"]),
+            Route("/v1/completions", handler.completion, methods=["POST"]),
+            *_model_routes(engine, model),
+            *_operation_routes(engine, metrics, ProgressWatch(progress_deadline_s)),
+            trace_route(engine),
+        ],
+        middleware=_cross_origin(allowed_origins),
+        exception_handlers={
+            TopspinError: _answer_error,
+            HTTPException: _answer_error,
+            Exception: _answer_error,
+            ClientGone: _answer_nobody,
+        },
+    )
 
 
-def _add_model_routes(app: FastAPI, engine: EngineClient, model: ServedModel) -> None:
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        path = truncated(request.url.path, 64)
+        allowed = (error.headers or {}).get("Allow")
+        error.detail = (
+            f"`{path}` does not exist here"
+            if allowed is None
+            else f"`{path}` takes {allowed}, not {truncated(request.method, 16)}"
+        )
+    return error_response(error)
+
+
+async def _answer_nobody(_: Request, __: Exception) -> Response:
+    # The client has closed the connection: this is never sent.
+    return Response(status_code=499)
+
+
+def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
+    if not allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "HEAD", "POST", "OPTIONS"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    ]
+
+
+def _model_routes(engine: EngineClient, model: ServedModel) -> list[Route]:
     def card(name: str) -> ModelCard:
         return ModelCard(
             id=name,
@@ -84,22 +112,26 @@ def _add_model_routes(app: FastAPI, engine: EngineClient, model: ServedModel) ->
             default_sampling_params=msgspec.structs.asdict(model.defaults),
         )
 
-    @app.get("/v1/models")
-    async def list_models() -> Response:
+    async def list_models(_: Request) -> Response:
         return _json(ModelList(data=[card(name) for name in model.names]))
 
-    @app.get("/v1/models/{name:path}")
-    async def retrieve_model(name: str) -> Response:
+    async def retrieve_model(request: Request) -> Response:
+        name = request.path_params["name"]
         if name not in model.names:
             raise ModelNotFound(f"the model `{truncated(name, 64)}` is not served here")
         return _json(card(name))
 
+    return [
+        Route("/v1/models", list_models),
+        Route("/v1/models/", list_models),
+        Route("/v1/models/{name:path}", retrieve_model),
+    ]
 
-def _add_operation_routes(
-    app: FastAPI, engine: EngineClient, metrics: GatewayMetrics, watch: ProgressWatch
-) -> None:
-    @app.get("/health")
-    async def health() -> Response:
+
+def _operation_routes(
+    engine: EngineClient, metrics: GatewayMetrics, watch: ProgressWatch
+) -> list[Route]:
+    async def health(_: Request) -> Response:
         """200: ready or recovering, answering, and no work waits without progress."""
         try:
             engine.check_ready()
@@ -112,17 +144,32 @@ def _add_operation_routes(
             return _unhealthy("stalled", f"work waits, and no step got on for {stalled_s:.0f} s")
         return _json({"state": engine.condition})
 
-    @app.get("/metrics")
-    async def prometheus() -> Response:
+    async def prometheus(request: Request) -> Response:
         try:
             stats = await engine.stats(STATS_DEADLINE_S)
         except EngineError:
             stats = None  # told by topspin_engine_up
-        return Response(metrics.render(stats), headers={"Content-Type": PROMETHEUS_TEXT})
+        per_expert = _is_set(request, "per_expert")
+        return Response(
+            metrics.render(stats, per_expert=per_expert), headers={"Content-Type": PROMETHEUS_TEXT}
+        )
 
-    @app.get("/version")
-    async def version() -> Response:
+    async def version(_: Request) -> Response:
         return _json({"version": __version__})
+
+    return [
+        Route("/health", health),
+        Route("/metrics", prometheus),
+        Route("/version", version),
+    ]
+
+
+def _is_set(request: Request, name: str) -> bool:
+    """Return whether the query sets `name` to 1; raises InvalidRequest for other values than 0."""
+    text = request.query_params.get(name, "0")
+    if text not in ("0", "1"):
+        raise InvalidRequest(f"`{name}` is {truncated(text, 32)!r}: must be 0 or 1", param=name)
+    return text == "1"
 
 
 def _unhealthy(state: str, detail: str) -> Response:

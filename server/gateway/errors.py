@@ -49,20 +49,6 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
-class BodyTooLarge(RequestError):
-    """The request body is over the limit; it was not read further."""
-
-    code = "request_too_large"
-    status = 413
-
-
-class BodyTimeout(RequestError):
-    """The request body did not arrive in time."""
-
-    code = "request_timeout"
-    status = 408
-
-
 class ErrorObject(msgspec.Struct, frozen=True, kw_only=True):
     """OpenAI's error object; `param` and `code` may be null but are never missing."""
 

@@ -6,11 +6,11 @@ grow by as one answer or as a stream. Knows no routes (server.gateway.app) and n
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -20,6 +20,7 @@ from models.chat_template import ChatTemplate
 from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.generation import ChoiceText
+from server.gateway.http.body import read_json_body
 from server.gateway.metrics import GatewayMetrics
 from server.gateway.params import (
     RequestParams,
@@ -28,6 +29,7 @@ from server.gateway.params import (
     check_choices,
     completion_params,
 )
+from server.gateway.preparation import PreparationThreads
 from server.gateway.prompts import (
     chat_prompt,
     completion_prompts,
@@ -45,11 +47,11 @@ from server.gateway.replies import (
 )
 from server.gateway.run import Growth, Run
 from server.gateway.schema import decode_chat, decode_completion
-from server.gateway.streaming import EventStream, read_body
+from server.gateway.streaming import EventStream
 from topspin.errors import InvalidRequest
 from topspin.messages import AddRequest, pack_ints
 
-# Larger bodies are tokenised in a worker thread: a long prompt must not hold up all streams.
+# Larger bodies are prepared in a thread: a long prompt must not hold up all streams.
 INLINE_BODY_BYTES = 16 * 1024
 # Names the fields of the request that were accepted and have no effect.
 IGNORED_HEADER = "x-topspin-ignored"
@@ -79,6 +81,7 @@ class GenerationHandler:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     metrics: GatewayMetrics
+    threads: PreparationThreads = field(default_factory=PreparationThreads)
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
@@ -97,7 +100,12 @@ class GenerationHandler:
             raise InvalidRequest(
                 "the model has no chat template; use /v1/completions", param="messages"
             )
-        prompt = chat_prompt(body, template=self.template, tokenizer=self.tokenizer)
+        prompt = chat_prompt(
+            body,
+            template=self.template,
+            tokenizer=self.tokenizer,
+            limit=self.engine.state.max_request_tokens,
+        )
         if body.reasoning_effort and not reasoning_variables(body, self.template):
             ignored = ("reasoning_effort", *ignored)
         return Prepared(params, [prompt], "messages", ignored)
@@ -107,7 +115,10 @@ class GenerationHandler:
         params = completion_params(body, self.model)
         check_choices(num_completion_prompts(body), params.num_choices)
         prompts = completion_prompts(
-            body, tokenizer=self.tokenizer, vocab_size=self.model.vocab_size
+            body,
+            tokenizer=self.tokenizer,
+            vocab_size=self.model.vocab_size,
+            limit=self.engine.state.max_request_tokens,
         )
         return Prepared(params, prompts, "prompt", ignored)
 
@@ -120,10 +131,10 @@ class GenerationHandler:
         id_prefix: str,
     ) -> Response:
         arrived_at_s = time.monotonic()
-        data = await read_body(request)
+        data = await read_json_body(request)
         self.engine.check_ready()
         if len(data) > INLINE_BODY_BYTES:
-            prepared = await asyncio.to_thread(prepare, data)
+            prepared = await self.threads.run(partial(prepare, data))
         else:
             prepared = prepare(data)
         params = prepared.params

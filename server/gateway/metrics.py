@@ -6,7 +6,7 @@ the prefix `topspin_`. Knows no HTTP and no request's content.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from topspin.messages import STEP_BUCKETS_S, Stats, StepHistogram
 
+MODEL_LABEL = "model_name"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 
 _TTFT_BUCKETS_S = (
@@ -36,101 +37,6 @@ _E2E_BUCKETS_S = (
 )  # fmt: skip
 
 
-class EngineCollector(Collector):
-    """The engine's counters as of the scheduler's last answer; nothing but `up` 0 without."""
-
-    def __init__(self) -> None:
-        self.stats: Stats | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the families of one scrape."""
-        stats = self.stats
-        yield _gauge("engine_up", "1 if the scheduler answered this scrape", int(stats is not None))
-        if stats is None:
-            return
-        yield _gauge("num_requests_running", "Requests in running batches", stats.num_running)
-        yield _gauge("num_requests_waiting", "Requests waiting to be admitted", stats.num_waiting)
-        yield _gauge("kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", stats.kv_cache_usage)
-        yield _counter("num_preemptions", "Preemptions by recompute", stats.num_preemptions)
-        yield _counter("num_replays", "Requests replayed after a loss", stats.num_replays)
-        yield _counter(
-            "prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries
-        )
-        yield _counter("prefix_cache_hits", "Prompt tokens found cached", stats.prefix_cache_hits)
-        yield _counter("engine_steps", "Engine steps finished", stats.num_steps)
-        yield _counter("engine_step_seconds", "Time spent in steps", stats.step_seconds)
-        yield _gauge("micro_batches", "Micro-batches of the last step", stats.num_micro_batches)
-        for phase, histogram in stats.step_phases.items():
-            yield _phase(phase, histogram)
-        experts = CounterMetricFamily(
-            "topspin_expert_tokens",
-            "(token, expert) pairs routed to a logical expert of a MoE layer",
-            labels=("layer", "expert"),
-        )
-        for layer, counts in enumerate(stats.expert_tokens):
-            for expert, count in enumerate(counts):
-                experts.add_metric((str(layer), str(expert)), count)
-        yield experts
-        yield _gauge(
-            "expert_table_version", "Version of the expert table", stats.expert_table_version
-        )
-        yield _counter("expert_migrations", "Experts read for new tables", stats.expert_migrations)
-        balance = GaugeMetricFamily(
-            "topspin_expert_balance",
-            "Routed pairs per expert node, max/mean: lately, and when the last table was left",
-            labels=("table",),
-        )
-        balance.add_metric(("current",), stats.expert_balance)
-        balance.add_metric(("previous",), stats.expert_balance_before)
-        yield balance
-
-
-class GatewayMetrics:
-    """Counters and histograms of the requests that went through this gateway."""
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._engine = EngineCollector()
-        self._registry.register(self._engine)
-        registry = self._registry
-        self.prompt_tokens = Counter(
-            "topspin_prompt_tokens", "Prompt tokens of answered requests", registry=registry
-        )
-        self.generation_tokens = Counter(
-            "topspin_generation_tokens", "Output tokens delivered or counted", registry=registry
-        )
-        self.time_to_first_token = Histogram(
-            "topspin_time_to_first_token_seconds",
-            "From the arrival of a request to the first token of a choice",
-            buckets=_TTFT_BUCKETS_S,
-            registry=registry,
-        )
-        self.inter_token_latency = Histogram(
-            "topspin_inter_token_latency_seconds",
-            "Time per token between two outputs of a choice",
-            buckets=_TOKEN_BUCKETS_S,
-            registry=registry,
-        )
-        self.e2e_latency = Histogram(
-            "topspin_e2e_request_latency_seconds",
-            "From the arrival of a request to the end of a choice",
-            buckets=_E2E_BUCKETS_S,
-            registry=registry,
-        )
-        finished = Counter(
-            "topspin_request_success",
-            "Choices that ended, by reason",
-            labelnames=("finished_reason",),
-            registry=registry,
-        )
-        self.finished = {reason: finished.labels(reason) for reason in FINISHED_REASONS}
-
-    def render(self, stats: Stats | None) -> bytes:
-        """Return the text of one scrape; `stats` None if the scheduler did not answer."""
-        self._engine.stats = stats
-        return generate_latest(self._registry)
-
-
 _PHASE_TEXTS = {
     "prepare": "Per step and attention node: turning the plan into inputs",
     "attention": "Per step and attention node: its own computing in all layers",
@@ -141,19 +47,133 @@ _PHASE_TEXTS = {
 }
 
 
-def _phase(phase: str, histogram: StepHistogram) -> HistogramMetricFamily:
-    name = "topspin_scheduler_gap_seconds"
-    text = "How long an attention node with work to come had no plan"
-    if phase != "scheduler_gap":
-        name, text = f"topspin_step_{phase}_seconds", _PHASE_TEXTS.get(phase, phase)
-    bounds = [*(f"{bound:g}" for bound in STEP_BUCKETS_S), "+Inf"]
-    buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=histogram.sum_s)
+class EngineCollector(Collector):
+    """The engine's counters as of the scheduler's last answer; nothing but `up` 0 without.
+
+    `per_expert`: the routed pairs of each expert are told, not only their sum.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.stats: Stats | None = None
+        self.per_expert = False
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families of one scrape."""
+        stats = self.stats
+        yield self._gauge("engine_up", "1 if the scheduler answered this scrape", stats is not None)
+        if stats is None:
+            return
+        gauge, counter = self._gauge, self._counter
+        yield gauge("num_requests_running", "Requests in running batches", stats.num_running)
+        yield gauge("num_requests_waiting", "Requests waiting to be admitted", stats.num_waiting)
+        yield gauge("kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", stats.kv_cache_usage)
+        yield counter("num_preemptions", "Preemptions by recompute", stats.num_preemptions)
+        yield counter("num_replays", "Requests replayed after a loss", stats.num_replays)
+        yield counter("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries)
+        yield counter("prefix_cache_hits", "Prompt tokens found cached", stats.prefix_cache_hits)
+        yield counter("engine_steps", "Engine steps finished", stats.num_steps)
+        yield counter("engine_step_seconds", "Time spent in steps", stats.step_seconds)
+        yield gauge("micro_batches", "Micro-batches of the last step", stats.num_micro_batches)
+        for phase, histogram in stats.step_phases.items():
+            yield self._phase(phase, histogram)
+        yield self._expert_tokens(stats.expert_tokens)
+        yield gauge(
+            "expert_table_version", "Version of the expert table", stats.expert_table_version
+        )
+        yield counter("expert_migrations", "Experts read for new tables", stats.expert_migrations)
+        balance = GaugeMetricFamily(
+            "topspin_expert_balance",
+            "Routed pairs per expert node, max/mean: lately, and when the last table was left",
+            labels=(MODEL_LABEL, "table"),
+        )
+        balance.add_metric((self._model_name, "current"), stats.expert_balance)
+        balance.add_metric((self._model_name, "previous"), stats.expert_balance_before)
+        yield balance
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"topspin_{name}", text, labels=(MODEL_LABEL,))
+        family.add_metric((self._model_name,), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"topspin_{name}", text, labels=(MODEL_LABEL,))
+        family.add_metric((self._model_name,), value)
+        return family
+
+    def _expert_tokens(self, layers: Sequence[Sequence[int]]) -> Metric:
+        """Return the routed pairs of all experts, or of each: that is a line per expert."""
+        text = "(token, expert) pairs routed"
+        if not self.per_expert:
+            return self._counter("expert_tokens", text, sum(map(sum, layers)))
+        family = CounterMetricFamily(
+            "topspin_expert_tokens", text, labels=(MODEL_LABEL, "layer", "expert")
+        )
+        for layer, counts in enumerate(layers):
+            for expert, count in enumerate(counts):
+                family.add_metric((self._model_name, str(layer), str(expert)), count)
+        return family
+
+    def _phase(self, phase: str, histogram: StepHistogram) -> Metric:
+        name = "topspin_scheduler_gap_seconds"
+        text = "How long an attention node with work to come had no plan"
+        if phase != "scheduler_gap":
+            name, text = f"topspin_step_{phase}_seconds", _PHASE_TEXTS.get(phase, phase)
+        bounds = [*(f"{bound:g}" for bound in STEP_BUCKETS_S), "+Inf"]
+        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+        family = HistogramMetricFamily(name, text, labels=(MODEL_LABEL,))
+        family.add_metric((self._model_name,), buckets, sum_value=histogram.sum_s)
+        return family
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"topspin_{name}", text, value=value)
+class GatewayMetrics:
+    """Counters and histograms of the requests that went through this gateway."""
 
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = EngineCollector(model_name)
+        self._registry.register(self._engine)
+        registry, names = self._registry, (MODEL_LABEL,)
+        self.prompt_tokens = Counter(
+            "topspin_prompt_tokens", "Prompt tokens of answered requests", names, registry=registry
+        ).labels(model_name)
+        self.generation_tokens = Counter(
+            "topspin_generation_tokens",
+            "Output tokens delivered or counted",
+            names,
+            registry=registry,
+        ).labels(model_name)
+        self.time_to_first_token = Histogram(
+            "topspin_time_to_first_token_seconds",
+            "From the arrival of a request to the first token of a choice",
+            names,
+            buckets=_TTFT_BUCKETS_S,
+            registry=registry,
+        ).labels(model_name)
+        self.inter_token_latency = Histogram(
+            "topspin_inter_token_latency_seconds",
+            "Time per token between two outputs of a choice",
+            names,
+            buckets=_TOKEN_BUCKETS_S,
+            registry=registry,
+        ).labels(model_name)
+        self.e2e_latency = Histogram(
+            "topspin_e2e_request_latency_seconds",
+            "From the arrival of a request to the end of a choice",
+            names,
+            buckets=_E2E_BUCKETS_S,
+            registry=registry,
+        ).labels(model_name)
+        finished = Counter(
+            "topspin_request_success",
+            "Choices that ended, by reason",
+            (*names, "finished_reason"),
+            registry=registry,
+        )
+        self.finished = {reason: finished.labels(model_name, reason) for reason in FINISHED_REASONS}
 
-def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"topspin_{name}", text, value=value)
+    def render(self, stats: Stats | None, *, per_expert: bool = False) -> bytes:
+        """Return the text of one scrape; `stats` None if the scheduler did not answer."""
+        self._engine.stats = stats
+        self._engine.per_expert = per_expert
+        return generate_latest(self._registry)

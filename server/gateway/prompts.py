@@ -16,7 +16,7 @@ import msgspec
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
-from server.gateway.errors import truncated
+from server.gateway.errors import ContextLengthExceeded, truncated
 from server.gateway.params import check_vocabulary
 from server.gateway.schema import ChatBody, ChatMessage, CompletionBody, ToolCall
 from topspin.errors import InvalidRequest
@@ -26,8 +26,13 @@ from topspin.errors import InvalidRequest
 _NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
 
-def chat_prompt(body: ChatBody, *, template: ChatTemplate, tokenizer: Tokenizer) -> list[int]:
-    """Return the prompt of a chat request; raises InvalidRequest naming the field."""
+def chat_prompt(
+    body: ChatBody, *, template: ChatTemplate, tokenizer: Tokenizer, limit: int
+) -> list[int]:
+    """Return the prompt of a chat request; raises InvalidRequest naming the field.
+
+    Raises ContextLengthExceeded, untokenised, for text that `limit` tokens cannot hold.
+    """
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     for name in kwargs:
         if name in _NOT_VARIABLES or not name.isidentifier():
@@ -45,6 +50,7 @@ def chat_prompt(body: ChatBody, *, template: ChatTemplate, tokenizer: Tokenizer)
             messages, add_generation_prompt=body.add_generation_prompt is not False, **kwargs
         )
     # The template writes the special tokens itself.
+    _check_size(text, tokenizer=tokenizer, limit=limit, param="messages")
     token_ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise InvalidRequest("the messages give an empty prompt", param="messages")
@@ -64,14 +70,18 @@ def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str
 
 
 def completion_prompts(
-    body: CompletionBody, *, tokenizer: Tokenizer, vocab_size: int
+    body: CompletionBody, *, tokenizer: Tokenizer, vocab_size: int, limit: int
 ) -> list[list[int]]:
     """Return the prompts of a completion request, at least one, none of them empty.
 
-    Raises InvalidRequest for mixed lists, empty prompts and ids outside the vocabulary.
+    Raises InvalidRequest for mixed lists, empty prompts and ids outside the vocabulary, and
+    ContextLengthExceeded, before any is tokenised, for text that `limit` tokens cannot hold.
     """
     prompt = body.prompt
     special = body.add_special_tokens is not False
+    for text in [prompt] if isinstance(prompt, str) else prompt:
+        if isinstance(text, str):
+            _check_size(text, tokenizer=tokenizer, limit=limit, param="prompt")
     if isinstance(prompt, str):
         prompts = [tokenizer.encode(prompt, add_special_tokens=special)]
     elif all(isinstance(item, int) for item in prompt):
@@ -90,6 +100,17 @@ def completion_prompts(
             raise InvalidRequest("a prompt is empty", param="prompt")
         check_vocabulary(token_ids, vocab_size=vocab_size, param="prompt")
     return prompts
+
+
+def _check_size(text: str, *, tokenizer: Tokenizer, limit: int, param: str) -> None:
+    """Raise ContextLengthExceeded if the text's size alone tells that it has too many tokens."""
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest >= limit:
+        raise ContextLengthExceeded(
+            f"the prompt has at least {fewest} tokens; this server takes at most {limit} tokens, "
+            "prompt and output together, and at least one is output",
+            param=param,
+        )
 
 
 def num_completion_prompts(body: CompletionBody) -> int:

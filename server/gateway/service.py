@@ -15,57 +15,34 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from types import FrameType
 
-import uvicorn
 import uvloop
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from models.chat_template import ChatTemplate
 from models.config import load_model_config
 from models.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
+from server.gateway.http.listener import BACKLOG, HttpServer, bind, http_config
 from server.gateway.params import ServedModel
 from server.gateway.sampling_defaults import load_sampling_defaults
 from topspin import __version__
 from topspin.channel import AsyncControlClient
-from topspin.config import EngineConfig, GatewaySection, load_config
+from topspin.config import EngineConfig, load_config
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 from topspin.messages import Hello
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation, start_logging
 
-MAX_HEADER_BYTES = 64 * 1024
-KEEP_ALIVE_S = 65
-BACKLOG = 2048
 DRAIN_S = 1.0
 # Between a lost control connection and the next one.
 RECONNECT_DELAY_S = 0.1
-# A request thread notices its error within this; then connections are cut.
-CUT_S = 1
 # The scheduler's own deadline comes first; health only has to notice if that fails.
 PROGRESS_MARGIN_S = 10.0
 
 _log = logging.getLogger("gateway")
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn, with signals handed to `on_stop` (a second one ends at once)."""
-
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object]) -> None:
-        super().__init__(config)
-        self._on_stop = on_stop
-        self._stopping = False
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM or SIGINT; runs in the main thread between two bytecodes."""
-        if self._stopping:
-            self.force_exit = True
-            self.should_exit = True
-        self._stopping = True
-        self._on_stop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -152,7 +129,7 @@ async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> 
         engine.connection.send(_hello(index))
 
 
-def build_app(config: EngineConfig, engine: EngineClient) -> FastAPI:
+def build_app(config: EngineConfig, engine: EngineClient) -> Starlette:
     """Read what the gateway needs of the checkpoint and return the application."""
     path = Path(config.model.path)
     model_config = load_model_config(path)
@@ -170,34 +147,12 @@ def build_app(config: EngineConfig, engine: EngineClient) -> FastAPI:
         tokenizer=Tokenizer.from_directory(path),
         template=ChatTemplate.find(path),
         progress_deadline_s=config.m2n.deadline_s + PROGRESS_MARGIN_S,
+        allowed_origins=config.gateway.allowed_origins,
     )
 
 
-def bind(section: GatewaySection) -> socket.socket:
-    """Return a socket bound to the configured address, not yet listening.
-
-    Raises ConfigError if the name does not resolve or the port is taken.
-    """
-    where = f"--host {section.host} --port {section.port}"
-    try:
-        found = socket.getaddrinfo(
-            section.host, section.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-    except OSError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    family, kind, protocol, _, address = found[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"{where}: {error.strerror}") from error
-    return listener
-
-
 async def _serve_http(
-    app: FastAPI,
+    app: Starlette,
     engine: EngineClient,
     listener: socket.socket,
     *,
@@ -232,20 +187,3 @@ async def _until_idle(engine: EngineClient, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             while engine.num_in_flight:
                 await asyncio.sleep(0.02)
-
-
-def http_config(app: FastAPI) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level=logging.WARNING,
-        access_log=False,
-        server_header=False,
-        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=CUT_S,
-        backlog=BACKLOG,
-    )

@@ -1,7 +1,7 @@
-"""The connection side of an answer: reading a body within limits, watching, sending events.
+"""The connection side of an answer: watching the client, sending events.
 
-Owns body size and receipt deadline, the notice that a client has gone, and the ASGI response
-that sends server-sent events as they come. Knows no JSON and no engine.
+Owns the notice that a client has gone, and the ASGI response that sends server-sent events as
+they come. Knows no JSON and no engine.
 """
 
 from __future__ import annotations
@@ -11,49 +11,12 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.gateway.engine_client import ClientGone
-from server.gateway.errors import BodyTimeout, BodyTooLarge
-
-MAX_BODY_BYTES = 8 * 2**20
-BODY_DEADLINE_S = 30.0
 SEND_DEADLINE_S = 60.0
 
 _log = logging.getLogger("gateway")
-
-
-async def read_body(
-    request: Request,
-    *,
-    max_bytes: int = MAX_BODY_BYTES,
-    deadline_s: float = BODY_DEADLINE_S,
-) -> bytes:
-    """Return the body; raises BodyTooLarge, BodyTimeout or ClientGone.
-
-    A body that announces too great a length is refused before any of it is read.
-    """
-    announced = request.headers.get("content-length", "")
-    if announced.isascii() and announced.isdigit() and int(announced) > max_bytes:
-        raise _too_large(max_bytes)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(deadline_s):
-            async for piece in request.stream():
-                if len(body) + len(piece) > max_bytes:
-                    raise _too_large(max_bytes)
-                body += piece
-    except TimeoutError:
-        raise BodyTimeout(f"the request body did not arrive within {deadline_s:g} s") from None
-    except ClientDisconnect:
-        raise ClientGone from None
-    return bytes(body)
-
-
-def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the request body is larger than {max_bytes} bytes")
 
 
 async def watch_client(receive: Receive, on_gone: Callable[[], None]) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import ipaddress
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from server.gateway.engine_client import EngineClient
 from topspin.errors import InvalidRequest, NotFound
@@ -21,16 +23,17 @@ DEFAULT_SECONDS = 2.0
 MAX_SECONDS = 60.0
 
 
-def add_trace_route(app: FastAPI, engine: EngineClient) -> None:
-    """Add GET /trace?seconds=S."""
+def trace_route(engine: EngineClient) -> Route:
+    """Return GET /trace?seconds=S."""
 
-    @app.get("/trace")
     async def trace(request: Request) -> Response:
         if not _is_loopback(request):
             raise NotFound("traces are shown to clients of the server's own host only")
         seconds = _seconds(request.query_params.get("seconds"))
         found = await engine.trace(seconds, TRACE_DEADLINE_S)
         return Response(msgspec.json.encode(found), media_type="application/json")
+
+    return Route("/trace", trace)
 
 
 def _is_loopback(request: Request) -> bool:

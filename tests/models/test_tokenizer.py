@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -350,3 +352,18 @@ def test_a_tokenizer_that_leaves_text_out_tells_nothing_from_its_size(case: str)
         backend.decoder = decoders.Fuse()
     tokenizer = Tokenizer(backend, special_tokens={}, source="test")
     assert tokenizer.fewest_tokens("x" * 10_000) == 0
+
+
+def test_other_threads_run_while_text_is_tokenised(tmp_path: Path) -> None:
+    tokenizer = _byte_level(tmp_path)
+    text = "the other the in an inner thing " * 20_000
+    thread = threading.Thread(
+        target=tokenizer.encode, args=(text,), kwargs={"add_special_tokens": True}
+    )
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        num_turns += 1
+        time.sleep(0.001)
+    # With the interpreter's lock held, this thread would only get on at the end.
+    assert num_turns > 20

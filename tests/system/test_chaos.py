@@ -179,7 +179,8 @@ def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
 def gauges_in_use(server: Server) -> list[float]:
     """Return the requests that run and wait, and the share of cache blocks that is taken."""
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    values = {sample.partition("{")[0]: value for sample, value in samples}
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     return [float(values[f"topspin_{name}"]) for name in names]
 

@@ -30,7 +30,7 @@ PACKAGES = (
     "gguf",
     "msgspec",
     "pyzmq",
-    "fastapi",
+    "starlette",
     "uvicorn",
     "transformers",
     "triton",

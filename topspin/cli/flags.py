@@ -8,6 +8,8 @@ them to its parser; topspin.cli.serve turns them into a configuration.
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from typing import Literal, get_args
 
 from models.hub import DEFAULT_MODEL
@@ -38,6 +40,11 @@ from topspin.units import format_size
 # What kernels.dispatch.select_ops knows; the command line does not import torch to ask.
 KERNELS = ("auto", "cpu", "reference", "triton")
 
+# Lower case, as a browser sends it: the comparison is literal.
+_ORIGIN = re.compile(
+    r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:[0-9]+)?|https?://\[[0-9a-f:]+\](:[0-9]+)?"
+)
+
 
 class ServeArguments(argparse.Namespace):
     """The parsed flags of `topspin serve`."""
@@ -45,6 +52,7 @@ class ServeArguments(argparse.Namespace):
     model: str
     host: str
     port: int
+    allowed_origins: tuple[str, ...]
     served_model_name: list[str]
     generation_config: str
     dtype: Literal["auto", "float32", "bfloat16"]
@@ -118,6 +126,14 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
         "--port", type=int, default=gateway.port, help="TCP port; 0 takes a free one (%(default)s)"
     )
     group.add_argument(
+        "--allowed-origins",
+        type=_origins,
+        default=gateway.allowed_origins,
+        metavar="LIST",
+        help="web pages that browsers let call the server (CORS), as JSON or with commas: "
+        "http://localhost:3000,https://ui.example.com, or * for all (none)",
+    )
+    group.add_argument(
         "--served-model-name",
         nargs="+",
         default=[],
@@ -131,6 +147,22 @@ def _add_http_arguments(group: argparse._ArgumentGroup) -> None:
         help="whose generation_config.json gives the defaults of sampling parameters: the "
         "checkpoint's, nobody's, or that of a directory (%(default)s)",
     )
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    """Return the origins in a JSON list or a list with commas, as browsers write them."""
+    try:
+        listed = json.loads(text) if text.startswith("[") else text.split(",")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list: {error}") from None
+    origins = tuple(str(origin).strip() for origin in listed)
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise argparse.ArgumentTypeError(
+                f"{origin!r} is not an origin such as https://ui.example.com (nothing follows the "
+                "host and port), nor *"
+            )
+    return origins
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:

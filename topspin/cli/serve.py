@@ -137,6 +137,7 @@ def _sections(arguments: ServeArguments, path: Path) -> EngineConfig:
             host=arguments.host,
             port=arguments.port,
             generation_config=arguments.generation_config,
+            allowed_origins=arguments.allowed_origins,
         ),
         failover=FailoverSection(
             restart=arguments.restart == "on",

@@ -17,16 +17,16 @@ import httpx
 import msgspec
 import tokenizers
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
+from server.gateway.http.listener import http_config
 from server.gateway.params import ServedModel
 from server.gateway.sampling_defaults import SamplingDefaults
-from server.gateway.service import http_config
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -208,7 +208,8 @@ def make_app(
     defaults: SamplingDefaults | None = None,
     chat_template: ChatTemplate | None = None,
     text_tokenizer: Tokenizer | None = None,
-) -> FastAPI:
+    allowed_origins: Sequence[str] = (),
+) -> Starlette:
     """Return the application over `engine` and the tiny model."""
     return create_app(
         engine,
@@ -223,6 +224,7 @@ def make_app(
         tokenizer=text_tokenizer or tokenizer(),
         template=chat_template or template(),
         progress_deadline_s=progress_deadline_s,
+        allowed_origins=allowed_origins,
     )
 
 

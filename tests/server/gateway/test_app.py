@@ -12,7 +12,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.gateway.health import ProgressWatch
-from tests.server.gateway.fakes import EOS_ID, FakeEngine, gateway, ids, output, saying, tokenizer
+from tests.server.gateway.fakes import (
+    EOS_ID,
+    FakeEngine,
+    gateway,
+    ids,
+    loopback,
+    output,
+    saying,
+    tokenizer,
+)
 from topspin import __version__
 from topspin.errors import PeerLost
 from topspin.messages import AddRequest, EngineState, RequestOutput
@@ -49,6 +58,63 @@ def test_models_are_listed_under_every_served_name() -> None:
     }
     assert get("/v1/models/org/alias", FakeEngine()).json() == cards["data"][1]
     assert get("/v1/models/tiny", FakeEngine(), ready=False).json()["max_model_len"] is None
+
+
+def test_the_list_of_models_may_end_in_a_slash() -> None:
+    assert get("/v1/models/", FakeEngine()).json() == get("/v1/models", FakeEngine()).json()
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/health", "/version"])
+def test_head_is_get_without_a_body(path: str) -> None:
+    async def test() -> None:
+        async with loopback(FakeEngine()) as port, httpx.AsyncClient() as client:
+            url = f"http://127.0.0.1:{port}{path}"
+            head, whole = await client.head(url), await client.get(url)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-length"] == str(len(whole.content))
+
+    asyncio.run(test())
+
+
+PREFLIGHT = {
+    "Origin": "http://ui.test:3000",
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("allowed", [("http://ui.test:3000",), ("*",)])
+def test_pages_of_allowed_origins_may_call(allowed: tuple[str, ...]) -> None:
+    async def test() -> None:
+        async with gateway(FakeEngine(saying("ok")), allowed_origins=allowed) as client:
+            path = "/v1/chat/completions"
+            preflight = await client.options(path, headers=PREFLIGHT)
+            assert preflight.status_code == 200
+            assert preflight.headers["access-control-allow-origin"] == allowed[0]
+            assert "POST" in preflight.headers["access-control-allow-methods"]
+            assert "authorization" in preflight.headers["access-control-allow-headers"]
+            origin = {"Origin": PREFLIGHT["Origin"]}
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+            for fields, status in (({"stream": True}, 200), ({"stream": 1}, 400)):
+                answer = await client.post(path, json=body | fields, headers=origin)
+                assert answer.status_code == status
+                assert answer.headers["access-control-allow-origin"] == allowed[0]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("allowed", [(), ("http://other.test",)])
+def test_pages_of_other_origins_are_not_allowed(allowed: tuple[str, ...]) -> None:
+    async def test() -> None:
+        async with gateway(FakeEngine(), allowed_origins=allowed) as client:
+            preflight = await client.options("/v1/chat/completions", headers=PREFLIGHT)
+            assert preflight.status_code in (400, 405)
+            answer = await client.get("/v1/models", headers={"Origin": PREFLIGHT["Origin"]})
+            assert answer.status_code == 200
+            for response in (preflight, answer):
+                assert "access-control-allow-origin" not in response.headers
+
+    asyncio.run(test())
 
 
 def test_version() -> None:
@@ -129,12 +195,17 @@ def test_a_long_step_is_no_stall_while_its_nodes_get_on() -> None:
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Return value by sample name and labels, as Prometheus would read them."""
-    return {
-        (sample.name, ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    """Return value by sample name and labels, as Prometheus would read them.
+
+    Every sample has the model's name, which is left out.
+    """
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "tiny", sample
+            found[sample.name, ",".join(f"{k}={labels[k]}" for k in sorted(labels))] = sample.value
+    return found
 
 
 def two_tokens(request: AddRequest) -> Iterator[RequestOutput]:
@@ -168,6 +239,12 @@ def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
             response = await client.get("/metrics")
             assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
             found = samples(response.text)
+            each = samples((await client.get("/metrics?per_expert=1")).text)
+            assert (await client.get("/metrics?per_expert=yes")).status_code == 400
+        assert {key: each[key] for key in each if "expert_tokens" in key[0]} == {
+            ("topspin_expert_tokens_total", f"expert={expert},layer={layer}"): tokens
+            for layer, expert, tokens in ((0, 0, 5), (0, 1, 6), (1, 0, 7), (1, 1, 8))
+        }
         expected = {
             ("topspin_engine_up", ""): 1,
             ("topspin_num_requests_running", ""): 3,
@@ -177,8 +254,7 @@ def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
             ("topspin_prefix_cache_queries_total", ""): 50,
             ("topspin_prefix_cache_hits_total", ""): 20,
             ("topspin_engine_steps_total", ""): 11,
-            ("topspin_expert_tokens_total", "expert=1,layer=0"): 6,
-            ("topspin_expert_tokens_total", "expert=0,layer=1"): 7,
+            ("topspin_expert_tokens_total", ""): 26,
             ("topspin_expert_table_version", ""): 3,
             ("topspin_expert_migrations_total", ""): 9,
             ("topspin_expert_balance", "table=current"): 1.125,

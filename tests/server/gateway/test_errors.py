@@ -9,12 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from server.gateway.streaming import MAX_BODY_BYTES
+from server.gateway.http.body import MAX_BODY_BYTES
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying
 from topspin.messages import EngineState, RequestFailed
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
+JSON = {"Content-Type": "application/json"}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -24,7 +25,7 @@ def post(path: str, body: object, *, fake: FakeEngine | None = None) -> httpx.Re
     async def test() -> httpx.Response:
         async with gateway(fake or FakeEngine(saying("ok"))) as client:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await client.post(path, content=content)
+            return await client.post(path, content=content, headers=JSON)
 
     return asyncio.run(test())
 
@@ -225,6 +226,25 @@ def test_one_prompt_of_many_that_is_too_long_submits_none() -> None:
     assert fake.added == []
 
 
+@pytest.mark.parametrize("prompt", ["text", "list", "messages"])
+def test_text_that_cannot_fit_is_refused_without_tokenising_it(
+    prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: object, **__: object) -> list[int]:
+        raise AssertionError("was tokenised")
+
+    monkeypatch.setattr("models.tokenizer.Tokenizer.encode", encode)
+    # The longest token of the test's tokenizer has 12 bytes; 100 tokens are served.
+    text = "a" * 1200
+    fields: dict[str, object] = {"prompt": text if prompt == "text" else ["a", text]}
+    if prompt == "messages":
+        fields = {"messages": [{**USER, "content": text}]}
+    path, param = (CHAT, "messages") if prompt == "messages" else (PLAIN, "prompt")
+    error = error_of(post(path, {"model": "tiny", **fields}), 400)
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert "at least 10" in error["message"]
+
+
 def test_a_long_chat_prompt_read_in_a_thread_is_refused_too() -> None:
     body = {"model": "tiny", "messages": [{**USER, "content": "hello " * 10_000}]}
     error = error_of(post(CHAT, body), 400)
@@ -239,10 +259,11 @@ def test_a_body_over_the_limit_is_a_413_announced_or_not() -> None:
     async def test() -> None:
         async with gateway(FakeEngine()) as client:
             for content in (b" " * (MAX_BODY_BYTES + 1), pieces()):
-                response = await client.post(CHAT, content=content)
+                response = await client.post(CHAT, content=content, headers=JSON)
                 assert error_of(response, 413)["code"] == "request_too_large"
             # At the limit it is read, and found to be no JSON.
-            assert (await client.post(CHAT, content=b" " * MAX_BODY_BYTES)).status_code == 400
+            blank = await client.post(CHAT, content=b" " * MAX_BODY_BYTES, headers=JSON)
+            assert blank.status_code == 400
 
     asyncio.run(test())
 
@@ -251,10 +272,11 @@ def test_paths_and_methods_have_the_same_error_shape() -> None:
     async def test() -> None:
         async with gateway(FakeEngine()) as client:
             assert error_of(await client.get("/v1/nothing"), 404)["code"] == "not_found"
-            assert error_of(await client.get("/docs"), 404)["code"] == "not_found"
+            assert "`/docs`" in error_of(await client.get("/docs"), 404)["message"]
             wrong = await client.get(CHAT)
             assert error_of(wrong, 405)["code"] == "method_not_allowed"
             assert wrong.headers["allow"] == "POST"
+            assert "takes POST, not GET" in wrong.json()["error"]["message"]
             error = error_of(await client.get("/v1/models/other"), 404)
             assert error["code"] == "model_not_found"
 
@@ -362,3 +384,45 @@ def test_a_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixture) -> 
         "code": "internal_error",
     }
     assert "a secret path" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({}, "Content-Type"),
+        ({"Content-Type": "text/plain"}, "Content-Type"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, "Content-Type"),
+        ({"Content-Type": "application/json, text/plain"}, "Content-Type"),
+        ({"Content-Type": "application/json; charset=utf-16"}, "Content-Type"),
+        ({**JSON, "Content-Encoding": "gzip"}, "Content-Encoding"),
+    ],
+)
+def test_a_body_that_is_not_said_to_be_json_is_a_415(headers: dict[str, str], param: str) -> None:
+    async def test() -> None:
+        fake = FakeEngine(saying("ok"))
+        async with gateway(fake) as client:
+            content = b'{"model": "tiny", "prompt": "a"}'
+            response = await client.post(PLAIN, content=content, headers=headers)
+            error = error_of(response, 415)
+            assert (error["param"], error["code"]) == (param, "unsupported_media_type")
+            assert fake.added == []
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "application/json; charset=UTF-8"},
+        {"Content-Type": 'Application/JSON;charset="utf-8"'},
+        {**JSON, "Content-Encoding": "identity"},
+    ],
+)
+def test_json_may_be_announced_in_full(headers: dict[str, str]) -> None:
+    async def test() -> None:
+        async with gateway(FakeEngine(saying("ok"))) as client:
+            content = b'{"model": "tiny", "prompt": "a"}'
+            response = await client.post(PLAIN, content=content, headers=headers)
+            assert response.status_code == 200
+
+    asyncio.run(test())

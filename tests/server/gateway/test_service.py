@@ -20,7 +20,7 @@ import httpx
 import msgspec
 import pytest
 
-from server.gateway.service import bind
+from server.gateway.http.listener import bind
 from tests.server.gateway.fakes import FakeEngine, backend, ids, output
 from topspin import __version__
 from topspin.channel import ControlServer, Heartbeat, PeerGone, Received

@@ -55,11 +55,11 @@ def test_metrics_show_every_phase_as_a_histogram() -> None:
         step_phases=counters.step_phases(),
         num_micro_batches=3,
     )
-    text = GatewayMetrics().render(stats).decode()
-    assert "topspin_micro_batches 3.0" in text
-    assert 'topspin_step_attention_seconds_bucket{le="0.01"} 0.0' in text
-    assert 'topspin_step_attention_seconds_bucket{le="0.025"} 1.0' in text
-    assert 'topspin_step_attention_seconds_bucket{le="+Inf"} 1.0' in text
-    assert "topspin_step_attention_seconds_sum 0.02" in text
-    assert "topspin_scheduler_gap_seconds_count 1.0" in text
-    assert "topspin_step_link_seconds_count 0.0" in text
+    text = GatewayMetrics("tiny").render(stats).decode()
+    assert 'topspin_micro_batches{model_name="tiny"} 3.0' in text
+    assert 'topspin_step_attention_seconds_bucket{le="0.01",model_name="tiny"} 0.0' in text
+    assert 'topspin_step_attention_seconds_bucket{le="0.025",model_name="tiny"} 1.0' in text
+    assert 'topspin_step_attention_seconds_bucket{le="+Inf",model_name="tiny"} 1.0' in text
+    assert 'topspin_step_attention_seconds_sum{model_name="tiny"} 0.02' in text
+    assert 'topspin_scheduler_gap_seconds_count{model_name="tiny"} 1.0' in text
+    assert 'topspin_step_link_seconds_count{model_name="tiny"} 0.0' in text

@@ -90,6 +90,12 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--expert-balance-min-gain 0.2", "balance.min_gain", 0.2),
     ("--expert-load-half-life 64", "balance.half_life_pairs", 64),
     ("--host 0.0.0.0", "gateway.host", "0.0.0.0"),
+    (
+        "--allowed-origins http://localhost:3000,https://ui.test",
+        "gateway.allowed_origins",
+        ("http://localhost:3000", "https://ui.test"),
+    ),
+    ('--allowed-origins ["*"]', "gateway.allowed_origins", ("*",)),
     ("--no-trace", "trace.enabled", False),
     ("--trace-stamps 77", "trace.num_stamps", 77),
     ("--port 0", "gateway.port", 0),
@@ -160,6 +166,17 @@ def test_a_flag_sets_its_setting_and_no_other(
     changed = msgspec.structs.replace(getattr(default, section), **{field: value})
     config = engine_config(parse(str(checkpoint), *flags.split()))
     assert config == msgspec.structs.replace(default, **{section: changed})
+
+
+@pytest.mark.parametrize(
+    "origins", ["", "ui.test", "https://ui.test/", "https://UI.test", '["*"', "[1]", "*,"]
+)
+def test_what_no_browser_sends_as_an_origin_is_refused(
+    origins: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(str(checkpoint), "--allowed-origins", origins)
+    assert "--allowed-origins" in capsys.readouterr().err
 
 
 def test_every_setting_has_a_flag() -> None:

@@ -1,0 +1,105 @@
+"""Reading a request's body: its type, its size and how long it may take.
+
+Owns these limits and their errors. Knows no JSON and no route; server.gateway.handler calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from email.message import Message
+
+from starlette.requests import ClientDisconnect, Request
+
+from server.gateway.engine_client import ClientGone
+from server.gateway.errors import truncated
+from topspin.errors import RequestError
+
+MAX_BODY_BYTES = 8 * 2**20
+BODY_DEADLINE_S = 30.0
+
+
+class BodyTooLarge(RequestError):
+    """The request body is over the limit; it was not read further."""
+
+    code = "request_too_large"
+    status = 413
+
+
+class BodyTimeout(RequestError):
+    """The request body did not arrive in time."""
+
+    code = "request_timeout"
+    status = 408
+
+
+class UnsupportedMediaType(RequestError):
+    """The request body is not said to be plain JSON."""
+
+    code = "unsupported_media_type"
+    status = 415
+
+
+async def read_json_body(request: Request) -> bytes:
+    """Return a body that is said to be JSON; raises as `check_media_type` and `read_body`."""
+    check_media_type(request)
+    return await read_body(request)
+
+
+def check_media_type(request: Request) -> None:
+    """Raise UnsupportedMediaType unless the headers announce JSON in UTF-8, uncompressed.
+
+    A browser lets any page post other types to any server without asking the server first, so
+    a type that is missing or wrong is refused although the body may be JSON.
+    """
+    given = request.headers.get("content-type", "")
+    if not _is_json(given):
+        found = f"it is {truncated(given, 64)!r}" if given else "it is missing"
+        raise UnsupportedMediaType(
+            f"`Content-Type` must be application/json, in UTF-8; {found}", param="Content-Type"
+        )
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise UnsupportedMediaType(
+            f"`Content-Encoding` {truncated(encoding, 64)!r} is not supported; send plain JSON",
+            param="Content-Encoding",
+        )
+
+
+def _is_json(content_type: str) -> bool:
+    if content_type == "application/json":
+        return True
+    header = Message()
+    header["Content-Type"] = content_type
+    charset = header.get_content_charset("utf-8")
+    return header.get_content_type() == "application/json" and charset == "utf-8"
+
+
+async def read_body(
+    request: Request,
+    *,
+    max_bytes: int = MAX_BODY_BYTES,
+    deadline_s: float = BODY_DEADLINE_S,
+) -> bytes:
+    """Return the body; raises BodyTooLarge, BodyTimeout or ClientGone.
+
+    A body that announces too great a length is refused before any of it is read.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(deadline_s):
+            async for piece in request.stream():
+                if len(body) + len(piece) > max_bytes:
+                    raise _too_large(max_bytes)
+                body += piece
+    except TimeoutError:
+        raise BodyTimeout(f"the request body did not arrive within {deadline_s:g} s") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the request body is larger than {max_bytes} bytes")

@@ -1,0 +1,83 @@
+"""The listening socket and uvicorn's settings.
+
+Owns the limits that hold for every connection. Knows no route and no engine; called by
+server.gateway.service.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from server.gateway.http.protocol import HttpProtocol
+from topspin.config import GatewaySection
+from topspin.errors import ConfigError
+
+MAX_HEADER_BYTES = 64 * 1024
+KEEP_ALIVE_S = 65
+BACKLOG = 2048
+# A request thread notices its error within this; then connections are cut.
+CUT_S = 1
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with signals handed to `on_stop` (a second one ends at once)."""
+
+    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._on_stop = on_stop
+        self._stopping = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM or SIGINT; runs in the main thread between two bytecodes."""
+        if self._stopping:
+            self.force_exit = True
+            self.should_exit = True
+        self._stopping = True
+        self._on_stop()
+
+
+def bind(section: GatewaySection) -> socket.socket:
+    """Return a socket bound to the configured address, not yet listening.
+
+    Raises ConfigError if the name does not resolve or the port is taken.
+    """
+    where = f"--host {section.host} --port {section.port}"
+    try:
+        found = socket.getaddrinfo(
+            section.host, section.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{where}: {error.strerror}") from error
+    return listener
+
+
+def http_config(app: ASGIApp) -> uvicorn.Config:
+    """Return uvicorn's configuration for `app`."""
+    return uvicorn.Config(
+        app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=CUT_S,
+        backlog=BACKLOG,
+    )

@@ -1,0 +1,157 @@
+"""uvicorn's HTTP/1.1 protocol, with a deadline for heads and errors in OpenAI's shape.
+
+Owns what happens to a connection outside of a request: one that sends nothing or half a head
+ends, invalid HTTP is answered in JSON, and a client that has closed only its own direction
+still gets its answer. Knows no route; server.gateway.http.listener hands it to uvicorn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from server.gateway.errors import describe, truncated
+from topspin.errors import RequestError
+
+# From the first byte of a request's head to its last (a body that is wanted has a deadline of
+# its own), and for what is left of a body whose request has been answered.
+HEAD_DEADLINE_S = 20.0
+# A connection that the client has left altogether refuses what is sent a second time.
+FIRST_PROBE_S = 0.05
+MAX_PROBE_S = 5.0
+MAX_DETAIL_CHARS = 128
+
+
+class InvalidHttp(RequestError):
+    """What came is no HTTP request."""
+
+    code = "invalid_http"
+
+
+class HeadTooLarge(RequestError):
+    """The request's head is over the limit."""
+
+    code = "headers_too_large"
+    status = 431
+
+
+class HeadTimeout(RequestError):
+    """A request's head did not arrive in time."""
+
+    code = "request_timeout"
+    status = 408
+
+
+class HttpProtocol(H11Protocol):
+    """One connection. Invariant: without a request in progress, a timer runs that ends it."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _has_half_closed = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Give a new connection as long to send something as one between two requests."""
+        super().connection_made(transport)
+        self._start_keep_alive_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End both timers with the connection."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._stop_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        """Handle what came; what is only the beginning of a head starts its deadline."""
+        super().data_received(data)
+        conn = self.conn
+        is_head = conn.their_state is h11.IDLE and bool(conn.trailing_data[0])
+        is_refused_body = conn.their_state is h11.SEND_BODY and conn.our_state is h11.DONE
+        if not is_head and not is_refused_body:
+            self._stop_head_timer()
+            if conn.their_state is h11.IDLE:
+                self._start_keep_alive_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_DEADLINE_S, self._head_is_late)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a whole request whose answer has not begun.
+
+        HTTP lets a client close its own side then. Whether it has left altogether shows when
+        something is sent, so interim responses, which clients skip, are sent until the answer
+        begins. In the middle of an answer nothing can be sent for that: the client has left.
+        """
+        cycle = self.cycle
+        if (
+            cycle is None
+            or cycle.response_started
+            or cycle.more_body
+            or cycle.scope["http_version"] != "1.1"
+        ):
+            return False
+        self._has_half_closed = True
+        self._probe(FIRST_PROBE_S)
+        return True
+
+    def on_response_complete(self) -> None:
+        """Go on with the next request, if there is one."""
+        super().on_response_complete()
+        if self._has_half_closed and self.cycle.response_complete:
+            self.transport.close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the idle connection, even if the client has not read its last answer."""
+        super().timeout_keep_alive_handler()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer invalid HTTP; uvicorn calls it while it handles h11's error."""
+        reason = sys.exc_info()[1]
+        if isinstance(reason, h11.RemoteProtocolError) and reason.error_status_hint == 431:
+            self._refuse(HeadTooLarge("the request's line and headers are too long"))
+        else:
+            detail = truncated(str(reason or msg), MAX_DETAIL_CHARS)
+            self._refuse(InvalidHttp(f"invalid HTTP request: {detail}"))
+
+    def _start_keep_alive_timer(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        self._refuse(HeadTimeout(f"the request did not arrive within {HEAD_DEADLINE_S:g} s"))
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer with `error`, unless an answer has begun, and close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
+            failure = describe(error)
+            body = failure.encode()
+            head = h11.Response(
+                status_code=failure.status,
+                reason=STATUS_PHRASES[failure.status],
+                headers=[
+                    ("content-type", "application/json"),
+                    ("content-length", str(len(body))),
+                    ("connection", "close"),
+                ],
+            )
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _probe(self, delay_s: float) -> None:
+        """Send an interim response, and the next one later, until the answer begins."""
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        interim = h11.InformationalResponse(status_code=100, reason=b"Continue", headers=[])
+        self.transport.write(self.conn.send(interim) or b"")
+        self.loop.call_later(delay_s, self._probe, min(2 * delay_s, MAX_PROBE_S))

@@ -1,0 +1,57 @@
+"""Threads for the preparation of large requests, and the memory that these leave behind.
+
+Owns the threads, and that they disturb the event loop as little as can be. Knows nothing of
+requests; server.gateway.handler has large bodies decoded, rendered and tokenised here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from topspin.process import release_freed_memory
+
+# At most: half of the cores go on with what is being streamed.
+MAX_THREADS = 4
+# After the last large request: then its memory is given back to the system.
+TRIM_DELAY_S = 1.0
+
+_Result = TypeVar("_Result")
+
+
+class PreparationThreads:
+    """Runs work beside one event loop; used from that loop only."""
+
+    def __init__(self) -> None:
+        num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="prepare")
+        self._num_running = 0
+        self._trim: asyncio.TimerHandle | None = None
+
+    async def run(self, work: Callable[[], _Result]) -> _Result:
+        """Return what `work` returns, called in a thread.
+
+        Meanwhile nothing looks for garbage in cycles: a large body makes a million objects,
+        and each look at them would hold the interpreter for tens of milliseconds.
+        """
+        loop = asyncio.get_running_loop()
+        self._num_running += 1
+        gc.disable()
+        try:
+            return await loop.run_in_executor(self._pool, work)
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                gc.enable()
+                if self._trim is not None:
+                    self._trim.cancel()
+                self._trim = loop.call_later(TRIM_DELAY_S, self._give_memory_back)
+
+    def _give_memory_back(self) -> None:
+        self._trim = None
+        if not self._num_running:
+            self._pool.submit(release_freed_memory)
