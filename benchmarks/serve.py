@@ -51,7 +51,7 @@ def main(flags: Sequence[str] | None = None) -> int:
         headers = arguments.request_headers(parsed)
         wait_until_ready(base_url, parsed.ready_check_timeout_sec, headers)
     target = arguments.target_of(parsed, base_url, dataset_name=settings.name)
-    tokenizer_id, tokenizer = arguments.tokenizer_of(parsed.tokenizer, target.model)
+    tokenizer_id, tokenizer, settings = arguments.texts_of(parsed, target, settings)
     requests = datasets.load(settings, tokenizer, np.random.default_rng(parsed.seed))
     prepare(target, requests, load)
     warm_up(target, requests, load, parsed.num_warmups)

@@ -12,16 +12,17 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.load.arrivals import check_load
 from benchmarks.load.client import OWNED_FIELDS
 from benchmarks.load.contracts import ENDPOINTS, Load, Target
+from benchmarks.load.datasets.settings import DatasetSettings
 from benchmarks.load.metrics import parse_goodput
 from benchmarks.load.result import LATENCIES
-from benchmarks.load.targets import first_model
+from benchmarks.load.targets import first_model, served_model
 from models.hub import made_model_path
 from models.tokenizer import Tokenizer
 from topspin.errors import ConfigError
@@ -58,7 +59,9 @@ def add_request_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument("--endpoint", metavar="PATH", help="path (/v1/... of the backend)")
     group.add_argument("--model", metavar="NAME", help="served model (the server's first)")
     group.add_argument(
-        "--tokenizer", metavar="DIR", help="tokenizer's directory (the model's, if it is here)"
+        "--tokenizer",
+        metavar="DIR",
+        help="tokenizer's directory (the server's model's, if it is here)",
     )
     group.add_argument(
         "--api-key", metavar="KEY", help="bearer token (the variable OPENAI_API_KEY)"
@@ -322,6 +325,30 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
     return value
+
+
+class Texts(NamedTuple):
+    """What prompts are made with: the tokenizer's name, the tokenizer, and the dataset."""
+
+    tokenizer_id: str | None
+    tokenizer: Tokenizer | None
+    dataset: DatasetSettings
+
+
+def texts_of(parsed: argparse.Namespace, target: Target, dataset: DatasetSettings) -> Texts:
+    """Return the tokenizer that is named or here, and `dataset` with the model's vocabulary.
+
+    Without a tokenizer the server is asked for its checkpoint's directory, which may be on
+    this host, and for the size of its vocabulary, from which token ids can be drawn.
+    """
+    name, tokenizer = tokenizer_of(parsed.tokenizer, target.model)
+    if tokenizer is not None:
+        return Texts(name, tokenizer, dataset)
+    served = served_model(target.base_url, target.model, target.headers)
+    if served.root is not None:
+        name, tokenizer = tokenizer_of(None, served.root)
+    vocab_size = served.vocab_size if dataset.vocab_size is None else dataset.vocab_size
+    return Texts(name, tokenizer, replace(dataset, vocab_size=vocab_size))
 
 
 def tokenizer_of(tokenizer: str | None, model: str) -> tuple[str | None, Tokenizer | None]:

@@ -1,4 +1,4 @@
-"""Finding a server: is it there yet, and which model does it serve?
+"""Finding a server: whether it is there yet, and what it serves.
 
 Owns the requests that come before a load test. `bench serve`, sweep and compare call it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import httpx
 
@@ -24,8 +25,19 @@ class ServerUnreachable(TopspinError):
     code = "server_unreachable"
 
 
-def served_models(base_url: str, headers: Mapping[str, str] | None = None) -> list[str]:
-    """Return the names of the models that `base_url` serves.
+class ServedModel(NamedTuple):
+    """An entry of /v1/models; what a server does not tell is None.
+
+    `root` is a directory on the server's host (vLLM's: or a hub id).
+    """
+
+    name: str
+    root: str | None = None
+    vocab_size: int | None = None
+
+
+def served_models(base_url: str, headers: Mapping[str, str] | None = None) -> list[ServedModel]:
+    """Return the models that `base_url` serves.
 
     Raises ServerUnreachable if it cannot be asked, or its answer is not that of /v1/models.
     """
@@ -38,17 +50,29 @@ def served_models(base_url: str, headers: Mapping[str, str] | None = None) -> li
         text = response.text[:200]
         raise ServerUnreachable(f"{url} answers {response.status_code}: {text}")
     try:
-        return [str(model["id"]) for model in response.json()["data"]]
-    except (ValueError, KeyError, TypeError):
+        return [
+            ServedModel(str(model["id"]), model.get("root"), model.get("vocab_size"))
+            for model in response.json()["data"]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ServerUnreachable(f"{url}: no list of models: {response.text[:200]}") from None
 
 
 def first_model(base_url: str, headers: Mapping[str, str] | None = None) -> str:
-    """Return the first model that `base_url` serves; raises ServerUnreachable if there is none."""
+    """Return the name of the first model of `base_url`; raises ServerUnreachable if none is."""
     models = served_models(base_url, headers)
     if not models:
         raise ServerUnreachable(f"{base_url} serves no model; name one with --model")
-    return models[0]
+    return models[0].name
+
+
+def served_model(base_url: str, name: str, headers: Mapping[str, str] | None = None) -> ServedModel:
+    """Return what the server tells of the model `name`: nothing if it cannot be asked."""
+    try:
+        models = served_models(base_url, headers)
+    except ServerUnreachable:
+        models = []
+    return next((model for model in models if model.name == name), ServedModel(name))
 
 
 def check_ready(base_url: str, headers: Mapping[str, str] | None = None) -> None:

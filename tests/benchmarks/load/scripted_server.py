@@ -11,7 +11,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -116,10 +116,15 @@ class ScriptedServer:
     """Listens on loopback while its `with` block runs; every POST is answered by `respond`."""
 
     def __init__(
-        self, respond: Respond = stream_reply, *, model: str = "scripted", port: int = 0
+        self,
+        respond: Respond = stream_reply,
+        *,
+        model: str = "scripted",
+        port: int = 0,
+        card: Mapping[str, object] | None = None,
     ) -> None:
         self.respond = respond
-        self.model = model
+        self.card = {"id": model, **(card or {})}
         self.port = port
         self.requests: list[Received] = []
         self.base_url = ""
@@ -168,7 +173,7 @@ class ScriptedServer:
         try:
             while (received := await _read_request(reader)) is not None:
                 if received.method == "GET":
-                    await _write_json(writer, {"data": [{"id": self.model}]})
+                    await _write_json(writer, {"data": [self.card]})
                     continue
                 self.requests.append(received)
                 await _write_reply(writer, self.respond(received))

@@ -16,6 +16,7 @@ from benchmarks.load.runner import Snapshot
 from benchmarks.load.view import Progress, progress_line
 from benchmarks.serve import warm_up
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
+from tests.benchmarks.load.words import write_byte_level
 from topspin.cli.main import main
 
 SMALL = ("--vocab-size", "50", "--random-input-len", "6", "--random-output-len", "3")
@@ -49,6 +50,23 @@ def test_a_run_prints_its_table_and_writes_its_json(
     for received in server.requests:
         assert received.body["ignore_eos"] is True
         assert received.body["temperature"] == 0
+
+
+def test_a_server_that_tells_its_vocabulary_needs_no_tokenizer_flag() -> None:
+    flags = ["--random-input-len", "40", "--random-output-len", "1", "--num-prompts", "8"]
+    with ScriptedServer(card={"vocab_size": 5, "root": "/nowhere"}) as server:
+        assert main(["bench", "serve", "--base-url", server.base_url, *flags]) == 0
+    drawn = {idx for received in server.requests for idx in received.body["prompt"]}
+    assert drawn == set(range(5))
+
+
+def test_a_checkpoint_on_this_host_gives_its_tokenizer(tmp_path: Path) -> None:
+    write_byte_level(tmp_path)
+    flags = ["--backend", "openai-chat", "--random-input-len", "6", "--num-prompts", "2"]
+    with ScriptedServer(card={"vocab_size": 1000, "root": str(tmp_path)}) as server:
+        assert main(["bench", "serve", "--base-url", server.base_url, *flags]) == 0
+    content = server.requests[0].body["messages"][0]["content"]
+    assert len(content.split()) == 6
 
 
 def test_a_report_is_written(tmp_path: Path) -> None:

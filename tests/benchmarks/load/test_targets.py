@@ -10,15 +10,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from benchmarks.load.targets import (
+    ServedModel,
     ServerUnreachable,
     check_ready,
     first_model,
+    served_model,
     served_models,
     wait_until_ready,
 )
 
 Answers = dict[str, list[tuple[int, bytes]]]
-MODELS = b'{"data": [{"id": "one"}, {"id": "two"}]}'
+MODELS = b'{"data": [{"id": "one", "root": "/models/one", "vocab_size": 9}, {"id": "two"}]}'
 
 
 @contextmanager
@@ -47,8 +49,14 @@ def answering(answers: Answers) -> Iterator[str]:
 
 def test_the_models_are_those_that_the_server_lists() -> None:
     with answering({"/v1/models": [(200, MODELS)]}) as url:
-        assert served_models(url) == ["one", "two"]
+        assert served_models(url) == [
+            ServedModel("one", root="/models/one", vocab_size=9),
+            ServedModel("two"),
+        ]
         assert first_model(url + "/") == "one"
+        assert served_model(url, "one").vocab_size == 9
+        assert served_model(url, "three") == ServedModel("three")
+    assert served_model("http://127.0.0.1:9", "one") == ServedModel("one")
 
 
 @pytest.mark.parametrize(
