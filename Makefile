@@ -1,7 +1,8 @@
 # One command per habit. `make serve` and `make check` build what they need by themselves.
 #
 #   make serve      a running server on http://127.0.0.1:8000 (ARGS="--port 9000" adds flags)
-#   make test       the CPU tests        make test-slow   the long ones (TOPSPIN_SOAK_S=60: a short soak)
+#   make test       the CPU tests, in two processes (ARGS="tests/models -n 0": some, in one)
+#   make test-slow  the long ones (TOPSPIN_SOAK_S=60: a short soak)
 #   make check      all that must hold before a commit; rewrites nothing
 #   make fix        formats and mends what ruff can mend
 #   make bench      every benchmark, as JSON on stdout or under benchmarks/results
@@ -18,6 +19,8 @@ ARGS ?=
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 RUN = $(VENV)/bin/python -P -m
 PYTEST = $(VENV)/bin/python -m pytest
+# Two processes, each of which starts engines of several threads or processes.
+TESTS = $(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu"
 
 PACKAGES = topspin models kernels m2n_comm attention_nodes expert_nodes server
 SOURCES = $(PACKAGES) tests benchmarks .ci
@@ -51,7 +54,7 @@ serve: $(VENV)/.installed
 test test-slow check: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.installed-test
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	$(TESTS) $(ARGS)
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m "slow and not gpu" $(ARGS)
@@ -62,7 +65,7 @@ check: $(VENV)/.installed-test
 	$(RUN) mypy
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/python .ci/lines.py $(wildcard $(SOURCES))
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	$(TESTS) $(ARGS)
 
 fix: $(VENV)/.installed-test
 	$(RUN) ruff format $(wildcard $(SOURCES))

@@ -22,6 +22,7 @@ from tests.pairwise import cover_pairs
 from topspin.config import BalanceSection, EngineConfig
 from topspin.messages import TokenLogprobs
 
+slow = pytest.mark.slow
 DTYPES = ("float32", "bfloat16")
 # A shared expert and a dense layer; a sliding window; QK-norm and four experts per token.
 VARIANT = "qwen2_moe"
@@ -103,6 +104,8 @@ SETTINGS = (
     {"num_threads": 2, "transport": "shm"},
     {"num_threads": 3, "window_rows": 3, "max_num_batched_tokens": 200},
 )
+# Two with nodes and micro-batches, two with other steps and threads.
+BY_DEFAULT = (2, 5, 7, 8)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +116,7 @@ SETTINGS = (
             dtype,
             id=f"{'-'.join(map(str, settings.values()))}-{dtype}",
             # One dtype or the other by turns every time, both when there is time.
-            marks=[pytest.mark.slow] if (idx + row) % 2 else [],
+            marks=[slow] if idx not in BY_DEFAULT or (idx + row) % 2 else [],
         )
         for idx, settings in enumerate(SETTINGS)
         for row, dtype in enumerate(DTYPES)
@@ -123,13 +126,16 @@ def test_the_same_bits(case_of: CaseOf, plain: Plain, settings: dict[str, Any], 
     assert run(case_of(VARIANT), dtype=dtype, **settings) == plain(VARIANT, dtype)
 
 
-@pytest.mark.parametrize("variant", SPREAD)
+@pytest.mark.parametrize(
+    "variant",
+    [SPREAD[0], *(pytest.param(each, marks=slow) for each in SPREAD[1:])],
+)
 def test_other_families(case_of: CaseOf, plain: Plain, variant: str) -> None:
     settings = layout("shm", 2, 3, 2) | {"max_num_batched_tokens": 19}
     assert run(case_of(variant), dtype="float32", **settings) == plain(variant, "float32")
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("variant", "transport", "topology", "micro_batches", "dtype"),
     cover_pairs(
@@ -160,7 +166,9 @@ def test_families_on_layouts(
     assert result == plain(variant, dtype)
 
 
-@pytest.mark.parametrize("variant", [VARIANT, *SPREAD])
+@pytest.mark.parametrize(
+    "variant", [VARIANT, SPREAD[0], *(pytest.param(each, marks=slow) for each in SPREAD[1:])]
+)
 def test_fp32_is_transformers_within_a_tolerance(
     case_of: CaseOf, plain: Plain, variant: str
 ) -> None:
@@ -184,7 +192,7 @@ def test_bf16_is_near_fp32_and_not_it(plain: Plain) -> None:
         assert second.top_logprobs[0] == pytest.approx(first.top_logprobs[0], abs=0.2)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=slow)])
 def test_companions_and_cached_prefixes(case_of: CaseOf, plain: Plain, dtype: str) -> None:
     """Alone and cold, then alone and cached, then all at once and cached."""
     case = case_of(VARIANT)
@@ -200,7 +208,7 @@ def test_companions_and_cached_prefixes(case_of: CaseOf, plain: Plain, dtype: st
     assert together == wanted
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=slow)])
 def test_preemption(case_of: CaseOf, plain: Plain, dtype: str) -> None:
     """A pool that holds the longest request and little more forces recompute."""
     case = case_of(VARIANT)
@@ -215,7 +223,7 @@ def test_preemption(case_of: CaseOf, plain: Plain, dtype: str) -> None:
         assert engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("redundant", [3, 8])
+@pytest.mark.parametrize("redundant", [3, pytest.param(8, marks=slow)])
 def test_any_choice_of_replicas(case_of: CaseOf, plain: Plain, redundant: int) -> None:
     """Second copies change which node computes a pair, and beside whom."""
     config = settings_of(case_of(VARIANT), dtype="bfloat16", **layout("shm", 2, 3, 2))

@@ -72,18 +72,18 @@ def disturbed(engine: Engine, case: Case, injector: OnDemand) -> list[Answer]:
 
 ROWS = [
     ("expert", "live replicas", "shm", "bfloat16"),
+    ("attention", "no replica", "tcp", "float32"),
     ("expert", "no replica", "tcp", "float32"),
     ("attention", "no replica", "shm", "bfloat16"),
     ("expert", "live replicas", "tcp", "float32"),
     ("expert", "no replica", "shm", "bfloat16"),
-    ("attention", "no replica", "tcp", "float32"),
 ]
 
 
 @pytest.mark.parametrize(
     ("role", "copies", "transport", "dtype"),
     [
-        pytest.param(*row, marks=[pytest.mark.slow] if idx >= 3 else [])
+        pytest.param(*row, marks=[pytest.mark.slow] if idx >= 2 else [])
         for idx, row in enumerate(ROWS)
     ],
 )

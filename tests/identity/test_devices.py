@@ -66,12 +66,12 @@ def check(case: Case, *, is_sampled: bool = False, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("variant", "settings"),
     [
-        # One stream, recorded, is also what tests/system/test_devices.py's one process does.
         pytest.param("qwen2_moe", {}, marks=slow),
         ("qwen3_moe", {"gpu_streams": 2, "micro_batches": 2}),
-        (
+        pytest.param(
             "mixtral_sliding_window",
             {"cuda_graphs": False, "expert_nodes": 2, "is_sampled": True},
+            marks=slow,
         ),
     ],
 )
@@ -121,6 +121,7 @@ def test_attention_on_a_device_and_experts_on_the_cpu(
         transport=transport,
         expert_nodes=2,
         micro_batches=2,
+        is_sampled=transport == "local",
         **ATTENTION_ON_IT,
     )
 

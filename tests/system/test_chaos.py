@@ -23,6 +23,7 @@ from tests.system.chaos import EVENTS, Streams, check_identical, wait_until, wai
 from tests.system.server import Server
 
 NUM_TOKENS = 60
+SOAK_S = float(os.environ.get("TOPSPIN_SOAK_S", "600"))
 MIN_MARGIN = 5e-4
 # A step takes about 40 ms, so that things happen in the middle of something.
 FLAGS = ("--restart", "on", "--link-latency-us", "5000", "--step-deadline", "2")
@@ -142,18 +143,18 @@ def test_continued_streams_have_the_bits_of_undisturbed_ones(model: Model, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SOAK_S + 300)
 def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
     """Streams and losses, for ten minutes unless TOPSPIN_SOAK_S says otherwise.
 
     Memory and descriptors of the others stay flat, and no cache block stays taken.
     """
-    duration_s = float(os.environ.get("TOPSPIN_SOAK_S", "600"))
     flags = ("--attention-nodes", "2", "--expert-nodes", "2")
     module = "tests.system.chaos_serve"
     with Server(model.path, tmp_path, *FLAGS, *flags, module=module) as server:
         watched = [server.pids[role] for role in ("scheduler", "gateway", "attention 1")]
         samples: list[list[tuple[int, int]]] = []
-        ends = time.monotonic() + duration_s
+        ends = time.monotonic() + SOAK_S
         roles = itertools.cycle(("attention 0", "expert 1"))
         for event, role in zip(itertools.cycle(EVENTS), roles, strict=False):
             streams = Streams(server.url, model.prompts, NUM_TOKENS)

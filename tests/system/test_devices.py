@@ -31,7 +31,7 @@ SMALL = (
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(("--max-num-seqs", "1"), id="one process"),
+        pytest.param(("--max-num-seqs", "1"), id="one process", marks=pytest.mark.slow),
         pytest.param(
             ("--transport", "shm", "--expert-nodes", "2"),
             id="staged, three processes",

@@ -21,6 +21,7 @@ from tests.faults import OnDemand, faulty_nets
 from tests.system.conftest import NUM_TOKENS, Tiny
 from topspin.config import BalanceSection, EngineConfig, FailoverSection
 
+slow = pytest.mark.slow
 DEADLINE_S = 0.5
 FAULTS: dict[str, Fault] = {
     "dropped": Drop(),
@@ -50,10 +51,17 @@ def make_config(
     )
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("role", ["attention", "expert"])
+@pytest.mark.parametrize(
+    ("role", "transport"),
+    [
+        ("attention", "tcp"),
+        ("expert", "shm"),
+        pytest.param("attention", "shm", marks=slow),
+        pytest.param("expert", "tcp", marks=slow),
+    ],
+)
 def test_every_fault_of_a_frame_is_recovered_from(
-    tiny: Tiny, transport: Literal["shm", "tcp"], role: str
+    tiny: Tiny, role: str, transport: Literal["shm", "tcp"]
 ) -> None:
     injector = OnDemand()
     config = make_config(tiny, transport, num_nodes=2)
@@ -81,7 +89,7 @@ def with_replicas(tiny: Tiny, config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, balance=balance)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=slow)])
 def test_an_expert_node_with_live_replicas_is_done_without(
     tiny: Tiny, transport: Literal["shm", "tcp"]
 ) -> None:
@@ -102,7 +110,7 @@ def test_an_expert_node_with_live_replicas_is_done_without(
         assert engine.stats().expert_table_version == 3
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=slow), "tcp"])
 def test_losses_while_the_expert_table_changes(
     tiny: Tiny, transport: Literal["shm", "tcp"]
 ) -> None:
@@ -171,7 +179,7 @@ def expert_process(engine: Engine, tiny: Tiny) -> Iterator[subprocess.Popen[str]
         process.stderr.close()
 
 
-@pytest.mark.slow
+@slow
 def test_a_node_that_comes_back_from_the_dead_harms_nobody(tiny: Tiny) -> None:
     config = make_config(tiny, "shm", deadline_s=30.0)
     with (

@@ -17,6 +17,7 @@ from tests.system.conftest import Tiny
 from tests.system.links import measured_lateness
 from tests.system.server import Server
 
+slow = pytest.mark.slow
 # Two MoE layers, two hops each: about 80 ms a step, so that requests are still under way.
 SLOW_LINK = ("--link-latency-us", "20000")
 NUM_STREAMS = 3
@@ -81,9 +82,9 @@ def run_streams(server: Server, prompts: list[list[int]]) -> tuple[list[threadin
 @pytest.mark.parametrize(
     ("role", "transport"),
     [
-        ("expert 0", "shm"),
-        ("attention 0", "shm"),
-        ("scheduler", "shm"),
+        pytest.param("expert 0", "shm", marks=slow),
+        pytest.param("attention 0", "shm", marks=slow),
+        pytest.param("scheduler", "shm", marks=slow),
         ("expert 0", "tcp"),
         ("local", "local"),
     ],
@@ -111,6 +112,7 @@ def test_a_killed_role_ends_every_request_with_one_typed_error(
     assert sorted(os.listdir("/dev/shm")) == shared_memory
 
 
+@slow
 def test_a_killed_gateway_stops_the_engine(tiny: Tiny, tmp_path: Path) -> None:
     with Server(tiny.path, tmp_path) as server:
         server.kill("gateway")
@@ -118,7 +120,9 @@ def test_a_killed_gateway_stops_the_engine(tiny: Tiny, tmp_path: Path) -> None:
         assert "gateway" in server.output
 
 
-def test_a_frozen_gateway_serves_again(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_frozen_gateway_serves_again_and_roles_die_with_a_killed_supervisor(
+    tiny: Tiny, tmp_path: Path
+) -> None:
     with Server(tiny.path, tmp_path, "--restart", "on") as server:  # the shorter heartbeat
         os.kill(server.pids["gateway"], signal.SIGSTOP)
         deadline = time.monotonic() + 30
@@ -133,10 +137,6 @@ def test_a_frozen_gateway_serves_again(tiny: Tiny, tmp_path: Path) -> None:
             assert time.monotonic() < deadline, server.output
         body = {"model": "tiny", "prompt": tiny.prompts[0], "max_tokens": 4}
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
-
-
-def test_roles_die_with_a_killed_supervisor(tiny: Tiny, tmp_path: Path) -> None:
-    with Server(tiny.path, tmp_path) as server:
         server.process.kill()
         assert server.wait() == -signal.SIGKILL
         server.assert_nothing_left()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -14,9 +15,11 @@ from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.server import Server, cpu_seconds
 
 LAYOUTS = [
-    ("--transport", "shm"),
-    ("--transport", "tcp", "--attention-nodes", "2", "--expert-nodes", "2"),
-    ("--transport", "local", "--expert-nodes", "3"),
+    # Over shared memory: test_one_server_as_its_users_meet_it.
+    pytest.param(("--transport", "tcp", "--attention-nodes", "2", "--expert-nodes", "2"), id="tcp"),
+    pytest.param(
+        ("--transport", "local", "--expert-nodes", "3"), id="local", marks=pytest.mark.slow
+    ),
 ]
 IDLE_S = 3.0
 MAX_IDLE_SHARE = 0.02
@@ -38,27 +41,23 @@ def complete(url: str, prompt: list[int], **fields: object) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("flags", LAYOUTS, ids=lambda flags: flags[1])
+def complete_at_once(url: str, prompts: list[list[int]]) -> list[list[int]]:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(partial(complete, url), prompts))
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
 def test_processes_give_transformers_tokens(
     tiny: Tiny, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     with Server(tiny.path, tmp_path, *flags, "--micro-batches", "2") as server:
-        threads, results = [], {}
-        for idx, prompt in enumerate(tiny.prompts):
-
-            def run(idx: int = idx, prompt: list[int] = prompt) -> None:
-                results[idx] = complete(server.url, prompt)
-
-            threads.append(threading.Thread(target=run))
-            threads[-1].start()
-        for thread in threads:
-            thread.join()
-        assert [results[idx] for idx in range(len(tiny.prompts))] == tiny.tokens
+        assert complete_at_once(server.url, tiny.prompts) == tiny.tokens
 
 
 def test_one_server_as_its_users_meet_it(tiny: Tiny, tmp_path: Path) -> None:
-    """Chat, streaming, n, errors, metrics, disconnect and idleness, in one start."""
-    with Server(tiny.path, tmp_path) as server:
+    """Tokens, chat, streaming, n, errors, metrics, disconnect and idleness, in one start."""
+    with Server(tiny.path, tmp_path, "--transport", "shm", "--micro-batches", "2") as server:
+        assert complete_at_once(server.url, tiny.prompts) == tiny.tokens
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         messages = [{"role": "user", "content": "Serve!"}]
         whole = client.chat.completions.create(

@@ -24,7 +24,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("transport", "topology", "m"),
-    [("local", (1, 2), 2), ("shm", (2, 2), 2), ("tcp", (1, 1), 1)],
+    [
+        ("local", (1, 2), 2),
+        ("shm", (2, 2), 2),
+        pytest.param("tcp", (1, 1), 1, marks=pytest.mark.slow),
+    ],
 )
 def test_every_hop_is_stamped(
     path: Path, transport: str, topology: tuple[int, int], m: int

@@ -31,6 +31,9 @@ SMALL = (
 SHORT = ("--check-tokens", "2")
 
 
+pytestmark = pytest.mark.usefixtures("without_collections")
+
+
 @pytest.fixture(autouse=True)
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw only where the picture is looked at: drawing is most of the time."""

@@ -19,6 +19,8 @@ from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServe
 from tests.benchmarks.load.words import write_byte_level
 from topspin.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("without_collections")
+
 SMALL = ("--vocab-size", "50", "--random-input-len", "6", "--random-output-len", "3")
 
 

@@ -17,6 +17,7 @@ from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServe
 from topspin.cli.main import main
 from topspin.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("without_collections")
 _draws = pytest.mark.skipif(
     not importlib.util.find_spec("matplotlib"), reason="needs the extra plots"
 )
