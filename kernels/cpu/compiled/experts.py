@@ -184,8 +184,8 @@ def _compute_units(
     offset, width = part * task_bytes(hidden_size), simd.read_i64(block + WIDTH)
     table = simd.read_i64(block + EXPERTS) + 24 * expert
     gate_weight, up_weight = simd.read_i64(table) + offset, simd.read_i64(table + 8) + offset
-    gate_second = second_half(gate_weight, width, hidden_size, TASK_OUTPUTS)
-    up_second = second_half(up_weight, width, hidden_size, TASK_OUTPUTS)
+    gate_second = second_half(gate_weight, hidden_size, TASK_OUTPUTS)
+    up_second = second_half(up_weight, hidden_size, TASK_OUTPUTS)
     one = vectors.splat(np.float32(1))
     for first in range(begin, end, MAX_ROWS):
         count = min(end - first, MAX_ROWS)
@@ -221,7 +221,7 @@ def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, total
     for expert in range(num_experts):
         begin, end = simd.read_i64(groups + 8 * expert), simd.read_i64(groups + 8 * (expert + 1))
         weight = simd.read_i64(simd.read_i64(block + EXPERTS) + 24 * expert + 16) + offset
-        second = second_half(weight, width, down_inputs, outputs_left)
+        second = second_half(weight, down_inputs, outputs_left)
         for first in range(begin, end, MAX_ROWS):
             count = min(end - first, MAX_ROWS)
             for idx in range(count):

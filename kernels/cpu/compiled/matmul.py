@@ -19,11 +19,12 @@ from torch import Tensor
 from kernels.cpu.compiled.runtime import Kernel, launch, offsets
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
-from kernels.cpu.simd.lanes import cpu_has
 from kernels.cpu.simd.matmul import (
     INPUT_MULTIPLE,
     SUM_BYTES,
     TASK_OUTPUTS,
+    TILE_WIDTH,
+    can_multiply_blocks,
     multiply,
     padded,
     second_half,
@@ -31,6 +32,8 @@ from kernels.cpu.simd.matmul import (
 )
 
 MAX_ROWS: Final = 128
+# With more rows oneDNN's own AMX kernels are faster (measured for the shapes of two models).
+_MAX_ROWS_WITH_TILES: Final = 48
 
 X, X_STRIDE, WEIGHT, WIDTH, NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS, BIAS, OUT, OUT_STRIDE = offsets(10)
 """The arguments of `_linear`. Strides are in bytes; BIAS 0: no bias."""
@@ -38,14 +41,20 @@ X, X_STRIDE, WEIGHT, WIDTH, NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS, BIAS, OUT, OUT_ST
 
 @cache
 def block_width() -> int:
-    """Return the number of outputs in a block of oneDNN's layout; 0: a layout unknown to us.
+    """Return the number of outputs in a block of oneDNN's layout; 0: we cannot multiply it.
 
     oneDNN chooses the layout by the processor's instructions and by ONEDNN_MAX_CPU_ISA.
     """
     weight = torch.zeros(1, INPUT_MULTIPLE, dtype=torch.bfloat16)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     width = int(torch.ops.mkldnn._nbytes(packed)) // (2 * INPUT_MULTIPLE)
-    return width if width in (TASK_OUTPUTS, TASK_OUTPUTS // 2) else 0
+    return width if can_multiply_blocks(width) else 0
+
+
+@cache
+def max_rows() -> int:
+    """Return up to how many rows `linear_of_rows` is faster than oneDNN."""
+    return _MAX_ROWS_WITH_TILES if block_width() == TILE_WIDTH else MAX_ROWS
 
 
 def address_of(weight: Tensor, packed: Tensor) -> int:
@@ -54,7 +63,8 @@ def address_of(weight: Tensor, packed: Tensor) -> int:
     Compares the first, the middle and the last row with the numbers at their expected places.
     """
     num_out, num_in = weight.shape
-    if num_in % 2 != 0 or not cpu_has("avx512bf16") or not (width := block_width()):
+    width = block_width()
+    if num_in % 2 != 0 or not width:
         return 0
     num_blocks, num_stored = -(-num_out // width), padded(num_in)
     num_bytes = 2 * num_blocks * width * num_stored
@@ -72,10 +82,10 @@ def address_of(weight: Tensor, packed: Tensor) -> int:
 
 
 def can_multiply(x: Tensor) -> bool:
-    """Tell whether `linear_of_rows` takes these rows."""
+    """Tell whether `linear_of_rows` takes these rows, and is faster than oneDNN."""
     return (
         x.dim() == 2
-        and 0 < x.shape[0] <= MAX_ROWS
+        and 0 < x.shape[0] <= max_rows()
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
     )
@@ -123,7 +133,7 @@ def _linear(block: int) -> None:
         first = task * TASK_OUTPUTS
         last = min(first + TASK_OUTPUTS, num_out)
         weight = simd.read_i64(block + WEIGHT) + task * task_bytes(num_in)
-        second = second_half(weight, width, num_in, num_out - first)
+        second = second_half(weight, num_in, num_out - first)
         multiply(rows, num_rows, weight, second, width, num_in // 2, sums)
         for row in range(num_rows):
             out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)

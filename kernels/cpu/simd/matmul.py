@@ -5,9 +5,10 @@ these kernels and oneDNN. Outputs lie in blocks, of 64 with AVX512-BF16 and of 3
 (the `width`, a property of the process). A block holds its inputs in pairs: for each pair the
 two numbers of every output. Outputs are padded with zeros to a whole block, inputs to 32.
 
-A task is TASK_OUTPUTS outputs: one block, or two. A row's sum does not depend on the rows
-beside it. Used by `kernels.cpu.compiled.matmul` and `kernels.cpu.compiled.experts`, inside
-compiled functions only.
+A task is TASK_OUTPUTS outputs: one block of 64, multiplied with vectors, or two of 32,
+multiplied with AMX tiles. A row's sum does not depend on the rows beside it. Used by
+`kernels.cpu.compiled.matmul` and `kernels.cpu.compiled.experts`, inside compiled functions
+only.
 """
 
 from __future__ import annotations
@@ -20,14 +21,26 @@ from numba.core import types
 
 from kernels.cpu.compiled.runtime import inlined
 from kernels.cpu.simd import lanes as simd
-from kernels.cpu.simd.lanes import operation
+from kernels.cpu.simd import vectors
+from kernels.cpu.simd.lanes import cpu_has, operation
 
 TASK_OUTPUTS: Final = 64
+TILE_WIDTH: Final = 32
+"""The width of a block where oneDNN multiplies with AMX tiles."""
 INPUT_MULTIPLE: Final = 32
 SUM_BYTES: Final = 4 * TASK_OUTPUTS
 """Size of one row of the fp32 sums of a task."""
+ROW_MULTIPLE: Final = 16
+"""Sums are written for so many rows at a time, also beyond the last row."""
+_PAIR_BYTES: Final = 4 * TASK_OUTPUTS
 _VECTOR: Final = 4 * simd.LANES
-_HALF: Final = TASK_OUTPUTS // 2
+# A tile of AMX: 16 rows of 64 bytes. A step multiplies one tile of 16 rows and 32 inputs.
+_STEP_PAIRS: Final = 16
+_STEP_BYTES: Final = _STEP_PAIRS * 4 * TILE_WIDTH
+# Rows are copied in parts of so many steps; the distance of two rows is no power of two,
+# so that they do not compete for the same lines of the cache.
+_STAGED_STEPS: Final = 16
+_STAGED_ROW_BYTES: Final = (_STAGED_STEPS + 1) * _VECTOR
 
 
 def padded(num_in: int) -> int:
@@ -35,37 +48,37 @@ def padded(num_in: int) -> int:
     return -(-num_in // INPUT_MULTIPLE) * INPUT_MULTIPLE
 
 
+def can_multiply_blocks(width: int) -> bool:
+    """Tell whether `multiply` takes blocks of `width` outputs on this processor."""
+    if width == TILE_WIDTH:
+        return HAS_TILES
+    return width == TASK_OUTPUTS and cpu_has("avx512bf16", "avx512f")
+
+
+HAS_TILES: Final = cpu_has("amx-tile", "amx-bf16", "avx512f")
+
+
 def _tile(num_rows: int) -> Callable[..., None]:
     def tile(
-        builder: ir.IRBuilder,
-        rows: ir.Value,
-        weight: ir.Value,
-        second: ir.Value,
-        pair_bytes: ir.Value,
-        pairs: ir.Value,
-        sums: ir.Value,
+        builder: ir.IRBuilder, rows: ir.Value, weight: ir.Value, pairs: ir.Value, sums: ir.Value
     ) -> None:
-        """Multiply the rows whose addresses lie at `rows` by `pairs` pairs of a task.
+        """Multiply the rows whose addresses lie at `rows` by `pairs` pairs of a block of 64.
 
-        The first half of the outputs is at `weight`, the second half at `second`; the next
-        pair comes `pair_bytes` later. Writes fp32 sums [num_rows, 64].
+        Writes fp32 sums [num_rows, 64].
         """
-        num_vectors = TASK_OUTPUTS // simd.LANES
+        width = TASK_OUTPUTS // simd.LANES
         addresses = [
             simd.load(builder, builder.add(rows, simd.constant(8 * row)), simd.I64)
             for row in range(num_rows)
         ]
 
         def add_pair(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            step = builder.mul(index, pair_bytes)
+            place = builder.add(weight, builder.mul(index, simd.constant(_PAIR_BYTES)))
             numbers = [
                 simd.load(
-                    builder,
-                    builder.add(builder.add(half, step), simd.constant(offset)),
-                    simd.I32_LANES,
+                    builder, builder.add(place, simd.constant(_VECTOR * part)), simd.I32_LANES
                 )
-                for half in (weight, second)
-                for offset in range(0, 4 * _HALF, _VECTOR)
+                for part in range(width)
             ]
             offset = builder.mul(index, simd.constant(4))
             added = []
@@ -73,64 +86,179 @@ def _tile(num_rows: int) -> Callable[..., None]:
                 pair = simd.load(builder, builder.add(address, offset), simd.I32)
                 both = simd.broadcast(builder, pair)
                 for part, number in enumerate(numbers):
-                    total = totals[row * num_vectors + part]
+                    total = totals[row * width + part]
                     added.append(simd.dot_pairs(builder, total, both, number))
             return added
 
-        zeros = [simd.lanes_of(simd.F32_LANES, 0.0)] * (num_rows * num_vectors)
+        zeros = [simd.lanes_of(simd.F32_LANES, 0.0)] * (num_rows * width)
         for idx, total in enumerate(simd.count_up(builder, pairs, zeros, add_pair)):
             simd.store(builder, builder.add(sums, simd.constant(_VECTOR * idx)), total)
 
-    return operation(types.none, [types.int64] * 6)(tile)
+    return operation(types.none, [types.int64] * 4)(tile)
 
 
 tile1, tile2, tile3, tile4, tile6 = (_tile(num_rows) for num_rows in (1, 2, 3, 4, 6))
 
 
 @inlined
-def multiply(
-    rows: int, num_rows: int, weight: int, second: int, width: int, pairs: int, sums: int
-) -> None:
-    """Multiply any number of rows by a task; `second` is `second_half` of `weight`.
-
-    Writes sums [num_rows, 64]. The sums of outputs that do not exist are arbitrary.
-    """
-    pair_bytes = 4 * width
+def _multiply_by_vectors(rows: int, num_rows: int, weight: int, pairs: int, sums: int) -> None:
     row = 0
     while row < num_rows:
         left = num_rows - row
         here, place = rows + 8 * row, sums + row * SUM_BYTES
         if left == 6 or left > 8:
-            tile6(here, weight, second, pair_bytes, pairs, place)
+            tile6(here, weight, pairs, place)
             row += 6
         elif left == 4 or left > 6:
-            tile4(here, weight, second, pair_bytes, pairs, place)
+            tile4(here, weight, pairs, place)
             row += 4
         elif left == 3 or left == 5:
-            tile3(here, weight, second, pair_bytes, pairs, place)
+            tile3(here, weight, pairs, place)
             row += 3
         elif left == 2:
-            tile2(here, weight, second, pair_bytes, pairs, place)
+            tile2(here, weight, pairs, place)
             row += 2
         else:
-            tile1(here, weight, second, pair_bytes, pairs, place)
+            tile1(here, weight, pairs, place)
             row += 1
+
+
+# AMX. The tiles are registers that LLVM does not allocate: these operations name them. Tiles
+# 0 to 3 hold the sums of 16 rows and 64 outputs, 4 the rows, the others the weights.
+
+_ROWS_TILE: Final = 4
+_WEIGHT_TILES: Final = (5, 6, 7)
+
+
+def _amx(builder: ir.IRBuilder, name: str, *operands: ir.Value | int) -> None:
+    """Call an AMX intrinsic; an int names a tile."""
+    values = [ir.Constant(ir.IntType(8), x) if isinstance(x, int) else x for x in operands]
+    simd.call(builder, f"llvm.x86.{name}", ir.VoidType(), values)
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    return simd.pointer(builder, address, ir.IntType(8))
+
+
+@operation(types.none, [types.int64])
+def _open_tiles(builder: ir.IRBuilder, memory: ir.Value) -> None:
+    """Give all tiles 16 rows of 64 bytes; `memory` is 64 bytes to write the settings to."""
+    settings = bytearray(64)
+    settings[0] = 1  # the palette
+    for tile in range(8):
+        settings[16 + 2 * tile] = 64  # bytes of a row
+        settings[48 + tile] = 16  # rows
+    kind = ir.VectorType(ir.IntType(8), 64)
+    simd.store(builder, memory, ir.Constant(kind, list(settings)))
+    _amx(builder, "ldtilecfg", _pointer(builder, memory))
+
+
+@operation(types.none, [])
+def _close_tiles(builder: ir.IRBuilder) -> None:
+    """Leave the tiles to others; the processor need not keep them any more."""
+    _amx(builder, "tilerelease")
+
+
+@operation(types.none, [])
+def _clear_sums(builder: ir.IRBuilder) -> None:
+    for tile in range(4):
+        _amx(builder, "tilezero", tile)
+
+
+@operation(types.none, [types.int64] * 4)
+def _add_steps(
+    builder: ir.IRBuilder, rows: ir.Value, weight: ir.Value, second: ir.Value, steps: ir.Value
+) -> None:
+    """Add the products of 16 staged rows and two blocks, over `steps` times 32 inputs."""
+
+    def step(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        place = builder.add(rows, builder.mul(index, simd.constant(_VECTOR)))
+        stride = simd.constant(_STAGED_ROW_BYTES)
+        _amx(builder, "tileloadd64", _ROWS_TILE, _pointer(builder, place), stride)
+        offset = builder.mul(index, simd.constant(_STEP_BYTES))
+        for part in range(4):
+            block = builder.add((weight, second)[part // 2], offset)
+            numbers = builder.add(block, simd.constant(_VECTOR * (part % 2)))
+            tile = _WEIGHT_TILES[part % len(_WEIGHT_TILES)]
+            stride = simd.constant(4 * TILE_WIDTH)
+            _amx(builder, "tileloadd64", tile, _pointer(builder, numbers), stride)
+            _amx(builder, "tdpbf16ps", part, _ROWS_TILE, tile)
+        return []
+
+    simd.count_up(builder, steps, [], step)
+
+
+@operation(types.none, [types.int64])
+def _store_sums(builder: ir.IRBuilder, sums: ir.Value) -> None:
+    """Write the sums [16, 64]."""
+    for tile in range(4):
+        place = builder.add(sums, simd.constant(_VECTOR * tile))
+        _amx(builder, "tilestored64", tile, _pointer(builder, place), simd.constant(SUM_BYTES))
+
+
+_staged_rows = simd.stack(ROW_MULTIPLE * _STAGED_ROW_BYTES)
+_tile_settings = simd.stack(64)
+
+
+@inlined
+def _multiply_by_tiles(
+    rows: int, num_rows: int, weight: int, second: int, pairs: int, sums: int
+) -> None:
+    staged = _staged_rows()
+    _open_tiles(_tile_settings())
+    for first in range(0, num_rows, ROW_MULTIPLE):
+        count = min(num_rows - first, ROW_MULTIPLE)
+        _clear_sums()
+        for begin in range(0, pairs, _STAGED_STEPS * _STEP_PAIRS):
+            here = min(pairs - begin, _STAGED_STEPS * _STEP_PAIRS)
+            for row in range(count):
+                source = simd.read_i64(rows + 8 * (first + row)) + 4 * begin
+                target = staged + row * _STAGED_ROW_BYTES
+                for pair in range(0, here, simd.LANES):
+                    # Zeros after the last input, as in the weight.
+                    numbers = vectors.load_first_f32(source + 4 * pair, here - pair)
+                    vectors.store_f32(target + 4 * pair, numbers)
+            offset = begin * 4 * TILE_WIDTH
+            steps = (here + _STEP_PAIRS - 1) // _STEP_PAIRS
+            _add_steps(staged, weight + offset, second + offset, steps)
+        _store_sums(sums + first * SUM_BYTES)
+    _close_tiles()
+
+
+@inlined
+def _multiply_by_either(
+    rows: int, num_rows: int, weight: int, second: int, width: int, pairs: int, sums: int
+) -> None:
+    if width == TILE_WIDTH:
+        _multiply_by_tiles(rows, num_rows, weight, second, pairs, sums)
+    else:
+        _multiply_by_vectors(rows, num_rows, weight, pairs, sums)
+
+
+@inlined
+def _multiply_without_tiles(
+    rows: int, num_rows: int, weight: int, second: int, width: int, pairs: int, sums: int
+) -> None:
+    _multiply_by_vectors(rows, num_rows, weight, pairs, sums)
+
+
+# Multiplies any number of rows, whose addresses lie at `rows`, by the task at `weight`, of
+# which `second_half` tells `second`; `width` is that of a block. Writes fp32 sums [num_rows, 64],
+# with ROW_MULTIPLE rows at a time; those of outputs that do not exist are arbitrary.
+multiply = _multiply_by_either if HAS_TILES else _multiply_without_tiles
 
 
 @inlined
 def task_bytes(num_in: int) -> int:
-    """Return the size of a task of a weight with `num_in` inputs; it is the same in any layout."""
+    """Return the size of a task of a weight with `num_in` inputs; any width gives the same."""
     return (num_in + INPUT_MULTIPLE - 1) // INPUT_MULTIPLE * INPUT_MULTIPLE * 2 * TASK_OUTPUTS
 
 
 @inlined
-def second_half(weight: int, width: int, num_in: int, num_outputs: int) -> int:
-    """Return where the second 32 outputs of the task at `weight` are; `num_outputs` follow it.
+def second_half(weight: int, num_in: int, num_outputs: int) -> int:
+    """Return where the second block of 32 of the task at `weight` is.
 
-    A weight may end after the first 32: then these are read twice.
+    The weight ends `num_outputs` after the task's begin: if with the first block, that block
+    is read twice.
     """
-    if width == TASK_OUTPUTS:
-        return weight + 4 * _HALF
-    if num_outputs <= _HALF:
-        return weight
-    return weight + task_bytes(num_in) // 2
+    return weight if num_outputs <= TILE_WIDTH else weight + task_bytes(num_in) // 2
