@@ -1,4 +1,4 @@
-"""The attention worker: one data-parallel replica of everything but the routed experts.
+"""The attention worker: one data-parallel runner of everything but the routed experts.
 
 Owns QKV/O weights, norms, router, embeddings, LM head, shared experts, dense MLPs, its
 paged KV cache, and sampling. Never loads a routed expert's weights, knows no request and

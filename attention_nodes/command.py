@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TypedDict
 
-from attention_nodes.replica import Replica
+from attention_nodes.model_runner import ModelRunner
 from attention_nodes.worker import AttentionWorker
 from kernels.runtime import open_runtime
 from m2n_comm.gpu.ipc_open import connect_ipc
@@ -42,9 +42,9 @@ class _Joining(TypedDict):
 def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> None:
     """Run attention node `index`, its experts being in other processes."""
 
-    def connect(welcome: Welcome, replica: Replica, life: NodeLife) -> AttentionNet:
+    def connect(welcome: Welcome, runner: ModelRunner, life: NodeLife) -> AttentionNet:
         config, topology = welcome.config, welcome.topology
-        shape = replica.net_shape(config)
+        shape = runner.net_shape(config)
         joining: _Joining = {
             "index": index,
             "incarnation": life.incarnation,

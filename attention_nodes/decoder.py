@@ -1,6 +1,6 @@
 """The attention half of every layer, and the two ends of the model.
 
-Owns the packed weights of one replica and the order of operations inside a layer, for
+Owns the packed weights of one node and the order of operations inside a layer, for
 all families: what differs between them is in ModelConfig. Knows no experts (rally.py
 sends the rows out) and no sequences (step_inputs.py has turned them into indices).
 
@@ -45,7 +45,7 @@ class Layer:
 
 
 class Decoder:
-    """One replica's layers. Stateless between calls but for the KV cache `kv` that it writes."""
+    """One runner's layers. Stateless between calls but for the KV cache `kv` that it writes."""
 
     def __init__(
         self, config: ModelConfig, weights: AttentionWeights, ops: Ops, kv_cache: KvCache

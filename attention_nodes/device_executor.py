@@ -1,9 +1,9 @@
-"""How a replica runs a step on a device: enqueued from the host, decode steps by recordings.
+"""How a runner runs a step on a device: enqueued from the host, decode steps by recordings.
 
 Owns the choice between the two: a step in which every sequence advances by one token is padded
 to a bucket and recorded (buckets.py, kernels.recordings) where the net can be; any other is
-enqueued kernel by kernel. Knows no plan. Called by replica.py; on a CPU with Triton's interpreter
-it is the same code.
+enqueued kernel by kernel. Knows no plan. Called by model_runner.py; on a CPU with Triton's
+interpreter it is the same code.
 """
 
 from __future__ import annotations

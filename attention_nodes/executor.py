@@ -1,8 +1,8 @@
-"""How a replica runs the layers of a step: the interface, and a node on the CPU.
+"""How a runner runs the layers of a step: the interface, and a node on the CPU.
 
 Owns the way from a step's indices to its logits, and of what was drawn back to the host.
 `HostExecutor` copies nothing; device_executor.py is that of a GPU. Knows no plan and no
-sequence. Called by replica.py.
+sequence. Called by model_runner.py.
 """
 
 from __future__ import annotations

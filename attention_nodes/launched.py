@@ -1,7 +1,7 @@
-"""A step that a replica has launched and not yet answered for.
+"""A step that a runner has launched and not yet answered for.
 
 Owns what is known of it until its result can be said, and the arithmetic of its timings.
-Called by replica.py.
+Called by model_runner.py.
 """
 
 from __future__ import annotations

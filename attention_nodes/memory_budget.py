@@ -3,7 +3,7 @@
 Owns the steps of that run, what is measured and the arithmetic. A prompt that fills the token
 budget takes the most memory in the layers, sampling for every sequence with every filter the
 most beside them. Both run on two blocks, in which all sequences write: only sizes count.
-Knows no weights. Called by replica.py while it loads.
+Knows no weights. Called by model_runner.py while it loads.
 """
 
 from __future__ import annotations

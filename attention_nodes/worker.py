@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from attention_nodes.launched import Checked
-from attention_nodes.replica import MAX_LAUNCHED, OpenDryNet, Replica
+from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner, OpenDryNet
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
 from topspin.channel import ControlClient
@@ -26,7 +26,7 @@ from topspin.errors import Interrupted, ProtocolError
 from topspin.messages import AnyMessage, PrepareTable, StepPlan, StepTicket, TablePrepared, Welcome
 from topspin.node_life import NodeLife
 
-OpenNet = Callable[[Welcome, Replica, NodeLife], AttentionNet]
+OpenNet = Callable[[Welcome, ModelRunner, NodeLife], AttentionNet]
 DryNet = Callable[[Welcome], OpenDryNet | None]
 
 
@@ -35,7 +35,7 @@ class AttentionWorker:
 
     Invariant: `_is_formed` says whether the node takes part in the engine's generation; then
     `_net` is usable (None for a model without routed experts). `dry_net` says how experts of
-    this process are reached while the replica still loads (see Replica.load; None: they are
+    this process are reached while the runner still loads (see ModelRunner.load; None: they are
     not). `can_reform` as in NodeLife.
     """
 
@@ -51,7 +51,7 @@ class AttentionWorker:
     ) -> None:
         self._life = NodeLife(control, role="attention", index=index, can_reform=can_reform)
         self._net: AttentionNet | None = None
-        self._replica: Replica | None = None
+        self._runner: ModelRunner | None = None
         self._is_formed = False
         self._has_recorded = False
         self._index = index
@@ -69,28 +69,28 @@ class AttentionWorker:
         self._life.serve(self)
 
     def load(self, welcome: Welcome) -> int:
-        self._replica = Replica.load(
+        self._runner = ModelRunner.load(
             self._model_path,
             welcome.config,
             index=self._index,
             table_version=welcome.table.version,
             open_net=self._dry_net(welcome),
         )
-        self._life.inbox.trace = self._replica.trace
-        return self._replica.num_blocks
+        self._life.inbox.trace = self._runner.trace
+        return self._runner.num_blocks
 
     @property
-    def replica(self) -> Replica:
+    def runner(self) -> ModelRunner:
         """Return what load() has loaded."""
-        assert self._replica is not None, "load() first"
-        return self._replica
+        assert self._runner is not None, "load() first"
+        return self._runner
 
     def form(self, welcome: Welcome) -> None:
-        replica = self.replica
-        if replica.is_moe:
-            self._net = self._open_net(welcome, replica, self._life)
+        runner = self.runner
+        if runner.is_moe:
+            self._net = self._open_net(welcome, runner, self._life)
         if not self._has_recorded:  # later nets: while they serve, size by size
-            replica.record_steps(self._net, welcome.config, check=self._life.check)
+            runner.record_steps(self._net, welcome.config, check=self._life.check)
             self._has_recorded = True
         self._is_formed = True
 
@@ -101,16 +101,16 @@ class AttentionWorker:
             if net is not None:
                 net.close()  # ends what a device waits for
         finally:
-            self.replica.discard()
+            self.runner.discard()
             self._life.progress.end()
 
     def wait_s(self) -> float | None:
         """Answer for steps that have ended; while one runs, look for the next without waiting."""
-        replica = self.replica
-        while replica.head is not None:
-            if replica.is_done:
+        runner = self.runner
+        while runner.head is not None:
+            if runner.is_done:
                 self._answer()
-            elif self._is_wanted() and replica.num_launched < MAX_LAUNCHED:
+            elif self._is_wanted() and runner.num_launched < MAX_LAUNCHED:
                 return 0.0  # the step ends soon: do not sleep
         return None
 
@@ -119,7 +119,7 @@ class AttentionWorker:
 
     def _is_wanted(self) -> bool:
         """Look whether the step under way is still wanted; else it is given up."""
-        ticket = self.replica.head
+        ticket = self.runner.head
         assert ticket is not None
         try:
             if isinstance(self._net, Checked):
@@ -129,7 +129,7 @@ class AttentionWorker:
             self.disband()  # the message that says why is next
         except Exception as error:
             self._give_up(ticket, error)
-        return self.replica.head is not None
+        return self.runner.head is not None
 
     def handle(self, message: AnyMessage) -> None:
         if isinstance(message, StepPlan):
@@ -145,34 +145,34 @@ class AttentionWorker:
 
     def _launch(self, plan: StepPlan) -> None:
         """Begin a step, behind one that runs; answer it too unless it goes on by itself."""
-        replica, progress = self.replica, self._life.progress
-        if replica.head is None:
+        runner, progress = self.runner, self._life.progress
+        if runner.head is None:
             progress.begin(plan.ticket)
         try:
-            replica.launch(plan, self._net, index=self._index, beat=progress.beat)
+            runner.launch(plan, self._net, index=self._index, beat=progress.beat)
         except Exception as error:
             # The step before it is whole, or it is the one that has failed.
-            if replica.head is not None:
+            if runner.head is not None:
                 self._answer()
             if self._is_formed:
                 self._give_up(plan.ticket, error)
             return
-        if not replica.runs_ahead(self._net):
+        if not runner.runs_ahead(self._net):
             self._answer()
 
     def _answer(self) -> None:
         """Wait for the oldest step that was launched and send its result."""
-        replica, progress = self.replica, self._life.progress
-        ticket = replica.head
+        runner, progress = self.runner, self._life.progress
+        ticket = runner.head
         assert ticket is not None
         try:
-            result = replica.collect()
+            result = runner.collect()
         except Exception as error:
             self._give_up(ticket, error)
             return
         self._life.send(result)
-        if replica.head is not None:
-            progress.begin(replica.head)
+        if runner.head is not None:
+            progress.begin(runner.head)
         else:
             progress.end()
 

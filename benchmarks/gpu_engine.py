@@ -1,6 +1,6 @@
 """One attention node and its experts on one device, without a checkpoint and without sockets.
 
-Owns the composition that benchmarks.gpu_decode times: the nodes' own Replica, Experts and
+Owns the composition that benchmarks.gpu_decode times: the nodes' own ModelRunner, Experts and
 DeviceNet, as `topspin serve --transport local` joins them on a GPU, over random weights and
 random cached keys and values; only the scheduler is a simple one (gpu_plans). On the CPU the
 same runs under Triton's interpreter, for tests.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
-from attention_nodes.replica import MAX_LAUNCHED, Replica
+from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
 from benchmarks.gpu_decode import Variant
 from benchmarks.gpu_floor import decode_floor
 from benchmarks.gpu_models import Fields, Workload
@@ -158,7 +158,7 @@ class GpuEngine:
             generator = torch.Generator(runtime.device).manual_seed(SEED)
             for cached in (*cache.keys, *cache.values):
                 cached.normal_(generator=generator)
-        self._replica = Replica(model, decoder, cache.num_blocks, config, runtime)
+        self._runner = ModelRunner(model, decoder, cache.num_blocks, config, runtime)
         self._touched = Touched(_recording_on(runtime))
         self._net = DeviceNet(
             runtime,
@@ -201,8 +201,8 @@ class GpuEngine:
 
     def finish(self) -> None:
         """Wait until everything that was launched has happened and its tokens are here."""
-        while self._replica.num_launched:
-            self.last_result = self._replica.collect()
+        while self._runner.num_launched:
+            self.last_result = self._runner.collect()
 
     def decode_floor(self) -> Mapping[str, float]:
         """Give the bytes that a decode step as the last one must move; see gpu_floor."""
@@ -218,17 +218,17 @@ class GpuEngine:
         """Free the device's memory."""
         self.finish()
         self._net.close()
-        del self._replica, self._net, self._touched
+        del self._runner, self._net, self._touched
         gc.collect()
         if self._runtime.device.type == "cuda":
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> None:
-        while self._replica.num_launched >= MAX_LAUNCHED:
-            self.last_result = self._replica.collect()
+        while self._runner.num_launched >= MAX_LAUNCHED:
+            self.last_result = self._runner.collect()
         self._touched.begin_step()
-        self._replica.launch(plan, self._net, index=0)
+        self._runner.launch(plan, self._net, index=0)
 
 
 def _recording_on(runtime: Runtime) -> Callable[[], bool]:

@@ -14,7 +14,7 @@ import torch
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
-from attention_nodes.replica import Replica
+from attention_nodes.model_runner import ModelRunner
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import select_ops
@@ -123,7 +123,7 @@ def random_weight(*size: int) -> torch.Tensor:
     return (torch.randn(*size) * scale).to(DTYPE)
 
 
-def make_replica(shape: Shape) -> Replica:
+def make_runner(shape: Shape) -> ModelRunner:
     """Return an attention node with random weights."""
     model = model_config(shape)
     ones = torch.ones(shape.hidden_size, dtype=DTYPE)
@@ -154,7 +154,7 @@ def make_replica(shape: Shape) -> Replica:
         max_len=4096,
     )
     decoder = Decoder(model, weights, select_ops("cpu", DTYPE), cache)
-    return Replica(model, decoder, cache.num_blocks, node_config(shape))
+    return ModelRunner(model, decoder, cache.num_blocks, node_config(shape))
 
 
 def make_experts(shape: Shape) -> Experts:
@@ -223,7 +223,7 @@ class Node:
     def __init__(self, shape: Shape, pipe: Connection) -> None:
         torch.manual_seed(2)
         self.shape = shape
-        self.replica = make_replica(shape)
+        self.runner = make_runner(shape)
         self._ring = Ring()
         self._pipe = pipe
         self._net: AttentionSide | None = None
@@ -235,7 +235,7 @@ class Node:
         self._pipe.send(True)
         shape = self.shape
         self._net = connect_attention(
-            self.replica.net_shape(node_config(shape)),
+            self.runner.net_shape(node_config(shape)),
             index=0,
             incarnation=1,
             experts=[ExpertPeer(address=self._pipe.recv(), incarnation=2)],
@@ -292,7 +292,7 @@ class Node:
             participants=(0,),
             row_buckets=tuple(len(each) for each in rows),
         )
-        self.replica.trace = self._ring if traced else None
+        self.runner.trace = self._ring if traced else None
         self._pipe.send(Order(ticket, traced))
         plan = StepPlan(
             ticket=ticket,
@@ -301,7 +301,7 @@ class Node:
             micro_batches=tuple(_slices(each) for each in rows),
         )
         self._new = ()
-        return self.replica.execute(plan, self._net, index=0).timings
+        return self.runner.execute(plan, self._net, index=0).timings
 
     def measure(self, m: int, num_rows: int, num_steps: int) -> list[StepTimings]:
         """Return the timings of `num_steps` steps after a few to warm up."""

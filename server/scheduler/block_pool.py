@@ -3,7 +3,7 @@
 Owns reference counts, the free list and the prefix cache (published blocks by content
 hash; those that nobody holds are evicted in LRU order, on demand). Knows no requests and
 no steps: the caller publishes a block only after the step that filled it has succeeded.
-Called by replica.py.
+Called by attention_replica.py.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from server.scheduler.attention_replica import AttentionReplica, NodeBatch
 from server.scheduler.formation import Formation
 from server.scheduler.in_flight import NodePart, RunningStep, pack_sampled
 from server.scheduler.micro_batching.cost import CostModel
@@ -19,7 +20,6 @@ from server.scheduler.micro_batching.split import (
     row_bucket,
     split_slices,
 )
-from server.scheduler.replica import AttentionReplica, NodeBatch
 from topspin.messages import MicroBatch, StepPlan, StepTicket, pack_ints
 
 

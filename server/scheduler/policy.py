@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from server.scheduler.attention_replica import AttentionReplica, NodeBatch
 from server.scheduler.counters import Counters
 from server.scheduler.formation import Formation
 from server.scheduler.in_flight import NodePart, StepsInFlight, StepUnderWay
@@ -24,7 +25,6 @@ from server.scheduler.micro_batching.cost_fit import CostFit
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.outbox import Delivery, Outbox, failure
 from server.scheduler.plans import Step, StepBuilder
-from server.scheduler.replica import AttentionReplica, NodeBatch
 from server.scheduler.router import Candidate, choose_replica
 from server.scheduler.sequence import Request
 from server.scheduler.sequence import Sequence as RunningSequence

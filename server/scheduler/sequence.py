@@ -2,7 +2,7 @@
 
 Owns their state and the rule by which a sampled token ends a request. Knows no queue, no
 pool and no step. A preempted request comes back as a new Sequence of the same Request.
-Called by replica.py and policy.py.
+Called by attention_replica.py and policy.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans for one replica, as a scheduler would write them, and ways to go through them."""
+"""Plans for one attention node, as a scheduler would write them, and ways to go through them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attention_nodes.replica import MAX_LAUNCHED, Replica
+from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
 from m2n_comm.net import AttentionNet
 from topspin.messages import (
     MicroBatch,
@@ -99,24 +99,24 @@ class Planner:
 
 @torch.inference_mode()
 def one_by_one(
-    replica: Replica, plans: Sequence[StepPlan], net: AttentionNet | None = None
+    runner: ModelRunner, plans: Sequence[StepPlan], net: AttentionNet | None = None
 ) -> list[StepResult]:
     """Wait for each step before the next one is launched."""
-    return [replica.execute(plan, net, index=0) for plan in plans]
+    return [runner.execute(plan, net, index=0) for plan in plans]
 
 
 @torch.inference_mode()
 def ahead(
-    replica: Replica, plans: Sequence[StepPlan], net: AttentionNet | None = None
+    runner: ModelRunner, plans: Sequence[StepPlan], net: AttentionNet | None = None
 ) -> list[StepResult]:
     """Launch each step before the one before it is collected."""
     results = []
     for plan in plans:
-        if replica.num_launched == MAX_LAUNCHED:
-            results.append(replica.collect())
-        replica.launch(plan, net, index=0)
-    while replica.num_launched:
-        results.append(replica.collect())
+        if runner.num_launched == MAX_LAUNCHED:
+            results.append(runner.collect())
+        runner.launch(plan, net, index=0)
+    while runner.num_launched:
+        results.append(runner.collect())
     return results
 
 

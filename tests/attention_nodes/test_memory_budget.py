@@ -18,7 +18,7 @@ from attention_nodes.memory_budget import (
     largest_steps,
     measure,
 )
-from attention_nodes.replica import Replica
+from attention_nodes.model_runner import ModelRunner
 from kernels import reference
 from kernels.runtime import DeviceMemory, HostRuntime
 from m2n_comm.gpu.ipc_pairs import inbox_bytes
@@ -150,23 +150,23 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> MeteredRuntime:
     runtime = MeteredRuntime()
     runtime.memory_of = DeviceMemory(total=4 * 2**20, free=4 * 2**20)
     runtime.reserved = 0
-    monkeypatch.setattr("attention_nodes.replica.open_runtime", lambda device: runtime)
-    monkeypatch.setattr("attention_nodes.replica.select_ops", lambda *names: reference)
+    monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda device: runtime)
+    monkeypatch.setattr("attention_nodes.model_runner.select_ops", lambda *names: reference)
     return runtime
 
 
 @torch.inference_mode()
-def load(checkpoint: Path, config: NodeConfig, **options: Any) -> Replica:
-    return Replica.load(checkpoint, config, **options)
+def load(checkpoint: Path, config: NodeConfig, **options: Any) -> ModelRunner:
+    return ModelRunner.load(checkpoint, config, **options)
 
 
 def test_a_node_allocates_what_its_dry_run_leaves(
     checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
 ) -> None:
-    replica = load(checkpoint, config)
+    runner = load(checkpoint, config)
     block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
-    assert replica.num_blocks == (int(0.9 * 4 * 2**20) - 1000) // block_bytes
-    assert len(replica._decoder.kv.keys[0]) == replica.num_blocks
+    assert runner.num_blocks == (int(0.9 * 4 * 2**20) - 1000) // block_bytes
+    assert len(runner._decoder.kv.keys[0]) == runner.num_blocks
 
 
 def test_windows_of_expert_nodes_are_inside_the_budget(
@@ -178,13 +178,13 @@ def test_windows_of_expert_nodes_are_inside_the_budget(
         m2n=msgspec.structs.replace(config.m2n, transport="cuda_ipc"),
         topology=msgspec.structs.replace(config.topology, expert_nodes=3),
     )
-    replica = load(checkpoint, between)
-    inbox = inbox_bytes(replica.net_shape(between), "attention")
+    runner = load(checkpoint, between)
+    inbox = inbox_bytes(runner.net_shape(between), "attention")
     assert 0 < inbox < 2 * 2**20  # the driver gives whole pages
     block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
     left = int(0.9 * 100 * 2**20) - 1000 - 3 * 2 * 2**20
-    assert replica.num_blocks == left // block_bytes
-    assert load(checkpoint, config).num_blocks > replica.num_blocks
+    assert runner.num_blocks == left // block_bytes
+    assert load(checkpoint, config).num_blocks > runner.num_blocks
 
 
 def test_a_cache_for_less_than_a_sequence_is_told(
@@ -221,7 +221,7 @@ def test_a_cache_of_a_given_size_is_rehearsed_with_on_a_gpu(
         rehearsed.extend(len(plan.new) for plan in plans)
         return plans
 
-    monkeypatch.setattr("attention_nodes.replica.largest_steps", steps)
+    monkeypatch.setattr("attention_nodes.model_runner.largest_steps", steps)
     block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
     cache = msgspec.structs.replace(config.cache, kv_cache_bytes=9 * block_bytes)
     config = msgspec.structs.replace(config, cache=cache)
@@ -243,7 +243,7 @@ def test_memory_that_ends_while_a_node_loads_is_told_with_the_numbers(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 7 bytes")
 
-    monkeypatch.setattr(f"attention_nodes.replica.{name}", fail)
+    monkeypatch.setattr(f"attention_nodes.model_runner.{name}", fail)
     runtime.reserved = 3 * 2**20
     reason = "does not fit: 4.0 MiB of 4.0 MiB are free and this process has 3.0 MiB: tried to"
     with pytest.raises(ConfigError, match=reason):
@@ -278,10 +278,10 @@ def test_experts_beside_take_part_in_the_dry_run(
             self.is_closed = True
 
     net = Beside()
-    opened: list[Replica] = []
+    opened: list[ModelRunner] = []
 
-    def open_net(replica: Replica) -> Any:
-        opened.append(replica)
+    def open_net(runner: ModelRunner) -> Any:
+        opened.append(runner)
         return net
 
     load(checkpoint, config, table_version=9, open_net=open_net)

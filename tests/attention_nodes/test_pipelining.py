@@ -15,7 +15,7 @@ import torch
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
-from attention_nodes.replica import Replica
+from attention_nodes.model_runner import ModelRunner
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime, Runtime
 from models.checkpoint import Checkpoint
@@ -42,18 +42,18 @@ def config_of(path: Path, kernels: str) -> NodeConfig:
     return msgspec.structs.replace(config, compute=compute)
 
 
-def replica_on(path: Path, runtime: Runtime, kernels: str) -> Replica:
-    """Return a replica with the reference's ops, whose executor is that of `kernels`."""
+def runner_on(path: Path, runtime: Runtime, kernels: str) -> ModelRunner:
+    """Return a runner with the reference's ops, whose executor is that of `kernels`."""
     model = load_model_config(path)
     weights = load_attention_weights(Checkpoint(path), model, dtype=torch.float32)
     cache = kv_cache.of_blocks(model, NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32)
     decoder = Decoder(model, weights, select_ops("reference", torch.float32), cache)
-    return Replica(model, decoder, NUM_BLOCKS, config_of(path, kernels), runtime)
+    return ModelRunner(model, decoder, NUM_BLOCKS, config_of(path, kernels), runtime)
 
 
 @pytest.fixture
-def expected(checkpoint: Path) -> Replica:
-    return replica_on(checkpoint, HostRuntime(), "reference")
+def expected(checkpoint: Path) -> ModelRunner:
+    return runner_on(checkpoint, HostRuntime(), "reference")
 
 
 @pytest.fixture
@@ -63,8 +63,8 @@ def runtime() -> Iterator[DelayedRuntime]:
 
 
 @pytest.fixture
-def late(checkpoint: Path, runtime: DelayedRuntime) -> Replica:
-    return replica_on(checkpoint, runtime, "triton")
+def late(checkpoint: Path, runtime: DelayedRuntime) -> ModelRunner:
+    return runner_on(checkpoint, runtime, "triton")
 
 
 def joining_and_leaving(**sampling: Any) -> Planner:
@@ -95,7 +95,7 @@ def same(results: list[StepResult], expected: list[StepResult]) -> None:
     [{}, {"temperature": 0.9, "top_k": 20, "logprobs": 3}, {"min_tokens": 4, "logit_bias": {7: 2}}],
 )
 def test_two_steps_under_way_give_the_tokens_of_one(
-    late: Replica, expected: Replica, runtime: DelayedRuntime, sampling: dict[str, Any]
+    late: ModelRunner, expected: ModelRunner, runtime: DelayedRuntime, sampling: dict[str, Any]
 ) -> None:
     plans = joining_and_leaving(**sampling).plans
     same(ahead(late, plans), one_by_one(expected, plans))
@@ -103,7 +103,7 @@ def test_two_steps_under_way_give_the_tokens_of_one(
 
 
 def test_nothing_is_waited_for_while_a_step_is_launched(
-    late: Replica, runtime: DelayedRuntime
+    late: ModelRunner, runtime: DelayedRuntime
 ) -> None:
     plans = joining_and_leaving().plans
     with torch.inference_mode():
@@ -119,7 +119,7 @@ def test_nothing_is_waited_for_while_a_step_is_launched(
     [{"repetition_penalty": 0.2}, {"presence_penalty": -9.0}, {"frequency_penalty": -9.0}],
 )
 def test_penalties_see_tokens_that_were_under_way(
-    late: Replica, expected: Replica, penalty: dict[str, float]
+    late: ModelRunner, expected: ModelRunner, penalty: dict[str, float]
 ) -> None:
     """They reward what was said, so that a token that was not seen shows at once."""
     plans = joining_and_leaving(**penalty).plans
@@ -141,7 +141,7 @@ def again(planner: Planner) -> Planner:
 
 
 def test_a_row_is_taken_over_while_its_last_token_is_under_way(
-    late: Replica, expected: Replica
+    late: ModelRunner, expected: ModelRunner
 ) -> None:
     planner = Planner()
     planner.add(1, [5, 9, 200, 31])
@@ -159,7 +159,7 @@ def test_a_row_is_taken_over_while_its_last_token_is_under_way(
 
 
 def test_discarded_steps_have_ended_and_are_forgotten(
-    late: Replica, expected: Replica, runtime: DelayedRuntime
+    late: ModelRunner, expected: ModelRunner, runtime: DelayedRuntime
 ) -> None:
     plans = joining_and_leaving().plans
     with torch.inference_mode():
@@ -173,7 +173,7 @@ def test_discarded_steps_have_ended_and_are_forgotten(
     same(ahead(late, plans), one_by_one(expected, plans))
 
 
-def test_timings_are_the_devices(late: Replica) -> None:
+def test_timings_are_the_devices(late: ModelRunner) -> None:
     """The runtime's clock ticks a second per event: began, sent, rallied, fetched."""
     for result in ahead(late, joining_and_leaving().plans):
         timings = result.timings

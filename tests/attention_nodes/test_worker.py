@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_nodes.replica import Replica
+from attention_nodes.model_runner import ModelRunner
 from attention_nodes.worker import AttentionWorker
 from kernels import reference
 from m2n_comm.net import NetTimes
@@ -146,11 +146,11 @@ def config(checkpoint: Path) -> NodeConfig:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedRuntime]:
     with DelayedRuntime() as runtime:
-        monkeypatch.setattr("attention_nodes.replica.open_runtime", lambda device: runtime)
+        monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda device: runtime)
         # The reference's are fast, and no recording is made of them.
-        monkeypatch.setattr("attention_nodes.replica.select_ops", lambda *names: reference)
+        monkeypatch.setattr("attention_nodes.model_runner.select_ops", lambda *names: reference)
         # Only the steps of plans count.
-        monkeypatch.setattr("attention_nodes.replica.largest_steps", lambda *_, **__: [])
+        monkeypatch.setattr("attention_nodes.model_runner.largest_steps", lambda *_, **__: [])
         yield runtime
 
 
@@ -180,13 +180,13 @@ def serve(world: World, checkpoint: Path, net: Silent) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps were under way after each launch."""
     counts: list[int] = []
-    launch = Replica.launch
+    launch = ModelRunner.launch
 
-    def count(self: Replica, *args: Any, **kwargs: Any) -> None:
+    def count(self: ModelRunner, *args: Any, **kwargs: Any) -> None:
         launch(self, *args, **kwargs)
         counts.append(self.num_launched)
 
-    monkeypatch.setattr(Replica, "launch", count)
+    monkeypatch.setattr(ModelRunner, "launch", count)
     return counts
 
 
@@ -201,7 +201,7 @@ def test_the_next_step_is_launched_while_one_runs(
     assert [each.step for each in results] == [1, 2, 3, 4]
     assert not world.of(StepFailed)
     with torch.inference_mode():
-        expected = Replica.load(checkpoint, config)
+        expected = ModelRunner.load(checkpoint, config)
     net: Any = Silent()
     assert [each.tokens for each in results] == [
         each.tokens for each in one_by_one(expected, plans, net)

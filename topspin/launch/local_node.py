@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from attention_nodes.replica import OpenDryNet, Replica
+from attention_nodes.model_runner import ModelRunner, OpenDryNet
 from attention_nodes.worker import AttentionWorker
 from expert_nodes.experts import Experts
 from expert_nodes.worker import ExpertWorker, InlineNet, load_experts
@@ -94,11 +94,11 @@ class LocalNode:
 
     def _run_attention(self, index: int) -> int:
         def body(control: ControlClient) -> None:
-            def open_net(welcome: Welcome, replica: Replica, life: NodeLife) -> AttentionNet:
+            def open_net(welcome: Welcome, runner: ModelRunner, life: NodeLife) -> AttentionNet:
                 # The experts may load for long.
                 while not self._all_loaded.wait(CHECK_INTERVAL_S):
                     life.inbox.check()
-                return self._open_net(index, replica.net_shape(welcome.config), welcome)
+                return self._open_net(index, runner.net_shape(welcome.config), welcome)
 
             worker = AttentionWorker(
                 control,
@@ -140,7 +140,7 @@ class LocalNode:
         config = welcome.config
         if not config.compute.nodes(config.topology).share_a_device:
             return None
-        return lambda replica: self._open_net(index, replica.net_shape(config), welcome)
+        return lambda runner: self._open_net(index, runner.net_shape(config), welcome)
 
     def _get_hub(self, shape: NetShape, welcome: Welcome) -> LocalHub:
         """Return the hub, with all experts attached; the first attention node makes it."""

@@ -1,4 +1,4 @@
-"""A replica on a device (Triton's kernels, interpreted) against transformers, in fp32.
+"""A runner on a device (Triton's kernels, interpreted) against transformers, in fp32.
 
 Sequences join and leave, so that decode steps have changing sizes and padding; experts are
 those of two nodes in this process, computed by plain torch.
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_nodes.replica import Replica
+from attention_nodes.model_runner import ModelRunner
 from kernels.runtime import HostRuntime, Replay
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch
@@ -89,12 +89,12 @@ def config_of(path: Path, *, cuda_graphs: bool, max_num_seqs: int = 4) -> NodeCo
 
 
 class Node:
-    """A loaded replica and its net."""
+    """A loaded runner and its net."""
 
     def __init__(self, path: Path, *, cuda_graphs: bool) -> None:
         self.config = config_of(path, cuda_graphs=cuda_graphs)
         with torch.inference_mode():
-            self.replica = Replica.load(path, self.config)
+            self.runner = ModelRunner.load(path, self.config)
         self.net: DeviceNet | None = None
         self.experts: list[PlainExperts] = []
         model = load_model_config(path)
@@ -105,7 +105,7 @@ class Node:
             self.experts = [PlainExperts(path, table, node) for node in range(2)]
             self.net = DeviceNet(
                 HostRuntime(),
-                self.replica.net_shape(self.config),
+                self.runner.net_shape(self.config),
                 index=0,
                 serves=[each.serve for each in self.experts],
                 table=table,
@@ -113,7 +113,7 @@ class Node:
 
     @property
     def num_recordings(self) -> int:
-        return self.replica._executor.num_recordings  # type: ignore[attr-defined]
+        return self.runner._executor.num_recordings  # type: ignore[attr-defined]
 
 
 def joining_and_leaving(m: int, *, generation: int = 1) -> Planner:
@@ -149,7 +149,7 @@ def test_recorded_steps_give_transformers_tokens(
 ) -> None:
     node = Node(checkpoint, cuda_graphs=True)
     plans = joining_and_leaving(m).plans
-    check(tokens_of(ahead(node.replica, plans, node.net)), oracle)
+    check(tokens_of(ahead(node.runner, plans, node.net)), oracle)
     assert node.num_recordings > 0
 
 
@@ -157,7 +157,7 @@ def test_enqueued_steps_give_transformers_tokens(
     checkpoint: Path, oracle: dict[int, list[int]]
 ) -> None:
     node = Node(checkpoint, cuda_graphs=False)
-    check(tokens_of(ahead(node.replica, joining_and_leaving(2).plans, node.net)), oracle)
+    check(tokens_of(ahead(node.runner, joining_and_leaving(2).plans, node.net)), oracle)
     assert node.num_recordings == 0
 
 
@@ -174,12 +174,12 @@ def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
     planner.step({1: 4, 2: 2, 3: 7})
     for _ in range(3):
         planner.decode([1, 2, 3])
-    one_by_one(node.replica, planner.plans[:1], node.net)
-    cache = node.replica._decoder.kv
+    one_by_one(node.runner, planner.plans[:1], node.net)
+    cache = node.runner._decoder.kv
     before = [each.clone() for each in (*cache.keys, *cache.values)]
     for experts in node.experts:
         experts.seen.clear()
-    one_by_one(node.replica, planner.plans[1:], node.net)
+    one_by_one(node.runner, planner.plans[1:], node.net)
     for first, second in zip(*(each.seen for each in node.experts), strict=True):
         assert len(first) == 4  # three sequences in a bucket of four
         assert (first[:3] >= 0).sum(1).add((second[:3] >= 0).sum(1)).tolist() == [2, 2, 2]
@@ -198,23 +198,23 @@ def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
 def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
     """For as many micro-batches as all steps have, else for those that pay."""
     node = Node(mixtral, cuda_graphs=True)
-    cache = node.replica._decoder.kv
+    cache = node.runner._decoder.kv
     before = [each.clone() for each in (*cache.keys, *cache.values)]
     with torch.inference_mode():
-        node.replica.record_steps(node.net, node.config, check=lambda: None)
-    assert node.num_recordings == len(node.replica._executor.sizes) == 3
+        node.runner.record_steps(node.net, node.config, check=lambda: None)
+    assert node.num_recordings == len(node.runner._executor.sizes) == 3
     assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
     assert all((each == -1).all() for experts in node.experts for each in experts.seen)
     compute = msgspec.structs.replace(node.config.compute, gpu_streams=2)
     with torch.inference_mode():
         config = msgspec.structs.replace(node.config, compute=compute, micro_batches=None)
-        node.replica.record_steps(node.net, config, check=lambda: None)
+        node.runner.record_steps(node.net, config, check=lambda: None)
         assert node.num_recordings == 6
-        node.replica._executor.forget()
+        node.runner._executor.forget()
         config = msgspec.structs.replace(node.config, micro_batches=2)
-        node.replica.record_steps(node.net, config, check=lambda: None)
+        node.runner.record_steps(node.net, config, check=lambda: None)
     assert node.num_recordings == 3
-    recorded = node.replica._executor._recordings._replays  # type: ignore[attr-defined]
+    recorded = node.runner._executor._recordings._replays  # type: ignore[attr-defined]
     assert {m for m, _ in recorded} == {2}
 
 
@@ -230,11 +230,11 @@ def test_recorded_steps_run_ahead_of_a_device_that_is_late(
         planner.decode([1, 2, 4])
     planner.step({2: 1, 4: 1}, finished=[1])
     with DelayedRuntime() as runtime:
-        monkeypatch.setattr("attention_nodes.replica.open_runtime", lambda device: runtime)
+        monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda device: runtime)
         node = Node(mixtral, cuda_graphs=True)
         runtime.synchronize()
         before = runtime.num_waits
-        results = ahead(node.replica, planner.plans, node.net)
+        results = ahead(node.runner, planner.plans, node.net)
     assert runtime.num_waits - before == len(planner.plans)
     assert node.num_recordings == 1
     oracle = oracle_generate(mixtral, [PROMPTS[seq_id] for seq_id in (1, 2, 4)], 6)
@@ -260,7 +260,7 @@ def test_another_table_makes_recordings_anew(
     planner.step({1: 4})
     for _ in range(2):
         planner.decode([1])
-    one_by_one(node.replica, planner.plans, node.net)
+    one_by_one(node.runner, planner.plans, node.net)
     assert len(captures) == node.num_recordings == 1
     planner.table_version = 2
     table = node.net._route.table
@@ -273,7 +273,7 @@ def test_another_table_makes_recordings_anew(
     node.experts[0]._layers, node.experts[1]._layers = layers[1], layers[0]
     for _ in range(3):
         planner.decode([1])
-    results = one_by_one(node.replica, planner.plans[3:], node.net)
+    results = one_by_one(node.runner, planner.plans[3:], node.net)
     tokens = oracle_generate(mixtral, [PROMPTS[1]], 6).tokens[0]
     assert tokens_of(results)[1] == tokens[3:]
     assert len(captures) == 2

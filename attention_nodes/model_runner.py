@@ -1,4 +1,4 @@
-"""One attention replica: its weights, its cache, its sequences, and how it does a step.
+"""Executes the steps of one attention node: its weights, its cache and its sequences.
 
 Owns the chain of steps (a plan out of order is refused) and joins the parts: plan ->
 indices -> layers -> sample, which launch() enqueues, and -> result, for which collect()
@@ -64,11 +64,11 @@ _log = logging.getLogger("attention")
 # One runs, and the next one is ready to: as many as the scheduler plans ahead.
 MAX_LAUNCHED: Final = 2
 
-OpenDryNet = Callable[["Replica"], AttentionNet]
-"""Gives the net by which a replica that is not ready yet reaches the experts beside it."""
+OpenDryNet = Callable[["ModelRunner"], AttentionNet]
+"""Gives the net by which a runner that is not ready yet reaches the experts beside it."""
 
 
-class Replica:
+class ModelRunner:
     """Executes StepPlans, one after the other.
 
     Invariant: a sequence's committed positions are in the cache before a later step reads
@@ -130,7 +130,7 @@ class Replica:
         index: int = 0,
         table_version: int = 1,
         open_net: OpenDryNet | None = None,
-    ) -> Replica:
+    ) -> ModelRunner:
         """Read the attention role's weights from `path`, allocate the cache, warm up.
 
         Without a size of the cache (a GPU's) it is what a dry run leaves, as attention node
@@ -178,10 +178,10 @@ class Replica:
             dry = cls(model, decoder, cache.num_blocks, config, runtime)
             dry._rehearse(config, index, table_version, open_net)
             del dry
-        replica = cls(model, decoder, decoder.kv.num_blocks, config, runtime)
-        replica._warm_up()
+        runner = cls(model, decoder, decoder.kv.num_blocks, config, runtime)
+        runner._warm_up()
         release_freed_memory()
-        return replica
+        return runner
 
     def _measure_blocks(
         self, config: NodeConfig, index: int, table_version: int, open_net: OpenDryNet | None

@@ -1,4 +1,4 @@
-"""One replica without processes: steps in order, and refusal of plans that do not follow."""
+"""One runner without processes: steps in order, and refusal of plans that do not follow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from attention_nodes.replica import Replica
+from attention_nodes.model_runner import ModelRunner
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
 from topspin.errors import ConfigError, ProtocolError
@@ -28,13 +28,13 @@ PROMPT = [5, 9, 200, 31]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("replica"), "llama")
+    return make_checkpoint(tmp_path_factory.mktemp("runner"), "llama")
 
 
 @pytest.fixture
-def replica(checkpoint: Path) -> Replica:
+def runner(checkpoint: Path) -> ModelRunner:
     with torch.inference_mode():
-        return Replica.load(checkpoint, engine_config(checkpoint).for_node())
+        return ModelRunner.load(checkpoint, engine_config(checkpoint).for_node())
 
 
 def micro_batch(num_tokens: int) -> MicroBatch:
@@ -79,22 +79,22 @@ def first(**changes: Any) -> StepPlan:
 
 
 @torch.inference_mode()
-def run(replica: Replica, step: StepPlan) -> list[int]:
-    return list(unpack_ints(replica.execute(step, None, index=0).tokens))
+def run(runner: ModelRunner, step: StepPlan) -> list[int]:
+    return list(unpack_ints(runner.execute(step, None, index=0).tokens))
 
 
-def test_steps_continue_what_they_sampled(replica: Replica, checkpoint: Path) -> None:
-    tokens = run(replica, first())
+def test_steps_continue_what_they_sampled(runner: ModelRunner, checkpoint: Path) -> None:
+    tokens = run(runner, first())
     for step in range(2, 7):
-        tokens += run(replica, plan(step))
+        tokens += run(runner, plan(step))
     assert tokens == oracle_generate(checkpoint, [PROMPT], 6).tokens[0]
 
 
-def test_a_new_generation_forgets_every_sequence(replica: Replica) -> None:
-    tokens = run(replica, first())
+def test_a_new_generation_forgets_every_sequence(runner: ModelRunner) -> None:
+    tokens = run(runner, first())
     with pytest.raises(ProtocolError, match="was admitted already"):
-        run(replica, plan(2, new=(sequence(PROMPT),)))
-    assert run(replica, first(generation=2)) == tokens
+        run(runner, plan(2, new=(sequence(PROMPT),)))
+    assert run(runner, first(generation=2)) == tokens
 
 
 @pytest.mark.parametrize(
@@ -108,17 +108,17 @@ def test_a_new_generation_forgets_every_sequence(replica: Replica) -> None:
     ],
 )
 def test_plans_that_do_not_follow_are_refused(
-    replica: Replica, following: StepPlan, reason: str
+    runner: ModelRunner, following: StepPlan, reason: str
 ) -> None:
-    run(replica, first())
+    run(runner, first())
     with pytest.raises(ProtocolError, match=reason):
-        run(replica, following)
+        run(runner, following)
 
 
 def test_more_tokens_than_a_step_may_have_are_refused(checkpoint: Path) -> None:
     config = msgspec.structs.replace(engine_config(checkpoint).for_node(), max_num_batched_tokens=3)
     with torch.inference_mode():
-        small = Replica.load(checkpoint, config)
+        small = ModelRunner.load(checkpoint, config)
     with pytest.raises(ProtocolError, match="4 tokens in a step, more than 3"):
         run(small, first())
 
@@ -126,18 +126,18 @@ def test_more_tokens_than_a_step_may_have_are_refused(checkpoint: Path) -> None:
 def test_a_cache_that_holds_nothing_is_refused_with_the_numbers(checkpoint: Path) -> None:
     config = engine_config(checkpoint, kv_cache_bytes=5000).for_node()
     with pytest.raises(ConfigError, match=r"kv-cache-memory 4.9 KiB holds 1 blocks"):
-        Replica.load(checkpoint, config)
+        ModelRunner.load(checkpoint, config)
 
 
 def test_a_cache_beyond_the_machines_memory_is_refused(checkpoint: Path) -> None:
     config = engine_config(checkpoint, kv_cache_bytes=2**50).for_node()
     with pytest.raises(ConfigError, match=r"kv-cache-memory 1024.0 TiB: this machine has .* free"):
-        Replica.load(checkpoint, config)
+        ModelRunner.load(checkpoint, config)
 
 
-def test_timings_add_up(replica: Replica) -> None:
+def test_timings_add_up(runner: ModelRunner) -> None:
     with torch.inference_mode():
-        timings = replica.execute(first(), None, index=0).timings
+        timings = runner.execute(first(), None, index=0).timings
     assert timings.wait_s == 0.0
     assert timings.attention_s > 0
     assert timings.sample_s > 0
