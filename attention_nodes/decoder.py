@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention_nodes.kv_cache import KvCache
 from attention_nodes.step_inputs import MicroBatchInputs
-from kernels.contracts import LinearWeight, Routing
+from kernels.contracts import HeadRows, LinearWeight, Routing
 from kernels.dispatch import Ops
 from models.config import ModelConfig
 from models.families import FAMILIES
@@ -108,18 +108,14 @@ class Decoder:
         keys, values = self.kv.keys[layer.idx], self.kv.values[layer.idx]
         q, k, v = self._project(layer, normed)
         has_head_norms = self.config.qk_norm == "head"
+        q_norm, k_norm = (layer.q_norm, layer.k_norm) if has_head_norms else (None, None)
         ops.rotate_and_store(
-            q,
-            k,
-            v,
-            inputs.cos,
-            inputs.sin,
-            keys,
-            values,
-            inputs.kv_slots,
-            q_norm=layer.q_norm if has_head_norms else None,
-            k_norm=layer.k_norm if has_head_norms else None,
-            eps=eps,
+            HeadRows(
+                *(q, k, v, inputs.cos, inputs.sin, keys, values, inputs.kv_slots),
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=eps,
+            )
         )
         attended = ops.paged_attention(
             q,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import roofline
 from benchmarks.roofline import Work
-from kernels.contracts import AttentionMeta, ExpertWeights, LinearWeight
+from kernels.contracts import AttentionMeta, ExpertWeights, HeadRows, LinearWeight
 from kernels.dispatch import UNQUANTISED, Ops, select_ops
 from kernels.sampling import SamplingBatch, sample
 
@@ -323,10 +323,12 @@ def _rotation(shape: Shape, num_rows: int) -> Case:
 
     def call(i: int) -> None:
         ops.rotate_and_store(
-            *(q_rows, k_rows, v_rows, cos, sin, cache.keys, cache.values, slots),
-            q_norm=norm,
-            k_norm=norm,
-            eps=EPS,
+            HeadRows(
+                *(q_rows, k_rows, v_rows, cos, sin, cache.keys, cache.values, slots),
+                q_norm=norm,
+                k_norm=norm,
+                eps=EPS,
+            )
         )
 
     return Case("rotate_and_store", shape.model, "bf16", num_rows, work, call)

@@ -51,6 +51,26 @@ class AttentionMeta:
     memo: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
 
 
+class HeadRows(NamedTuple):
+    """The heads of T rows on their way into attention, and where their keys and values go.
+
+    q [T, N, D], k and v [T, G, D]; cos and sin [T, D / 2] or [T, D]; the caches
+    [B, block size, G, D]; slots i64[T]. `q_norm` and `k_norm` [D] norm each head first.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    slots: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class LinearWeight:
     """A weight [O, I] in the layout of the implementation that packed it.

@@ -21,6 +21,7 @@ from kernels.contracts import (
     ExpertMatrices,
     ExpertOutput,
     ExpertWeights,
+    HeadRows,
     LinearWeight,
     Permutation,
     Routing,
@@ -65,21 +66,7 @@ class Ops(Protocol):
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
     ) -> None: ...
 
-    def rotate_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slots: Tensor,
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> None: ...
+    def rotate_and_store(self, heads: HeadRows) -> None: ...
 
     def paged_attention(
         self,

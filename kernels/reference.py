@@ -23,6 +23,7 @@ from kernels.contracts import (
     ExpertMatrices,
     ExpertOutput,
     ExpertWeights,
+    HeadRows,
     LinearWeight,
     Permutation,
     Routing,
@@ -87,24 +88,12 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     v_cache.view(-1, *v_cache.shape[2:])[slots] = v
 
 
-def rotate_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
+def rotate_and_store(heads: HeadRows) -> None:
     """Norm the heads of q and k [D] each if there are norms, rotate both, write_kv k and v.
 
     q and k are changed in place; k may be left as it was, as only the cache is read.
     """
+    q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps = heads
     if q_norm is not None:
         rms_norm(q, q_norm, eps=eps, out=q)
     if k_norm is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.contracts import Routing
+from kernels.contracts import HeadRows, Routing
 from kernels.cpu import plain as cpu_plain
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.compiled import layer as numba_layer
@@ -78,29 +78,12 @@ def add_rms_norm(
     return cpu_plain.add_rms_norm(x, residual, weight, eps=eps, out=out)
 
 
-def rotate_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
+def rotate_and_store(heads: HeadRows) -> None:
     """Norm, rotate and store; see `kernels.reference.rotate_and_store`."""
-    if numba_layer.can_rotate(q, k, v, cos, k_cache):
-        numba_layer.rotate_and_store(
-            q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps=eps
-        )
-        return
-    cpu_plain.rotate_and_store(
-        q, k, v, cos, sin, k_cache, v_cache, slots, q_norm=q_norm, k_norm=k_norm, eps=eps
-    )
+    if numba_layer.can_rotate(heads):
+        numba_layer.rotate_and_store(heads)
+    else:
+        cpu_plain.rotate_and_store(heads)
 
 
 def route(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.contracts import HeadRows
 from kernels.reference import write_kv
 
 
@@ -49,21 +50,9 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         x += turned
 
 
-def rotate_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
+def rotate_and_store(heads: HeadRows) -> None:
     """Norm, rotate and store; see `kernels.reference.rotate_and_store`."""
+    q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps = heads
     if q_norm is not None:
         rms_norm(q, q_norm, eps=eps, out=q)
     if k_norm is not None:

@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 
 from kernels import reference
-from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, HeadRows, LinearWeight
 from kernels.triton.attention.launches import paged_attention
 from kernels.triton.grouped_mlp.launches import grouped_mlp
 from kernels.triton.grouped_mlp.weights import (
@@ -102,25 +102,9 @@ class TritonOps:
         """Add x [T, H] to residual [T, H] in place and return rms_norm of the sum."""
         return add_rms_norm(x, residual, weight, eps=eps, out=out)
 
-    def rotate_and_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slots: Tensor,
-        *,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        eps: float = 0.0,
-    ) -> None:
+    def rotate_and_store(self, heads: HeadRows) -> None:
         """Norm, rotate and store; rows with a negative slot are not stored."""
-        rotate_and_store(
-            q, k, v, cos, sin, k_cache, v_cache, slots, q_norm=q_norm, k_norm=k_norm, eps=eps
-        )
+        rotate_and_store(*heads[:8], q_norm=heads.q_norm, k_norm=heads.k_norm, eps=heads.eps)
 
     def pack_linear(self, weight: Tensor) -> LinearWeight:
         """Keep a weight [O, I] as it is, on its device."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.contracts import HeadRows
 from kernels.cpu.compiled.runtime import Kernel, float_word, inlined, launch, offsets
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
@@ -79,8 +80,9 @@ def can_norm(x: Tensor | None, residual: Tensor, weight: Tensor) -> bool:
     )
 
 
-def can_rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, k_cache: Tensor) -> bool:
+def can_rotate(heads: HeadRows) -> bool:
     """Tell whether `rotate_and_store` takes these: rows of whole heads, equally far apart."""
+    q, k, v, cos, k_cache = heads.q, heads.k, heads.v, heads.cos, heads.k_cache
     head_dim = q.shape[-1]
     return (
         q.dtype == k.dtype == v.dtype == k_cache.dtype == torch.bfloat16
@@ -96,21 +98,9 @@ def can_rotate(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, k_cache: Tensor) ->
     )
 
 
-def rotate_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    *,
-    eps: float,
-) -> None:
+def rotate_and_store(heads: HeadRows) -> None:
     """Do what `kernels.reference.rotate_and_store` does."""
+    q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps = heads
     num_rows, num_heads, head_dim = q.shape
     arguments = (
         q.data_ptr(),

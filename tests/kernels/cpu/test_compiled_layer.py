@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.contracts import HeadRows
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled.layer import MAX_EXPERTS, can_norm, can_rotate, can_route
 
@@ -72,17 +73,9 @@ def test_rotate_and_store(num_rows: int, heads: tuple[int, int, int], with_norms
         )
         parts = [part.view(num_rows, -1, dim) for part in flat]
         caches = torch.zeros(2, 2, num_rows, num_groups, dim, dtype=torch.bfloat16)
-        assert can_rotate(*parts, angles.cos(), caches[0])
-        ops.rotate_and_store(
-            *parts,
-            angles.cos(),
-            angles.sin(),
-            *caches,
-            slots,
-            q_norm=norms[0],
-            k_norm=norms[1],
-            eps=1e-6,
-        )
+        heads = HeadRows(*parts, angles.cos(), angles.sin(), *caches, slots, *norms, eps=1e-6)
+        assert can_rotate(heads)
+        ops.rotate_and_store(heads)
         results.append((parts[0], caches))
     for wanted, result in zip(*results, strict=True):
         if with_norms:  # two rotated numbers that each moved by a unit
@@ -134,8 +127,9 @@ def test_what_the_kernels_do_not_take() -> None:
     assert not can_route(torch.zeros(1, MAX_EXPERTS + 1).bfloat16(), 2, torch.float32)
     q: Tensor = torch.randn(4, 2, 16).bfloat16()
     cos, cache = torch.randn(4, 8), torch.zeros(1, 4, 2, 16).bfloat16()
-    assert can_rotate(q, q, q, cos, cache)
-    assert not can_rotate(q, q, q, cos.bfloat16(), cache)
-    assert not can_rotate(q, q, q, torch.randn(4, 16), cache)
-    assert not can_rotate(q, q[:, :1].contiguous(), q, cos, cache)
-    assert not can_rotate(q, q, q, cos, cache.float())
+    slots = torch.arange(4)
+    assert can_rotate(HeadRows(q, q, q, cos, cos, cache, cache, slots))
+    assert not can_rotate(HeadRows(q, q, q, cos.bfloat16(), cos, cache, cache, slots))
+    assert not can_rotate(HeadRows(q, q, q, torch.randn(4, 16), cos, cache, cache, slots))
+    assert not can_rotate(HeadRows(q, q[:, :1].contiguous(), q, cos, cos, cache, cache, slots))
+    assert not can_rotate(HeadRows(q, q, q, cos, cos, cache.float(), cache.float(), slots))

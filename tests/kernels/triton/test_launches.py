@@ -12,7 +12,7 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from kernels.contracts import AttentionMeta
+from kernels.contracts import AttentionMeta, HeadRows
 from kernels.dispatch import Ops, select_ops
 from kernels.triton.router.launches import local_slots
 
@@ -84,7 +84,7 @@ def decode_layer(ops: Ops, max_context_len: int, monkeypatch: pytest.MonkeyPatch
         q = qkv[:, : HEADS * DIM].view(rows, HEADS, DIM)
         k, v = (part.view(rows, KV_HEADS, DIM) for part in qkv[:, HEADS * DIM :].chunk(2, dim=1))
         ops.rotate_and_store(
-            q, k, v, *tables, *caches, kv_slots, q_norm=head_norm, k_norm=head_norm, eps=1e-6
+            HeadRows(q, k, v, *tables, *caches, kv_slots, head_norm, head_norm, eps=1e-6)
         )
         attended = ops.paged_attention(q, *caches, meta, scale=0.25)
         normed = ops.add_rms_norm(

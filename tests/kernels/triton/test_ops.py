@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.contracts import AttentionMeta, ExpertMatrices
+from kernels.contracts import AttentionMeta, ExpertMatrices, HeadRows
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp.weights import GpuWeight, unpack_weight
@@ -179,9 +179,7 @@ def attention_half(
     normed = ops.add_rms_norm(delta, residual, norms[0], eps=1e-5)
     q = qkv[:, : HEADS * DIM].view(-1, HEADS, DIM)
     k, v = (part.view(-1, KV_HEADS, DIM) for part in qkv[:, HEADS * DIM :].chunk(2, dim=1))
-    ops.rotate_and_store(
-        q, k, v, *tables, *caches, batch.slots, q_norm=norms[1], k_norm=norms[2], eps=1e-5
-    )
+    ops.rotate_and_store(HeadRows(q, k, v, *tables, *caches, batch.slots, *norms[1:], eps=1e-5))
     return normed, ops.paged_attention(q, *caches, batch.meta, scale=0.25)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.contracts import HeadRows
 from kernels.triton.rotary import rotate_and_store
 from tests.kernels.cases import Heads
 
@@ -58,7 +59,7 @@ def test_without_norms_equals_the_reference_bit_for_bit(
     given = draw(2, heads, dtype, device, width=heads.dim // (2 if half_tables else 1))
     q, k, v = (x.clone() for x in given[:3])
     wanted, found = caches(heads, dtype, device), caches(heads, dtype, device)
-    reference.rotate_and_store(q, k, v, *given[3:5], *wanted, given.slots)
+    reference.rotate_and_store(HeadRows(q, k, v, *given[3:5], *wanted, given.slots))
     rotate_and_store(*given[:5], *found, given.slots)
     # Compiled, fp32 products may be fused with the sum.
     exact = {"rtol": 0.0, "atol": 0.0}
@@ -77,7 +78,7 @@ def test_norm_of_each_head(heads: Heads, dtype: torch.dtype, device: torch.devic
     wanted, found = caches(heads, dtype, device), caches(heads, dtype, device)
     norms = torch.rand(2, heads.dim, device=device).add(0.5).to(dtype)
     options = {"q_norm": norms[0], "k_norm": norms[1], "eps": 1e-3}
-    reference.rotate_and_store(q, k, v, *given[3:5], *wanted, given.slots, **options)
+    reference.rotate_and_store(HeadRows(q, k, v, *given[3:5], *wanted, given.slots, **options))
     rotate_and_store(*given[:5], *found, given.slots, **options)
     torch.testing.assert_close(given.q, q, **TOLERANCE[dtype])
     torch.testing.assert_close(found[0], wanted[0], **TOLERANCE[dtype])
@@ -94,7 +95,7 @@ def test_norm_of_all_heads(heads: Heads, dtype: torch.dtype, device: torch.devic
     q = reference.rms_norm(given.q.flatten(1), q_norm, eps=1e-3).view(given.q.shape)
     k = reference.rms_norm(given.k.flatten(1), k_norm, eps=1e-3).view(given.k.shape)
     wanted, found = caches(heads, dtype, device), caches(heads, dtype, device)
-    reference.rotate_and_store(q, k, given.v, *given[3:5], *wanted, given.slots)
+    reference.rotate_and_store(HeadRows(q, k, given.v, *given[3:5], *wanted, given.slots))
     rotate_and_store(*given[:5], *found, given.slots, q_norm=q_norm, k_norm=k_norm, eps=1e-3)
     torch.testing.assert_close(given.q, q, **TOLERANCE[dtype])
     torch.testing.assert_close(found[0], wanted[0], **TOLERANCE[dtype])
@@ -109,7 +110,7 @@ def test_fp8_cache_holds_scaled_and_saturated_numbers(
     given.v[0] *= 1000
     q, k, v = (x.clone() for x in given[:3])
     exact, found = caches(heads, dtype, device), caches(heads, torch.float8_e4m3fn, device)
-    reference.rotate_and_store(q, k, v, *given[3:5], *exact, given.slots)
+    reference.rotate_and_store(HeadRows(q, k, v, *given[3:5], *exact, given.slots))
     rotate_and_store(*given[:5], *found, given.slots, k_scale=0.25, v_scale=2.0)
     for cache, wanted, scale in zip(found, exact, (0.25, 2.0), strict=True):
         scaled = (wanted.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
