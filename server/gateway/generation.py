@@ -38,12 +38,14 @@ class TextOptions:
 
 
 class Delta(NamedTuple):
-    """What one engine output adds to a choice.
+    """The addition of one engine output to its choice.
 
-    `token_ids` are the tokens that count (a stop token too), `logprobs` theirs if asked for.
+    `is_first` marks the choice's first. `token_ids` are the tokens that count (a stop token too),
+    `logprobs` theirs if asked for.
     `stopped_here`: a stop string ended the choice and the engine does not know it yet.
     """
 
+    is_first: bool
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
@@ -121,6 +123,7 @@ class ChoiceText:
         reason = output.finish_reason
         assert reason != "abort", "refused by push"
         return Delta(
+            is_first=output.index == 0,
             text=text,
             token_ids=output.token_ids[:num_tokens],
             logprobs=output.logprobs[:num_tokens],

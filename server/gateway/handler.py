@@ -19,7 +19,7 @@ from starlette.responses import Response
 from models.chat_template import ChatTemplate
 from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.engine_client import ClientGone, EngineClient
-from server.gateway.generation import ChoiceText
+from server.gateway.generation import ChoiceText, Delta
 from server.gateway.http.body import read_json_body
 from server.gateway.metrics import GatewayMetrics
 from server.gateway.params import (
@@ -45,7 +45,7 @@ from server.gateway.replies import (
     ReplyHead,
     error_event,
 )
-from server.gateway.run import Growth, Run
+from server.gateway.run import Run
 from server.gateway.schema import decode_chat, decode_completion
 from server.gateway.streaming import EventStream
 from topspin.errors import InvalidRequest
@@ -203,7 +203,7 @@ class GenerationHandler:
 async def _whole_answer(run: Run, replies: Replies) -> Response:
     """Return the answer once all choices have finished."""
     while not run.done:
-        for choice, delta, _ in await run.next():
+        for choice, delta in await run.next():
             choice.shown.append(delta.text)
             choice.token_ids.extend(delta.token_ids)
             choice.logprobs.extend(delta.logprobs)
@@ -212,7 +212,7 @@ async def _whole_answer(run: Run, replies: Replies) -> Response:
 
 
 async def _event_blocks(
-    run: Run, grown: list[Growth], replies: Replies, *, include_usage: bool
+    run: Run, grown: list[tuple[Choice, Delta]], replies: Replies, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Yield the stream's events, in blocks of all that is there to be sent.
 
@@ -220,7 +220,7 @@ async def _event_blocks(
     """
     try:
         while True:
-            events = [replies.events(choice, delta, first=first) for choice, delta, first in grown]
+            events = [replies.events(choice, delta) for choice, delta in grown]
             if run.done:
                 break
             if block := b"".join(events):

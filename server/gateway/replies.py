@@ -98,8 +98,8 @@ class ReplyHead:
 class Replies(Protocol):
     """One endpoint's way to write an answer."""
 
-    def events(self, choice: Choice, delta: Delta, *, first: bool) -> bytes:
-        """Return the events for what a choice has grown by; `first` for its first delta."""
+    def events(self, choice: Choice, delta: Delta) -> bytes:
+        """Return the events for an addition to a choice."""
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the event that carries the token counts, with no choices."""
@@ -121,11 +121,11 @@ class ChatReplies:
         self._tokenizer = tokenizer
         self._encoder = msgspec.json.Encoder()
 
-    def events(self, choice: Choice, delta: Delta, *, first: bool) -> bytes:
+    def events(self, choice: Choice, delta: Delta) -> bytes:
         """Return role (once), content (if there is something to say) and finish events."""
         head, index = self._head, choice.index
         events: list[bytes] = []
-        if first:
+        if delta.is_first:
             role = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
             prompt = list(head.prompts[0]) if head.return_token_ids else UNSET
             usage = head.usage_so_far(choice)
@@ -230,7 +230,7 @@ class CompletionReplies:
         self._tokenizer = tokenizer
         self._encoder = msgspec.json.Encoder()
 
-    def events(self, choice: Choice, delta: Delta, *, first: bool) -> bytes:
+    def events(self, choice: Choice, delta: Delta) -> bytes:
         """Return text (if there is something to say) and finish events."""
         head = self._head
         events: list[bytes] = []
@@ -242,7 +242,7 @@ class CompletionReplies:
                 text=delta.text,
                 logprobs=self._logprobs(choice, delta.token_ids, delta.logprobs),
                 token_ids=list(delta.token_ids) if head.return_token_ids else UNSET,
-                prompt_token_ids=self._prompt_of(choice) if first else UNSET,
+                prompt_token_ids=self._prompt_of(choice) if delta.is_first else UNSET,
             )
             events.append(self._event(grown, usage=usage))
         if delta.finish_reason is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from starlette.types import Receive
 
@@ -19,14 +19,6 @@ from server.gateway.metrics import GatewayMetrics
 from server.gateway.replies import Choice
 from server.gateway.streaming import watch_client
 from server.gateway.wire import PromptTokensDetails, Usage
-
-
-class Growth(NamedTuple):
-    """What a choice has grown by; `first` marks the first of its deltas."""
-
-    choice: Choice
-    delta: Delta
-    first: bool
 
 
 class Run:
@@ -64,7 +56,7 @@ class Run:
         """Cancel the call as soon as the client goes."""
         self._watcher = asyncio.create_task(watch_client(receive, self._call.cancel))
 
-    async def next(self) -> list[Growth]:
+    async def next(self) -> list[tuple[Choice, Delta]]:
         """Wait for outputs; returns what the choices have grown by, in order of arrival.
 
         Raises ClientGone, or what the request failed by.
@@ -74,7 +66,7 @@ class Run:
             if not self._started:
                 self._started = True
                 self._metrics.prompt_tokens.inc(sum(map(len, self._prompts)))
-            return [growth for arrival in arrivals if (growth := self._grow(arrival)) is not None]
+            return [grown for arrival in arrivals if (grown := self._grow(arrival)) is not None]
         except (ClientGone, asyncio.CancelledError):
             self.close()
             raise
@@ -82,15 +74,14 @@ class Run:
             self.close("error")
             raise
 
-    def _grow(self, arrival: Arrival) -> Growth | None:
+    def _grow(self, arrival: Arrival) -> tuple[Choice, Delta] | None:
         choice = self.choices[arrival.choice_idx]
         if choice.finish_reason is not None:
             return None  # these tokens come after a stop string
         delta = choice.text.push(arrival.output)
         if delta.stopped_here:
             self._call.stop_choice(arrival.choice_idx)
-        first = choice.last_output_at_s is None
-        if first:
+        if delta.is_first:
             choice.num_cached_tokens = arrival.output.num_cached_tokens
         self._measure(choice, delta, arrival.at_s)
         choice.num_tokens += len(delta.token_ids)
@@ -98,7 +89,7 @@ class Run:
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             self._num_unfinished -= 1
-        return Growth(choice, delta, first)
+        return choice, delta
 
     def _measure(self, choice: Choice, delta: Delta, at_s: float) -> None:
         metrics = self._metrics
