@@ -23,10 +23,10 @@ from models.tokenizer import Tokenizer
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.errors import ModelNotFound, error_response, truncated
 from server.gateway.handler import GenerationHandler
-from server.gateway.health import ProgressWatch
-from server.gateway.metrics import GatewayMetrics
+from server.gateway.operations.health import ProgressWatch
+from server.gateway.operations.metrics import GatewayMetrics
+from server.gateway.operations.tracing import trace_route
 from server.gateway.params import ServedModel
-from server.gateway.tracing import trace_route
 from server.gateway.wire import ModelCard, ModelList
 from topspin import __version__
 from topspin.errors import EngineError, InvalidRequest, TopspinError

@@ -21,7 +21,7 @@ from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.generation import ChoiceText, Delta
 from server.gateway.http.body import read_json_body
-from server.gateway.metrics import GatewayMetrics
+from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.params import (
     RequestParams,
     ServedModel,

@@ -15,7 +15,7 @@ from starlette.types import Receive
 
 from server.gateway.engine_client import Arrival, Call, ClientGone
 from server.gateway.generation import Delta
-from server.gateway.metrics import GatewayMetrics
+from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.replies import Choice
 from server.gateway.streaming import watch_client
 from server.gateway.wire import PromptTokensDetails, Usage

@@ -112,7 +112,8 @@ class HttpProtocol(H11Protocol):
         if isinstance(reason, h11.RemoteProtocolError) and reason.error_status_hint == 431:
             self._refuse(HeadTooLarge("the request's line and headers are too long"))
         else:
-            detail = truncated(str(reason or msg), MAX_DETAIL_CHARS)
+            # Where h11 quotes what came, it does so as Python's bytes.
+            detail = truncated(str(reason or msg).partition(": bytearray(")[0], MAX_DETAIL_CHARS)
             self._refuse(InvalidHttp(f"invalid HTTP request: {detail}"))
 
     def _start_keep_alive_timer(self) -> None:

@@ -96,3 +96,18 @@ def scored(text: str) -> Script:
             yield output(request, [token_id], index=index, logprobs=(entry,), finish_reason=finish)
 
     return script
+
+
+def head_of(size_bytes: int, *, path: str = "/v1/completions", version: str = "1.1") -> bytes:
+    lines = (
+        f"POST {path} HTTP/{version}",
+        "Host: test",
+        "Content-Type: application/json",
+        f"Content-Length: {size_bytes}",
+    )
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+def http_request(body: dict[str, Any], *, version: str = "1.1") -> bytes:
+    data = json.dumps({"model": "tiny", **body}).encode()
+    return head_of(len(data), version=version) + data

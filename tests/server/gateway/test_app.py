@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.gateway.health import ProgressWatch
+from server.gateway.operations.health import ProgressWatch
 from tests.server.gateway.fakes import (
     EOS_ID,
     FakeEngine,

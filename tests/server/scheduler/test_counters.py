@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.gateway.metrics import GatewayMetrics
+from server.gateway.operations.metrics import GatewayMetrics
 from server.scheduler.counters import Counters, Histogram
 from topspin.messages import STEP_BUCKETS_S, Stats, StepTimings
 
