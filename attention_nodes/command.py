@@ -16,7 +16,6 @@ from m2n_comm.host.lines import Check
 from m2n_comm.net import AttentionNet, wait_policy
 from m2n_comm.open import connect_attention
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
-from topspin.cores import take_cores
 from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertPeer, Welcome
 from topspin.node_life import NodeLife, run_node
@@ -76,7 +75,6 @@ def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> N
 def main() -> int:
     """Run one attention node; returns its exit status."""
     follow_parent()
-    take_cores()
     parser = argparse.ArgumentParser(prog="python -m attention_nodes", description=__doc__)
     parser.add_argument("--control", required=True, help="address of the scheduler")
     parser.add_argument("--index", type=int, required=True, help="which attention node this is")

@@ -27,9 +27,8 @@ from attention_nodes.step_inputs import Slices, StepInputs
 from kernels.recordings import Recordings
 from kernels.runtime import Runtime
 from m2n_comm.net import AttentionNet
-from topspin.config import NodeConfig
+from topspin.config import MAX_MICRO_BATCHES, NodeConfig
 from topspin.devices import TRITON
-from topspin.limits import MAX_MICRO_BATCHES
 from topspin.progress import Beat
 from topspin.trace import Kind, Ring
 

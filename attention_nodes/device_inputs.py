@@ -25,8 +25,8 @@ from attention_nodes.staging import ALIGNMENT, Outbound
 from attention_nodes.step_inputs import MicroBatchInputs, Slices, StepInputs, joined
 from kernels.contracts import AttentionMeta
 from kernels.runtime import Runtime
+from topspin.config import MAX_MICRO_BATCHES
 from topspin.errors import ProtocolError
-from topspin.limits import MAX_MICRO_BATCHES
 
 NO_SLOT = -1
 

@@ -153,7 +153,7 @@ class ModelRunner:
             runtime=runtime,
         )
         ops = select_ops(
-            config.compute.kernels_on(config.compute.attention_device),
+            config.compute.place("attention").kernels,
             dtype,
             config.model.quantization,
             config.compute.attention_device,

@@ -128,7 +128,7 @@ class GpuEngine:
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._itemsize = dtype.itemsize
         ops = select_ops(
-            config.compute.kernels_on(config.compute.attention_device),
+            config.compute.place("attention").kernels,
             dtype,
             device=config.compute.attention_device,
         )

@@ -14,7 +14,6 @@ from m2n_comm.gpu.staged import StagedExpertNet
 from m2n_comm.net import ExpertNet, wait_policy
 from m2n_comm.open import Between, ExpertListener, listen_expert
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
-from topspin.cores import take_cores
 from topspin.messages import Welcome
 from topspin.node_life import NodeLife, run_node
 from topspin.process import follow_parent, start_logging
@@ -70,7 +69,6 @@ def run_worker(control: ControlClient, *, index: int, model_path: Path, transpor
 def main() -> int:
     """Run one expert node; returns its exit status."""
     follow_parent()
-    take_cores()
     parser = argparse.ArgumentParser(prog="python -m expert_nodes", description=__doc__)
     parser.add_argument("--control", required=True, help="address of the scheduler")
     parser.add_argument("--index", type=int, required=True, help="which expert node this is")

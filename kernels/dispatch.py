@@ -169,7 +169,9 @@ def select_ops(
     if name == "triton":
         return _triton_ops(quantization, device)
     if name in ("cpu", "deterministic") and device != "cpu":
-        raise ConfigError(f"--kernels {name} do not run on {device}: leave --kernels at auto")
+        raise ConfigError(
+            f"compute.kernels {name} do not run on {device}: leave compute.kernels at auto"
+        )
     plain: Ops = _module(name)
     if quantization == UNQUANTISED:
         return plain
@@ -195,8 +197,8 @@ def _module(name: str) -> Ops:
 def _triton_ops(quantization: str, device: str) -> Ops:
     if find_spec("triton") is None:
         raise ConfigError(
-            "--kernels triton: the Python package triton is not installed; torch's builds for "
-            "GPUs bring it (pip install triton, in the version that torch names)"
+            "compute.kernels triton: the Python package triton is not installed; torch's builds "
+            "for GPUs bring it (pip install triton, in the version that torch names)"
         )
     from kernels.triton.ops import PLAIN, TritonOps, check_device
 

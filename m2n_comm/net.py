@@ -37,9 +37,8 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from topspin.config import NodeConfig
+from topspin.config import MAX_MICRO_BATCHES, NodeConfig
 from topspin.expert_table import ExpertTable
-from topspin.limits import MAX_MICRO_BATCHES
 from topspin.messages import StepTicket
 from topspin.trace import Ring
 
@@ -103,21 +102,14 @@ class NetShape:
 
 def payload_dtype(config: NodeConfig) -> torch.dtype:
     """Return the dtype of uncompressed rows that --m2n-payload means."""
-    match config.m2n.payload:
-        case "auto":
-            dtype: torch.dtype = getattr(torch, config.model.dtype)
-            return dtype
-        case "fp32":
-            return torch.float32
-        case _:
-            return torch.bfloat16
+    assert config.m2n.payload != "auto", "resolve() first"
+    return torch.float32 if config.m2n.payload == "fp32" else torch.bfloat16
 
 
 def wait_policy(config: NodeConfig) -> WaitPolicy:
-    """Return how a node waits within a step: it spins on cores of its own unless told."""
-    if config.m2n.wait != "auto":
-        return config.m2n.wait
-    return "spin" if config.compute.layout == "split" else "block"
+    """Return how a node waits within a step."""
+    assert config.m2n.wait != "auto", "resolve() first"
+    return config.m2n.wait
 
 
 class ExpertBatch(NamedTuple):

@@ -28,11 +28,13 @@ from topspin.channel import (
     ControlClient,
     ControlServer,
 )
+from topspin.cli.serve import resolve_for
 from topspin.config import (
     CacheSection,
     ComputeSection,
     EngineConfig,
     FailoverSection,
+    Kernels,
     M2NSection,
     ModelSection,
     Payload,
@@ -58,7 +60,6 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.node_life import run_node
-from topspin.resolve import resolve
 
 TIMEOUT_S = 60.0
 
@@ -86,8 +87,8 @@ def engine_config(
     transport: Transport = "local",
     payload: Payload = "auto",
     micro_batches: int | None = 1,
-    kernels: str = "cpu",
-    expert_kernels: str | None = None,
+    kernels: Kernels = "cpu",
+    expert_kernels: Kernels | None = None,
     attention_device: str = "cpu",
     expert_device: str = "cpu",
     cuda_graphs: bool = True,
@@ -133,12 +134,7 @@ def engine_config(
             deterministic=deterministic,
         ),
     )
-    return resolve(
-        config,
-        checkpoint_dtype=model.dtype,
-        max_position_embeddings=model.context_length,
-        num_experts=model.moe.num_experts if model.moe is not None else 0,
-    )
+    return resolve_for(config, model)
 
 
 class Engine:

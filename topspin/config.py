@@ -1,36 +1,41 @@
 """The settings of one engine: frozen sections, composed and validated once.
 
-Owns what can be set and its defaults. Knows no command line (topspin.cli fills the
-sections), no tensors and no sockets. topspin.resolve checks them and turns every "auto"
-into a concrete value; it returns a new object, and nobody changes a section afterwards. A
-role receives only its part: nodes get a NodeConfig in the scheduler's Welcome.
+Owns every setting: its field is the one place that gives its type, default, range, help and
+flag. Knows no tensors and no sockets. topspin.cli.flags derives the command line from these
+sections. topspin.resolve checks them and turns every "auto" into a concrete value; it returns a
+new object, and nobody changes a section afterwards. A role receives only its part: nodes get a
+NodeConfig in the scheduler's Welcome.
+
+None stands for "auto" in a field that is not text. It stays None after resolve() where only the
+node can know (num_threads, a GPU's kv_cache_bytes) or measurement decides (micro_batches).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from topspin.devices import (
-    CPU,
-    NodeRole,
-    Nodes,
-    Place,
-    assign_devices,
-)
+from topspin.cores import DEFAULT_LAYOUT, SPIN_COUNT, Layout
+from topspin.devices import CPU, Devices, NodeRole, Nodes, Place, assign_devices
 from topspin.errors import ConfigError
+from topspin.settings import Setting
+from topspin.units import format_size, parse_size, parse_switch
 
 DETERMINISTIC_KERNELS = "deterministic"
 CPU_KV_CACHE_BYTES = 256 * 2**20
 WINDOW_ROWS = 512
 GPU_WINDOW_ROWS = 2048
+MAX_MICRO_BATCHES = 4
 
 Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc"]
 Dtype = Literal["float32", "bfloat16"]
 Payload = Literal["auto", "bf16", "fp32", "fp8", "int8"]
+Kernels = Literal["auto", "cpu", "triton", "reference", "deterministic"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
+Decoded = TypeVar("Decoded")
+
 QUANTIZATIONS = {"cpu": ("int8", "int4"), "triton": ("int8", "int4", "fp8")}
 
 
@@ -51,39 +56,130 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class ModelSection(Section, frozen=True, kw_only=True):
-    """What is served: a checkpoint directory and how it is read.
+    """The model: a checkpoint directory, and how it is read.
 
-    `quantization`: routed experts, shared experts, dense MLPs and attention projections are
-    kept in so many bits and the LM head in 8, quantised as they are read; embeddings, routers
-    and norms stay in `dtype`, as do activations (but an expert's, whose fp8 weights meet fp8).
+    With `quantization` the routed experts, shared experts, dense MLPs and attention projections
+    are kept in so many bits and the LM head in 8, quantised while they are read; embeddings,
+    routers and norms stay in `dtype`, as do activations (except an expert's with fp8 weights,
+    which are fp8 too).
     """
 
     path: str
-    served_names: tuple[str, ...] = ()
-    dtype: Literal["auto"] | Dtype = "auto"
-    max_model_len: int | None = None
-    quantization: Quantization = "none"
+    served_names: Annotated[
+        tuple[str, ...],
+        Setting(
+            "names by which clients ask for the model; the first one is shown; none: MODEL",
+            flag="--served-model-name",
+            metavar="NAME",
+        ),
+    ] = ()
+    dtype: Annotated[
+        Literal["auto"] | Dtype,
+        Setting("type of weights and activations; auto: the checkpoint's", flag="--dtype"),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        Setting(
+            "longest sequence, prompt and output together; auto: the model's own limit",
+            flag="--max-model-len",
+            metavar="TOKENS",
+            low=1,
+            high=2**24,
+        ),
+    ] = None
+    quantization: Annotated[
+        Quantization,
+        Setting(
+            "keep experts, MLPs and attention projections in 8 or 4 bits, quantised while they "
+            "are read: faster and smaller, with some loss of quality",
+            flag="--quantization",
+        ),
+    ] = "none"
 
 
 class TopologySection(Section, frozen=True, kw_only=True):
-    """How many nodes of each role make up the engine (M attention, N expert)."""
+    """The number of nodes of each role (M attention, N expert)."""
 
-    attention_nodes: int = 1
-    expert_nodes: int = 1
+    attention_nodes: Annotated[
+        int,
+        Setting(
+            "attention nodes, each a replica with its own KV cache",
+            flag="--attention-nodes",
+            metavar="M",
+            low=1,
+            high=1024,
+        ),
+    ] = 1
+    expert_nodes: Annotated[
+        int,
+        Setting(
+            "expert nodes, which share the routed experts",
+            flag="--expert-nodes",
+            metavar="N",
+            low=1,
+            high=1024,
+        ),
+    ] = 1
 
 
 class SchedulerSection(Section, frozen=True, kw_only=True):
-    """Limits of the batch and of the queue. Token budgets are per attention node and step.
+    """Limits of the batch and of the queue. Token budgets are per attention node and step."""
 
-    None: what suits the attention nodes' device (BatchLimits).
-    """
-
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    micro_batches: int | None = None
-    prefix_caching: bool = True
-    max_queued_requests: int = 1024
-    max_preemptions: int = 4
+    max_num_seqs: Annotated[
+        int | None,
+        Setting(
+            "sequences that run at once on an attention node; auto: "
+            f"{CPU_BATCH.max_num_seqs} on the CPU, {GPU_BATCH.max_num_seqs} on a GPU",
+            flag="--max-num-seqs",
+            metavar="N",
+            low=1,
+            high=65536,
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Setting(
+            "tokens per step and attention node; longer prompts go in chunks; auto: "
+            f"{CPU_BATCH.max_num_batched_tokens} on the CPU, "
+            f"{GPU_BATCH.max_num_batched_tokens} on a GPU",
+            flag="--max-num-batched-tokens",
+            metavar="N",
+            low=1,
+            high=2**20,
+        ),
+    ] = None
+    micro_batches: Annotated[
+        int | None,
+        Setting(
+            "micro-batches in flight; auto: measured while serving",
+            flag="--micro-batches",
+            metavar="M",
+            low=1,
+            high=MAX_MICRO_BATCHES,
+        ),
+    ] = None
+    prefix_caching: Annotated[
+        bool, Setting("reuse cached prompt prefixes", flag="--enable-prefix-caching")
+    ] = True
+    max_queued_requests: Annotated[
+        int,
+        Setting(
+            "waiting requests beyond which new ones get 503",
+            flag="--max-queued-requests",
+            metavar="N",
+            low=0,
+            high=2**20,
+        ),
+    ] = 1024
+    max_preemptions: Annotated[
+        int,
+        Setting(
+            "a request that lost its cache blocks so often is admitted again only where it "
+            "cannot lose them once more",
+            low=0,
+            high=2**20,
+        ),
+    ] = 4
 
     def batch_limits(self, *, is_gpu: bool) -> BatchLimits:
         """Return the limits of the batch, those that were not set by the device."""
@@ -99,79 +195,191 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
 class CacheSection(Section, frozen=True, kw_only=True):
     """The paged KV cache of each attention node.
 
-    `kv_cache_bytes` None: 256 MiB on the CPU; on a GPU what `gpu_memory_utilization` of its
-    memory leaves beside weights and the buffers of the largest step, which the node measures.
+    `kv_cache_bytes` None on a GPU: `gpu_memory_utilization` of its memory minus the weights and
+    the buffers of the largest step, which the node measures.
     """
 
-    block_size: int = 16
-    kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
+    block_size: Annotated[
+        int,
+        Setting(
+            "tokens per block of the KV cache",
+            flag="--block-size",
+            metavar="TOKENS",
+            low=1,
+            high=1024,
+        ),
+    ] = 16
+    kv_cache_bytes: Annotated[
+        int | None,
+        Setting(
+            "KV cache of each attention node, for example 2GiB; auto: "
+            f"{format_size(CPU_KV_CACHE_BYTES)} on the CPU, what fits on a GPU",
+            flag="--kv-cache-memory",
+            metavar="SIZE",
+            low=1,
+            high=2**50,
+            parse=parse_size,
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Setting(
+            "share of a GPU's memory that a node may fill with weights, buffers and KV cache",
+            flag="--gpu-memory-utilization",
+            metavar="SHARE",
+            above=0,
+            high=1,
+        ),
+    ] = 0.9
 
 
 class M2NSection(Section, frozen=True, kw_only=True):
     """The data plane between attention and expert nodes.
 
-    `payload`: how hidden rows travel; auto is the model's dtype, fp8 and int8 compress the
-    way out (with a scale per row) and answer in bf16. `wait`: how a node waits within a
-    step; auto spins on cores of its own and blocks on shared ones, idle nodes always block.
-    `window_rows` None: 512 rows at a time, 2048 over cuda_ipc, whose nodes read all weights for
-    each. `deadline_s` limits one wait for a peer, not the step: a long step that gets on is fine.
+    `payload` fp8 and int8 compress requests (with a scale per row); answers are bf16. Idle nodes
+    always block, whatever `wait` says. `window_rows` is larger over cuda_ipc, where an expert
+    node reads all weights for each window. `deadline_s` limits one wait for a peer and not the
+    step: a long step that makes progress is fine.
     """
 
-    transport: Literal["auto"] | Transport = "auto"
-    payload: Payload = "auto"
-    wait: Literal["auto", "block", "spin"] = "auto"
-    window_rows: int | None = None
-    link_latency_us: float = 0.0
-    link_gbps: float | None = None
-    deadline_s: float = 30.0
+    transport: Annotated[
+        Literal["auto"] | Transport,
+        Setting(
+            "between attention and expert nodes; local: all nodes in one process; cuda_ipc: "
+            "GPUs of one host; nixl needs pip install topspin[rdma]; auto: local on one GPU, "
+            "cuda_ipc between several, else shm, unless --layout auto finds one process faster",
+            flag="--transport",
+        ),
+    ] = "auto"
+    payload: Annotated[
+        Payload,
+        Setting(
+            "how rows travel between nodes; auto: in the model's dtype; fp8, int8: compressed "
+            "to the experts, bf16 back",
+            flag="--m2n-payload",
+        ),
+    ] = "auto"
+    wait: Annotated[
+        Literal["auto", "block", "spin"],
+        Setting("how a node waits within a step; auto: spin on cores of its own, else block"),
+    ] = "auto"
+    window_rows: Annotated[
+        int | None,
+        # A GPU's kernels have a program per row, of which there can be no more.
+        Setting(
+            "token rows of a transport window; larger micro-batches go in several; auto: "
+            f"{WINDOW_ROWS}, over cuda_ipc {GPU_WINDOW_ROWS}",
+            low=1,
+            high=2**16 - 1,
+        ),
+    ] = None
+    link_latency_us: Annotated[
+        float, Setting("emulate a link with this one-way latency in microseconds", low=0)
+    ] = 0.0
+    link_gbps: Annotated[
+        float | None,
+        Setting("emulate a link of this bandwidth in Gbit/s; auto: unlimited", above=0),
+    ] = None
+    deadline_s: Annotated[
+        float,
+        Setting("a step in which a node waits longer than this for another has failed", above=0),
+    ] = 30.0
 
     @property
     def rows_per_window(self) -> int:
-        """Return the rows of a window: those asked for, else what suits the transport."""
-        if self.window_rows is not None:
-            return self.window_rows
-        return GPU_WINDOW_ROWS if self.transport == "cuda_ipc" else WINDOW_ROWS
+        """Return the rows of a window."""
+        assert self.window_rows is not None, "resolve() first"
+        return self.window_rows
 
 
 class ComputeSection(Section, frozen=True, kw_only=True):
-    """How a node computes. `num_threads` None: all cores that the process may use.
+    """How nodes compute; a node receives its own device and kernels.
 
     `deterministic`: a request's logits have the same bits on any layout, in any batch, after
-    any replay; resolve() chooses the kernels that can promise it. `layout`: whether nodes of
-    one host take turns on all cores or have cores of their own (topspin.cores); auto is
-    replaced before resolve(), by topspin.launch.calibrate, which chooses `spin_count` as well: how
-    often an idle OpenMP thread looks for work before it sleeps (None: topspin.cores' count).
-
-    `attention_device`, `expert_device`: "cpu", "cuda" or "cuda:N"; a node receives its own
-    (topspin.devices). `kernels` "auto": triton on a GPU, else cpu; `expert_kernels` None: as
-    `kernels`. `cuda_graphs`: a decode step of a GPU is captured once per size and then
-    replayed. `gpu_streams` 2: attention and experts of one GPU overlap, on a stream each.
+    any replay; resolve() chooses the kernels that can promise it. `layout`: topspin.cores. A
+    decode step of a GPU is captured once per size and replayed with `cuda_graphs`.
     """
 
-    kernels: str = "auto"
-    expert_kernels: str | None = None
-    attention_device: str = "cpu"
-    expert_device: str = "cpu"
-    cuda_graphs: bool = True
-    gpu_streams: int = 1
-    num_threads: int | None = None
-    deterministic: bool = False
-    layout: Literal["auto", "shared", "split"] = "shared"
-    spin_count: int | None = None
-
-    def kernels_on(self, device: str) -> str:
-        """Return the name by which kernels.dispatch knows the kernels of a node on `device`."""
-        if self.kernels != "auto":
-            return self.kernels
-        return "cpu" if device == CPU else "triton"
+    kernels: Annotated[
+        Kernels,
+        Setting(
+            "implementation of the operations: cpu, triton, reference (slow and plain) or auto: "
+            "triton on a GPU, else cpu"
+        ),
+    ] = "auto"
+    expert_kernels: Annotated[Kernels | None, Setting("the expert nodes'; auto: as kernels")] = None
+    attention_device: Annotated[
+        str,
+        Setting(
+            "where attention nodes compute: cpu, cuda:N, or cuda, which gives each a GPU of its "
+            "own",
+            flag="--attention-device",
+            metavar="DEVICE",
+        ),
+    ] = CPU
+    expert_device: Annotated[
+        str,
+        Setting(
+            "where expert nodes compute: cpu, cuda:N, or cuda: with --transport local (auto: one "
+            "attention node on cuda) the same GPU, else one each of their own",
+            flag="--expert-device",
+            metavar="DEVICE",
+        ),
+    ] = CPU
+    cuda_graphs: Annotated[
+        bool,
+        Setting(
+            "launch every kernel by itself instead of replaying CUDA graphs",
+            flag="--enforce-eager",
+            constant=False,
+        ),
+    ] = True
+    gpu_streams: Annotated[
+        int,
+        Setting(
+            "2: attention and experts that share one GPU overlap, on a stream each and with two "
+            "micro-batches unless told otherwise",
+            low=1,
+            high=2,
+        ),
+    ] = 1
+    num_threads: Annotated[
+        int | None,
+        Setting(
+            "threads of each node; auto: all cores that its process may use",
+            flag="--num-threads",
+            metavar="N",
+            low=1,
+            high=4096,
+        ),
+    ] = None
+    deterministic: Annotated[
+        bool,
+        Setting(
+            "the same bits of logits on any layout and in any batch; slower", flag="--deterministic"
+        ),
+    ] = False
+    layout: Annotated[
+        Literal["auto"] | Layout,
+        Setting(
+            "nodes of this host take turns on all cores, or have cores of their own; auto: "
+            f"measured at the first start and remembered ({DEFAULT_LAYOUT} where it cannot be)",
+            flag="--layout",
+        ),
+    ] = "auto"
+    spin_count: Annotated[
+        int,
+        Setting(
+            "how often an idle OpenMP thread looks for work before it sleeps", low=0, high=2**31 - 1
+        ),
+    ] = SPIN_COUNT
 
     def place(self, role: NodeRole) -> Place:
         """Return where the nodes of `role` compute; Place.is_device chooses their code paths."""
-        device = self.attention_device if role == "attention" else self.expert_device
-        if role == "expert" and self.expert_kernels is not None:
-            return Place(device, self.expert_kernels)
-        return Place(device, self.kernels_on(device))
+        if role == "attention":
+            return Place(self.attention_device, _kernels_on(self.attention_device, self.kernels))
+        kernels = self.expert_kernels or self.kernels
+        return Place(self.expert_device, _kernels_on(self.expert_device, kernels))
 
     def nodes(self, topology: TopologySection) -> Nodes:
         """Return how many nodes of each role there are and where they compute."""
@@ -183,41 +391,86 @@ class ComputeSection(Section, frozen=True, kw_only=True):
         )
 
 
+def _kernels_on(device: str, asked: str) -> str:
+    """Return the name by which kernels.dispatch knows the kernels `asked` for on `device`."""
+    if asked != "auto":
+        return asked
+    return "cpu" if device == CPU else "triton"
+
+
 class BalanceSection(Section, frozen=True, kw_only=True):
-    """Where routed experts are kept, and when that is thought over.
+    """On which nodes routed experts are kept, and when that changes."""
 
-    `redundant_experts` slots per MoE layer, over all expert nodes, hold second copies.
-    Every `interval_s` (0: never) the table is thought over, if there are several expert
-    nodes. A new one must lower their max/mean by more than `min_gain` (0.05 is 5 %). Loads
-    are averaged with a half-life of `half_life_pairs` routed pairs per layer and expert.
-    """
-
-    redundant_experts: int = 0
-    interval_s: float = 60.0
-    min_gain: float = 0.05
-    half_life_pairs: int = 512
+    redundant_experts: Annotated[
+        int,
+        Setting(
+            "slots per MoE layer, over all expert nodes, for second copies",
+            flag="--redundant-experts",
+            metavar="R",
+            low=0,
+            high=2**20,
+        ),
+    ] = 0
+    interval_s: Annotated[
+        float,
+        Setting("how often several expert nodes' share of the experts is planned; 0: never", low=0),
+    ] = 60.0
+    min_gain: Annotated[
+        float,
+        Setting("by how much a new plan must lower max/mean of the nodes' load; 0.05: 5 %", low=0),
+    ] = 0.05
+    half_life_pairs: Annotated[
+        int,
+        Setting(
+            "half-life of averaged loads, in routed pairs per layer and expert", low=1, high=2**30
+        ),
+    ] = 512
 
 
 class TraceSection(Section, frozen=True, kw_only=True):
-    """The flight recorder of every node: on or off, and how many stamps it keeps."""
+    """The flight recorder of every node, which `topspin trace` reads."""
 
-    enabled: bool = True
-    num_stamps: int = 2**17
+    enabled: Annotated[bool, Setting("record every hop")] = True
+    num_stamps: Annotated[
+        int, Setting("stamps that each node keeps, of 24 bytes", low=1, high=2**21)
+    ] = 2**17
 
 
 class FailoverSection(Section, frozen=True, kw_only=True):
-    """What happens when a node is lost. `restart` False: the engine ends.
+    """What happens when a node is lost.
 
-    Otherwise nodes are restarted; requests wait up to `restart_deadline_s` for an engine that
-    can serve them. A node that has not reacted `halt_deadline_s` after it was told to give up
-    a step is dead. So is, with or without restarts, one that is connected and says nothing
-    for `progress_deadline_s` while a step waits for it: no layer may take that long.
+    `progress_deadline_s` bounds one layer and holds without restarts too.
     """
 
-    restart: bool = False
-    restart_deadline_s: float = 30.0
-    halt_deadline_s: float = 10.0
-    progress_deadline_s: float = 20.0
+    restart: Annotated[
+        bool,
+        Setting(
+            "when an attention or expert node is lost: restart it and replay its requests, or "
+            "end the engine",
+            flag="--restart",
+            metavar="on|off",
+            parse=parse_switch,
+        ),
+    ] = False
+    restart_deadline_s: Annotated[
+        float,
+        Setting(
+            "how long requests wait for a lost node before they get 503",
+            flag="--restart-deadline",
+            metavar="SECONDS",
+            above=0,
+        ),
+    ] = 30.0
+    halt_deadline_s: Annotated[
+        float, Setting("a node that takes longer to give up a failed step is dead", above=0)
+    ] = 10.0
+    progress_deadline_s: Annotated[
+        float,
+        # Nodes report twice a second (topspin.progress.INTERVAL_S).
+        Setting(
+            "a connected node that is silent for longer while a step waits for it is dead", low=2.0
+        ),
+    ] = 20.0
 
 
 class GatewaySection(Section, frozen=True, kw_only=True):
@@ -228,10 +481,29 @@ class GatewaySection(Section, frozen=True, kw_only=True):
     `allowed_origins`: of the web pages that browsers let call the server; `*` is any.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    generation_config: str = "auto"
-    allowed_origins: tuple[str, ...] = ()
+    host: Annotated[str, Setting("address to listen on", flag="--host")] = "127.0.0.1"
+    port: Annotated[
+        int, Setting("TCP port; 0 takes a free one", flag="--port", low=0, high=65535)
+    ] = 8000
+    generation_config: Annotated[
+        str,
+        Setting(
+            "whose generation_config.json gives the defaults of sampling parameters: auto: the "
+            "checkpoint's, none: nobody's, else that of a directory",
+            flag="--generation-config",
+            metavar="auto|none|DIR",
+        ),
+    ] = "auto"
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Setting(
+            "web pages that browsers let call the server (CORS), as JSON or with commas: "
+            "http://localhost:3000,https://ui.example.com, or * for all; none",
+            flag="--allowed-origins",
+            metavar="LIST",
+            parse=parse_origins,
+        ),
+    ] = ()
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):
@@ -276,14 +548,17 @@ class EngineConfig(Section, frozen=True, kw_only=True):
         """Return how many nodes of each role there are and where they compute."""
         return self.compute.nodes(self.topology)
 
+    @property
+    def devices(self) -> Devices:
+        """Return each node's own device; resolve() first."""
+        return assign_devices(self.nodes, transport=self.m2n.transport)
+
     def for_node(self, role: NodeRole = "attention", index: int = 0) -> NodeConfig:
         """Return the part that node `index` of `role` receives, with its own device."""
-        devices = assign_devices(self.nodes, transport=self.m2n.transport)
         if role == "attention":
-            own = {"attention_device": devices.attention[index]}
+            own = {"attention_device": self.devices.attention[index]}
         else:
-            kernels = self.compute.expert_kernels or self.compute.kernels
-            own = {"expert_device": devices.experts[index], "kernels": kernels}
+            own = {"expert_device": self.devices.experts[index]}
         compute = msgspec.structs.replace(self.compute, **own)
         return NodeConfig(
             model=self.model,
@@ -306,9 +581,29 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
 
 def load_config(path: str) -> EngineConfig:
-    """Read an EngineConfig from the JSON file at `path` (any readable path, `/dev/fd/N` too)."""
+    """Read a whole EngineConfig from the JSON file at `path` (`/dev/fd/N` too)."""
+    return _decode(path, EngineConfig)
+
+
+def load_settings(path: str) -> dict[str, dict[str, Any]]:
+    """Read those settings that the JSON file at `path` has, by section; they are not checked."""
+    return _decode(path, dict[str, dict[str, Any]])
+
+
+def compose(settings: dict[str, dict[str, Any]], *, source: str) -> EngineConfig:
+    """Return the sections with `settings`, defaults for the others.
+
+    Raises ConfigError, with `source` and the place, for a name or a type that is wrong.
+    """
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=EngineConfig)
+        return msgspec.convert(settings, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _decode(path: str, kind: type[Decoded]) -> Decoded:
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -1,7 +1,9 @@
-"""Which cores and threads each node of one host gets, and how it waits: the layout.
+"""Which cores and threads each node of one host gets, and how its process is set up: the layout.
 
-Pure: knows the numbers of nodes and cores, starts nothing and measures nothing.
-topspin.launch.calibrate chooses between layouts, topspin.launch.engine carries one out.
+Owns the layouts and the environment of a node process: OpenMP, heap, cores. Knows the numbers of
+nodes and cores, starts no node and measures nothing. topspin.launch.calibrate chooses between
+layouts, topspin.launch.engine gives each node its environment; a node that nobody launched
+(a container of its own) gives itself one, by settle_process().
 
 "shared": every node uses all cores and they take turns, so waits block at once. "split":
 every node has cores of its own, so waits spin (a wake-up between cores costs 20 us).
@@ -10,71 +12,99 @@ every node has cores of its own, so waits spin (a wake-up between cores costs 20
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, NamedTuple
 
 from topspin.errors import ConfigError
 
+Between = Literal["local", "shm", "tcp"]
 Layout = Literal["shared", "split"]
+DEFAULT_LAYOUT: Final[Layout] = "shared"
+
 CORES_VARIABLE = "TOPSPIN_CORES"
+"""Cores of a node process, with commas; empty: all. Set: its environment is complete."""
 
-# Short spins between the parallel regions of one layer pay; libgomp's default (milliseconds)
-# takes the cores from the node whose turn it is.
 SPIN_COUNT = 3000
+"""Looks for work of an idle OpenMP thread before it sleeps.
+
+Short spins between the parallel regions of one layer pay; libgomp's default (milliseconds)
+takes the cores from the node whose turn it is: a step becomes several times slower.
+"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeCores:
-    """What one node gets. `cores` None: all that the process may use.
+class LayoutChoice(NamedTuple):
+    """A measured layout; `num_threads` None: all cores of the node's process."""
 
-    `spin_count`: how often an idle OpenMP thread looks for work before it sleeps.
-    """
-
-    num_threads: int
-    cores: tuple[int, ...] | None
-    spin_count: int = SPIN_COUNT
-
-    def environment(self, user: Mapping[str, str]) -> dict[str, str]:
-        """Return the settings by which a node process learns it; `user`'s own OpenMP ones stay.
-
-        Nodes with fewer threads than cores are not bound: all would get the same first cores.
-        """
-        settings = {"GOMP_SPINCOUNT": str(self.spin_count)}
-        settings["OMP_NUM_THREADS"] = str(self.num_threads)
-        if self.cores is not None:
-            mine = {CORES_VARIABLE: ",".join(map(str, self.cores))}
-        else:
-            mine = {}
-            if self.num_threads == len(os.sched_getaffinity(0)):
-                settings |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
-        return mine | {name: value for name, value in settings.items() if name not in user}
+    layout: Layout
+    transport: Between
+    num_threads: int | None = None
 
 
-def assign_cores(
-    layout: Layout, *, num_nodes: int, cores: Sequence[int], num_threads: int | None
-) -> list[NodeCores]:
-    """Return what each of `num_nodes` nodes gets of `cores`.
-
-    Raises ConfigError if a split leaves a node without a core.
-    """
-    if layout == "shared":
-        return [NodeCores(num_threads=num_threads or len(cores), cores=None)] * num_nodes
+def split_cores(cores: Sequence[int], num_nodes: int) -> list[tuple[int, ...]]:
+    """Return the cores of each of `num_nodes` nodes; raises ConfigError if one gets none."""
     if num_nodes > len(cores):
         raise ConfigError(
             f"--layout split: {num_nodes} nodes on {len(cores)} cores; use --layout shared"
         )
     ordered = sorted(cores)
     bounds = [len(ordered) * node // num_nodes for node in range(num_nodes + 1)]
-    shares = [tuple(ordered[bounds[node] : bounds[node + 1]]) for node in range(num_nodes)]
-    return [
-        NodeCores(num_threads=min(num_threads or len(share), len(share)), cores=share)
-        for share in shares
-    ]
+    return [tuple(ordered[bounds[node] : bounds[node + 1]]) for node in range(num_nodes)]
+
+
+def node_environment(
+    user: Mapping[str, str],
+    *,
+    num_threads: int | None = None,
+    spin_count: int = SPIN_COUNT,
+    cores: Sequence[int] = (),
+    takes_turns: bool = False,
+    on_device: bool = False,
+) -> dict[str, str]:
+    """Return the environment of a node process; what is set in `user` stays.
+
+    `num_threads` None: what `user` says, else all cores that the process may use; a number wins.
+    `cores`: those that belong to this node alone. Threads of nodes that take turns on the same
+    cores are bound to these, which measured best; not so those of nodes with fewer threads than
+    cores (all would get the same first cores), nor of a process that computes alone (it had
+    better evade what else runs). A node `on_device` computes on the host only while it loads:
+    its heap is the usual one.
+    """
+    available = len(cores) or len(os.sched_getaffinity(0))
+    most = min(num_threads, available) if num_threads and cores else num_threads
+    threads = str(most) if most else user.get("OMP_NUM_THREADS", str(available))
+    settings = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": str(spin_count)}
+    if takes_turns and threads == str(available):
+        settings |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
+    if not on_device:
+        settings["GLIBC_TUNABLES"] = _HEAP
+    wins = {"OMP_NUM_THREADS"} if most else set()
+    kept = {name: value for name, value in settings.items() if name in wins or name not in user}
+    return {**kept, CORES_VARIABLE: ",".join(map(str, cores))}
+
+
+# Decoding reads all weights in every step: on huge pages that takes 5 to 10 % less time. glibc
+# asks for them in its heap only, so large blocks are taken from there too; and the heap is not
+# given back and faulted in anew with every large temporary.
+_HEAP: Final = ":".join(
+    f"glibc.malloc.{setting}"
+    for setting in ("hugetlb=1", f"mmap_threshold={2**30}", f"trim_threshold={2**28}")
+)
+
+
+def settle_process() -> None:
+    """Give this node process its environment and cores; call before torch is imported.
+
+    The libraries read the environment when a process starts: without one (nobody launched this
+    node) the process replaces itself by one that has it, as a node that computes alone.
+    """
+    if CORES_VARIABLE not in os.environ:
+        os.environ.update(node_environment(os.environ))
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    take_cores()
 
 
 def take_cores() -> None:
-    """Move this process to the cores that its launcher chose; call before threads start."""
-    cores = os.environ.get(CORES_VARIABLE)
-    if cores:
+    """Move this process to the cores of its own, if it has some; call before threads start."""
+    if cores := os.environ.get(CORES_VARIABLE):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

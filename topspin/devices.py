@@ -1,8 +1,9 @@
 """Where nodes compute: which device each one gets, and which nets can join such nodes.
 
 Pure: knows names and numbers of nodes, opens nothing and looks at no machine (a node finds out
-whether its GPU is there, by kernels.runtime). topspin.config asks when it resolves settings,
-topspin.launch.engine, topspin.launch.local_node and the nodes' commands when they compose a net.
+whether its GPU is there, by kernels.runtime). Called by topspin.resolve and by
+EngineConfig.devices, the one place that assigns devices; the nodes' commands ask where a
+role computes when they compose a net.
 """
 
 from __future__ import annotations
@@ -184,9 +185,9 @@ def check_options(
     has_no_link = in_one or transport == "cuda_ipc"
     meaningless = (
         (in_one and payload != "auto", f"--m2n-payload {payload}"),
-        (in_one and wait != "auto", f"--m2n-wait {wait}"),
-        (has_no_link and link_latency_us > 0, f"--link-latency-us {link_latency_us:g}"),
-        (has_no_link and link_gbps is not None, f"--link-gbps {link_gbps}"),
+        (in_one and wait != "auto", f"m2n.wait {wait}"),
+        (has_no_link and link_latency_us > 0, f"m2n.link_latency_us {link_latency_us:g}"),
+        (has_no_link and link_gbps is not None, f"m2n.link_gbps {link_gbps}"),
     )
     for is_set, option in meaningless:
         if is_set:
@@ -196,7 +197,7 @@ def check_options(
             )
     if gpu_streams > 1 and not in_one:
         raise ConfigError(
-            f"--gpu-streams {gpu_streams}: only attention and experts on one GPU, with "
+            f"compute.gpu_streams {gpu_streams}: only attention and experts on one GPU, with "
             "--transport local, overlap on two streams"
         )
     if layout == "split" and (nodes.attention.is_gpu or nodes.experts.is_gpu):

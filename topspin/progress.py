@@ -17,7 +17,7 @@ from topspin.messages import Progress, ProgressState, Role, StepTicket
 if TYPE_CHECKING:  # a step runs without sockets too, where their library may be missing
     from topspin.channel import ControlClient
 
-# Far less than the least --progress-deadline: several words fit into it.
+# Far less than the least failover.progress_deadline_s: several words fit into it.
 INTERVAL_S = 0.5
 
 # Called once in a while from within a step.

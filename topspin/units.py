@@ -1,6 +1,7 @@
-"""Human-readable sizes: parsing `2GiB` and printing byte counts.
+"""The text forms of values: sizes (`2GiB`), read and printed, and switches (`on`, `off`).
 
-Owns nothing else; knows no configuration.
+Knows no configuration. What cannot be read is a ConfigError that does not name the option: the
+caller knows which one it is.
 """
 
 from __future__ import annotations
@@ -27,19 +28,26 @@ _FACTORS = {
 }
 
 
-def parse_size(text: str, *, option: str) -> int:
+def parse_size(text: str) -> int:
     """Return the number of bytes that `text` names, e.g. `2GiB`, `512MiB` or `1000000`.
 
-    Raises ConfigError naming `option` when the text is not a positive size.
+    Raises ConfigError when the text is not a positive size.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
-        raise ConfigError(f"{option}: {text!r} is not a size; write for example 2GiB or 512MiB")
+        raise ConfigError(f"{text!r} is not a size; write for example 2GiB or 512MiB")
     size_bytes = int(float(match.group(1)) * factor)
     if size_bytes <= 0:
-        raise ConfigError(f"{option}: {text!r} is not a positive size")
+        raise ConfigError(f"{text!r} is not a positive size")
     return size_bytes
+
+
+def parse_switch(text: str) -> bool:
+    """Return whether `text` is `on`; raises ConfigError if it is not `off` either."""
+    if text not in ("on", "off"):
+        raise ConfigError(f"{text!r} is neither on nor off")
+    return text == "on"
 
 
 def format_size(size_bytes: int) -> str:

@@ -6,8 +6,6 @@ nodes' sizes are known. Pure. Called by service.py.
 
 from __future__ import annotations
 
-import msgspec
-
 from server.scheduler.engine_facts import EngineFacts, shares_cores
 from server.scheduler.formation import Formation
 from server.scheduler.micro_batching.cost import linked_cost_model
@@ -21,17 +19,6 @@ from topspin.expert_table import ExpertTable, uniform_table
 # what they wait for counts as lost. They say so after topspin.progress.INTERVAL_S: together
 # that is less than the 3 s within which a partition is to be noticed.
 STANDSTILL_S = 1.5
-
-
-def fitted_config(config: EngineConfig, facts: EngineFacts) -> EngineConfig:
-    """Return `config` without what the model has no use for: expert nodes, shared prefixes."""
-    num_experts = config.topology.expert_nodes if facts.num_moe_layers else 0
-    caching = config.scheduler.prefix_caching and facts.shares_prefixes
-    return msgspec.structs.replace(
-        config,
-        topology=msgspec.structs.replace(config.topology, expert_nodes=num_experts),
-        scheduler=msgspec.structs.replace(config.scheduler, prefix_caching=caching),
-    )
 
 
 def places(config: EngineConfig) -> list[Member]:

@@ -11,23 +11,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from models.config import load_model_config
-from models.rope import is_length_dependent
 from topspin.config import EngineConfig
-from topspin.devices import assign_devices
 
 
 class EngineFacts(NamedTuple):
-    """A model's sizes (0 MoE layers and experts for a dense one) and this host's cores.
-
-    `shares_prefixes`: a token's cached key and value depend on the tokens before it alone.
-    """
+    """A model's sizes (0 MoE layers and experts for a dense one) and this host's cores."""
 
     num_moe_layers: int
     num_experts: int
     vocab_size: int
     hidden_size: int
     num_cores: int
-    shares_prefixes: bool = True
 
 
 def read_facts(model_path: str, num_cores: int) -> EngineFacts:
@@ -39,8 +33,6 @@ def read_facts(model_path: str, num_cores: int) -> EngineFacts:
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         num_cores=num_cores,
-        # With dynamic NTK a key is rotated by its own prompt's length.
-        shares_prefixes=not is_length_dependent(model.rope),
     )
 
 
@@ -56,8 +48,7 @@ def shares_cores(config: EngineConfig, expert_addresses: Sequence[str], num_core
     if nodes.attention.is_gpu != nodes.experts.is_gpu:
         return False
     if nodes.attention.is_gpu:
-        devices = assign_devices(nodes, transport=config.m2n.transport)
-        return not set(devices.attention).isdisjoint(devices.experts)
+        return not set(config.devices.attention).isdisjoint(config.devices.experts)
     if "local" in expert_addresses:
         return True
     if config.compute.layout == "split":

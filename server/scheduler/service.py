@@ -13,13 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Protocol
 
-from server.scheduler.assembly import (
-    first_table,
-    fitted_config,
-    make_policy,
-    make_watermark,
-    places,
-)
+from server.scheduler.assembly import first_table, make_policy, make_watermark, places
 from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.failover import POLL_S as RECOVERY_POLL_S
@@ -106,7 +100,6 @@ class Service:
         report_dead: Callable[[int], None] = lambda pid: None,
     ) -> None:
         """`report_dead` is told the process ids of nodes that are lost (`--restart on`)."""
-        config = fitted_config(config, facts)
         self._channel = channel
         self._config = config
         self._facts = facts

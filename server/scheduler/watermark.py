@@ -100,7 +100,7 @@ class Watermark:
     def _silent(self, member: Member, step: int, silent_s: float) -> Verdict:
         reason = (
             f"it has not got on with step {step} for {silent_s:.1f} s, although it is connected "
-            f"(--progress-deadline {self._silent_limit_s:g})"
+            f"(failover.progress_deadline_s {self._silent_limit_s:g})"
         )
         return Verdict(member, reason, silent_s)
 

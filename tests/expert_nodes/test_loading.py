@@ -185,7 +185,7 @@ def test_experts_on_a_device_get_their_rows_there(
 ) -> None:
     path = make_checkpoint(tmp_path, "mixtral")
     welcome = welcome_of(path, kernels=kernels)
-    m2n = M2NSection(transport=transport)  # type: ignore[arg-type]
+    m2n = msgspec.structs.replace(welcome.config.m2n, transport=transport)
     welcome = msgspec.structs.replace(
         welcome, config=msgspec.structs.replace(welcome.config, m2n=m2n)
     )

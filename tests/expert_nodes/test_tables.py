@@ -145,7 +145,7 @@ def node_config(path: Path) -> NodeConfig:
         model=ModelSection(path=str(path), dtype="float32"),
         topology=TopologySection(expert_nodes=2),
         cache=CacheSection(),
-        m2n=M2NSection(),
+        m2n=M2NSection(payload="fp32", wait="block", window_rows=512),
         compute=ComputeSection(),
         max_num_seqs=4,
         max_num_batched_tokens=16,

@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from topspin.cli.flags import ServeArguments, add_arguments
+from topspin.cli.flags import add_arguments
 from topspin.cli.serve import engine_config
 from topspin.launch.engine import LaunchContext, launch, role_commands
 from topspin.launch.supervisor import RoleCommand
@@ -32,7 +32,7 @@ def main() -> int:
     """Serve until told to stop; returns the exit status."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    arguments = parser.parse_args(sys.argv[2:], namespace=ServeArguments())  # after "serve"
+    arguments = parser.parse_args(sys.argv[2:])  # after "serve"
     return launch(engine_config(arguments), roles=chaos_commands)
 
 

@@ -6,6 +6,7 @@ process tree through /proc. Knows no test.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -27,10 +28,23 @@ ROLES = {
 }
 
 
+Settings = Mapping[str, Mapping[str, object]]
+
+
+def config_flags(directory: Path, settings: Settings | None) -> list[str]:
+    """Write `settings`, by section and name, for --config; return the flags that name the file."""
+    if settings is None:
+        return []
+    path = directory / f"settings-{time.monotonic_ns()}.json"
+    path.write_text(json.dumps(settings))
+    return ["--config", str(path)]
+
+
 class Server:
     """`python -m topspin serve` with its output in a file. Use as a context manager.
 
-    `module` may be another one that serves with the same flags; `env` comes on top of ours.
+    `module` may be another one that serves with the same flags; `settings` go by --config, `env`
+    comes on top of ours. No layout is measured unless a flag says so.
     """
 
     def __init__(
@@ -39,11 +53,13 @@ class Server:
         directory: Path,
         *flags: str,
         module: str = "topspin",
+        settings: Settings | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.output_path = directory / f"serve-{time.monotonic_ns()}.log"
         command = [sys.executable, "-m", module, "serve", str(model), "--port", "0"]
-        command += ["--served-model-name", "tiny", "--kv-cache-memory", "8MiB", *flags]
+        command += ["--served-model-name", "tiny", "--kv-cache-memory", "8MiB"]
+        command += ["--layout", "shared", *config_flags(directory, settings), *flags]
         with self.output_path.open("w") as output:
             self.process = subprocess.Popen(
                 command,

@@ -20,13 +20,16 @@ import pytest
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.system import chaos
 from tests.system.chaos import EVENTS, Streams, check_identical, wait_until, wait_until_whole
-from tests.system.server import Server
+from tests.system.server import Server, Settings
 
 NUM_TOKENS = 60
 SOAK_S = float(os.environ.get("TOPSPIN_SOAK_S", "600"))
 MIN_MARGIN = 5e-4
 # A step takes about 40 ms, so that things happen in the middle of something.
-FLAGS = ("--restart", "on", "--link-latency-us", "5000", "--step-deadline", "2")
+SLOW: Settings = {
+    "m2n": {"link_latency_us": 5000, "deadline_s": 2},
+    "failover": {"restart": True},
+}
 
 
 class Model(NamedTuple):
@@ -50,7 +53,7 @@ def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
     model: Model, tmp_path: Path
 ) -> None:
     """The smoke row; how soon things are noticed is test_detection.py's."""
-    with Server(model.path, tmp_path, *FLAGS, "--attention-nodes", "2") as server:
+    with Server(model.path, tmp_path, "--attention-nodes", "2", settings=SLOW) as server:
         streams = Streams(server.url, model.prompts, NUM_TOKENS)
         streams.wait_for_events(12)
         chaos.kill(server, "expert 0")
@@ -65,10 +68,14 @@ def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
 
 
 # Thinks the expert table over all the time and takes every gain: experts are always moving.
-RESTLESS = (
-    *("--redundant-experts", "2", "--expert-balance-interval", "0.05"),
-    *("--expert-balance-min-gain", "0", "--expert-load-half-life", "1"),
-)
+RESTLESS: Settings = {
+    "balance": {
+        "redundant_experts": 2,
+        "interval_s": 0.05,
+        "min_gain": 0,
+        "half_life_pairs": 1,
+    }
+}
 
 
 NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")
@@ -84,11 +91,10 @@ def chaotic(
     directory = tmp_path_factory.mktemp("chaotic")
     transport, _, restless = request.param.partition(" ")
     nodes = ("--attention-nodes", "2", "--expert-nodes", "2")
-    flags = ("--transport", transport, *nodes, *(RESTLESS if restless else ()))
+    flags = ("--transport", transport, *nodes, "--max-num-batched-tokens", "64")
     module = "tests.system.chaos_serve"
-    with Server(
-        model.path, directory, *FLAGS, *flags, "--max-num-batched-tokens", "64", module=module
-    ) as server:
+    settings = {**SLOW, **(RESTLESS if restless else {})}
+    with Server(model.path, directory, *flags, module=module, settings=settings) as server:
         yield server
 
 
@@ -125,7 +131,7 @@ def test_continued_streams_have_the_bits_of_undisturbed_ones(model: Model, tmp_p
     """--deterministic in bfloat16; tests/identity compares whole distributions."""
     flags = ("--deterministic", "--dtype", "bfloat16", "--transport", "tcp")
     nodes = ("--attention-nodes", "2", "--expert-nodes", "2")
-    with Server(model.path, tmp_path, *FLAGS, *flags, *nodes) as server:
+    with Server(model.path, tmp_path, *flags, *nodes, settings=SLOW) as server:
 
         def start() -> Streams:
             return Streams(server.url, model.prompts, NUM_TOKENS, num_logprobs=5)
@@ -151,7 +157,7 @@ def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
     """
     flags = ("--attention-nodes", "2", "--expert-nodes", "2")
     module = "tests.system.chaos_serve"
-    with Server(model.path, tmp_path, *FLAGS, *flags, module=module) as server:
+    with Server(model.path, tmp_path, *flags, module=module, settings=SLOW) as server:
         watched = [server.pids[role] for role in ("scheduler", "gateway", "attention 1")]
         samples: list[list[tuple[int, int]]] = []
         ends = time.monotonic() + SOAK_S

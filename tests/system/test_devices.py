@@ -13,7 +13,7 @@ import torch
 from tests.system import chaos
 from tests.system.chaos import Streams, check_identical, wait_until_whole
 from tests.system.conftest import Tiny
-from tests.system.server import Server
+from tests.system.server import Server, config_flags
 from tests.system.test_serve import complete
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -21,11 +21,13 @@ pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 # Interpreted kernels are slow: few tokens, and few sizes of steps to record.
 NUM_TOKENS = 3
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+SHARED = ("--layout", "shared")
 INTERPRETED = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
 SMALL = (
-    *("--kernels", "triton", "--attention-device", DEVICE, "--expert-device", DEVICE),
+    *("--attention-device", DEVICE, "--expert-device", DEVICE),
     *("--max-num-seqs", "2", "--max-num-batched-tokens", "32"),
 )
+TRITON = {"compute": {"kernels": "triton"}}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ SMALL = (
 def test_devices_serve_transformers_tokens(
     tiny: Tiny, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
-    with Server(tiny.path, tmp_path, *SMALL, *flags, env=INTERPRETED) as server:
+    with Server(tiny.path, tmp_path, *SMALL, *flags, env=INTERPRETED, settings=TRITON) as server:
         tokens = complete(server.url, tiny.prompts[0], max_tokens=NUM_TOKENS)
         assert tokens == tiny.tokens[0][:NUM_TOKENS]
 
@@ -60,7 +62,7 @@ def serve(tiny: Tiny, *flags: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.run(
-        [sys.executable, "-m", "topspin", "serve", str(tiny.path), "--port", "0", *flags],
+        [sys.executable, "-m", "topspin", "serve", str(tiny.path), "--port", "0", *SHARED, *flags],
         env=environment,
         capture_output=True,
         text=True,
@@ -87,10 +89,12 @@ def test_without_the_gpu_nothing_starts_and_one_line_says_why(
     assert line.startswith(f"topspin serve: error: device {device}: ")
 
 
-def test_a_device_that_only_the_nodes_find_wrong_ends_the_start_with_status_2(tiny: Tiny) -> None:
-    ended = serve(tiny, "--kernels", "triton")
+def test_a_device_that_only_the_nodes_find_wrong_ends_the_start_with_status_2(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    ended = serve(tiny, *config_flags(tmp_path, TRITON))
     assert ended.returncode == 2, ended.stderr
-    assert "--kernels triton on the CPU: they are for GPUs" in ended.stderr
+    assert "compute.kernels triton on the CPU: they are for GPUs" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -104,7 +108,7 @@ def test_streams_survive_a_killed_node_whose_memory_others_write(
 ) -> None:
     num_tokens = 8
     flags = (*SMALL, "--transport", transport, "--restart", "on", "--restart-deadline", "120")
-    with Server(tiny.path, tmp_path, *flags, env=INTERPRETED) as server:
+    with Server(tiny.path, tmp_path, *flags, env=INTERPRETED, settings=TRITON) as server:
         streams = Streams(server.url, tiny.prompts[:1], num_tokens)
         streams.wait_for_events(2)
         chaos.kill(server, role)

@@ -19,7 +19,7 @@ from tests.system.server import Server
 
 slow = pytest.mark.slow
 # Two MoE layers, two hops each: about 80 ms a step, so that requests are still under way.
-SLOW_LINK = ("--link-latency-us", "20000")
+SLOW_LINK = {"m2n": {"link_latency_us": 20_000}}
 NUM_STREAMS = 3
 DETECTION_S = 3.0
 # Through every process, one after the other, on a machine that may be busy with others.
@@ -93,7 +93,7 @@ def test_a_killed_role_ends_every_request_with_one_typed_error(
     tiny: Tiny, tmp_path: Path, role: str, transport: str
 ) -> None:
     shared_memory = sorted(os.listdir("/dev/shm"))
-    with Server(tiny.path, tmp_path, "--transport", transport, *SLOW_LINK) as server:
+    with Server(tiny.path, tmp_path, "--transport", transport, settings=SLOW_LINK) as server:
         threads, results = run_streams(server, tiny.prompts)
         with measured_lateness() as lateness:
             killed_at = server.kill(role)
@@ -143,7 +143,7 @@ def test_a_frozen_gateway_serves_again_and_roles_die_with_a_killed_supervisor(
 
 
 def test_sigterm_ends_open_requests_and_exits_0(tiny: Tiny, tmp_path: Path) -> None:
-    with Server(tiny.path, tmp_path, *SLOW_LINK) as server:
+    with Server(tiny.path, tmp_path, settings=SLOW_LINK) as server:
         threads, results = run_streams(server, tiny.prompts)
         server.process.terminate()
         for thread in threads:

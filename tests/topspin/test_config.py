@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -16,15 +16,20 @@ from topspin.config import (
     CacheSection,
     ComputeSection,
     EngineConfig,
+    FailoverSection,
     GatewaySection,
+    Kernels,
     M2NSection,
     ModelSection,
     SchedulerSection,
     TopologySection,
+    TraceSection,
     load_config,
 )
+from topspin.cores import LayoutChoice
 from topspin.errors import ConfigError, TopspinError
 from topspin.resolve import resolve
+from topspin.settings import fields_of
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "topology": TopologySection,
@@ -33,6 +38,8 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "m2n": M2NSection,
     "compute": ComputeSection,
     "balance": BalanceSection,
+    "trace": TraceSection,
+    "failover": FailoverSection,
     "gateway": GatewaySection,
 }
 
@@ -43,12 +50,14 @@ def resolved(
     dtype: str = "bfloat16",
     positions: int = 2048,
     num_experts: int = 1024,
+    measured: LayoutChoice | None = None,
 ) -> EngineConfig:
     return resolve(
         config,
         checkpoint_dtype=dtype,
         max_position_embeddings=positions,
         num_experts=num_experts,
+        measured=measured,
     )
 
 
@@ -66,16 +75,54 @@ def test_every_auto_becomes_concrete() -> None:
     assert config.model.dtype == "bfloat16"
     assert config.max_model_len == 2048
     assert config.model.served_names == ("tiny",)
-    assert config.m2n.transport == "shm"
+    assert config.m2n == M2NSection(transport="shm", payload="bf16", wait="block", window_rows=512)
+    assert (config.compute.layout, config.compute.kernels) == ("shared", "cpu")
+    assert config.batch == (64, 512)
+    assert config.scheduler.prefix_caching
+    assert resolved(config) == config
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "dtype"),
-    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16")],
-)
-def test_auto_dtype_follows_the_checkpoint(checkpoint: str, dtype: str) -> None:
-    config = resolved(EngineConfig(model=ModelSection(path="x")), dtype=checkpoint)
-    assert config.model.dtype == dtype
+def test_prefixes_are_not_shared_where_keys_depend_on_the_length() -> None:
+    config = resolve(
+        EngineConfig(model=ModelSection(path="x")),
+        checkpoint_dtype="float32",
+        max_position_embeddings=9,
+        num_experts=2,
+        shares_prefixes=False,
+    )
+    assert not config.scheduler.prefix_caching
+    assert config.m2n.payload == "fp32"
+
+
+def test_a_measured_layout_is_what_auto_means() -> None:
+    choice = LayoutChoice("split", "tcp", 3)
+    asked = EngineConfig(model=ModelSection(path="x"))
+    config = resolved(asked, measured=choice)
+    assert (config.compute.layout, config.compute.num_threads) == ("split", 3)
+    assert (config.m2n.transport, config.m2n.wait) == ("tcp", "spin")
+    compute = ComputeSection(layout="shared", num_threads=2)
+    told = resolved(msgspec.structs.replace(asked, compute=compute), measured=choice)
+    assert (told.compute.layout, told.compute.num_threads) == ("shared", 2)
+
+
+def test_a_gpu_runs_larger_batches_in_larger_windows() -> None:
+    compute = ComputeSection(attention_device="cuda:0", expert_device="cuda:1")
+    config = resolved(EngineConfig(model=ModelSection(path="x"), compute=compute))
+    assert (config.batch, config.m2n.window_rows) == ((256, 8192), 2048)
+    assert config.cache.kv_cache_bytes is None
+    told = msgspec.structs.replace(config, m2n=M2NSection(window_rows=70))
+    assert resolved(told).m2n.window_rows == 70
+
+
+def test_auto_dtype_follows_the_checkpoint() -> None:
+    cases: list[tuple[str, str]] = [
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "bfloat16"),
+    ]
+    for checkpoint, dtype in cases:
+        config = resolved(EngineConfig(model=ModelSection(path="x")), dtype=checkpoint)
+        assert config.model.dtype == dtype
 
 
 def test_what_is_chosen_stays() -> None:
@@ -86,48 +133,38 @@ def test_what_is_chosen_stays() -> None:
     assert resolved(config) == config
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "option"),
-    [
-        ("topology.attention_nodes", 0, "--attention-nodes 0"),
-        ("topology.attention_nodes", 1025, "--attention-nodes 1025"),
-        ("topology.expert_nodes", 0, "--expert-nodes 0"),
-        ("scheduler.max_num_seqs", 0, "--max-num-seqs 0"),
-        ("scheduler.max_num_batched_tokens", 0, "--max-num-batched-tokens 0"),
-        ("scheduler.max_num_batched_tokens", 63, "--max-num-batched-tokens 63"),
-        ("scheduler.max_queued_requests", -1, "--max-queued-requests -1"),
-        ("scheduler.max_preemptions", -1, "--max-preemptions -1"),
-        ("scheduler.micro_batches", 0, "--micro-batches 0"),
-        ("scheduler.micro_batches", 5, "--micro-batches 5"),
-        ("cache.block_size", 0, "--block-size 0"),
-        ("cache.kv_cache_bytes", 0, "--kv-cache-memory 0"),
-        ("m2n.window_rows", 0, "--m2n-window-rows 0"),
-        ("m2n.link_latency_us", -0.5, "--link-latency-us -0.5"),
-        ("m2n.link_gbps", 0.0, "--link-gbps 0.0"),
-        ("m2n.link_gbps", math.nan, "--link-gbps nan"),
-        ("m2n.link_latency_us", math.inf, "--link-latency-us inf"),
-        ("m2n.deadline_s", math.inf, "--step-deadline inf"),
-        ("m2n.deadline_s", 0.0, "--step-deadline 0.0"),
-        ("compute.num_threads", 0, "--num-threads 0"),
-        ("compute.spin_count", -1, "--omp-spin-count -1"),
-        ("balance.redundant_experts", -1, "--redundant-experts -1"),
+def test_a_value_out_of_range_is_refused_by_its_name() -> None:
+    cases: list[tuple[str, Any, str]] = [
+        ("topology.attention_nodes", 0, "--attention-nodes 0: must be between 1 and 1024"),
+        ("scheduler.max_num_batched_tokens", 63, "--max-num-batched-tokens 63 is less than"),
+        ("m2n.window_rows", 65536, "m2n.window_rows 65536: must be between 1 and 65535"),
+        ("m2n.link_latency_us", -0.5, "m2n.link_latency_us -0.5: must be a finite number and at"),
+        ("m2n.link_latency_us", math.inf, "m2n.link_latency_us inf"),
+        ("m2n.link_gbps", math.nan, "m2n.link_gbps nan"),
+        ("m2n.deadline_s", 0.0, "m2n.deadline_s 0: must be a finite number and above 0"),
+        ("cache.gpu_memory_utilization", 1.5, "--gpu-memory-utilization 1.5: must be a finite"),
         ("balance.redundant_experts", 1, "--redundant-experts 1: 1 expert nodes hold 0 second"),
-        ("balance.interval_s", -1.0, "--expert-balance-interval -1.0"),
-        ("balance.min_gain", -0.5, "--expert-balance-min-gain -0.5"),
-        ("balance.half_life_pairs", 0, "--expert-load-half-life 0"),
-        ("m2n.window_rows", 65536, "--m2n-window-rows 65536"),
-        ("gateway.port", 65536, "--port 65536"),
-        ("gateway.port", -1, "--port -1"),
-        ("model.max_model_len", 0, "--max-model-len 0"),
         ("model.max_model_len", 2049, "--max-model-len 2049: the model has positions up to 2048"),
-    ],
-)
-def test_a_value_out_of_range_is_refused_by_its_flag(setting: str, value: Any, option: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        resolved(with_setting(setting, value))
-    assert str(raised.value).startswith(option)
-    assert isinstance(raised.value, TopspinError)
-    assert isinstance(raised.value, ValueError)
+    ]
+    for setting, value, refusal in cases:
+        with pytest.raises(ConfigError) as raised:
+            resolved(with_setting(setting, value))
+        assert str(raised.value).startswith(refusal)
+        assert isinstance(raised.value, TopspinError)
+        assert isinstance(raised.value, ValueError)
+
+
+def test_every_number_has_a_range() -> None:
+    for field in fields_of(EngineConfig):
+        if {int, float} & {field.type, *get_args(field.type)}:
+            low, above, high = field.setting.low, field.setting.above, field.setting.high
+            bound = above if low is None else low
+            assert bound is not None, field.key
+            with pytest.raises(ConfigError, match=f"^{field.shown_name} "):
+                resolved(with_setting(field.key, type(field.default or 1)(bound - 1)))
+            if high is not None:
+                with pytest.raises(ConfigError, match=f"^{field.shown_name} "):
+                    resolved(with_setting(field.key, type(field.default or 1)(high + 1)))
 
 
 def test_there_are_no_more_expert_nodes_than_experts() -> None:
@@ -147,9 +184,8 @@ def test_a_dense_model_has_no_expert_nodes() -> None:
     assert config.topology == TopologySection(attention_nodes=1, expert_nodes=0)
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
+def test_the_limits_themselves_are_allowed() -> None:
+    cases: list[tuple[str, Any]] = [
         ("topology.expert_nodes", 1024),
         ("scheduler.micro_batches", 1),
         ("scheduler.micro_batches", 4),
@@ -158,10 +194,9 @@ def test_a_dense_model_has_no_expert_nodes() -> None:
         ("m2n.link_gbps", 0.1),
         ("gateway.port", 0),
         ("model.max_model_len", 2048),
-    ],
-)
-def test_the_limits_themselves_are_allowed(setting: str, value: Any) -> None:
-    resolved(with_setting(setting, value))
+    ]
+    for setting, value in cases:
+        resolved(with_setting(setting, value))
 
 
 def test_copies_never_need_an_expert_twice_on_a_node() -> None:
@@ -185,13 +220,13 @@ def test_deterministic_chooses_its_kernels() -> None:
 
 
 def test_kernels_that_cannot_be_deterministic_are_refused() -> None:
-    def config(kernels: str, *, deterministic: bool) -> EngineConfig:
+    def config(kernels: Kernels, *, deterministic: bool) -> EngineConfig:
         compute = ComputeSection(kernels=kernels, deterministic=deterministic)
         return EngineConfig(model=ModelSection(path="x"), compute=compute)
 
-    with pytest.raises(ConfigError, match="--deterministic with --kernels reference"):
+    with pytest.raises(ConfigError, match=r"--deterministic with compute\.kernels reference"):
         resolved(config("reference", deterministic=True))
-    with pytest.raises(ConfigError, match=r"--kernels deterministic: .*use --deterministic"):
+    with pytest.raises(ConfigError, match=r"compute\.kernels deterministic: .*use --deterministic"):
         resolved(config("deterministic", deterministic=False))
 
 
@@ -199,7 +234,7 @@ def test_kernels_that_cannot_be_deterministic_are_refused() -> None:
     ("compute", "named"),
     [
         (ComputeSection(deterministic=True), "--deterministic"),
-        (ComputeSection(kernels="reference"), "--kernels reference"),
+        (ComputeSection(kernels="reference"), r"compute\.kernels reference"),
     ],
 )
 def test_quantization_is_refused_where_no_kernel_knows_it(
@@ -216,7 +251,9 @@ def test_each_roles_kernels_must_know_the_quantization() -> None:
     gpu, hybrid = "cuda:0", ComputeSection(attention_device="cuda")
     both = ComputeSection(attention_device=gpu, expert_device=gpu)
     assert resolved(EngineConfig(model=model, compute=both)).model.quantization == "fp8"
-    message = "--quantization fp8 with --kernels cpu on expert nodes: only the kernels triton"
+    message = (
+        r"--quantization fp8 with compute\.kernels cpu on expert nodes: only the kernels triton"
+    )
     with pytest.raises(ConfigError, match=message):
         resolved(EngineConfig(model=model, compute=hybrid))
     int8 = ModelSection(path="m", quantization="int8")
@@ -270,12 +307,13 @@ def test_a_dense_models_quantization_is_the_attention_nodes_alone() -> None:
         resolved(config)
 
 
-@pytest.mark.parametrize(("asked", "want"), [(None, 2), (3, 3)])
-def test_two_streams_have_two_micro_batches_unless_told(asked: int | None, want: int) -> None:
-    compute = ComputeSection(attention_device="cuda", expert_device="cuda", gpu_streams=2)
-    scheduler = SchedulerSection(micro_batches=asked)
-    config = EngineConfig(model=ModelSection(path="x"), compute=compute, scheduler=scheduler)
-    assert resolved(config).scheduler.micro_batches == want
+def test_two_streams_have_two_micro_batches_unless_told() -> None:
+    cases: list[tuple[int | None, int]] = [(None, 2), (3, 3)]
+    for asked, want in cases:
+        compute = ComputeSection(attention_device="cuda", expert_device="cuda", gpu_streams=2)
+        scheduler = SchedulerSection(micro_batches=asked)
+        config = EngineConfig(model=ModelSection(path="x"), compute=compute, scheduler=scheduler)
+        assert resolved(config).scheduler.micro_batches == want
 
 
 def test_expert_nodes_may_have_other_kernels() -> None:
@@ -284,7 +322,7 @@ def test_expert_nodes_may_have_other_kernels() -> None:
     assert config.nodes.attention.is_device
     assert not config.nodes.experts.is_device
     expert = config.for_node("expert").compute
-    assert expert.kernels_on(expert.expert_device) == expert.place("expert").kernels == "cpu"
+    assert expert.place("expert").kernels == "cpu"
     assert config.for_node("attention").compute.kernels == "triton"
 
 
@@ -301,9 +339,8 @@ def test_json_round_trip(tmp_path: Path) -> None:
     assert load_config(str(file)) == config
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
+def test_a_damaged_config_file_is_refused(tmp_path: Path) -> None:
+    cases: list[tuple[bytes, str]] = [
         (b"{", "truncated"),
         (b'{"model": {"path": "x", "colour": 1}}', "colour"),
         (b'{"model": {"path": "x"}, "m2n": {"transport": "carrier pigeon"}}', "carrier pigeon"),
@@ -311,13 +348,12 @@ def test_json_round_trip(tmp_path: Path) -> None:
         (b"{}", "model"),
         (b"\xff\xfe", "malformed"),
         (b'{"model": {"path": "\xff"}}', "utf-8"),
-    ],
-)
-def test_a_damaged_config_file_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
-    file = tmp_path / "config.json"
-    file.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"--config {file}: .*{reason}"):
-        load_config(str(file))
+    ]
+    for content, reason in cases:
+        file = tmp_path / "config.json"
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"--config {file}: .*{reason}"):
+            load_config(str(file))
 
 
 def test_a_missing_config_file_is_refused(tmp_path: Path) -> None:

@@ -30,25 +30,26 @@ def place(device: str) -> Place:
     return Place(device, "cpu" if device == "cpu" else "triton")
 
 
-@pytest.mark.parametrize(
-    ("given", "known"),
-    [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:0", "cuda:0"), ("cuda:012", "cuda:12")],
-)
-def test_devices_have_one_name_each(given: str, known: str) -> None:
-    assert parse_device("--expert-device", given) == known
+def test_devices_have_one_name_each() -> None:
+    cases: list[tuple[str, str]] = [
+        ("cpu", "cpu"),
+        ("cuda", "cuda"),
+        ("cuda:0", "cuda:0"),
+        ("cuda:012", "cuda:12"),
+    ]
+    for given, known in cases:
+        assert parse_device("--expert-device", given) == known
 
 
-@pytest.mark.parametrize(
-    "device", ["", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "gpu", "cuda:1:2", "cuda:\u0663"]
-)
-def test_what_is_no_device_is_refused_by_its_flag(device: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--expert-device {device}: must be cpu, cuda or"):
-        parse_device("--expert-device", device)
+def test_what_is_no_device_is_refused_by_its_flag() -> None:
+    cases: list[str] = ["", "cuda:", "cuda:-1", "cuda:x", "cpu:0", "gpu", "cuda:1:2", "cuda:\u0663"]
+    for device in cases:
+        with pytest.raises(ConfigError, match=f"^--expert-device {device}: must be cpu, cuda or"):
+            parse_device("--expert-device", device)
 
 
-@pytest.mark.parametrize(
-    ("attention", "experts", "counts", "transport", "want"),
-    [
+def test_cuda_gives_each_process_a_gpu_of_its_own_and_a_number_that_one() -> None:
+    cases: list[tuple[str, str, tuple[int, int], str, Any]] = [
         ("cpu", "cpu", (2, 1), "shm", (("cpu", "cpu"), ("cpu",))),
         ("cuda", "cpu", (2, 2), "shm", (("cuda:0", "cuda:1"), ("cpu", "cpu"))),
         (
@@ -63,18 +64,14 @@ def test_what_is_no_device_is_refused_by_its_flag(device: str) -> None:
         ("cuda", "cuda:0", (1, 0), "shm", (("cuda:0",), ())),
         ("cuda", "cuda", (1, 2), "local", (("cuda:0",), ("cuda:0", "cuda:0"))),
         ("cuda:4", "cuda:4", (1, 1), "local", (("cuda:4",), ("cuda:4",))),
-    ],
-)
-def test_cuda_gives_each_process_a_gpu_of_its_own_and_a_number_that_one(
-    attention: str, experts: str, counts: tuple[int, int], transport: str, want: Any
-) -> None:
-    asked = nodes(attention, experts, num_attention=counts[0], num_experts=counts[1])
-    assert assign_devices(asked, transport=transport) == want
+    ]
+    for attention, experts, counts, transport, want in cases:
+        asked = nodes(attention, experts, num_attention=counts[0], num_experts=counts[1])
+        assert assign_devices(asked, transport=transport) == want
 
 
-@pytest.mark.parametrize(
-    ("attention", "experts", "counts", "want"),
-    [
+def test_auto_takes_what_joins_the_devices() -> None:
+    cases: list[tuple[str, str, tuple[int, int], str]] = [
         ("cpu", "cpu", (1, 1), "shm"),
         ("cuda", "cpu", (1, 1), "shm"),
         ("cpu", "cuda", (1, 1), "shm"),
@@ -89,19 +86,15 @@ def test_cuda_gives_each_process_a_gpu_of_its_own_and_a_number_that_one(
         ("interpreted", "interpreted", (1, 2), "local"),
         ("interpreted", "interpreted", (2, 1), "shm"),
         ("interpreted", "cpu", (1, 1), "shm"),
-    ],
-)
-def test_auto_takes_what_joins_the_devices(
-    attention: str, experts: str, counts: tuple[int, int], want: str
-) -> None:
-    asked = nodes(attention, experts, num_attention=counts[0], num_experts=counts[1])
-    assert auto_transport(asked) == want
-    check_transport(asked, want)
+    ]
+    for attention, experts, counts, want in cases:
+        asked = nodes(attention, experts, num_attention=counts[0], num_experts=counts[1])
+        assert auto_transport(asked) == want
+        check_transport(asked, want)
 
 
-@pytest.mark.parametrize(
-    ("attention", "experts", "transport"),
-    [
+def test_devices_that_a_transport_joins() -> None:
+    cases: list[tuple[str, str, str]] = [
         ("cuda", "cpu", "local"),
         ("interpreted", "cpu", "local"),
         ("cpu", "cuda:1", "local"),
@@ -110,15 +103,13 @@ def test_auto_takes_what_joins_the_devices(
         ("cuda:0", "cuda:0", "cuda_ipc"),
         ("cuda:0", "cuda:1", "shm"),
         ("interpreted", "interpreted", "cuda_ipc"),
-    ],
-)
-def test_devices_that_a_transport_joins(attention: str, experts: str, transport: str) -> None:
-    check_transport(nodes(attention, experts), transport)
+    ]
+    for attention, experts, transport in cases:
+        check_transport(nodes(attention, experts), transport)
 
 
-@pytest.mark.parametrize(
-    ("attention", "experts", "transport", "num_attention", "reason"),
-    [
+def test_devices_that_a_transport_cannot_join_are_refused_with_a_way_out() -> None:
+    cases: list[tuple[str, str, str, int, str]] = [
         ("cuda", "cuda", "local", 2, "^--attention-nodes 2 .*one attention node"),
         ("cuda", "cpu", "local", 2, "^--attention-nodes 2 .*one attention node"),
         ("interpreted", "cpu", "local", 2, "^--attention-nodes 2 .*one attention node"),
@@ -130,16 +121,13 @@ def test_devices_that_a_transport_joins(attention: str, experts: str, transport:
         ("cpu", "cuda", "cuda_ipc", 1, "--attention-device cpu and .*: it joins GPUs"),
         ("cpu", "cpu", "cuda_ipc", 1, "it joins GPUs of one host"),
         ("cuda", "interpreted", "cuda_ipc", 1, "it joins GPUs of one host"),
-    ],
-)
-def test_devices_that_a_transport_cannot_join_are_refused_with_a_way_out(
-    attention: str, experts: str, transport: str, num_attention: int, reason: str
-) -> None:
-    asked = nodes(attention, experts, num_attention=num_attention)
-    with pytest.raises(ConfigError, match=reason) as raised:
-        check_transport(asked, transport)
-    assert f"--transport {transport}" in str(raised.value)
-    assert "use --transport" in str(raised.value)
+    ]
+    for attention, experts, transport, num_attention, reason in cases:
+        asked = nodes(attention, experts, num_attention=num_attention)
+        with pytest.raises(ConfigError, match=reason) as raised:
+            check_transport(asked, transport)
+        assert f"--transport {transport}" in str(raised.value)
+        assert "use --transport" in str(raised.value)
 
 
 def test_a_dense_model_on_a_gpu_has_one_attention_node_per_process() -> None:
@@ -148,9 +136,8 @@ def test_a_dense_model_on_a_gpu_has_one_attention_node_per_process() -> None:
         check_transport(nodes("cuda", "cpu", num_attention=2, num_experts=0), "local")
 
 
-@pytest.mark.parametrize(
-    ("attention", "experts", "transport", "gpu_streams", "want"),
-    [
+def test_micro_batches_are_for_overlap_where_nobody_measures() -> None:
+    cases: list[tuple[str, str, str, int, int | None]] = [
         ("cpu", "cpu", "shm", 1, None),
         ("cpu", "cpu", "local", 1, None),
         ("cuda", "cpu", "shm", 1, None),
@@ -158,14 +145,11 @@ def test_a_dense_model_on_a_gpu_has_one_attention_node_per_process() -> None:
         ("cuda", "cuda", "local", 1, 1),
         ("cuda", "cuda", "local", 2, 2),
         ("cuda", "cuda", "cuda_ipc", 1, 2),
-    ],
-)
-def test_micro_batches_are_for_overlap_where_nobody_measures(
-    attention: str, experts: str, transport: str, gpu_streams: int, want: int | None
-) -> None:
-    assert auto_micro_batches(nodes(attention, experts), transport, gpu_streams) == want
-    dense = nodes(attention, experts, num_experts=0)
-    assert auto_micro_batches(dense, transport, gpu_streams) is None
+    ]
+    for attention, experts, transport, gpu_streams, want in cases:
+        assert auto_micro_batches(nodes(attention, experts), transport, gpu_streams) == want
+        dense = nodes(attention, experts, num_experts=0)
+        assert auto_micro_batches(dense, transport, gpu_streams) is None
 
 
 def check(attention: str, experts: str, transport: str, **options: Any) -> None:
@@ -180,24 +164,24 @@ def check(attention: str, experts: str, transport: str, **options: Any) -> None:
     check_options(nodes(attention, experts), transport, **{**defaults, **options})
 
 
-@pytest.mark.parametrize(
-    ("transport", "options", "flag"),
-    [
+def test_options_that_would_mean_nothing_are_refused() -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("local", {"payload": "fp8"}, "--m2n-payload fp8 with --transport local"),
-        ("local", {"wait": "spin"}, "--m2n-wait spin with --transport local"),
-        ("local", {"link_latency_us": 2.5}, "--link-latency-us 2.5 with --transport local"),
-        ("local", {"link_gbps": 10.0}, "--link-gbps 10.0 with --transport local"),
-        ("cuda_ipc", {"link_gbps": 10.0}, "--link-gbps 10.0 with --transport cuda_ipc"),
-        ("cuda_ipc", {"link_latency_us": 1.0}, "--link-latency-us 1 with --transport cuda_ipc"),
-        ("cuda_ipc", {"gpu_streams": 2}, "--gpu-streams 2: only attention and experts on one"),
+        ("local", {"wait": "spin"}, "m2n.wait spin with --transport local"),
+        ("local", {"link_latency_us": 2.5}, "m2n.link_latency_us 2.5 with --transport local"),
+        ("local", {"link_gbps": 10.0}, "m2n.link_gbps 10.0 with --transport local"),
+        ("cuda_ipc", {"link_gbps": 10.0}, "m2n.link_gbps 10.0 with --transport cuda_ipc"),
+        ("cuda_ipc", {"link_latency_us": 1.0}, "m2n.link_latency_us 1 with --transport cuda_ipc"),
+        (
+            "cuda_ipc",
+            {"gpu_streams": 2},
+            "compute.gpu_streams 2: only attention and experts on one",
+        ),
         ("shm", {"layout": "split"}, "--layout split: a node on a GPU"),
-    ],
-)
-def test_options_that_would_mean_nothing_are_refused(
-    transport: str, options: dict[str, Any], flag: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"^{flag}"):
-        check("cuda:0", "cuda:0", transport, **options)
+    ]
+    for transport, options, flag in cases:
+        with pytest.raises(ConfigError, match=f"^{flag}"):
+            check("cuda:0", "cuda:0", transport, **options)
 
 
 def test_options_that_mean_something_are_not() -> None:

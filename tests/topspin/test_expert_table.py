@@ -38,21 +38,17 @@ def test_replicas_of_a_hot_expert_come_in_node_order() -> None:
     assert table.experts_of(0) == [(0, 2), (1,)]
 
 
-@pytest.mark.parametrize(
-    ("slots", "reason"),
-    [
+def test_a_broken_table_is_refused() -> None:
+    cases: list[tuple[tuple[tuple[tuple[int, ...], ...], ...], str]] = [
         ((((0, 1), (2,)), ((0, 1, 2),)), "layer 1 has 1 nodes"),
         ((((0, 1, 1), (2,)),), "layer 0 node 0: a second copy"),
         ((((0, 1), ()),), r"missing \[2\], unknown \[\]"),
         ((((0, 1), (2, 3)),), r"missing \[\], unknown \[3\]"),
         ((((0, 1), (2, -1)),), r"unknown \[-1\]"),
-    ],
-)
-def test_a_broken_table_is_refused(
-    slots: tuple[tuple[tuple[int, ...], ...], ...], reason: str
-) -> None:
-    with pytest.raises(ProtocolError, match=reason):
-        ExpertTable(version=1, num_experts=3, slots=slots).validate()
+    ]
+    for slots, reason in cases:
+        with pytest.raises(ProtocolError, match=reason):
+            ExpertTable(version=1, num_experts=3, slots=slots).validate()
 
 
 def test_a_model_without_experts_has_an_empty_table() -> None:
@@ -61,18 +57,15 @@ def test_a_model_without_experts_has_an_empty_table() -> None:
     assert table.num_nodes == 0
 
 
-@pytest.mark.parametrize(
-    ("num_experts", "num_nodes", "num_redundant"), [(4, 2, 1), (7, 3, 5), (4, 3, 8), (5, 2, 5)]
-)
-def test_redundant_slots_hold_second_copies_spread_over_the_nodes(
-    num_experts: int, num_nodes: int, num_redundant: int
-) -> None:
-    table = uniform_table(
-        num_layers=2, num_experts=num_experts, num_nodes=num_nodes, num_redundant=num_redundant
-    )
-    table.validate()
-    copies = [len(found) for found in table.replicas(1)]
-    assert sum(copies) == num_experts + num_redundant
-    assert max(copies) - min(copies) <= 1
-    sizes = [len(table.experts_of(node)[0]) for node in range(num_nodes)]
-    assert max(sizes) - min(sizes) <= 1
+def test_redundant_slots_hold_second_copies_spread_over_the_nodes() -> None:
+    cases: list[tuple[int, int, int]] = [(4, 2, 1), (7, 3, 5), (4, 3, 8), (5, 2, 5)]
+    for num_experts, num_nodes, num_redundant in cases:
+        table = uniform_table(
+            num_layers=2, num_experts=num_experts, num_nodes=num_nodes, num_redundant=num_redundant
+        )
+        table.validate()
+        copies = [len(found) for found in table.replicas(1)]
+        assert sum(copies) == num_experts + num_redundant
+        assert max(copies) - min(copies) <= 1
+        sizes = [len(table.experts_of(node)[0]) for node in range(num_nodes)]
+        assert max(sizes) - min(sizes) <= 1

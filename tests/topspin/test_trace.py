@@ -24,13 +24,14 @@ def test_stamps_come_out_as_they_went_in() -> None:
     assert before_ns <= first.t_ns <= second.t_ns <= time.monotonic_ns()
 
 
-@pytest.mark.parametrize("num_stamps", [0, 1, 4, 5, 6, 23])
-def test_a_full_ring_keeps_the_newest_in_order(num_stamps: int) -> None:
-    ring = Ring(5)
-    for number in range(num_stamps):
-        ring.stamp(Kind.ATTENTION, number)
-    layers = [stamp.layer for stamp in read_stamps(ring.dump())]
-    assert layers == list(range(num_stamps))[-5:]
+def test_a_full_ring_keeps_the_newest_in_order() -> None:
+    cases: list[int] = [0, 1, 4, 5, 6, 23]
+    for num_stamps in cases:
+        ring = Ring(5)
+        for number in range(num_stamps):
+            ring.stamp(Kind.ATTENTION, number)
+        layers = [stamp.layer for stamp in read_stamps(ring.dump())]
+        assert layers == list(range(num_stamps))[-5:]
 
 
 def test_a_dump_begins_where_asked() -> None:

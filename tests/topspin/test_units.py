@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topspin.errors import ConfigError
-from topspin.units import format_size, parse_size
+from topspin.units import format_size, parse_size, parse_switch
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
+def test_sizes_people_write() -> None:
+    cases: list[tuple[str, int]] = [
         ("1", 1),
         ("1000000", 1_000_000),
         ("2GiB", 2 * 1024**3),
@@ -24,24 +23,21 @@ from topspin.units import format_size, parse_size
         ("1.5k", 1500),
         (".5MiB", 512 * 1024),
         (" 4m ", 4_000_000),
-    ],
-)
-def test_sizes_people_write(text: str, size_bytes: int) -> None:
-    assert parse_size(text, option="--x") == size_bytes
+    ]
+    for text, size_bytes in cases:
+        assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "1.2.3", "1 2", "2XiB", "0", "0GiB", "nan", "1e9"]
-)
-def test_no_size_names_the_option_and_the_text(text: str) -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-memory") as raised:
-        parse_size(text, option="--kv-cache-memory")
-    assert repr(text) in str(raised.value)
+def test_no_size_names_the_text() -> None:
+    cases: list[str] = ["", "GiB", "-1GiB", "1.2.3", "1 2", "2XiB", "0", "0GiB", "nan", "1e9"]
+    for text in cases:
+        with pytest.raises(ConfigError) as raised:
+            parse_size(text)
+        assert repr(text) in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
+def test_sizes_are_printed_in_the_largest_whole_unit() -> None:
+    cases: list[tuple[int, str]] = [
         (0, "0 B"),
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
@@ -49,13 +45,18 @@ def test_no_size_names_the_option_and_the_text(text: str) -> None:
         (5 * 2**29, "2.5 GiB"),
         (2**40, "1.0 TiB"),
         (2**52, "4096.0 TiB"),
-    ],
-)
-def test_sizes_are_printed_in_the_largest_whole_unit(size_bytes: int, text: str) -> None:
-    assert format_size(size_bytes) == text
+    ]
+    for size_bytes, text in cases:
+        assert format_size(size_bytes) == text
 
 
 @given(st.integers(min_value=1, max_value=2**50))
 def test_a_printed_size_reads_back_to_a_twentieth_of_its_unit(size_bytes: int) -> None:
-    again = parse_size(format_size(size_bytes), option="--x")
+    again = parse_size(format_size(size_bytes))
     assert abs(again - size_bytes) <= 0.051 * max(1024, size_bytes)
+
+
+def test_a_switch_is_on_or_off() -> None:
+    assert (parse_switch("on"), parse_switch("off")) == (True, False)
+    with pytest.raises(ConfigError, match="'yes' is neither on nor off"):
+        parse_switch("yes")

@@ -102,11 +102,11 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    from topspin.cli.flags import ServeArguments, add_arguments
+    from topspin.cli.flags import add_arguments
     from topspin.cli.serve import serve
 
     add_arguments(parser)
-    parser.set_defaults(run=lambda parsed: serve(ServeArguments(**vars(parsed))))
+    parser.set_defaults(run=serve)
 
 
 def _add_pull(parser: argparse.ArgumentParser) -> None:

@@ -1,251 +1,287 @@
-"""`--layout auto`: measures a few layouts for some seconds and takes the fastest.
+"""`--layout auto`: measures the layouts of one attention and one expert node, and chooses.
 
-Owns the candidates, the choice, what is said about it, and the cache of choices (per model
-shape, dtype, topology, machine and versions, in the user's cache). What a candidate costs
-comes from topspin.launch.calibration_node, a process per candidate. Called by `topspin serve`
-before it starts anything; knows no roles.
+Owns the candidates, the choice, the line that explains it, and the cache of choices (per machine,
+model shape, settings and version, in the user's cache). A candidate is measured by
+topspin.launch.trial in processes of its own. Knows no tensors. Called by `topspin serve` before
+it starts anything.
+
+Separate processes are what Topspin is for (a node can be lost, moved or doubled), so one process
+must be MIN_GAIN faster. Nothing is measured, and the default holds, where there is nothing to
+choose or what can be measured says nothing (see _reason_against); nor if measuring fails.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
+import select
+import signal
 import subprocess
-import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
+from models.config import ModelConfig
 from models.hub import cache_root
 from topspin import __version__
-from topspin.config import EngineConfig
-from topspin.cores import CORES_VARIABLE, SPIN_COUNT, Layout, NodeCores, assign_cores
-from topspin.devices import CPU
+from topspin.config import EngineConfig, NodeConfig
+from topspin.cores import DEFAULT_LAYOUT, Between, LayoutChoice, node_environment, split_cores
 from topspin.errors import TopspinError
+from topspin.launch.engine import import_path, module_argv
+from topspin.process import PARENT_PID_VARIABLE
 
-CANDIDATE_TIMEOUT_S = 60.0
-# What a candidate must win by: within this, the simpler one (it comes first) is taken.
-_MARGIN = 0.03
-# Beside the usual count: long spins for a process that has the cores to itself or a share of
-# them, hardly any for those that take turns.
-_LONG_SPIN, _BRIEF_SPIN = 50_000, 300
+# The first candidate may have to compile kernels, which the nodes need anyway.
+FIRST_LIMIT_S = 20.0
+LIMIT_S = 5.0
+MIN_GAIN = 0.10
+# Within this the simpler candidate (the earlier one) is taken.
+MARGIN = 0.03
 # With so many cores, half as many threads are tried too: they may be halves of real cores.
-_MANY_CORES = 4
+MANY_CORES = 4
+# Beside experts this large a hand-over between processes takes no time, and taking turns on all
+# cores is best; reading them would take long.
+MAX_LAYER_BYTES = 256 * 2**20
 
-Between = Literal["local", "shm", "tcp"]
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One layout to try: where attention and experts run, and on which cores."""
-
-    layout: Layout
-    transport: Between
-    nodes: tuple[NodeCores, ...]
-
-    def __str__(self) -> str:
-        """Return what a person calls it."""
-        spin = f"OpenMP spin count {self.nodes[0].spin_count}"
-        if self.transport == "local":
-            return f"one process, {self.nodes[0].num_threads} threads, {spin}"
-        wait = "spin" if self.layout == "split" else "block"
-        threads = "+".join(str(node.num_threads) for node in self.nodes)
-        return f"{self.layout} cores over {self.transport}, {threads} threads, {wait}, {spin}"
-
-
-Measure = Callable[[EngineConfig, Candidate], float]
-
-
-def candidates(config: EngineConfig, cores: Sequence[int]) -> list[Candidate]:
-    """Return what may be chosen for `config`, the simplest first.
-
-    One process is only a candidate while --transport is auto and the topology is 1x1.
-    """
-    topology = config.topology
-    transport = config.m2n.transport
-    is_pair = (topology.attention_nodes, topology.expert_nodes) == (1, 1)
-    between: Between = "tcp" if transport == "tcp" else "shm"
-    found = []
-    for threads in _thread_counts(config.compute.num_threads, len(cores)):
-        [alone] = assign_cores("shared", num_nodes=1, cores=cores, num_threads=threads)
-        if transport == "auto" and is_pair:
-            for spin in _spin_counts(config, alone, _LONG_SPIN):
-                found.append(Candidate("shared", "local", (replace(alone, spin_count=spin),)))
-        for spin in _spin_counts(config, alone, _BRIEF_SPIN):
-            taking_turns = replace(alone, spin_count=spin)
-            found.append(Candidate("shared", between, (taking_turns, taking_turns)))
-    if topology.attention_nodes + topology.expert_nodes <= len(cores):
-        own = assign_cores(
-            "split", num_nodes=2, cores=cores, num_threads=config.compute.num_threads
-        )
-        for spin in _spin_counts(config, own[0], _LONG_SPIN):
-            nodes = tuple(replace(node, spin_count=spin) for node in own)
-            found.append(Candidate("split", between, nodes))
-    return found
-
-
-def _thread_counts(asked: int | None, num_cores: int) -> list[int]:
-    if asked is not None:
-        return [asked]
-    return [num_cores, num_cores // 2] if num_cores >= _MANY_CORES else [num_cores]
-
-
-def _spin_counts(config: EngineConfig, node: NodeCores, other: int) -> list[int]:
-    """Return the usual count and `other`; one thread waits for nobody."""
-    if config.compute.spin_count is not None:
-        return [config.compute.spin_count]
-    return [SPIN_COUNT, other] if node.num_threads > 1 else [SPIN_COUNT]
-
-
-def calibrate(
-    config: EngineConfig,
-    *,
-    emit: Callable[[str], None],
-    measure: Measure | None = None,
-    cores: Sequence[int] | None = None,
-    cache: Path | None = None,
-) -> EngineConfig:
-    """Return `config` with its layout (and transport, if auto) chosen; `emit` gets the reasons.
-
-    Without experts, with one core, and with transports that it cannot try, the layout is
-    "shared". A candidate that fails is left out; if all fail, too. So it is with a GPU: what is
-    measured here are cores.
-    """
-    if config.nodes.attention.is_device or config.nodes.experts.is_device:
-        emit("layout: shared (only nodes on the CPU have layouts to choose from)")
-        compute = msgspec.structs.replace(config.compute, layout="shared")
-        return msgspec.structs.replace(config, compute=compute)
-    cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
-    if config.m2n.transport in ("local", "nixl") or not config.topology.expert_nodes:
-        emit("layout: shared (nothing to choose)")
-        return _with(config, Candidate("shared", "shm", ()))
-    tried = candidates(config, cores)
-    cache = (cache_root() / "layouts.json") if cache is None else cache
-    key = _key(config, cores)
-    known = _read(cache)
-    if key in known and (chosen := _named(tried, known[key])) is not None:
-        emit(f"layout: {chosen} (measured before; remove {cache} to measure again)")
-        return _with(config, chosen)
-    times: dict[str, float] = {}
-    for candidate in tried:
-        try:
-            times[str(candidate)] = (measure or run_candidate)(config, candidate)
-        except TopspinError as error:
-            emit(f"layout: {candidate} is out: {error}")
-    if not times:
-        return _with(config, Candidate("shared", "shm", ()))
-    best = min(times.values())
-    chosen = next(c for c in tried if times.get(str(c), best * 2) <= best * (1 + _MARGIN))
-    for name, step_ms in times.items():
-        emit(f"layout: {name}: {step_ms:.2f} ms per trial step ({step_ms / best:.2f}x)")
-    emit(f"layout: {chosen} is taken")
-    _write(cache, known | {key: str(chosen)})
-    return _with(config, chosen)
+Settle = Callable[[LayoutChoice | None], EngineConfig]
+Measure = Callable[[Sequence["Candidate"]], list[float]]
 
 
 class CalibrationError(TopspinError):
     """A candidate could not be measured."""
 
 
-def run_candidate(config: EngineConfig, candidate: Candidate) -> float:
-    """Time `candidate` in a process of its own; returns milliseconds per trial step."""
-    first = candidate.nodes[0]
-    environment = {**os.environ, **first.environment(os.environ)}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(Path(__file__).resolve().parents[2]), environment.get("PYTHONPATH")])
-    )
-    argv = [
-        sys.executable,
-        "-P",
-        "-m",
-        "topspin.launch.calibration_node",
-        "--model",
-        config.model.path,
-    ]
-    argv += ["--dtype", "float32" if config.model.dtype == "float32" else "bfloat16"]
-    argv += ["--kernels", config.compute.kernels_on(CPU), "--transport", candidate.transport]
-    argv += ["--quantization", config.model.quantization]
-    if candidate.layout == "split":
-        expert = candidate.nodes[1].environment(os.environ)
-        argv += ["--expert-cores", expert[CORES_VARIABLE]]
+class Candidate(msgspec.Struct, frozen=True):
+    """A layout to try: what topspin.launch.trial is told. The cores are those of a split."""
+
+    choice: LayoutChoice
+    config: NodeConfig
+    attention_cores: tuple[int, ...] = ()
+    expert_cores: tuple[int, ...] = ()
+
+
+def choose_layout(
+    asked: EngineConfig,
+    model: ModelConfig,
+    settle: Settle,
+    *,
+    emit: Callable[[str], None],
+    measure: Measure | None = None,
+    cores: Sequence[int] | None = None,
+    cache: Path | None = None,
+) -> LayoutChoice | None:
+    """Return the layout for the settings `asked`, None for the default; `emit` gets one line.
+
+    `settle` gives the resolved settings of a choice (None: the default).
+    """
+    cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
+    choices = _choices(asked, len(cores))
+    if reason := _reason_against(settle(None), model, len(cores)):
+        emit(f"layout: {DEFAULT_LAYOUT}, the default ({reason})")
+        return None
+    cache = (cache_root() / "layouts.json") if cache is None else cache
+    key = _key(asked, cores)
+    known = _read(cache)
+    if (chosen := known.get(key)) is not None:
+        emit(f"layout: {_describe(chosen, cores)} (measured before: {cache})")
+        return chosen
+    started = time.monotonic()
     try:
-        done = subprocess.run(
-            argv,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=CANDIDATE_TIMEOUT_S,
+        times = (measure or measure_all)([_candidate(each, settle, cores) for each in choices])
+    except CalibrationError as error:
+        emit(f"layout: {DEFAULT_LAYOUT}, the default (not measured: {error})")
+        return None
+    chosen = _choose(dict(zip(choices, times, strict=True)))
+    took_s = time.monotonic() - started
+    others = [
+        f"{step_s / times[choices.index(chosen)]:.2f}x with {_describe(each, cores)}"
+        for each, step_s in zip(choices, times, strict=True)
+        if each != chosen
+    ]
+    against = f"; a step takes {', '.join(others)}" if others else ""
+    emit(f"layout: {_describe(chosen, cores)} (measured in {took_s:.1f} s{against})")
+    _write(cache, known | {key: chosen})
+    return chosen
+
+
+def _reason_against(config: EngineConfig, model: ModelConfig, num_cores: int) -> str | None:
+    """Return why nothing is to be measured."""
+    nodes = config.nodes
+    if nodes.attention.is_device or nodes.experts.is_device:
+        return "only nodes on the CPU are measured"
+    if (nodes.num_attention, nodes.num_experts) != (1, 1):
+        return "measured for one attention and one expert node only"
+    if config.m2n.transport not in ("shm", "tcp"):
+        return f"nothing to choose with --transport {config.m2n.transport}"
+    if config.m2n.link_latency_us or config.m2n.link_gbps:
+        return "the link is emulated"
+    if num_cores < 2:
+        return "one core"
+    if expert_layer_bytes(config.model.dtype, model) > MAX_LAYER_BYTES:
+        return "the experts are so large that hand-overs do not count"
+    return None
+
+
+def expert_layer_bytes(dtype: str, model: ModelConfig) -> int:
+    """Return the size of one layer's routed experts in `dtype`."""
+    assert model.moe is not None
+    weights = 3 * model.moe.num_experts * model.moe.intermediate_size * model.hidden_size
+    return weights * (4 if dtype == "float32" else 2)
+
+
+def _choices(asked: EngineConfig, num_cores: int) -> list[LayoutChoice]:
+    """Return the choices, the simplest first."""
+    transport: Between = "tcp" if asked.m2n.transport == "tcp" else "shm"
+    counts: list[int | None] = [None]
+    if num_cores >= MANY_CORES and asked.compute.num_threads is None:
+        counts.append(num_cores // 2)
+    choices = [LayoutChoice("shared", transport, threads) for threads in counts]
+    choices.append(LayoutChoice("split", transport))
+    # With --restart on the loss of one node must not be the loss of all.
+    if asked.m2n.transport == "auto" and not asked.failover.restart:
+        choices += [LayoutChoice("shared", "local", threads) for threads in counts]
+    return choices
+
+
+def _candidate(choice: LayoutChoice, settle: Settle, cores: Sequence[int]) -> Candidate:
+    config = settle(choice).for_node()
+    if choice.layout == "split":
+        return Candidate(choice, config, *split_cores(cores, 2))
+    return Candidate(choice, config)
+
+
+def _choose(times: dict[LayoutChoice, float]) -> LayoutChoice:
+    """Return the fastest; one process only if separate ones cost MIN_GAIN or more."""
+
+    def fastest(choices: list[LayoutChoice]) -> LayoutChoice:
+        best_s = min(times[choice] for choice in choices)
+        return next(choice for choice in choices if times[choice] <= best_s * (1 + MARGIN))
+
+    separate = fastest([choice for choice in times if choice.transport != "local"])
+    if alone := [choice for choice in times if choice.transport == "local"]:
+        best = fastest(alone)
+        if times[separate] >= times[best] * (1 + MIN_GAIN):
+            return best
+    return separate
+
+
+def _describe(choice: LayoutChoice, cores: Sequence[int]) -> str:
+    if choice.layout == "split":
+        threads = "+".join(str(len(share)) for share in split_cores(cores, 2))
+        return f"split, {threads} threads"
+    name = "one process" if choice.transport == "local" else choice.layout
+    return f"{name}, {choice.num_threads or len(cores)} threads"
+
+
+def measure_all(candidates: Sequence[Candidate]) -> list[float]:
+    """Return the seconds of a decode step of each candidate; raises CalibrationError.
+
+    They load side by side and are then measured one after the other.
+    """
+    with contextlib.ExitStack() as stack:
+        trials = [stack.enter_context(_Trial(candidates[0]))]
+        trials[0].wait_until_ready(time.monotonic() + FIRST_LIMIT_S)
+        deadline = time.monotonic() + LIMIT_S
+        trials += [stack.enter_context(_Trial(each)) for each in candidates[1:]]
+        for trial in trials[1:]:
+            trial.wait_until_ready(deadline)
+        return [trial.measure(deadline) for trial in trials]
+
+
+class _Trial:
+    """The processes that measure one candidate; a context manager that leaves none."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        compute = candidate.config.compute
+        environment = node_environment(
+            os.environ,
+            num_threads=compute.num_threads,
+            spin_count=compute.spin_count,
+            cores=candidate.attention_cores,
+            takes_turns=candidate.choice[:1] == ("shared",)
+            and candidate.choice.transport != "local",
         )
-        return float(json.loads(done.stdout)["step_ms"])
-    except subprocess.TimeoutExpired as error:
-        raise CalibrationError(f"no result in {CANDIDATE_TIMEOUT_S:.0f} s") from error
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr or "no output").strip().splitlines()[-1:]
-        raise CalibrationError(f"exit status {error.returncode}: {' '.join(last)}") from error
-    except (ValueError, KeyError) as error:
-        raise CalibrationError(f"unreadable result: {done.stdout!r}") from error
+        parent = {PARENT_PID_VARIABLE: str(os.getpid())}
+        self._process = subprocess.Popen(
+            module_argv("topspin.launch.trial"),
+            env={**os.environ, **import_path(os.environ), **environment, **parent},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        self._say(msgspec.json.encode(candidate))
+
+    def __enter__(self) -> _Trial:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+    def wait_until_ready(self, deadline: float) -> None:
+        """Return once it has loaded and done a first step."""
+        self._answer(deadline)
+
+    def measure(self, deadline: float) -> float:
+        """Have it measured; return the seconds of a step of the whole model."""
+        self._say(b"go")
+        return float(self._answer(deadline))
+
+    def _say(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the answer that does not come says why
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+
+    def _answer(self, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        left_s = max(0.0, deadline - time.monotonic())
+        if not select.select([self._process.stdout], [], [], left_s)[0]:
+            raise CalibrationError("it takes too long on this machine as it is now")
+        line = self._process.stdout.readline()
+        if not line:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            last = self._process.stderr.read().decode(errors="replace").strip().splitlines()
+            raise CalibrationError(last[-1] if last else "a trial ended without a word")
+        return line
 
 
-def _with(config: EngineConfig, chosen: Candidate) -> EngineConfig:
-    transport = config.m2n.transport
-    if transport == "auto":
-        transport = chosen.transport
-    compute = msgspec.structs.replace(config.compute, layout=chosen.layout)
-    if chosen.nodes:
-        first, threads = chosen.nodes[0], compute.num_threads
-        if chosen.layout == "shared" and first.num_threads < len(os.sched_getaffinity(0)):
-            threads = first.num_threads
-        compute = msgspec.structs.replace(compute, spin_count=first.spin_count, num_threads=threads)
-    return msgspec.structs.replace(
-        config,
-        compute=compute,
-        m2n=msgspec.structs.replace(config.m2n, transport=transport),
-    )
-
-
-def _named(tried: Sequence[Candidate], name: str) -> Candidate | None:
-    return next((candidate for candidate in tried if str(candidate) == name), None)
-
-
-def _key(config: EngineConfig, cores: Sequence[int]) -> str:
-    shapes = (Path(config.model.path) / "config.json").read_bytes()
+def _key(asked: EngineConfig, cores: Sequence[int]) -> str:
+    shapes = (Path(asked.model.path) / "config.json").read_bytes()
     facts = (
         hashlib.sha256(shapes).hexdigest(),
-        config.model.dtype,
-        config.model.quantization,
-        config.compute.kernels,
-        config.compute.num_threads,
-        config.compute.spin_count,
-        config.topology.attention_nodes,
-        config.topology.expert_nodes,
-        config.m2n.transport,
-        tuple(cores),
-        platform.node(),
-        platform.release(),
-        __version__,
+        (asked.model.dtype, asked.model.quantization),
+        (asked.m2n, asked.compute, asked.failover.restart),
+        sorted((name, value) for name, value in os.environ.items() if name.startswith("OMP_")),
+        (tuple(cores), _processor(), platform.release(), __version__),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def _read(cache: Path) -> dict[str, str]:
+def _processor() -> str:
+    """Return the processor's name: hosts that share a cache directory may differ."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith("model name")), "")
+    return ""
+
+
+def _read(cache: Path) -> dict[str, LayoutChoice]:
     try:
-        return msgspec.json.decode(cache.read_bytes(), type=dict[str, str])
+        return msgspec.json.decode(cache.read_bytes(), type=dict[str, LayoutChoice])
     except (OSError, msgspec.DecodeError):
         return {}
 
 
-def _write(cache: Path, choices: dict[str, str]) -> None:
-    try:
+def _write(cache: Path, choices: dict[str, LayoutChoice]) -> None:
+    with contextlib.suppress(OSError):  # without a cache the next start measures again
         cache.parent.mkdir(parents=True, exist_ok=True)
         fresh = cache.with_name(f"{cache.name}.{os.getpid()}")
         fresh.write_text(json.dumps(choices, indent=1) + "\n")
         fresh.replace(cache)
-    except OSError:
-        # Without a cache the next start measures again.
-        return

@@ -19,7 +19,8 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ import msgspec
 
 import topspin
 from topspin.config import EngineConfig
-from topspin.cores import SPIN_COUNT, assign_cores
+from topspin.cores import node_environment, split_cores
 from topspin.errors import EngineError
 from topspin.launch.display import Display, open_display
 from topspin.launch.supervisor import RoleCommand, Supervisor
@@ -63,7 +64,7 @@ def role_commands(context: LaunchContext) -> list[RoleCommand]:
     config_path = ("--config", f"/dev/fd/{context.config_fd}")
     scheduler = RoleCommand(
         name="scheduler",
-        argv=_module(
+        argv=module_argv(
             "server.scheduler",
             *config_path,
             "--control",
@@ -71,13 +72,13 @@ def role_commands(context: LaunchContext) -> list[RoleCommand]:
             "--dead-fd",
             str(context.dead_fd),
         ),
-        environment=_import_path(os.environ),
+        environment=import_path(os.environ),
         pass_fds=(context.config_fd, context.dead_fd),
         part="coordinator",
     )
     gateway = RoleCommand(
         name="gateway",
-        argv=_module(
+        argv=module_argv(
             "server.gateway",
             *config_path,
             "--control",
@@ -85,7 +86,7 @@ def role_commands(context: LaunchContext) -> list[RoleCommand]:
             "--port-fd",
             str(context.port_fd),
         ),
-        environment=_import_path(os.environ),
+        environment=import_path(os.environ),
         pass_fds=(context.config_fd, context.port_fd),
         part="front",
     )
@@ -99,7 +100,7 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
     environment = environments[0]
     common = ("--control", context.control, "--model", config.model.path)
     if config.m2n.transport == "local":
-        argv = _module(
+        argv = module_argv(
             "topspin.launch.local_node",
             *common,
             "--attention-nodes",
@@ -112,7 +113,7 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
     experts = [
         RoleCommand(
             name=f"expert {index}",
-            argv=_module(
+            argv=module_argv(
                 "expert_nodes",
                 *common,
                 *("--index", str(index), "--transport", config.m2n.transport),
@@ -125,7 +126,7 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
     attention = [
         RoleCommand(
             name=f"attention {index}",
-            argv=_module("attention_nodes", *common, "--index", str(index), *watched),
+            argv=module_argv("attention_nodes", *common, "--index", str(index), *watched),
             environment=environments[index],
         )
         for index in range(topology.attention_nodes)
@@ -136,53 +137,40 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
 def _node_environments(config: EngineConfig) -> list[dict[str, str]]:
     """Return what each node inherits: the attention nodes first, then the expert nodes.
 
-    A node on a device computes nothing on the host but while it loads, so it takes no place
-    among those that share the cores: its threads are not bound and its heap is the usual one.
+    A node on a device takes no place among those that share the cores: it computes nothing on
+    the host except while it loads.
     """
-    nodes = config.nodes
-    if config.m2n.transport == "local":
-        on_device = nodes.attention.is_device and (nodes.share_a_device or not nodes.num_experts)
-        alone = _shared_environment(config, alone=True, on_device=on_device)
-        return [alone] * (nodes.num_attention + nodes.num_experts)
-    if config.compute.layout == "split":
-        return _split_environments(config)
-    attention, experts = (
-        _shared_environment(config, alone=place.is_device, on_device=place.is_device)
-        for place in (nodes.attention, nodes.experts)
-    )
-    return [attention] * nodes.num_attention + [experts] * nodes.num_experts
-
-
-def _shared_environment(config: EngineConfig, *, alone: bool, on_device: bool) -> dict[str, str]:
-    spin_count = config.compute.spin_count
-    openmp = openmp_environment(
-        config.compute.num_threads,
+    nodes, compute = config.nodes, config.compute
+    node = partial(
+        node_environment,
         os.environ,
-        alone=alone,
-        spin_count=SPIN_COUNT if spin_count is None else spin_count,
+        num_threads=compute.num_threads,
+        spin_count=compute.spin_count,
     )
-    heap = {} if on_device else heap_environment(os.environ)
-    return {**_import_path(os.environ), **heap, **openmp}
+    num_nodes = nodes.num_attention + nodes.num_experts
+    if config.m2n.transport == "local":
+        is_attention_alone = nodes.share_a_device or not nodes.num_experts
+        environments = [
+            node(on_device=nodes.attention.is_device and is_attention_alone)
+        ] * num_nodes
+    elif compute.layout == "split":
+        shares = split_cores(sorted(os.sched_getaffinity(0)), num_nodes)
+        environments = [node(cores=share) for share in shares]
+    else:
+        attention, experts = (
+            node(takes_turns=not place.is_device, on_device=place.is_device)
+            for place in (nodes.attention, nodes.experts)
+        )
+        environments = [attention] * nodes.num_attention + [experts] * nodes.num_experts
+    return [{**import_path(os.environ), **environment} for environment in environments]
 
 
-def _split_environments(config: EngineConfig) -> list[dict[str, str]]:
-    num_nodes = config.topology.attention_nodes + config.topology.expert_nodes
-    threads, spin_count = config.compute.num_threads, config.compute.spin_count
-    cores = sorted(os.sched_getaffinity(0))
-    assigned = assign_cores("split", num_nodes=num_nodes, cores=cores, num_threads=threads)
-    count = SPIN_COUNT if spin_count is None else spin_count
-    common = {**_import_path(os.environ), **heap_environment(os.environ)}
-    return [
-        {**common, **replace(node, spin_count=count).environment(os.environ)} for node in assigned
-    ]
-
-
-def _module(name: str, *arguments: str) -> tuple[str, ...]:
+def module_argv(name: str, *arguments: str) -> tuple[str, ...]:
     # -P: a folder called `models` or `server` in the user's directory is not ours.
     return (sys.executable, "-P", "-m", name, *arguments)
 
 
-def _import_path(environment: Mapping[str, str]) -> dict[str, str]:
+def import_path(environment: Mapping[str, str]) -> dict[str, str]:
     """Return PYTHONPATH such that roles import the folders beside this package.
 
     A source checkout is put first (an editable install would come after site-packages);
@@ -192,44 +180,6 @@ def _import_path(environment: Mapping[str, str]) -> dict[str, str]:
     if root == Path(sysconfig.get_path("purelib")).resolve():
         return {}
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH")]))}
-
-
-def heap_environment(user: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of a node's heap; what the user has set in `user` stays.
-
-    Decoding reads all weights in every step: on huge pages that takes 5 to 10 % less time.
-    glibc asks for them in its heap only, so large blocks are taken from there too; and the
-    heap is not given back and faulted in anew with every large temporary.
-    """
-    if "GLIBC_TUNABLES" in user:
-        return {}
-    tunables = ("hugetlb=1", f"mmap_threshold={2**30}", f"trim_threshold={2**28}")
-    return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in tunables)}
-
-
-def openmp_environment(
-    num_threads: int | None,
-    user: Mapping[str, str],
-    *,
-    alone: bool = False,
-    spin_count: int = SPIN_COUNT,
-) -> dict[str, str]:
-    """Return the OpenMP settings of a node; what the user has set in `user` stays.
-
-    Nodes of one host use the same cores and take turns. libgomp's default is to spin for
-    milliseconds after each parallel region, on cores that the peer then needs: a step
-    becomes several times slower. Short spins and threads bound to cores measured best.
-    Nodes with fewer threads than cores are not bound (all would get the same first cores),
-    nor is a process that computes `alone`: it had better evade what else runs.
-    `num_threads` None: all cores that this process may use.
-    """
-    num_cores = len(os.sched_getaffinity(0))
-    threads = str(num_threads) if num_threads else user.get("OMP_NUM_THREADS", str(num_cores))
-    settings = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": str(spin_count)}
-    if threads == str(num_cores) and not alone:
-        settings |= {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
-    flags = {"OMP_NUM_THREADS"} if num_threads else set()
-    return {name: value for name, value in settings.items() if name in flags or name not in user}
 
 
 def launch(

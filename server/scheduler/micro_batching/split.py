@@ -11,7 +11,7 @@ from heapq import heapify, heapreplace
 from typing import NamedTuple
 
 from server.scheduler.micro_batching.cost import CostModel
-from topspin.limits import MAX_MICRO_BATCHES
+from topspin.config import MAX_MICRO_BATCHES
 
 # A new number of micro-batches must be this much faster than the one in use. With TIE it bounds
 # what staying may cost (3 %); fitted times move less than this when the load does not.

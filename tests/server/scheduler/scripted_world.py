@@ -78,7 +78,9 @@ class World:
     def __init__(self, *, transport: Transport = "shm", facts: EngineFacts = FACTS) -> None:
         config = msgspec.structs.replace(
             make_config(num_nodes=2),
-            topology=TopologySection(attention_nodes=2, expert_nodes=2),
+            topology=TopologySection(
+                attention_nodes=2, expert_nodes=2 if facts.num_moe_layers else 0
+            ),
             m2n=M2NSection(transport=transport, deadline_s=30.0),
         )
         self.channel = FakeChannel()

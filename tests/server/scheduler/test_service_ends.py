@@ -162,7 +162,7 @@ def test_a_silent_node_ends_the_engine_and_is_named() -> None:
     assert (failed.code, failed.status) == ("node_lost", 503)
     assert failed.message == (
         "attention 0: it has not got on with step 1 for 21.0 s, although it is connected "
-        "(--progress-deadline 20)"
+        "(failover.progress_deadline_s 20)"
     )
 
 

@@ -51,7 +51,7 @@ def test_the_one_that_says_nothing_is_dead_after_the_limit_and_a_tick() -> None:
     assert verdict.silent_s == SILENT_S + TICK_S
     assert world.now == 100.0 + SILENT_S + TICK_S
     assert "step 7" in verdict.reason
-    assert "--progress-deadline 5" in verdict.reason
+    assert "failover.progress_deadline_s 5" in verdict.reason
 
 
 @pytest.mark.parametrize("state", ["working", "waiting"])

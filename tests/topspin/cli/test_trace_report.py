@@ -96,7 +96,7 @@ def play(
     return Trace(query_id=1, nodes=tuple(n.trace() for n in [*attention, *experts])), round(took)
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize(("t_a", "t_e", "t_c"), [(1000, 1000, 100), (700, 1900, 400)])
 def test_times_come_out_as_they_went_in(m: int, t_a: int, t_e: int, t_c: int) -> None:
     trace, took_ns = play(
@@ -124,7 +124,7 @@ def test_times_come_out_as_they_went_in(m: int, t_a: int, t_e: int, t_c: int) ->
 
 
 @pytest.mark.parametrize(("num_attention", "num_experts"), [(1, 3), (2, 2), (3, 1)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 def test_what_if_equals_playing_with_the_peer_made_average(
     num_attention: int, num_experts: int, seed: int
 ) -> None:

@@ -1,249 +1,176 @@
-"""The layout: who gets which cores, and how `auto` chooses, remembers and explains."""
+"""`--layout auto`: what is tried, how it is chosen, remembered and explained."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from m2n_comm.net import wait_policy
+from models.config import load_model_config
 from tests.checkpoints import make_checkpoint
-from tests.topspin.launch.roles import ROOT
-from topspin.config import (
-    ComputeSection,
-    EngineConfig,
-    M2NSection,
-    ModelSection,
-    TopologySection,
-)
-from topspin.cores import CORES_VARIABLE, assign_cores
-from topspin.errors import ConfigError
-from topspin.launch.calibrate import (
-    CalibrationError,
-    Candidate,
-    calibrate,
-    candidates,
-    run_candidate,
-)
-from topspin.launch.engine import LaunchContext, role_commands
-from topspin.resolve import resolve
+from topspin.cli.serve import resolve_for
+from topspin.config import EngineConfig, FailoverSection, M2NSection, ModelSection, TopologySection
+from topspin.cores import LayoutChoice
+from topspin.launch import calibrate
+from topspin.launch.calibrate import CalibrationError, Candidate, choose_layout, measure_all
+
+SHARED = LayoutChoice("shared", "shm")
+SPLIT = LayoutChoice("split", "shm")
+ALONE = LayoutChoice("shared", "local")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("calibrate") / "tiny"
-    make_checkpoint(path, "mixtral")
-    return path
+    return make_checkpoint(tmp_path_factory.mktemp("calibrate") / "tiny", "mixtral")
 
 
-def config_of(path: Path, **m2n: Any) -> EngineConfig:
-    return EngineConfig(
-        model=ModelSection(path=str(path), dtype="float32"),
-        compute=ComputeSection(layout="auto"),
-        m2n=M2NSection(**m2n),
-    )
+class Chooser:
+    """Chooses with made-up times; keeps what was measured and said."""
+
+    def __init__(self, checkpoint: Path, cache: Path, times: dict[LayoutChoice, float]) -> None:
+        self.lines: list[str] = []
+        self.tried: list[LayoutChoice] = []
+        self._path = checkpoint
+        self._cache = cache
+        self._times = times
+
+    def choose(self, *, cores: Sequence[int] = (0, 1), **sections: Any) -> LayoutChoice | None:
+        model = load_model_config(self._path)
+        asked = EngineConfig(model=ModelSection(path=str(self._path)), **sections)
+        return choose_layout(
+            asked,
+            model,
+            lambda choice: resolve_for(asked, model, measured=choice),
+            emit=self.lines.append,
+            measure=self._measure,
+            cores=cores,
+            cache=self._cache / "layouts.json",
+        )
+
+    def _measure(self, candidates: Sequence[Candidate]) -> list[float]:
+        self.tried += [each.choice for each in candidates]
+        return [self._times.get(each.choice, 9.0) for each in candidates]
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "cores", "want"),
+    ("times", "want"),
     [
-        (2, (0, 1), [(0,), (1,)]),
-        (2, (7, 1, 3, 5, 9), [(1, 3), (5, 7, 9)]),
-        (3, (0, 1, 2, 3), [(0,), (1,), (2, 3)]),
+        ({SHARED: 1.0, SPLIT: 2.0, ALONE: 0.92}, SHARED),
+        ({SHARED: 1.0, SPLIT: 2.0, ALONE: 0.90}, ALONE),
+        ({SHARED: 1.02, SPLIT: 1.0, ALONE: 1.0}, SHARED),
+        ({SHARED: 1.1, SPLIT: 1.0, ALONE: 1.0}, SPLIT),
     ],
 )
-def test_a_split_gives_every_core_to_one_node(
-    num_nodes: int, cores: tuple[int, ...], want: list[tuple[int, ...]]
+def test_one_process_must_be_a_tenth_faster_and_the_simpler_one_wins_a_tie(
+    checkpoint: Path, tmp_path: Path, times: dict[LayoutChoice, float], want: LayoutChoice
 ) -> None:
-    got = assign_cores("split", num_nodes=num_nodes, cores=cores, num_threads=None)
-    assert [node.cores for node in got] == want
-    assert [node.num_threads for node in got] == [len(share) for share in want]
+    assert Chooser(checkpoint, tmp_path, times).choose() == want
 
 
-def test_a_split_with_too_few_cores_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--layout split: 3 nodes on 2 cores"):
-        assign_cores("split", num_nodes=3, cores=(0, 1), num_threads=None)
-
-
-def test_the_users_own_openmp_settings_stay() -> None:
-    node = assign_cores("split", num_nodes=2, cores=(0, 1), num_threads=None)[1]
-    assert node.environment({"OMP_NUM_THREADS": "5"}) == {
-        CORES_VARIABLE: "1",
-        "GOMP_SPINCOUNT": "3000",
-    }
-
-
-def test_auto_takes_the_fastest_says_why_and_remembers(checkpoint: Path, tmp_path: Path) -> None:
-    times = {"local": 3.0, "shared": 2.0, "split": 1.0}
-    lines: list[str] = []
-    measured: list[str] = []
-
-    def measure(config: EngineConfig, candidate: Candidate) -> float:
-        name = candidate.transport if candidate.transport == "local" else candidate.layout
-        measured.append(name)
-        return times[name]
-
-    def run() -> EngineConfig:
-        return calibrate(
-            config_of(checkpoint),
-            emit=lines.append,
-            measure=measure,
-            cores=(0, 1),
-            cache=tmp_path / "layouts.json",
-        )
-
-    first = run()
-    assert (first.compute.layout, first.m2n.transport) == ("split", "shm")
-    # Two spin counts each, but for the split's single threads.
-    assert measured == ["local", "local", "shared", "shared", "split"]
-    assert any("2.00 ms per trial step (2.00x)" in line for line in lines)
-    assert "split cores over shm, 1+1 threads, spin, OpenMP spin count 3000 is taken" in lines[-1]
-    assert run() == first
-    assert len(measured) == 5
-    assert "measured before" in lines[-1]
-
-
-def test_within_the_margin_the_simpler_one_wins(checkpoint: Path, tmp_path: Path) -> None:
-    chosen = calibrate(
-        config_of(checkpoint),
-        emit=lambda line: None,
-        measure=lambda config, candidate: 1.02 if candidate.transport == "local" else 1.0,
-        cores=(0, 1),
-        cache=tmp_path / "layouts.json",
+def test_a_choice_is_explained_in_a_line_and_remembered(checkpoint: Path, tmp_path: Path) -> None:
+    chooser = Chooser(checkpoint, tmp_path, {SHARED: 1.0, SPLIT: 1.31, ALONE: 0.95})
+    assert chooser.choose() == chooser.choose() == SHARED
+    assert chooser.tried == [SHARED, SPLIT, ALONE]
+    first, second = chooser.lines
+    assert first.startswith("layout: shared, 2 threads (measured in 0.")
+    assert first.endswith(
+        "s; a step takes 1.31x with split, 1+1 threads, 0.95x with one process, 2 threads)"
     )
-    assert (chosen.compute.layout, chosen.m2n.transport) == ("shared", "local")
+    assert second == f"layout: shared, 2 threads (measured before: {tmp_path}/layouts.json)"
+    # Of other settings, or on other cores, nothing is known.
+    chooser.choose(m2n=M2NSection(transport="shm"))
+    chooser.choose(cores=(0, 1, 2))
+    assert chooser.tried[3:] == [SHARED, SPLIT, SHARED, SPLIT, ALONE]
 
 
-def test_a_candidate_that_fails_is_left_out(checkpoint: Path, tmp_path: Path) -> None:
-    lines: list[str] = []
-
-    def measure(config: EngineConfig, candidate: Candidate) -> float:
-        if candidate.layout == "split":
-            raise CalibrationError("it broke")
-        return 5.0
-
-    chosen = calibrate(
-        config_of(checkpoint, transport="tcp"),
-        emit=lines.append,
-        measure=measure,
-        cores=(0, 1),
-        cache=tmp_path / "layouts.json",
-    )
-    assert (chosen.compute.layout, chosen.m2n.transport) == ("shared", "tcp")
-    assert any("is out: it broke" in line for line in lines)
-
-
-def test_only_what_fits_is_tried(checkpoint: Path) -> None:
-    config = config_of(checkpoint)
-    assert [(c.layout, c.transport) for c in candidates(config, (0,))] == [
-        ("shared", "local"),
-        ("shared", "shm"),
+def test_many_cores_are_tried_by_halves_too(checkpoint: Path, tmp_path: Path) -> None:
+    chooser = Chooser(checkpoint, tmp_path, {LayoutChoice("shared", "shm", 4): 1.0})
+    chosen = chooser.choose(cores=range(8))
+    assert chosen == LayoutChoice("shared", "shm", 4)
+    assert chooser.tried == [
+        *(LayoutChoice("shared", "shm", threads) for threads in (None, 4)),
+        SPLIT,
+        *(LayoutChoice("shared", "local", threads) for threads in (None, 4)),
     ]
-    two_cores = candidates(config_of(checkpoint, transport="tcp"), (0, 1))
-    assert [(c.layout, c.transport) for c in two_cores] == [
-        ("shared", "tcp"),
-        ("shared", "tcp"),
-        ("split", "tcp"),
+    assert chooser.lines[0].startswith("layout: shared, 4 threads ")
+
+
+def test_nodes_that_restart_are_processes_of_their_own(checkpoint: Path, tmp_path: Path) -> None:
+    chooser = Chooser(checkpoint, tmp_path, {ALONE: 0.1})
+    chooser.choose(failover=FailoverSection(restart=True))
+    assert chooser.tried == [SHARED, SPLIT]
+
+
+@pytest.mark.parametrize(
+    ("sections", "cores", "reason"),
+    [
+        ({"topology": TopologySection(expert_nodes=2)}, (0, 1), "measured for one attention and"),
+        ({"m2n": M2NSection(transport="local")}, (0, 1), "nothing to choose with --transport"),
+        ({"m2n": M2NSection(link_latency_us=5)}, (0, 1), "the link is emulated"),
+        ({}, (0,), "one core"),
+    ],
+)
+def test_the_default_holds_where_nothing_is_measured(
+    checkpoint: Path, tmp_path: Path, sections: Any, cores: Sequence[int], reason: str
+) -> None:
+    chooser = Chooser(checkpoint, tmp_path, {})
+    assert chooser.choose(cores=cores, **sections) is None
+    [line] = chooser.lines
+    assert line.startswith(f"layout: shared, the default ({reason}")
+
+
+def test_gpus_and_large_experts_are_not_measured(checkpoint: Path) -> None:
+    model = load_model_config(checkpoint)
+    config = resolve_for(EngineConfig(model=ModelSection(path=str(checkpoint))), model)
+    gpu = msgspec.structs.replace(config.compute, attention_device="cuda", kernels="triton")
+    on_gpu = msgspec.structs.replace(config, compute=gpu)
+    assert "only nodes on the CPU" in str(calibrate._reason_against(on_gpu, model, 2))
+    assert calibrate._reason_against(config, model, 2) is None
+    assert model.moe is not None
+    large = replace(model, moe=replace(model.moe, num_experts=10**5))
+    assert "so large" in str(calibrate._reason_against(config, large, 2))
+
+
+def test_a_trial_that_fails_leaves_the_default_and_is_not_remembered(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    chooser = Chooser(checkpoint, tmp_path, {})
+
+    def fail(candidates: Sequence[Candidate]) -> list[float]:
+        raise CalibrationError("it broke")
+
+    chooser._measure = fail  # type: ignore[method-assign]
+    assert chooser.choose() is None
+    assert chooser.lines == ["layout: shared, the default (not measured: it broke)"]
+    assert not list(tmp_path.iterdir())
+
+
+def candidates(path: Path, *choices: LayoutChoice) -> list[Candidate]:
+    asked = EngineConfig(model=ModelSection(path=str(path)))
+    model = load_model_config(path)
+    cores = sorted(os.sched_getaffinity(0))
+    return [
+        calibrate._candidate(each, lambda choice: resolve_for(asked, model, measured=choice), cores)
+        for each in choices
     ]
 
 
-def test_threads_and_spin_counts_are_tried_and_carried_out(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    config = config_of(checkpoint)
-    tried = {
-        (c.transport, c.layout, n.num_threads, n.spin_count)
-        for c in candidates(config, range(8))
-        for n in c.nodes
-    }
-    assert tried == {
-        *(("local", "shared", threads, spin) for threads in (8, 4) for spin in (3000, 50_000)),
-        *(("shm", "shared", threads, spin) for threads in (8, 4) for spin in (3000, 300)),
-        *(("shm", "split", 4, spin) for spin in (3000, 50_000)),
-    }
-
-    def measure(config: EngineConfig, candidate: Candidate) -> float:
-        node = candidate.nodes[0]
-        is_best = (candidate.layout, node.num_threads, node.spin_count) == ("shared", 4, 300)
-        return 1.0 if is_best else 2.0
-
-    chosen = calibrate(
-        config, emit=lambda line: None, measure=measure, cores=range(8), cache=tmp_path / "layouts"
-    )
-    assert (chosen.compute.num_threads, chosen.compute.spin_count) == (4, 300)
-    context = LaunchContext(
-        config=resolve(
-            chosen, checkpoint_dtype="float32", max_position_embeddings=64, num_experts=4
-        ),
-        control="ipc://@x",
-        config_fd=3,
-        port_fd=4,
-        dead_fd=5,
-    )
-    [expert] = [c for c in role_commands(context) if c.name == "expert 0"]
-    assert expert.environment["OMP_NUM_THREADS"] == "4"
-    assert expert.environment["GOMP_SPINCOUNT"] == "300"
+def test_real_candidates_are_timed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "FIRST_LIMIT_S", 60.0)
+    monkeypatch.setattr(calibrate, "LIMIT_S", 60.0)
+    tried = [SHARED, ALONE, *([SPLIT] if len(os.sched_getaffinity(0)) > 1 else [])]
+    for step_s in measure_all(candidates(checkpoint, *tried)):
+        assert 0 < step_s < 10
 
 
-def test_a_split_pins_nodes_and_lets_them_spin(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    config = resolve(
-        EngineConfig(
-            model=ModelSection(path=str(checkpoint)),
-            topology=TopologySection(attention_nodes=1, expert_nodes=2),
-            compute=ComputeSection(layout="split"),
-        ),
-        checkpoint_dtype="float32",
-        max_position_embeddings=64,
-        num_experts=4,
-    )
-    assert wait_policy(config.for_node()) == "spin"
-    context = LaunchContext(config=config, control="ipc://@x", config_fd=3, port_fd=4, dead_fd=5)
-    cores = {
-        command.name: command.environment.get(CORES_VARIABLE) for command in role_commands(context)
-    }
-    assert cores == {
-        "scheduler": None,
-        "expert 0": "1",
-        "expert 1": "2,3",
-        "attention 0": "0",
-        "gateway": None,
-    }
-
-
-def test_a_process_moves_to_its_cores() -> None:
-    first = min(os.sched_getaffinity(0))
-    code = (
-        "import os; from topspin.cores import take_cores; take_cores(); "
-        "print(os.sched_getaffinity(0))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, CORES_VARIABLE: str(first)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == str({first})
-
-
-def test_a_real_candidate_is_timed(checkpoint: Path) -> None:
-    config = config_of(checkpoint)
-    tried = candidates(config, sorted(os.sched_getaffinity(0)))
-    between = next(c for c in tried if c.transport == "shm")
-    assert 0 < run_candidate(config, between) < 10_000
-
-
-def test_a_candidate_that_cannot_run_says_why(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "nothing")
-    node = tuple(assign_cores("shared", num_nodes=1, cores=(0,), num_threads=1))
-    with pytest.raises(CalibrationError, match="exit status 1"):
-        run_candidate(config, Candidate("shared", "local", node))
+def test_a_candidate_that_cannot_run_says_why(checkpoint: Path) -> None:
+    [candidate] = candidates(checkpoint, ALONE)
+    nowhere = msgspec.structs.replace(candidate.config.model, path="/nowhere")
+    config = msgspec.structs.replace(candidate.config, model=nowhere)
+    with pytest.raises(CalibrationError, match="/nowhere"):
+        measure_all([msgspec.structs.replace(candidate, config=config)])

@@ -27,14 +27,13 @@ from topspin.config import (
     TopologySection,
     Transport,
 )
+from topspin.cores import CORES_VARIABLE, Layout
 from topspin.errors import EngineError
 from topspin.launch.engine import (
     LaunchContext,
     RoleTable,
     gateway_url,
-    heap_environment,
     launch,
-    openmp_environment,
     role_commands,
 )
 from topspin.launch.supervisor import RoleCommand
@@ -85,13 +84,17 @@ def engine(
     experts: int = 2,
     threads: int | None = None,
     devices: tuple[str, str] = ("cpu", "cpu"),
+    layout: Layout = "shared",
 ) -> EngineConfig:
     config = EngineConfig(
         model=ModelSection(path="/models/it's tiny", served_names=("it's tiny",)),
         topology=TopologySection(attention_nodes=attention, expert_nodes=experts),
         m2n=M2NSection(transport=transport),
         compute=ComputeSection(
-            num_threads=threads, attention_device=devices[0], expert_device=devices[1]
+            num_threads=threads,
+            attention_device=devices[0],
+            expert_device=devices[1],
+            layout=layout,
         ),
         gateway=GatewaySection(port=0),
     )
@@ -386,35 +389,6 @@ def test_a_folder_called_kernels_where_topspin_is_started_is_not_taken(tmp_path:
     assert answer.stdout.strip() == str(ROOT / "kernels" / "__init__.py")
 
 
-def test_openmp_settings_of_nodes() -> None:
-    cores = str(len(os.sched_getaffinity(0)))
-    assert openmp_environment(None, {}) == {
-        "OMP_NUM_THREADS": cores,
-        "OMP_PROC_BIND": "close",
-        "OMP_PLACES": "threads",
-        "GOMP_SPINCOUNT": "3000",
-    }
-
-
-def test_what_the_user_has_set_for_openmp_stays_unless_a_flag_says_otherwise() -> None:
-    cores = str(len(os.sched_getaffinity(0)))
-    user = {"OMP_NUM_THREADS": cores, "GOMP_SPINCOUNT": "0"}
-    assert openmp_environment(None, user) == {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}
-    assert openmp_environment(1000, user)["OMP_NUM_THREADS"] == "1000"
-
-
-def test_nodes_that_leave_cores_free_are_not_bound_to_the_same_ones() -> None:
-    fewer = {"OMP_NUM_THREADS": "1000", "GOMP_SPINCOUNT": "3000"}
-    assert openmp_environment(1000, {}) == fewer
-    assert openmp_environment(None, {"OMP_NUM_THREADS": "1000"}) == {"GOMP_SPINCOUNT": "3000"}
-
-
-def test_one_process_for_all_nodes_is_not_bound() -> None:
-    cores = str(len(os.sched_getaffinity(0)))
-    expected = {"OMP_NUM_THREADS": cores, "GOMP_SPINCOUNT": "3000"}
-    assert openmp_environment(None, {}, alone=True) == expected
-
-
 def test_only_nodes_get_openmp_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     context = LaunchContext(
@@ -437,7 +411,21 @@ def test_only_nodes_get_heaps_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> 
         tunables = command.environment.get("GLIBC_TUNABLES", "")
         is_node = command.name not in ("scheduler", "gateway")
         assert ("glibc.malloc.hugetlb=1" in tunables.split(":")) == is_node
-    assert heap_environment({"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}) == {}
+
+
+def test_a_split_pins_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    config = engine(layout="split")
+    assert config.m2n.wait == "spin"
+    context = LaunchContext(config=config, control="c", config_fd=7, port_fd=8, dead_fd=9)
+    cores = {c.name: c.environment.get(CORES_VARIABLE) for c in role_commands(context)}
+    assert cores == {
+        "scheduler": None,
+        "expert 0": "1",
+        "expert 1": "2,3",
+        "attention 0": "0",
+        "gateway": None,
+    }
 
 
 @pytest.mark.parametrize(
@@ -467,15 +455,13 @@ def test_nodes_on_a_gpu_leave_cores_and_huge_pages_to_those_on_the_cpu(
     assert bound == on_cpu - {"local node"}
 
 
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
+def test_the_address_shown_can_be_reached_from_here() -> None:
+    cases: list[tuple[str, str]] = [
         ("127.0.0.1", "http://127.0.0.1:81"),
         ("0.0.0.0", "http://127.0.0.1:81"),
         ("::", "http://[::1]:81"),
         ("::1", "http://[::1]:81"),
         ("localhost", "http://localhost:81"),
-    ],
-)
-def test_the_address_shown_can_be_reached_from_here(host: str, url: str) -> None:
-    assert gateway_url(host, 81) == url
+    ]
+    for host, url in cases:
+        assert gateway_url(host, 81) == url

@@ -62,7 +62,7 @@ def fetch(url: str, seconds: float) -> Trace:
 def describe(report: Report | None, lanes: Sequence[Lane]) -> str:
     """Return the report as text."""
     if report is None:
-        return "no whole step was recorded: was the engine idle, or started with --no-trace?"
+        return "no whole step was recorded: was the engine idle, or started without trace.enabled?"
     lines = [
         f"{report.num_steps} steps of m = {report.num_micro_batches}, {report.num_layers} MoE "
         f"layers: {_ms(report.step_s)} each (median, without sampling)",

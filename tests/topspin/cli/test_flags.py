@@ -1,0 +1,258 @@
+"""The flags of `topspin serve`: which there are, what they set, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.topspin.cli.checkpoint import MIXTRAL, write_checkpoint
+from topspin.cli import serve as serve_command
+from topspin.cli.flags import add_arguments, read_config
+from topspin.cli.main import main
+from topspin.cli.serve import engine_config, without_effect
+from topspin.config import EngineConfig, ModelSection
+from topspin.errors import ConfigError
+from topspin.settings import fields_of
+
+# A new flag needs a line here. There are to be few: what few users set has its place in --config.
+FLAGS = [
+    "--config",
+    "--served-model-name",
+    "--dtype",
+    "--max-model-len",
+    "--quantization",
+    "--attention-nodes",
+    "--expert-nodes",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
+    "--micro-batches",
+    "--enable-prefix-caching",
+    "--max-queued-requests",
+    "--block-size",
+    "--kv-cache-memory",
+    "--gpu-memory-utilization",
+    "--transport",
+    "--m2n-payload",
+    "--attention-device",
+    "--expert-device",
+    "--enforce-eager",
+    "--num-threads",
+    "--deterministic",
+    "--layout",
+    "--redundant-experts",
+    "--host",
+    "--port",
+    "--generation-config",
+    "--restart",
+    "--restart-deadline",
+]
+
+SETTINGS: list[tuple[str, str, Any]] = [
+    ("--served-model-name a b", "model.served_names", ("a", "b")),
+    ("--dtype float32", "model.dtype", "float32"),
+    ("--max-model-len 100", "model.max_model_len", 100),
+    ("--max-model-len auto", "model.max_model_len", None),
+    ("--quantization int4", "model.quantization", "int4"),
+    ("--attention-nodes 2", "topology.attention_nodes", 2),
+    ("--expert-nodes 3", "topology.expert_nodes", 3),
+    ("--max-num-seqs 5", "scheduler.max_num_seqs", 5),
+    ("--max-num-batched-tokens 99", "scheduler.max_num_batched_tokens", 99),
+    ("--micro-batches 3", "scheduler.micro_batches", 3),
+    ("--micro-batches auto", "scheduler.micro_batches", None),
+    ("--no-enable-prefix-caching", "scheduler.prefix_caching", False),
+    ("--max-queued-requests 0", "scheduler.max_queued_requests", 0),
+    ("--block-size 32", "cache.block_size", 32),
+    ("--kv-cache-memory 2GiB", "cache.kv_cache_bytes", 2 * 2**30),
+    ("--gpu-memory-utilization 0.5", "cache.gpu_memory_utilization", 0.5),
+    ("--transport nixl", "m2n.transport", "nixl"),
+    ("--m2n-payload int8", "m2n.payload", "int8"),
+    ("--attention-device cuda:1", "compute.attention_device", "cuda:1"),
+    ("--expert-device cuda", "compute.expert_device", "cuda"),
+    ("--enforce-eager", "compute.cuda_graphs", False),
+    ("--num-threads 2", "compute.num_threads", 2),
+    ("--deterministic", "compute.deterministic", True),
+    ("--layout split", "compute.layout", "split"),
+    ("--redundant-experts 5", "balance.redundant_experts", 5),
+    ("--host 0.0.0.0", "gateway.host", "0.0.0.0"),
+    ("--port 0", "gateway.port", 0),
+    ("--generation-config none", "gateway.generation_config", "none"),
+    ("--restart on", "failover.restart", True),
+    ("--restart off", "failover.restart", False),
+    ("--restart-deadline 7", "failover.restart_deadline_s", 7.0),
+]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "tiny-moe")
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def with_setting(key: str, value: Any) -> EngineConfig:
+    """Return the defaults but for one setting."""
+    section, name = key.split(".")
+    default = EngineConfig(model=ModelSection(path="m"))
+    changed = msgspec.structs.replace(getattr(default, section), **{name: value})
+    return msgspec.structs.replace(default, **{section: changed})
+
+
+def settings_file(directory: Path, settings: object) -> str:
+    path = directory / "settings.json"
+    path.write_text(json.dumps(settings))
+    return str(path)
+
+
+def test_the_flags_are_these() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
+    assert flags == FLAGS
+    assert {flag.split()[0].replace("--no-", "--") for flag, _, _ in SETTINGS} == set(FLAGS[1:])
+
+
+def test_every_setting_says_what_it_is() -> None:
+    fields = {
+        f"{section.name}.{field.name}"
+        for section in msgspec.structs.fields(EngineConfig)
+        for field in msgspec.structs.fields(section.type)
+    }
+    assert {field.key for field in fields_of(EngineConfig)} == fields - {"model.path"}
+
+
+def test_a_flag_sets_its_setting_and_no_other() -> None:
+    assert read_config(parse("m")) == EngineConfig(model=ModelSection(path="m"))
+    for flags, key, value in SETTINGS:
+        assert read_config(parse("m", *flags.split())) == with_setting(key, value), flags
+
+
+def test_a_file_sets_what_flags_do_not_and_flags_win(checkpoint: Path, tmp_path: Path) -> None:
+    file = settings_file(
+        tmp_path,
+        {
+            "model": {"path": str(checkpoint), "served_names": ["from-file"]},
+            "m2n": {"window_rows": 70, "link_latency_us": 5},
+            "scheduler": {"micro_batches": 3, "max_num_seqs": 9},
+        },
+    )
+    flags = ("--config", file, "--micro-batches", "auto", "--max-num-seqs", "8")
+    config = engine_config(parse(*flags, "--layout", "shared"))
+    assert (config.m2n.window_rows, config.m2n.link_latency_us) == (70, 5.0)
+    assert (config.scheduler.micro_batches, config.scheduler.max_num_seqs) == (None, 8)
+    assert config.model.served_names == ("from-file",)
+    assert config.model.path == str(checkpoint.resolve())
+    other = write_checkpoint(tmp_path / "other")
+    named = engine_config(parse(str(other), *flags, "--layout", "shared"))
+    assert named.model.path == str(other.resolve())
+
+
+def test_a_file_that_names_what_there_is_not_is_refused(tmp_path: Path) -> None:
+    cases: list[tuple[object, str]] = [
+        ({"m2n": {"colour": 1}}, r"unknown field `colour`.*m2n"),
+        ({"colours": {}}, "unknown field `colours`"),
+        ({"m2n": {"window_rows": "many"}}, "m2n.window_rows"),
+        ({"compute": {"kernels": "fast"}}, r"'fast'.*compute.kernels"),
+        ({"m2n": 3}, r"\$"),
+    ]
+    for settings, reason in cases:
+        file = settings_file(tmp_path, settings)
+        with pytest.raises(ConfigError, match=f"--config {file}: .*{reason}"):
+            read_config(parse("--config", file))
+
+
+def test_options_that_change_nothing_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    triton = ("--config", settings_file(tmp_path, {"compute": {"kernels": "triton"}}))
+    useless = ("--gpu-memory-utilization", "0.9", "--enforce-eager")
+    for flags, named in (
+        ((), []),
+        (useless, ["--gpu-memory-utilization", "--enforce-eager"]),
+        (("--attention-device", "cuda", *useless), []),
+        ((*triton, *useless), []),
+    ):
+        arguments = parse(str(checkpoint), "--layout", "shared", *flags)
+        assert without_effect(arguments, engine_config(arguments)) == named
+
+
+def test_the_help_shows_the_sections_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["serve", "--help"])
+    assert exited.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "auto: 256.0 MiB on the CPU, what fits on a GPU (auto)",
+        "address to listen on (127.0.0.1)",
+        "(8000)",
+        "(off)",
+        "{none,int8,int4,fp8}",
+        "--no-enable-prefix-caching",
+        "m2n: The data plane between attention and expert nodes.",
+    ):
+        assert words in shown
+
+
+def test_a_dense_model_is_served_without_expert_nodes(tmp_path: Path) -> None:
+    dense = {
+        **{key: value for key, value in MIXTRAL.items() if "experts" not in key},
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+    }
+    path = write_checkpoint(tmp_path / "dense", dense)
+    assert engine_config(parse(str(path))).topology.expert_nodes == 0
+
+
+def test_the_default_model_is_named_as_users_name_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_command, "resolve_model", lambda name: checkpoint)
+    shared = ("--layout", "shared")
+    assert engine_config(parse(*shared)).model.served_names == ("smollm2-moe",)
+    hub = engine_config(parse("organisation/model", *shared))
+    assert hub.model.served_names == ("organisation/model",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--port 70000", "--port 70000: must be between 0 and 65535"),
+        ("--attention-device gpu", "--attention-device gpu: must be cpu, cuda or cuda:N"),
+        ("--attention-device cuda --deterministic", "only the kernels for the CPU add in"),
+        ("--gpu-memory-utilization 1.5", "--gpu-memory-utilization 1.5: must be a finite number"),
+        ("--expert-nodes 9", "--expert-nodes 9: the model has 8 experts per layer"),
+        ("--micro-batches 5", "--micro-batches 5: must be between 1 and 4"),
+        ("--micro-batches many", "argument --micro-batches: 'many' is not auto or int"),
+        ("--kv-cache-memory lots", "argument --kv-cache-memory: 'lots' is not a size"),
+        ("--restart maybe", "argument --restart: 'maybe' is neither on nor off"),
+        ("--max-model-len 257", "--max-model-len 257: the model has positions up to 256"),
+        ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
+        ("--block-size big", "argument --block-size: 'big' is not int"),
+        ("--generation-config /nowhere", "there is no /nowhere/generation_config.json"),
+        ("--config none.json", "--config none.json: No such file"),
+        ("--kernels cpu", "unrecognized arguments: --kernels cpu"),
+        ("--max-num 3", "unrecognized arguments: --max-num 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_process_is_started(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(serve_command, "launch", lambda config: pytest.fail("was launched"))
+    try:
+        status = main(["serve", str(checkpoint), *flags.split()])
+    except SystemExit as exited:  # how argparse ends
+        status = int(exited.code or 0)
+    assert status == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(("topspin serve: error: ", "topspin: error: "))
+    assert message in last

@@ -1,0 +1,99 @@
+"""One setting: what a field of a configuration section says about itself.
+
+Owns the record (Setting) that topspin.config attaches to every field by Annotated, and what
+follows from it: the name of a setting in messages, and the check of its range. Knows no
+particular setting. topspin.cli.flags derives the command line from the same records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
+
+import msgspec
+
+from topspin.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field of a section means, which values it may have, and its flag.
+
+    `flag` None: it is set by `--config FILE` only. Numbers are between `low` and `high`, both
+    allowed, and larger than `above`. `parse` reads the flag's text (None: by the field's type)
+    and raises ConfigError. A flag with a `constant` takes no text and sets that value.
+    """
+
+    help: str
+    flag: str | None = None
+    metavar: str | None = None
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    parse: Callable[[str], object] | None = None
+    constant: object = None
+
+
+class Field(NamedTuple):
+    """A setting in its place. `type` is the field's, without its annotation."""
+
+    section: str
+    name: str
+    type: Any
+    default: Any
+    setting: Setting
+
+    @property
+    def key(self) -> str:
+        """Return where it is in a configuration: `section.field`."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def shown_name(self) -> str:
+        """Return the name by which a user knows it: the flag, else the key."""
+        return self.setting.flag or self.key
+
+
+def fields_of(config: type[msgspec.Struct]) -> Iterator[Field]:
+    """Yield the settings of all sections of `config`, a struct of structs, in their order."""
+    for section in msgspec.structs.fields(config):
+        for field in msgspec.structs.fields(section.type):
+            if get_origin(field.type) is not Annotated:
+                continue
+            plain, setting = get_args(field.type)
+            yield Field(section.name, field.name, plain, field.default, setting)
+
+
+def check_ranges(config: msgspec.Struct) -> None:
+    """Raise ConfigError for the first number of `config` that is out of its range."""
+    for field in fields_of(type(config)):
+        value = getattr(getattr(config, field.section), field.name)
+        if isinstance(value, int | float) and not _is_within(value, field.setting):
+            shown = format(value, "g") if isinstance(value, float) else value
+            raise ConfigError(f"{field.shown_name} {shown}: must be {_range(field.setting)}")
+
+
+def _is_within(value: float, setting: Setting) -> bool:
+    return (
+        math.isfinite(value)
+        and (setting.low is None or value >= setting.low)
+        and (setting.high is None or value <= setting.high)
+        and (setting.above is None or value > setting.above)
+    )
+
+
+def _range(setting: Setting) -> str:
+    if setting.low is not None and setting.high is not None:
+        return f"between {setting.low} and {setting.high}"
+    bounds = [
+        f"{words} {bound:g}"
+        for words, bound in (
+            ("at least", setting.low),
+            ("above", setting.above),
+            ("at most", setting.high),
+        )
+        if bound is not None
+    ]
+    return " and ".join(["a finite number", *bounds])
