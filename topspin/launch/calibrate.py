@@ -36,8 +36,8 @@ from topspin.launch.engine import import_path, module_argv
 from topspin.process import PARENT_PID_VARIABLE
 
 # The first candidate may have to compile kernels, which the nodes need anyway.
-FIRST_LIMIT_S = 20.0
-LIMIT_S = 5.0
+FIRST_LIMIT_S = 12.0
+LIMIT_S = 4.0
 MIN_GAIN = 0.10
 # Within this the simpler candidate (the earlier one) is taken.
 MARGIN = 0.03
