@@ -69,8 +69,7 @@ class ModelSection(Section, frozen=True, kw_only=True):
         tuple[str, ...],
         Setting(
             "names by which clients ask for the model; the first one is shown; none: MODEL",
-            flag="--served-model-name",
-            metavar="NAME",
+            flag="--served-model-name NAME",
         ),
     ] = ()
     dtype: Annotated[
@@ -81,10 +80,8 @@ class ModelSection(Section, frozen=True, kw_only=True):
         int | None,
         Setting(
             "longest sequence, prompt and output together; auto: the model's own limit",
-            flag="--max-model-len",
-            metavar="TOKENS",
-            low=1,
-            high=2**24,
+            flag="--max-model-len TOKENS",
+            within=(1, 2**24),
         ),
     ] = None
     quantization: Annotated[
@@ -104,20 +101,16 @@ class TopologySection(Section, frozen=True, kw_only=True):
         int,
         Setting(
             "attention nodes, each a replica with its own KV cache",
-            flag="--attention-nodes",
-            metavar="M",
-            low=1,
-            high=1024,
+            flag="--attention-nodes M",
+            within=(1, 1024),
         ),
     ] = 1
     expert_nodes: Annotated[
         int,
         Setting(
             "expert nodes, which share the routed experts",
-            flag="--expert-nodes",
-            metavar="N",
-            low=1,
-            high=1024,
+            flag="--expert-nodes N",
+            within=(1, 1024),
         ),
     ] = 1
 
@@ -130,10 +123,8 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
         Setting(
             "sequences that run at once on an attention node; auto: "
             f"{CPU_BATCH.max_num_seqs} on the CPU, {GPU_BATCH.max_num_seqs} on a GPU",
-            flag="--max-num-seqs",
-            metavar="N",
-            low=1,
-            high=65536,
+            flag="--max-num-seqs N",
+            within=(1, 65536),
         ),
     ] = None
     max_num_batched_tokens: Annotated[
@@ -142,20 +133,16 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
             "tokens per step and attention node; longer prompts go in chunks; auto: "
             f"{CPU_BATCH.max_num_batched_tokens} on the CPU, "
             f"{GPU_BATCH.max_num_batched_tokens} on a GPU",
-            flag="--max-num-batched-tokens",
-            metavar="N",
-            low=1,
-            high=2**20,
+            flag="--max-num-batched-tokens N",
+            within=(1, 2**20),
         ),
     ] = None
     micro_batches: Annotated[
         int | None,
         Setting(
             "micro-batches in flight; auto: measured while serving",
-            flag="--micro-batches",
-            metavar="M",
-            low=1,
-            high=MAX_MICRO_BATCHES,
+            flag="--micro-batches M",
+            within=(1, MAX_MICRO_BATCHES),
         ),
     ] = None
     prefix_caching: Annotated[
@@ -165,10 +152,8 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
         int,
         Setting(
             "waiting requests beyond which new ones get 503",
-            flag="--max-queued-requests",
-            metavar="N",
-            low=0,
-            high=2**20,
+            flag="--max-queued-requests N",
+            within=(0, 2**20),
         ),
     ] = 1024
     max_preemptions: Annotated[
@@ -176,8 +161,7 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
         Setting(
             "a request that lost its cache blocks so often is admitted again only where it "
             "cannot lose them once more",
-            low=0,
-            high=2**20,
+            within=(0, 2**20),
         ),
     ] = 4
 
@@ -201,23 +185,15 @@ class CacheSection(Section, frozen=True, kw_only=True):
 
     block_size: Annotated[
         int,
-        Setting(
-            "tokens per block of the KV cache",
-            flag="--block-size",
-            metavar="TOKENS",
-            low=1,
-            high=1024,
-        ),
+        Setting("tokens per block of the KV cache", flag="--block-size TOKENS", within=(1, 1024)),
     ] = 16
     kv_cache_bytes: Annotated[
         int | None,
         Setting(
             "KV cache of each attention node, for example 2GiB; auto: "
             f"{format_size(CPU_KV_CACHE_BYTES)} on the CPU, what fits on a GPU",
-            flag="--kv-cache-memory",
-            metavar="SIZE",
-            low=1,
-            high=2**50,
+            flag="--kv-cache-memory SIZE",
+            within=(1, 2**50),
             parse=parse_size,
         ),
     ] = None
@@ -225,10 +201,9 @@ class CacheSection(Section, frozen=True, kw_only=True):
         float,
         Setting(
             "share of a GPU's memory that a node may fill with weights, buffers and KV cache",
-            flag="--gpu-memory-utilization",
-            metavar="SHARE",
+            flag="--gpu-memory-utilization SHARE",
             above=0,
-            high=1,
+            within=(None, 1),
         ),
     ] = 0.9
 
@@ -269,12 +244,11 @@ class M2NSection(Section, frozen=True, kw_only=True):
         Setting(
             "token rows of a transport window; larger micro-batches go in several; auto: "
             f"{WINDOW_ROWS}, over cuda_ipc {GPU_WINDOW_ROWS}",
-            low=1,
-            high=2**16 - 1,
+            within=(1, 2**16 - 1),
         ),
     ] = None
     link_latency_us: Annotated[
-        float, Setting("emulate a link with this one-way latency in microseconds", low=0)
+        float, Setting("emulate a link with this one-way latency in microseconds", within=(0, None))
     ] = 0.0
     link_gbps: Annotated[
         float | None,
@@ -313,8 +287,7 @@ class ComputeSection(Section, frozen=True, kw_only=True):
         Setting(
             "where attention nodes compute: cpu, cuda:N, or cuda, which gives each a GPU of its "
             "own",
-            flag="--attention-device",
-            metavar="DEVICE",
+            flag="--attention-device DEVICE",
         ),
     ] = CPU
     expert_device: Annotated[
@@ -322,8 +295,7 @@ class ComputeSection(Section, frozen=True, kw_only=True):
         Setting(
             "where expert nodes compute: cpu, cuda:N, or cuda: with --transport local (auto: one "
             "attention node on cuda) the same GPU, else one each of their own",
-            flag="--expert-device",
-            metavar="DEVICE",
+            flag="--expert-device DEVICE",
         ),
     ] = CPU
     cuda_graphs: Annotated[
@@ -339,18 +311,15 @@ class ComputeSection(Section, frozen=True, kw_only=True):
         Setting(
             "2: attention and experts that share one GPU overlap, on a stream each and with two "
             "micro-batches unless told otherwise",
-            low=1,
-            high=2,
+            within=(1, 2),
         ),
     ] = 1
     num_threads: Annotated[
         int | None,
         Setting(
             "threads of each node; auto: all cores that its process may use",
-            flag="--num-threads",
-            metavar="N",
-            low=1,
-            high=4096,
+            flag="--num-threads N",
+            within=(1, 4096),
         ),
     ] = None
     deterministic: Annotated[
@@ -370,7 +339,7 @@ class ComputeSection(Section, frozen=True, kw_only=True):
     spin_count: Annotated[
         int,
         Setting(
-            "how often an idle OpenMP thread looks for work before it sleeps", low=0, high=2**31 - 1
+            "how often an idle OpenMP thread looks for work before it sleeps", within=(0, 2**31 - 1)
         ),
     ] = SPIN_COUNT
 
@@ -405,24 +374,28 @@ class BalanceSection(Section, frozen=True, kw_only=True):
         int,
         Setting(
             "slots per MoE layer, over all expert nodes, for second copies",
-            flag="--redundant-experts",
-            metavar="R",
-            low=0,
-            high=2**20,
+            flag="--redundant-experts R",
+            within=(0, 2**20),
         ),
     ] = 0
     interval_s: Annotated[
         float,
-        Setting("how often several expert nodes' share of the experts is planned; 0: never", low=0),
+        Setting(
+            "how often several expert nodes' share of the experts is planned; 0: never",
+            within=(0, None),
+        ),
     ] = 60.0
     min_gain: Annotated[
         float,
-        Setting("by how much a new plan must lower max/mean of the nodes' load; 0.05: 5 %", low=0),
+        Setting(
+            "by how much a new plan must lower max/mean of the nodes' load; 0.05: 5 %",
+            within=(0, None),
+        ),
     ] = 0.05
     half_life_pairs: Annotated[
         int,
         Setting(
-            "half-life of averaged loads, in routed pairs per layer and expert", low=1, high=2**30
+            "half-life of averaged loads, in routed pairs per layer and expert", within=(1, 2**30)
         ),
     ] = 512
 
@@ -432,7 +405,7 @@ class TraceSection(Section, frozen=True, kw_only=True):
 
     enabled: Annotated[bool, Setting("record every hop")] = True
     num_stamps: Annotated[
-        int, Setting("stamps that each node keeps, of 24 bytes", low=1, high=2**21)
+        int, Setting("stamps that each node keeps, of 24 bytes", within=(1, 2**21))
     ] = 2**17
 
 
@@ -447,8 +420,7 @@ class FailoverSection(Section, frozen=True, kw_only=True):
         Setting(
             "when an attention or expert node is lost: restart it and replay its requests, or "
             "end the engine",
-            flag="--restart",
-            metavar="on|off",
+            flag="--restart on|off",
             parse=parse_switch,
         ),
     ] = False
@@ -456,8 +428,7 @@ class FailoverSection(Section, frozen=True, kw_only=True):
         float,
         Setting(
             "how long requests wait for a lost node before they get 503",
-            flag="--restart-deadline",
-            metavar="SECONDS",
+            flag="--restart-deadline SECONDS",
             above=0,
         ),
     ] = 30.0
@@ -468,7 +439,8 @@ class FailoverSection(Section, frozen=True, kw_only=True):
         float,
         # Nodes report twice a second (topspin.progress.INTERVAL_S).
         Setting(
-            "a connected node that is silent for longer while a step waits for it is dead", low=2.0
+            "a connected node that is silent for longer while a step waits for it is dead",
+            within=(2.0, None),
         ),
     ] = 20.0
 
@@ -483,15 +455,14 @@ class GatewaySection(Section, frozen=True, kw_only=True):
 
     host: Annotated[str, Setting("address to listen on", flag="--host")] = "127.0.0.1"
     port: Annotated[
-        int, Setting("TCP port; 0 takes a free one", flag="--port", low=0, high=65535)
+        int, Setting("TCP port; 0 takes a free one", flag="--port", within=(0, 65535))
     ] = 8000
     generation_config: Annotated[
         str,
         Setting(
             "whose generation_config.json gives the defaults of sampling parameters: auto: the "
             "checkpoint's, none: nobody's, else that of a directory",
-            flag="--generation-config",
-            metavar="auto|none|DIR",
+            flag="--generation-config auto|none|DIR",
         ),
     ] = "auto"
     allowed_origins: Annotated[

@@ -21,16 +21,15 @@ from topspin.errors import ConfigError
 class Setting:
     """What a field of a section means, which values it may have, and its flag.
 
-    `flag` None: it is set by `--config FILE` only. Numbers are between `low` and `high`, both
-    allowed, and larger than `above`. `parse` reads the flag's text (None: by the field's type)
-    and raises ConfigError. A flag with a `constant` takes no text and sets that value.
+    `flag` is the flag and what its value is called ("--port PORT"); None: the setting is in
+    `--config FILE` only. Numbers are `within` two that are allowed too (None: no such bound) and
+    larger than `above`. `parse` reads the flag's text (None: by the field's type) and raises
+    ConfigError. A flag with a `constant` takes no text and sets that value.
     """
 
     help: str
     flag: str | None = None
-    metavar: str | None = None
-    low: float | None = None
-    high: float | None = None
+    within: tuple[float | None, float | None] = (None, None)
     above: float | None = None
     parse: Callable[[str], object] | None = None
     constant: object = None
@@ -53,7 +52,7 @@ class Field(NamedTuple):
     @property
     def shown_name(self) -> str:
         """Return the name by which a user knows it: the flag, else the key."""
-        return self.setting.flag or self.key
+        return (self.setting.flag or self.key).split()[0]
 
 
 def fields_of(config: type[msgspec.Struct]) -> Iterator[Field]:
@@ -76,23 +75,25 @@ def check_ranges(config: msgspec.Struct) -> None:
 
 
 def _is_within(value: float, setting: Setting) -> bool:
+    low, high = setting.within
     return (
         math.isfinite(value)
-        and (setting.low is None or value >= setting.low)
-        and (setting.high is None or value <= setting.high)
+        and (low is None or value >= low)
+        and (high is None or value <= high)
         and (setting.above is None or value > setting.above)
     )
 
 
 def _range(setting: Setting) -> str:
-    if setting.low is not None and setting.high is not None:
-        return f"between {setting.low} and {setting.high}"
+    low, high = setting.within
+    if low is not None and high is not None:
+        return f"between {low} and {high}"
     bounds = [
         f"{words} {bound:g}"
         for words, bound in (
-            ("at least", setting.low),
+            ("at least", low),
             ("above", setting.above),
-            ("at most", setting.high),
+            ("at most", high),
         )
         if bound is not None
     ]

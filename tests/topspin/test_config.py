@@ -157,8 +157,8 @@ def test_a_value_out_of_range_is_refused_by_its_name() -> None:
 def test_every_number_has_a_range() -> None:
     for field in fields_of(EngineConfig):
         if {int, float} & {field.type, *get_args(field.type)}:
-            low, above, high = field.setting.low, field.setting.above, field.setting.high
-            bound = above if low is None else low
+            low, high = field.setting.within
+            bound = field.setting.above if low is None else low
             assert bound is not None, field.key
             with pytest.raises(ConfigError, match=f"^{field.shown_name} "):
                 resolved(with_setting(field.key, type(field.default or 1)(bound - 1)))

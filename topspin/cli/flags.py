@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(section.name, summary + more)
         for field in own:
             if field.setting.flag is not None:
-                group.add_argument(field.setting.flag, **_argument(field))
+                group.add_argument(field.shown_name, **_argument(field))
 
 
 def read_config(arguments: argparse.Namespace) -> EngineConfig:
@@ -80,16 +80,16 @@ def _argument(field: Field) -> dict[str, Any]:
     if setting.constant is not None:
         return {**common, "action": "store_const", "const": setting.constant}
     kind, choices, is_optional = _kind(field.type)
+    metavar = (setting.flag or "").partition(" ")[2] or field.name.upper()
     if setting.parse is not None:
         read = _reader(setting.parse, is_optional=is_optional)
-        return {**common, "type": read, "metavar": setting.metavar}
+        return {**common, "type": read, "metavar": metavar}
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
     if choices:
         return {**common, "choices": choices}
     if get_origin(kind) is tuple:
-        return {**common, "nargs": "+", "metavar": setting.metavar}
-    metavar = setting.metavar or field.name.upper()
+        return {**common, "nargs": "+", "metavar": metavar}
     return {**common, "type": _reader(kind, is_optional=is_optional), "metavar": metavar}
 
 
