@@ -167,7 +167,7 @@ class ControlServer:
                 gone.append(PeerGone(peer))
 
     def send(self, peer: bytes, message: Message) -> bool:
-        """Queue `message` for `peer`; False if it is gone or does not read what it is sent."""
+        """Queue `message` for `peer`; False if it is gone or has stopped reading."""
         try:
             self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
         except (zmq.Again, zmq.ZMQError):
@@ -175,7 +175,7 @@ class ControlServer:
         return True
 
     def close(self) -> None:
-        """Flush what is queued (at most a second) and release the sockets."""
+        """Send queued messages (for at most a second) and release the sockets."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
@@ -220,7 +220,7 @@ class ControlClient:
         self._socket.send(encode(message))
 
     def close(self) -> None:
-        """Flush what is queued (at most a second) and release the sockets."""
+        """Send queued messages (for at most a second) and release the sockets."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
@@ -259,11 +259,11 @@ class AsyncControlClient:
 
     def send(self, message: Message) -> None:
         """Queue `message` for the scheduler without waiting."""
-        # The high-water mark is far above what is ever in flight, so this never blocks.
+        # The high-water mark is far above the messages ever in flight, so this never blocks.
         self._socket.send(encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Release the sockets; flushes what is queued, unless the connection was lost."""
+        """Send queued messages, unless the connection was lost, and release the sockets."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0 if self._is_lost else None)

@@ -88,7 +88,8 @@ class ModelSection(Section, frozen=True, kw_only=True):
         Quantization,
         Setting(
             "keep experts, MLPs and attention projections in 8 or 4 bits, quantised while they "
-            "are read: faster and smaller, with some loss of quality",
+            "are read: faster and smaller, with some loss of quality (`topspin bench "
+            "quantization MODEL` measures it)",
             flag="--quantization",
         ),
     ] = "none"
@@ -410,7 +411,7 @@ class TraceSection(Section, frozen=True, kw_only=True):
 
 
 class FailoverSection(Section, frozen=True, kw_only=True):
-    """What happens when a node is lost.
+    """The reaction to the loss of a node.
 
     `progress_deadline_s` bounds one layer and holds without restarts too.
     """
@@ -478,7 +479,7 @@ class GatewaySection(Section, frozen=True, kw_only=True):
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):
-    """What an attention or expert node needs to know; sent in Welcome.
+    """The settings of one attention or expert node; sent in Welcome.
 
     `micro_batches`: how many every step has; None: it differs.
     """

@@ -61,13 +61,13 @@ def node_environment(
     takes_turns: bool = False,
     on_device: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of a node process; what is set in `user` stays.
+    """Return the environment of a node process; variables that `user` has stay.
 
     `num_threads` None: what `user` says, else all cores that the process may use; a number wins.
     `cores`: those that belong to this node alone. Threads of nodes that take turns on the same
     cores are bound to these, which measured best; not so those of nodes with fewer threads than
     cores (all would get the same first cores), nor of a process that computes alone (it had
-    better evade what else runs). A node `on_device` computes on the host only while it loads:
+    better evade other processes). A node `on_device` computes on the host only while it loads:
     its heap is the usual one.
     """
     available = len(cores) or len(os.sched_getaffinity(0))

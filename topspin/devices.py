@@ -70,7 +70,7 @@ class Nodes(NamedTuple):
 def parse_device(option: str, device: str) -> str:
     """Return the name by which the rest of Topspin knows `device` ("cuda:7" for "cuda:07").
 
-    Raises ConfigError for what is none; whether the machine has it is the node's to find out.
+    Raises ConfigError for any other name; the node finds out whether the machine has the device.
     """
     kind, _, number = device.partition(":")
     if device in (CPU, CUDA):
@@ -114,7 +114,7 @@ def _of_role(device: str, num_nodes: int, free: Iterator[str]) -> tuple[str, ...
 
 
 def auto_transport(nodes: Nodes) -> Literal["local", "cuda_ipc", "shm"]:
-    """Return what `--transport auto` means.
+    """Return the transport of `--transport auto`.
 
     One device for everything: one process. GPUs of their own: between these, without a CPU per
     layer. Everything else goes through shared memory, also several processes on one GPU, whose
@@ -133,7 +133,7 @@ def auto_transport(nodes: Nodes) -> Literal["local", "cuda_ipc", "shm"]:
 
 
 def auto_micro_batches(nodes: Nodes, transport: str, gpu_streams: int) -> int | None:
-    """Return what `--micro-batches auto` means; None: the scheduler decides by what it measures.
+    """Return the number of `--micro-batches auto`; None: the scheduler decides by measurement.
 
     It measures both roles' times by the host's clock, which sees neither where kernels hand
     rows over. There two micro-batches are for overlap: between GPUs, or on two streams of one.

@@ -10,7 +10,7 @@
     |   +-- EngineUnavailable         503: not ready, draining, or overloaded
     |   +-- NodeLost                  503: a node or the scheduler died
     |   +-- StepFailed                503: a step did not finish within its deadline
-    +-- ProtocolError                 a peer sent what the contract does not allow
+    +-- ProtocolError                 a peer broke the contract of the protocol
     |   +-- VersionMismatch           a peer of another version, or another checkpoint
     +-- TransportError                the data plane
         +-- PeerLost                  the connection closed
@@ -34,7 +34,7 @@ class TopspinError(Exception):
 
 
 class ConfigError(TopspinError, ValueError):
-    """A setting, file or model that cannot be served; says which, its value, and what would do."""
+    """A setting, file or model that cannot be served; says which, its value, and a way out."""
 
     code = "invalid_config"
 
@@ -93,7 +93,7 @@ class StepFailed(EngineError):
 
 
 class ProtocolError(TopspinError):
-    """A peer sent what the contract does not allow."""
+    """A peer broke the contract of the protocol."""
 
     code = "protocol_error"
 
@@ -117,7 +117,7 @@ class PeerLost(TransportError):
 
 
 class DeadlineExceeded(TransportError):
-    """What a step waited for did not come in time."""
+    """A frame or an answer did not come in time."""
 
     code = "deadline_exceeded"
 

@@ -1,6 +1,6 @@
-"""What every role process does about its own life: die with its supervisor, log, exit.
+"""The life of a role process: it dies with its supervisor, logs, and exits.
 
-Owns the parent-death link, the logging format, what goes back to the system after loading,
+Owns the parent-death link, the logging format, freed memory after loading,
 and the exit statuses. Knows no role.
 """
 
@@ -15,7 +15,7 @@ import sys
 
 PARENT_PID_VARIABLE = "TOPSPIN_PARENT_PID"
 
-# How a role, and the command line, ends when what it was told cannot be done as it stands.
+# The exit status of a role, and of the command line, whose settings cannot be served.
 CONFIG_ERROR_STATUS = 2
 
 _PR_SET_PDEATHSIG = 1
@@ -56,7 +56,7 @@ def new_incarnation() -> int:
 
 
 def release_freed_memory() -> None:
-    """Return to the system what the heap holds free, as after loading; glibc only.
+    """Return the heap's free memory to the system, as after loading; glibc only.
 
     Packing weights frees each original between those that stay, and the C library keeps
     such holes (over 100 MB of a 320 MB model) until it is asked.

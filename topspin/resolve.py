@@ -1,4 +1,4 @@
-"""From what was asked for to what an engine does: every "auto" replaced, or a ConfigError.
+"""From the settings asked for to those of an engine: every "auto" replaced, or a ConfigError.
 
 Pure: knows the checkpoint's facts, and a measured layout, only as arguments. Called by
 `topspin serve` before anything is started; everything behind it takes concrete values.
@@ -48,12 +48,12 @@ def resolve(
     shares_prefixes: bool = True,
     measured: LayoutChoice | None = None,
 ) -> EngineConfig:
-    """Validate `config` and replace every "auto" by what the checkpoint says.
+    """Validate `config` and replace every "auto", by the checkpoint's facts above all.
 
     `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes
     an engine without expert nodes. `shares_prefixes`: a token's key and value depend on the
     tokens before it alone. `measured` is what layout "auto" means (None: the default). Raises
-    ConfigError naming the setting, its value and what would do.
+    ConfigError naming the setting, its value and a way out.
     """
     check_ranges(config)
     topology = _topology(config.topology, num_experts)
@@ -230,7 +230,7 @@ def _check_quantization(model: ModelSection, nodes: Nodes, *, deterministic: boo
 
 
 def _check_copies(redundant_experts: int, num_nodes: int, num_experts: int) -> None:
-    """Check the second copies against what the expert nodes can hold."""
+    """Check the second copies against the slots that expert nodes can have."""
     most = num_experts * (num_nodes - 1) if num_nodes else 0
     if redundant_experts > most:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""One setting: what a field of a configuration section says about itself.
+"""The record that describes one setting of a configuration section.
 
-Owns the record (Setting) that topspin.config attaches to every field by Annotated, and what
-follows from it: the name of a setting in messages, and the check of its range. Knows no
+Owns the record (Setting) that topspin.config attaches to every field by Annotated, the name
+of a setting in messages, and the check of its range. Knows no
 particular setting. topspin.cli.flags derives the command line from the same records.
 """
 
@@ -19,7 +19,7 @@ from topspin.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field of a section means, which values it may have, and its flag.
+    """The meaning of a field of a section, its range, and its flag.
 
     `flag` is the flag and what its value is called ("--port PORT"); None: the setting is in
     `--config FILE` only. Numbers are `within` two that are allowed too (None: no such bound) and

@@ -28,7 +28,7 @@ DEFAULT_CAPACITY = 2**17
 
 
 class Kind(enum.IntEnum):
-    """What has just ended; `peer` is an attention node for experts and the scheduler, and
+    """The kind of event that has just ended. `peer` is an attention node for experts and scheduler,
     an expert node for attention nodes. Layers of ATTENTION and LOCAL count decoder layers,
     all others MoE layers."""
 
@@ -103,7 +103,7 @@ def _time_of(data: bytes, record_idx: int) -> int:
 
 
 def read_stamps(records: bytes) -> list[Stamp]:
-    """Return the stamps in what dump() returned; raises ProtocolError for a torn record."""
+    """Return the stamps of a dump(); raises ProtocolError for a torn record."""
     if len(records) % RECORD_BYTES:
         raise ProtocolError(f"trace: {len(records)} bytes is not a multiple of {RECORD_BYTES}")
     return [Stamp._make(fields) for fields in _RECORD.iter_unpack(records)]

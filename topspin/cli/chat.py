@@ -34,7 +34,7 @@ UNKNOWN_HELP = "/help shows them; put a space before a message that begins with 
 
 
 class ChatError(TopspinError):
-    """The server cannot be reached, refused the request, or broke off; says what it said."""
+    """The server cannot be reached, refused the request, or broke off; the message says which."""
 
     code = "chat_failed"
 

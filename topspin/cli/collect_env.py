@@ -1,4 +1,4 @@
-"""`topspin collect-env`: what a bug report needs to say about the machine and the versions.
+"""`topspin collect-env`: the facts about machine and versions that a bug report needs.
 
 Owns gathering and printing; reads no setting and changes nothing. torch is asked in a
 process of its own, so that the command line itself never imports it. Called by topspin.cli.
@@ -69,7 +69,7 @@ class Fact(NamedTuple):
 
 
 def collect() -> list[Fact]:
-    """Return the facts in printing order; what cannot be found out says so in its value."""
+    """Return the facts in printing order; a fact that cannot be found out says so in its value."""
     return [
         Fact("topspin", topspin.__version__),
         Fact("python", f"{platform.python_version()} ({sys.executable})"),

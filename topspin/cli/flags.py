@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Return the sections that `arguments` mean; `model.path` is what the user calls the model.
+    """Return the sections that `arguments` mean; `model.path` is the user's name for the model.
 
     Raises ConfigError naming the file and the setting that it cannot have.
     """
@@ -104,7 +104,7 @@ def _kind(annotated: Any) -> tuple[Any, tuple[str, ...], bool]:
 
 
 def _reader(parse: Callable[[str], object], *, is_optional: bool) -> Callable[[str], object]:
-    """Return what reads a flag's text: `auto` is None where None is allowed."""
+    """Return the reader of a flag's text: `auto` is None where None is allowed."""
 
     def read(text: str) -> object:
         if is_optional and text == AUTO:

@@ -18,7 +18,6 @@ from models.hub import resolve_model
 from models.rope import is_length_dependent
 from server.gateway.sampling_defaults import load_sampling_defaults
 from topspin.cli.flags import given, read_config
-from topspin.cli.quantization import describe_loss
 from topspin.config import EngineConfig
 from topspin.cores import LayoutChoice
 from topspin.devices import TRITON
@@ -89,8 +88,6 @@ def serve(arguments: argparse.Namespace) -> int:
     check_gpus((*config.devices.attention, *config.devices.experts))
     for option in without_effect(arguments, config):
         _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
-    if (loss := describe_loss(config.model, config.nodes)) is not None:
-        _to_stderr(loss)
     return launch(config)
 
 

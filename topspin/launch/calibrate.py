@@ -7,7 +7,7 @@ it starts anything.
 
 Separate processes are what Topspin is for (a node can be lost, moved or doubled), so one process
 must be MIN_GAIN faster. Nothing is measured, and the default holds, where there is nothing to
-choose or what can be measured says nothing (see _reason_against); nor if measuring fails.
+choose or a measurement would mean nothing (see _reason_against); nor if measuring fails.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CalibrationError(TopspinError):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A layout to try: what topspin.launch.trial is told. The cores are those of a split."""
+    """A layout to try, as topspin.launch.trial reads it. The cores are those of a split."""
 
     choice: LayoutChoice
     config: NodeConfig

@@ -1,4 +1,4 @@
-"""What a person sees while an engine starts and runs: role output, progress, announcements.
+"""The terminal while an engine starts and runs: role output, progress, announcements.
 
 Owns two ways to show it: plain lines, and on a terminal a live status line (rich, loaded
 only there: the supervisor stays small). Role output and progress go to stderr, what the
@@ -23,7 +23,7 @@ class Display(Protocol):
         """Show one line of a role's output, or of the supervisor's own."""
 
     def progress(self, state: str, elapsed_s: float) -> None:
-        """Show what the start is waiting for; called again and again."""
+        """Show the state that the start waits for; called again and again."""
 
     def finish(self) -> None:
         """End the progress; lines may still follow."""

@@ -43,7 +43,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchContext:
-    """What the roles of one engine share: its settings, control plane and inherited files.
+    """The common property of one engine's roles: its settings, control plane and inherited files.
 
     `config_fd` holds `config` as JSON; the gateway writes its port to `port_fd`, the scheduler
     the process ids of nodes that it takes for dead to `dead_fd`.
@@ -135,7 +135,7 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
 
 
 def _node_environments(config: EngineConfig) -> list[dict[str, str]]:
-    """Return what each node inherits: the attention nodes first, then the expert nodes.
+    """Return each node's environment: the attention nodes first, then the expert nodes.
 
     A node on a device takes no place among those that share the cores: it computes nothing on
     the host except while it loads.
@@ -243,7 +243,7 @@ def _kill_the_dead(supervisor: Supervisor, dead_reader: FileIO) -> None:
 
 
 def _finish(supervisor: Supervisor, display: Display) -> int:
-    """Say why the engine ends, stop what still runs, return the exit status."""
+    """Say why the engine ends, stop the remaining roles, return the exit status."""
     display.finish()
     failed = () if supervisor.signal_number is not None else tuple(supervisor.exits)
     for gone in failed:
@@ -300,7 +300,7 @@ class EngineStart:
         return False
 
     def announcement(self) -> str:
-        """Return what a person who has just started the engine needs to know."""
+        """Return the text that tells a person how to reach the engine."""
         topology, model = self._config.topology, self._config.model.served_names[0]
         assert self._port is not None, "follow() first"
         url = gateway_url(self._config.gateway.host, self._port)
@@ -322,7 +322,7 @@ class EngineStart:
         return time.monotonic() - self._started
 
     def _look(self) -> str | None:
-        """Return what the engine still waits for, or None if it serves."""
+        """Return the state that the engine still waits for, or None if it serves."""
         if self._port is None:
             # None: nothing has come yet. b"": closed, so the gateway's exit comes next.
             self._port_text += self._port_reader.read() or b""

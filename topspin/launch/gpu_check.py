@@ -35,7 +35,7 @@ else:
 
 
 class TorchBuild(NamedTuple):
-    """What torch's version file says: `cuda` is the version it was built for, if any."""
+    """The content of torch's version file: `cuda` is the version it was built for, if any."""
 
     version: str
     cuda: str | None

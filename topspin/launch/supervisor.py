@@ -133,7 +133,7 @@ class _Child:
         return lines
 
     def last_words(self) -> list[str]:
-        """Return what is still in the pipe of an ended process, without waiting for more.
+        """Return the last output of an ended process, without waiting for more.
 
         Bounded, since a process that left the group might go on writing.
         """
@@ -161,7 +161,7 @@ class _Child:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def reap(self) -> RoleExit:
-        """Collect an ended process, after killing what it left in its group."""
+        """Collect an ended process, after killing the rest of its process group."""
         self.kill()
         self.is_running = False
         returncode = self.process.wait()

@@ -1,4 +1,4 @@
-"""What every control message is made of: the root class, roles, packed integers.
+"""The parts of every control message: the root class, roles, packed integers.
 
 Knows no message. Imported by the modules that define them.
 """

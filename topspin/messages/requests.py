@@ -1,4 +1,4 @@
-"""What gateways ask for and what they are answered: requests, their outputs, counters.
+"""The messages between gateways and scheduler: requests, their outputs, counters.
 
 Between a gateway and the scheduler only; SamplingParams and TokenLogprobs go on to the
 attention nodes and come from there. See topspin.messages.

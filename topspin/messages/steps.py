@@ -1,4 +1,4 @@
-"""Steps: what the nodes are told to do, and what they say of it.
+"""Steps: tickets and plans to the nodes, and their results.
 
 Between the scheduler and the nodes only. See topspin.messages.
 """
@@ -61,7 +61,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class StepPlan(Message, frozen=True, kw_only=True):
-    """What one attention node does in a step: the ticket, and its micro-batches.
+    """One attention node's work in a step: the ticket, and its micro-batches.
 
     `finished` (packed seq ids) are forgotten before anything else; `new` come next;
     `micro_batches` has ticket.num_micro_batches entries, some perhaps empty.
@@ -93,7 +93,7 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StepResult(Message, frozen=True, kw_only=True):
-    """What one attention node sampled: packed `seq_ids` and `tokens`, in plan order.
+    """The tokens that one attention node sampled: packed `seq_ids` and `tokens`, in plan order.
 
     `logprobs` holds entries for the sequences that asked; `errors` the sequences that
     could not be sampled, with the reason (their requests fail, the step does not).

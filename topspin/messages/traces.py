@@ -1,4 +1,4 @@
-"""Collecting what all nodes have recorded, and their clocks.
+"""Collecting the records of all nodes, and comparing their clocks.
 
 Clocks are CLOCK_MONOTONIC of each process's host, in nanoseconds. See topspin.messages.
 """

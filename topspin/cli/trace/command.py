@@ -1,4 +1,4 @@
-"""`topspin trace`: fetch the stamps of a running server, write them, say what they mean.
+"""`topspin trace`: fetch the stamps of a running server, write them, and report.
 
 Owns the HTTP call, the files and the text. The numbers are trace_report's, the forms
 trace_export's and trace_plot's. Called by topspin.cli.

@@ -23,7 +23,7 @@ _LAYERS_SHOWN = 6
 def draw_gantt(
     lanes: Sequence[Lane], path: Path, *, title: str, start_ns: int, end_ns: int
 ) -> None:
-    """Write a PNG of what the nodes did from `start_ns` to `end_ns`.
+    """Write a PNG of the nodes' activity from `start_ns` to `end_ns`.
 
     Raises ConfigError if matplotlib is not installed.
     """

@@ -20,7 +20,7 @@ Durations = Mapping[str, Sequence[Sequence[float]]]
 
 
 class StepGraph(NamedTuple):
-    """What every node of one step has done, and how long it took."""
+    """The activity of every node in one step, and its durations."""
 
     step: int
     attention: Durations

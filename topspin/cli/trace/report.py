@@ -1,4 +1,4 @@
-"""What a trace says: spans, the times of the pipeline's model, bubbles and the straggler.
+"""The report on a trace: spans, the times of the pipeline's model, bubbles and the straggler.
 
 Owns the reading of stamps (topspin.trace) as a timeline on one clock and pure arithmetic
 over it. Knows no server, no file and no picture (trace_export.py and trace_plot.py draw).
@@ -23,7 +23,7 @@ from topspin.trace import WAITS, Kind, Stamp, read_stamps
 
 
 class Span(NamedTuple):
-    """What one node did, or waited for, between two stamps; times on the scheduler's clock.
+    """One node's activity or wait between two stamps; times on the scheduler's clock.
 
     `kind` is the stamp that ended it.
     """
@@ -53,7 +53,7 @@ class Lane:
 
     @property
     def name(self) -> str:
-        """Return what people call the node."""
+        """Return the node's name for people."""
         return self.role if self.role == "scheduler" else f"{self.role} {self.index}"
 
 
