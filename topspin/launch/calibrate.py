@@ -1,8 +1,8 @@
 """`--layout auto`: measures the layouts of one attention and one expert node, and chooses.
 
 Owns the candidates, the choice, the line that explains it, and the cache of choices (per machine,
-model shape, settings and version, in the user's cache). A candidate is measured by
-topspin.launch.trial in processes of its own. Knows no tensors. Called by `topspin serve` before
+model shape, settings and version, in the user's cache). The candidates are measured by
+topspin.launch.trial, a process of its own. Knows no tensors. Called by `topspin serve` before
 it starts anything.
 
 Separate processes are what Topspin is for (a node can be lost, moved or doubled), so one process
@@ -35,9 +35,9 @@ from topspin.errors import TopspinError
 from topspin.launch.engine import import_path, module_argv
 from topspin.process import PARENT_PID_VARIABLE
 
-# The first candidate may have to compile kernels, which the nodes need anyway.
-FIRST_LIMIT_S = 12.0
-LIMIT_S = 4.0
+# Loading takes 2 s. The first time it compiles kernels too, which the nodes need anyway.
+LOAD_LIMIT_S = 12.0
+MEASURE_LIMIT_S = 3.0
 MIN_GAIN = 0.10
 # Within this the simpler candidate (the earlier one) is taken.
 MARGIN = 0.03
@@ -55,13 +55,19 @@ class CalibrationError(TopspinError):
     """A candidate could not be measured."""
 
 
+class CandidateNode(msgspec.Struct, frozen=True):
+    """The threads of a node, and the cores that are its own (empty: it shares all)."""
+
+    num_threads: int
+    cores: tuple[int, ...] = ()
+
+
 class Candidate(msgspec.Struct, frozen=True):
-    """A layout to try, as topspin.launch.trial reads it. The cores are those of a split."""
+    """A layout to try, as topspin.launch.trial reads it: the attention and the expert node."""
 
     choice: LayoutChoice
     config: NodeConfig
-    attention_cores: tuple[int, ...] = ()
-    expert_cores: tuple[int, ...] = ()
+    nodes: tuple[CandidateNode, CandidateNode]
 
 
 def choose_layout(
@@ -136,7 +142,7 @@ def expert_layer_bytes(dtype: str, model: ModelConfig) -> int:
 def _choices(asked: EngineConfig, num_cores: int) -> list[LayoutChoice]:
     """Return the choices, the simplest first."""
     transport: Between = "tcp" if asked.m2n.transport == "tcp" else "shm"
-    counts: list[int | None] = [None]
+    counts = [asked.compute.num_threads]
     if num_cores >= MANY_CORES and asked.compute.num_threads is None:
         counts.append(num_cores // 2)
     choices = [LayoutChoice("shared", transport, threads) for threads in counts]
@@ -150,8 +156,18 @@ def _choices(asked: EngineConfig, num_cores: int) -> list[LayoutChoice]:
 def _candidate(choice: LayoutChoice, settle: Settle, cores: Sequence[int]) -> Candidate:
     config = settle(choice).for_node()
     if choice.layout == "split":
-        return Candidate(choice, config, *split_cores(cores, 2))
-    return Candidate(choice, config)
+        first, second = (
+            CandidateNode(min(config.compute.num_threads or len(share), len(share)), share)
+            for share in split_cores(cores, 2)
+        )
+        return Candidate(choice, config, (first, second))
+    node = CandidateNode(_num_threads(choice, cores))
+    return Candidate(choice, config, (node, node))
+
+
+def _num_threads(choice: LayoutChoice, cores: Sequence[int]) -> int:
+    own = os.environ.get("OMP_NUM_THREADS", "")
+    return choice.num_threads or (int(own) if own.isdecimal() else len(cores))
 
 
 def _choose(times: dict[LayoutChoice, float]) -> LayoutChoice:
@@ -174,82 +190,47 @@ def _describe(choice: LayoutChoice, cores: Sequence[int]) -> str:
         threads = "+".join(str(len(share)) for share in split_cores(cores, 2))
         return f"split, {threads} threads"
     name = "one process" if choice.transport == "local" else choice.layout
-    return f"{name}, {choice.num_threads or len(cores)} threads"
+    return f"{name}, {_num_threads(choice, cores)} threads"
 
 
 def measure_all(candidates: Sequence[Candidate]) -> list[float]:
-    """Return the seconds of a decode step of each candidate; raises CalibrationError.
-
-    They load side by side and are then measured one after the other.
-    """
-    with contextlib.ExitStack() as stack:
-        trials = [stack.enter_context(_Trial(candidates[0]))]
-        trials[0].wait_until_ready(time.monotonic() + FIRST_LIMIT_S)
-        deadline = time.monotonic() + LIMIT_S
-        trials += [stack.enter_context(_Trial(each)) for each in candidates[1:]]
-        for trial in trials[1:]:
-            trial.wait_until_ready(deadline)
-        return [trial.measure(deadline) for trial in trials]
-
-
-class _Trial:
-    """The processes that measure one candidate; a context manager that leaves none."""
-
-    def __init__(self, candidate: Candidate) -> None:
-        compute = candidate.config.compute
-        environment = node_environment(
-            os.environ,
-            num_threads=compute.num_threads,
-            spin_count=compute.spin_count,
-            cores=candidate.attention_cores,
-            takes_turns=candidate.choice[:1] == ("shared",)
-            and candidate.choice.transport != "local",
-        )
-        parent = {PARENT_PID_VARIABLE: str(os.getpid())}
-        self._process = subprocess.Popen(
-            module_argv("topspin.launch.trial"),
-            env={**os.environ, **import_path(os.environ), **environment, **parent},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,
-        )
-        self._say(msgspec.json.encode(candidate))
-
-    def __enter__(self) -> _Trial:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-
-    def wait_until_ready(self, deadline: float) -> None:
-        """Return once it has loaded and done a first step."""
-        self._answer(deadline)
-
-    def measure(self, deadline: float) -> float:
-        """Have it measured; return the seconds of a step of the whole model."""
-        self._say(b"go")
-        return float(self._answer(deadline))
-
-    def _say(self, line: bytes) -> None:
-        assert self._process.stdin is not None
+    """Return the seconds of a decode step of each candidate; raises CalibrationError."""
+    spin_count = candidates[0].config.compute.spin_count
+    process = subprocess.Popen(
+        module_argv("topspin.launch.trial"),
+        env={
+            **os.environ,
+            **import_path(os.environ),
+            **node_environment(os.environ, spin_count=spin_count),
+            PARENT_PID_VARIABLE: str(os.getpid()),
+        },
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+    )
+    try:
+        assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the answer that does not come says why
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
+            process.stdin.write(msgspec.json.encode(candidates) + b"\n")
+            process.stdin.flush()
+        _answer(process, LOAD_LIMIT_S)
+        return msgspec.json.decode(_answer(process, MEASURE_LIMIT_S), type=list[float])
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
-    def _answer(self, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        left_s = max(0.0, deadline - time.monotonic())
-        if not select.select([self._process.stdout], [], [], left_s)[0]:
-            raise CalibrationError("it takes too long on this machine as it is now")
-        line = self._process.stdout.readline()
-        if not line:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            last = self._process.stderr.read().decode(errors="replace").strip().splitlines()
-            raise CalibrationError(last[-1] if last else "a trial ended without a word")
-        return line
+
+def _answer(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if not select.select([process.stdout], [], [], limit_s)[0]:
+        raise CalibrationError("it takes too long on this machine as it is now")
+    line = process.stdout.readline()
+    if not line:
+        last = process.stderr.read().decode(errors="replace").strip().splitlines()
+        raise CalibrationError(last[-1] if last else "the trial ended without a word")
+    return line
 
 
 def _key(asked: EngineConfig, cores: Sequence[int]) -> str:

@@ -1,9 +1,10 @@
-"""Times decode steps of one layout: the process behind a candidate of topspin.launch.calibrate.
+"""Times decode steps of layouts: the process behind topspin.launch.calibrate.
 
 Owns a small engine of real parts and no scheduler: a Replica and Experts with the first layers
-of the checkpoint, joined by the real net, and the plans of a batch that decodes for ever. The
-expert node is a fork, so that both have threads (and cores) of their own. Reads the candidate
-from stdin, says when it is ready, and measures when it is told to. Knows no other candidate.
+of the checkpoint, loaded once, and the plans of a batch that decodes for ever. Each candidate is
+measured in forks, in which the real net joins them: one for the attention node and, unless all is
+one process, one for the expert node, with threads and cores of their own. Reads the candidates
+from stdin, says when it has loaded, and then prints the seconds of a step of each.
 Run as `python -m topspin.launch.trial`.
 """
 
@@ -13,9 +14,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,19 +26,20 @@ import torch
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
+from attention_nodes.memory_budget import AbsentExperts
 from attention_nodes.replica import Replica
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import Ops, select_ops
 from m2n_comm.host.local import LocalHub
-from m2n_comm.net import AttentionNet, wait_policy
+from m2n_comm.net import AttentionNet, ExpertNet, wait_policy
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_attention_weights, stream_expert_weights
-from topspin.cores import CORES_VARIABLE, take_cores
+from topspin.config import NodeConfig
 from topspin.expert_table import ExpertTable, uniform_table
-from topspin.launch.calibrate import Candidate, expert_layer_bytes
+from topspin.launch.calibrate import Candidate, CandidateNode, expert_layer_bytes
 from topspin.messages import (
     ExpertPeer,
     MicroBatch,
@@ -49,94 +53,89 @@ from topspin.process import follow_parent
 
 NUM_ROWS = 16
 CONTEXT = 128
-NUM_STEPS = 24
+NUM_STEPS = 28
 NUM_WARM_UP = 4
 # Experts beyond the caches of processors, which a whole model's are too.
-WEIGHT_BYTES = 96 * 2**20
+WEIGHT_BYTES = 64 * 2**20
 TIMEOUT_S = 30.0
 
 
 class Trial:
-    """The first layers of the candidate's model, and its settings."""
+    """The first layers of a model, loaded and warmed up. Starts no thread itself.
 
-    def __init__(self, candidate: Candidate) -> None:
-        self._candidate = candidate
-        self._config = candidate.config
-        self._path = Path(candidate.config.model.path)
+    OpenMP starts its threads at the first parallel region of several; a fork would lack them.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self._config = config
+        self._path = Path(config.model.path)
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         whole = load_model_config(self._path)
-        layer_bytes = expert_layer_bytes(self._config.model.dtype, whole)
+        assert whole.moe is not None
+        layer_bytes = expert_layer_bytes(config.model.dtype, whole)
         num_moe = min(-(-WEIGHT_BYTES // layer_bytes), len(whole.moe_layers))
         last = whole.moe_layers[num_moe - 1]
         self._model: ModelConfig = replace(whole, layers=whole.layers[: last + 1])
         self._whole_over_part = whole.num_layers / self._model.num_layers
-        assert whole.moe is not None
         self._table: ExpertTable = uniform_table(
             num_layers=num_moe, num_experts=whole.moe.num_experts, num_nodes=1
         )
+        self._blocks_each = -(-(CONTEXT + NUM_STEPS + 1) // config.cache.block_size)
+        # Compiled kernels are kept, so the two halves are compiled side by side, as by the nodes.
+        compiled = fork(lambda: self._load_experts().num_layers)
+        self._replica = self._load_replica()
+        self._replica.execute(self._plan(_ticket(1)), AbsentExperts(), index=0)
+        compiled()
+        self._experts = self._load_experts()
 
-    def run(self) -> float:
-        """Load, say so, wait for a line, measure; returns seconds per step of the whole model."""
-        if self._candidate.choice.transport == "local":
-            replica, experts = self._load_replica(), self._load_experts()
-            hub = LocalHub(replica.net_shape(self._config), 1, 1)
-            hub.attach_expert(0, experts.compute, table=self._table)
-            return self._measure(replica, hub.attention_net(0, self._table), ready=lambda: None)
-        with closing(listen_expert(self._candidate.choice.transport)) as listener:
-            go_reader, go_writer = os.pipe()
-            # Forked before any thread exists: OpenMP starts its own at the first parallel region.
-            child = os.fork()
-            if child == 0:
-                os.close(go_writer)
-                status = 1
-                try:
-                    self._serve(listener, go_reader)
-                    status = 0
-                finally:
-                    os._exit(status)
-        take_cores()
-        replica = self._load_replica()
+    def measure(self, candidate: Candidate) -> float:
+        """Return the seconds of a step of the whole model; call in a fork."""
+        attention, expert = candidate.nodes
+        if candidate.choice.transport == "local":
+            settle(attention)
+            hub = LocalHub(self._replica.net_shape(self._config), 1, 1)
+            hub.attach_expert(0, self._experts.compute, table=self._table)
+            return self._decode(hub.attention_net(0, self._table))
+        listener = listen_expert(candidate.choice.transport)
+
+        def serve() -> int:
+            settle(expert)
+            with closing(self._accept(listener, candidate)) as net:
+                for step in range(2, NUM_STEPS + 1):
+                    run_ticket(net, self._experts, _ticket(step))
+            return 0
+
+        served = fork(serve)
+        listener.close()
+        settle(attention)
         net = connect_attention(
-            replica.net_shape(self._config),
+            self._replica.net_shape(self._config),
             index=0,
             incarnation=1,
             experts=[ExpertPeer(address=listener.address, incarnation=2)],
             table=self._table,
             timeout_s=TIMEOUT_S,
-            wait=wait_policy(self._config),
+            wait=wait_policy(candidate.config),
         )
-        step_s = self._measure(replica, net, ready=lambda: os.close(go_writer))
-        os.waitpid(child, 0)
+        step_s = self._decode(net)
+        served()
         return step_s
 
-    def _serve(self, listener: ExpertListener, go_reader: int) -> None:
-        """Be the expert node: the first ticket at once, the others after `go_reader` has ended."""
-        if self._candidate.expert_cores:
-            os.environ[CORES_VARIABLE] = ",".join(map(str, self._candidate.expert_cores))
-            take_cores()
-        experts = self._load_experts()
-        net = listener.accept(
-            experts.net_shape(self._config),
+    def _accept(self, listener: ExpertListener, candidate: Candidate) -> ExpertNet:
+        return listener.accept(
+            self._experts.net_shape(self._config),
             index=0,
             incarnation=2,
             attention_incarnations=(1,),
             timeout_s=TIMEOUT_S,
             table=self._table,
-            wait=wait_policy(self._config),
+            wait=wait_policy(candidate.config),
         )
-        with closing(net):
-            for ticket in _tickets():
-                if ticket.step == 2:
-                    os.read(go_reader, 1)  # a wait within a step may spin
-                run_ticket(net, experts, ticket)
 
     def _ops(self) -> Ops:
-        model = self._config.model
-        return select_ops(self._config.compute.kernels, self._dtype, model.quantization)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        return dtype
+        return select_ops(
+            self._config.compute.kernels, self._dtype, self._config.model.quantization
+        )
 
     def _load_experts(self) -> Experts:
         held = self._table.experts_of(0)
@@ -161,25 +160,17 @@ class Trial:
         decoder = Decoder(self._model, weights, self._ops(), cache)
         return Replica(self._model, decoder, num_blocks, self._config)
 
-    @property
-    def _blocks_each(self) -> int:
-        return -(-(CONTEXT + NUM_WARM_UP + NUM_STEPS + 1) // self._config.cache.block_size)
-
-    def _measure(self, replica: Replica, net: AttentionNet, *, ready: Callable[[], None]) -> float:
-        """Decode; the layers count as often as the whole model has them."""
+    def _decode(self, net: AttentionNet) -> float:
+        """Time the other steps; the layers count as often as the whole model has them."""
         found = []
-        for ticket in _tickets():
+        for step in range(2, NUM_STEPS + 1):
             started = time.perf_counter()
-            result = replica.execute(self._plan(ticket), net, index=0)
+            result = self._replica.execute(self._plan(_ticket(step)), net, index=0)
             layers_s = result.timings.attention_s + result.timings.wait_s
             step_s = time.perf_counter() - started
             found.append(step_s + (self._whole_over_part - 1) * layers_s)
-            if ticket.step == 1:
-                print("ready", flush=True)
-                sys.stdin.readline()
-                ready()
         net.close()
-        # Of a machine that does other things too, the undisturbed steps count.
+        # On a machine that does other things too, the undisturbed steps count.
         return statistics.quantiles(found[NUM_WARM_UP:], n=4)[0]
 
     def _plan(self, ticket: StepTicket) -> StepPlan:
@@ -194,7 +185,7 @@ class Trial:
                 blocks=pack_ints(
                     range(seq_id * self._blocks_each, (seq_id + 1) * self._blocks_each)
                 ),
-                sampling=SamplingParams(max_tokens=NUM_STEPS + NUM_WARM_UP, seed=seq_id),
+                sampling=SamplingParams(max_tokens=NUM_STEPS + 1, seed=seq_id),
             )
             for seq_id in ids
         ]
@@ -214,25 +205,61 @@ class Trial:
         )
 
 
-def _tickets() -> Iterator[StepTicket]:
-    for step in range(1, NUM_WARM_UP + NUM_STEPS + 1):
-        yield StepTicket(
-            step=step,
-            previous=step - 1,
-            generation=1,
-            table_version=1,
-            num_micro_batches=1,
-            participants=(0,),
-            row_buckets=(NUM_ROWS,),
-        )
+def _ticket(step: int) -> StepTicket:
+    return StepTicket(
+        step=step,
+        previous=step - 1,
+        generation=1,
+        table_version=1,
+        num_micro_batches=1,
+        participants=(0,),
+        row_buckets=(NUM_ROWS,),
+    )
+
+
+def settle(node: CandidateNode) -> None:
+    """Give this fork the cores and threads of `node`."""
+    if node.cores:
+        os.sched_setaffinity(0, node.cores)
+    torch.set_num_threads(node.num_threads)
+
+
+def fork(work: Callable[[], float]) -> Callable[[], float]:
+    """Begin `work` in a child process; return the wait for its result."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.write(writer, repr(work()).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(writer)
+
+    def wait() -> float:
+        with os.fdopen(reader) as file:
+            text = file.read()
+        os.waitpid(child, 0)
+        if not text:
+            raise SystemExit(1)  # the child has said why
+        return float(text)
+
+    return wait
 
 
 def main() -> int:
-    """Measure the candidate that stdin names; print the seconds of a step."""
+    """Measure the candidates that stdin names; print the seconds of a step of each."""
     follow_parent()
-    candidate = msgspec.json.decode(sys.stdin.readline(), type=Candidate)
+    torch.set_num_threads(1)
+    candidates = msgspec.json.decode(sys.stdin.readline(), type=list[Candidate])
     with torch.inference_mode():
-        print(Trial(candidate).run(), flush=True)
+        trial = Trial(candidates[0].config)
+        print("ready", flush=True)
+        times = [fork(partial(trial.measure, candidate))() for candidate in candidates]
+    print(msgspec.json.encode(times).decode(), flush=True)
     return 0
 
 

@@ -14,7 +14,14 @@ import pytest
 from models.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from topspin.cli.serve import resolve_for
-from topspin.config import EngineConfig, FailoverSection, M2NSection, ModelSection, TopologySection
+from topspin.config import (
+    ComputeSection,
+    EngineConfig,
+    FailoverSection,
+    M2NSection,
+    ModelSection,
+    TopologySection,
+)
 from topspin.cores import LayoutChoice
 from topspin.launch import calibrate
 from topspin.launch.calibrate import CalibrationError, Candidate, choose_layout, measure_all
@@ -22,6 +29,11 @@ from topspin.launch.calibrate import CalibrationError, Candidate, choose_layout,
 SHARED = LayoutChoice("shared", "shm")
 SPLIT = LayoutChoice("split", "shm")
 ALONE = LayoutChoice("shared", "local")
+
+
+@pytest.fixture(autouse=True)
+def all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +112,13 @@ def test_many_cores_are_tried_by_halves_too(checkpoint: Path, tmp_path: Path) ->
     assert chooser.lines[0].startswith("layout: shared, 4 threads ")
 
 
+def test_a_number_of_threads_that_was_asked_for_stays(checkpoint: Path, tmp_path: Path) -> None:
+    chooser = Chooser(checkpoint, tmp_path, {})
+    chooser.choose(cores=range(8), compute=ComputeSection(num_threads=3))
+    assert {each.num_threads for each in chooser.tried if each.layout == "shared"} == {3}
+    assert chooser.lines[0].startswith("layout: shared, 3 threads ")
+
+
 def test_nodes_that_restart_are_processes_of_their_own(checkpoint: Path, tmp_path: Path) -> None:
     chooser = Chooser(checkpoint, tmp_path, {ALONE: 0.1})
     chooser.choose(failover=FailoverSection(restart=True))
@@ -161,8 +180,8 @@ def candidates(path: Path, *choices: LayoutChoice) -> list[Candidate]:
 
 
 def test_real_candidates_are_timed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "FIRST_LIMIT_S", 60.0)
-    monkeypatch.setattr(calibrate, "LIMIT_S", 60.0)
+    monkeypatch.setattr(calibrate, "LOAD_LIMIT_S", 60.0)
+    monkeypatch.setattr(calibrate, "MEASURE_LIMIT_S", 60.0)
     tried = [SHARED, ALONE, *([SPLIT] if len(os.sched_getaffinity(0)) > 1 else [])]
     for step_s in measure_all(candidates(checkpoint, *tried)):
         assert 0 < step_s < 10
