@@ -21,7 +21,7 @@ from topspin.cores import DEFAULT_LAYOUT, SPIN_COUNT, Layout
 from topspin.devices import CPU, Devices, NodeRole, Nodes, Place, assign_devices
 from topspin.errors import ConfigError
 from topspin.settings import Setting
-from topspin.units import format_size, parse_size, parse_switch
+from topspin.units import format_size, parse_origins, parse_size, parse_switch
 
 DETERMINISTIC_KERNELS = "deterministic"
 CPU_KV_CACHE_BYTES = 256 * 2**20
@@ -471,8 +471,7 @@ class GatewaySection(Section, frozen=True, kw_only=True):
         Setting(
             "web pages that browsers let call the server (CORS), as JSON or with commas: "
             "http://localhost:3000,https://ui.example.com, or * for all; none",
-            flag="--allowed-origins",
-            metavar="LIST",
+            flag="--allowed-origins LIST",
             parse=parse_origins,
         ),
     ] = ()

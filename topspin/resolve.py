@@ -37,6 +37,7 @@ from topspin.devices import (
 )
 from topspin.errors import ConfigError
 from topspin.settings import check_ranges
+from topspin.units import check_origins
 
 
 def resolve(
@@ -56,6 +57,7 @@ def resolve(
     ConfigError naming the setting, its value and a way out.
     """
     check_ranges(config)
+    check_origins(config.gateway.allowed_origins)
     topology = _topology(config.topology, num_experts)
     compute = _compute(config.compute, measured)
     nodes = compute.nodes(topology)

@@ -1,4 +1,4 @@
-"""The text forms of values: sizes (`2GiB`), read and printed, and switches (`on`, `off`).
+"""The text forms of values: sizes (`2GiB`), read and printed, switches (`on`), web origins.
 
 Knows no configuration. What cannot be read is a ConfigError that does not name the option: the
 caller knows which one it is.
@@ -6,6 +6,7 @@ caller knows which one it is.
 
 from __future__ import annotations
 
+import json
 import re
 
 from topspin.errors import ConfigError
@@ -48,6 +49,33 @@ def parse_switch(text: str) -> bool:
     if text not in ("on", "off"):
         raise ConfigError(f"{text!r} is neither on nor off")
     return text == "on"
+
+
+# Lower case, as a browser sends it: the comparison is literal.
+_ORIGIN = re.compile(
+    r"\*|[a-z][a-z0-9+.-]*://[a-z0-9._-]+(:[0-9]+)?|https?://\[[0-9a-f:]+\](:[0-9]+)?"
+)
+
+
+def parse_origins(text: str) -> tuple[str, ...]:
+    """Return the origins in a JSON list or a list with commas, as browsers write them."""
+    try:
+        listed = json.loads(text) if text.startswith("[") else text.split(",")
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a JSON list: {error}") from None
+    origins = tuple(str(origin).strip() for origin in listed)
+    check_origins(origins)
+    return origins
+
+
+def check_origins(origins: tuple[str, ...]) -> None:
+    """Raise ConfigError for the first one that no browser would send."""
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"{origin!r} is not an origin such as https://ui.example.com (nothing follows the "
+                "host and port), nor *"
+            )
 
 
 def format_size(size_bytes: int) -> str:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topspin.errors import ConfigError
-from topspin.units import format_size, parse_size, parse_switch
+from topspin.units import format_size, parse_origins, parse_size, parse_switch
 
 
 def test_sizes_people_write() -> None:
@@ -60,3 +60,9 @@ def test_a_switch_is_on_or_off() -> None:
     assert (parse_switch("on"), parse_switch("off")) == (True, False)
     with pytest.raises(ConfigError, match="'yes' is neither on nor off"):
         parse_switch("yes")
+
+
+def test_what_no_browser_sends_as_an_origin_is_refused() -> None:
+    for text in ("", "ui.test", "https://ui.test/", "https://UI.test", '["*"', "[1]", "*,"):
+        with pytest.raises(ConfigError):
+            parse_origins(text)

@@ -48,6 +48,7 @@ FLAGS = [
     "--host",
     "--port",
     "--generation-config",
+    "--allowed-origins",
     "--restart",
     "--restart-deadline",
 ]
@@ -81,6 +82,12 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--host 0.0.0.0", "gateway.host", "0.0.0.0"),
     ("--port 0", "gateway.port", 0),
     ("--generation-config none", "gateway.generation_config", "none"),
+    (
+        "--allowed-origins http://localhost:3000,https://ui.test",
+        "gateway.allowed_origins",
+        ("http://localhost:3000", "https://ui.test"),
+    ),
+    ('--allowed-origins ["*"]', "gateway.allowed_origins", ("*",)),
     ("--restart on", "failover.restart", True),
     ("--restart off", "failover.restart", False),
     ("--restart-deadline 7", "failover.restart_deadline_s", 7.0),
