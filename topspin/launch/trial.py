@@ -1,6 +1,6 @@
 """Times decode steps of layouts: the process behind topspin.launch.calibrate.
 
-Owns a small engine of real parts and no scheduler: a Replica and Experts with the first layers
+Owns a small engine of real parts and no scheduler: a ModelRunner and Experts with the first layers
 of the checkpoint, loaded once, and the plans of a batch that decodes for ever. Each candidate is
 measured in forks, in which the real net joins them: one for the attention node and, unless all is
 one process, one for the expert node, with threads and cores of their own. Reads the candidates
@@ -27,7 +27,7 @@ import torch
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
 from attention_nodes.memory_budget import AbsentExperts
-from attention_nodes.replica import Replica
+from attention_nodes.model_runner import ModelRunner
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import Ops, select_ops
@@ -151,14 +151,14 @@ class Trial:
         experts.warm_up((1, NUM_ROWS))
         return experts
 
-    def _load_replica(self) -> Replica:
+    def _load_replica(self) -> ModelRunner:
         num_blocks = NUM_ROWS * self._blocks_each
         cache = kv_cache.of_blocks(
             self._model, num_blocks, block_size=self._config.cache.block_size, dtype=self._dtype
         )
         weights = stream_attention_weights(Checkpoint(self._path), self._model, dtype=self._dtype)
         decoder = Decoder(self._model, weights, self._ops(), cache)
-        return Replica(self._model, decoder, num_blocks, self._config)
+        return ModelRunner(self._model, decoder, num_blocks, self._config)
 
     def _decode(self, net: AttentionNet) -> float:
         """Time the other steps; the layers count as often as the whole model has them."""
