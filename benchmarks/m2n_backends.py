@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.addresses import Between
+from m2n_comm.hello import Identity
 from m2n_comm.host.local import LocalHub
-from m2n_comm.net import ExpertBatch, NetShape
-from m2n_comm.open import Between, ExpertListener, connect_attention, listen_expert
+from m2n_comm.net import AttentionNet, ExpertBatch, ExpertNet, NetShape
+from m2n_comm.open import ExpertListener, connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertPeer, StepTicket
 
@@ -114,7 +115,7 @@ class _Course:
 class OurAttention:
     """An attention node of Topspin: every row goes to every expert node."""
 
-    def __init__(self, case: Case, net: AttentionSide) -> None:
+    def __init__(self, case: Case, net: AttentionNet) -> None:
         self._net = net
         self._course = _Course(case)
         self._hidden = torch.randn(case.rows, HIDDEN_SIZE).to(torch.bfloat16)
@@ -154,7 +155,7 @@ class OurAttention:
 class OurExpert:
     """An expert node of Topspin that answers zeros."""
 
-    def __init__(self, case: Case, net: ExpertSide) -> None:
+    def __init__(self, case: Case, net: ExpertNet) -> None:
         self._net = net
         self._course = _Course(case)
         self._partial = torch.zeros(
@@ -200,13 +201,10 @@ def local_attention(case: Case) -> OurAttention:
 def our_attention(case: Case, index: int, addresses: list[str]) -> OurAttention:
     """Connect attention node `index`."""
     net = connect_attention(
-        _shape(),
-        index=index,
-        incarnation=1,
-        experts=[ExpertPeer(address=address, incarnation=2) for address in addresses],
-        table=_table(case.num_experts),
-        timeout_s=DEADLINE_S,
-        wait="spin" if case.wait == "spin" else "block",
+        Identity(role="attention", index=index, incarnation=1, shape=_shape()),
+        [ExpertPeer(address=address, incarnation=2) for address in addresses],
+        _table(case.num_experts),
+        _waits(case),
         checksum=case.backend == "tcp checksum",
     )
     return OurAttention(case, net)
@@ -215,15 +213,16 @@ def our_attention(case: Case, index: int, addresses: list[str]) -> OurAttention:
 def our_expert(case: Case, index: int, listener: ExpertListener) -> OurExpert:
     """Accept all attention nodes as expert node `index`."""
     net = listener.accept(
-        _shape(),
-        index=index,
-        incarnation=2,
-        attention_incarnations=(1,) * case.num_attention,
-        timeout_s=DEADLINE_S,
-        table=_table(case.num_experts),
-        wait="spin" if case.wait == "spin" else "block",
+        Identity(role="expert", index=index, incarnation=2, shape=_shape()),
+        (1,) * case.num_attention,
+        _table(case.num_experts),
+        _waits(case),
     )
     return OurExpert(case, net)
+
+
+def _waits(case: Case) -> Waits:
+    return Waits(timeout_s=DEADLINE_S, policy="spin" if case.wait == "spin" else "block")
 
 
 class GlooPlayer:

@@ -18,9 +18,11 @@ from attention_nodes.model_runner import ModelRunner
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import select_ops
-from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.emulate import LinkEmulation
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.hello import Identity
+from m2n_comm.net import AttentionNet
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from models.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from models.weights import AttentionWeights, ExpertLayerWeights, ExpertWeights, LayerWeights
 from topspin.config import (
@@ -194,13 +196,10 @@ def serve(pipe: Connection, shape: Shape, core: int) -> None:
         listener = listen_expert("shm")
         pipe.send(listener.address)
         net = listener.accept(
-            net_shape,
-            index=0,
-            incarnation=2,
-            attention_incarnations=(1,),
-            timeout_s=60.0,
-            table=table,
-            wait="spin",
+            Identity(role="expert", index=0, incarnation=2, shape=net_shape),
+            (1,),
+            table,
+            Waits(timeout_s=60.0, policy="spin"),
         )
         ring = Ring()
         while (order := pipe.recv()) is not None:
@@ -226,7 +225,7 @@ class Node:
         self.runner = make_runner(shape)
         self._ring = Ring()
         self._pipe = pipe
-        self._net: AttentionSide | None = None
+        self._net: AttentionNet | None = None
         self._generation = 0
         self._step = 0
 
@@ -235,16 +234,16 @@ class Node:
         self._pipe.send(True)
         shape = self.shape
         self._net = connect_attention(
-            self.runner.net_shape(node_config(shape)),
-            index=0,
-            incarnation=1,
-            experts=[ExpertPeer(address=self._pipe.recv(), incarnation=2)],
-            table=uniform_table(
-                num_layers=shape.num_layers, num_experts=shape.num_experts, num_nodes=1
+            Identity(
+                role="attention",
+                index=0,
+                incarnation=1,
+                shape=self.runner.net_shape(node_config(shape)),
             ),
-            timeout_s=60.0,
+            [ExpertPeer(address=self._pipe.recv(), incarnation=2)],
+            uniform_table(num_layers=shape.num_layers, num_experts=shape.num_experts, num_nodes=1),
+            Waits(timeout_s=60.0, policy="spin"),
             link=LinkEmulation(latency_us=latency_us),
-            wait="spin",
         )
 
     def close(self) -> Trace:

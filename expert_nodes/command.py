@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 from expert_nodes.experts import Experts
 from expert_nodes.worker import ExpertWorker
-from m2n_comm.gpu.staged import StagedExpertNet
+from m2n_comm.addresses import Between
+from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertNet, wait_policy
-from m2n_comm.open import Between, ExpertListener, listen_expert
+from m2n_comm.open import ExpertListener, listen_expert
+from m2n_comm.waits import Waits
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
 from topspin.messages import Welcome
 from topspin.node_life import NodeLife, run_node
@@ -27,29 +28,21 @@ def accept_attention(
     listener: ExpertListener, welcome: Welcome, experts: Experts, life: NodeLife, *, index: int
 ) -> ExpertNet:
     """Accept the attention nodes of the topology; experts on a device get their rows there."""
-    config, topology, runtime = welcome.config, welcome.topology, experts.runtime
-    shape = experts.net_shape(config)
-    is_ipc = config.m2n.transport == "cuda_ipc"
-    accept: Callable[..., ExpertNet] = (
-        partial(listener.accept_device, runtime=runtime)
-        if is_ipc
-        else partial(listener.accept, wait=wait_policy(config))
-    )
-    net = accept(
-        shape,
-        index=index,
-        incarnation=life.incarnation,
-        attention_incarnations=topology.attention_incarnations,
-        timeout_s=CONNECT_TIMEOUT_S,
-        table=topology.table,
-        generation=topology.generation,
-        check=life.check,
+    config, topology = welcome.config, welcome.topology
+    return listener.accept(
+        Identity(
+            role="expert",
+            index=index,
+            incarnation=life.incarnation,
+            shape=experts.net_shape(config),
+            generation=topology.generation,
+        ),
+        topology.attention_incarnations,
+        topology.table,
+        Waits(timeout_s=CONNECT_TIMEOUT_S, policy=wait_policy(config), check=life.check),
+        runtime=experts.runtime if config.compute.place("expert").is_device else None,
         reuse=config.restart,
     )
-    if config.compute.place("expert").is_device and not is_ipc:
-        count = len(topology.attention_incarnations)
-        return StagedExpertNet(net, runtime, shape=shape, num_attention=count)
-    return net
 
 
 def run_worker(control: ControlClient, *, index: int, model_path: Path, transport: Between) -> None:

@@ -39,14 +39,14 @@ class Experts:
         *,
         held: Sequence[Sequence[int]],
         version: int = 1,
-        per_pair_answers: bool = False,
+        per_expert_answers: bool = False,
         runtime: Runtime | None = None,
         counts: bool = True,
     ) -> None:
         """Pack `weights`, layer by layer; each original is dropped as soon as it is packed.
 
         `held` lists, per MoE layer, the logical experts of `weights` in slot order, which is
-        what table `version` gives this node. `per_pair_answers` is NetShape's; `ops` are
+        what table `version` gives this node. `per_expert_answers` is NetShape's; `ops` are
         then the deterministic ones. `runtime` is of the device where `weights` are (None: the
         host). `counts` False: nobody asks how often each slot is used, and nothing is added.
         """
@@ -56,8 +56,8 @@ class Experts:
         self._counts = counts
         self._top_k = config.moe.top_k
         self._ops = ops
-        assert not per_pair_answers or ops.name == deterministic.name
-        self._per_pair_answers = per_pair_answers
+        assert not per_expert_answers or ops.name == deterministic.name
+        self._per_expert_answers = per_expert_answers
         self.trace: Ring | None = None
         share_per_row = config.moe.top_k / config.moe.num_experts
         layers = [
@@ -121,7 +121,7 @@ class Experts:
     def _run(
         self, hidden: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts
     ) -> ExpertOutput:
-        if self._per_pair_answers:
+        if self._per_expert_answers:
             return deterministic.pair_mlp(hidden, slots, experts)
         return self._ops.grouped_mlp(hidden, slots, weights, experts)
 

@@ -97,7 +97,7 @@ def load_experts(
             ops,
             held=held,
             version=welcome.table.version,
-            per_pair_answers=config.compute.deterministic,
+            per_expert_answers=config.compute.deterministic,
             runtime=runtime,
             # On a device they cost a launch per layer; with one node nothing can be balanced.
             counts=not (place.is_device and config.topology.expert_nodes == 1),

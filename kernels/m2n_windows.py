@@ -1,8 +1,8 @@
 """The memory that GPUs exchange rows through: what lies where, by address.
 
-Owns the layout of request and answer windows, of a frame's header, of a step's words, and of
-the words in which kernels tell the host what went wrong. Knows no memory (m2n_comm maps it, or
-the peer's) and no kernel: kernels/triton_m2n*.py read and write by it, and it needs no Triton.
+Owns the layout of request and answer windows, of a step's words, and of the words in which
+kernels report a fault to the host. Knows no memory (m2n_comm maps it, or the peer's) and no
+kernel: kernels/triton/m2n reads and writes by it, and it needs no Triton.
 
 A window lies in the memory of who reads it. Its header is HEADER_WORDS of i64; word 0, the
 flag, is the sequence of the newest frame and is written last. An answer has the header of its
@@ -18,9 +18,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-HEADER_WORDS: Final = 8
+from kernels.frame_header import NUM_DEVICE_WORDS
+
+HEADER_WORDS: Final = NUM_DEVICE_WORDS
 FLAG, ROWS, STEP, VERSION, LAYER, PART, PARTS, INCARNATION = range(HEADER_WORDS)
-"""The words of a header. PART of PARTS counts the windows that one dispatch takes."""
+"""The words of a header, the first of FrameHeader's; its sequence is the flag."""
 
 PATIENCE: Final = 0
 """In a step's words, which are a header besides: how many nanoseconds a wait may last."""

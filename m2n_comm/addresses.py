@@ -1,24 +1,83 @@
-"""Data addresses of expert nodes: their forms, and who may be at the other end.
+"""Data addresses of expert nodes: their forms, their sockets, and who may be at the other end.
 
-"unix:@NAME" (shm) and "tcp:HOST:PORT"; behind "nixl:" either, and behind "cuda_ipc:" the first,
-of the handshake. Owns the rule that hosts are loopback ones. Knows no handshake; open.py calls it.
+"unix:@NAME" is shm and "tcp:HOST:PORT" tcp; "nixl:" before either and "cuda_ipc:" before the
+first name the address of the handshake. Owns the rule that hosts are loopback ones unless told
+otherwise. Knows no handshake; open.py calls it.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import secrets
 import socket
 import struct
 import time
+from typing import Literal
 
-from m2n_comm.host.tcp import tune_socket
 from topspin.errors import ConfigError, DeadlineExceeded, PeerLost
 
 UNIX = "unix:"
 TCP = "tcp:"
 NIXL = "nixl:"
 CUDA_IPC = "cuda_ipc:"
+
+
+Between = Literal["shm", "tcp", "nixl", "cuda_ipc"]
+"""The transports between processes."""
+
+_BACKLOG = 128
+_BUFFER_BYTES = 4 * 2**20
+
+
+def transport_of(address: str) -> Between:
+    """Return the transport of an expert node's address; connect() refuses what is none."""
+    prefixes: tuple[tuple[str, Between], ...] = ((NIXL, "nixl"), (CUDA_IPC, "cuda_ipc"))
+    for prefix, transport in prefixes:
+        if address.startswith(prefix):
+            return transport
+    return "shm" if address.startswith(UNIX) else "tcp"
+
+
+def listen(transport: Between, *, host: str | None, remote: bool) -> tuple[socket.socket, str]:
+    """Return a listening socket that does not block, and the address that leads to it.
+
+    Raises ConfigError for a host that is not allowed or cannot be had.
+    """
+    prefix = {"nixl": NIXL, "cuda_ipc": CUDA_IPC}.get(transport, "")
+    if transport in ("shm", "cuda_ipc") or (transport == "nixl" and host is None):
+        name = f"topspin-{secrets.token_hex(16)}"
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        where: str | tuple[str, int] = f"\0{name}"
+    else:
+        host = host or "127.0.0.1"
+        if not remote:
+            check_loopback(host)
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        where = (host, 0)
+    try:
+        tune_socket(sock)
+        sock.bind(where)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"--transport {transport}: cannot listen: {error.strerror}") from error
+    except BaseException:
+        sock.close()
+        raise
+    if sock.family == socket.AF_UNIX:
+        return sock, f"{prefix}{UNIX}@{name}"
+    return sock, f"{prefix}{TCP}{host}:{sock.getsockname()[1]}"
+
+
+def tune_socket(sock: socket.socket, buffer_bytes: int = _BUFFER_BYTES) -> None:
+    """Ask for large buffers (the kernel may give less) and no delay of small frames."""
+    if sock.family != socket.AF_INET:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
 
 
 def connect(address: str, *, expert: int, deadline_s: float, remote: bool = False) -> socket.socket:

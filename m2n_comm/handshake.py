@@ -2,7 +2,7 @@
 
 Owns how the messages of hello.py travel (schema-checked MessagePack behind a bounded length),
 the accepting loop of an expert node and the asking end of an attention node. Knows sockets but
-not what travels on them afterwards; open.py calls it for shm and tcp alike.
+not their later use; open.py calls it for all transports.
 
 A peer of a past life (another incarnation), a stranger, and one that stays silent are
 refused without disturbing the others; the right peer with another version or shape can
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from m2n_comm.hello import PairHello, PairRefusal, check_hello
-from m2n_comm.host.lines import CHECK_INTERVAL_S, Check, wait_on
+from m2n_comm.waits import CHECK_INTERVAL_S, Check
 from topspin.errors import (
     DeadlineExceeded,
     FrameError,
@@ -42,7 +42,7 @@ _MAX_PENDING = 256
 
 
 class Meeting(NamedTuple):
-    """A pair that was agreed on: the open socket, what was said, and descriptors received."""
+    """A pair that was agreed on: the open socket, the peer's hello, and descriptors received."""
 
     sock: socket.socket
     hello: PairHello
@@ -78,9 +78,9 @@ class Reader:
         self._data = b""
 
     def advance(self) -> PairHello | PairRefusal | None:
-        """Read what is there; return the message when it is whole.
+        """Read available bytes; return the message when it is whole.
 
-        Raises FrameError for what is no handshake, PeerLost at the end of the stream,
+        Raises FrameError for bytes of no handshake, PeerLost at the end of the stream,
         BlockingIOError or TimeoutError as the socket does.
         """
         needed = _PREFIX.size
@@ -120,13 +120,11 @@ class Reader:
         return int(body_bytes)
 
 
-def ask(
-    sock: socket.socket, want: PairHello, *, deadline_s: float, check: Check = wait_on
-) -> Meeting:
+def ask(sock: socket.socket, want: PairHello, *, deadline_s: float, check: Check) -> Meeting:
     """Read the expert node's answer to `want`, which has been sent.
 
-    Returns the socket and its descriptors. Raises what the expert node refused with, or
-    what differs; DeadlineExceeded, PeerLost, what `check` raises. On an error no descriptor
+    Returns the socket and its descriptors. Raises the error of a refusal or of a field that
+    differs, DeadlineExceeded, PeerLost, the errors of `check`. On an error no descriptor
     stays open.
     """
     reader = Reader(sock)
@@ -159,8 +157,8 @@ def ask(
 class Reception:
     """Accepts the attention nodes of one expert node, in any order, each once.
 
-    `expected[i]` is what attention node i must say (None: it is absent); `trusted` says
-    whether a connection may speak at all (peer credentials). Every pending connection has its
+    `expected[i]` is the hello that attention node i must send; `trusted` says whether a
+    connection may speak at all (peer credentials). Every pending connection has its
     own deadline. `check` is called now and then and may end the wait.
     """
 
@@ -168,13 +166,13 @@ class Reception:
         self,
         listener: socket.socket,
         *,
-        expected: tuple[PairHello | None, ...],
+        expected: dict[int, PairHello],
         trusted: Callable[[socket.socket], bool],
         deadline_s: float,
-        check: Check = wait_on,
+        check: Check,
     ) -> None:
         self._listener = listener
-        self._expected = {i: hello for i, hello in enumerate(expected) if hello is not None}
+        self._expected = expected
         self._check = check
         self._trusted = trusted
         self._deadline_s = deadline_s

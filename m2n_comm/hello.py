@@ -1,19 +1,31 @@
-"""What both ends of a pair say of it before they form it, and how the two are compared.
+"""Who a node is, and the messages in which both ends of a pair say so before they form it.
 
-Owns the messages and the order in which their fields are checked. Knows no socket: handshake.py
-sends them.
+Owns Identity, the messages, and the order in which their fields are compared. Knows no socket:
+handshake.py sends them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import msgspec
 
-from m2n_comm.host.emulate import LinkEmulation
-from m2n_comm.host.wire import PROTOCOL
+from m2n_comm.emulate import LinkEmulation
 from m2n_comm.net import NetShape
+from topspin import __version__
 from topspin.errors import ConfigError, FrameError, StaleFrame, VersionMismatch
 
+# Of the handshake and of all that follows it.
+PROTOCOL = 2
 _MAX_INCARNATION = 2**64
+
+NodeRole = Literal["attention", "expert"]
+
+
+def other_role(role: NodeRole) -> NodeRole:
+    """Return the role of the peers of a node."""
+    return "expert" if role == "attention" else "attention"
 
 
 class PairShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,7 +37,7 @@ class PairShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     payload: str
     window_rows: int
     num_micro_batches: int
-    per_pair_answers: bool = False
+    per_expert_answers: bool = False
     request_payload: str = ""
 
 
@@ -40,7 +52,7 @@ class PairMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PairRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the other end may write of this one's memory, as m2n_comm.gpu.memory names it."""
+    """The memory of this end that the other may write, as m2n_comm.gpu.memory names it."""
 
     kind: str
     handle: bytes
@@ -48,7 +60,7 @@ class PairRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PairHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """What each end says of the pair: first the attention node, then the expert node.
+    """The message of each end about the pair: first the attention node's, then the expert node's.
 
     `generation` tells the pairs of two process lives apart, of which a reformed engine makes
     several. The link to emulate and whether tcp payloads carry a checksum are the attention
@@ -93,66 +105,66 @@ def pair_shape(shape: NetShape) -> PairShape:
         request_payload=str(shape.request_dtype),
         window_rows=shape.window_rows,
         num_micro_batches=shape.num_micro_batches,
-        per_pair_answers=shape.per_pair_answers,
+        per_expert_answers=shape.per_expert_answers,
     )
 
 
-def make_hello(
-    shape: NetShape,
-    *,
-    attention: int,
-    expert: int,
-    attention_incarnation: int,
-    expert_incarnation: int,
-    revision: str,
-    generation: int = 1,
-    link: LinkEmulation | None = None,
-    checksum: bool = True,
-) -> PairHello:
-    """Return the message of this pair. Raises ConfigError for an incarnation beyond 64 bits."""
-    for incarnation in (attention_incarnation, expert_incarnation):
-        if not 0 <= incarnation < _MAX_INCARNATION:
-            raise ConfigError(f"incarnation {incarnation} does not fit 64 bits")
-    link = link or LinkEmulation()
-    return PairHello(
-        protocol=PROTOCOL,
-        revision=revision,
-        attention=attention,
-        expert=expert,
-        attention_incarnation=attention_incarnation,
-        expert_incarnation=expert_incarnation,
-        shape=pair_shape(shape),
-        generation=generation,
-        latency_us=link.latency_us,
-        gbps=link.gbps,
-        checksum=checksum,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Who a node is to its peers, and the shape of what it exchanges with them.
 
+    `incarnation` is of this process life; `generation` of the engine, which may form pairs
+    anew within one life.
+    """
 
-def expected_hellos(
-    shape: NetShape,
-    *,
-    expert: int,
-    incarnation: int,
-    attention_incarnations: tuple[int | None, ...],
-    revision: str,
-    generation: int,
-) -> tuple[PairHello | None, ...]:
-    """Return what expert node `expert` awaits from each attention node (None: an absent one)."""
-    return tuple(
-        None
-        if theirs is None
-        else make_hello(
-            shape,
-            attention=attention,
-            expert=expert,
-            attention_incarnation=theirs,
-            expert_incarnation=incarnation,
-            revision=revision,
-            generation=generation,
+    role: NodeRole
+    index: int
+    incarnation: int
+    shape: NetShape
+    generation: int = 1
+    revision: str = __version__
+
+    @property
+    def name(self) -> str:
+        """Return what errors call this node."""
+        return f"{self.role} {self.index}"
+
+    @property
+    def peer_role(self) -> NodeRole:
+        """Return the role of the nodes at the other ends."""
+        return other_role(self.role)
+
+    def hello(
+        self,
+        peer: int,
+        incarnation: int,
+        *,
+        link: LinkEmulation | None = None,
+        checksum: bool = True,
+    ) -> PairHello:
+        """Return the message of the pair with `peer`, which is in that life.
+
+        Raises ConfigError for an incarnation beyond 64 bits.
+        """
+        for number in (self.incarnation, incarnation):
+            if not 0 <= number < _MAX_INCARNATION:
+                raise ConfigError(f"incarnation {number} does not fit 64 bits")
+        ends = ((self.index, self.incarnation), (peer, incarnation))
+        attention, expert = ends if self.role == "attention" else ends[::-1]
+        link = link or LinkEmulation()
+        return PairHello(
+            protocol=PROTOCOL,
+            revision=self.revision,
+            attention=attention[0],
+            expert=expert[0],
+            attention_incarnation=attention[1],
+            expert_incarnation=expert[1],
+            shape=pair_shape(self.shape),
+            generation=self.generation,
+            latency_us=link.latency_us,
+            gbps=link.gbps,
+            checksum=checksum,
         )
-        for attention, theirs in enumerate(attention_incarnations)
-    )
 
 
 def check_hello(got: PairHello, want: PairHello) -> None:

@@ -1,9 +1,8 @@
 """Routing and expert table -> which rows go to which expert node, with which slots.
 
-Pure: no memory of a transport, no clock. attention_side.py calls `plan_sends` once per
-dispatch and `write_part` once per part. A token goes at most once to a node; a pair whose
-expert is elsewhere has slot -1 there. Which replica serves which pair of an expert with
-several is chosen by replicas.py.
+Pure: no memory of a transport, no clock. Called once per dispatch by the host's attention side. A
+token goes at most once to a node; a choice whose expert is elsewhere has slot -1 there. Which
+replica serves which choice of an expert with several is decided by replicas.py.
 """
 
 from __future__ import annotations
@@ -14,12 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from m2n_comm.host.windows import Window
-from m2n_comm.payload import pack_rows
 from m2n_comm.replicas import ReplicaChoice, replica_choice
-from topspin.errors import FrameError, ProtocolError
+from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
-from topspin.messages import StepTicket
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,48 +66,6 @@ def route_map(table: ExpertTable) -> RouteMap:
     )
 
 
-class Routes:
-    """The expert tables that attention node `index` may be told to route by, by version.
-
-    `absent` are the expert nodes that hold nothing in any table.
-    """
-
-    def __init__(self, index: int, num_layers: int, num_nodes: int, *, absent: set[int]) -> None:
-        self._index = index
-        self._num_layers = num_layers
-        self._num_nodes = num_nodes
-        self._absent = absent
-        self._maps: dict[int, RouteMap] = {}
-
-    def add(self, table: ExpertTable) -> None:
-        """Keep `table`. Raises ProtocolError if it does not fit."""
-        table.validate()
-        if len(table.slots) != self._num_layers or table.num_nodes != self._num_nodes:
-            raise ProtocolError(
-                f"expert table {table.version}: {len(table.slots)} layers over "
-                f"{table.num_nodes} nodes, expected {self._num_layers} over {self._num_nodes}"
-            )
-        for node in self._absent:
-            if any(table.experts_of(node)):
-                raise ProtocolError(
-                    f"expert table {table.version}: expert node {node} is absent and holds experts"
-                )
-        self._maps[table.version] = route_map(table)
-
-    def take(self, ticket: StepTicket) -> RouteMap:
-        """Return the map of the ticket's version and forget older ones. Raises ProtocolError."""
-        version = ticket.table_version
-        route = self._maps.get(version)
-        if route is None:
-            raise ProtocolError(
-                f"step {ticket.step}: expert table {version}, attention {self._index} has "
-                f"{sorted(self._maps)}"
-            )
-        if len(self._maps) > 1:
-            self._maps = {known: kept for known, kept in self._maps.items() if known >= version}
-        return route
-
-
 def plan_sends(route: RouteMap, layer: int, experts: torch.Tensor) -> SendPlan:
     """Plan the sends of experts [T, K] int64, logical ids. Raises FrameError for unknown ids."""
     num_rows, top_k = experts.shape
@@ -158,51 +112,3 @@ def check_known(route: RouteMap, layer: int, experts: torch.Tensor) -> None:
 def num_parts(count: int, window_rows: int) -> int:
     """Return in how many windows `count` rows travel; 0 rows travel in one."""
     return max(1, -(-count // window_rows))
-
-
-def write_part(
-    window: Window,
-    plan: SendPlan,
-    node: int,
-    *,
-    low: int,
-    high: int,
-    hidden: torch.Tensor,
-    weights: torch.Tensor,
-    scratch: torch.Tensor | None = None,
-) -> None:
-    """Write rows low..high-1 of the node's share into a request window, once.
-
-    hidden [T, H] and weights [T, K] are of the window's dtypes if rows are selected, unless
-    the window is compressed: then hidden is of any, and `scratch` [W, H] fp32 is needed.
-    """
-    count = high - low
-    if count == 0:
-        return
-    rows = plan.rows[node]
-    slots = plan.slots[node]
-    to_slots, to_weights, to_hidden, to_scales = window.first(count)
-    if window.scales is not None:
-        assert scratch is not None
-        if rows is None:
-            slots, weights = slots[low:high], weights[low:high]
-            hidden = hidden[low:high]
-        else:
-            selected = rows[low:high]
-            slots, weights = slots[selected], weights[selected]
-            hidden = hidden[selected]
-        to_slots.copy_(slots)
-        to_weights.copy_(weights)
-        pack_rows(hidden, to_hidden, to_scales, scratch)
-        return
-    if rows is None:
-        if count < slots.shape[0]:
-            slots, weights, hidden = slots[low:high], weights[low:high], hidden[low:high]
-        to_slots.copy_(slots)
-        to_weights.copy_(weights)
-        to_hidden.copy_(hidden)
-        return
-    selected = rows if count == plan.counts[node] else rows[low:high]
-    torch.index_select(slots, 0, selected, out=to_slots)
-    torch.index_select(weights, 0, selected, out=to_weights)
-    torch.index_select(hidden, 0, selected, out=to_hidden)

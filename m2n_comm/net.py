@@ -18,7 +18,7 @@ A micro-batch has at most one dispatch in the air. On an expert node:
 Rules: every participant sends every expert node one frame per (micro-batch, layer),
 possibly of 0 rows, in one or more parts of at most `window_rows` rows; a token goes at
 most once to an expert node, with its (slot, weight) pairs; the expert node returns one
-weighted partial sum per row, or (NetShape.per_pair_answers) one row per pair; the
+weighted partial sum per row, or (NetShape.per_expert_answers) one row per pair; the
 attention side adds what belongs to a token in fp32.
 Every wait for a peer ends `deadline_s` after it began: that limits what a peer computes
 between two frames, about a layer, and not a step. Only the first answer of a step that
@@ -33,17 +33,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from m2n_comm.waits import WaitPolicy
 from topspin.config import MAX_MICRO_BATCHES, NodeConfig
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Ring
-
-# On a core of one's own spinning saves the wake-up; on a shared one it takes the peer's time.
-WaitPolicy = Literal["block", "spin"]
 
 _COMPRESSED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -55,7 +53,7 @@ class NetShape:
     `payload` is the dtype of hidden rows in both directions, but for `compressed`: then
     requests travel as float8_e4m3fn or int8 with a scale per row. `compute`: the dtype in
     which the expert node gets the rows (None: payload). `window_rows`: the rows of a
-    window; `num_micro_batches` the most that a ticket may ask for. `per_pair_answers`: an
+    window; `num_micro_batches` the most that a ticket may ask for. `per_expert_answers`: an
     answer has the unweighted row of each (row, expert) pair, not one weighted sum per row,
     and the attention side adds them by ascending expert id.
     """
@@ -67,7 +65,7 @@ class NetShape:
     window_rows: int
     num_micro_batches: int
     deadline_s: float
-    per_pair_answers: bool = False
+    per_expert_answers: bool = False
     compressed: torch.dtype | None = None
     compute: torch.dtype | None = None
 
@@ -79,7 +77,7 @@ class NetShape:
     @property
     def answer_rows(self) -> int:
         """Return the rows of an answer window."""
-        return self.window_rows * (self.top_k if self.per_pair_answers else 1)
+        return self.window_rows * (self.top_k if self.per_expert_answers else 1)
 
     @classmethod
     def from_config(
@@ -94,7 +92,7 @@ class NetShape:
             window_rows=min(config.m2n.rows_per_window, config.max_num_batched_tokens),
             num_micro_batches=MAX_MICRO_BATCHES,
             deadline_s=config.m2n.deadline_s,
-            per_pair_answers=config.compute.deterministic,
+            per_expert_answers=config.compute.deterministic,
             compressed=_COMPRESSED.get(config.m2n.payload),
             compute=getattr(torch, config.model.dtype),
         )
@@ -243,7 +241,7 @@ class ExpertNet(Protocol):
     def reply(self, batch: ExpertBatch, partial: torch.Tensor) -> None:
         """Send partial [R, H] (any float dtype) back, each row to where it came from.
 
-        With per_pair_answers partial is [P, H]: a row for each slot that is not -1, by
+        With per_expert_answers partial is [P, H]: a row for each slot that is not -1, by
         ascending (row, choice).
         """
 

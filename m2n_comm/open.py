@@ -2,53 +2,90 @@
 
 An expert node listens before it says Hello to the scheduler (the address travels in it)
 and accepts once it knows the attention nodes; an attention node connects to all expert
-nodes. Knows no scheduler. In one process use local.LocalHub instead. Over cuda_ipc the nets
-are of another kind: an expert node calls accept_device, an attention node connect_ipc of
-cuda_ipc_open.
+nodes. Owns the order of a meeting, which is the same for all transports: each end offers its
+memory, takes the peer's, and proves the line. Knows no scheduler. In one process use
+host.local.LocalHub or gpu.local.DeviceNet instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import time
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from kernels.runtime import Runtime
 from m2n_comm.addresses import (
-    CUDA_IPC,
-    NIXL,
-    TCP,
-    UNIX,
-    check_loopback,
+    Between,
+    connect,
     is_loopback,
     is_on_this_host,
+    listen,
     same_user,
+    transport_of,
 )
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.gpu.ipc_attention import IpcAttentionNet
 from m2n_comm.gpu.ipc_expert import IpcExpertNet
-from m2n_comm.gpu.ipc_open import accept_ipc
-from m2n_comm.handshake import Meeting, Reception
-from m2n_comm.hello import PairHello, expected_hellos, make_hello
+from m2n_comm.gpu.ipc_forming import IpcForming
+from m2n_comm.gpu.staged import StagedExpertNet, StagedNet
+from m2n_comm.handshake import Meeting, Reception, ask, send_message
+from m2n_comm.hello import Identity, PairHello
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.emulate import LinkEmulation
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import Check, Lines, wait_on
+from m2n_comm.host.lines import Lines
 from m2n_comm.host.memory_order import check_platform
-from m2n_comm.host.pairing import Terms, accept_nixl, accept_shm, accept_tcp, connect_pairs
-from m2n_comm.host.tcp import tune_socket
-from m2n_comm.host.windows import PairLayout
-from m2n_comm.net import NetShape, WaitPolicy
+from m2n_comm.host.shm import ShmForming
+from m2n_comm.host.tcp import TcpForming
+from m2n_comm.net import AttentionNet, ExpertNet
 from m2n_comm.nixl.agent import load_nixl
-from topspin import __version__
-from topspin.errors import ConfigError
+from m2n_comm.nixl.forming import NixlForming
+from m2n_comm.waits import Waits
+from topspin.errors import ConfigError, PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertPeer
 
-_BACKLOG = 128
+Formed = TypeVar("Formed", covariant=True)
 
-Between = Literal["shm", "tcp", "nixl", "cuda_ipc"]
+
+class Forming(Protocol[Formed]):
+    """The pairs of one node while they are formed, by the way of one transport.
+
+    For each peer, in this order: offer(), then what it said to take(), then prove(). close()
+    undoes everything unless finish() was called.
+    """
+
+    def offer(self, peer: int, hello: PairHello) -> tuple[PairHello, tuple[int, ...]]:
+        """Make memory for the pair; return `hello` with its name, and descriptors to send."""
+
+    def take(self, peer: int, met: Meeting) -> None:
+        """Take the memory that the peer offers. Raises FrameError, PeerLost."""
+
+    def prove(self, peer: int) -> None:
+        """Prove the line, once both ends have heard each other. Raises as take() does."""
+
+    def drop(self, peer: int) -> None:
+        """Undo all this for a peer that was lost meanwhile."""
+
+    def finish(self) -> Formed:
+        """Return all pairs, which own memory and sockets from now on."""
+
+    def close(self) -> None:
+        """Free everything, after an error."""
+
+
+def _forming(
+    transport: Between, me: Identity, waits: Waits, deadline_s: float, *, one_host: bool
+) -> Forming[Lines]:
+    """Return what forms pairs whose rows are the host's."""
+    if transport == "nixl":
+        return NixlForming(me, waits, deadline_s=deadline_s, one_host=one_host)
+    if transport == "shm":
+        return ShmForming(me, waits)
+    return TcpForming(me, waits)
 
 
 class ExpertListener:
@@ -60,118 +97,82 @@ class ExpertListener:
 
     def __init__(self, sock: socket.socket, address: str) -> None:
         self._sock = sock
-        self._is_unix = sock.family == socket.AF_UNIX
-        self._is_nixl = address.startswith(NIXL)
+        self._transport = transport_of(address)
         self.address = address
 
     def accept(
         self,
-        shape: NetShape,
+        me: Identity,
+        attention_incarnations: Sequence[int | None],
+        table: ExpertTable,
+        waits: Waits,
         *,
-        index: int,
-        incarnation: int,
-        attention_incarnations: tuple[int | None, ...],
-        timeout_s: float,
-        table: ExpertTable | None = None,
-        wait: WaitPolicy = "block",
-        revision: str = __version__,
-        generation: int = 1,
-        check: Check = wait_on,
+        runtime: Runtime | None = None,
         reuse: bool = False,
-    ) -> ExpertSide:
+    ) -> ExpertNet:
         """Wait for all attention nodes (None: an absent one) and return the expert side.
 
-        With `table` (and later ones by set_table) slots beyond this node's are refused.
-        Stops listening once all are there, unless the address is to be used again (`reuse`)
-        for the pairs of a later `generation`. `check` is called during long waits, in steps
-        too, and may end them. Raises DeadlineExceeded naming who is missing,
-        VersionMismatch or FrameError naming the field in which a peer differs.
+        Its batches are on the device of `runtime` (None: the host). Stops listening once all
+        are there, unless the address is to be used again (`reuse`) for the pairs of a later
+        generation. Raises DeadlineExceeded naming who is missing, VersionMismatch or
+        FrameError naming the field in which a peer differs, ConfigError if a device's memory
+        cannot be had or mapped.
         """
-        assert not self.address.startswith(CUDA_IPC), "accept_device() has its nets"
-        expected = expected_hellos(
-            shape,
-            expert=index,
-            incarnation=incarnation,
-            attention_incarnations=attention_incarnations,
-            revision=revision,
-            generation=generation,
-        )
-        deadline_s = time.monotonic() + timeout_s
-        terms = Terms(PairLayout(shape), index, len(expected), wait, check, deadline_s)
-        lines, met = self._meet(expected, terms)
-        links = [met[peer].hello.link if peer in met else None for peer in range(len(expected))]
         with contextlib.ExitStack() as undo:
-            undo.callback(lines.close)
-            net = ExpertSide(
-                shape=shape,
-                index=index,
-                incarnation=incarnation,
-                attention_incarnations=attention_incarnations,
-                lines=lines,
-                links=tuple(links),
-                table=table,
-                wait=wait,
-            )
+            net = self._accept(me, attention_incarnations, table, waits, runtime, undo)
             undo.pop_all()
         if not reuse:
             self.close()
         return net
 
-    def accept_device(
+    def _accept(
         self,
-        shape: NetShape,
-        *,
-        index: int,
-        incarnation: int,
-        attention_incarnations: tuple[int | None, ...],
-        timeout_s: float,
+        me: Identity,
+        incarnations: Sequence[int | None],
         table: ExpertTable,
-        runtime: Runtime,
-        revision: str = __version__,
-        generation: int = 1,
-        check: Check = wait_on,
-        reuse: bool = False,
-    ) -> IpcExpertNet:
-        """Wait for all attention nodes over cuda_ipc; windows are on the device of `runtime`.
-
-        As accept() else, whose errors it raises; ConfigError too if the memory cannot be had,
-        or that of a peer not be mapped.
-        """
-        assert self.address.startswith(CUDA_IPC), "an address of another transport"
-        net = accept_ipc(
-            self._sock,
-            shape,
-            index=index,
-            incarnation=incarnation,
-            attention_incarnations=attention_incarnations,
-            timeout_s=timeout_s,
-            table=table,
-            runtime=runtime,
-            revision=revision,
-            generation=generation,
-            check=check,
-        )
-        if not reuse:
-            self.close()
-        return net
-
-    def _meet(
-        self, expected: tuple[PairHello | None, ...], terms: Terms
-    ) -> tuple[Lines, dict[int, Meeting]]:
-        """Meet all attention nodes in the way of this address's transport."""
+        waits: Waits,
+        runtime: Runtime | None,
+        undo: contextlib.ExitStack,
+    ) -> ExpertNet:
+        deadline_s = time.monotonic() + waits.timeout_s
+        present = {peer: each for peer, each in enumerate(incarnations) if each is not None}
         reception = Reception(
             self._sock,
-            expected=expected,
+            expected={peer: me.hello(peer, each) for peer, each in present.items()},
             trusted=same_user if self._is_unix else _anyone,
-            deadline_s=terms.deadline_s,
-            check=terms.check,
+            deadline_s=deadline_s,
+            check=waits.check,
         )
-        if self._is_nixl:
-            one_host = self._is_unix or is_loopback(self._sock.getsockname()[0])
-            return accept_nixl(reception, terms, one_host=one_host)
-        if self._is_unix:
-            return accept_shm(reception, terms)
-        return accept_tcp(reception, terms)
+        if self._transport == "cuda_ipc":
+            ipc = IpcForming(me, waits, _device(runtime))
+            undo.callback(ipc.close)
+            _receive(reception, ipc, undo)
+            pairs = ipc.finish()
+            undo.callback(pairs.close)
+            return IpcExpertNet(me, table=table, pairs=pairs)
+        one_host = self._is_unix or is_loopback(self._sock.getsockname()[0])
+        forming = _forming(self._transport, me, waits, deadline_s, one_host=one_host)
+        undo.callback(forming.close)
+        met = _receive(reception, forming, undo)
+        lines = forming.finish()
+        undo.callback(lines.close)
+        net = ExpertSide(
+            me,
+            attention_incarnations=incarnations,
+            lines=lines,
+            links=[
+                met[peer].hello.link if peer in met else None for peer in range(len(incarnations))
+            ],
+            table=table,
+            wait=waits.policy,
+        )
+        if runtime is None:
+            return net
+        return StagedExpertNet(net, runtime, shape=me.shape, num_attention=len(incarnations))
+
+    @property
+    def _is_unix(self) -> bool:
+        return self._sock.family == socket.AF_UNIX
 
     def close(self) -> None:
         """Stop listening; safe to call twice. Nets that were returned live on."""
@@ -189,104 +190,163 @@ def listen_expert(
     machine, a missing package, or a host that is not loopback: frames are neither authenticated
     nor encrypted.
     """
-    prefix = ""
-    if transport == "nixl":
-        load_nixl()
-        prefix = NIXL
-    if transport == "cuda_ipc":
-        prefix = CUDA_IPC
-    if transport in ("shm", "cuda_ipc") or (transport == "nixl" and host is None):
-        if transport == "shm":
-            check_platform()
-        name = f"topspin-{secrets.token_hex(16)}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        where: str | tuple[str, int] = f"\0{name}"
-    elif transport in ("tcp", "nixl"):
-        host = host or "127.0.0.1"
-        if not remote:
-            check_loopback(host)
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        where = (host, 0)
-    else:
+    if transport not in ("shm", "tcp", "nixl", "cuda_ipc"):
         raise ConfigError(
             f"--transport {transport}: between processes use shm, tcp, nixl or cuda_ipc"
         )
-    try:
-        tune_socket(sock)
-        sock.bind(where)
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"--transport {transport}: cannot listen: {error.strerror}") from error
-    except BaseException:
-        sock.close()
-        raise
-    if sock.family == socket.AF_UNIX:
-        return ExpertListener(sock, f"{prefix}{UNIX}@{name}")
-    return ExpertListener(sock, f"{prefix}{TCP}{host}:{sock.getsockname()[1]}")
+    if transport == "nixl":
+        load_nixl()
+    if transport == "shm":
+        check_platform()
+    return ExpertListener(*listen(transport, host=host, remote=remote))
 
 
 def connect_attention(
-    shape: NetShape,
-    *,
-    index: int,
-    incarnation: int,
+    me: Identity,
     experts: Sequence[ExpertPeer | None],
     table: ExpertTable,
-    timeout_s: float,
+    waits: Waits,
+    *,
+    runtime: Runtime | None = None,
+    max_rows: int | None = None,
     link: LinkEmulation | None = None,
-    wait: WaitPolicy = "block",
     checksum: bool | None = None,
-    revision: str = __version__,
-    generation: int = 1,
-    check: Check = wait_on,
     remote: bool = False,
-) -> AttentionSide:
+) -> AttentionNet:
     """Connect to every expert node (None: an absent one) and return the side of all pairs.
 
-    `link` is emulated in both directions. `checksum`: whether tcp payloads carry one; None:
-    those that leave this host do (on loopback there is no wire, and it costs a quarter).
-    `check` is called during long waits, now and in steps, and may end them. `remote`: expert
-    nodes may be on other hosts, see listen_expert.
+    Its rows are on the device of `runtime` (None: the host), `max_rows` of them in a step
+    (None: a window). `link` is emulated in both directions. `checksum`: whether tcp payloads
+    carry one; None: those that leave this host do (on loopback there is no wire, and it costs a
+    quarter). `remote`: expert nodes may be on other hosts, see listen_expert.
     Raises DeadlineExceeded or PeerLost naming the expert node, StaleFrame if it is not the
-    life that `experts` names, VersionMismatch or FrameError naming the field that differs.
+    life that `experts` names, VersionMismatch or FrameError naming the field that differs,
+    ConfigError if expert nodes use several transports or a device's memory cannot be had.
     """
-    deadline_s = time.monotonic() + timeout_s
-    terms = Terms(PairLayout(shape), index, len(experts), wait, check, deadline_s)
+    deadline_s = time.monotonic() + waits.timeout_s
     present = {expert: peer for expert, peer in enumerate(experts) if peer is not None}
+    addresses = {expert: peer.address for expert, peer in present.items()}
+    transport = _one_transport(addresses.values())
+    one_host = all(map(is_on_this_host, addresses.values()))
     hellos = {
-        expert: make_hello(
-            shape,
-            attention=index,
-            expert=expert,
-            attention_incarnation=incarnation,
-            expert_incarnation=peer.incarnation,
-            revision=revision,
-            generation=generation,
+        expert: me.hello(
+            expert,
+            peer.incarnation,
             link=link,
             checksum=not is_on_this_host(peer.address) if checksum is None else checksum,
         )
         for expert, peer in present.items()
     }
-    addresses = {expert: peer.address for expert, peer in present.items()}
-    lines = connect_pairs(hellos, addresses, terms, remote=remote)
+
+    def dial(expert: int) -> socket.socket:
+        return connect(addresses[expert], expert=expert, deadline_s=deadline_s, remote=remote)
+
     with contextlib.ExitStack() as undo:
-        undo.callback(lines.close)
-        net = AttentionSide(
-            shape=shape,
-            index=index,
-            incarnation=incarnation,
-            expert_incarnations=tuple(
-                None if peer is None else peer.incarnation for peer in experts
-            ),
-            table=table,
-            lines=lines,
-            link=link,
-            wait=wait,
-        )
+        if transport == "cuda_ipc":
+            ipc = IpcForming(me, waits, _device(runtime))
+            undo.callback(ipc.close)
+            _call(hellos, dial, ipc, undo, waits=waits, deadline_s=deadline_s)
+            pairs = ipc.finish()
+            undo.callback(pairs.close)
+            net: AttentionNet = IpcAttentionNet(
+                me, num_experts=len(experts), table=table, pairs=pairs
+            )
+        else:
+            forming = _forming(transport, me, waits, deadline_s, one_host=one_host)
+            undo.callback(forming.close)
+            _call(hellos, dial, forming, undo, waits=waits, deadline_s=deadline_s)
+            lines = forming.finish()
+            undo.callback(lines.close)
+            net = AttentionSide(
+                me,
+                expert_incarnations=[
+                    None if peer is None else peer.incarnation for peer in experts
+                ],
+                table=table,
+                lines=lines,
+                link=link,
+                wait=waits.policy,
+            )
+            if runtime is not None:
+                max_rows = max_rows or me.shape.window_rows
+                net = StagedNet(net, runtime, shape=me.shape, max_rows=max_rows)
         undo.pop_all()
     return net
+
+
+def _receive(
+    reception: Reception, forming: Forming[object], undo: contextlib.ExitStack
+) -> Mapping[int, Meeting]:
+    """Meet all attention nodes; one that leaves meanwhile may return."""
+
+    def welcome(sock: socket.socket, hello: PairHello) -> None:
+        peer = hello.attention
+        try:
+            answer, fds = forming.offer(peer, _without_memory(hello))
+            forming.take(peer, Meeting(sock, hello, ()))
+            send_message(sock, answer, fds)
+            forming.prove(peer)
+        except BaseException as error:
+            forming.drop(peer)
+            sock.close()
+            if isinstance(error, PeerLost):
+                raise ConnectionError(0, str(error)) from error
+            raise
+
+    met = reception.run(welcome)
+    for meeting in met.values():
+        undo.callback(meeting.sock.close)
+    return met
+
+
+def _call(
+    hellos: dict[int, PairHello],
+    dial: Callable[[int], socket.socket],
+    forming: Forming[object],
+    undo: contextlib.ExitStack,
+    *,
+    waits: Waits,
+    deadline_s: float,
+) -> None:
+    """Greet every expert node, then hear them all.
+
+    Each pair is proved before the next node is heard, in the order in which every attention
+    node does it, so that no two wait for each other.
+    """
+    offers = {expert: forming.offer(expert, hello)[0] for expert, hello in hellos.items()}
+    socks = {}
+    for expert, offer in offers.items():
+        sock = socks[expert] = dial(expert)
+        undo.callback(sock.close)
+        try:
+            send_message(sock, offer)
+        except OSError as error:
+            raise PeerLost(f"expert {expert}: {error.strerror}") from error
+    for expert, hello in hellos.items():
+        met = ask(socks[expert], hello, deadline_s=deadline_s, check=waits.check)
+        forming.take(expert, met)
+        forming.prove(expert)
+
+
+def _without_memory(hello: PairHello) -> PairHello:
+    """Return the hello of an attention node without the memory, which is its own."""
+    return msgspec.structs.replace(hello, memory=None, region=None)
+
+
+def _one_transport(addresses: Collection[str]) -> Between:
+    """Return the transport of all expert nodes. Raises ConfigError if they use several."""
+    transports = sorted({transport_of(address) for address in addresses})
+    if len(transports) != 1:
+        found = " and ".join(transports) or "none"
+        raise ConfigError(f"expert nodes of one engine must all use one transport, found {found}")
+    return transports[0]
+
+
+def _device(runtime: Runtime | None) -> Runtime:
+    """Return the runtime of a net whose windows are on a device. Raises ConfigError."""
+    if runtime is None:
+        raise ConfigError("--transport cuda_ipc: only between nodes on GPUs; use shm")
+    return runtime
 
 
 def _anyone(_: socket.socket) -> bool:

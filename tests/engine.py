@@ -18,7 +18,7 @@ from typing import Any, Literal, cast, get_args
 
 from attention_nodes.command import connect_worker
 from expert_nodes.command import run_worker
-from m2n_comm.open import Between
+from m2n_comm.addresses import Between
 from models.config import load_model_config
 from server.scheduler.engine_facts import read_facts
 from server.scheduler.service import Service

@@ -48,10 +48,10 @@ def faulty_nets(injector_of: Callable[[str, int], OnDemand | None]) -> Iterator[
     connect, accept = connect_attention, ExpertListener.accept
 
     def faulty_connect(*args: Any, **kwargs: Any) -> Any:
-        return _attach(connect(*args, **kwargs), injector_of("attention", kwargs["index"]))
+        return _attach(connect(*args, **kwargs), injector_of("attention", args[0].index))
 
     def faulty_accept(*args: Any, **kwargs: Any) -> Any:
-        return _attach(accept(*args, **kwargs), injector_of("expert", kwargs["index"]))
+        return _attach(accept(*args, **kwargs), injector_of("expert", args[1].index))
 
     with (
         mock.patch.object(command, "connect_attention", faulty_connect),

@@ -2,7 +2,7 @@
 
 A batch has, for every participant of the ticket, as many rows as the ticket's bucket says (or a
 window, if that is less): where rows lie is known before they come. Those that do not come have
-slots -1, and what is replied for them goes nowhere.
+slots -1, and replies to them go nowhere.
 """
 
 from __future__ import annotations
@@ -13,39 +13,34 @@ import torch
 from torch import Tensor
 
 from kernels.m2n_windows import step_words
+from m2n_comm.gpu.ipc_life import IpcLife, parts_of
 from m2n_comm.gpu.ipc_pairs import IpcPairs
-from m2n_comm.gpu.ipc_rules import Life, check_ticket, parts_of
-from m2n_comm.net import ExpertBatch, NetShape
-from topspin.errors import FrameError, ProtocolError
+from m2n_comm.hello import Identity
+from m2n_comm.net import ExpertBatch
+from m2n_comm.rules import ExpertRules
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Ring
 
 
 class IpcExpertNet:
-    """The expert side. Invariant: `_open` is the batch that reply() owes an answer to."""
+    """The expert side, for the attention nodes of its pairs."""
 
-    def __init__(
-        self,
-        *,
-        shape: NetShape,
-        index: int,
-        incarnation: int,
-        table: ExpertTable,
-        pairs: IpcPairs,
-    ) -> None:
-        """Serve the attention nodes of `pairs` as expert node `index`."""
+    def __init__(self, me: Identity, *, table: ExpertTable, pairs: IpcPairs) -> None:
         from kernels.triton.m2n.expert_port import ExpertPort
 
+        shape = me.shape
         self.shape = shape
         self.trace: Ring | None = None
-        self._index = index
         self._pairs = pairs
-        self._life = Life(f"expert {index}", pairs)
-        self._num_slots: dict[int, Tensor] = {}
+        self._rules = ExpertRules(
+            me.index, shape, peers=pairs.peers, on_failure=pairs.control.abort
+        )
+        self._life = IpcLife(self._rules, pairs)
         self.set_table(table)
         self._version = table.version
-        self._limits = self._num_slots[table.version].to(pairs.runtime.device, copy=True)
+        num_slots = torch.tensor(self._rules.num_slots(table.version), dtype=torch.int64)
+        self._limits = num_slots.to(pairs.runtime.device)
         places = [
             (place, each)
             for place in range(len(pairs.peers))
@@ -58,14 +53,12 @@ class IpcExpertNet:
             control=pairs.control,
             step=pairs.step,
             limits=self._limits,
-            incarnation=incarnation,
+            incarnation=me.incarnation,
             peers=pairs.incarnations,
             compute=shape.compute or shape.payload,
         )
-        self._ticket: StepTicket | None = None
         self._parts: tuple[int, ...] = (1,)
         self._epoch = 0
-        self._open: ExpertBatch | None = None
 
     @property
     def is_graph_safe(self) -> bool:
@@ -74,7 +67,7 @@ class IpcExpertNet:
 
     @property
     def epoch(self) -> int:
-        """Return a number that changes whenever what was recorded is no longer right."""
+        """Return a number that changes whenever recordings are no longer right."""
         return self._epoch
 
     @property
@@ -87,38 +80,17 @@ class IpcExpertNet:
 
         Raises ProtocolError if it does not fit.
         """
-        table.validate()
-        if len(table.slots) != self.shape.num_layers or not self._index < table.num_nodes:
-            raise ProtocolError(
-                f"expert table {table.version}: {len(table.slots)} layers over "
-                f"{table.num_nodes} nodes; this is expert {self._index} of "
-                f"{self.shape.num_layers} layers"
-            )
-        held = [len(each) for each in table.experts_of(self._index)]
-        self._num_slots[table.version] = torch.tensor(held, dtype=torch.int64)
-        for version in sorted(self._num_slots)[:-2]:
-            del self._num_slots[version]
+        self._rules.set_table(table)
 
     def begin(self, ticket: StepTicket) -> None:
         """Open a step. Enqueues its words. Raises ProtocolError."""
         self._life.look()
-        assert self._open is None, "reply() to the last batch first"
-        known = self._pairs.peers
-        ascending = tuple(sorted(set(ticket.participants))) == ticket.participants
-        if not ascending or any(index not in known for index in ticket.participants):
-            raise ProtocolError(f"step {ticket.step}: participants {ticket.participants}")
-        check_ticket(ticket, self.shape)
-        version = ticket.table_version
-        if version not in self._num_slots:
-            raise ProtocolError(
-                f"step {ticket.step}: expert table {version}, expert {self._index} "
-                f"has {sorted(self._num_slots)}"
-            )
+        self._rules.begin(ticket)
+        version, known = ticket.table_version, self._pairs.peers
         if version != self._version:
-            self._limits.copy_(self._num_slots[version])
+            self._limits.copy_(torch.tensor(self._rules.num_slots(version)))
             self._version = version
             self._epoch += 1  # a recording has the weights of one version
-        self._ticket = ticket
         self._parts = parts_of(ticket, self.shape.window_rows)
         self._pairs.begin(
             step_words(
@@ -134,17 +106,14 @@ class IpcExpertNet:
 
         All have a participant's bucket of rows, those beyond its count with slot -1.
         """
-        self._life.check_usable()
-        assert self._ticket is not None, "begin() first"
-        assert micro_batch < self._ticket.num_micro_batches, "not a micro-batch of the ticket"
-        assert self._open is None, "reply() to the last batch first"
-        return self._rounds(self._ticket, micro_batch, layer)
+        self._rules.check_gather(micro_batch)
+        return self._rounds(self._rules.ticket, micro_batch, layer)
 
     def _rounds(self, ticket: StepTicket, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
         parts, count = self._parts[micro_batch], len(ticket.participants)
         bucket = min(max(ticket.row_buckets[micro_batch], 1), self.shape.window_rows)
         for part in range(parts):
-            assert self._open is None, "reply() to the last batch first"
+            self._rules.check_gather(micro_batch)
             joined = self._port.gather(
                 micro_batch,
                 layer=layer,
@@ -154,32 +123,24 @@ class IpcExpertNet:
                 parts=parts,
             )
             self._life.look_if_done()
-            self._open = ExpertBatch(
+            batch = self._rules.open = ExpertBatch(
                 micro_batch, layer, part, *joined, (bucket,) * count, ticket.table_version
             )
-            yield self._open
+            yield batch
 
     def reply(self, batch: ExpertBatch, partial: Tensor) -> None:
         """Enqueue sending partial [R, H] (any float dtype) back, each row to where it came from.
 
         Raises FrameError for a partial that does not fit.
         """
-        self._life.check_usable()
-        assert batch is self._open, "reply() to the batch that gather() yielded last"
-        wanted = batch.hidden.shape
-        if partial.shape != wanted or not partial.is_floating_point():
-            error = FrameError(
-                f"reply: partial is {tuple(partial.shape)} {partial.dtype}, expected "
-                f"{tuple(wanted)}"
-            )
-            self._life.fail(error)
-            raise error
+        with self._rules:
+            self._rules.check_reply(batch, partial, len(batch.hidden))
         self._port.reply(partial, batch.micro_batch, num_participants=len(batch.row_counts))
-        self._open = None
+        self._rules.open = None
         self._life.look_if_done()
 
     def check(self) -> None:
-        """Raise what has gone wrong so far; see IpcAttentionNet.check."""
+        """Raise the first error so far; see IpcAttentionNet.check."""
         self._life.look()
 
     def finish(self) -> None:

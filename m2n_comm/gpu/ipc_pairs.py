@@ -1,11 +1,11 @@
-"""What both ends of cuda_ipc hold: memory that peers write, their memory, and who is alive.
+"""The pairs of one cuda_ipc node: memory that peers write, the peers' memory, and who is alive.
 
 Owns the windows of all pairs of one node, the words of the step that is enqueued, the watch over
 the connections, and how a fault that a kernel found becomes a typed error. Knows no order of
-calls; m2n_comm.gpu.ipc_attention keeps the rules.
+calls: that is the nets'.
 
 A thread sleeps on the connections. When one ends it sets the peer's word, in memory of the host
-that kernels read, and their wait for that peer is over: whatever the busy thread does meanwhile.
+that kernels read, and their wait for that peer is over, whatever the busy thread does meanwhile.
 
 Memory whose peer has not said that it is gone (its connection is open) may still be written; a
 GPU's is then not freed, but lost to this process.
@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from kernels.frame_header import FrameHeader
 from kernels.m2n_windows import (
     FOUND,
     HEADER_WORDS,
@@ -45,8 +46,9 @@ from kernels.m2n_windows import (
 )
 from kernels.runtime import Event, Runtime
 from m2n_comm.gpu.memory import Allocation, PeerMemory
-from m2n_comm.host.lines import CHECK_INTERVAL_S, Check, Hop, late, lost
+from m2n_comm.hello import NodeRole, other_role
 from m2n_comm.net import NetShape
+from m2n_comm.waits import CHECK_INTERVAL_S, Check, Hop, late, lost
 from topspin.errors import ConfigError, FrameError, StaleFrame, TransportError
 
 _HANGUP: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -54,16 +56,13 @@ _NUM_SLOTS: Final = 8
 """Steps whose words may be on their way to the device; two are launched at most."""
 _FAREWELL_S: Final = 1.0
 """How long a node that closes waits for its peers to have closed, too."""
-_WORD_NAMES: Final = (
-    "sequence", "rows", "step", "table_version", "layer", "part", "num_parts", "incarnation",
-)  # fmt: skip
 
 _log = logging.getLogger("m2n")
 
 
 def window_shape(shape: NetShape) -> WindowShape:
     """Return the windows of `shape`. Raises ConfigError, naming the flag, for what is not here."""
-    if shape.per_pair_answers:
+    if shape.per_expert_answers:
         raise ConfigError("--deterministic: not with --transport cuda_ipc; use shm")
     if shape.compressed not in (None, torch.float8_e4m3fn):
         raise ConfigError("--m2n-payload int8: not with --transport cuda_ipc; use fp8, or shm")
@@ -76,8 +75,8 @@ def window_shape(shape: NetShape) -> WindowShape:
     )
 
 
-def inbox_bytes(shape: NetShape, role: str) -> int:
-    """Return the size of what a node of that role reads from one peer."""
+def inbox_bytes(shape: NetShape, role: NodeRole) -> int:
+    """Return the size of the windows that a node of that role reads from one peer."""
     windows = window_shape(shape)
     one = windows.answer_bytes if role == "attention" else windows.request_bytes
     return shape.num_micro_batches * one
@@ -99,7 +98,7 @@ class IpcPairs:
         self,
         shape: NetShape,
         *,
-        role: str,
+        role: NodeRole,
         runtime: Runtime,
         memory: PeerMemory,
         pairs: Mapping[int, IpcPair],
@@ -109,7 +108,7 @@ class IpcPairs:
         self.runtime = runtime
         self.peers = tuple(sorted(pairs))
         self._role = role
-        self.peer_role = "expert" if role == "attention" else "attention"
+        self.peer_role = other_role(role)
         self._num_micro_batches = shape.num_micro_batches
         self._memory = memory
         self._pairs = [pairs[peer] for peer in self.peers]
@@ -147,7 +146,7 @@ class IpcPairs:
         base = self._base(place, "attention")
         return self.windows.answer_at(base + micro_batch * self.windows.answer_bytes)
 
-    def _base(self, place: int, reader: str) -> int:
+    def _base(self, place: int, reader: NodeRole) -> int:
         """Return where the inbox of the end with role `reader` begins."""
         pair = self._pairs[place]
         return pair.mine.address if reader == self._role else pair.theirs
@@ -165,7 +164,7 @@ class IpcPairs:
         self._copied[slot] = self.runtime.current_stream().record()
 
     def look(self) -> None:
-        """Raise what kernels have found so far, or what ends long waits; never waits itself."""
+        """Raise the first fault of kernels so far, or the error that ends waits; never waits."""
         fault = self.control.fault
         if fault is not None:
             raise self._error(fault)
@@ -195,7 +194,7 @@ class IpcPairs:
         if fault is Fault.HEADER:
             if place == INCARNATION:
                 found, wanted = found % 2**64, wanted % 2**64
-            text = f"{origin}: {_WORD_NAMES[place]} is {found}, expected {wanted}"
+            text = f"{origin}: {FrameHeader._fields[place]} is {found}, expected {wanted}"
             is_stale = place in (STEP, VERSION, INCARNATION)
             return StaleFrame(text) if is_stale else FrameError(text)
         if fault is Fault.TOO_MANY_ROWS:
@@ -207,7 +206,7 @@ class IpcPairs:
         return TransportError(f"{origin}: the wait for it was given up")
 
     def close(self) -> None:
-        """Let kernels end, unmap peers' memory, say so, and free what no peer has mapped."""
+        """Let kernels end, unmap peers' memory, say so, and free memory that no peer has mapped."""
         if self._watch is None:
             return
         watch, self._watch = self._watch, None

@@ -1,10 +1,10 @@
 """M2N within one device: attention and all expert nodes of one process on one GPU.
 
 Implements AttentionNet. No frames and no windows: dispatch() turns logical experts into the
-slots of each expert node, on the device, and enqueues what the nodes compute; combine() joins.
-Nothing looks at a tensor from the host, whatever a micro-batch's number of rows, so a graph can
-hold a whole step. Knows no weights: `serves` are Experts.compute of the nodes, in node order.
-Called by attention_nodes.rally; composed by topspin.launch.local_node and benchmarks.gpu_engine.
+slots of each expert node, on the device, and enqueues the nodes' computing; combine() joins.
+The host never looks at a tensor, whatever a micro-batch's number of rows, so a graph can hold a
+whole step. Knows no weights: `serves` are Experts.compute of the nodes, in node order. Called by
+attention_nodes.rally; composed by topspin.launch.local_node and benchmarks.
 
 With one stream everything is in order. With two the experts have a stream of their own: the
 attention half of one micro-batch and the experts of another then share the device. A dispatch
@@ -13,13 +13,13 @@ micro-batch joins (the caller's stream waits for those experts and for no later 
 recording that is a fork and a join of the graph, and the last combine() of a step leaves
 nothing unjoined.
 
-Memory that crosses streams needs no copies and no static buffers, for two reasons. What the
-experts read (rows, routing) is held here until combine() has made the caller's stream wait for
-them; an allocator that gives it out again on that stream does so behind the wait. What the
-experts allocate is allocated behind the wait of some dispatch, thus behind all that the caller
-had enqueued before, reads of earlier partial sums that have been freed since included. The
-caller's part: what it hands to dispatch() stays as it is until combine(), and a partial sum is
-read on the stream on which it was combined.
+Memory that crosses streams needs no copies and no static buffers, for two reasons. The experts'
+inputs (rows, routing) are held here until combine() has made the caller's stream wait for the
+experts; an allocator that gives them out again on that stream does so behind the wait. The
+experts' own memory is allocated behind the wait of some dispatch, thus behind all that the
+caller had enqueued before, reads of earlier partial sums that have been freed since included.
+The caller's part: tensors handed to dispatch() stay as they are until combine(), and a partial
+sum is read on the stream on which it was combined.
 
 On one device a second copy of an expert would be read from memory in vain: of several replicas
 the first, in node order, serves all.
@@ -38,9 +38,9 @@ import torch
 from torch import Tensor
 
 from kernels.runtime import Event, Runtime
-from m2n_comm.host.lines import describe
 from m2n_comm.net import ExpertBatch, NetShape, NetTimes, Serve
-from topspin.errors import ConfigError, FrameError, ProtocolError, TransportError
+from m2n_comm.rules import AttentionRules
+from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Ring
@@ -70,9 +70,9 @@ def local_slots(experts: Tensor, slot_of: Tensor, num_rows: Tensor | None) -> Te
 
 
 class _Route(NamedTuple):
-    """An expert table, and on the device what home_slots makes of it."""
+    """The version of an expert table, and its home_slots on the device."""
 
-    table: ExpertTable
+    version: int
     slot_of: Tensor
 
 
@@ -110,8 +110,8 @@ class DeviceNet:
     ) -> None:
         """Compute with `serves`, one per node of `table`, as attention node `index`.
 
-        `num_streams` 2 gives the experts a stream of their own. `slots` is what turns experts
-        into slots; None: the kernel on a GPU, torch on the host. Raises ConfigError for
+        `num_streams` 2 gives the experts a stream of their own. `slots` turns experts into
+        slots; None: the kernel on a GPU, torch on the host. Raises ConfigError for
         settings that only make sense between processes, ProtocolError for a wrong table.
         """
         assert num_streams in (1, 2)
@@ -119,17 +119,18 @@ class DeviceNet:
         self.shape = shape
         self.trace: Ring | None = None
         self._runtime = runtime
-        self._index = index
         self._serves = tuple(serves)
         self._slots = slots or _slots_on(runtime.device)
         self._stream = runtime.new_stream() if num_streams == 2 else None
-        self._flights: list[_Flight | None] = [None] * shape.num_micro_batches
-        self._routes: dict[int, _Route] = {}
-        self._step = 0
+        self._rules: AttentionRules[_Flight, _Route] = AttentionRules(
+            index,
+            shape,
+            num_experts=len(self._serves),
+            make_route=self._make_route,
+            dtypes=(shape.payload, torch.int64, torch.float32),
+        )
         self._epoch = 0
-        self._failure: str | None = None
-        self.set_table(table)
-        self._route = self._routes[table.version]
+        self._route = self._rules.set_table(table)
 
     @property
     def epoch(self) -> int:
@@ -141,50 +142,21 @@ class DeviceNet:
 
         Raises ProtocolError if it does not fit.
         """
-        table.validate()
-        num_layers, num_nodes = self.shape.num_layers, len(self._serves)
-        if len(table.slots) != num_layers or table.num_nodes != num_nodes:
-            raise ProtocolError(
-                f"expert table {table.version}: {len(table.slots)} layers over "
-                f"{table.num_nodes} nodes, expected {num_layers} over {num_nodes}"
-            )
-        known = self._routes.get(table.version)
-        if known is None or known.table != table:
-            slot_of = home_slots(table).to(self._runtime.device)
-            self._routes[table.version] = _Route(table, slot_of)
+        self._rules.set_table(table)
+
+    def _make_route(self, table: ExpertTable) -> _Route:
+        return _Route(table.version, home_slots(table).to(self._runtime.device))
 
     def begin(self, ticket: StepTicket) -> None:
         """Open a step that this node takes part in; see m2n_comm.net.
 
         Raises ProtocolError if the ticket does not fit, or a dispatch is still in the air.
         """
-        self._check_usable()
-        step, version = ticket.step, ticket.table_version
-        if self._index not in ticket.participants:
-            raise ProtocolError(f"step {step}: attention {self._index} takes no part")
-        if not 1 <= ticket.num_micro_batches <= len(self._flights):
-            raise ProtocolError(
-                f"step {step}: {ticket.num_micro_batches} micro-batches, not 1 to "
-                f"{len(self._flights)}"
-            )
-        for micro_batch, flight in enumerate(self._flights):
-            if flight is not None:
-                raise ProtocolError(
-                    f"step {step}: micro-batch {micro_batch} of step {self._step} is still in "
-                    "the air"
-                )
-        route = self._routes.get(version)
-        if route is None:
-            raise ProtocolError(
-                f"step {step}: expert table {version}, attention {self._index} has "
-                f"{sorted(self._routes)}"
-            )
+        route = self._rules.begin(ticket)
         if route is not self._route:
-            # What was recorded reads the slots, and the weights, of the version before.
+            # Recordings read the slots, and the weights, of the version before.
             self._epoch += 1
             self._route = route
-            self._routes = {known: kept for known, kept in self._routes.items() if known >= version}
-        self._step = step
 
     def dispatch(
         self,
@@ -198,13 +170,12 @@ class DeviceNet:
         """Enqueue the experts of hidden [T, H]: experts [T, K] int64 (logical), weights [T, K].
 
         See m2n_comm.net; with two streams the tensors stay as they are until combine(). Raises
-        FrameError for tensors that do not fit, and what the experts raise: then this net can
+        FrameError for tensors that do not fit, and errors of the experts: then this net can
         not be used any more.
         """
-        self._check_usable()
-        assert self._flights[micro_batch] is None, "combine() the last dispatch first"
-        try:
-            self._check_tensors(hidden, experts, weights)
+        with self._rules:
+            assert self._rules.flights[micro_batch] is None, "combine() the last dispatch first"
+            self._rules.check_rows(hidden, experts, weights)
             read = (hidden, experts, weights, num_rows)
             partials, done = [], None
             if self._stream is None:
@@ -214,10 +185,7 @@ class DeviceNet:
                 with self._runtime.on(self._stream):
                     partials = self._serve(micro_batch, layer, *read)
                 done = self._stream.record()
-        except BaseException as error:
-            self._failure = describe(error)
-            raise
-        self._flights[micro_batch] = _Flight(layer, hidden.shape, read, partials, done)
+            self._rules.flights[micro_batch] = _Flight(layer, hidden.shape, read, partials, done)
 
     def _serve(
         self,
@@ -228,7 +196,7 @@ class DeviceNet:
         weights: Tensor,
         num_rows: Tensor | None,
     ) -> list[Tensor]:
-        """Enqueue, on the current stream, what every node computes of these rows."""
+        """Enqueue, on the current stream, the work of every node on these rows."""
         slots = self._slots(experts, self._route.slot_of[layer], num_rows)
         return [
             serve(
@@ -240,7 +208,7 @@ class DeviceNet:
                     slots=slots[node],
                     weights=weights,
                     row_counts=(len(hidden),),
-                    table_version=self._route.table.version,
+                    table_version=self._route.version,
                 )
             )
             for node, serve in enumerate(self._serves)
@@ -252,19 +220,11 @@ class DeviceNet:
         That of one node is returned as it is; those of several are added in fp32, in node
         order, in `out`. Raises FrameError for an `out` that does not fit.
         """
-        self._check_usable()
-        flight = self._flights[micro_batch]
-        assert flight is not None, "dispatch() first"
-        assert flight.layer == layer, "combine() of another layer than the dispatch"
-        if out.shape != flight.size or out.dtype != torch.float32:
-            self._failure = (
-                f"combine into {tuple(out.shape)} {out.dtype}, expected {tuple(flight.size)} "
-                "torch.float32"
-            )
-            raise FrameError(self._failure)
+        with self._rules:
+            flight = self._rules.flight(micro_batch, layer, out)
         if flight.done is not None:
             self._runtime.current_stream().wait_for(flight.done)
-        self._flights[micro_batch] = None
+        self._rules.flights[micro_batch] = None
         first, *others = flight.partials
         if not others:
             return first
@@ -283,34 +243,12 @@ class DeviceNet:
 
     def close(self) -> None:
         """Release all memory; safe to call twice."""
-        if self._failure is None:
-            self._failure = "it is closed"
-        for flight in self._flights:
+        for flight in self._rules.flights:
             if flight is not None and flight.done is not None:
-                # The experts may still read what is given up here.
+                # The experts may still read tensors that are given up here.
                 self._runtime.current_stream().wait_for(flight.done)
-        self._flights = [None] * len(self._flights)
+        self._rules.close()
         self._serves = ()
-
-    def _check_tensors(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> None:
-        rows = hidden.shape[0]
-        wide, narrow = (rows, self.shape.hidden_size), (rows, self.shape.top_k)
-        wanted = (
-            ("hidden", hidden, wide, self.shape.payload),
-            ("experts", experts, narrow, torch.int64),
-            ("weights", weights, narrow, torch.float32),
-        )
-        for name, got, size, dtype in wanted:
-            if got.shape != size or got.dtype != dtype:
-                raise FrameError(
-                    f"dispatch: {name} is {tuple(got.shape)} {got.dtype}, expected {size} {dtype}"
-                )
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise TransportError(
-                f"attention {self._index}: this net can not be used any more: {self._failure}"
-            )
 
 
 def _check_shape(shape: NetShape) -> None:
@@ -320,7 +258,7 @@ def _check_shape(shape: NetShape) -> None:
             "--m2n-payload: attention and experts share one device, where nothing travels; leave "
             "it at auto"
         )
-    if shape.per_pair_answers:
+    if shape.per_expert_answers:
         raise ConfigError("--deterministic: not with attention and experts on one GPU")
 
 

@@ -1,8 +1,8 @@
 """Staged nets: a node whose tensors are on a device, over a transport that reads host memory.
 
-Owns pinned buffers and the order of copies: what leaves the device is in host memory before the
-transport sees it (one event is waited for, never the device), and what comes back is enqueued
-for the device, whose host goes on. Knows no frame: the inner net keeps every rule of
+Owns pinned buffers and the order of copies: rows that leave the device are in host memory before
+the transport sees them (one event is waited for, never the device), and answers are enqueued for
+the device, whose host goes on. Knows no frame: the inner net keeps every rule of
 m2n_comm.net. Serves hybrid layouts (attention on a GPU, experts on CPUs, or the other way) and
 GPUs of several hosts without GPUDirect. The host takes part in every layer, so no graph can hold
 these nets. Used by both nodes' start-up; belongs to the node's one busy thread.
@@ -10,8 +10,8 @@ these nets. Used by both nodes' start-up; belongs to the node's one busy thread.
 `StagedNet.dispatch` only enqueues its copies; the frame leaves at the next call of dispatch() or
 combine(), after the copies' event. So the host enqueues what follows (a shared expert) while the
 device still computes the rows. Buffers are kept by micro-batch: one's copies overlap another's
-wait. They grow to the largest micro-batch seen, and begin at what balanced ones need. A net's
-calls are all made on one stream: then whoever waits for its last copy has waited for all.
+wait. They grow to the largest micro-batch seen, and begin at the size of balanced ones. A net's
+calls are all made on one stream: a wait for its last copy is a wait for all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kernels.runtime import Event, Runtime
 from m2n_comm.net import AttentionNet, ExpertBatch, ExpertNet, NetShape, NetTimes
+from m2n_comm.rules import check_rows, check_sum
 from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
@@ -36,7 +37,7 @@ def pinned(runtime: Runtime, rows: int, width: int, dtype: torch.dtype) -> Tenso
 
 
 class _Rows:
-    """The pinned buffers of one micro-batch, and what is on its way through them.
+    """The pinned buffers of one micro-batch.
 
     hidden [R, H], experts i64[R, K], weights f32[R, K] leave the device; answer f32[R, H]
     comes back, for the first `rows` of them.
@@ -69,7 +70,7 @@ class _Unsent(NamedTuple):
 class StagedNet:
     """AttentionNet for tensors on `runtime`'s device, over `inner`, which takes the host's.
 
-    `max_rows` is what all micro-batches of a step have together at most.
+    `max_rows` is the most rows that all micro-batches of a step have together.
     Invariant: `_unsent` is the dispatch that `inner` has not seen yet, if there is one.
     """
 
@@ -90,7 +91,7 @@ class StagedNet:
 
     @property
     def trace(self) -> Ring | None:
-        """The inner net's, which stamps what really travels."""
+        """The inner net's, which stamps the frames."""
         return self.inner.trace
 
     @trace.setter
@@ -131,12 +132,8 @@ class StagedNet:
         """
         assert num_rows is None, "only graph-safe nets take padded rows"
         self._send()
+        check_rows(self.shape, hidden, experts, weights)
         rows = hidden.shape[0]
-        wide, narrow = (rows, self.shape.hidden_size), (rows, self.shape.top_k)
-        wanted = (("hidden", hidden, wide), ("experts", experts, narrow))
-        for name, got, want in (*wanted, ("weights", weights, narrow)):
-            if got.shape != want:
-                raise FrameError(f"dispatch: {name} is {tuple(got.shape)}, expected {want}")
         staged = self._room(micro_batch, rows)
         staged.rows = rows
         staged.hidden[:rows].copy_(hidden, non_blocking=True)
@@ -149,11 +146,7 @@ class StagedNet:
         """Fill out [T, H] fp32, on the device, in the order of its stream; see m2n_comm.net."""
         self._send()
         staged = self._rows[micro_batch]
-        want = (staged.rows, self.shape.hidden_size)
-        if out.shape != want or out.dtype != torch.float32:
-            raise FrameError(
-                f"combine into {tuple(out.shape)} {out.dtype}, expected {want} torch.float32"
-            )
+        check_sum(out, (staged.rows, self.shape.hidden_size))
         # The last copy out of it came before the copies that _send() has waited for.
         answer = staged.answer[: staged.rows]
         out.copy_(self.inner.combine(micro_batch, layer, answer), non_blocking=True)
@@ -164,7 +157,7 @@ class StagedNet:
         return self.inner.wait_s()
 
     def times(self) -> NetTimes:
-        """Return what the inner net has measured since begin()."""
+        """Return the inner net's times since begin()."""
         return self.inner.times()
 
     def close(self) -> None:
@@ -203,7 +196,7 @@ class ExpertStaging:
     """The way of an expert node's batches to the device and of its answers back.
 
     A batch's device tensors are the same at every call: valid until the next one. Its pinned
-    buffers need no event of their own: to_host() waits for what came after their copies.
+    buffers need no event of their own: to_host() waits for work enqueued after their copies.
     """
 
     def __init__(self, runtime: Runtime, shape: NetShape, *, num_attention: int) -> None:
@@ -224,7 +217,7 @@ class ExpertStaging:
         self._answer = pinned(runtime, answers, shape.hidden_size, shape.payload)
 
     def to_device(self, batch: ExpertBatch) -> ExpertBatch:
-        """Return `batch` with its tensors on the device, where they are for what is enqueued."""
+        """Return `batch` with its tensors on the device, for work that is enqueued after this."""
         rows = batch.hidden.shape[0]
         moved = []
         found = (batch.hidden, batch.slots, batch.weights)

@@ -1,9 +1,10 @@
 """The attention node's end of M2N, the same for every transport: implements AttentionNet.
 
-Owns what is in the air, the credits, and the measured times; frames are written and answers
+Owns the order of frames, the credits, and the measured times; frames are written and answers
 checked and added by native.py (one frame of plain rows for each expert node, the common
-case) or parts.py (all else). Knows no socket and no memory mapping: windows come from
-lines.Lines. Runs in the one busy thread of an attention node.
+case) or parts.py (all else); what any net may do when is rules.AttentionRules'. Knows no
+socket and no memory mapping: windows come from lines.Lines. Runs in the one busy thread of an
+attention node.
 
 Credits: a (pair, micro-batch) has one window each way. dispatch() sends part 0 to every
 expert node; combine() receives part r, adds it up, and only then sends part r+1: a window
@@ -13,13 +14,15 @@ is free again when its answer has been consumed.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from m2n_comm.host.emulate import LinkEmulation, wait_delivery
-from m2n_comm.host.lines import TURN_S, Hop, Lines, describe, late
+from m2n_comm.emulate import LinkEmulation, wait_delivery
+from m2n_comm.hello import Identity
+from m2n_comm.host.lines import Lines
 from m2n_comm.host.native import Record, add_answer, write_request
 from m2n_comm.host.native import serves as native_serves
 from m2n_comm.host.parts import PartFrames, Parts
@@ -29,18 +32,18 @@ from m2n_comm.host.wire import (
     DELIVER_WORD,
     HEADER_BYTES,
     IDLE_WORD,
-    MAX_MEASURED_NS,
     read_header,
-    set_deliver_ns,
 )
-from m2n_comm.layout import RouteMap, Routes, check_known
-from m2n_comm.net import NetShape, NetTimes, WaitPolicy
-from topspin.errors import FrameError, ProtocolError, TransportError
+from m2n_comm.layout import RouteMap, check_known, route_map
+from m2n_comm.net import NetTimes
+from m2n_comm.rules import AttentionRules
+from m2n_comm.waits import Hop, WaitPolicy, late
+from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Kind, Ring
 
-# A wait shorter than this was none: the frame lay there before it was asked for.
+# Below this the frame had already arrived.
 _WAITED_NS = 5_000
 
 
@@ -54,58 +57,81 @@ class _Flight:
     parts: Parts | None = None
 
 
-class AttentionSide:
-    """Invariant: a flight exists exactly while some expert node owes an answer.
+class _Measured:
+    """The times of one step, as NetTimes says."""
 
-    None in `expert_incarnations` is an absent node: it must have no slots in any table.
-    """
+    def __init__(self, num_experts: int) -> None:
+        self.wait_ns = 0
+        self._expert_ns = [0] * num_experts
+        self._link_ns = 0
+        self._num_links = 0
+
+    def count(
+        self, expert: int, *, waited_ns: int, compute_ns: int, idle_ns: int, trip_ns: int
+    ) -> None:
+        """Count an answer, `trip_ns` after its dispatch (0: not its first part)."""
+        self.wait_ns += waited_ns
+        self._expert_ns[expert] += compute_ns
+        if trip_ns and waited_ns > _WAITED_NS and idle_ns > _WAITED_NS:
+            self._link_ns += max(0, trip_ns - compute_ns) // 2
+            self._num_links += 1
+
+    @property
+    def times(self) -> NetTimes:
+        """Return the sums so far."""
+        return NetTimes(
+            wait_s=self.wait_ns * 1e-9,
+            expert_s=max(self._expert_ns, default=0) * 1e-9,
+            link_s=self._link_ns * 1e-9 / self._num_links if self._num_links else None,
+        )
+
+
+class AttentionSide:
+    """Invariant: a flight exists exactly while some expert node owes an answer."""
 
     is_graph_safe: Final = False
     epoch: Final = 0
 
     def __init__(
         self,
+        me: Identity,
         *,
-        shape: NetShape,
-        index: int,
-        incarnation: int,
-        expert_incarnations: tuple[int | None, ...],
+        expert_incarnations: Sequence[int | None],
         table: ExpertTable,
         lines: Lines,
         link: LinkEmulation | None = None,
         wait: WaitPolicy = "block",
     ) -> None:
+        """Serve the expert nodes with these incarnations (None: an absent one)."""
+        shape = me.shape
         self.lines = lines
-        self._spins = wait == "spin"
         self.shape = shape
-        self._index = index
-        self._incarnation = incarnation
+        self.trace: Ring | None = None
+        self._me = me
+        self._spins = wait == "spin"
         self._experts = tuple(each or 0 for each in expert_incarnations)
+        present = {expert for expert, each in enumerate(expert_incarnations) if each is not None}
+        self._everyone = tuple(sorted(present))
+        self._rules: AttentionRules[_Flight, RouteMap] = AttentionRules(
+            me.index,
+            shape,
+            num_experts=len(self._experts),
+            make_route=route_map,
+            absent=set(range(len(self._experts))) - present,
+        )
         layout = PairLayout(shape)
         self._request_row_bytes = layout.request_row_bytes
-        self._shapers = [link.shaper if link else None for _ in expert_incarnations]
-        self._sequences = [[0] * shape.num_micro_batches for _ in expert_incarnations]
-        self._flights: list[_Flight | None] = [None] * shape.num_micro_batches
-        self._parts = PartFrames(shape, index=index, incarnation=incarnation, experts=self._experts)
-        self._everyone = tuple(
-            expert for expert, each in enumerate(expert_incarnations) if each is not None
-        )
+        self._shapers = [link.shaper if link else None for _ in self._experts]
+        self._sequences = [[0] * shape.num_micro_batches for _ in self._experts]
+        self._parts = PartFrames(me, experts=self._experts)
         self._records = self._make_records(layout) if native_serves(shape) else None
         self._answer_words = {
             expert: [lines.inbox(expert, each).words for each in range(shape.num_micro_batches)]
             for expert in self._everyone
         }
-        absent = {expert for expert, each in enumerate(expert_incarnations) if each is None}
-        self._routes = Routes(index, shape.num_layers, len(self._experts), absent=absent)
         self._route: RouteMap | None = None
-        self._step = 0
         self._patience_s = shape.deadline_s
-        self._wait_ns = 0
-        self._expert_ns = [0] * len(expert_incarnations)
-        self._link_ns = 0
-        self._num_links = 0
-        self.trace: Ring | None = None
-        self._failure: str | None = None
+        self._measured = _Measured(len(self._experts))
         self.set_table(table)
 
     def _make_records(self, layout: PairLayout) -> dict[int, list[Record]]:
@@ -113,8 +139,8 @@ class AttentionSide:
             expert: [
                 Record(
                     layout,
-                    (self._index, expert, micro_batch),
-                    (self._incarnation, self._experts[expert]),
+                    (self._me.index, expert, micro_batch),
+                    (self._me.incarnation, self._experts[expert]),
                     outbox=self.lines.outbox(expert, micro_batch),
                     inbox=self.lines.inbox(expert, micro_batch),
                     sends_all=len(self._experts) == 1,
@@ -134,34 +160,16 @@ class AttentionSide:
 
         Raises ProtocolError if it does not fit.
         """
-        self._routes.add(table)
+        self._rules.set_table(table)
 
     def begin(self, ticket: StepTicket) -> None:
         """Open a step that this node takes part in; see m2n_comm.net.
 
         Raises ProtocolError if the ticket does not fit, or a dispatch is still in the air.
         """
-        self._check_usable()
-        if self._index not in ticket.participants:
-            raise ProtocolError(f"step {ticket.step}: attention {self._index} takes no part")
-        if not 1 <= ticket.num_micro_batches <= self.shape.num_micro_batches:
-            raise ProtocolError(
-                f"step {ticket.step}: {ticket.num_micro_batches} micro-batches, "
-                f"windows for {self.shape.num_micro_batches}"
-            )
-        for micro_batch, flight in enumerate(self._flights):
-            if flight is not None:
-                raise ProtocolError(
-                    f"step {ticket.step}: micro-batch {micro_batch} of step {self._step} is "
-                    "still in the air"
-                )
-        self._route = self._routes.take(ticket)
-        is_next = ticket.previous in (0, self._step)
-        self._patience_s = self.shape.deadline_s if is_next else TURN_S
-        self._step = ticket.step
-        self._wait_ns = 0
-        self._expert_ns = [0] * len(self._experts)
-        self._link_ns = self._num_links = 0
+        self._route = self._rules.begin(ticket)
+        self._patience_s = self._rules.patience_s
+        self._measured = _Measured(len(self._experts))
         self.lines.begin(ticket)
 
     def dispatch(
@@ -178,18 +186,17 @@ class AttentionSide:
         See m2n_comm.net. Raises FrameError for tensors that do not fit, TransportError.
         """
         assert num_rows is None, "only graph-safe nets take padded rows"
-        self._check_usable()
-        route = self._route
-        assert route is not None, "begin() first"
-        assert self._flights[micro_batch] is None, "combine() the last dispatch first"
-        try:
-            self._check_tensors(hidden, experts, weights)
+        with self._rules:
+            route = self._route
+            assert route is not None, "begin() first"
+            assert self._rules.flights[micro_batch] is None, "combine() the last dispatch first"
+            self._rules.check_rows(hidden, experts, weights)
             if hidden.dtype != self.shape.payload and self.shape.compressed is None:
                 hidden = hidden.to(self.shape.payload)
             if weights.dtype != torch.float32:
                 weights = weights.to(torch.float32)
             flight = _Flight(layer, hidden.shape)
-            self._flights[micro_batch] = flight
+            self._rules.flights[micro_batch] = flight
             if (
                 self._records is not None
                 and flight.size[0] <= self.shape.window_rows
@@ -204,9 +211,6 @@ class AttentionSide:
                 for expert in self._everyone:
                     self._send_part(flight.parts, layer, expert, micro_batch, 0)
             flight.dispatched_ns = time.monotonic_ns()
-        except BaseException as error:
-            self._failure = describe(error)
-            raise
 
     def _send_whole(
         self,
@@ -240,7 +244,7 @@ class AttentionSide:
                 weights_at,
                 layer,
                 route.version,
-                self._step,
+                self._rules.step,
                 sequence,
             )
             if rows < 0:
@@ -260,7 +264,7 @@ class AttentionSide:
             micro_batch=micro_batch,
             layer=layer,
             part=part,
-            step=self._step,
+            step=self._rules.step,
             sequence=sequence,
         )
         self._send(layer, expert, micro_batch, rows, sequence)
@@ -276,52 +280,36 @@ class AttentionSide:
         if shaper is not None:
             size = HEADER_BYTES + rows * self._request_row_bytes
             deliver_ns = shaper.deliver_ns(size, now_ns=time.monotonic_ns())
-            set_deliver_ns(self.lines.outbox(expert, micro_batch).header, deliver_ns)
+            self.lines.outbox(expert, micro_batch).words[DELIVER_WORD] = deliver_ns
         deadline_s = time.monotonic() + self._patience_s
         self.lines.send(Hop(expert, micro_batch, layer, deadline_s), rows, sequence)
 
     def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
         """Fill out [T, H] fp32 with the sum of all partials of that dispatch and return it."""
-        self._check_usable()
-        flight = self._flights[micro_batch]
-        assert flight is not None, "dispatch() first"
-        assert flight.layer == layer, "combine() of another layer than the dispatch"
-        try:
-            if out.shape != flight.size or out.dtype != torch.float32:
-                raise FrameError(
-                    f"combine into {tuple(out.shape)} {out.dtype}, expected "
-                    f"{tuple(flight.size)} torch.float32"
-                )
+        with self._rules:
+            flight = self._rules.flight(micro_batch, layer, out)
             if len(self._everyone) > 1:
                 out.zero_()
             if flight.parts is None:
                 self._consume_whole(flight, micro_batch, out)
             else:
                 self._consume_parts(flight, flight.parts, micro_batch, out)
-        except BaseException as error:
-            self._failure = describe(error)
-            raise
-        self._flights[micro_batch] = None
+        self._rules.flights[micro_batch] = None
         if self.trace is not None:
             self.trace.stamp(Kind.COMBINED, layer, micro_batch)
         return out
 
     def wait_s(self) -> float:
         """Return the seconds spent waiting in combine() since begin()."""
-        return self._wait_ns * 1e-9
+        return self._measured.wait_ns * 1e-9
 
     def times(self) -> NetTimes:
-        """Return what was measured since begin()."""
-        return NetTimes(
-            wait_s=self._wait_ns * 1e-9,
-            expert_s=max(self._expert_ns, default=0) * 1e-9,
-            link_s=self._link_ns * 1e-9 / self._num_links if self._num_links else None,
-        )
+        """Return the measured times since begin()."""
+        return self._measured.times
 
     def close(self) -> None:
         """Release all memory and descriptors; safe to call twice."""
-        if self._failure is None:
-            self._failure = "it is closed"
+        self._rules.close()
         self._records, self._answer_words = None, {}
         self.lines.close()
 
@@ -361,7 +349,7 @@ class AttentionSide:
     def _await(
         self, flight: _Flight, expert: int, micro_batch: int, awaited: tuple[int, ...]
     ) -> bytes:
-        """Wait for the answer to what was sent last to `expert`; return its header, unchecked.
+        """Wait for the answer to the last frame to `expert`; return its header, unchecked.
 
         Counts the wait, the expert's time and, if neither side let the frame lie, the link's.
         """
@@ -375,35 +363,17 @@ class AttentionSide:
             if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s, spins=self._spins):
                 raise late("expert", hop)
         now_ns = time.monotonic_ns()
-        waited_ns = now_ns - start_ns
-        self._wait_ns += waited_ns
         if self.trace is not None:
             self.trace.stamp(Kind.ARRIVED, flight.layer, micro_batch, expert)
-        compute_ns, idle_ns = words[COMPUTE_WORD] >> 32, words[IDLE_WORD] & MAX_MEASURED_NS
-        self._expert_ns[expert] += compute_ns
         is_first = flight.parts is None or flight.parts.sent[expert].part == 0
-        if is_first and waited_ns > _WAITED_NS and idle_ns > _WAITED_NS:
-            self._link_ns += max(0, now_ns - flight.dispatched_ns - compute_ns) // 2
-            self._num_links += 1
+        self._measured.count(
+            expert,
+            waited_ns=now_ns - start_ns,
+            compute_ns=words[COMPUTE_WORD],
+            idle_ns=words[IDLE_WORD],
+            trip_ns=now_ns - flight.dispatched_ns if is_first else 0,
+        )
         return raw
-
-    def _check_tensors(
-        self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-    ) -> None:
-        rows = hidden.shape[0]
-        wide, narrow = (rows, self.shape.hidden_size), (rows, self.shape.top_k)
-        if hidden.shape == wide and experts.shape == narrow and weights.shape == narrow:
-            return
-        wanted = (("hidden", hidden, wide), ("experts", experts, narrow))
-        for name, got, want in (*wanted, ("weights", weights, narrow)):
-            if got.shape != want:
-                raise FrameError(f"dispatch: {name} is {tuple(got.shape)}, expected {want}")
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise TransportError(
-                f"attention {self._index}: this net can not be used any more: {self._failure}"
-            )
 
 
 def _is_at_hand(tensor: torch.Tensor) -> bool:

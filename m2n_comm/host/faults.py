@@ -1,8 +1,8 @@
 """Injects faults at the frame boundary of any transport, for tests.
 
 Owns a script of faults by frame number and the wrapper that carries them out on the frames
-that a node sends. Knows no transport. What must come of each fault is a right result or a
-typed error, never a wrong sum.
+that a node sends. Knows no transport. Each fault must end in a right result or a typed error,
+never in a wrong sum.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import Hop, Lines
+from m2n_comm.host.lines import Lines
 from m2n_comm.host.windows import Window
 from m2n_comm.host.wire import read_header, write_header
+from m2n_comm.waits import Hop
 from topspin.messages import StepTicket
 
 
@@ -42,7 +43,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Header field `field` becomes `value`; the header's checksum is right."""
+    """Header field `field` becomes `value`."""
 
     field: str
     value: int
@@ -50,7 +51,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Bit 0 of byte `offset` of the header flips after its checksum was made."""
+    """Bit 0 of byte `offset` of the header flips before a network's checksum is made."""
 
     offset: int
 
@@ -59,7 +60,7 @@ Fault = Drop | Duplicate | Reorder | Delay | Change | Damage
 
 
 class FaultInjector:
-    """What happens to frame 0, 1, 2... that a node sends; frames not named pass untouched."""
+    """The faults of frame 0, 1, 2... that a node sends; frames not named pass untouched."""
 
     def __init__(self, faults: dict[int, Fault]) -> None:
         self._faults = dict(faults)
@@ -90,11 +91,6 @@ class FaultyLines:
         self._held: list[tuple[Hop, int, int]] = []
 
     @property
-    def peer_role(self) -> str:
-        """Return the inner lines' peer role."""
-        return self._inner.peer_role
-
-    @property
     def registered_bytes(self) -> int:
         """Return the inner lines' bytes."""
         return self._inner.registered_bytes
@@ -112,7 +108,7 @@ class FaultyLines:
         self._inner.begin(ticket)
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
-        """Send the frame, or what the script makes of it."""
+        """Send the frame, changed as the script says."""
         fault = self._injector.next_fault()
         held, self._held = self._held, []
         header = self._inner.outbox(hop.peer, hop.micro_batch).header
@@ -149,6 +145,6 @@ class FaultyLines:
         return self._inner.arrived(peer, micro_batch)
 
     def close(self) -> None:
-        """Close the inner lines; what was held back is never sent."""
+        """Close the inner lines; a frame held back is never sent."""
         self._held = []
         self._inner.close()

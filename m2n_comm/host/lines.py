@@ -2,51 +2,28 @@
 
 attention_side.py and expert_side.py keep the rules (plans, parts, headers, versions) once,
 for every transport; a transport only moves windows: it publishes one to a peer and waits
-for one from a peer. local.py, shm.py and tcp.py implement Lines, faults.py wraps it.
+for one from a peer. local.py, shm.py, tcp.py and nixl/lines.py extend NodeLines; faults.py
+wraps them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import select
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
-from m2n_comm.host.windows import Window
-from topspin.errors import DeadlineExceeded, PeerLost
+from m2n_comm.hello import NodeRole, other_role
+from m2n_comm.host.windows import PairLayout, PairWindows, Window
+from m2n_comm.waits import Hop
+from topspin.errors import StaleFrame
 from topspin.messages import StepTicket
 
-# How often a long wait asks whether it still makes sense.
-CHECK_INTERVAL_S = 0.2
-
-# How long to wait for one's turn while the experts serve a step of other attention nodes. The
-# scheduler watches that step, and ends this wait (its check) if it does not go on.
-TURN_S = 3600.0
-
-# Called now and then during a wait; raises a TransportError to end it.
-Check = Callable[[], None]
-
-
-def wait_on() -> None:
-    """Let every wait last until its deadline: the Check of a net that nobody interrupts."""
-
-
-class Hop(NamedTuple):
-    """One frame's way: the peer's index, and what errors name.
-
-    `deadline_s` (monotonic) is when the wait for it ends, counted from the wait's beginning.
-    """
-
-    peer: int
-    micro_batch: int
-    layer: int
-    deadline_s: float
+_MAX_POLLERS = 64
 
 
 class Lines(Protocol):
     """All pairs of one node. A (peer, micro-batch) has at most one frame each way in the air."""
-
-    @property
-    def peer_role(self) -> str:
-        """Return "attention" or "expert", for messages."""
 
     @property
     def registered_bytes(self) -> int:
@@ -82,21 +59,78 @@ class Lines(Protocol):
         """Release all memory and descriptors; safe to call twice."""
 
 
-def late(role: str, hop: Hop, *, doing: str = "no frame from") -> DeadlineExceeded:
-    """Return the error that names the peer, the layer and the micro-batch."""
-    return DeadlineExceeded(
-        f"{doing} {role} {hop.peer} before the wait's deadline "
-        f"(layer {hop.layer}, micro-batch {hop.micro_batch})"
-    )
+class NodeLines:
+    """The windows of one node, by peer and micro-batch, as its role sees them.
+
+    `consumed[peer][mb]` is the sequence of the last frame received. Peers that are absent
+    have no windows and are never named.
+    """
+
+    def __init__(
+        self, layout: PairLayout, role: NodeRole, pairs: Mapping[int, PairWindows]
+    ) -> None:
+        self.peer_role = other_role(role)
+        self.registered_bytes = layout.total_bytes * len(pairs)
+        requests = {peer: pair.requests for peer, pair in pairs.items()}
+        answers = {peer: pair.answers for peer, pair in pairs.items()}
+        attends = role == "attention"
+        self._outbox, self._inbox = (requests, answers) if attends else (answers, requests)
+        num_micro_batches = layout.shape.num_micro_batches
+        self.consumed = {peer: [0] * num_micro_batches for peer in pairs}
+
+    def outbox(self, peer: int, micro_batch: int) -> Window:
+        """Return the window that the peer reads."""
+        return self._outbox[peer][micro_batch]
+
+    def inbox(self, peer: int, micro_batch: int) -> Window:
+        """Return the window that the peer's frames come to."""
+        return self._inbox[peer][micro_batch]
+
+    def begin(self, ticket: StepTicket) -> None:
+        """Do nothing: most transports know no steps."""
+
+    def drop_windows(self) -> None:
+        """Forget all views, the last of which may unmap the memory."""
+        self._outbox, self._inbox = {}, {}
+
+    def advance(self, hop: Hop, found: int) -> None:
+        """Count a frame with sequence `found`. Raises StaleFrame if it is not the next one."""
+        expected = self.consumed[hop.peer][hop.micro_batch] + 1
+        if found != expected:
+            raise StaleFrame(
+                f"{self.peer_role} {hop.peer}, layer {hop.layer}, micro-batch "
+                f"{hop.micro_batch}: sequence is {found}, expected {expected}"
+            )
+        self.consumed[hop.peer][hop.micro_batch] = expected
 
 
-def lost(role: str, peer: int, hop: Hop) -> PeerLost:
-    """Return the error that names the closed peer and what was waited for."""
-    return PeerLost(
-        f"{role} {peer} closed its connection (layer {hop.layer}, micro-batch {hop.micro_batch})"
-    )
+class Watches:
+    """Poll objects for the sockets of some peers; those of recent choices are kept."""
 
+    def __init__(self, socks: Mapping[int, socket.socket], events: int) -> None:
+        self._socks = socks
+        self._events = events
+        self._peer_of = {sock.fileno(): peer for peer, sock in socks.items()}
+        self._pollers: dict[tuple[int, ...], select.poll] = {}
 
-def describe(error: BaseException) -> str:
-    """Return kind and text of `error`, without the frames (and windows) its traceback holds."""
-    return f"{type(error).__name__}: {error}"
+    def of(self, peers: tuple[int, ...], bells: Iterable[int] = ()) -> select.poll:
+        """Return what polls the sockets of `peers`, and `bells`, which depend on `peers`."""
+        poller = self._pollers.get(peers)
+        if poller is None:
+            if len(self._pollers) >= _MAX_POLLERS:
+                self._pollers.clear()
+            poller = select.poll()
+            for peer in peers:
+                poller.register(self._socks[peer], self._events)
+            for bell in bells:
+                poller.register(bell, select.POLLIN)
+            self._pollers[peers] = poller
+        return poller
+
+    def peer_of(self, fd: int) -> int:
+        """Return the peer whose socket `fd` is."""
+        return self._peer_of[fd]
+
+    def clear(self) -> None:
+        """Forget all poll objects; the sockets are closed."""
+        self._pollers.clear()

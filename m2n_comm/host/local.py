@@ -12,15 +12,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
 
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.hello import Identity, NodeRole
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.emulate import LinkEmulation
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import Hop, describe, late, lost
+from m2n_comm.host.lines import NodeLines
 from m2n_comm.host.memory_order import consume, publish
-from m2n_comm.host.windows import PairLayout, PairWindows, Window, private_memory
+from m2n_comm.host.windows import PairLayout, PairWindows, private_memory
 from m2n_comm.net import NetShape, Serve
+from m2n_comm.rules import describe
+from m2n_comm.waits import Hop, late, lost
 from topspin.errors import PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
@@ -62,29 +64,23 @@ class LocalHub:
     def attention_net(self, index: int, table: ExpertTable) -> AttentionSide:
         """Return the net of attention node `index`. Raises ProtocolError for a wrong table."""
         return AttentionSide(
-            shape=self.shape,
-            index=index,
-            incarnation=0,
+            Identity(role="attention", index=index, incarnation=0, shape=self.shape),
             expert_incarnations=(0,) * self.num_experts,
             table=table,
-            lines=LocalLines(self, role="attention", index=index),
+            lines=LocalLines(self, "attention", index),
             link=self.link,
         )
 
-    def attach_expert(
-        self, index: int, serve: Serve, *, table: ExpertTable | None = None
-    ) -> ExpertSide:
+    def attach_expert(self, index: int, serve: Serve, *, table: ExpertTable) -> ExpertSide:
         """Let `serve` compute the partial [R, H] of every batch of expert node `index`.
 
         `serve` runs in the attention threads, one at a time. Returns the node's net, for
         set_table(); gather and reply are called by the hub.
         """
         net = ExpertSide(
-            shape=self.shape,
-            index=index,
-            incarnation=0,
+            Identity(role="expert", index=index, incarnation=0, shape=self.shape),
             attention_incarnations=(0,) * self.num_attention,
-            lines=LocalLines(self, role="expert", index=index),
+            lines=LocalLines(self, "expert", index),
             links=(self.link,) * self.num_attention,
             table=table,
         )
@@ -101,7 +97,7 @@ class LocalHub:
     def drive(self, hop: Hop, arrived: Callable[[], bool]) -> None:
         """Run expert hop.peer until `arrived`, or wait for other attention threads.
 
-        Raises what the expert's program raised, PeerLost if a participant has closed its
+        Raises the error of the expert's program, PeerLost if a participant has closed its
         net, DeadlineExceeded.
         """
         with self.changed:
@@ -143,7 +139,7 @@ class LocalHub:
 
 
 class _ExpertProgram:
-    """What an expert node's loop does, cut where it would have to wait.
+    """An expert node's loop, cut where it would have to wait.
 
     `turns` yields True after each answered batch, False when a frame or ticket is missing.
     """
@@ -198,45 +194,22 @@ class _ExpertProgram:
             yield True
 
 
-class LocalLines:
-    """All pairs of one node of the hub; implements lines.Lines."""
+class LocalLines(NodeLines):
+    """All pairs of one node of the hub."""
 
-    def __init__(self, hub: LocalHub, *, role: Literal["attention", "expert"], index: int) -> None:
+    def __init__(self, hub: LocalHub, role: NodeRole, index: int) -> None:
+        attends = role == "attention"
+        pairs = hub.pairs[index] if attends else [row[index] for row in hub.pairs]
+        super().__init__(hub.layout, role, dict(enumerate(pairs)))
         self._hub: LocalHub | None = hub
-        self._role = role
+        self._attends = attends
         self._index = index
-        if role == "attention":
-            pairs = hub.pairs[index]
-        else:
-            pairs = [row[index] for row in hub.pairs]
-        attention = role == "attention"
-        self._outbox = [pair.requests if attention else pair.answers for pair in pairs]
-        self._inbox = [pair.answers if attention else pair.requests for pair in pairs]
-        self._consumed = [[0] * hub.shape.num_micro_batches for _ in pairs]
-        # The windows of a pair are shared by both ends; the attention end counts them.
-        self._registered_bytes = hub.layout.total_bytes * len(pairs) if attention else 0
-
-    @property
-    def peer_role(self) -> str:
-        """Return the role of the nodes at the other end."""
-        return "expert" if self._role == "attention" else "attention"
-
-    @property
-    def registered_bytes(self) -> int:
-        """Return the bytes of all windows, counted at the attention end."""
-        return self._registered_bytes
-
-    def outbox(self, peer: int, micro_batch: int) -> Window:
-        """Return the window that the peer reads."""
-        return self._outbox[peer][micro_batch]
-
-    def inbox(self, peer: int, micro_batch: int) -> Window:
-        """Return the window that the peer writes."""
-        return self._inbox[peer][micro_batch]
+        if not attends:  # both ends share the windows of a pair; the attention end counts them
+            self.registered_bytes = 0
 
     def begin(self, ticket: StepTicket) -> None:
         """Pass an attention node's ticket on to the experts."""
-        if self._role == "attention":
+        if self._attends:
             self._open_hub().begin(self._index, ticket)
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
@@ -249,24 +222,24 @@ class LocalLines:
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
         """Return the next header of hop.peer; an attention node runs the expert for it."""
         peer, micro_batch = hop.peer, hop.micro_batch
-        if self._role == "attention":
+        if self._attends:
             self._open_hub().drive(hop, lambda: self.arrived(peer, micro_batch))
         else:
             assert self.arrived(peer, micro_batch), "the hub asks missing() first"
         window = self._inbox[peer][micro_batch]
-        self._consumed[peer][micro_batch] = consume(window.flag)
+        self.consumed[peer][micro_batch] = consume(window.flag)
         return bytes(window.header)
 
     def arrived(self, peer: int, micro_batch: int) -> bool:
         """Return whether the peer has published since the last receive()."""
         flag = self._inbox[peer][micro_batch].flag
-        return consume(flag) != self._consumed[peer][micro_batch]
+        return consume(flag) != self.consumed[peer][micro_batch]
 
     def close(self) -> None:
         """Leave the hub."""
         hub, self._hub = self._hub, None
-        self._outbox, self._inbox = [], []
-        if hub is not None and self._role == "attention":
+        self.drop_windows()
+        if hub is not None and self._attends:
             hub.close_attention(self._index)
 
     def _open_hub(self) -> LocalHub:

@@ -1,8 +1,8 @@
-"""Dispatches that are more than one frame of plain rows: several windows, codes, pairs.
+"""Dispatches that are more than one frame of plain rows: several windows, codes, expert rows.
 
 Owns how a part is written and how its answer is checked and added, for one attention node:
-in torch, by the rules of layout.py, payload.py, pairs.py and wire.py. Knows no transport and
-no credits; attention_side.py says which part goes when, and calls native.py for the rest.
+in torch, by the rules of layout.py, payload.py, expert_rows.py and wire.py. Knows no transport
+and no credits; attention_side.py says which part goes when, and calls native.py for the rest.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import dataclass, field
 
 import torch
 
-from m2n_comm.host.pair_sums import PairPlan, PairSum, plan_pairs
+from kernels.frame_header import FrameHeader
+from m2n_comm.hello import Identity
+from m2n_comm.host.expert_rows import RowPlan, RowSum, plan_rows
 from m2n_comm.host.windows import PairLayout, Window
 from m2n_comm.host.wire import (
-    ANSWER,
-    NUM_COMPARED,
     REQUEST,
-    FrameHeader,
+    answer_to,
     check_header,
     check_size,
     payload_code,
     read_header,
     write_header,
 )
-from m2n_comm.layout import RouteMap, SendPlan, num_parts, plan_sends, write_part
-from m2n_comm.net import NetShape
+from m2n_comm.layout import RouteMap, SendPlan, num_parts, plan_sends
+from m2n_comm.payload import pack_rows
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Parts:
     hidden: torch.Tensor
     weights: torch.Tensor
     counts: list[int]
-    pairs: PairPlan | None
+    rows: RowPlan | None
     sent: dict[int, FrameHeader] = field(default_factory=dict)
 
 
@@ -47,26 +47,24 @@ class PartFrames:
     One buffer serves all micro-batches, since combine() runs one dispatch at a time.
     """
 
-    def __init__(
-        self, shape: NetShape, *, index: int, incarnation: int, experts: tuple[int, ...]
-    ) -> None:
+    def __init__(self, me: Identity, *, experts: tuple[int, ...]) -> None:
+        shape = me.shape
         layout = PairLayout(shape)
         self._shape = shape
-        self._index = index
-        self._incarnation = incarnation
+        self._me = me
         self._experts = experts
         self._request_row_bytes = layout.request_row_bytes
         self._answer_row_bytes = layout.answer_row_bytes
-        self._payload = payload_code(shape.request_dtype)
-        self._answer_start = (ANSWER, payload_code(shape.payload))
-        self._pair_sum = PairSum(shape) if shape.per_pair_answers else None
+        self._request_payload = payload_code(shape.request_dtype)
+        self._answer_payload = payload_code(shape.payload)
+        self._row_sum = RowSum(shape) if shape.per_expert_answers else None
         self._scratch = torch.empty((shape.window_rows, shape.hidden_size), dtype=torch.float32)
 
     @property
     def registered_bytes(self) -> int:
         """Return the bytes of the buffers."""
-        pairs = self._pair_sum.size_bytes if self._pair_sum is not None else 0
-        return self._scratch.nbytes + pairs
+        rows = self._row_sum.size_bytes if self._row_sum is not None else 0
+        return self._scratch.nbytes + rows
 
     def plan(
         self,
@@ -79,11 +77,11 @@ class PartFrames:
         """Plan a dispatch. Raises FrameError for unknown experts."""
         window_rows = self._shape.window_rows
         plan = plan_sends(route, layer, experts)
-        pairs = None
-        if self._pair_sum is not None:
-            pairs = plan_pairs(plan, experts, weights, window_rows=window_rows)
+        rows = None
+        if self._row_sum is not None:
+            rows = plan_rows(plan, experts, weights, window_rows=window_rows)
         counts = [num_parts(count, window_rows) for count in plan.counts]
-        return Parts(route.version, plan, hidden, weights, counts, pairs)
+        return Parts(route.version, plan, hidden, weights, counts, rows)
 
     def write(
         self,
@@ -113,24 +111,22 @@ class PartFrames:
         )
         rows = high - low
         header = FrameHeader(
-            kind=REQUEST,
-            payload=self._payload,
-            attention=self._index,
-            expert=expert,
-            micro_batch=micro_batch,
+            sequence=sequence,
+            rows=rows,
+            step=step,
+            table_version=parts.version,
             layer=layer,
             part=part,
             num_parts=parts.counts[expert],
-            rows=rows,
+            incarnation=self._me.incarnation,
+            reader_incarnation=self._experts[expert],
+            kind=REQUEST,
+            payload=self._request_payload,
+            attention=self._me.index,
+            expert=expert,
+            micro_batch=micro_batch,
             hidden_size=self._shape.hidden_size,
-            attention_incarnation=self._incarnation,
-            expert_incarnation=self._experts[expert],
-            table_version=parts.version,
-            step=step,
-            sequence=sequence,
             payload_bytes=rows * self._request_row_bytes,
-            deliver_ns=0,
-            payload_crc=0,
         )
         write_header(window.header, header)
         parts.sent[expert] = header
@@ -141,19 +137,19 @@ class PartFrames:
     ) -> None:
         """Check the answer to the newest part of `expert` and add it to out f32[T, H].
 
-        With one expert node the rows are put there; pairs wait for finish(). Raises
+        With one expert node the rows are put there; rows of experts wait for finish(). Raises
         StaleFrame or FrameError.
         """
         sent = parts.sent[expert]
         part = sent.part
-        if parts.pairs is not None:
-            sent = sent._replace(rows=parts.pairs.num_rows(expert, part))
+        if parts.rows is not None:
+            sent = sent._replace(rows=parts.rows.num_rows(expert, part))
         header = read_header(raw)
         self.check_answer(header, sent, expert)
         rows = header.rows
         answer = window.first(rows).hidden
-        if self._pair_sum is not None and parts.pairs is not None:
-            self._pair_sum.put(parts.pairs, expert, part, answer)
+        if self._row_sum is not None and parts.rows is not None:
+            self._row_sum.put(parts.rows, expert, part, answer)
             return
         if rows == 0:
             return
@@ -168,20 +164,65 @@ class PartFrames:
             out.index_add_(0, selected[low : low + rows], wide)
 
     def finish(self, parts: Parts, out: torch.Tensor) -> None:
-        """Add the pairs up, if answers are pairs: all of them have been read."""
-        if self._pair_sum is not None and parts.pairs is not None:
-            self._pair_sum.add_up(parts.pairs, out)
+        """Add the rows of experts up, if answers are such: all of them have been read."""
+        if self._row_sum is not None and parts.rows is not None:
+            self._row_sum.add_up(parts.rows, out)
 
     def check_answer(self, header: FrameHeader, sent: FrameHeader, expert: int) -> None:
         """Raise StaleFrame or FrameError unless `header` is of the answer to `sent`."""
         origin = f"expert {expert}"
-        # An answer repeats its request, but for the first two fields.
-        start = self._answer_start
-        if header[:2] != start or header[2:NUM_COMPARED] != sent[2:NUM_COMPARED]:
-            check_header(header, sent._replace(kind=ANSWER, payload=start[1]), origin=origin)
+        check_header(header, answer_to(sent, payload=self._answer_payload), origin=origin)
         check_size(
             header,
             window_rows=self._shape.answer_rows,
             row_bytes=self._answer_row_bytes,
             origin=origin,
         )
+
+
+def write_part(
+    window: Window,
+    plan: SendPlan,
+    node: int,
+    *,
+    low: int,
+    high: int,
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    scratch: torch.Tensor | None = None,
+) -> None:
+    """Write rows low..high-1 of the node's share into a request window, once.
+
+    hidden [T, H] and weights [T, K] are of the window's dtypes if rows are selected, unless
+    the window is compressed: then hidden is of any, and `scratch` [W, H] fp32 is needed.
+    """
+    count = high - low
+    if count == 0:
+        return
+    rows = plan.rows[node]
+    slots = plan.slots[node]
+    to_slots, to_weights, to_hidden, to_scales = window.first(count)
+    if window.scales is not None:
+        assert scratch is not None
+        if rows is None:
+            slots, weights = slots[low:high], weights[low:high]
+            hidden = hidden[low:high]
+        else:
+            selected = rows[low:high]
+            slots, weights = slots[selected], weights[selected]
+            hidden = hidden[selected]
+        to_slots.copy_(slots)
+        to_weights.copy_(weights)
+        pack_rows(hidden, to_hidden, to_scales, scratch)
+        return
+    if rows is None:
+        if count < slots.shape[0]:
+            slots, weights, hidden = slots[low:high], weights[low:high], hidden[low:high]
+        to_slots.copy_(slots)
+        to_weights.copy_(weights)
+        to_hidden.copy_(hidden)
+        return
+    selected = rows if count == plan.counts[node] else rows[low:high]
+    torch.index_select(slots, 0, selected, out=to_slots)
+    torch.index_select(weights, 0, selected, out=to_weights)
+    torch.index_select(hidden, 0, selected, out=to_hidden)

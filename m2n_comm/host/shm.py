@@ -21,19 +21,20 @@ import os
 import select
 import socket
 import time
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from m2n_comm.host.lines import CHECK_INTERVAL_S, Check, Hop, late, lost, wait_on
-from m2n_comm.host.memory_order import consume, publish
-from m2n_comm.host.windows import NodeWindows, PairLayout, PairWindows, Window
-from m2n_comm.net import WaitPolicy
-from topspin.errors import FrameError, StaleFrame
-from topspin.messages import StepTicket
+from m2n_comm.handshake import Meeting
+from m2n_comm.hello import Identity, NodeRole, PairHello
+from m2n_comm.host.lines import NodeLines, Watches
+from m2n_comm.host.memory_order import check_platform, consume, publish
+from m2n_comm.host.windows import PairLayout, PairWindows
+from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
+from topspin.errors import FrameError, PeerLost
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _LOOKS_PER_POLL = 2000
-_MAX_POLLERS = 64
 
 
 class PairHandles(NamedTuple):
@@ -78,59 +79,79 @@ def map_handles(layout: PairLayout, memory: int) -> PairWindows:
     return layout.map(mmap.mmap(memory, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 
-class ShmLines:
-    """All pairs of one node; None in `pairs` is a peer that is absent and never named.
+class ShmForming:
+    """The pairs of one node while they are formed: the expert node makes the memory of each."""
 
-    Invariant: `_consumed[peer][mb]` is the last sequence received.
-    """
+    def __init__(self, me: Identity, waits: Waits) -> None:
+        check_platform()
+        self._me = me
+        self._waits = waits
+        self._layout = PairLayout(me.shape)
+        self._fds: dict[int, tuple[int, ...]] = {}
+        self._socks: dict[int, socket.socket] = {}
+
+    def offer(self, peer: int, hello: PairHello) -> tuple[PairHello, tuple[int, ...]]:
+        """Return `hello`, and from an expert node the descriptors of new memory."""
+        if self._me.role == "expert":
+            self._fds[peer] = tuple(create_handles(self._layout))
+        return hello, self._fds.get(peer, ())
+
+    def take(self, peer: int, met: Meeting) -> None:
+        """Take the descriptors from an expert node. Raises PeerLost without them."""
+        self._socks[peer] = met.sock
+        if self._me.role == "expert":
+            return
+        self._fds[peer] = met.fds
+        if len(met.fds) != len(PairHandles._fields):
+            raise PeerLost(f"expert {peer}: the handshake brought no memory")
+
+    def prove(self, peer: int) -> None:
+        """Do nothing: shared memory is proof."""
+
+    def drop(self, peer: int) -> None:
+        """Close the descriptors of a pair that does not come about."""
+        for fd in self._fds.pop(peer, ()):
+            os.close(fd)
+
+    def finish(self) -> ShmLines:
+        """Return the lines, which own bells and sockets from now on."""
+        pairs = {}
+        for peer, fds in self._fds.items():
+            handles = PairHandles(*fds)
+            windows = map_handles(self._layout, handles.memory)
+            bells = (handles.expert_bell, handles.attention_bell)
+            mine, theirs = bells if self._me.role == "expert" else bells[::-1]
+            self._socks[peer].setblocking(False)
+            pairs[peer] = ShmPair(windows, mine, theirs, self._socks[peer])
+        lines = ShmLines(self._layout, self._me.role, pairs=pairs, waits=self._waits)
+        for fds in self._fds.values():
+            os.close(PairHandles(*fds).memory)
+        self._fds = {}
+        return lines
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        for peer in list(self._fds):
+            self.drop(peer)
+
+
+class ShmLines(NodeLines):
+    """All pairs of one node."""
 
     def __init__(
-        self,
-        *,
-        layout: PairLayout,
-        role: Literal["attention", "expert"],
-        pairs: tuple[ShmPair | None, ...],
-        wait: WaitPolicy = "block",
-        check: Check = wait_on,
+        self, layout: PairLayout, role: NodeRole, *, pairs: Mapping[int, ShmPair], waits: Waits
     ) -> None:
-        present = {peer: pair for peer, pair in enumerate(pairs) if pair is not None}
-        windows = NodeWindows.of(layout, role, {peer: p.windows for peer, p in present.items()})
-        self._peer_role = windows.peer_role
-        self._registered_bytes = windows.registered_bytes
-        self._outbox, self._inbox = windows.outbox, windows.inbox
-        self._my_bells = {peer: pair.my_bell for peer, pair in present.items()}
-        self._peer_bells = {peer: pair.peer_bell for peer, pair in present.items()}
-        self._socks = {peer: pair.sock for peer, pair in present.items()}
-        self._peer_of = {pair.sock.fileno(): peer for peer, pair in present.items()}
-        self._consumed = {peer: [0] * len(inbox) for peer, inbox in self._inbox.items()}
-        self._pollers: dict[tuple[int, ...], select.poll] = {}
-        self._spin = wait == "spin"
-        if self._spin:
-            for inbox in self._inbox.values():
-                for window in inbox:
+        super().__init__(layout, role, {peer: pair.windows for peer, pair in pairs.items()})
+        self._my_bells = {peer: pair.my_bell for peer, pair in pairs.items()}
+        self._peer_bells = {peer: pair.peer_bell for peer, pair in pairs.items()}
+        self._socks = {peer: pair.sock for peer, pair in pairs.items()}
+        self._watches = Watches(self._socks, _HANGUP)
+        self._check = waits.check
+        self._spins = waits.policy == "spin"
+        if self._spins:
+            for peer in pairs:
+                for window in self._inbox[peer]:
                     window.reader_spins[0] = 1
-        self._check = check
-
-    @property
-    def peer_role(self) -> str:
-        """Return the role of the nodes at the other end."""
-        return self._peer_role
-
-    @property
-    def registered_bytes(self) -> int:
-        """Return the bytes of all mapped windows."""
-        return self._registered_bytes
-
-    def outbox(self, peer: int, micro_batch: int) -> Window:
-        """Return the window that the peer reads."""
-        return self._outbox[peer][micro_batch]
-
-    def inbox(self, peer: int, micro_batch: int) -> Window:
-        """Return the window that the peer writes."""
-        return self._inbox[peer][micro_batch]
-
-    def begin(self, ticket: StepTicket) -> None:
-        """Do nothing: shared memory knows no steps."""
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
         """Publish the outbox and ring a peer that may sleep; never waits.
@@ -145,29 +166,23 @@ class ShmLines:
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
         """Wait for the next frame of hop.peer; see Lines.receive."""
         if not self.arrived(hop.peer, hop.micro_batch):
-            if self._spin:
+            if self._spins:
                 self._spin_for(hop, awaited)
             else:
                 self._block_for(hop, awaited)
         window = self._inbox[hop.peer][hop.micro_batch]
-        sequence = self._consumed[hop.peer][hop.micro_batch] + 1
-        if (found := consume(window.flag)) != sequence:
-            raise StaleFrame(
-                f"{self._peer_role} {hop.peer}, layer {hop.layer}, micro-batch "
-                f"{hop.micro_batch}: sequence is {found}, expected {sequence}"
-            )
-        self._consumed[hop.peer][hop.micro_batch] = sequence
+        self.advance(hop, consume(window.flag))
         return bytes(window.header)
 
     def arrived(self, peer: int, micro_batch: int) -> bool:
         """Return whether the peer has published since the last receive()."""
         flag = self._inbox[peer][micro_batch].flag
-        return consume(flag) != self._consumed[peer][micro_batch]
+        return consume(flag) != self.consumed[peer][micro_batch]
 
     def close(self) -> None:
         """Drop all views (the last one unmaps) and close bells and sockets."""
-        self._outbox, self._inbox = {}, {}
-        self._pollers.clear()
+        self.drop_windows()
+        self._watches.clear()
         for bell in (*self._my_bells.values(), *self._peer_bells.values()):
             os.close(bell)
         self._my_bells, self._peer_bells = {}, {}
@@ -179,19 +194,19 @@ class ShmLines:
         while not self.arrived(hop.peer, hop.micro_batch):
             left_s = hop.deadline_s - time.monotonic()
             if left_s <= 0:
-                raise late(self._peer_role, hop)
+                raise late(self.peer_role, hop)
             polled_s = min(left_s, CHECK_INTERVAL_S)
             awaited = self._poll(hop, awaited, timeout_ms=math.ceil(polled_s * 1000))
 
     def _spin_for(self, hop: Hop, awaited: tuple[int, ...]) -> None:
         flag = self._inbox[hop.peer][hop.micro_batch].flag
-        consumed = self._consumed[hop.peer][hop.micro_batch]
+        consumed = self.consumed[hop.peer][hop.micro_batch]
         while True:
             for _ in range(_LOOKS_PER_POLL):
                 if consume(flag) != consumed:
                     return
             if time.monotonic() >= hop.deadline_s:
-                raise late(self._peer_role, hop)
+                raise late(self.peer_role, hop)
             awaited = self._poll(hop, awaited, timeout_ms=0)
 
     def _poll(self, hop: Hop, awaited: tuple[int, ...], *, timeout_ms: int) -> tuple[int, ...]:
@@ -204,7 +219,7 @@ class ShmLines:
         """
         bell = self._my_bells[hop.peer]
         gone = []
-        events = self._poller(awaited).poll(timeout_ms)
+        events = self._watches.of(awaited, (bell,)).poll(timeout_ms)
         if not events:
             self._check()
         for fd, _ in events:
@@ -212,23 +227,9 @@ class ShmLines:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(bell)
             else:
-                gone.append(self._peer_of[fd])
+                gone.append(self._watches.peer_of(fd))
         for peer in gone:
-            # What a peer published before it ended counts: orderly shutdown is no loss.
+            # A frame published before the peer ended counts: orderly shutdown is no loss.
             if not self.arrived(peer, hop.micro_batch):
-                raise lost(self._peer_role, peer, hop)
+                raise lost(self.peer_role, peer, hop)
         return tuple(peer for peer in awaited if peer not in gone) if gone else awaited
-
-    def _poller(self, awaited: tuple[int, ...]) -> select.poll:
-        """Return the poll object for the first peer's bell and all sockets of `awaited`."""
-        poller = self._pollers.get(awaited)
-        if poller is None:
-            if len(self._pollers) >= _MAX_POLLERS:
-                self._pollers.clear()
-            poller = select.poll()
-            for peer in awaited:
-                poller.register(self._socks[peer], _HANGUP)
-            if awaited:
-                poller.register(self._my_bells[awaited[0]], select.POLLIN)
-            self._pollers[awaited] = poller
-        return poller

@@ -1,18 +1,18 @@
 """M2N over TCP: one connection per pair, frames read straight into registered windows.
 
 Owns the sockets, the state of the frame that each one is in the middle of, and both
-windows of every pair in private memory. Knows no plans; of headers it checks what it needs
-before it reads a payload: damage, window, size, sequence. Frames of other micro-batches
-that arrive first go to their own windows.
+windows of every pair in private memory. Knows no plans; before it reads a payload it checks the
+header for damage, window, size and sequence. Frames of other micro-batches that arrive first
+go to their own windows.
 
 Every wait of a node, to receive and to send, reads from all of its connections. So a send
 that blocks never blocks a peer's send to us, and two ends sending large frames to each
 other both come through.
 
-A frame takes one call to send and, as a rule, one to receive: who waits for a frame reads on
-into the window where its rows would lie if it is the awaited one and as long as the last;
-what then turns out to belong elsewhere is moved. That window is free until the frame comes.
-With one connection the wait itself is that call.
+A frame takes one call to send and, as a rule, one to receive: a reader that waits for a frame
+reads on into the window where its rows would lie if it is the awaited one and as long as the
+last; rows that turn out to belong elsewhere are moved. That window is free until the frame
+comes. With one connection the wait itself is that call.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ import socket
 import struct
 import time
 import zlib
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-from m2n_comm.host.lines import CHECK_INTERVAL_S, Check, Hop, late, lost, wait_on
-from m2n_comm.host.windows import NodeWindows, PairLayout, Window, private_memory
-from m2n_comm.host.wire import HEADER_BYTES, FrameHeader, check_size, read_header, set_payload_crc
-from m2n_comm.net import WaitPolicy
+from kernels.frame_header import FrameHeader
+from m2n_comm.handshake import Meeting
+from m2n_comm.hello import Identity, NodeRole, PairHello
+from m2n_comm.host.lines import NodeLines
+from m2n_comm.host.windows import PairLayout, Window, private_memory
+from m2n_comm.host.wire import HEADER_BYTES, check_seal, check_size, read_header, seal
+from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
 from topspin.errors import FrameError, StaleFrame
-from topspin.messages import StepTicket
 
-_BUFFER_BYTES = 4 * 2**20
 # In the middle of a frame the rest is on its way: look again before sleeping, a wake costs more.
 _MID_FRAME_S = 50e-6
 # A struct timeval.
@@ -46,13 +48,36 @@ class TcpPair(NamedTuple):
     checksum: bool
 
 
-def tune_socket(sock: socket.socket, buffer_bytes: int = _BUFFER_BYTES) -> None:
-    """Ask for large buffers (the kernel may give less) and no delay of small frames."""
-    if sock.family != socket.AF_INET:
-        return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+class TcpForming:
+    """The pairs of one node while they are formed: a connection is all there is."""
+
+    def __init__(self, me: Identity, waits: Waits) -> None:
+        self._me = me
+        self._waits = waits
+        self._pairs: dict[int, TcpPair] = {}
+
+    def offer(self, peer: int, hello: PairHello) -> tuple[PairHello, tuple[int, ...]]:
+        """Return `hello` as it is."""
+        return hello, ()
+
+    def take(self, peer: int, met: Meeting) -> None:
+        """Keep the connection."""
+        self._pairs[peer] = TcpPair(met.sock, met.hello.checksum)
+
+    def prove(self, peer: int) -> None:
+        """Do nothing: the handshake was proof."""
+
+    def drop(self, peer: int) -> None:
+        """Forget the connection."""
+        self._pairs.pop(peer, None)
+
+    def finish(self) -> TcpLines:
+        """Return the lines, which own the connections from now on."""
+        layout = PairLayout(self._me.shape)
+        return TcpLines(layout, self._me.role, pairs=self._pairs, waits=self._waits)
+
+    def close(self) -> None:
+        """Do nothing: who made the connections closes them."""
 
 
 class _Line:
@@ -83,7 +108,7 @@ class _Line:
         self._spare = memoryview(b"")
 
     def pump(self, awaited: int | None = None, *, wait: bool = False) -> bool:
-        """Read what is there, up to the end of a frame; return whether there was anything.
+        """Read available bytes, up to the end of a frame; return whether there were any.
 
         `awaited` is a micro-batch whose inbox nobody uses before its next frame. With `wait`
         sleeps up to CHECK_INTERVAL_S for the first bytes. In the middle of a frame it looks
@@ -122,7 +147,7 @@ class _Line:
             self._segments = [*self._segments, *self._guessed]
 
     def _read(self, flags: int) -> int:
-        """Fill the segments with what was read too far, or else from the socket."""
+        """Fill the segments with bytes that were read too far, or else from the socket."""
         if not self._spare:
             return self.sock.recvmsg_into(self._segments, 0, flags)[0]
         segment = self._segments[0]
@@ -132,7 +157,7 @@ class _Line:
         return count
 
     def _has_header(self) -> bool:
-        """Return whether what is left to read are guessed rows at most."""
+        """Return whether at most guessed rows are left to read."""
         return len(self._segments) <= len(self._guessed)
 
     def _begin(self) -> None:
@@ -146,7 +171,7 @@ class _Line:
         self._segments, left = list(payload), self._segments
         if not guessed:
             return
-        # The frame is another one: what was read of its rows, and beyond, goes there.
+        # The frame is another one: the bytes read of its rows, and beyond, go there.
         count = sum(map(len, guessed)) - sum(map(len, left))
         self._spare = memoryview(b"".join(guessed)[:count])
 
@@ -168,6 +193,7 @@ class _Line:
 
     def _judge(self) -> FrameHeader:
         """Check a header before a byte of its payload is read."""
+        check_seal(self._header)
         frame = read_header(self._header)
         if frame.micro_batch >= len(self._inbox):
             raise FrameError(
@@ -186,32 +212,22 @@ class _Line:
         return frame
 
 
-class TcpLines:
-    """All pairs of one node; implements lines.Lines. None in `pairs` is an absent peer."""
+class TcpLines(NodeLines):
+    """All pairs of one node; windows at each end are its own memory."""
 
     def __init__(
-        self,
-        *,
-        layout: PairLayout,
-        role: Literal["attention", "expert"],
-        pairs: tuple[TcpPair | None, ...],
-        wait: WaitPolicy = "block",
-        check: Check = wait_on,
+        self, layout: PairLayout, role: NodeRole, *, pairs: Mapping[int, TcpPair], waits: Waits
     ) -> None:
-        present = {peer: pair for peer, pair in enumerate(pairs) if pair is not None}
-        memories = {peer: layout.map(private_memory(layout)) for peer in present}
-        windows = NodeWindows.of(layout, role, memories)
-        self._peer_role = windows.peer_role
-        self._registered_bytes = windows.registered_bytes
-        self._outbox, self._inbox = windows.outbox, windows.inbox
+        memories = {peer: layout.map(private_memory(layout)) for peer in pairs}
+        super().__init__(layout, role, memories)
         self._lines: dict[int, _Line] = {}
-        self._check = check
-        self._spin = wait == "spin"
+        self._check = waits.check
+        self._spins = waits.policy == "spin"
         self._poller = select.poll()
         self._peer_of: dict[int, int] = {}
         attention = role == "attention"
         row_bytes = layout.answer_row_bytes if attention else layout.request_row_bytes
-        for peer, pair in present.items():
+        for peer, pair in pairs.items():
             # Calls that must not sleep say so; the one that may sleeps no longer than this.
             pair.sock.setblocking(True)
             pair.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _CHECK_INTERVAL)
@@ -220,36 +236,15 @@ class TcpLines:
                 self._inbox[peer],
                 row_bytes=row_bytes,
                 rows=layout.shape.answer_rows if attention else layout.shape.window_rows,
-                name=f"{self._peer_role} {peer}",
+                name=f"{self.peer_role} {peer}",
             )
             self._peer_of[pair.sock.fileno()] = peer
             self._poller.register(pair.sock, select.POLLIN)
 
     @property
-    def peer_role(self) -> str:
-        """Return the role of the nodes at the other end."""
-        return self._peer_role
-
-    @property
-    def registered_bytes(self) -> int:
-        """Return the bytes of all windows."""
-        return self._registered_bytes
-
-    @property
     def checksums(self) -> dict[int, bool]:
         """Return whether payloads to and from each peer carry a checksum."""
         return {peer: line.checksum for peer, line in self._lines.items()}
-
-    def outbox(self, peer: int, micro_batch: int) -> Window:
-        """Return the window that send() sends."""
-        return self._outbox[peer][micro_batch]
-
-    def inbox(self, peer: int, micro_batch: int) -> Window:
-        """Return the window that frames of the peer are read into."""
-        return self._inbox[peer][micro_batch]
-
-    def begin(self, ticket: StepTicket) -> None:
-        """Do nothing: a connection knows no steps."""
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
         """Send header and rows; waits only while the kernel's buffer is full.
@@ -259,8 +254,7 @@ class TcpLines:
         line = self._lines[hop.peer]
         window = self._outbox[hop.peer][hop.micro_batch]
         payload = window.payload(rows)
-        if line.checksum:
-            set_payload_crc(window.header, _checksum(payload))
+        seal(window.header, _checksum(payload) if line.checksum else 0)
         segments = [window.header, *payload]
         while segments:
             try:
@@ -268,7 +262,7 @@ class TcpLines:
             except (BlockingIOError, InterruptedError):
                 self._wait(hop, late_text="could not send to", writable=True)
             except ConnectionError as error:
-                raise lost(self._peer_role, hop.peer, hop) from error
+                raise lost(self.peer_role, hop.peer, hop) from error
 
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
         """Wait for the next frame of hop.peer; see Lines.receive."""
@@ -277,7 +271,7 @@ class TcpLines:
             for peer in awaited:
                 line = self._lines[peer]
                 if line.ended and line.arrived[hop.micro_batch] is None:
-                    raise lost(self._peer_role, peer, hop)
+                    raise lost(self.peer_role, peer, hop)
             self._wait(hop)
         arrived[hop.micro_batch] = None
         return header
@@ -290,23 +284,24 @@ class TcpLines:
         """Close the connections and drop all views."""
         for line in self._lines.values():
             line.sock.close()
-        self._lines, self._outbox, self._inbox = {}, {}, {}
+        self._lines = {}
+        self.drop_windows()
         self._poller = select.poll()
 
     def _wait(self, hop: Hop, *, late_text: str = "no frame from", writable: bool = False) -> None:
         """Sleep until some connection can be read (or hop.peer's written); read them all."""
         left_s = hop.deadline_s - time.monotonic()
         if left_s <= 0:
-            raise late(self._peer_role, hop, doing=late_text)
+            raise late(self.peer_role, hop, doing=late_text)
         target = self._lines[hop.peer]
-        sleeps_in_read = len(self._lines) == 1 and not self._spin and not writable
+        sleeps_in_read = len(self._lines) == 1 and not self._spins and not writable
         if sleeps_in_read and left_s > CHECK_INTERVAL_S:
             if not target.pump(hop.micro_batch, wait=True):
                 self._check()
             return
         if writable:
             if target.ended:
-                raise lost(self._peer_role, hop.peer, hop)
+                raise lost(self.peer_role, hop.peer, hop)
             self._poller.modify(target.sock, select.POLLIN | select.POLLOUT)
         events = self._poll(left_s)
         if not events:
@@ -321,9 +316,9 @@ class TcpLines:
                     self._poller.unregister(fd)
 
     def _poll(self, left_s: float) -> list[tuple[int, int]]:
-        """Return what can be read or written within CHECK_INTERVAL_S or `left_s`."""
+        """Return the sockets that can be read or written within CHECK_INTERVAL_S or `left_s`."""
         within_s = min(left_s, CHECK_INTERVAL_S)
-        if not self._spin:
+        if not self._spins:
             return self._poller.poll(math.ceil(within_s * 1000))
         end_s = time.monotonic() + within_s
         while not (events := self._poller.poll(0)) and time.monotonic() < end_s:
@@ -332,7 +327,7 @@ class TcpLines:
 
 
 def _after(segments: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of `segments` after `count` bytes of them."""
+    """Return the rest of `segments` after `count` bytes of them."""
     for position, segment in enumerate(segments):
         if count < len(segment):
             return [segment[count:], *segments[position + 1 :]]

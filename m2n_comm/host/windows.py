@@ -9,9 +9,8 @@ local.py and shm.py share one mapping between both ends, tcp.py has one at each 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -207,31 +206,6 @@ class PairWindows:
 
     requests: tuple[Window, ...]
     answers: tuple[Window, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeWindows:
-    """All windows of one node, by the peer's index and the micro-batch, as it sees them."""
-
-    peer_role: str
-    outbox: dict[int, tuple[Window, ...]]
-    inbox: dict[int, tuple[Window, ...]]
-    registered_bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        layout: PairLayout,
-        role: Literal["attention", "expert"],
-        pairs: Mapping[int, PairWindows],
-    ) -> NodeWindows:
-        """Return the windows of a node of that role, of the pairs with each of its peers."""
-        requests = {peer: pair.requests for peer, pair in pairs.items()}
-        answers = {peer: pair.answers for peer, pair in pairs.items()}
-        size = layout.total_bytes * len(pairs)
-        if role == "attention":
-            return cls("expert", requests, answers, size)
-        return cls("attention", answers, requests, size)
 
 
 def private_memory(layout: PairLayout) -> mmap.mmap:

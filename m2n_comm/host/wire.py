@@ -1,8 +1,8 @@
-"""The frame header: a fixed little-endian record before every window's payload.
+"""The frame header in the host's memory, before every window's payload.
 
-Owns its fields, their packing, and the checks that need no connection (magic, protocol,
-checksum, ranges) as well as the comparison with what a reader expects. Knows no sockets
-and no memory: both sides write and read it through a memoryview or bytes.
+Owns its packing, its checksum on networks, and the comparison with the header that a reader
+expects; its fields are kernels.frame_header's. Knows no sockets and no memory: both sides write
+and read it through a memoryview or bytes.
 
 Stale fields (incarnations, table version, step, sequence) raise StaleFrame, because the
 frame was right once; every other difference raises FrameError.
@@ -12,73 +12,27 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import NamedTuple
 
 import torch
 
+from kernels.frame_header import NUM_WORDS, FrameHeader, word
 from topspin.errors import ConfigError, FrameError, StaleFrame
 
-PROTOCOL = 1
 REQUEST = 1
 ANSWER = 2
 MAX_PARTS = 2**20
 
-_MAGIC = b"TSM2"
-_BODY = struct.Struct("<4sHBBHHHHIIIIQQQQQQQIII")
-_CRC = struct.Struct("<I")
-_TIME = struct.Struct("<Q")
-_WHOLE = struct.Struct(_BODY.format + "I")
-HEADER_BYTES = _WHOLE.size
-_PAYLOAD_CRC_AT = _BODY.size - 12
-_DELIVER_NS_AT = _PAYLOAD_CRC_AT - _TIME.size
-MAX_MEASURED_NS = 2**32 - 1
-# Where these fields are in a header read as 64-bit numbers; the two times are halves, the
-# upper of COMPUTE_WORD and the lower of IDLE_WORD.
-DELIVER_WORD, COMPUTE_WORD, IDLE_WORD = 10, 11, 12
+WORD_BYTES = 8
+HEADER_BYTES = NUM_WORDS * WORD_BYTES
+DELIVER_WORD, COMPUTE_WORD, IDLE_WORD = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
+_WORDS = struct.Struct(f"<{NUM_WORDS}Q")
+_WORD = struct.Struct("<Q")
+_PAYLOAD_CRC_AT = word("payload_crc") * WORD_BYTES
+_HEADER_CRC_AT = word("header_crc") * WORD_BYTES
 
 _PAYLOAD_CODES = {torch.float32: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3, torch.int8: 4}
-
-
-class FrameHeader(NamedTuple):
-    """What one frame says about itself; the fields from `payload_bytes` on are not compared.
-
-    `sequence` counts the frames of one (pair, micro-batch), from 1; an answer carries the
-    sequence of its request. `deliver_ns` is the CLOCK_MONOTONIC time before which an
-    emulated link has not delivered the frame; 0 on a real one. In an answer `compute_ns` is
-    what the expert node took from having the rows to replying, `idle_ns` how long it had
-    waited for them (0: they had waited for it); both are capped at MAX_MEASURED_NS.
-    """
-
-    kind: int
-    payload: int
-    attention: int
-    expert: int
-    micro_batch: int
-    layer: int
-    part: int
-    num_parts: int
-    rows: int
-    hidden_size: int
-    attention_incarnation: int
-    expert_incarnation: int
-    table_version: int
-    step: int
-    sequence: int
-    payload_bytes: int
-    deliver_ns: int
-    payload_crc: int
-    compute_ns: int = 0
-    idle_ns: int = 0
-
-
 NUM_COMPARED = FrameHeader._fields.index("payload_bytes")
-_STALE_FIELDS = (
-    "attention_incarnation",
-    "expert_incarnation",
-    "step",
-    "table_version",
-    "sequence",
-)
+_STALE_FIELDS = ("incarnation", "reader_incarnation", "step", "table_version", "sequence")
 
 
 def payload_code(dtype: torch.dtype) -> int:
@@ -90,41 +44,37 @@ def payload_code(dtype: torch.dtype) -> int:
     return code
 
 
-def first_word(kind: int, payload: int) -> int:
-    """Return the first 8 bytes of a header of that kind and payload code, as one number."""
-    return int.from_bytes(_BODY.pack(_MAGIC, PROTOCOL, kind, payload, *[0] * 18)[:8], "little")
-
-
 def write_header(buffer: memoryview, header: FrameHeader) -> None:
-    """Pack `header` into the first HEADER_BYTES of `buffer`, with its checksum."""
-    _BODY.pack_into(buffer, 0, _MAGIC, PROTOCOL, *header)
-    _CRC.pack_into(buffer, _BODY.size, zlib.crc32(buffer[: _BODY.size]))
+    """Pack `header` into the first HEADER_BYTES of `buffer`."""
+    _WORDS.pack_into(buffer, 0, *header)
 
 
-def set_deliver_ns(buffer: memoryview, deliver_ns: int) -> None:
-    """Put the time at which an emulated link has delivered the frame into a packed header."""
-    _TIME.pack_into(buffer, _DELIVER_NS_AT, deliver_ns)
-    _CRC.pack_into(buffer, _BODY.size, zlib.crc32(buffer[: _BODY.size]))
+def read_header(raw: bytes | bytearray | memoryview) -> FrameHeader:
+    """Return the header in `raw`."""
+    return FrameHeader._make(_WORDS.unpack(raw))
 
 
-def set_payload_crc(buffer: memoryview, payload_crc: int) -> None:
-    """Put the checksum of the payload into a packed header."""
-    _CRC.pack_into(buffer, _PAYLOAD_CRC_AT, payload_crc)
-    _CRC.pack_into(buffer, _BODY.size, zlib.crc32(buffer[: _BODY.size]))
+def answer_to(request: FrameHeader, *, payload: int) -> FrameHeader:
+    """Return the header of the answer to `request`, as far as headers are compared."""
+    return request._replace(
+        kind=ANSWER,
+        payload=payload,
+        incarnation=request.reader_incarnation,
+        reader_incarnation=request.incarnation,
+    )
 
 
-def read_header(raw: bytes | bytearray) -> FrameHeader:
-    """Return the header in `raw`; raises FrameError if it is damaged or of another protocol."""
-    if len(raw) != HEADER_BYTES:
-        raise FrameError(f"frame header: {len(raw)} bytes, expected {HEADER_BYTES}")
-    values = _WHOLE.unpack(raw)
-    if values[0] != _MAGIC:
-        raise FrameError("frame header: magic is wrong, this is not a frame")
-    if values[-1] != zlib.crc32(raw[: _BODY.size]):
+def seal(buffer: memoryview, payload_crc: int = 0) -> None:
+    """Put the checksums of the payload and of the header into a packed header."""
+    _WORD.pack_into(buffer, _PAYLOAD_CRC_AT, payload_crc)
+    _WORD.pack_into(buffer, _HEADER_CRC_AT, zlib.crc32(buffer[:_HEADER_CRC_AT]))
+
+
+def check_seal(raw: bytes | bytearray) -> None:
+    """Raise FrameError if a header that crossed a network is damaged, or none at all."""
+    (found,) = _WORD.unpack_from(raw, _HEADER_CRC_AT)
+    if found != zlib.crc32(memoryview(raw)[:_HEADER_CRC_AT]):
         raise FrameError("frame header: checksum is wrong")
-    if values[1] != PROTOCOL:
-        raise FrameError(f"frame header: protocol is {values[1]}, expected {PROTOCOL}")
-    return FrameHeader._make(values[2:-1])
 
 
 def check_header(header: FrameHeader, expected: FrameHeader, *, origin: str) -> None:

@@ -1,6 +1,6 @@
 """One NIXL agent per node: loading the package, registered memory, prepared writes.
 
-Owns what is peculiar to NIXL and its UCX backend, so that nixl.py can speak of windows. All
+Owns the peculiarities of NIXL and its UCX backend, so that lines.py can speak of windows. All
 descriptors are made here, once, when a pair is formed; a step only posts them. Knows no
 frames, no sequences and no sockets.
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from m2n_comm.host.windows import PairLayout, Window, private_memory
+from m2n_comm.host.windows import PairLayout, PairWindows, Window, private_memory
 from topspin.errors import ConfigError, FrameError, PeerLost
 
 _MEMORY = "DRAM"
@@ -45,7 +45,7 @@ class Agent(Protocol):
         """Register (address, bytes, device, name) regions."""
 
     def deregister_memory(self, dereg_list: Any) -> None:
-        """Undo register_memory with what it returned."""
+        """Undo register_memory, given its result."""
 
     def get_partial_agent_metadata(self, descs: Any, inc_conn_info: bool) -> bytes:
         """Return how to reach this agent and the keys of `descs`."""
@@ -98,7 +98,7 @@ def load_nixl() -> Any:
 
 
 class PairKeys(NamedTuple):
-    """What a peer needs to write into this node's memory of one pair."""
+    """The keys with which a peer writes into this node's memory of one pair."""
 
     agent: str
     metadata: bytes
@@ -113,9 +113,8 @@ class NixlPeer:
 
     def __init__(self, agent: Agent, layout: PairLayout, *, attention: bool) -> None:
         self._memory = private_memory(layout)
-        windows = layout.map(self._memory)
-        self.outbox = windows.requests if attention else windows.answers
-        self.inbox = windows.answers if attention else windows.requests
+        self.windows = layout.map(self._memory)
+        self._attends = attention
         shape = layout.shape
         self.buckets = row_buckets(shape.window_rows if attention else shape.answer_rows)
         self.writes: list[list[Handle]] = []
@@ -126,7 +125,7 @@ class NixlPeer:
         self._region = agent.register_memory([(self._base, layout.total_bytes, 0, "")], _MEMORY)
 
     def keys(self, agent: Agent, own_name: str) -> PairKeys:
-        """Return what the peer must be told."""
+        """Return the keys for the peer."""
         metadata = agent.get_partial_agent_metadata(self._region, inc_conn_info=True)
         return PairKeys(own_name, metadata, self._base)
 
@@ -139,7 +138,7 @@ class NixlPeer:
         if self.name != keys.agent:
             raise FrameError(f"nixl: the peer's metadata is of {self.name}, not of {keys.agent}")
         try:
-            for window in self.outbox:
+            for window in self.windows.requests if self._attends else self.windows.answers:
                 self.writes.append(self._prepare(agent, window, keys))
         except Exception as error:
             raise PeerLost(f"nixl: cannot prepare writes to {self.name}: {error!r}") from error
@@ -156,7 +155,7 @@ class NixlPeer:
         for handle in [handle for writes in self.writes for handle in writes] + self._sides:
             clean = _succeeds(handle.release) and clean
         self.writes, self._sides = [], []
-        self.outbox, self.inbox = (), ()
+        self.windows = PairWindows((), ())
         if self.name is not None:
             name, self.name = self.name, None
             clean = _succeeds(agent.remove_remote_agent, name) and clean

@@ -1,6 +1,6 @@
 """M2N over NIXL: one-sided writes into registered windows, each with a notification.
 
-Owns what was posted and what has arrived on all pairs of a node; nixl_open forms the pairs.
+Owns the posted writes and the arrived frames of all pairs of a node; forming.py forms the pairs.
 Their handshake sockets stay open: the end of one is the peer's end, and a byte on it (the
 bell) wakes a peer that blocks, since NIXL offers nothing to wait on. Knows no headers and no
 plans. The data may cross shared memory, TCP or RDMA, as UCX finds.
@@ -17,16 +17,15 @@ import select
 import socket
 import struct
 import time
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from m2n_comm.host.lines import CHECK_INTERVAL_S, Check, Hop, late, lost, wait_on
-from m2n_comm.host.windows import PairLayout, Window
-from m2n_comm.net import WaitPolicy
+from m2n_comm.hello import NodeRole
+from m2n_comm.host.lines import NodeLines, Watches
+from m2n_comm.host.windows import PairLayout
+from m2n_comm.host.wire import check_seal, seal
 from m2n_comm.nixl.agent import Handle, NixlPeer, NodeAgent
-from topspin.errors import FrameError, PeerLost, StaleFrame
-from topspin.messages import StepTicket
-
-Role = Literal["attention", "expert"]
+from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
+from topspin.errors import FrameError, PeerLost
 
 NOTE = struct.Struct("<HQ")
 _BELL = b"b"
@@ -38,7 +37,6 @@ _NAP_S = 2e-3
 _GRACE_S = 20e-3
 _LOOKS_PER_BELL = 64
 _LOOKS_PER_POLL = 256
-_MAX_POLLERS = 64
 
 
 class NixlPair(NamedTuple):
@@ -57,59 +55,35 @@ class Note(NamedTuple):
     sequence: int
 
 
-class NixlLines:
+class NixlLines(NodeLines):
     """All pairs of one node; implements lines.Lines. Invariants, by (peer, micro-batch):
 
-    `_published` is the newest sequence notified, `_consumed` the last one received,
-    `_posted` holds the writes that had not ended when last looked at.
+    `_published` is the newest sequence notified, `_posted` holds the writes that had not ended
+    when last looked at.
     """
 
     def __init__(
         self,
-        *,
         layout: PairLayout,
-        role: Role,
+        role: NodeRole,
+        *,
         node: NodeAgent,
         pairs: dict[int, NixlPair],
-        wait: WaitPolicy = "block",
-        check: Check = wait_on,
+        waits: Waits,
     ) -> None:
-        self._peer_role = "expert" if role == "attention" else "attention"
-        self._registered_bytes = layout.total_bytes * len(pairs)
+        windows = {peer: pair.peer.windows for peer, pair in pairs.items()}
+        super().__init__(layout, role, windows)
         self._node = node
         self._pairs = pairs
-        self._spin = wait == "spin"
-        self._check = check
+        self._spins = waits.policy == "spin"
+        self._check = waits.check
         self._next_check_s = 0.0
         self._peer_named = {pair.peer.name: peer for peer, pair in pairs.items()}
-        self._peer_of = {pair.sock.fileno(): peer for peer, pair in pairs.items()}
-        num_micro_batches = layout.shape.num_micro_batches
-        self._published = {peer: [0] * num_micro_batches for peer in pairs}
-        self._consumed = {peer: [0] * num_micro_batches for peer in pairs}
+        self._published = {peer: [0] * layout.shape.num_micro_batches for peer in pairs}
         self._posted: dict[tuple[int, int], Handle] = {}
-        self._pollers: dict[tuple[int, ...], select.poll] = {}
-        self._bucket_of = _bucket_of(layout, pairs)
-
-    @property
-    def peer_role(self) -> str:
-        """Return the role of the nodes at the other end."""
-        return self._peer_role
-
-    @property
-    def registered_bytes(self) -> int:
-        """Return the bytes of all registered windows."""
-        return self._registered_bytes
-
-    def outbox(self, peer: int, micro_batch: int) -> Window:
-        """Return the window that send() writes to the peer."""
-        return self._pairs[peer].peer.outbox[micro_batch]
-
-    def inbox(self, peer: int, micro_batch: int) -> Window:
-        """Return the window that the peer writes."""
-        return self._pairs[peer].peer.inbox[micro_batch]
-
-    def begin(self, ticket: StepTicket) -> None:
-        """Do nothing: writes know no steps."""
+        socks = {peer: pair.sock for peer, pair in pairs.items()}
+        self._watches = Watches(socks, select.POLLIN)
+        self._bucket_of = _bucket_of(pairs)
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
         """Post the prepared write of `rows` rows, with its notification.
@@ -123,32 +97,28 @@ class NixlLines:
         if key in self._posted:
             self._settle(hop, end_s=hop.deadline_s)
         write = pair.peer.writes[hop.micro_batch][self._bucket_of[rows]]
+        seal(self.outbox(hop.peer, hop.micro_batch).header)
         try:
             state = self._node.agent.transfer(write, NOTE.pack(hop.micro_batch, sequence))
         except Exception as error:
-            raise lost(self._peer_role, hop.peer, hop) from error
+            raise lost(self.peer_role, hop.peer, hop) from error
         if state == "ERR":
-            raise lost(self._peer_role, hop.peer, hop)
+            raise lost(self.peer_role, hop.peer, hop)
         self._ring(pair)
         if state == "DONE":
             return
         self._posted[key] = write
-        stays = self._peer_role == "attention"
+        stays = self.peer_role == "attention"
         self._settle(hop, end_s=hop.deadline_s if stays else time.monotonic() + _STAY_S)
 
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
         """Wait for the next frame of hop.peer; see Lines.receive."""
         if not self._look(hop.peer, hop):
             self._wait(hop, awaited)
-        found = self._published[hop.peer][hop.micro_batch]
-        sequence = self._consumed[hop.peer][hop.micro_batch] + 1
-        if found != sequence:
-            raise StaleFrame(
-                f"{self._peer_role} {hop.peer}, layer {hop.layer}, micro-batch "
-                f"{hop.micro_batch}: sequence is {found}, expected {sequence}"
-            )
-        self._consumed[hop.peer][hop.micro_batch] = sequence
-        return bytes(self.inbox(hop.peer, hop.micro_batch).header)
+        self.advance(hop, self._published[hop.peer][hop.micro_batch])
+        header = bytes(self.inbox(hop.peer, hop.micro_batch).header)
+        check_seal(header)
+        return header
 
     def arrived(self, peer: int, micro_batch: int) -> bool:
         """Return whether the peer has published since the last receive()."""
@@ -162,7 +132,7 @@ class NixlLines:
             published = self._published[note.peer]
             if note.micro_batch >= len(published):
                 raise FrameError(
-                    f"frame of {self._peer_role} {note.peer}: micro_batch is {note.micro_batch}, "
+                    f"frame of {self.peer_role} {note.peer}: micro_batch is {note.micro_batch}, "
                     f"there are windows for {len(published)}"
                 )
             published[note.micro_batch] = note.sequence
@@ -170,14 +140,15 @@ class NixlLines:
     def close(self) -> None:
         """Release all keys, memory and sockets; safe to call twice.
 
-        What was posted is given a moment to end, or a peer would miss our last answer.
+        Posted writes get a moment to end, or a peer would miss our last answer.
         """
         end_s = time.monotonic() + _GRACE_S
         with contextlib.suppress(PeerLost, FrameError):
             while self._posted and time.monotonic() < end_s:
                 self._advance(Hop(next(iter(self._posted))[0], 0, 0, end_s))
         self._posted.clear()
-        self._pollers.clear()
+        self._watches.clear()
+        self.drop_windows()
         socks = [pair.sock for pair in self._pairs.values()]
         self._pairs = {}
         self._node.close()
@@ -193,10 +164,10 @@ class NixlLines:
             now_s = time.monotonic()
             if key in self._posted and now_s >= started_s + _STAY_S:
                 self._ask(now_s)
-                if self._poller((hop.peer,)).poll(1) and not _hears(self._pairs[hop.peer].sock):
-                    raise lost(self._peer_role, hop.peer, hop)
+                if self._watches.of((hop.peer,)).poll(1) and not _hears(self._pairs[hop.peer].sock):
+                    raise lost(self.peer_role, hop.peer, hop)
         if key in self._posted and now_s >= hop.deadline_s:
-            raise late(self._peer_role, hop, doing="could not write to")
+            raise late(self.peer_role, hop, doing="could not write to")
 
     def _ask(self, now_s: float) -> None:
         """Ask now and then whether to wait on."""
@@ -206,22 +177,22 @@ class NixlLines:
 
     def _look(self, peer: int, hop: Hop) -> bool:
         """Return whether a frame of `peer` lies there, advancing everything if not."""
-        published, consumed = self._published[peer], self._consumed[peer]
+        published, consumed = self._published[peer], self.consumed[peer]
         if published[hop.micro_batch] != consumed[hop.micro_batch]:
             return True
         self._advance(hop)
         return published[hop.micro_batch] != consumed[hop.micro_batch]
 
     def _advance(self, hop: Hop) -> None:
-        """Carry on what was posted and file what has been notified. Raises PeerLost."""
+        """Advance posted writes and file new notifications. Raises PeerLost."""
         self.file(notes_of(self._node.agent.get_new_notifs(), self._peer_named))
         for key, write in tuple(self._posted.items()):
             try:
                 state = self._node.agent.check_xfer_state(write)
             except Exception as error:
-                raise lost(self._peer_role, key[0], hop) from error
+                raise lost(self.peer_role, key[0], hop) from error
             if state == "ERR":
-                raise lost(self._peer_role, key[0], hop)
+                raise lost(self.peer_role, key[0], hop)
             if state == "DONE":
                 del self._posted[key]
                 self._ring(self._pairs[key[0]])
@@ -234,26 +205,26 @@ class NixlLines:
 
     def _wait(self, hop: Hop, awaited: tuple[int, ...]) -> None:
         """Look until the frame is there; between looks sleep, unless told to spin."""
-        looks = _LOOKS_PER_POLL if self._spin else 1
+        looks = _LOOKS_PER_POLL if self._spins else 1
         while True:
             for _ in range(looks):
                 if self._look(hop.peer, hop):
                     return
             now_s = time.monotonic()
             if now_s >= hop.deadline_s:
-                raise late(self._peer_role, hop)
+                raise late(self.peer_role, hop)
             self._ask(now_s)
-            nap_s = 0.0 if self._spin else min(hop.deadline_s - now_s, _NAP_S)
-            fds = [fd for fd, _ in self._poller(awaited).poll(math.ceil(nap_s * 1000))]
+            nap_s = 0.0 if self._spins else min(hop.deadline_s - now_s, _NAP_S)
+            fds = [fd for fd, _ in self._watches.of(awaited).poll(math.ceil(nap_s * 1000))]
             rung = False
             for fd in fds:
-                peer = self._peer_of[fd]
+                peer = self._watches.peer_of(fd)
                 if _hears(self._pairs[peer].sock):
                     rung = True
                 else:
                     self._part(peer, hop)
                     awaited = tuple(each for each in awaited if each != peer)
-            if not self._spin:
+            if not self._spins:
                 looks = _LOOKS_PER_BELL if rung else 1
 
     def _part(self, peer: int, hop: Hop) -> None:
@@ -261,19 +232,7 @@ class NixlLines:
         end_s = time.monotonic() + _GRACE_S
         while not self._look(peer, hop):
             if time.monotonic() >= end_s:
-                raise lost(self._peer_role, peer, hop)
-
-    def _poller(self, awaited: tuple[int, ...]) -> select.poll:
-        """Return the poll object for the sockets of `awaited`."""
-        poller = self._pollers.get(awaited)
-        if poller is None:
-            if len(self._pollers) >= _MAX_POLLERS:
-                self._pollers.clear()
-            poller = select.poll()
-            for peer in awaited:
-                poller.register(self._pairs[peer].sock, select.POLLIN)
-            self._pollers[awaited] = poller
-        return poller
+                raise lost(self.peer_role, peer, hop)
 
 
 def notes_of(notified: dict[str, list[bytes]], peer_named: dict[str | None, int]) -> list[Note]:
@@ -300,7 +259,7 @@ def _hears(sock: socket.socket) -> bool:
         return False
 
 
-def _bucket_of(layout: PairLayout, pairs: dict[int, NixlPair]) -> list[int]:
+def _bucket_of(pairs: dict[int, NixlPair]) -> list[int]:
     """Return the index of the smallest bucket for each number of rows."""
     buckets = next(iter(pairs.values())).peer.buckets if pairs else ()
     return [

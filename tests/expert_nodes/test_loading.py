@@ -14,9 +14,10 @@ from expert_nodes import worker
 from expert_nodes.command import accept_attention
 from expert_nodes.experts import Experts
 from expert_nodes.worker import load_experts, warm_up_rows
-from kernels.runtime import DeviceMemory, HostRuntime, NoSync
-from m2n_comm.gpu.staged import StagedExpertNet
+from kernels.runtime import DeviceMemory, HostRuntime, NoSync, Runtime
+from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch
+from m2n_comm.waits import Waits
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_tables import node_config
 from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER
@@ -158,26 +159,17 @@ class FakeListener:
     """Accepts at once, and notes how it was asked."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, object] = {}
+        self.me: Identity | None = None
+        self.asked: tuple[object, ...] = ()
 
-    def accept(self, shape: object, *, wait: str, **asked: object) -> str:
-        self.asked = asked
-        return f"host rows, {wait}"
-
-    def accept_device(self, shape: object, *, runtime: object, **asked: object) -> str:
-        self.asked = asked
-        assert isinstance(runtime, HostRuntime)
-        return "device rows"
+    def accept(self, me: Identity, *asked: object, runtime: Runtime | None, reuse: bool) -> str:
+        self.me, self.asked = me, asked
+        return "host rows" if runtime is None else "device rows"
 
 
 @pytest.mark.parametrize(
     ("transport", "kernels", "wanted"),
-    [
-        ("shm", "cpu", "host rows, block"),
-        ("shm", "triton", "staged host rows, block"),
-        ("tcp", "triton", "staged host rows, block"),
-        ("cuda_ipc", "triton", "device rows"),
-    ],
+    [("shm", "cpu", "host rows"), ("tcp", "triton", "device rows")],
 )
 @torch.inference_mode()
 def test_experts_on_a_device_get_their_rows_there(
@@ -193,7 +185,9 @@ def test_experts_on_a_device_get_their_rows_there(
     life: Any = SimpleNamespace(incarnation=1, check=None)
     experts = load_experts(path, welcome, 0)
     net: Any = accept_attention(listener, welcome, experts, life, index=0)  # type: ignore[arg-type]
-    found = f"staged {net.inner}" if isinstance(net, StagedExpertNet) else net
-    assert found == wanted
-    assert listener.asked["attention_incarnations"] == (1,)
-    assert listener.asked["table"] == welcome.table
+    assert net == wanted
+    assert listener.me is not None
+    assert (listener.me.name, listener.me.incarnation) == ("expert 0", 1)
+    assert listener.asked[:2] == ((1,), welcome.table)
+    assert isinstance(listener.asked[2], Waits)
+    assert listener.asked[2].policy == "block"

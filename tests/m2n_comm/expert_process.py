@@ -9,7 +9,11 @@ from __future__ import annotations
 import sys
 from typing import cast, get_args
 
-from m2n_comm.open import Between, listen_expert
+from m2n_comm.addresses import Between
+from m2n_comm.hello import Identity
+from m2n_comm.host.expert_side import ExpertSide
+from m2n_comm.open import listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, serve_steps
 
 EXPERT_INCARNATION = 2**63 + 5
@@ -24,14 +28,9 @@ def main(transport: str, host: str | None = None) -> None:
     assert transport in get_args(Between)
     listener = listen_expert(cast(Between, transport), host=host, remote=host is not None)
     print(listener.address, flush=True)
-    net = listener.accept(
-        shape,
-        index=0,
-        incarnation=EXPERT_INCARNATION,
-        attention_incarnations=(ATTENTION_INCARNATION,),
-        timeout_s=20.0,
-        table=table,
-    )
+    me = Identity(role="expert", index=0, incarnation=EXPERT_INCARNATION, shape=shape)
+    net = listener.accept(me, (ATTENTION_INCARNATION,), table, Waits(timeout_s=20.0))
+    assert isinstance(net, ExpertSide)
     serve = FakeExperts(shape, 7).serve(table, 0)
     serve_steps(net, [make_ticket(step, m=2) for step in range(1, STEPS + 1)], serve)
     print("served", flush=True)

@@ -18,13 +18,15 @@ import pytest
 import torch
 
 from kernels.runtime import HostRuntime, Runtime
+from m2n_comm.emulate import LinkEmulation
 from m2n_comm.gpu.staged import ExpertStaging, StagedExpertNet, StagedNet
+from m2n_comm.hello import Identity
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.emulate import LinkEmulation
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.local import LocalHub
 from m2n_comm.net import ExpertBatch, NetShape
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertPeer, StepTicket
 
@@ -278,29 +280,16 @@ def open_fleet(
         for index, listener in enumerate(listeners)
     ]
     opened: dict[str, Any] = {}
+    waits = Waits(timeout_s=10.0, policy=wait)
 
     def accept(index: int) -> None:
-        opened[f"expert {index}"] = listeners[index].accept(
-            shape,
-            index=index,
-            incarnation=100 + index,
-            attention_incarnations=tuple(range(200, 200 + num_attention)),
-            timeout_s=10.0,
-            table=table,
-            wait=wait,
-        )
+        me = Identity(role="expert", index=index, incarnation=100 + index, shape=shape)
+        incarnations = range(200, 200 + num_attention)
+        opened[f"expert {index}"] = listeners[index].accept(me, incarnations, table, waits)
 
     def connect(index: int) -> None:
-        opened[f"attention {index}"] = connect_attention(
-            shape,
-            index=index,
-            incarnation=200 + index,
-            experts=peers,
-            table=table,
-            timeout_s=10.0,
-            link=link,
-            wait=wait,
-        )
+        me = Identity(role="attention", index=index, incarnation=200 + index, shape=shape)
+        opened[f"attention {index}"] = connect_attention(me, peers, table, waits, link=link)
 
     threads = [threading.Thread(target=accept, args=(i,), daemon=True) for i in range(num_experts)]
     threads += [

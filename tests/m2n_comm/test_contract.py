@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
+from m2n_comm.emulate import LinkEmulation
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.emulate import LinkEmulation
 from m2n_comm.net import ExpertBatch
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,

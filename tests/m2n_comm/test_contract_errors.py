@@ -109,7 +109,7 @@ def run_with_fault(
     return failures, results, injector
 
 
-STALE = ("attention_incarnation", "expert_incarnation", "step", "table_version", "sequence")
+STALE = ("incarnation", "reader_incarnation", "step", "table_version", "sequence")
 
 
 WRONG = (

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from m2n_comm.host.parts import write_part
 from m2n_comm.host.windows import PairLayout, private_memory
-from m2n_comm.layout import num_parts, plan_sends, route_map, write_part
+from m2n_comm.layout import num_parts, plan_sends, route_map
 from tests.m2n_comm.harness import make_shape
 from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable, Replica, uniform_table

@@ -16,12 +16,14 @@ import pytest
 import torch
 
 from m2n_comm import handshake
-from m2n_comm.host.emulate import LinkEmulation
+from m2n_comm.addresses import Between
+from m2n_comm.emulate import LinkEmulation
+from m2n_comm.hello import Identity
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.shm import create_handles, map_handles
 from m2n_comm.host.windows import PairLayout
-from m2n_comm.net import NetShape
-from m2n_comm.open import Between, connect_attention, listen_expert
+from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import NIXL, make_shape, make_table
 from topspin.errors import (
     ConfigError,
@@ -69,27 +71,20 @@ class Meeting:
 
     def accept(self, num_attention: int = 1, **changes: Any) -> Future[ExpertSide]:
         """Accept in the background."""
-        values: dict[str, Any] = {
-            "index": 0,
-            "incarnation": 7,
-            "attention_incarnations": tuple(range(50, 50 + num_attention)),
-            "timeout_s": 10.0,
-        }
-        shape = changes.pop("shape", make_shape())
-        return self._pool.submit(self._accept, shape, values | changes)
+        me, waits, others = _split({"role": "expert", "index": 0, "incarnation": 7} | changes)
+        incarnations = tuple(range(50, 50 + num_attention))
+        table = make_table(me.shape, me.index + 1)
+        return self._pool.submit(self._accept, me, incarnations, table, waits, **others)
 
     def connect(self, index: int = 0, **changes: Any) -> Any:
         """Connect as attention node `index`."""
-        shape: NetShape = changes.pop("shape", make_shape())
         expert_incarnation = changes.pop("expert_incarnation", 7)
-        values: dict[str, Any] = {
-            "index": index,
-            "incarnation": 50 + index,
-            "experts": [ExpertPeer(address=self.listener.address, incarnation=expert_incarnation)],
-            "table": make_table(shape, 1),
-            "timeout_s": 10.0,
-        }
-        net = connect_attention(shape, **(values | changes))
+        peer = ExpertPeer(address=self.listener.address, incarnation=expert_incarnation)
+        own = {"role": "attention", "index": index, "incarnation": 50 + index}
+        me, waits, others = _split(own | changes)
+        experts = others.pop("experts", [peer])
+        table = others.pop("table", make_table(me.shape, 1))
+        net = connect_attention(me, experts, table, waits, **others)
         self._nets.append(net)
         return net
 
@@ -99,10 +94,24 @@ class Meeting:
             net.close()
         self.listener.close()
 
-    def _accept(self, shape: NetShape, values: dict[str, Any]) -> ExpertSide:
-        net = self.listener.accept(shape, **values)
+    def _accept(self, *args: Any, **others: Any) -> ExpertSide:
+        net = self.listener.accept(*args, **others)
+        assert isinstance(net, ExpertSide)
         self._nets.append(net)
         return net
+
+
+def _split(values: dict[str, Any]) -> tuple[Identity, Waits, dict[str, Any]]:
+    """Return who a node is, how it waits, and the other arguments."""
+    values = {"shape": make_shape(), "timeout_s": 10.0} | values
+    me = {name: values.pop(name) for name in list(values) if name in Identity.__slots__}
+    waits = {name: values.pop(name) for name in list(values) if name in Waits.__slots__}
+    return Identity(**me), Waits(**waits), values
+
+
+def attention() -> Identity:
+    """Return who attention node 0 is."""
+    return Identity(role="attention", index=0, incarnation=1, shape=make_shape())
 
 
 @pytest.fixture(params=BETWEEN)
@@ -300,23 +309,15 @@ def test_tcp_stays_on_loopback(host: str) -> None:
     peer = ExpertPeer(address=f"tcp:{host}:1", incarnation=1)
     shape = make_shape()
     with pytest.raises(ConfigError, match="only IPv4 loopback"):
-        connect_attention(
-            shape, index=0, incarnation=1, experts=[peer], table=make_table(shape, 1), timeout_s=1
-        )
+        connect_attention(attention(), [peer], make_table(shape, 1), Waits(timeout_s=1.0))
 
 
 @pytest.mark.parametrize("address", ["local", "tcp:127.0.0.1:x", "tcp:127.0.0.1:0", "unix:/tmp/x"])
 def test_an_address_of_another_form_is_named(address: str) -> None:
     shape = make_shape()
+    peer = ExpertPeer(address=address, incarnation=1)
     with pytest.raises(ConfigError, match=f"expert 0: '{address}'"):
-        connect_attention(
-            shape,
-            index=0,
-            incarnation=1,
-            experts=[ExpertPeer(address=address, incarnation=1)],
-            table=make_table(shape, 1),
-            timeout_s=1,
-        )
+        connect_attention(attention(), [peer], make_table(shape, 1), Waits(timeout_s=1.0))
 
 
 def test_local_is_not_between_processes() -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from m2n_comm.hello import Identity
 from m2n_comm.open import connect_attention
+from m2n_comm.waits import Waits
 from tests.m2n_comm.expert_process import ATTENTION_INCARNATION, EXPERT_INCARNATION, STEPS
 from tests.m2n_comm.harness import (
     NIXL,
@@ -41,18 +43,10 @@ def test_an_expert_process_serves_and_its_death_is_noticed_at_once(transport: st
     )
     try:
         assert process.stdout is not None
-        net = connect_attention(
-            shape,
-            index=0,
-            incarnation=ATTENTION_INCARNATION,
-            experts=[
-                ExpertPeer(
-                    address=process.stdout.readline().strip(), incarnation=EXPERT_INCARNATION
-                )
-            ],
-            table=table,
-            timeout_s=20.0,
-        )
+        me = Identity(role="attention", index=0, incarnation=ATTENTION_INCARNATION, shape=shape)
+        address = process.stdout.readline().strip()
+        peer = ExpertPeer(address=address, incarnation=EXPERT_INCARNATION)
+        net = connect_attention(me, [peer], table, Waits(timeout_s=20.0))
         for step in range(1, STEPS + 1):
             net.begin(make_ticket(step, m=2))
             for layer in range(shape.num_layers):

@@ -7,8 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from m2n_comm.addresses import Between
+from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertNet
-from m2n_comm.open import Between, connect_attention, listen_expert
+from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import make_shape, make_table
 from tests.m2n_comm.test_open import BETWEEN, Meeting
 from topspin.errors import DeadlineExceeded, Interrupted, ProtocolError, StaleFrame
@@ -43,23 +46,13 @@ def test_a_pair_works_beside_absent_peers(transport: Between) -> None:
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(
             listener.accept,
-            shape,
-            index=1,
-            incarnation=7,
-            attention_incarnations=(None, 51),
-            timeout_s=10.0,
-            table=table,
-            generation=2,
+            Identity(role="expert", index=1, incarnation=7, shape=shape, generation=2),
+            (None, 51),
+            table,
+            Waits(timeout_s=10.0),
         )
-        net = connect_attention(
-            shape,
-            index=1,
-            incarnation=51,
-            experts=[None, peer],
-            table=table,
-            timeout_s=10.0,
-            generation=2,
-        )
+        me = Identity(role="attention", index=1, incarnation=51, shape=shape, generation=2)
+        net = connect_attention(me, [None, peer], table, Waits(timeout_s=10.0))
         expert = accepted.result()
         with pytest.raises(ProtocolError, match="participants"):
             expert.begin(ticket((0, 1)))

@@ -12,8 +12,10 @@ import torch
 
 import attention_nodes.command
 import expert_nodes.command
+from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     TRANSPORTS,
     Collected,
@@ -108,15 +110,10 @@ def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch)
     peer = ExpertPeer(address=listener.address, incarnation=2)
 
     def connect() -> None:
-        net = connect_attention(
-            shape,
-            index=0,
-            incarnation=1,
-            experts=[peer],
-            table=make_table(shape, 1),
-            timeout_s=attention_nodes.command.CONNECT_TIMEOUT_S,
-            check=asked.release,
-        )
+        me = Identity(role="attention", index=0, incarnation=1, shape=shape)
+        timeout_s = attention_nodes.command.CONNECT_TIMEOUT_S
+        waits = Waits(timeout_s=timeout_s, check=asked.release)
+        net = connect_attention(me, [peer], make_table(shape, 1), waits)
         opened.append(net)
         net.close()
 
@@ -126,13 +123,9 @@ def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch)
     offset_s = 600.0
     for _ in range(4):  # it looks at the clock, and waits on
         assert asked.acquire(timeout=10.0)
-    listener.accept(
-        shape,
-        index=0,
-        incarnation=2,
-        attention_incarnations=(1,),
-        timeout_s=expert_nodes.command.CONNECT_TIMEOUT_S,
-    ).close()
+    me = Identity(role="expert", index=0, incarnation=2, shape=shape)
+    waits = Waits(timeout_s=expert_nodes.command.CONNECT_TIMEOUT_S)
+    listener.accept(me, (1,), make_table(shape, 1), waits).close()
     thread.join(10.0)
     listener.close()
     assert opened

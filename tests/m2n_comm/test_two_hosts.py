@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from m2n_comm.hello import Identity
+from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.tcp import TcpLines
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.expert_process import ATTENTION_INCARNATION, EXPERT_INCARNATION, STEPS
 from tests.m2n_comm.harness import FakeExperts, make_shape, make_table, make_ticket, random_rows
 from topspin.errors import ConfigError
@@ -65,15 +68,10 @@ def test_rows_travel_between_two_hosts_with_checksums(other_host: str) -> None:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         assert address.startswith(f"tcp:{THEIRS}:")
-        net = connect_attention(
-            shape,
-            index=0,
-            incarnation=ATTENTION_INCARNATION,
-            experts=[ExpertPeer(address=address, incarnation=EXPERT_INCARNATION)],
-            table=table,
-            timeout_s=20.0,
-            remote=True,
-        )
+        me = Identity(role="attention", index=0, incarnation=ATTENTION_INCARNATION, shape=shape)
+        peer = ExpertPeer(address=address, incarnation=EXPERT_INCARNATION)
+        net = connect_attention(me, [peer], table, Waits(timeout_s=20.0), remote=True)
+        assert isinstance(net, AttentionSide)
         assert isinstance(net.lines, TcpLines)
         assert net.lines.checksums == {0: True}
         for step in range(1, STEPS + 1):
@@ -97,12 +95,7 @@ def test_rows_travel_between_two_hosts_with_checksums(other_host: str) -> None:
 def test_other_hosts_are_reached_only_if_that_is_said() -> None:
     with pytest.raises(ConfigError, match="only IPv4 loopback"):
         listen_expert("tcp", host="0.0.0.0")
+    me = Identity(role="attention", index=0, incarnation=1, shape=make_shape())
+    peer = ExpertPeer(address=f"tcp:{THEIRS}:5", incarnation=2)
     with pytest.raises(ConfigError, match="only IPv4 loopback"):
-        connect_attention(
-            make_shape(),
-            index=0,
-            incarnation=1,
-            experts=[ExpertPeer(address=f"tcp:{THEIRS}:5", incarnation=2)],
-            table=make_table(make_shape(), 1),
-            timeout_s=1.0,
-        )
+        connect_attention(me, [peer], make_table(make_shape(), 1), Waits(timeout_s=1.0))

@@ -6,9 +6,12 @@ import threading
 
 import pytest
 
+from m2n_comm.hello import Identity
+from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.tcp import TcpLines
 from m2n_comm.net import WaitPolicy
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     Collected,
     FakeExperts,
@@ -59,16 +62,17 @@ def test_payloads_carry_a_checksum_where_there_is_a_wire(asked: bool | None, car
     shape = make_shape()
     table = make_table(shape, 1)
     listener = listen_expert("tcp")
+    waits = Waits(timeout_s=10.0)
     accepted = threading.Thread(
         target=lambda: listener.accept(
-            shape, index=0, incarnation=2, attention_incarnations=(1,), timeout_s=10.0
+            Identity(role="expert", index=0, incarnation=2, shape=shape), (1,), table, waits
         ).close()
     )
     accepted.start()
     peer = ExpertPeer(address=listener.address, incarnation=2)
-    net = connect_attention(
-        shape, index=0, incarnation=1, experts=[peer], table=table, timeout_s=10.0, checksum=asked
-    )
+    me = Identity(role="attention", index=0, incarnation=1, shape=shape)
+    net = connect_attention(me, [peer], table, waits, checksum=asked)
+    assert isinstance(net, AttentionSide)
     assert isinstance(net.lines, TcpLines)
     assert net.lines.checksums == {0: carried}
     net.close()

@@ -28,7 +28,7 @@ FAULTS: dict[str, Fault] = {
     "duplicated": Duplicate(),
     "reordered": Reorder(),
     "of another step": Change("step", 999),
-    "of another life": Change("attention_incarnation", 999),
+    "of another life": Change("incarnation", 999),
     "of another table": Change("table_version", 999),
     "damaged": Damage(20),
 }

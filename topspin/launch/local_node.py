@@ -28,13 +28,13 @@ from attention_nodes.worker import AttentionWorker
 from expert_nodes.experts import Experts
 from expert_nodes.worker import ExpertWorker, InlineNet, load_experts
 from kernels.runtime import open_runtime
+from m2n_comm.emulate import LinkEmulation
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.gpu.staged import ExpertStaging, StagedNet
-from m2n_comm.host.emulate import LinkEmulation
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import CHECK_INTERVAL_S
 from m2n_comm.host.local import LocalHub, Serve
 from m2n_comm.net import AttentionNet, NetShape
+from m2n_comm.waits import CHECK_INTERVAL_S
 from topspin.channel import ControlClient
 from topspin.errors import PeerLost
 from topspin.expert_table import ExpertTable

@@ -1,7 +1,7 @@
 """An expert node of cuda_ipc as a process: `python -m tests.m2n_comm.gpu.ipc_expert_process`.
 
 Prints its address, serves the steps of TICKETS, then waits for a step that never comes. Used by
-test_cuda_ipc_processes.py, which kills it.
+test_ipc_processes.py, which kills it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 
 from kernels.runtime import open_runtime
+from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch, NetShape
 from m2n_comm.open import listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.gpu.ipc_fleet import DEVICE, ticket_of
 from tests.m2n_comm.harness import NUM_EXPERTS, FakeExperts, make_shape, make_table
 
@@ -30,13 +32,12 @@ def main() -> None:
     table = make_table(shape, 1)
     listener = listen_expert("cuda_ipc")
     print(listener.address, flush=True)
-    net = listener.accept_device(
-        shape,
-        index=0,
-        incarnation=EXPERT_INCARNATION,
-        attention_incarnations=(ATTENTION_INCARNATION,),
-        timeout_s=60.0,
-        table=table,
+    me = Identity(role="expert", index=0, incarnation=EXPERT_INCARNATION, shape=shape)
+    net = listener.accept(
+        me,
+        (ATTENTION_INCARNATION,),
+        table,
+        Waits(timeout_s=60.0),
         runtime=open_runtime(DEVICE),
     )
     on_host = FakeExperts(shape, NUM_EXPERTS).serve(table, 0)

@@ -19,10 +19,10 @@ import torch
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.gpu.ipc_attention import IpcAttentionNet
 from m2n_comm.gpu.ipc_expert import IpcExpertNet
-from m2n_comm.gpu.ipc_open import connect_ipc
-from m2n_comm.host.lines import Check, wait_on
+from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch, NetShape
-from m2n_comm.open import listen_expert
+from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Check, Waits, wait_on
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,
     Collected,
@@ -159,30 +159,17 @@ def open_ipc_fleet(
     peers = [ExpertPeer(address=each.address, incarnation=100 + e) for e, each in
              enumerate(listeners)]  # fmt: skip
     opened: dict[tuple[str, int], Any] = {}
+    waits = Waits(timeout_s=10.0, check=check)
 
     def accept(index: int) -> None:
-        opened["expert", index] = listeners[index].accept_device(
-            shape,
-            index=index,
-            incarnation=100 + index,
-            attention_incarnations=tuple(range(200, 200 + m)),
-            timeout_s=10.0,
-            table=table,
-            runtime=runtime,
-            check=check,
+        me = Identity(role="expert", index=index, incarnation=100 + index, shape=shape)
+        opened["expert", index] = listeners[index].accept(
+            me, range(200, 200 + m), table, waits, runtime=runtime
         )
 
     def connect(index: int) -> None:
-        opened["attention", index] = connect_ipc(
-            shape,
-            index=index,
-            incarnation=200 + index,
-            experts=peers,
-            table=table,
-            timeout_s=10.0,
-            runtime=runtime,
-            check=check,
-        )
+        me = Identity(role="attention", index=index, incarnation=200 + index, shape=shape)
+        opened["attention", index] = connect_attention(me, peers, table, waits, runtime=runtime)
 
     threads = [threading.Thread(target=accept, args=(e,), daemon=True) for e in range(n)]
     threads += [threading.Thread(target=connect, args=(a,), daemon=True) for a in range(m)]

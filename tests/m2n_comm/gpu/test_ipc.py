@@ -11,9 +11,10 @@ import torch
 from kernels.runtime import HostRuntime
 from m2n_comm.gpu.ipc_attention import IpcAttentionNet, slot_variants
 from m2n_comm.gpu.ipc_expert import IpcExpertNet
-from m2n_comm.gpu.ipc_open import connect_ipc
+from m2n_comm.hello import Identity
 from m2n_comm.net import ExpertBatch
-from m2n_comm.open import listen_expert
+from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.gpu.ipc_fleet import (
     NEEDS_INTERPRETER,
     IpcFleet,
@@ -296,35 +297,25 @@ def test_an_address_forms_pairs_again_and_refuses_those_of_the_past() -> None:
     rows = random_rows(shape, 2, choose_from=(0, 1, 2), seed=1)
 
     def connect(generation: int) -> IpcAttentionNet:
-        return connect_ipc(
-            shape,
-            index=0,
-            incarnation=7,
-            experts=[ExpertPeer(address=listener.address, incarnation=9)],
-            table=table,
-            timeout_s=10.0,
-            runtime=runtime,
-            generation=generation,
-        )
+        me = Identity(role="attention", index=0, incarnation=7, shape=shape, generation=generation)
+        peer = ExpertPeer(address=listener.address, incarnation=9)
+        net = connect_attention(me, [peer], table, Waits(timeout_s=10.0), runtime=runtime)
+        assert isinstance(net, IpcAttentionNet)
+        return net
 
     def both(generation: int) -> tuple[IpcAttentionNet, IpcExpertNet]:
         with ThreadPoolExecutor(1) as pool:
+            me = Identity(role="expert", index=0, incarnation=9, shape=shape, generation=generation)
+            waits = Waits(timeout_s=10.0)
             accepting = pool.submit(
-                listener.accept_device,
-                shape,
-                index=0,
-                incarnation=9,
-                attention_incarnations=(7,),
-                timeout_s=10.0,
-                table=table,
-                runtime=runtime,
-                generation=generation,
-                reuse=True,
+                listener.accept, me, (7,), table, waits, runtime=runtime, reuse=True
             )
             if generation == 2:
                 with pytest.raises(StaleFrame, match="generation is 1, expected 2"):
                     connect(1)
-            return connect(generation), accepting.result()
+            attention, expert = connect(generation), accepting.result()
+            assert isinstance(expert, IpcExpertNet)
+            return attention, expert
 
     attention, expert = both(1)
     attention.begin(ticket_of(1))

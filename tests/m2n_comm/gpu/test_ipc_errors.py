@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from kernels.runtime import HostRuntime
-from m2n_comm.gpu.ipc_open import connect_ipc
 from m2n_comm.gpu.ipc_pairs import window_shape
 from m2n_comm.gpu.memory import HostMemory
-from m2n_comm.open import listen_expert
+from m2n_comm.hello import Identity
+from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.gpu.ipc_fleet import (
     NEEDS_INTERPRETER,
     IpcFleet,
@@ -254,26 +256,30 @@ def test_closing_twice_is_safe_and_a_closed_net_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "flag"),
-    [({"per_pair_answers": True}, "--deterministic"), ({"compressed": torch.int8}, "int8")],
+    [({"per_expert_answers": True}, "--deterministic"), ({"compressed": torch.int8}, "int8")],
 )
 def test_what_it_cannot_carry_is_refused_by_name(changes: dict[str, object], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         window_shape(ipc_shape(**changes))
 
 
-def test_an_address_of_another_transport_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("addresses", "runtime", "text"),
+    [
+        (("unix:@x", "cuda_ipc:unix:@x"), HostRuntime(), "one transport, found cuda_ipc and shm"),
+        (("cuda_ipc:unix:@x",), None, "only between nodes on GPUs"),
+        ((), None, "one transport, found none"),
+    ],
+)
+def test_nodes_that_cannot_form_pairs_are_refused(
+    addresses: tuple[str, ...], runtime: HostRuntime | None, text: str
+) -> None:
     shape = ipc_shape()
-    with pytest.raises(ConfigError, match="'unix:@x' is not cuda_ipc:unix:@NAME"):
-        connect_ipc(
-            shape,
-            index=0,
-            incarnation=1,
-            experts=[ExpertPeer(address="unix:@x", incarnation=1)],
-            table=make_table(shape, 1),
-            timeout_s=1.0,
-            runtime=HostRuntime(),
-            memory=HostMemory(),
-        )
+    me = Identity(role="attention", index=0, incarnation=1, shape=shape)
+    peers = [ExpertPeer(address=address, incarnation=1) for address in addresses]
+    table = make_table(shape, len(peers) or 1)
+    with pytest.raises(ConfigError, match=text):
+        connect_attention(me, peers, table, Waits(timeout_s=1.0), runtime=runtime)
 
 
 class OddMemory(HostMemory):
@@ -282,33 +288,27 @@ class OddMemory(HostMemory):
     kind = "odd"  # type: ignore[misc,assignment]
 
 
-def test_memory_of_another_kind_is_refused_and_nothing_stays_open() -> None:
+def test_memory_of_another_kind_is_refused_and_nothing_stays_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main = threading.current_thread()
+
+    def open_memory(_: torch.device) -> HostMemory:
+        return OddMemory() if threading.current_thread() is main else HostMemory()
+
+    monkeypatch.setattr("m2n_comm.gpu.ipc_forming.open_memory", open_memory)
+    waits = Waits(timeout_s=10.0)
     before = len(os.listdir("/proc/self/fd"))
     shape = ipc_shape()
     table = make_table(shape, 1)
     listener = listen_expert("cuda_ipc")
     with ThreadPoolExecutor(1) as pool:
-        accepting = pool.submit(
-            listener.accept_device,
-            shape,
-            index=0,
-            incarnation=9,
-            attention_incarnations=(7,),
-            timeout_s=10.0,
-            table=table,
-            runtime=HostRuntime(),
-        )
+        me = Identity(role="expert", index=0, incarnation=9, shape=shape)
+        accepting = pool.submit(listener.accept, me, (7,), table, waits, runtime=HostRuntime())
+        peer = ExpertPeer(address=listener.address, incarnation=9)
+        me = Identity(role="attention", index=0, incarnation=7, shape=shape)
         with pytest.raises(PeerLost, match="closed the connection during the handshake"):
-            connect_ipc(
-                shape,
-                index=0,
-                incarnation=7,
-                experts=[ExpertPeer(address=listener.address, incarnation=9)],
-                table=table,
-                timeout_s=10.0,
-                runtime=HostRuntime(),
-                memory=OddMemory(),
-            )
+            connect_attention(me, [peer], table, waits, runtime=HostRuntime())
         with pytest.raises(FrameError, match="attention 0: memory is odd, expected memfd"):
             accepting.result()
     listener.close()

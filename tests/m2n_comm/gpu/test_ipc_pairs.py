@@ -14,7 +14,7 @@ from kernels.runtime import Event, HostRuntime, Stream
 from m2n_comm.gpu.ipc_pairs import IpcPair, IpcPairs, PeerWatch, inbox_bytes
 from m2n_comm.gpu.ipc_rules import Life, parts_of
 from m2n_comm.gpu.memory import HostMemory
-from m2n_comm.host.lines import Check, wait_on
+from m2n_comm.waits import Check, wait_on
 from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER, ipc_fleet, ipc_shape, ticket_of
 from tests.m2n_comm.harness import NUM_EXPERTS, make_shape, random_rows
 from topspin.errors import DeadlineExceeded, Interrupted, TransportError

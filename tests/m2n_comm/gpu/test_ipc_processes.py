@@ -18,7 +18,9 @@ import torch
 
 from kernels.runtime import open_runtime
 from m2n_comm.gpu.ipc_attention import IpcAttentionNet
-from m2n_comm.gpu.ipc_open import connect_ipc
+from m2n_comm.hello import Identity
+from m2n_comm.open import connect_attention
+from m2n_comm.waits import Waits
 from tests.m2n_comm.gpu.ipc_expert_process import (
     ATTENTION_INCARNATION,
     EXPERT_INCARNATION,
@@ -51,15 +53,14 @@ def test_an_expert_process_serves_and_its_death_is_noticed_at_once() -> None:
     with process:
         try:
             address = process.stdout.readline().strip()
-            net = connect_ipc(
-                shape,
-                index=0,
-                incarnation=ATTENTION_INCARNATION,
-                experts=[ExpertPeer(address=address, incarnation=EXPERT_INCARNATION)],
-                table=table,
-                timeout_s=60.0,
+            net = connect_attention(
+                Identity(role="attention", index=0, incarnation=ATTENTION_INCARNATION, shape=shape),
+                [ExpertPeer(address=address, incarnation=EXPERT_INCARNATION)],
+                table,
+                Waits(timeout_s=60.0),
                 runtime=open_runtime(DEVICE),
             )
+            assert isinstance(net, IpcAttentionNet)
             for ticket in TICKETS:
                 net.begin(ticket)
                 assert net.is_graph_safe == (max(ticket.row_buckets) <= shape.window_rows)

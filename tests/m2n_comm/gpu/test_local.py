@@ -271,7 +271,7 @@ def test_a_table_that_does_not_fit_is_refused() -> None:
     [
         ({"compressed": torch.float8_e4m3fn}, "--m2n-payload"),
         ({"payload": torch.bfloat16, "compute": torch.float32}, "--m2n-payload"),
-        ({"per_pair_answers": True}, "--deterministic"),
+        ({"per_expert_answers": True}, "--deterministic"),
     ],
 )
 def test_settings_of_a_wire_are_refused(changes: dict[str, Any], flag: str) -> None:

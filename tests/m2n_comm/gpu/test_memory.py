@@ -8,16 +8,18 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from kernels.runtime import HostRuntime
 from m2n_comm.gpu import memory as device_memory
-from m2n_comm.gpu.ipc_open import _Forming
+from m2n_comm.gpu.ipc_forming import IpcForming
 from m2n_comm.gpu.ipc_pairs import IpcPair, IpcPairs, inbox_bytes
 from m2n_comm.gpu.memory import CudaDriver, CudaMemory, HostMemory, IpcHandle
-from m2n_comm.hello import PairRegion, make_hello
-from m2n_comm.host.lines import wait_on
+from m2n_comm.handshake import Meeting
+from m2n_comm.hello import Identity, PairRegion
+from m2n_comm.waits import Waits, wait_on
 from tests.m2n_comm.harness import make_shape
 from topspin.errors import ConfigError, FrameError, PeerLost
 
@@ -230,23 +232,21 @@ def test_memory_that_a_peer_may_still_write_is_not_freed(
     theirs.free(other)
 
 
-def test_what_a_peer_offers_must_fit() -> None:
+def test_offers_of_a_peer_must_fit() -> None:
     shape = make_shape()
-    memory = HostMemory()
-    forming = _Forming(shape, "attention", memory)
-    hello = make_hello(
-        shape, attention=0, expert=3, attention_incarnation=1, expert_incarnation=2, revision="x"
-    )
-    offered = forming.offer(3, hello).region
-    assert offered is not None
-    assert offered.size_bytes == inbox_bytes(shape, "attention")
-    with pytest.raises(FrameError, match="expert 3 offers no memory"):
-        forming.map(3, None)
+    me = Identity(role="attention", index=0, incarnation=1, shape=shape)
+    forming = IpcForming(me, Waits(timeout_s=1.0), HostRuntime())
+    hello = me.hello(3, 2)
+    offered, _ = forming.offer(3, hello)
+    assert offered.region is not None
+    assert offered.region.size_bytes == inbox_bytes(shape, "attention")
     size = inbox_bytes(shape, "expert")
     for region, text in (
+        (None, "expert 3 offers no memory"),
         (PairRegion(kind="cuda", handle=b"", size_bytes=size), "memory is cuda, expected memfd"),
         (PairRegion(kind="memfd", handle=b"", size_bytes=64), f"of 64 bytes, expected {size}"),
     ):
+        sock: Any = None  # is not reached
         with pytest.raises(FrameError, match=text):
-            forming.map(3, region)
+            forming.take(3, Meeting(sock, msgspec.structs.replace(hello, region=region), ()))
     forming.close()

@@ -37,7 +37,7 @@ def test_one_attention_node_runs_everything_in_its_own_thread() -> None:
         return compute(batch)
 
     hub = LocalHub(SHAPE, 1, 1)
-    hub.attach_expert(0, serve)
+    hub.attach_expert(0, serve, table=TABLE)
     net = hub.attention_net(0, TABLE)
     before = threading.active_count()
     # Steps need not be consecutive: a lone attention node has no one to wait for.
@@ -57,7 +57,7 @@ def test_an_expert_that_raises_fails_the_caller_and_every_waiting_node() -> None
         raise RuntimeError("out of memory")
 
     hub = LocalHub(SHAPE, 2, 1)
-    hub.attach_expert(0, serve)
+    hub.attach_expert(0, serve, table=TABLE)
     nets = [hub.attention_net(index, TABLE) for index in range(2)]
     errors: list[BaseException] = []
     both_sent = threading.Barrier(2, timeout=10)
@@ -101,7 +101,7 @@ def test_an_expert_that_was_never_attached_is_named() -> None:
 def test_a_node_may_run_ahead_of_a_step_that_it_takes_no_part_in() -> None:
     fake = FakeExperts(SHAPE, 7)
     hub = LocalHub(SHAPE, 2, 1)
-    hub.attach_expert(0, fake.serve(TABLE, 0))
+    hub.attach_expert(0, fake.serve(TABLE, 0), table=TABLE)
     nets = [hub.attention_net(index, TABLE) for index in range(2)]
     ahead, both = make_ticket(1, participants=(0,)), make_ticket(2, participants=(0, 1))
     rows = [some_rows(index) for index in range(3)]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.frame_header import FrameHeader, word
 from m2n_comm.host.native import (
     Record,
     add_answer,
@@ -20,7 +21,8 @@ from m2n_comm.host.wire import (
     ANSWER,
     HEADER_BYTES,
     REQUEST,
-    FrameHeader,
+    WORD_BYTES,
+    answer_to,
     payload_code,
     read_header,
     write_header,
@@ -56,7 +58,9 @@ class Pair:
             inbox=self.answer,
             sends_all=sends_all,
         )
-        self.expert = Record(layout, names, INCARNATIONS, outbox=self.answer, inbox=self.request)
+        self.expert = Record(
+            layout, names, INCARNATIONS[::-1], outbox=self.answer, inbox=self.request
+        )
 
     def send(
         self,
@@ -96,9 +100,8 @@ class Pair:
     def header(self, kind: int, rows: int) -> FrameHeader:
         """Return what a frame of `rows` rows must say."""
         layout = self.layout
-        row_bytes = layout.request_row_bytes if kind == REQUEST else layout.answer_row_bytes
-        return FrameHeader(
-            kind=kind,
+        request = FrameHeader(
+            kind=REQUEST,
             payload=payload_code(self.shape.payload),
             attention=ATTENTION,
             expert=EXPERT,
@@ -108,15 +111,17 @@ class Pair:
             num_parts=1,
             rows=rows,
             hidden_size=self.shape.hidden_size,
-            attention_incarnation=INCARNATIONS[0],
-            expert_incarnation=INCARNATIONS[1],
+            incarnation=INCARNATIONS[0],
+            reader_incarnation=INCARNATIONS[1],
             table_version=VERSION,
             step=STEP,
             sequence=SEQUENCE,
-            payload_bytes=rows * row_bytes,
-            deliver_ns=0,
-            payload_crc=0,
+            payload_bytes=rows * layout.request_row_bytes,
         )
+        if kind == REQUEST:
+            return request
+        answer = answer_to(request, payload=request.payload)
+        return answer._replace(payload_bytes=rows * layout.answer_row_bytes)
 
 
 def routing(seed: int, num_rows: int, dtype: torch.dtype, hidden_size: int = 13) -> Any:
@@ -214,26 +219,26 @@ def test_an_answer_that_lies_in_the_window_already_is_not_touched() -> None:
     assert torch.equal(pair.answer.first(count).hidden, torch.full((count, 13), 3.0))
 
 
-@pytest.mark.parametrize("byte", range(HEADER_BYTES))
-def test_any_damaged_byte_is_refused_at_both_ends(byte: int) -> None:
-    pair = Pair(torch.bfloat16)
-    count = pair.send(*routing(1, 6, torch.bfloat16))
-    before = pair.expert.request
-    pair.request.header[byte] ^= 0x40
-    assert pair.take() == -1
-    assert pair.expert.request == before
-    pair.request.header[byte] ^= 0x40
-    assert pair.take() == count
-    write_answer(pair.expert.address, 0, 0, 0)
-    pair.answer.header[byte] ^= 0x40
-    out = torch.zeros(6, 13)
-    assert add_answer(pair.attention.address, out.data_ptr(), 6, True) == -1
-    assert not out.any()
+def test_any_damaged_byte_of_a_compared_field_is_refused_at_both_ends() -> None:
+    for byte in range(word("deliver_ns") * WORD_BYTES):
+        pair = Pair(torch.bfloat16)
+        count = pair.send(*routing(1, 6, torch.bfloat16))
+        before = pair.expert.request
+        pair.request.header[byte] ^= 0x40
+        assert pair.take() == -1
+        assert pair.expert.request == before
+        pair.request.header[byte] ^= 0x40
+        assert pair.take() == count
+        write_answer(pair.expert.address, 0, 0, 0)
+        pair.answer.header[byte] ^= 0x40
+        out = torch.zeros(6, 13)
+        assert add_answer(pair.attention.address, out.data_ptr(), 6, True) == -1
+        assert not out.any()
 
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_a_frame_of_another_kind_step_or_size_is_refused(name: str) -> None:
-    """Its checksum is right; the sides then go the plain way, which names the field."""
+    """The sides then go the plain way, which names the field."""
     pair = Pair(torch.float32)
     pair.send(*routing(1, 6, torch.float32))
     right = read_header(bytes(pair.request.header))
@@ -286,7 +291,7 @@ def test_a_slot_that_is_not_there_is_refused(slot: int) -> None:
     assert pair.take() == -1
 
 
-def test_codes_and_pairs_go_the_plain_way() -> None:
+def test_codes_and_rows_of_experts_go_the_plain_way() -> None:
     assert serves(make_shape())
     assert not serves(make_shape(compressed=torch.int8))
-    assert not serves(make_shape(per_pair_answers=True))
+    assert not serves(make_shape(per_expert_answers=True))

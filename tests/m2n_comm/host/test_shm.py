@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from m2n_comm.host.attention_side import AttentionSide
-from m2n_comm.host.lines import Hop
 from m2n_comm.host.memory_order import publish
 from m2n_comm.host.shm import ShmLines, ShmPair
 from m2n_comm.host.windows import PairLayout, private_memory
+from m2n_comm.waits import Hop, Waits
 from tests.m2n_comm.harness import (
     FakeExperts,
     make_shape,
@@ -41,13 +41,13 @@ class Bench:
         ends = [socket.socketpair() for _ in range(num)]
         self.theirs = [theirs for _, theirs in ends]
         self.lines = ShmLines(
-            layout=layout,
-            role="attention",
-            pairs=tuple(
-                ShmPair(w, mine, other, ours)
-                for w, (mine, other), (ours, _) in zip(self.windows, self.bells, ends, strict=True)
-            ),
-            wait=wait,
+            layout,
+            "attention",
+            pairs={
+                peer: ShmPair(self.windows[peer], *self.bells[peer], ours)
+                for peer, (ours, _) in enumerate(ends)
+            },
+            waits=Waits(timeout_s=10.0, policy=wait),
         )
 
     def answer(self, expert: int, sequence: int, micro_batch: int = 0) -> None:
@@ -188,16 +188,17 @@ def test_only_a_reader_that_may_sleep_is_rung_for(reader: Wait, rings: bool) -> 
     bells = [os.eventfd(0, flags) for _ in range(2)]
     ends = socket.socketpair()
     attention = ShmLines(
-        layout=layout,
-        role="attention",
-        pairs=(ShmPair(windows, bells[0], bells[1], ends[0]),),
+        layout,
+        "attention",
+        pairs={0: ShmPair(windows, bells[0], bells[1], ends[0])},
+        waits=Waits(timeout_s=10.0),
     )
     # The expert's ends are copies of the two descriptors, as they are between processes.
     expert = ShmLines(
-        layout=layout,
-        role="expert",
-        pairs=(ShmPair(windows, os.dup(bells[1]), os.dup(bells[0]), ends[1]),),
-        wait=reader,
+        layout,
+        "expert",
+        pairs={0: ShmPair(windows, os.dup(bells[1]), os.dup(bells[0]), ends[1])},
+        waits=Waits(timeout_s=10.0, policy=reader),
     )
     attention.send(hop(), 0, 1)
     assert expert.arrived(0, 0)

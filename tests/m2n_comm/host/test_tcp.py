@@ -13,11 +13,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from m2n_comm.host.lines import Hop
-from m2n_comm.host.tcp import TcpLines, TcpPair, tune_socket
+from kernels.frame_header import FrameHeader
+from m2n_comm.addresses import tune_socket
+from m2n_comm.host.tcp import TcpLines, TcpPair
 from m2n_comm.host.windows import PairLayout, Window
-from m2n_comm.host.wire import HEADER_BYTES, REQUEST, FrameHeader, read_header, write_header
+from m2n_comm.host.wire import HEADER_BYTES, REQUEST, read_header, seal, write_header
 from m2n_comm.net import NetShape
+from m2n_comm.waits import Hop, Waits
 from tests.m2n_comm.harness import make_shape
 from topspin.errors import DeadlineExceeded, FrameError, PeerLost, StaleFrame
 
@@ -40,10 +42,34 @@ def connected(buffer_bytes: int = 2**20) -> Iterator[tuple[socket.socket, socket
 
 def lines_of(shape: NetShape, role: str, *socks: socket.socket, checksum: bool = True) -> TcpLines:
     return TcpLines(
-        layout=PairLayout(shape),
-        role="attention" if role == "attention" else "expert",
-        pairs=tuple(TcpPair(sock, checksum) for sock in socks),
+        PairLayout(shape),
+        "attention" if role == "attention" else "expert",
+        pairs={peer: TcpPair(sock, checksum) for peer, sock in enumerate(socks)},
+        waits=Waits(timeout_s=10.0),
     )
+
+
+def request_header(rows: int, row_bytes: int, **changes: int) -> FrameHeader:
+    """Return the header of a request of `rows` rows."""
+    header = FrameHeader(
+        sequence=1,
+        rows=rows,
+        step=9,
+        table_version=1,
+        layer=5,
+        part=0,
+        num_parts=1,
+        incarnation=2,
+        reader_incarnation=3,
+        kind=REQUEST,
+        payload=1,
+        attention=0,
+        expert=0,
+        micro_batch=0,
+        hidden_size=24,
+        payload_bytes=rows * row_bytes,
+    )
+    return header._replace(**changes)
 
 
 def hop(peer: int = 0, micro_batch: int = 0, *, timeout_s: float = 10.0) -> Hop:
@@ -64,27 +90,7 @@ def fill(lines: TcpLines, shape: NetShape, rows: int, *, mb: int = 0, sequence: 
         if len(window.fields) == 3
         else PairLayout(shape).answer_row_bytes
     )
-    header = FrameHeader(
-        REQUEST,
-        1,
-        0,
-        0,
-        mb,
-        5,
-        0,
-        1,
-        rows,
-        shape.hidden_size,
-        2,
-        3,
-        1,
-        9,
-        sequence,
-        rows * row_bytes,
-        0,
-        0,
-    )
-    write_header(window.header, header)
+    write_header(window.header, request_header(rows, row_bytes, micro_batch=mb, sequence=sequence))
     return window
 
 
@@ -142,6 +148,20 @@ def test_frames_of_other_micro_batches_go_to_their_own_windows() -> None:
 
 
 @pytest.mark.parametrize("checksum", [True, False])
+def test_a_damaged_header_is_a_frame_error(checksum: bool) -> None:
+    shape = make_shape()
+    data = wire_bytes(shape, 3)
+    for offset in range(0, HEADER_BYTES, 7):
+        damaged = bytearray(data)
+        damaged[offset] ^= 1
+        with connected() as (left, right):
+            reader = lines_of(shape, "expert", right, checksum=checksum)
+            left.sendall(damaged)
+            with pytest.raises(FrameError, match="frame header: checksum is wrong"):
+                reader.receive(hop(), (0,))
+
+
+@pytest.mark.parametrize("checksum", [True, False])
 def test_a_damaged_payload_is_a_frame_error_if_payloads_carry_a_checksum(checksum: bool) -> None:
     shape = make_shape()
     data = bytearray(wire_bytes(shape, 3))
@@ -160,7 +180,9 @@ def rewritten(data: bytes, **changes: int) -> bytes:
     """Return `data` with other header fields and a right header checksum."""
     buffer = bytearray(data)
     header = read_header(bytes(buffer[:HEADER_BYTES]))
-    write_header(memoryview(buffer)[:HEADER_BYTES], header._replace(**changes))
+    view = memoryview(buffer)[:HEADER_BYTES]
+    write_header(view, header._replace(**changes))
+    seal(view, header.payload_crc)
     return bytes(buffer)
 
 
@@ -248,12 +270,7 @@ def test_two_ends_that_send_large_frames_to_each_other_both_come_through() -> No
             window.hidden.normal_()
             layout = PairLayout(shape)
             row_bytes = layout.request_row_bytes if name == "attention" else layout.answer_row_bytes
-            write_header(
-                window.header,
-                FrameHeader(
-                    REQUEST, 1, 0, 0, 0, 5, 0, 1, rows, 1024, 2, 3, 1, 9, 1, rows * row_bytes, 0, 0
-                ),
-            )
+            write_header(window.header, request_header(rows, row_bytes))
             sent[name] = window.hidden
         failures: list[BaseException] = []
         both_in_send = threading.Barrier(2, timeout=10)

@@ -19,10 +19,10 @@ from m2n_comm.hello import PairHello, make_hello
 from m2n_comm.host import pairing
 from m2n_comm.host.windows import PairLayout
 from m2n_comm.net import NetShape
-from m2n_comm.nixl import open as nixl_open
+from m2n_comm.nixl import open as nixl_forming
 from m2n_comm.nixl.agent import load_nixl, row_buckets
 from m2n_comm.nixl.lines import NOTE, notes_of
-from m2n_comm.nixl.open import NixlOpening
+from m2n_comm.nixl.open import NixlForming
 from m2n_comm.open import connect_attention, listen_expert
 from tests.m2n_comm.harness import (
     NIXL,
@@ -104,9 +104,9 @@ def test_addresses_have_the_documented_form() -> None:
 
 
 @pytest.fixture
-def opening() -> Iterator[NixlOpening]:
+def forming() -> Iterator[NixlForming]:
     """Yield an attention node that is about to form pairs."""
-    opening = NixlOpening(
+    forming = NixlForming(
         PairLayout(make_shape()),
         role="attention",
         index=0,
@@ -115,12 +115,12 @@ def opening() -> Iterator[NixlOpening]:
         check=lambda: None,
         deadline_s=0.0,
     )
-    yield opening
-    opening.close()
-    opening.close()
+    yield forming
+    forming.close()
+    forming.close()
 
 
-def make_offer(opening: NixlOpening) -> PairHello:
+def make_offer(forming: NixlForming) -> PairHello:
     """Return this node's hello to expert 0."""
     hello = make_hello(
         make_shape(),
@@ -130,20 +130,20 @@ def make_offer(opening: NixlOpening) -> PairHello:
         expert_incarnation=2,
         revision="1",
     )
-    return opening.offer(0, hello)
+    return forming.offer(0, hello)
 
 
 @mark
-def test_memory_that_does_not_fit_is_refused(opening: NixlOpening) -> None:
-    memory = make_offer(opening).memory
+def test_memory_that_does_not_fit_is_refused(forming: NixlForming) -> None:
+    memory = make_offer(forming).memory
     assert memory is not None
     sock: Any = None  # is not reached
     with pytest.raises(FrameError, match="expert 0 offers no memory"):
-        opening.form(0, sock, None)
+        forming.form(0, sock, None)
     with pytest.raises(FrameError, match="windows of expert 0: 8 bytes, expected"):
-        opening.form(0, sock, msgspec.structs.replace(memory, size_bytes=8))
+        forming.form(0, sock, msgspec.structs.replace(memory, size_bytes=8))
     with pytest.raises(FrameError, match="the peer's metadata is refused"):
-        opening.form(0, sock, msgspec.structs.replace(memory, metadata=b"\0" * 40))
+        forming.form(0, sock, msgspec.structs.replace(memory, metadata=b"\0" * 40))
 
 
 def play_and_check(fleet: Fleet) -> None:
@@ -171,12 +171,12 @@ def test_hosts_apart_use_tcp_and_find_dead_peers_by_themselves(
     """Between hosts UCX watches its peers, which rules out its shared memory."""
     modes: list[bool] = []
 
-    class Apart(NixlOpening):
+    class Apart(NixlForming):
         def __init__(self, layout: PairLayout, **settings: Any) -> None:
             modes.append(settings["one_host"])
             super().__init__(layout, **settings | {"one_host": False})
 
-    monkeypatch.setattr(pairing, "NixlOpening", Apart)
+    monkeypatch.setattr(pairing, "NixlForming", Apart)
     with fleet_of("nixl") as fleet:
         play_and_check(fleet)
     assert modes == [True, True]
@@ -226,14 +226,14 @@ def test_a_peer_that_leaves_while_its_line_is_proved_is_lost(
     listener = listen_expert("nixl")
     left = threading.Event()
 
-    def leave(self: NixlOpening, peer: int, end: object, sock: Any) -> None:
+    def leave(self: NixlForming, peer: int, end: object, sock: Any) -> None:
         if self._role == "expert":
             left.set()
             raise ConnectionResetError(104, "left")
         prove(self, peer, end, sock)  # type: ignore[arg-type]
 
-    prove = nixl_open.NixlOpening._prove
-    monkeypatch.setattr(nixl_open.NixlOpening, "_prove", leave)
+    prove = nixl_forming.NixlForming._prove
+    monkeypatch.setattr(nixl_forming.NixlForming, "_prove", leave)
     thread = threading.Thread(target=_accept_in_vain, args=(listener, shape))
     thread.start()
     with pytest.raises(PeerLost, match="expert 0"):

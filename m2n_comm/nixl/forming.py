@@ -1,8 +1,8 @@
 """Forms the pairs of one NIXL node, one after the other, while their handshake runs.
 
-Owns what the two hellos of a pair carry besides (the keys to the memory of each end) and the
+Owns the keys to the memory of each end, which travel in the two hellos of a pair, and the
 proof of every line by a first write. Both roles do the same, at the same time. Knows no
-frames; open.py calls it, and nixl.py uses the pairs afterwards.
+frames; open.py calls it, and lines.py uses the pairs afterwards.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import time
 
 import msgspec
 
-from m2n_comm.hello import PairHello, PairMemory
-from m2n_comm.host.lines import CHECK_INTERVAL_S, Check
+from m2n_comm.handshake import Meeting
+from m2n_comm.hello import Identity, PairHello, PairMemory
 from m2n_comm.host.windows import PairLayout
-from m2n_comm.net import WaitPolicy
 from m2n_comm.nixl.agent import NixlPeer, NodeAgent, PairKeys
-from m2n_comm.nixl.lines import NOTE, NixlLines, NixlPair, Role, notes_of
+from m2n_comm.nixl.lines import NOTE, NixlLines, NixlPair, notes_of
+from m2n_comm.waits import CHECK_INTERVAL_S, Waits
 from topspin.errors import DeadlineExceeded, FrameError, PeerLost, TopspinError
 
 _READY = b"r"
@@ -25,37 +25,26 @@ _FIRST = NOTE.pack(0, 0)
 _LOOK_S = 50e-6
 
 
-class NixlOpening:
-    """A node whose pairs are being formed; then lines() or close().
+class NixlForming:
+    """The pairs of one node while they are formed; then finish() or close().
 
-    Invariant: `_ends` holds the memory of all pairs, `_pairs` those that were formed, `_heard`
-    what was notified meanwhile: first writes of peers whose turn comes later, and frames of
+    Invariant: `_ends` holds the memory of all pairs, `_pairs` those with a known peer, `_heard`
+    the notifications meanwhile: first writes of peers whose turn comes later, and frames of
     peers that are ahead.
     """
 
-    def __init__(
-        self,
-        layout: PairLayout,
-        *,
-        role: Role,
-        index: int,
-        one_host: bool,
-        wait: WaitPolicy,
-        check: Check,
-        deadline_s: float,
-    ) -> None:
-        self._layout = layout
-        self._role: Role = role
-        self._peer_role = "expert" if role == "attention" else "attention"
-        self._wait: WaitPolicy = wait
-        self._check = check
+    def __init__(self, me: Identity, waits: Waits, *, deadline_s: float, one_host: bool) -> None:
+        self._layout = PairLayout(me.shape)
+        self._role = me.role
+        self._peer_role = me.peer_role
+        self._waits = waits
         self._deadline_s = deadline_s
-        self._node = NodeAgent(f"topspin-{role}-{index}", one_host=one_host)
+        self._node = NodeAgent(f"topspin-{me.role}-{me.index}", one_host=one_host)
         self._ends: dict[int, NixlPeer] = {}
         self._pairs: dict[int, NixlPair] = {}
         self._heard: dict[str, list[bytes]] = {}
 
-    def offer(self, peer: int, hello: PairHello) -> PairHello:
+    def offer(self, peer: int, hello: PairHello) -> tuple[PairHello, tuple[int, ...]]:
         """Register memory for the pair with `peer`; return `hello` with the keys to it."""
         end = self._node.add_peer(self._layout, attention=self._role == "attention")
         self._ends[peer] = end
@@ -65,16 +54,14 @@ class NixlOpening:
             metadata=keys.metadata,
             base=keys.base,
             size_bytes=self._layout.total_bytes,
-            bell=self._wait == "block",
+            bell=self._waits.policy == "block",
         )
-        return msgspec.structs.replace(hello, memory=memory)
+        return msgspec.structs.replace(hello, memory=memory), ()
 
-    def form(self, peer: int, sock: socket.socket, memory: PairMemory | None) -> None:
-        """Prepare all writes to `peer`, which offered `memory`, and prove the line.
-
-        Raises FrameError for a peer that does not fit, PeerLost, DeadlineExceeded.
-        """
+    def take(self, peer: int, met: Meeting) -> None:
+        """Prepare all writes to `peer`. Raises FrameError for a peer that does not fit."""
         origin = f"{self._peer_role} {peer}"
+        memory = met.hello.memory
         if memory is None:
             raise FrameError(f"nixl: {origin} offers no memory")
         if memory.size_bytes != self._layout.total_bytes:
@@ -84,24 +71,28 @@ class NixlOpening:
             )
         end = self._ends[peer]
         end.connect(self._node.agent, PairKeys(memory.agent, memory.metadata, memory.base))
-        self._pairs[peer] = NixlPair(end, sock, memory.bell)
-        sock.setblocking(False)
+        self._pairs[peer] = NixlPair(end, met.sock, memory.bell)
+
+    def prove(self, peer: int) -> None:
+        """Prove the line by a first write each way. Raises PeerLost, DeadlineExceeded."""
+        pair = self._pairs[peer]
+        pair.sock.setblocking(False)
         try:
-            self._prove(peer, end, sock)
+            self._prove(peer, pair.peer, pair.sock)
         except TopspinError:
             raise
         except Exception as error:  # of the socket, or the bindings', which have no base
-            raise PeerLost(f"nixl: {origin}: {error!r} while its line was proved") from error
+            text = f"nixl: {self._peer_role} {peer}: {error!r} while its line was proved"
+            raise PeerLost(text) from error
 
-    def lines(self) -> NixlLines:
+    def drop(self, peer: int) -> None:
+        """Forget a peer that was lost; its memory is freed with that of all others."""
+        self._pairs.pop(peer, None)
+
+    def finish(self) -> NixlLines:
         """Return the lines of all pairs that were formed; they own everything from now on."""
         lines = NixlLines(
-            layout=self._layout,
-            role=self._role,
-            node=self._node,
-            pairs=self._pairs,
-            wait=self._wait,
-            check=self._check,
+            self._layout, self._role, node=self._node, pairs=self._pairs, waits=self._waits
         )
         named = {pair.peer.name: peer for peer, pair in self._pairs.items()}
         lines.file(notes_of(self._heard, named))
@@ -139,7 +130,7 @@ class NixlOpening:
                 raise DeadlineExceeded(f"nixl: no line to {self._peer_role} {peer}")
             if now_s >= next_check_s:
                 next_check_s = now_s + CHECK_INTERVAL_S
-                self._check()
+                self._waits.check()
             time.sleep(_LOOK_S)
 
     def _is_ready(self, sock: socket.socket, peer: int) -> bool:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from m2n_comm.host.emulate import LinkEmulation, LinkShaper, wait_delivery
+from m2n_comm.emulate import LinkEmulation, LinkShaper, wait_delivery
 from topspin.errors import ConfigError
 
 

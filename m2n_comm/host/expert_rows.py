@@ -1,10 +1,10 @@
-"""Answers of one row per (token, expert) pair, and their sum in an order that nothing moves.
+"""Answers of one row per (token, chosen expert), and their sum in an order that nothing moves.
 
 With partial sums the bits of a token's sum depend on which experts share a node. Here an
-expert node answers with the unweighted row of every pair that it serves, pairs by
-ascending (row, choice); PairSum puts the rows of all nodes together and adds a token's
-rows by ascending logical expert id, in fp32. Pure but for the buffer; knows no transport.
-attention_side.py uses it if NetShape.per_pair_answers.
+expert node answers with the unweighted row of every choice that it serves, by ascending
+(row, choice); RowSum puts the rows of all nodes together and adds a token's rows by ascending
+logical expert id, in fp32. Pure but for the buffer; knows no transport. parts.py uses it if
+NetShape.per_expert_answers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from m2n_comm.net import NetShape
 
 
 @dataclass(frozen=True, slots=True)
-class PairPlan:
+class RowPlan:
     """Which answer rows come back from each expert node, and how they are added.
 
-    `places[n]` i64[P], where the rows of node n go among the T * K pairs; part r of its
+    `places[n]` i64[P], where the rows of node n go among the T * K choices; part r of its
     answers brings `bounds[n][r] : bounds[n][r + 1]` of them. `order` i64[K, T]: a token's
-    pairs by ascending expert id, the first of all tokens first; `weights` f32[K, T, 1] theirs.
+    choices by ascending expert id, the first of all tokens first; `weights` f32[K, T, 1] theirs.
     """
 
     places: tuple[torch.Tensor, ...]
@@ -36,9 +36,9 @@ class PairPlan:
         return self.bounds[node][part + 1] - self.bounds[node][part]
 
 
-def plan_pairs(
+def plan_rows(
     plan: SendPlan, experts: torch.Tensor, weights: torch.Tensor, *, window_rows: int
-) -> PairPlan:
+) -> RowPlan:
     """Plan the answers to the sends of `plan`; experts [T, K] logical ids, weights f32[T, K]."""
     num_tokens, top_k = experts.shape
     places, bounds = [], []
@@ -58,17 +58,17 @@ def plan_pairs(
             )
         )
     choices = experts.argsort(dim=1)
-    first_pair = torch.arange(num_tokens).mul_(top_k)
-    return PairPlan(
+    first_choice = torch.arange(num_tokens).mul_(top_k)
+    return RowPlan(
         tuple(places),
         tuple(bounds),
-        choices.add(first_pair[:, None]).t().contiguous(),
+        choices.add(first_choice[:, None]).t().contiguous(),
         weights.gather(1, choices).t().contiguous()[:, :, None],
     )
 
 
-class PairSum:
-    """The rows of one dispatch's pairs, while its answers arrive.
+class RowSum:
+    """The rows of one dispatch's choices, while its answers arrive.
 
     The buffer grows to the largest dispatch and is kept; combine() runs one dispatch at a
     time, so that one buffer serves all micro-batches.
@@ -84,22 +84,22 @@ class PairSum:
         """Return the bytes of the buffer."""
         return self._rows.nbytes
 
-    def put(self, pairs: PairPlan, node: int, part: int, rows: torch.Tensor) -> None:
+    def put(self, plan: RowPlan, node: int, part: int, rows: torch.Tensor) -> None:
         """Take the answer rows [P, H] of one part of `node`."""
-        num_pairs = pairs.order.numel()
-        if len(self._rows) < num_pairs:
+        num_choices = plan.order.numel()
+        if len(self._rows) < num_choices:
             # Nothing of this dispatch has been put yet, or it would have room.
-            self._rows = self._rows.new_empty(num_pairs, self._rows.shape[1])
-        low, high = pairs.bounds[node][part : part + 2]
-        self._rows.index_copy_(0, pairs.places[node][low:high], rows)
+            self._rows = self._rows.new_empty(num_choices, self._rows.shape[1])
+        low, high = plan.bounds[node][part : part + 2]
+        self._rows.index_copy_(0, plan.places[node][low:high], rows)
 
-    def add_up(self, pairs: PairPlan, out: torch.Tensor) -> None:
-        """Fill out [T, H] fp32: products and sums are rounded apart, pair after pair."""
+    def add_up(self, plan: RowPlan, out: torch.Tensor) -> None:
+        """Fill out [T, H] fp32: products and sums are rounded apart, choice after choice."""
         out.zero_()
-        for order, weights in zip(pairs.order, pairs.weights, strict=True):
+        for order, weights in zip(plan.order, plan.weights, strict=True):
             out.add_(self._rows.index_select(0, order).float().mul_(weights))
 
 
-def count_pairs(slots: torch.Tensor) -> int:
+def count_choices(slots: torch.Tensor) -> int:
     """Return how many answer rows the request rows with `slots` [R, K] make."""
     return int((slots >= 0).sum())

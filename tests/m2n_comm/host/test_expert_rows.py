@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from m2n_comm.host.pair_sums import PairSum, plan_pairs
+from m2n_comm.host.expert_rows import RowSum, plan_rows
 from m2n_comm.layout import plan_sends, route_map
 from m2n_comm.net import ExpertBatch, NetShape
 from tests.m2n_comm.harness import (
@@ -34,7 +34,7 @@ PAYLOADS = (torch.float32, torch.bfloat16)
 
 
 def pair_shape(payload: torch.dtype = torch.float32, **changes: int) -> NetShape:
-    return make_shape(payload=payload, per_pair_answers=True, **changes)
+    return make_shape(payload=payload, per_expert_answers=True, **changes)
 
 
 def serve_pairs(
@@ -127,8 +127,8 @@ def test_the_plan_puts_every_pair_into_its_place(
     fake = FakeExperts(shape, NUM_EXPERTS)
     table = make_table(shape, num_nodes)
     plan = plan_sends(route_map(table), 0, rows.experts)
-    pairs = plan_pairs(plan, rows.experts, rows.weights, window_rows=window_rows)
-    total = PairSum(shape)
+    pairs = plan_rows(plan, rows.experts, rows.weights, window_rows=window_rows)
+    total = RowSum(shape)
     brought = 0
     for node in range(num_nodes):
         compute = serve_pairs(fake, table, node)

@@ -1,0 +1,58 @@
+"""The header of every M2N frame: one table of 64-bit fields, whatever carries the rows.
+
+Owns the order of the fields. Knows no transport: m2n_comm.host.wire packs and compares headers
+in Python, m2n_comm.host.native in compiled code, and kernels.m2n_windows gives its first fields
+to kernels on GPUs, which use no others.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class FrameHeader(NamedTuple):
+    """One frame, described by its sender. Each field is a 64-bit word, in this order.
+
+    `sequence` counts the frames of one (pair, micro-batch), from 1; an answer carries the
+    sequence of its request. `part` of `num_parts` counts the windows that one dispatch takes.
+    `incarnation` is of the frame's writer. GPUs need no more. `kind` and `payload` are codes of
+    m2n_comm.host.wire. The fields from `payload_bytes` on are not compared. `deliver_ns` is the
+    CLOCK_MONOTONIC time before which an emulated link has not delivered the frame; 0 on a real
+    one. In an answer `compute_ns` is the expert node's time from having the rows to replying,
+    `idle_ns` how long it had waited for them (0: they had waited for it). The checksums are only
+    set where a network carries the frame.
+    """
+
+    sequence: int
+    rows: int
+    step: int
+    table_version: int
+    layer: int
+    part: int
+    num_parts: int
+    incarnation: int
+    reader_incarnation: int
+    kind: int
+    payload: int
+    attention: int
+    expert: int
+    micro_batch: int
+    hidden_size: int
+    payload_bytes: int
+    deliver_ns: int = 0
+    compute_ns: int = 0
+    idle_ns: int = 0
+    payload_crc: int = 0
+    header_crc: int = 0
+
+
+NUM_WORDS: Final = len(FrameHeader._fields)
+
+
+def word(name: str) -> int:
+    """Return the number of a field's word."""
+    return FrameHeader._fields.index(name)
+
+
+NUM_DEVICE_WORDS: Final = word("incarnation") + 1
+"""How many of the words kernels on GPUs write and compare."""
