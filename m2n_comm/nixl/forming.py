@@ -42,6 +42,7 @@ class NixlForming:
         self._node = NodeAgent(f"topspin-{me.role}-{me.index}", one_host=one_host)
         self._ends: dict[int, NixlPeer] = {}
         self._pairs: dict[int, NixlPair] = {}
+        self._keys: dict[int, PairKeys] = {}
         self._heard: dict[str, list[bytes]] = {}
 
     def offer(self, peer: int, hello: PairHello) -> tuple[PairHello, tuple[int, ...]]:
@@ -59,7 +60,7 @@ class NixlForming:
         return msgspec.structs.replace(hello, memory=memory), ()
 
     def take(self, peer: int, met: Meeting) -> None:
-        """Prepare all writes to `peer`. Raises FrameError for a peer that does not fit."""
+        """Keep the keys of `peer`. Raises FrameError for memory that does not fit."""
         origin = f"{self._peer_role} {peer}"
         memory = met.hello.memory
         if memory is None:
@@ -69,13 +70,16 @@ class NixlForming:
                 f"nixl: windows of {origin}: {memory.size_bytes} bytes, "
                 f"expected {self._layout.total_bytes}"
             )
-        end = self._ends[peer]
-        end.connect(self._node.agent, PairKeys(memory.agent, memory.metadata, memory.base))
-        self._pairs[peer] = NixlPair(end, met.sock, memory.bell)
+        self._pairs[peer] = NixlPair(self._ends[peer], met.sock, memory.bell)
+        self._keys[peer] = PairKeys(memory.agent, memory.metadata, memory.base)
 
     def prove(self, peer: int) -> None:
-        """Prove the line by a first write each way. Raises PeerLost, DeadlineExceeded."""
+        """Prepare all writes to `peer` and prove the line by a first write each way.
+
+        Raises FrameError for keys that are none, PeerLost, DeadlineExceeded.
+        """
         pair = self._pairs[peer]
+        pair.peer.connect(self._node.agent, self._keys[peer])
         pair.sock.setblocking(False)
         try:
             self._prove(peer, pair.peer, pair.sock)

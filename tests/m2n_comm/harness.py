@@ -38,13 +38,6 @@ NIXL = pytest.param("nixl", marks=_HAS_NIXL)
 TRANSPORTS = ("local", "shm", "tcp", NIXL)
 # Nets for a device over nets for the host.
 STAGED: dict[str, Transport] = {"staged-local": "local", "staged-shm": "shm"}
-# For long tables of cases: opening an agent costs nixl some 30 ms.
-TABLE_TRANSPORTS = (
-    "local",
-    "shm",
-    "tcp",
-    pytest.param("nixl", marks=[_HAS_NIXL, pytest.mark.slow]),
-)
 JOIN_S = 20.0
 NUM_EXPERTS = 7
 SIZES = (0, 1, 8, 9, 3, 27, 5, 16, 2, 0, 33)

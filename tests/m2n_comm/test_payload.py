@@ -11,7 +11,6 @@ from m2n_comm.net import ExpertBatch
 from m2n_comm.payload import LARGEST, pack_rows, unpack_rows
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,
-    TRANSPORTS,
     Collected,
     FakeExperts,
     Rows,
@@ -23,6 +22,7 @@ from tests.m2n_comm.harness import (
     mixed_rows,
     rally,
 )
+from tests.pairwise import cover_pairs
 
 CODES = (torch.float8_e4m3fn, torch.int8)
 
@@ -79,9 +79,9 @@ def test_a_row_does_not_depend_on_its_companions(code: torch.dtype) -> None:
     assert torch.equal(through_wire(rows, code), alone)
 
 
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("topology", [(1, 1), (3, 2)], ids=["1x1", "3x2"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("topology", "transport", "code"), cover_pairs(((1, 1), (3, 2)), ("local", "shm", "tcp"), CODES)
+)
 def test_sums_equal_the_dense_reference_of_the_compressed_rows(
     transport: Transport, topology: tuple[int, int], code: torch.dtype
 ) -> None:

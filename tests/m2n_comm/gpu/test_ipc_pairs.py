@@ -11,9 +11,10 @@ import torch
 
 from kernels.m2n_windows import ABORT, STEP, step_words
 from kernels.runtime import Event, HostRuntime, Stream
+from m2n_comm.gpu.ipc_life import IpcLife, parts_of
 from m2n_comm.gpu.ipc_pairs import IpcPair, IpcPairs, PeerWatch, inbox_bytes
-from m2n_comm.gpu.ipc_rules import Life, parts_of
 from m2n_comm.gpu.memory import HostMemory
+from m2n_comm.rules import NetRules
 from m2n_comm.waits import Check, wait_on
 from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER, ipc_fleet, ipc_shape, ticket_of
 from tests.m2n_comm.harness import NUM_EXPERTS, make_shape, random_rows
@@ -100,7 +101,8 @@ def test_settling_looks_while_it_waits_and_gives_up_when_told() -> None:
 
     runtime = LateRuntime(looks=10**9)
     with Pair(runtime, check) as pairs:
-        life = Life("attention 0", pairs)
+        rules = NetRules("attention 0", make_shape(), on_failure=pairs.control.abort)
+        life = IpcLife(rules, pairs)
         with pytest.raises(Interrupted):
             life.settle()
         assert pairs.control.word(ABORT) == 1, "the abort word, at which kernels stop waiting"
@@ -108,7 +110,7 @@ def test_settling_looks_while_it_waits_and_gives_up_when_told() -> None:
             life.settle()
     runtime.looks = 5
     with Pair(runtime) as pairs:
-        Life("attention 0", pairs).settle()
+        IpcLife(NetRules("attention 0", make_shape()), pairs).settle()
 
 
 @NEEDS_INTERPRETER

@@ -12,7 +12,6 @@ from m2n_comm.layout import plan_sends, route_map
 from m2n_comm.net import ExpertBatch, NetShape
 from tests.m2n_comm.harness import (
     NUM_EXPERTS,
-    TRANSPORTS,
     Collected,
     FakeExperts,
     Fleet,
@@ -25,6 +24,7 @@ from tests.m2n_comm.harness import (
     rally,
     random_rows,
 )
+from tests.pairwise import cover_pairs
 from topspin.errors import FrameError, PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
@@ -33,11 +33,11 @@ EVERYTHING = tuple(range(NUM_EXPERTS))
 PAYLOADS = (torch.float32, torch.bfloat16)
 
 
-def pair_shape(payload: torch.dtype = torch.float32, **changes: int) -> NetShape:
+def row_shape(payload: torch.dtype = torch.float32, **changes: int) -> NetShape:
     return make_shape(payload=payload, per_expert_answers=True, **changes)
 
 
-def serve_pairs(
+def serve_rows(
     fake: FakeExperts, table: ExpertTable, node: int
 ) -> Callable[[ExpertBatch], torch.Tensor]:
     """Return what an expert node answers: the row of every pair, unweighted."""
@@ -67,28 +67,29 @@ def tokens(ticket: StepTicket, index: int, layer: int, mb: int, shape: NetShape)
     return random_rows(shape, size, choose_from=EVERYTHING, seed=seed)
 
 
-def open_pairs(
+def open_rows(
     transport: Transport, topology: tuple[int, int], shape: NetShape, table: ExpertTable
 ) -> Fleet:
     fake = FakeExperts(shape, NUM_EXPERTS)
     num_attention, num_experts = topology
-    serves = [serve_pairs(fake, table, node) for node in range(num_experts)]
+    serves = [serve_rows(fake, table, node) for node in range(num_experts)]
     return open_fleet(
         transport, num_attention, num_experts, shape=shape, table=table, serves=serves
     )
 
 
-@pytest.mark.parametrize("payload", PAYLOADS, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("topology", [(1, 1), (2, 2), (1, 3)], ids=lambda t: f"{t[0]}x{t[1]}")
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sums_are_those_of_one_pair_after_the_other(
+@pytest.mark.parametrize(
+    ("topology", "transport", "payload"),
+    cover_pairs(((1, 1), (2, 2), (1, 3)), ("local", "tcp"), PAYLOADS),
+)
+def test_sums_are_those_of_one_row_after_the_other(
     transport: Transport, topology: tuple[int, int], payload: torch.dtype
 ) -> None:
-    shape = pair_shape(payload)
+    shape = row_shape(payload)
     fake = FakeExperts(shape, NUM_EXPERTS)
     everyone = tuple(range(topology[0]))
     tickets = [make_ticket(s, participants=everyone, m=1 + s % 3) for s in range(1, 5)]
-    fleet = open_pairs(transport, topology, shape, make_table(shape, topology[1]))
+    fleet = open_rows(transport, topology, shape, make_table(shape, topology[1]))
     results: Collected = {}
     try:
         failures = fleet.run(
@@ -103,11 +104,11 @@ def test_sums_are_those_of_one_pair_after_the_other(
         assert torch.equal(got, wanted(fake, layer, rows))
 
 
-def test_a_node_without_any_of_the_pairs() -> None:
-    shape = pair_shape()
+def test_a_node_without_any_of_the_experts() -> None:
+    shape = row_shape()
     table = make_table(shape, 2)
     rows = random_rows(shape, 19, choose_from=table.experts_of(1)[0], seed=5)
-    fleet = open_pairs("shm", (1, 2), shape, table)
+    fleet = open_rows("shm", (1, 2), shape, table)
     results: Collected = {}
     try:
         assert fleet.run([make_ticket(1)], rally(lambda t, i, la, mb: rows, results)) == {}
@@ -116,13 +117,13 @@ def test_a_node_without_any_of_the_pairs() -> None:
     assert torch.equal(results[1, 0, 1, 0], wanted(FakeExperts(shape, NUM_EXPERTS), 1, rows))
 
 
-@pytest.mark.parametrize("window_rows", [1, 4, 64])
-@pytest.mark.parametrize("num_nodes", [1, 2, 3])
-@pytest.mark.parametrize("num_rows", [0, 1, 13])
-def test_the_plan_puts_every_pair_into_its_place(
+@pytest.mark.parametrize(
+    ("num_rows", "num_nodes", "window_rows"), cover_pairs((0, 1, 13), (1, 2, 3), (1, 4, 64))
+)
+def test_the_plan_puts_every_row_into_its_place(
     num_rows: int, num_nodes: int, window_rows: int
 ) -> None:
-    shape = pair_shape(window_rows=window_rows)
+    shape = row_shape(window_rows=window_rows)
     rows = random_rows(shape, num_rows, choose_from=EVERYTHING, seed=num_rows)
     fake = FakeExperts(shape, NUM_EXPERTS)
     table = make_table(shape, num_nodes)
@@ -131,7 +132,7 @@ def test_the_plan_puts_every_pair_into_its_place(
     total = RowSum(shape)
     brought = 0
     for node in range(num_nodes):
-        compute = serve_pairs(fake, table, node)
+        compute = serve_rows(fake, table, node)
         chosen = plan.rows[node]
         tokens_there = torch.arange(num_rows) if chosen is None else chosen
         for part in range(max(1, -(-len(tokens_there) // window_rows))):
@@ -152,7 +153,7 @@ def test_the_plan_puts_every_pair_into_its_place(
 
 
 def test_a_partial_sum_is_not_taken_for_the_rows_of_the_pairs() -> None:
-    shape = pair_shape()
+    shape = row_shape()
     table = make_table(shape, 1)
     fake = FakeExperts(shape, NUM_EXPERTS)
     fleet = open_fleet("shm", 1, 1, shape=shape, table=table, serves=[fake.serve(table, 0)])

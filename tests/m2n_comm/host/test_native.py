@@ -28,6 +28,7 @@ from m2n_comm.host.wire import (
     write_header,
 )
 from tests.m2n_comm.harness import make_shape
+from tests.pairwise import cover_pairs
 
 ATTENTION, EXPERT, MICRO_BATCH = 513, 7, 3
 # Incarnations are random 64-bit numbers, so the highest bit may be set.
@@ -136,9 +137,10 @@ def routing(seed: int, num_rows: int, dtype: torch.dtype, hidden_size: int = 13)
     return hidden, chosen, weights, columns
 
 
-@pytest.mark.parametrize("sends_all", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [0, 1, 3, 8])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "sends_all"),
+    cover_pairs((0, 1, 3, 8), (torch.float32, torch.bfloat16), (False, True)),
+)
 def test_a_request_holds_the_rows_that_chose_the_node(
     num_rows: int, dtype: torch.dtype, sends_all: bool
 ) -> None:
@@ -165,9 +167,10 @@ def test_an_unknown_expert_writes_no_header(unknown: int) -> None:
     assert bytes(pair.request.header) == bytes(HEADER_BYTES)
 
 
-@pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("hidden_size", [1, 13, 64])
+@pytest.mark.parametrize(
+    ("hidden_size", "dtype", "adds"),
+    cover_pairs((1, 13, 64), (torch.float32, torch.bfloat16), (False, True)),
+)
 def test_an_answer_is_added_to_the_rows_that_were_sent(
     hidden_size: int, dtype: torch.dtype, adds: bool
 ) -> None:
@@ -236,28 +239,29 @@ def test_any_damaged_byte_of_a_compared_field_is_refused_at_both_ends() -> None:
         assert not out.any()
 
 
-@pytest.mark.parametrize("name", COMPARED)
-def test_a_frame_of_another_kind_step_or_size_is_refused(name: str) -> None:
+def test_a_frame_of_another_kind_step_or_size_is_refused() -> None:
     """The sides then go the plain way, which names the field."""
-    pair = Pair(torch.float32)
-    pair.send(*routing(1, 6, torch.float32))
-    right = read_header(bytes(pair.request.header))
-    for delta in (-1, 1):
-        value = getattr(right, name) + delta
-        if value >= 0:
-            write_header(pair.request.header, right._replace(**{name: value}))
-            assert pair.take() == -1, (name, value)
-    write_header(pair.request.header, right)
-    pair.take()
-    write_answer(pair.expert.address, 0, 0, 0)
-    answer = read_header(bytes(pair.answer.header))
-    out = torch.zeros(6, 13)
-    for delta in (-1, 1):
-        value = getattr(answer, name) + delta
-        if value >= 0:
-            write_header(pair.answer.header, answer._replace(**{name: value}))
-            assert add_answer(pair.attention.address, out.data_ptr(), 6, True) == -1
-    assert not out.any()
+    for name in COMPARED:
+        pair = Pair(torch.float32)
+        pair.send(*routing(1, 6, torch.float32))
+        right = read_header(bytes(pair.request.header))
+        for delta in (-1, 1):
+            value = getattr(right, name) + delta
+            if value >= 0:
+                write_header(pair.request.header, right._replace(**{name: value}))
+                assert pair.take() == -1, (name, value)
+        write_header(pair.request.header, right)
+        pair.take()
+        write_answer(pair.expert.address, 0, 0, 0)
+        answer = read_header(bytes(pair.answer.header))
+        out = torch.zeros(6, 13)
+        for delta in (-1, 1):
+            value = getattr(answer, name) + delta
+            if value >= 0:
+                write_header(pair.answer.header, answer._replace(**{name: value}))
+                taken = add_answer(pair.attention.address, out.data_ptr(), 6, True)
+                assert taken == -1, (name, value)
+        assert not out.any()
 
 
 @pytest.mark.parametrize(

@@ -15,15 +15,15 @@ import msgspec
 import pytest
 import torch
 
-from m2n_comm.hello import PairHello, make_hello
-from m2n_comm.host import pairing
-from m2n_comm.host.windows import PairLayout
+from m2n_comm import open as opener
+from m2n_comm.handshake import Meeting
+from m2n_comm.hello import Identity, PairMemory
 from m2n_comm.net import NetShape
-from m2n_comm.nixl import open as nixl_forming
 from m2n_comm.nixl.agent import load_nixl, row_buckets
+from m2n_comm.nixl.forming import NixlForming
 from m2n_comm.nixl.lines import NOTE, notes_of
-from m2n_comm.nixl.open import NixlForming
 from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     NIXL,
     Collected,
@@ -80,15 +80,9 @@ def test_expert_nodes_must_all_use_nixl_or_none() -> None:
     shape = make_shape()
     peers = [ExpertPeer(address="nixl:unix:@a", incarnation=1)]
     peers.append(ExpertPeer(address="unix:@b", incarnation=2))
-    with pytest.raises(ConfigError, match="must all use nixl, or none"):
-        connect_attention(
-            shape,
-            index=0,
-            incarnation=1,
-            experts=peers,
-            table=make_table(shape, 2),
-            timeout_s=1.0,
-        )
+    me = Identity(role="attention", index=0, incarnation=1, shape=shape)
+    with pytest.raises(ConfigError, match="one transport, found nixl and shm"):
+        connect_attention(me, peers, make_table(shape, 2), Waits(timeout_s=1.0))
 
 
 @mark
@@ -106,44 +100,31 @@ def test_addresses_have_the_documented_form() -> None:
 @pytest.fixture
 def forming() -> Iterator[NixlForming]:
     """Yield an attention node that is about to form pairs."""
-    forming = NixlForming(
-        PairLayout(make_shape()),
-        role="attention",
-        index=0,
-        one_host=True,
-        wait="block",
-        check=lambda: None,
-        deadline_s=0.0,
-    )
+    me = Identity(role="attention", index=0, incarnation=1, shape=make_shape())
+    forming = NixlForming(me, Waits(timeout_s=0.0), deadline_s=0.0, one_host=True)
     yield forming
     forming.close()
     forming.close()
 
 
-def make_offer(forming: NixlForming) -> PairHello:
-    """Return this node's hello to expert 0."""
-    hello = make_hello(
-        make_shape(),
-        attention=0,
-        expert=0,
-        attention_incarnation=1,
-        expert_incarnation=2,
-        revision="1",
-    )
-    return forming.offer(0, hello)
-
-
 @mark
 def test_memory_that_does_not_fit_is_refused(forming: NixlForming) -> None:
-    memory = make_offer(forming).memory
+    me = Identity(role="attention", index=0, incarnation=1, shape=make_shape())
+    hello, _ = forming.offer(0, me.hello(0, 2))
+    memory = hello.memory
     assert memory is not None
-    sock: Any = None  # is not reached
+
+    def take(offered: PairMemory | None) -> None:
+        sock: Any = None  # is not reached
+        forming.take(0, Meeting(sock, msgspec.structs.replace(hello, memory=offered), ()))
+
     with pytest.raises(FrameError, match="expert 0 offers no memory"):
-        forming.form(0, sock, None)
+        take(None)
     with pytest.raises(FrameError, match="windows of expert 0: 8 bytes, expected"):
-        forming.form(0, sock, msgspec.structs.replace(memory, size_bytes=8))
+        take(msgspec.structs.replace(memory, size_bytes=8))
+    take(msgspec.structs.replace(memory, metadata=b"\0" * 40))
     with pytest.raises(FrameError, match="the peer's metadata is refused"):
-        forming.form(0, sock, msgspec.structs.replace(memory, metadata=b"\0" * 40))
+        forming.prove(0)
 
 
 def play_and_check(fleet: Fleet) -> None:
@@ -172,11 +153,11 @@ def test_hosts_apart_use_tcp_and_find_dead_peers_by_themselves(
     modes: list[bool] = []
 
     class Apart(NixlForming):
-        def __init__(self, layout: PairLayout, **settings: Any) -> None:
+        def __init__(self, *args: Any, **settings: Any) -> None:
             modes.append(settings["one_host"])
-            super().__init__(layout, **settings | {"one_host": False})
+            super().__init__(*args, **settings | {"one_host": False})
 
-    monkeypatch.setattr(pairing, "NixlForming", Apart)
+    monkeypatch.setattr(opener, "NixlForming", Apart)
     with fleet_of("nixl") as fleet:
         play_and_check(fleet)
     assert modes == [True, True]
@@ -232,26 +213,22 @@ def test_a_peer_that_leaves_while_its_line_is_proved_is_lost(
             raise ConnectionResetError(104, "left")
         prove(self, peer, end, sock)  # type: ignore[arg-type]
 
-    prove = nixl_forming.NixlForming._prove
-    monkeypatch.setattr(nixl_forming.NixlForming, "_prove", leave)
+    prove = NixlForming._prove
+    monkeypatch.setattr(NixlForming, "_prove", leave)
     thread = threading.Thread(target=_accept_in_vain, args=(listener, shape))
     thread.start()
+    me = Identity(role="attention", index=0, incarnation=50, shape=shape)
+    peer = ExpertPeer(address=listener.address, incarnation=7)
     with pytest.raises(PeerLost, match="expert 0"):
-        connect_attention(
-            shape,
-            index=0,
-            incarnation=50,
-            experts=[ExpertPeer(address=listener.address, incarnation=7)],
-            table=make_table(shape, 1),
-            timeout_s=10.0,
-        )
+        connect_attention(me, [peer], make_table(shape, 1), Waits(timeout_s=10.0))
     thread.join(10.0)
     assert left.is_set()
 
 
 def _accept_in_vain(listener: Any, shape: NetShape) -> None:
+    me = Identity(role="expert", index=0, incarnation=7, shape=shape)
     with pytest.raises(Exception, match="did not connect"):
-        listener.accept(shape, index=0, incarnation=7, attention_incarnations=(50,), timeout_s=0.5)
+        listener.accept(me, (50,), make_table(shape, 1), Waits(timeout_s=0.5))
     listener.close()
 
 
