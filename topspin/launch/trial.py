@@ -31,9 +31,11 @@ from attention_nodes.model_runner import ModelRunner
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import Ops, select_ops
+from m2n_comm.hello import Identity
 from m2n_comm.host.local import LocalHub
 from m2n_comm.net import AttentionNet, ExpertNet, wait_policy
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
+from m2n_comm.waits import Waits
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_attention_weights, stream_expert_weights
@@ -83,8 +85,8 @@ class Trial:
         self._blocks_each = -(-(CONTEXT + NUM_STEPS + 1) // config.cache.block_size)
         # Compiled kernels are kept, so the two halves are compiled side by side, as by the nodes.
         compiled = fork(lambda: self._load_experts().num_layers)
-        self._replica = self._load_replica()
-        self._replica.execute(self._plan(_ticket(1)), AbsentExperts(), index=0)
+        self._runner = self._load_runner()
+        self._runner.execute(self._plan(_ticket(1)), AbsentExperts(), index=0)
         compiled()
         self._experts = self._load_experts()
 
@@ -93,7 +95,7 @@ class Trial:
         attention, expert = candidate.nodes
         if candidate.choice.transport == "local":
             settle(attention)
-            hub = LocalHub(self._replica.net_shape(self._config), 1, 1)
+            hub = LocalHub(self._runner.net_shape(self._config), 1, 1)
             hub.attach_expert(0, self._experts.compute, table=self._table)
             return self._decode(hub.attention_net(0, self._table))
         listener = listen_expert(candidate.choice.transport)
@@ -109,13 +111,15 @@ class Trial:
         listener.close()
         settle(attention)
         net = connect_attention(
-            self._replica.net_shape(self._config),
-            index=0,
-            incarnation=1,
-            experts=[ExpertPeer(address=listener.address, incarnation=2)],
-            table=self._table,
-            timeout_s=TIMEOUT_S,
-            wait=wait_policy(candidate.config),
+            Identity(
+                role="attention",
+                index=0,
+                incarnation=1,
+                shape=self._runner.net_shape(self._config),
+            ),
+            [ExpertPeer(address=listener.address, incarnation=2)],
+            self._table,
+            Waits(timeout_s=TIMEOUT_S, policy=wait_policy(candidate.config)),
         )
         step_s = self._decode(net)
         served()
@@ -123,13 +127,15 @@ class Trial:
 
     def _accept(self, listener: ExpertListener, candidate: Candidate) -> ExpertNet:
         return listener.accept(
-            self._experts.net_shape(self._config),
-            index=0,
-            incarnation=2,
-            attention_incarnations=(1,),
-            timeout_s=TIMEOUT_S,
-            table=self._table,
-            wait=wait_policy(candidate.config),
+            Identity(
+                role="expert",
+                index=0,
+                incarnation=2,
+                shape=self._experts.net_shape(self._config),
+            ),
+            (1,),
+            self._table,
+            Waits(timeout_s=TIMEOUT_S, policy=wait_policy(candidate.config)),
         )
 
     def _ops(self) -> Ops:
@@ -146,12 +152,12 @@ class Trial:
             ),
             self._ops(),
             held=held,
-            per_pair_answers=self._config.compute.deterministic,
+            per_expert_answers=self._config.compute.deterministic,
         )
         experts.warm_up((1, NUM_ROWS))
         return experts
 
-    def _load_replica(self) -> ModelRunner:
+    def _load_runner(self) -> ModelRunner:
         num_blocks = NUM_ROWS * self._blocks_each
         cache = kv_cache.of_blocks(
             self._model, num_blocks, block_size=self._config.cache.block_size, dtype=self._dtype
@@ -165,7 +171,7 @@ class Trial:
         found = []
         for step in range(2, NUM_STEPS + 1):
             started = time.perf_counter()
-            result = self._replica.execute(self._plan(_ticket(step)), net, index=0)
+            result = self._runner.execute(self._plan(_ticket(step)), net, index=0)
             layers_s = result.timings.attention_s + result.timings.wait_s
             step_s = time.perf_counter() - started
             found.append(step_s + (self._whole_over_part - 1) * layers_s)
