@@ -166,9 +166,8 @@ class Decoder:
             return None
         gate_up, down = layer.mlp
         gate_up_bias, down_bias = layer.mlp_biases
-        out = self.ops.dense_mlp(
-            normed, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias
-        )
+        units = self.ops.swiglu(self.ops.linear(normed, gate_up, gate_up_bias))
+        out = self.ops.linear(units, down, down_bias)
         if layer.shared_gate is not None:
             out = self.ops.sigmoid(self.ops.linear(normed, layer.shared_gate)) * out
         return out

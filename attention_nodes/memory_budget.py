@@ -40,6 +40,9 @@ _log = logging.getLogger("attention")
 GRAPH_BYTES: Final = 16 * 2**20
 """What a recording takes beside its tensors, with about a thousand kernels: an assumption."""
 
+SHORT_SLICE: Final = 64
+"""Slices up to so long have attention kernels of their own (kernels.triton.attention)."""
+
 _COSTLIEST: Final = SamplingParams(
     max_tokens=2, seed=0, temperature=1.0, top_k=5, top_p=0.9, presence_penalty=1.0, logprobs=20
 )
@@ -161,7 +164,11 @@ def measure(
 
 
 def largest_steps(config: NodeConfig, *, index: int, table_version: int) -> list[StepPlan]:
-    """Return the plans of a dry run for attention node `index`, with every block id 0."""
+    """Return the plans of a dry run for attention node `index`, with every block id 0.
+
+    Prompts that fill a step, a token of every sequence, and a short slice alone: together they
+    take the most memory, and every kernel of steps that are not recorded.
+    """
     max_len = config.model.max_model_len
     assert max_len is not None
     lengths = [min(max_len, config.max_num_batched_tokens)]
@@ -169,7 +176,12 @@ def largest_steps(config: NodeConfig, *, index: int, table_version: int) -> list
         lengths.append(min(max_len, config.max_num_batched_tokens - sum(lengths)))
     prompts = _plan(1, lengths, config, index=index, table_version=table_version)
     singles = [1] * config.max_num_seqs
-    return [prompts, _plan(2, singles, config, index=index, table_version=table_version)]
+    short = [min(SHORT_SLICE, max_len, config.max_num_batched_tokens)]
+    others = (
+        _plan(generation, each, config, index=index, table_version=table_version)
+        for generation, each in ((2, singles), (3, short))
+    )
+    return [prompts, *others]
 
 
 def _plan(

@@ -14,6 +14,7 @@ import argparse
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -28,7 +29,9 @@ def make(directory: Path, *, num_layers: int = 12, dtype: str = "bfloat16", seed
     from models.hub import resolve_model
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
+    # transformers 5 declares no head_dim for this family, and takes it.
+    make_config: Any = Qwen3MoeConfig
+    config = make_config(
         vocab_size=49152,
         hidden_size=1024,
         intermediate_size=512,

@@ -87,10 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args(argv)
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     path = str(resolve_model(args.model))
     tokens = AutoTokenizer.from_pretrained(path)(TEXT.read_text(), return_tensors="pt").input_ids
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype)).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, args.dtype))
+    model.eval()
     starts = torch.linspace(0, tokens.shape[1] - 33, args.sequences).long().tolist()
     prompts = torch.cat([tokens[:, start : start + 32] for start in starts])
 

@@ -50,10 +50,12 @@ def rounded(x: Tensor, kind: GGMLQuantizationType) -> Tensor:
 
 def in_fp8(x: Tensor) -> Tensor:
     """Return x [R, I] as a GPU's fp8 experts multiply it: groups of 128 by their greatest."""
-    groups = F.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    padded = F.pad(x, (0, -x.shape[1] % GROUP))
+    groups = padded.reshape(len(x), padded.shape[1] // GROUP, GROUP)
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / FP8_MAX
     codes = (groups / scales).to(torch.float8_e4m3fn)
-    return (codes.float() * scales).flatten(1)[:, : x.shape[1]]
+    rounded: Tensor = (codes.float() * scales).flatten(1)[:, : x.shape[1]]
+    return rounded
 
 
 Rounding = Callable[[Tensor], Tensor]
@@ -151,7 +153,8 @@ def patched(model: torch.nn.Module, ops: Any) -> Iterator[int]:
     Attention projections, dense and shared MLPs, routed experts and the LM head: every
     Linear inside a layer but routers and gates, and every module with stacked experts.
     """
-    changed: list[torch.nn.Module] = []
+    changed: list[Any] = []
+    module: Any
     for name, module in model.named_modules():
         if name == "lm_head":
             module.forward = _linear(module, ops, ops.pack_lm_head)
@@ -216,10 +219,11 @@ def measure(
     path: Path, tokens: Tensor, modes: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield ("fp32", ...) and then every mode with its comparison; tokens are i64[1, T]."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.eval()
 
     def look() -> Tensor:
-        return model(tokens).logits[0].float().log_softmax(-1)
+        return _log_softmax(model, tokens)
 
     plain = look()
     yield "fp32", {"perplexity": perplexity(plain, tokens[0])}
@@ -233,8 +237,13 @@ def measure(
 
 
 def _in_bf16(path: Path, tokens: Tensor) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    return model(tokens).logits[0].float().log_softmax(-1)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    return _log_softmax(model.eval(), tokens)
+
+
+def _log_softmax(model: Any, tokens: Tensor) -> Tensor:
+    logits: Tensor = model(tokens).logits[0]
+    return logits.float().log_softmax(-1)
 
 
 @torch.inference_mode()
@@ -246,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args(argv)
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     rows = []
     for model in args.models:
         path = resolve_model(model)

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import gpu_report
 from benchmarks.load.compare import NAMES
+from topspin.errors import ConfigError
 
 Result = Mapping[str, Any]
 Layout = Callable[[Result], str]
@@ -279,15 +279,57 @@ def cpu_kernels(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-def gpu(result: Result) -> str:
-    """Lay what a GPU was asked for and what it reached out; only what was measured on one."""
-    gpu_report.check_measured(result)
-    figures = result["figures"]
-    said = (gpu_report.ceilings(figures), gpu_report.test_counts(figures))
-    parts = [f"{text[0].upper()}{text[1:]}." for text in said if text]
-    for title, headings, rows in gpu_report.tables(result):
-        parts += [f"{title}:", table(headings, rows)]
-    return "\n\n".join(parts)
+def gpu_decode(result: Result) -> str:
+    """Lay decode and prefill on a GPU out."""
+    figures = measured(result)
+    rows = [
+        (
+            f"decode, batch {each['batch']}, context {each['context']}",
+            number(each["step_ms"]),
+            number(each["tokens_per_s"]),
+            f"{each['fraction']:.0%}",
+            "-" if each["goal"] is None else f"{each['goal']:.0%}",
+        )
+        for each in figures
+        if each["of"] == "decode"
+    ]
+    rows += [
+        (
+            f"prefill, {each['tokens']} tokens",
+            number(each["ms"]),
+            number(each["tokens_per_s"]),
+            "-",
+            "-",
+        )
+        for each in figures
+        if each["of"] == "prefill"
+    ]
+    return table(["what", "ms", "tokens/s", "of the byte floor", "goal"], rows)
+
+
+def gpu_rooflines(result: Result) -> str:
+    """Lay a GPU's kernels out beside its limits."""
+    rows = (
+        (
+            each["op"],
+            each["shape"],
+            number(each["us"]),
+            f"{each['fraction']:.0%}",
+            each["bound"],
+            number(each["library_us"]),
+        )
+        for each in measured(result)
+        if each["of"] == "kernel"
+    )
+    return table(["kernel", "size", "us", "of the limit", "bound", "torch, us"], rows)
+
+
+def measured(result: Result) -> Sequence[Mapping[str, Any]]:
+    """Return the figures of a GPU's result; raise ConfigError for one that holds no speeds."""
+    if result["quick"] or not result["complete"]:
+        raise ConfigError(f"{result['benchmark']}: not a complete run at real sizes")
+    figures: Sequence[Mapping[str, Any]] = result["figures"]
+    return figures
 
 
 # The name of a result and of its table -> its layout.
@@ -296,7 +338,8 @@ LAYOUTS: dict[str, Layout] = {
     "disaggregation": disaggregation,
     "disaggregation-686m": disaggregation,
     "gateway": gateway,
-    "gpu": gpu,
+    "gpu-decode": gpu_decode,
+    "gpu-rooflines": gpu_rooflines,
     "load_client": load_client,
     "m2n": m2n,
     "payload": payload,

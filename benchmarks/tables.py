@@ -1,8 +1,8 @@
 """The tables of benchmarks/README.md, written from the results beside it.
 
 Owns the markers (`<!-- table: NAME -->` to `<!-- end -->`) and replaces what is between them
-by results/NAME.json as benchmarks.table_layouts lays it out (for "gpu" by the newest result of
-a GPU), the picture of that name if there is one, and where it was measured; without a result,
+by results/NAME.json as benchmarks.table_layouts lays it out (for gpu-NAME by the newest result
+of a GPU), the picture of that name if there is one, and where it was measured; without a result,
 by "not measured". The figures in the README are so always those of the results. Run as
 
     python -m benchmarks.tables [--check]
@@ -72,17 +72,18 @@ def block(name: str, results: Path) -> str:
 
 
 def result_path(name: str, results: Path) -> Path | None:
-    """Return the file of a result; of those of GPUs, gpu-DEVICE-DATE.json, the newest."""
-    if name != "gpu":
+    """Return the file of a result; of several GPUs', NAME-DEVICE.json, the newest."""
+    if not name.startswith("gpu-"):
         path = results / f"{name}.json"
         return path if path.exists() else None
-    return max(results.glob("gpu-*.json"), key=lambda path: path.stem[-10:], default=None)
+    files = {path: json.loads(path.read_text()) for path in sorted(results.glob(f"{name}-*.json"))}
+    return max(files, key=lambda path: str(files[path]["date"]), default=None)
 
 
 def origin(result: Mapping[str, Any], file_name: str) -> str:
     """Return the line that says when, where and of what a result was measured."""
     machine, versions = result["machine"], result["versions"]
-    device = f"{result['device']['name']}, " if "device" in result else ""
+    device = f"{result['device']}, " if "device" in result else ""
     return (
         f"*{result['date'][:10]}, commit {result['commit']}, {device}{machine['cpu']}, "
         f"{machine['cores']} cores, {machine['memory_gib']} GiB, "

@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
-from kernels.cpu.plain import add_rms_norm, rms_norm, rotate, rotate_and_store
+from kernels.cpu.plain import add_rms_norm, rms_norm, rotate_and_store
 from kernels.deterministic_attention import paged_attention
-from kernels.reference import collect_experts, embed, permute, rebuild_slots, route, write_kv
+from kernels.reference import collect_experts, embed, permute, rebuild_slots, route
 from kernels.sampling import sample
 
 __all__ = [
     "add_rms_norm",
-    "dense_mlp",
     "embed",
     "grouped_mlp",
     "linear",
@@ -38,16 +37,13 @@ __all__ = [
     "pack_projection",
     "paged_attention",
     "pair_mlp",
-    "permute",
     "rebuild_experts",
     "rms_norm",
-    "rotate",
     "rotate_and_store",
     "route",
     "sample",
     "sigmoid",
     "swiglu",
-    "write_kv",
 ]
 
 name: Final = "deterministic"
@@ -125,19 +121,6 @@ def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     units = wide.neg().exp_().add_(1.0)
     units = torch.div(wide, units, out=units).to(gate_up.dtype)
     return torch.mul(units, up, out=out)
-
-
-def dense_mlp(
-    x: Tensor,
-    gate_up: LinearWeight,
-    down: LinearWeight,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Apply a gated MLP to x [R, H]: gate_up [2F, H], swiglu, down [H, F]; gives [R, H]."""
-    return linear(swiglu(linear(x, gate_up, gate_up_bias)), down, down_bias, out)
 
 
 def pack_experts(

@@ -23,7 +23,6 @@ from kernels.contracts import (
     ExpertWeights,
     HeadRows,
     LinearWeight,
-    Permutation,
     Routing,
 )
 from kernels.sampling import SampleResult, SamplingBatch
@@ -60,12 +59,6 @@ class Ops(Protocol):
         out: Tensor | None = None,
     ) -> Tensor: ...
 
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None: ...
-
-    def write_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
-    ) -> None: ...
-
     def rotate_and_store(self, heads: HeadRows) -> None: ...
 
     def paged_attention(
@@ -100,17 +93,6 @@ class Ops(Protocol):
 
     def swiglu(self, gate_up: Tensor, *, out: Tensor | None = None) -> Tensor: ...
 
-    def dense_mlp(
-        self,
-        x: Tensor,
-        gate_up: LinearWeight,
-        down: LinearWeight,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor: ...
-
     def route(
         self,
         logits: Tensor,
@@ -119,8 +101,6 @@ class Ops(Protocol):
         renormalise: bool,
         weights_dtype: torch.dtype = torch.float32,
     ) -> Routing: ...
-
-    def permute(self, slots: Tensor, num_experts: int) -> Permutation: ...
 
     def pack_experts(
         self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0

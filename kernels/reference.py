@@ -231,38 +231,6 @@ def route(
     return Routing(experts, weights.to(weights_dtype).float())
 
 
-def route_sigmoid(
-    logits: Tensor,
-    bias: Tensor | None,
-    *,
-    top_k: int,
-    renormalise: bool,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-) -> Routing:
-    """Choose top_k experts per token as DeepSeek-V3's and GLM-4.5's routers do.
-
-    The sigmoids in fp32 of logits [T, E] plus the correction bias f32[E] choose, without the
-    bias they weigh: divided by their sum if `renormalise`, then times `scale`. With
-    `num_groups`, only experts of the `top_groups` groups whose best two have the greatest
-    sum can be chosen. Experts are ordered by descending choosing score, the lowest id first.
-    """
-    shares = logits.float().sigmoid()
-    scores = shares if bias is None else shares + bias
-    if num_groups > 1:
-        grouped = scores.view(len(scores), num_groups, -1)
-        sums = grouped.topk(2, dim=-1).values.sum(-1)
-        left = sums.sort(dim=-1, descending=True, stable=True).indices[:, top_groups:]
-        dropped = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, left, True)
-        scores = grouped.masked_fill(dropped[..., None], float("-inf")).flatten(1)
-    experts = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = shares.gather(1, experts)
-    if renormalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return Routing(experts, weights * scale)
-
-
 def count_slots(flat: Tensor, num_experts: int) -> Tensor:
     """Count the pairs of each local expert, i64[E], in slots i64[...] (negative: not here)."""
     counts = torch.bincount(flat.reshape(-1).add(1).clamp_(min=0), minlength=num_experts + 1)

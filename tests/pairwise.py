@@ -51,3 +51,9 @@ def _gain(
     """Return how many pairs `entry` would cover with those chosen, and may cover later."""
     now = sum((min(entry, other), max(entry, other)) in uncovered for other in chosen)
     return now, sum(entry in pair for pair in uncovered)
+
+
+def cover_values(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return rows of one value per factor, as many as the longest one has: each value occurs."""
+    longest = max(map(len, factors))
+    return [tuple(factor[row % len(factor)] for factor in factors) for row in range(longest)]

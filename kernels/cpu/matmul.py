@@ -79,19 +79,6 @@ def linear(
     return result if out is None else out.copy_(result)
 
 
-def dense_mlp(
-    x: Tensor,
-    gate_up: LinearWeight,
-    down: LinearWeight,
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Apply a gated MLP to x [R, H]: gate_up [2F, H], swiglu, down [H, F]; gives [R, H]."""
-    return linear(swiglu(linear(x, gate_up, gate_up_bias)), down, down_bias, out)
-
-
 def pack_experts(
     gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
 ) -> ExpertWeights:

@@ -1,9 +1,9 @@
 """Ops for hosts without a GPU: few torch calls per layer, with the reference's rounding.
 
 Gathers the CPU versions to the interface of `kernels.dispatch.Ops`: matrix products from
-`cpu_matmul`, attention from `cpu_attention`, the small ops from `numba_layer` for bf16 and
-else from `cpu_plain`, and what plain torch does well from `reference`. Called by the nodes
-through `kernels.dispatch`.
+`kernels.cpu.matmul`, attention from `kernels.cpu.attention`, the small ops from
+`kernels.cpu.compiled.layer` for bf16 and else from `kernels.cpu.plain`, and the ops that plain
+torch does well from `kernels.reference`. Called by the nodes through `kernels.dispatch`.
 
 Dimension letters as in `kernels.contracts`.
 """
@@ -21,20 +21,17 @@ from kernels.cpu import plain as cpu_plain
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.compiled import layer as numba_layer
 from kernels.cpu.matmul import (
-    dense_mlp,
     grouped_mlp,
     linear,
     pack_experts,
     pack_linear,
     rebuild_experts,
 )
-from kernels.cpu.plain import rotate
-from kernels.reference import embed, permute, sigmoid, swiglu, write_kv
+from kernels.reference import embed, sigmoid, swiglu
 from kernels.sampling import sample
 
 __all__ = [
     "add_rms_norm",
-    "dense_mlp",
     "embed",
     "grouped_mlp",
     "linear",
@@ -44,16 +41,13 @@ __all__ = [
     "pack_lm_head",
     "pack_projection",
     "paged_attention",
-    "permute",
     "rebuild_experts",
     "rms_norm",
-    "rotate",
     "rotate_and_store",
     "route",
     "sample",
     "sigmoid",
     "swiglu",
-    "write_kv",
 ]
 
 name: Final = "cpu"

@@ -243,20 +243,6 @@ class QuantisedOps:
         result: Tensor = self._base.linear(x, weight, bias, out)
         return result
 
-    def dense_mlp(
-        self,
-        x: Tensor,
-        gate_up: LinearWeight,
-        down: LinearWeight,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Apply a gated MLP to x [R, H]; see `kernels.reference.dense_mlp`."""
-        units = self._base.swiglu(self.linear(x, gate_up, gate_up_bias))
-        return self.linear(units, down, down_bias, out)
-
     def pack_experts(
         self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
     ) -> ExpertWeights:

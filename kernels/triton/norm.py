@@ -8,7 +8,6 @@ attention nodes whose device is a GPU. Letters as in `kernels.contracts`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -17,28 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.runtime import as_rows, rounded
-from kernels.triton.tiles import tiles_for
 
 MAX_WIDTH: Final = 1 << 16
 """A row must fit into the registers of one program."""
-
-
-@dataclass(frozen=True)
-class NormTiles:
-    """How a program is spread over a row."""
-
-    num_warps: int
-
-
-def norm_key(width: int) -> str:
-    """Name the shape in a table of tiles."""
-    return f"width={width}"
-
-
-def norm_tiles(width: int, device: torch.device) -> NormTiles:
-    """Give the tiles of rows of `width` elements: tuned ones, else a warp per 512 elements."""
-    warps = min(max(triton.next_power_of_2(width) // 512, 1), 16)
-    return tiles_for("rms_norm", norm_key(width), NormTiles(warps), device)
+ELEMENTS_PER_WARP: Final = 512
+MAX_WARPS: Final = 16
 
 
 @triton.jit
@@ -83,7 +65,6 @@ def _launch(
     weight: Tensor,
     eps: float,
     out: Tensor | None,
-    tiles: NormTiles | None = None,
 ) -> Tensor:
     dtype = weight.dtype
     main = x if residual is None else residual
@@ -103,6 +84,7 @@ def _launch(
     num_rows, inner = rows.shape[0] * rows.shape[1], rows.shape[1]
     if num_rows == 0 or width == 0:
         return out
+    block = triton.next_power_of_2(width)
     _norm_row[(num_rows,)](
         rows,
         added,
@@ -117,8 +99,8 @@ def _launch(
         out_rows.stride(1),
         eps,
         ADD=residual is not None,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=(tiles or norm_tiles(width, x.device)).num_warps,
+        BLOCK=block,
+        num_warps=min(max(block // ELEMENTS_PER_WARP, 1), MAX_WARPS),
     )
     return out
 
@@ -139,14 +121,12 @@ def add_rms_norm(
     *,
     eps: float,
     out: Tensor | None = None,
-    tiles: NormTiles | None = None,
 ) -> Tensor:
     """Add x [T, H] to residual [T, H] in place and return rms_norm of the sum.
 
-    x may have another dtype than the residual (an fp32 sum of experts' partials). `tiles` are
-    for the tuner: they go before those of the device's file. Raises ValueError as `rms_norm`
-    does.
+    x may have another dtype than the residual (an fp32 sum of experts' partials). Raises
+    ValueError as `rms_norm` does.
     """
     if residual.ndim != 2:
         raise ValueError(f"residual must be [T, H], not {tuple(residual.shape)}")
-    return _launch(x, residual, weight, eps, out, tiles)
+    return _launch(x, residual, weight, eps, out)

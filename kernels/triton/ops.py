@@ -7,8 +7,8 @@ slot is not stored, a row without a query is attended to 0, a negative expert sl
 
 A layer of a decode step is 12 launches where one node has the experts: add and norm, qkv
 product, rotation and KV write, attention, output product, add and norm, router product, choice
-of experts, their slots, gate_up, down, sum. One more joins the splits of long contexts, one
-groups pairs that are not few, and quantised products of few rows add their splits.
+of experts, their slots, gate_up, down, sum. One more joins the splits of contexts beyond 256
+positions, one groups more than 64 pairs, and quantised products of few rows add their splits.
 
 Called by the nodes through `kernels.dispatch`; runs on host tensors under Triton's interpreter
 alone, which is for tests. Dimension letters as in `kernels.contracts`.
@@ -23,7 +23,6 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels import reference
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, HeadRows, LinearWeight
 from kernels.triton.attention.launches import paged_attention
 from kernels.triton.grouped_mlp.launches import grouped_mlp
@@ -35,10 +34,11 @@ from kernels.triton.grouped_mlp.weights import (
 )
 from kernels.triton.linear.launches import linear
 from kernels.triton.norm import add_rms_norm, rms_norm
-from kernels.triton.rotary import rotate_and_store, write_kv
-from kernels.triton.router.launches import permute, route
+from kernels.triton.rotary import rotate_and_store
+from kernels.triton.router.launches import route
 from kernels.triton.sampling import launches as triton_sampling
 from kernels.triton.swiglu import swiglu
+from kernels.triton.toolchain import check_toolchain
 from topspin.errors import ConfigError
 
 PLAIN: Final = "plain"
@@ -57,6 +57,8 @@ def check_device(device: str) -> None:
             f"compute.kernels triton on {device}: TRITON_INTERPRET=1 is in the environment, and "
             "interpreted kernels cannot use a GPU's memory; unset it"
         )
+    if device != "cpu":
+        check_toolchain()
 
 
 class TritonOps:
@@ -74,14 +76,10 @@ class TritonOps:
         self._head_format = "int8" if weight_format == "int4" else weight_format
 
     rms_norm = staticmethod(rms_norm)
-    # No node calls it by itself: rotate_and_store is one launch.
-    rotate = staticmethod(reference.rotate)
-    write_kv = staticmethod(write_kv)
     paged_attention = staticmethod(paged_attention)
     linear = staticmethod(linear)
     swiglu = staticmethod(swiglu)
     route = staticmethod(route)
-    permute = staticmethod(permute)
     sample = staticmethod(triton_sampling.sample)
 
     def embed(self, tokens: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -121,19 +119,6 @@ class TritonOps:
     def sigmoid(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Give 1 / (1 + exp(-x)), element by element."""
         return torch.sigmoid(x) if out is None else torch.sigmoid(x, out=out)
-
-    def dense_mlp(
-        self,
-        x: Tensor,
-        gate_up: LinearWeight,
-        down: LinearWeight,
-        *,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Apply a gated MLP to x [R, H]; see `kernels.reference.dense_mlp`."""
-        return linear(swiglu(linear(x, gate_up, gate_up_bias)), down, down_bias, out)
 
     def pack_experts(
         self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0

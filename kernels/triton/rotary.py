@@ -4,13 +4,11 @@ QK-norm (of each head or of all heads together), rotary embedding and the paged 
 each row of q, k and v is read once and written once. A program owns some heads of one
 token, either of q or of k and v. The rounding points are those of `kernels.reference`; a
 cache of float8_e4m3fn holds k / k_scale and v / v_scale, saturated. Called by attention
-nodes whose device is a GPU. `write_kv` is the last of the three by itself, for tests and tools.
-Letters as in `kernels.contracts`.
+nodes whose device is a GPU. Letters as in `kernels.contracts`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -19,34 +17,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.runtime import rounded
-from kernels.triton.tiles import tiles_for
 
 NO_NORM: Final = 0
 HEAD_NORM: Final = 1
 FULL_NORM: Final = 2
 
 CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
-
-
-@dataclass(frozen=True)
-class RotaryTiles:
-    """How many heads a program takes, and its warps."""
-
-    heads: int = 4
-    num_warps: int = 1
-
-
-def rotary_key(num_heads: int, num_kv_heads: int, head_dim: int) -> str:
-    """Name the shape in a table of tiles."""
-    return f"heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim}"
-
-
-def rotary_tiles(
-    num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
-) -> RotaryTiles:
-    """Give the tiles of heads of one number and size: tuned ones, else the defaults."""
-    shape = rotary_key(num_heads, num_kv_heads, head_dim)
-    return tiles_for("rotate_and_store", shape, RotaryTiles(), device)
+HEADS_AT_ONCE: Final = 4
+"""Heads that a program of one warp takes, unless a norm spans all of them."""
 
 
 @triton.jit
@@ -258,16 +236,14 @@ def rotate_and_store(
     eps: float = 0.0,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    tiles: RotaryTiles | None = None,
 ) -> None:
     """Norm q [T, N, D] and k [T, G, D], rotate both, store k and v [T, G, D] in the cache.
 
     Does what `kernels.reference.rotate_and_store` says, and beyond it: a norm's weight is
     [D] (each head by itself) or [N * D], [G * D] (all heads of a token as one row); a row
     with a negative slot is not stored (padding); the scales are those of a float8_e4m3fn
-    cache. q is changed in place, k and v are only read. `tiles` are for the tuner: they go
-    before those of the device's file. Raises ValueError for tensors that
-    do not fit together.
+    cache. q is changed in place, k and v are only read. Raises ValueError for tensors that do
+    not fit together.
     """
     _check(q, k, v, cos, sin, slots)
     _check_caches(k, k_cache, v_cache)
@@ -276,9 +252,7 @@ def rotate_and_store(
     num_kv_heads, half = k.shape[1], head_dim // 2
     if num_tokens == 0:
         return
-    if tiles is None:
-        tiles = rotary_tiles(num_heads, num_kv_heads, head_dim, q.device)
-    heads = max(num_heads, num_kv_heads) if FULL_NORM in kinds else tiles.heads
+    heads = max(num_heads, num_kv_heads) if FULL_NORM in kinds else HEADS_AT_ONCE
     heads = triton.next_power_of_2(heads)
     parts = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)
     _rotate_and_store[(num_tokens, parts)](
@@ -288,60 +262,5 @@ def rotate_and_store(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0), *k_cache.stride()[:3], 1.0 / k_scale, 1.0 / v_scale, eps,
         Q_NORM=kinds[0], K_NORM=kinds[1], BLOCK_SIZE=k_cache.shape[1], HEADS=heads,
-        HALF=triton.next_power_of_2(half), num_warps=tiles.num_warps,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots"])
-def _write_row(
-    k: tl.tensor,
-    v: tl.tensor,
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    slots: tl.tensor,
-    num_kv_heads: tl.tensor,
-    head_dim: tl.tensor,
-    k_row: tl.tensor,
-    k_head: tl.tensor,
-    v_row: tl.tensor,
-    v_head: tl.tensor,
-    cache_block: tl.tensor,
-    cache_slot: tl.tensor,
-    cache_head: tl.tensor,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-) -> None:
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + token).to(tl.int64)
-    if slot >= 0:
-        head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
-        inside = (head < num_kv_heads) & (column < head_dim)
-        place = slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_slot
-        place += head * cache_head + column
-        keys = tl.load(k + token * k_row + head * k_head + column, mask=inside, other=0.0)
-        values = tl.load(v + token * v_row + head * v_head + column, mask=inside, other=0.0)
-        dtype: tl.constexpr = k_cache.dtype.element_ty
-        tl.store(k_cache + place, rounded(keys.to(tl.float32), dtype), mask=inside)
-        tl.store(v_cache + place, rounded(values.to(tl.float32), dtype), mask=inside)
-
-
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Store k, v [T, G, D] into caches [B, block_size, G, D] at slots [T]; skip negative ones.
-
-    Raises ValueError for tensors that do not fit together.
-    """
-    if k.shape != v.shape or k.dtype != v.dtype or k.stride(2) != 1 or v.stride(2) != 1:
-        raise ValueError(f"k {k.dtype} {tuple(k.shape)}, v {v.dtype} {tuple(v.shape)}")
-    if slots.shape != k.shape[:1] or not slots.is_contiguous():
-        raise ValueError(f"slots {tuple(slots.shape)} for {len(k)} tokens")
-    _check_caches(k, k_cache, v_cache)
-    num_tokens, num_kv_heads, head_dim = k.shape
-    if num_tokens == 0:
-        return
-    _write_row[(num_tokens,)](
-        k, v, k_cache, v_cache, slots, num_kv_heads, head_dim,
-        *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
-        BLOCK_SIZE=k_cache.shape[1], HEADS=triton.next_power_of_2(num_kv_heads),
-        DIM=triton.next_power_of_2(head_dim), num_warps=1,
+        HALF=triton.next_power_of_2(half), num_warps=1,
     )  # fmt: skip

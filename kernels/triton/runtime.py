@@ -23,9 +23,13 @@ FP8_MAX: Final = 448.0
 
 @triton.jit
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Convert an fp32 tile to bf16, fp32 or fp8-e4m3, to nearest even; fp8 saturates."""
+    """Convert an fp32 tile to bf16, fp32 or fp8-e4m3, to nearest even; fp8 saturates.
+
+    A NaN stays one, in fp8 too.
+    """
     if dtype == tl.float8e4nv:
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+        x = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
         if INTERPRETED:
             # 1.5 * 2**20 times the power of two in x: the fp32 sum keeps 3 bits of fraction.
             power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

@@ -86,12 +86,13 @@ def config(checkpoint: Path) -> NodeConfig:
 
 
 def test_the_largest_steps_fill_every_limit(config: NodeConfig) -> None:
-    prompts, singles = largest_steps(config, index=3, table_version=5)
+    prompts, singles, short = largest_steps(config, index=3, table_version=5)
     assert prompts.ticket.participants == singles.ticket.participants == (3,)
     assert prompts.ticket.table_version == 5
     assert list(unpack_ints(prompts.micro_batches[0].num_tokens)) == [20, 20, 8]
     assert list(unpack_ints(singles.micro_batches[0].num_tokens)) == [1] * 7
-    for plan in (prompts, singles):
+    assert list(unpack_ints(short.micro_batches[0].num_tokens)) == [20]
+    for plan in (prompts, singles, short):
         assert set(plan.micro_batches[0].sample) == {1}
         for new in plan.new:
             assert set(unpack_ints(new.blocks)) == {0}
@@ -229,7 +230,7 @@ def test_a_cache_of_a_given_size_is_rehearsed_with_on_a_gpu(
     assert rehearsed == []
     monkeypatch.setattr(runtime, "is_asynchronous", True)
     assert load(checkpoint, config).num_blocks == 9
-    assert rehearsed == [3, 7]
+    assert rehearsed == [3, 7, 1]
 
 
 @pytest.mark.parametrize("name", ["stream_attention_weights", "largest_steps"])

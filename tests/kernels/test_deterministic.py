@@ -12,7 +12,9 @@ from torch import Tensor
 
 from kernels import deterministic, reference
 from kernels.contracts import ExpertMatrices, LinearWeight
+from kernels.cpu.plain import rotate
 from tests.kernels.generators import finish
+from tests.pairwise import cover_pairs
 
 DTYPES = (torch.float32, torch.bfloat16)
 # (outputs, inputs) of: the default model, Qwen3-MoE of the benchmarks, the tests' models.
@@ -152,7 +154,7 @@ def test_norm_of_heads_inside_wider_rows_and_rotation(
         q = deterministic.rms_norm(q, norm, eps=1e-6)
         k = deterministic.rms_norm(k, norm, eps=1e-6)
         cos, sin = (f(angles).expand(len(x), -1) for f in (torch.cos, torch.sin))
-        deterministic.rotate(q, k, cos, sin)
+        rotate(q, k, cos, sin)
         return torch.cat((q, k), dim=1).flatten(1)
 
     check_rows(prepare, (heads + 1) * dim, dtype)
@@ -169,9 +171,9 @@ def random_slots(num_rows: int, top_k: int, num_experts: int, *, share: float) -
     return torch.where(torch.rand(num_rows, top_k) < share, slots, -1).int()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 70])
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "share"), cover_pairs(DTYPES, [0, 1, 5, 70], [0.0, 0.4, 1.0])
+)
 def test_pair_and_grouped_mlp_follow_the_reference(
     share: float, num_rows: int, dtype: torch.dtype
 ) -> None:

@@ -14,6 +14,7 @@ from kernels import deterministic, reference
 from kernels.contracts import AttentionMeta
 from kernels.deterministic_attention import CHUNK_KEYS, MAX_GROUP_ELEMENTS
 from tests.kernels.cases import AttentionCase, Heads, attention_case
+from tests.pairwise import cover_pairs
 
 DTYPES = (torch.float32, torch.bfloat16)
 # The default model, Qwen3-MoE of the benchmarks, a tiny one, more query heads than rows.
@@ -47,9 +48,9 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
     assert torch.equal(attend(case, window), result), "the memo changed the result"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 1, 7, 100])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("dtype", "window", "heads"), cover_pairs(DTYPES, [None, 1, 7, 100], HEADS)
+)
 def test_mixed_batch(heads: Heads, window: int | None, dtype: torch.dtype) -> None:
     lens, new = [1, 100, 16, 17, 33, 64, 65, 40, 300], [1, 1, 16, 17, 1, 30, 2, 3, 200]
     compare(attention_case(lens, new, heads=heads, block_size=4, dtype=dtype), window=window)
@@ -136,9 +137,7 @@ class Plain:
         return attend(case, self.window)[first : first + end - start]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("dtype", "window", "heads"), cover_pairs(DTYPES, [None, 30], HEADS))
 def test_a_tokens_bits_are_the_same_however_it_is_computed(
     heads: Heads, window: int | None, dtype: torch.dtype
 ) -> None:

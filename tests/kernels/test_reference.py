@@ -22,6 +22,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qw
 from kernels import reference
 from kernels.contracts import ExpertMatrices
 from tests.kernels.generators import finish
+from tests.pairwise import cover_pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -54,9 +55,9 @@ def test_add_rms_norm_updates_the_residual(dtype: torch.dtype) -> None:
     assert torch.equal(normed, reference.rms_norm(total, weight, eps=1e-6))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("half_tables", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(
+    ("dtype", "half_tables", "head_dim"), cover_pairs(DTYPES, [True, False], [64, 80])
+)
 def test_rotate(head_dim: int, half_tables: bool, dtype: torch.dtype) -> None:
     angles = torch.rand(5, head_dim // 2) * 100
     angles = torch.cat((angles, angles), -1)

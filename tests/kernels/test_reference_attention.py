@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from kernels import reference
 from tests.kernels.cases import Heads, attention_case, path
+from tests.pairwise import cover_pairs
 
 
 def eager(q, keys, values, *, scale, seen):  # type: ignore[no-untyped-def]
@@ -28,9 +29,10 @@ def eager(q, keys, values, *, scale, seen):  # type: ignore[no-untyped-def]
     return out[0]
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 64])
-@pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96)])
+@pytest.mark.parametrize(
+    ("window", "block_size", "heads"),
+    cover_pairs([None, 1, 7, 64], [1, 16], [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96)]),
+)
 def test_equals_transformers(heads: Heads, block_size: int, window: int | None) -> None:
     context_lens, query_lens = [1, 17, 100, 33, 40], [1, 17, 1, 5, 0]
     case = attention_case(context_lens, query_lens, heads=heads, block_size=block_size)

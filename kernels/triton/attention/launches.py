@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kernels.contracts import AttentionMeta
 from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
-from kernels.triton.tiles import tiles_for
 
 CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 MAX_HEAD_DIM: Final = 256
@@ -38,6 +37,8 @@ class AttentionTiles:
 
     max_short_len: int = 64
     """A batch of slices up to so long goes to the split kernel as a whole."""
+    mixed_splits: int = 8
+    """Splits of short slices beside long ones; a constant, see plan_attention."""
     short_keys: int = 64
     """Keys of one block in the split kernel."""
     short_warps: int = 4
@@ -56,22 +57,14 @@ class AttentionTiles:
     long_stages: int = 3
 
 
-def attention_tiles(head_dim: int, group: int, cache: Tensor) -> AttentionTiles:
-    """Give the tiles of a shape: tuned ones, else smaller ones the wider a row is."""
-    default = AttentionTiles()
-    row_bytes = triton.next_power_of_2(head_dim) * max(cache.element_size(), 2)
+def attention_tiles(head_dim: int, cache_dtype: torch.dtype) -> AttentionTiles:
+    """Give the tiles of a shape: smaller ones the wider a row is."""
+    row_bytes = triton.next_power_of_2(head_dim) * max(cache_dtype.itemsize, 2)
     if row_bytes > 512:
-        default = AttentionTiles(short_keys=16, long_rows=32, long_keys=16, long_stages=2)
-    elif row_bytes > 256:
-        default = AttentionTiles(short_keys=32, long_rows=64, long_keys=32, long_stages=2)
-    shape = tiles_key(head_dim, group, cache.dtype)
-    return tiles_for("paged_attention", shape, default, cache.device)
-
-
-def tiles_key(head_dim: int, group: int, cache_dtype: torch.dtype) -> str:
-    """Name the shape in a table of tiles."""
-    name = str(cache_dtype).removeprefix("torch.")
-    return f"head_dim={head_dim},group={group},cache={name}"
+        return AttentionTiles(short_keys=16, long_rows=32, long_keys=16, long_stages=2)
+    if row_bytes > 256:
+        return AttentionTiles(short_keys=32, long_rows=64, long_keys=32, long_stages=2)
+    return AttentionTiles()
 
 
 class Plan(NamedTuple):
@@ -101,14 +94,24 @@ def plan_attention(
     """Cut a batch of S sequences into launches.
 
     Where prompts and decodes mix, a slice is short if its rows fill at most the smallest
-    tile of a product; where all slices are short, all are. What kernels are compiled for is
-    a power of two, so that batches of all kinds need few of them.
+    tile of a product; where all slices are short, all are. A kernel is compiled for each pair
+    of short_len and splits, for seconds. Decode steps have one length and, since they are
+    recorded before the first request, splits as their batch needs them. All others have one of
+    two lengths, and one number of splits for each: the node's rehearsal compiles both.
     """
-    short_len = triton.next_power_of_2(max(max_query_len, 1))
-    if short_len > tiles.max_short_len:
-        short_len = triton.next_power_of_2(max(MIN_ROWS // group, 1))
+    mixed_len = triton.next_power_of_2(max(MIN_ROWS // group, 1))
+    short_len = mixed_len
+    if max_query_len <= 1:
+        short_len = 1
+    elif mixed_len < max_query_len <= tiles.max_short_len:
+        short_len = tiles.max_short_len
     pairs = short_len * group
     short_rows = min(max(triton.next_power_of_2(pairs), MIN_ROWS), MAX_SHORT_ROWS)
+    has_long = max_query_len > short_len
+    if max_query_len > 1:
+        # Partial sums of many rows would take much memory, and rows enough fill the device.
+        splits = min(tiles.mixed_splits, tiles.max_splits) if short_len == mixed_len else 1
+        return Plan(short_len, short_rows, splits, tiles.min_chunk, has_long)
     programs = max(num_seqs * num_kv_heads * triton.cdiv(pairs, short_rows), 1)
     span = max_context_len if window is None else min(max_context_len, window + short_len)
     min_chunk = tiles.min_chunk
@@ -119,7 +122,7 @@ def plan_attention(
         min_chunk = min(whole_blocks, min_chunk)
     wanted = min(triton.cdiv(tiles.programs, programs), triton.cdiv(span, min_chunk))
     splits = min(triton.next_power_of_2(max(wanted, 1)), tiles.max_splits)
-    return Plan(short_len, short_rows, splits, min_chunk, has_long=max_query_len > short_len)
+    return Plan(short_len, short_rows, splits, min_chunk, has_long)
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
@@ -201,7 +204,7 @@ def attend(
     num_seqs, num_kv_heads = len(meta.context_lens), k_cache.shape[2]
     group = num_heads // num_kv_heads
     if tiles is None:
-        tiles = attention_tiles(head_dim, group, k_cache)
+        tiles = attention_tiles(head_dim, k_cache.dtype)
     plan = plan_attention(
         num_seqs, num_kv_heads, group, meta.max_query_len, meta.max_context_len,
         sliding_window, tiles,

@@ -42,7 +42,7 @@ def _address(table_ptr: tl.tensor, place: tl.tensor, dtype: tl.constexpr) -> tl.
 
 @triton.jit
 def _spread(by_row: tl.tensor, by_out: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
-    """Give the tile of products of a number per row and one per output."""
+    """Give the outer product of a number per row and one per output."""
     if SWAP:
         products = by_out[:, None] * by_row[None, :]
     else:
@@ -139,11 +139,15 @@ def load_block(
     start: tl.tensor,
     num_in: tl.tensor,
     FORMAT: tl.constexpr,
+    SCALED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Give a block of inputs of rows as `add_block` takes it: x, x_high and x_factor."""
+    """Give a block of inputs of rows as `add_block` takes it: x, x_high and x_factor.
+
+    SCALED: the rows that meet weights in FP8 are in fp8 too, with scales.
+    """
     if FORMAT == INT4:
         inputs = start + tl.arange(0, BLOCK_K // 2)
         x = load_rows(x_ptr, rows, x_stride, inputs, num_in, EVEN)
@@ -154,11 +158,11 @@ def load_block(
         x_high = x
         if FORMAT == INT8:
             factor = tl.sum(x.to(tl.float32), axis=1)
-        elif FORMAT == FP8:
+        elif FORMAT == FP8 and SCALED:
             num_groups = (num_in + GROUP - 1) // GROUP
             factor = tl.load(x_scale_ptr + rows * num_groups + start // GROUP)
         else:
-            factor = tl.zeros((BLOCK_M,), tl.float32)
+            factor = tl.full((BLOCK_M,), 1.0, tl.float32)
     return x, x_high, factor
 
 
@@ -205,6 +209,54 @@ def load_scales(
         if FORMAT != FP8:
             low = tl.load(scale_ptr + scale_stride // 2 + places)
     return step, low
+
+
+@triton.jit
+def multiply_tile(
+    x_ptr: tl.tensor,
+    x_scale_ptr: tl.tensor,
+    rows: tl.tensor,
+    weight_ptr: tl.tensor,
+    outputs: tl.tensor,
+    scale_ptr: tl.tensor,
+    scales: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    num_in: tl.tensor,
+    x_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    FORMAT: tl.constexpr,
+    SCALED: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Give the fp32 sums [BLOCK_M, BLOCK_N] over the inputs begin .. end of rows and outputs.
+
+    `scales` are the places that `scale_offsets` gave.
+    """
+    if SWAP:
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    step, low = load_scales(scale_ptr, scales, begin, num_in, scale_stride, FORMAT)
+    for start in range(begin, end, BLOCK_K):
+        x, x_high, factor = load_block(
+            x_ptr, x_scale_ptr, rows, x_stride, start, num_in, FORMAT, SCALED, EVEN, BLOCK_M,
+            BLOCK_K,
+        )  # fmt: skip
+        after = load_scales(scale_ptr, scales, start + BLOCK_K, num_in, scale_stride, FORMAT)
+        sums = add_block(
+            sums, x, x_high, factor, weight_ptr, outputs, step, low,
+            start, num_in, weight_stride, FORMAT, SWAP, EVEN, BLOCK_K,
+        )  # fmt: skip
+        step, low = after
+    if SWAP:
+        sums = tl.trans(sums)
+    return sums
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -270,7 +322,7 @@ def gate_up_tile(
     up_step, up_low = load_scales(scale_ptr, up_places, 0, H, scale_stride, FORMAT)
     for start in range(0, H, BLOCK_K):
         x, x_high, factor = load_block(
-            x_ptr, x_scale_ptr, rows, x_stride, start, H, FORMAT, EVEN, BLOCK_M, BLOCK_K
+            x_ptr, x_scale_ptr, rows, x_stride, start, H, FORMAT, True, EVEN, BLOCK_M, BLOCK_K
         )
         after = start + BLOCK_K
         next_gate = load_scales(scale_ptr, gate_places, after, H, scale_stride, FORMAT)
@@ -346,23 +398,10 @@ def down_tile(
     weight_ptr = _address(table_ptr, 4 * expert + 2, WEIGHT)
     scale_ptr = _address(table_ptr, 4 * expert + 3, SCALE)
     scales = scale_offsets(outputs, block * BLOCK_N, 0, H, F, FORMAT)
-    if SWAP:
-        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    step, low = load_scales(scale_ptr, scales, 0, F, scale_stride, FORMAT)
-    for start in range(0, F, BLOCK_K):
-        x, x_high, factor = load_block(
-            units_ptr, unit_scale_ptr, rows, F, start, F, FORMAT, EVEN, BLOCK_M, BLOCK_K
-        )
-        after = load_scales(scale_ptr, scales, start + BLOCK_K, F, scale_stride, FORMAT)
-        sums = add_block(
-            sums, x, x_high, factor, weight_ptr, outputs, step, low,
-            start, F, weight_stride, FORMAT, SWAP, EVEN, BLOCK_K,
-        )  # fmt: skip
-        step, low = after
-    if SWAP:
-        sums = tl.trans(sums)
+    sums = multiply_tile(
+        units_ptr, unit_scale_ptr, rows, weight_ptr, outputs, scale_ptr, scales, 0, F, F,
+        F, weight_stride, scale_stride, FORMAT, True, SWAP, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     weights = tl.load(weights_ptr + order, mask=is_pair, other=0.0)
     places = parts_ptr + order[:, None] * H + columns[None, :]
     is_real = is_pair[:, None] & (columns < H)[None, :]

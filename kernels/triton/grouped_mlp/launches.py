@@ -7,14 +7,12 @@ timing. They are kept in the dtype of the result until they are added in fp32. N
 the device and no launch depends on what the slots are, so a CUDA graph can replay it for so
 many rows.
 
-Tiles come from kernels/tuned/<device>.json by weight format, shape and rows; for few rows per
-expert the weights are the left factor (SWAP), for many the rows are. Called by
-`kernels.dispatch` for GPUs. Dimension letters as in `kernels.contracts`, and P = R * K pairs.
+For few rows per expert the weights are the left factor (SWAP), for many the rows are. Called by
+`kernels.triton.ops`. Dimension letters as in `kernels.contracts`, and P = R * K pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -35,13 +33,8 @@ from kernels.triton.grouped_mlp.weights import (
     GROUP,
     GpuExperts,
     GpuWeight,
-    pack_experts,
-    rebuild_experts,
 )
 from kernels.triton.router.launches import permute
-from kernels.triton.tiles import tiles_for
-
-__all__ = ["MlpTiles", "default_tiles", "grouped_mlp", "pack_experts", "rebuild_experts"]
 
 GATE_UP: Final = "grouped_gate_up"
 DOWN: Final = "grouped_down"
@@ -71,7 +64,7 @@ class MlpTiles:
 
 
 class Shape(NamedTuple):
-    """What tiles are tuned for."""
+    """What tiles depend on."""
 
     weight_format: str
     dtype: torch.dtype
@@ -81,23 +74,15 @@ class Shape(NamedTuple):
     top_k: int
     num_rows: int
 
-    @property
-    def key(self) -> str:
-        """Name the shape in a table of tiles; rows count by powers of two."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"{self.weight_format},{dtype},E={self.num_experts},H={self.hidden_size},"
-            f"F={self.ffn_size},K={self.top_k},rows={triton.next_power_of_2(self.num_rows)}"
-        )
-
 
 def default_tiles(op: str, shape: Shape) -> MlpTiles:
-    """Give tiles for a device that nobody tuned for: by reasoning, unmeasured.
+    """Give the tiles of a product: by reasoning for Hopper, unmeasured.
 
     Few rows per expert: two programs and more on a processor, so that one's start and end are
-    hidden behind the others' copies. Many: as large as the fp32 sums' registers allow (for
-    Hopper, ptxas spills none of those), since what the cache can deliver is the
-    limit; one program on a processor then, so it may stage what fits.
+    hidden behind the others' copies. Many: as large as the fp32 sums' registers allow, since
+    the bandwidth of the cache is the limit; one program on a processor then, so it may stage
+    what fits. ptxas spills none of them but gate_up of fp8 with 128 rows, a little. Quantised
+    weights have steps of one group, and fp8 tiles outputs of one block of 128.
     """
     rows_per_expert = shape.num_rows * shape.top_k / shape.num_experts
     is_fp8, is_plain = shape.weight_format == "fp8", shape.weight_format == "plain"
@@ -119,31 +104,12 @@ def default_tiles(op: str, shape: Shape) -> MlpTiles:
     return MlpTiles(128, 128 if is_first else 256, 64, 8, 0, 8, 4)
 
 
-def find_tiles(op: str, shape: Shape, device: torch.device) -> MlpTiles:
-    """Give the tuned or the default tiles. Raises ValueError for tiles a format cannot have."""
-    tiles = tiles_for(op, shape.key, default_tiles(op, shape), device)
-    check_tiles(op, shape.weight_format, tiles)
-    return tiles
-
-
-def check_tiles(op: str, weight_format: str, tiles: MlpTiles) -> None:
-    """Raise ValueError, naming the reason, for tiles with which a kernel would be wrong."""
-    if weight_format != "plain" and tiles.block_k != GROUP:
-        raise ValueError(f"{op} of {weight_format}: block_k is {tiles.block_k}, not {GROUP}")
-    if weight_format == "fp8" and op == GATE_UP and tiles.block_n != GROUP:
-        raise ValueError(f"{op} of fp8: block_n is {tiles.block_n}, not {GROUP}")
-    if weight_format == "fp8" and tiles.block_n > GROUP:
-        raise ValueError(f"{op} of fp8: block_n is {tiles.block_n}, more than {GROUP}")
-
-
 class _Launch(NamedTuple):
     """What both products of a call have in common."""
 
     is_grouped: bool
     experts: GpuExperts
     shape: Shape
-    tiles: Mapping[str, MlpTiles]
-    device: torch.device
 
     def start(self, kernel: Any, op: str, tensors: tuple[Tensor, ...], *strides: int) -> None:
         """Launch `kernel` for a product of the experts, [.., I] to [.., width]."""
@@ -151,7 +117,7 @@ class _Launch(NamedTuple):
         weight = (experts.gate_up if op == GATE_UP else experts.down)[0]
         assert isinstance(weight, GpuWeight)
         width = experts.ffn_size if op == GATE_UP else experts.hidden_size
-        tiles = self.tiles.get(op) or find_tiles(op, shape, self.device)
+        tiles = default_tiles(op, shape)
         num_pairs = shape.num_rows * shape.top_k
         num_tiles = num_pairs
         few: dict[str, int] = {"P_PAD": triton.next_power_of_2(num_pairs)}
@@ -232,32 +198,13 @@ def grouped_mlp(
     Nothing between the two products is rounded but the units, to hidden's dtype or to fp8.
     Raises ValueError for shapes, dtypes or strides that do not fit.
     """
-    groups = permute(slots, experts.num_experts) if slots.numel() > FEW_PAIRS else None
-    return run_experts(hidden, slots, weights, groups, experts, out=out)
-
-
-def run_experts(
-    hidden: Tensor,
-    slots: Tensor,
-    weights: Tensor,
-    groups: Permutation | None,
-    experts: GpuExperts,
-    *,
-    out: Tensor | None = None,
-    tiles: Mapping[str, MlpTiles] | None = None,
-) -> ExpertOutput:
-    """Do `grouped_mlp` for pairs that the router has grouped already; None: few, ungrouped.
-
-    `tiles` by op are for the tuner: they go before those of the device's file.
-    """
     num_rows, top_k = slots.shape
     if out is None:
         out = torch.empty(num_rows, experts.hidden_size, dtype=hidden.dtype, device=hidden.device)
     _check(hidden, slots, weights, experts, out)
     num_pairs, device = num_rows * top_k, hidden.device
-    slots, is_grouped = slots.contiguous(), groups is not None
-    if groups is None:
-        groups = _ungrouped(slots, experts.num_experts)
+    slots, is_grouped = slots.contiguous(), slots.numel() > FEW_PAIRS
+    groups = (permute if is_grouped else _ungrouped)(slots, experts.num_experts)
     if num_pairs == 0:
         return ExpertOutput(out.zero_(), groups.counts)
     shape = Shape(
@@ -269,7 +216,7 @@ def run_experts(
         top_k,
         num_rows,
     )
-    launch = _Launch(is_grouped, experts, shape, tiles or {}, device)
+    launch = _Launch(is_grouped, experts, shape)
     rows, row_scales, unit_dtype = hidden, weights, hidden.dtype
     unit_scales = weights
     if experts.weight_format == "fp8":

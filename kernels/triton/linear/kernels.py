@@ -14,14 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.triton.grouped_mlp.kernels import (
-    FP8,
-    add_block,
-    load_block,
-    load_rows,
-    load_scales,
-    scale_offsets,
-)
+from kernels.triton.grouped_mlp.kernels import multiply_tile, scale_offsets
 from kernels.triton.runtime import rounded
 
 
@@ -66,28 +59,13 @@ def linear_tile(
     sources = tl.minimum(rows, R - 1).to(tl.int64)
     outputs = tl.minimum(columns, num_out - 1)
     scales = scale_offsets(outputs, block * BLOCK_N, 0, num_out, num_in, FORMAT)
-    if SWAP:
-        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     begin = split * split_size
-    step, low = load_scales(scale_ptr, scales, begin, num_in, scale_stride, FORMAT)
-    for start in range(begin, tl.minimum(begin + split_size, num_in), BLOCK_K):
-        if FORMAT == FP8:
-            x = load_rows(x_ptr, sources, x_stride, start + tl.arange(0, BLOCK_K), num_in, EVEN)
-            x_high, factor = x, tl.full((BLOCK_M,), 1.0, tl.float32)
-        else:
-            x, x_high, factor = load_block(
-                x_ptr, scale_ptr, sources, x_stride, start, num_in, FORMAT, EVEN, BLOCK_M, BLOCK_K
-            )
-        after = load_scales(scale_ptr, scales, start + BLOCK_K, num_in, scale_stride, FORMAT)
-        sums = add_block(
-            sums, x, x_high, factor, weight_ptr, outputs, step, low,
-            start, num_in, weight_stride, FORMAT, SWAP, EVEN, BLOCK_K,
-        )  # fmt: skip
-        step, low = after
-    if SWAP:
-        sums = tl.trans(sums)
+    end = tl.minimum(begin + split_size, num_in)
+    sums = multiply_tile(
+        x_ptr, scale_ptr, sources, weight_ptr, outputs, scale_ptr, scales, begin, end, num_in,
+        x_stride, weight_stride, scale_stride, FORMAT, False, SWAP, EVEN, BLOCK_M, BLOCK_N,
+        BLOCK_K,
+    )  # fmt: skip
     if HAS_BIAS:
         sums += tl.load(bias_ptr + outputs).to(tl.float32)[None, :]
     places = (split * R + rows).to(tl.int64)[:, None] * out_stride + columns[None, :]

@@ -4,9 +4,7 @@ A quantised weight is read once, as it is kept, and multiplied in the rows' dtyp
 has to deliver is its codes. Few rows: tiles as small as a matrix instruction, and the inputs
 split among programs until the device is busy. Many: tiles that share what they read.
 
-Tiles come from kernels/tuned/<device>.json by weight format, shape and rows, as those of
-`kernels.triton.grouped_mlp.launches`; where it was faster, they give a plain weight to our kernel
-too. Called by `kernels.triton.ops`. Dimension letters as in `kernels.contracts`.
+Called by `kernels.triton.ops`. Dimension letters as in `kernels.contracts`.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ from torch import Tensor
 from kernels.contracts import LinearWeight
 from kernels.triton.grouped_mlp.weights import FORMATS, GROUP, GpuWeight
 from kernels.triton.linear.kernels import add_splits, linear_tile
-from kernels.triton.tiles import tiles_for
 
-OP: Final = "linear"
 PROGRAMS: Final = 528
 """Four on each of Hopper's 132 processors: splits are made up to so many."""
 SPLIT_GROUPS: Final = 4
@@ -38,7 +34,8 @@ SUM_WIDTH: Final = 1024
 class LinearTiles:
     """A tile of block_m rows by block_n outputs, and how its program works.
 
-    `splits` programs share the inputs of a tile; 0, for a plain weight: torch's product.
+    `splits` programs share the inputs of a tile. The inputs of a tile's step are one group of a
+    quantised weight, and the outputs of an fp8 tile lie in one block of 128.
     """
 
     block_m: int = 16
@@ -51,21 +48,11 @@ class LinearTiles:
     num_stages: int = 4
 
 
-def tiles_key(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> str:
-    """Name a shape in a table of tiles; rows count by powers of two."""
-    return (
-        f"{weight.weight_format},{str(dtype).removeprefix('torch.')},O={weight.out_features},"
-        f"I={weight.in_features},rows={triton.next_power_of_2(num_rows)}"
-    )
-
-
 def default_tiles(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> LinearTiles:
-    """Give tiles for a device that nobody tuned for: by reasoning, unmeasured.
+    """Give the tiles of a quantised weight: by reasoning for Hopper, unmeasured.
 
-    (For Hopper ptxas says that all sums of bf16 rows stay in registers.)
+    (ptxas says that all sums of bf16 rows stay in registers.)
     """
-    if weight.weight_format == "plain":
-        return LinearTiles(splits=0)
     if num_rows > MAX_SPLIT_ROWS:
         if dtype == torch.float32:
             return LinearTiles(block_n=32, swap=0, num_stages=2)
@@ -84,19 +71,6 @@ def default_tiles(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> Linea
     return replace(tiles, splits=splits)
 
 
-def find_tiles(
-    weight: GpuWeight, dtype: torch.dtype, num_rows: int, device: torch.device
-) -> LinearTiles:
-    """Give the tuned or the default tiles. Raises ValueError for tiles a format cannot have."""
-    key, default = tiles_key(weight, dtype, num_rows), default_tiles(weight, dtype, num_rows)
-    tiles = tiles_for(OP, key, default, device)
-    if weight.scales is not None and (tiles.block_k != GROUP or not tiles.splits):
-        raise ValueError(f"{OP} of {key}: block_k is {tiles.block_k}, splits {tiles.splits}")
-    if weight.weight_format == "fp8" and tiles.block_n > GROUP:
-        raise ValueError(f"{OP} of {key}: block_n is {tiles.block_n}, more than {GROUP}")
-    return tiles
-
-
 def linear(
     x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -106,8 +80,8 @@ def linear(
     ValueError for shapes, dtypes or strides that do not fit a quantised weight.
     """
     assert isinstance(weight, GpuWeight)
-    tiles = find_tiles(weight, x.dtype, len(x), x.device)
-    if tiles.splits:
+    if weight.scales is not None:
+        tiles = default_tiles(weight, x.dtype, len(x))
         return tiled_linear(x, weight, bias, out, tiles=tiles)
     if out is None:
         return F.linear(x, weight.data, bias)

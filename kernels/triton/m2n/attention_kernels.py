@@ -22,48 +22,38 @@ import triton.language as tl
 
 from kernels import m2n_windows
 from kernels.triton.m2n.wait import (
+    ANSWER_HEADER,
+    ANSWER_HIDDEN,
     FLAG,
+    HEADER,
     HEADER_WORDS,
+    HIDDEN,
     INCARNATION,
     LAYER,
+    NUM_ANSWER_COLUMNS,
+    NUM_COLUMNS,
     PART,
     PARTS,
     ROWS,
+    SCALES,
+    SLOTS,
     STEP,
+    TOO_MANY_ROWS,
+    WEIGHTS,
     await_flag,
     is_set,
     pointer,
     report,
     report_header,
     report_wait,
-)
+    rows_pointer,
+)  # fmt: skip
 from kernels.triton.runtime import rounded
 
-# Columns of a table of request windows, i64[N, 5], and of answer windows, i64[N, 2].
-SLOTS: tl.constexpr = tl.constexpr(0)
-WEIGHTS: tl.constexpr = tl.constexpr(1)
-HIDDEN: tl.constexpr = tl.constexpr(2)
-SCALES: tl.constexpr = tl.constexpr(3)
-HEADER: tl.constexpr = tl.constexpr(4)
-NUM_COLUMNS: tl.constexpr = tl.constexpr(5)
-ANSWER_HIDDEN: tl.constexpr = tl.constexpr(0)
-ANSWER_HEADER: tl.constexpr = tl.constexpr(1)
-NUM_ANSWER_COLUMNS: tl.constexpr = tl.constexpr(2)
-
-TOO_MANY_ROWS: tl.constexpr = tl.constexpr(m2n_windows.Fault.TOO_MANY_ROWS.value)
 UNKNOWN_EXPERT: tl.constexpr = tl.constexpr(m2n_windows.Fault.EXPERT.value)
 
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(1e-30)
-
-
-@triton.jit
-def rows_pointer(table_ptr: tl.tensor, place: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Give the pointer to a window's hidden rows, which begin at a multiple of 16 bytes.
-
-    (Only the operation that makes the pointer can carry that; a call that returns it cannot.)
-    """
-    return tl.multiple_of(tl.load(table_ptr + place).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit

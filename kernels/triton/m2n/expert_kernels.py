@@ -16,35 +16,33 @@ import triton
 import triton.language as tl
 
 from kernels import m2n_windows
-from kernels.triton.m2n.attention_kernels import (
+from kernels.triton.m2n.wait import (
     ANSWER_HEADER,
     ANSWER_HIDDEN,
-    HEADER,
-    HIDDEN,
-    NUM_ANSWER_COLUMNS,
-    NUM_COLUMNS,
-    SCALES,
-    SLOTS,
-    TOO_MANY_ROWS,
-    WEIGHTS,
-    rows_pointer,
-)
-from kernels.triton.m2n.wait import (
     FLAG,
+    HEADER,
     HEADER_WORDS,
+    HIDDEN,
     INCARNATION,
     LAYER,
+    NUM_ANSWER_COLUMNS,
+    NUM_COLUMNS,
     PART,
     PARTS,
     ROWS,
+    SCALES,
+    SLOTS,
     STEP,
+    TOO_MANY_ROWS,
+    WEIGHTS,
     await_flag,
     is_set,
     pointer,
     report,
     report_header,
     report_wait,
-)
+    rows_pointer,
+)  # fmt: skip
 from kernels.triton.runtime import rounded
 
 WRONG_SLOT: tl.constexpr = tl.constexpr(m2n_windows.Fault.SLOT.value)

@@ -30,11 +30,25 @@ GONE: tl.constexpr = tl.constexpr(m2n_windows.Fault.GONE.value)
 ABORTED: tl.constexpr = tl.constexpr(m2n_windows.Fault.ABORTED.value)
 STALE: tl.constexpr = tl.constexpr(m2n_windows.Fault.STALE.value)
 WRONG_HEADER: tl.constexpr = tl.constexpr(m2n_windows.Fault.HEADER.value)
+TOO_MANY_ROWS: tl.constexpr = tl.constexpr(m2n_windows.Fault.TOO_MANY_ROWS.value)
+
+# Columns of a table of request windows, i64[N, 5], and of answer windows, i64[N, 2].
+SLOTS: tl.constexpr = tl.constexpr(0)
+WEIGHTS: tl.constexpr = tl.constexpr(1)
+HIDDEN: tl.constexpr = tl.constexpr(2)
+SCALES: tl.constexpr = tl.constexpr(3)
+HEADER: tl.constexpr = tl.constexpr(4)
+NUM_COLUMNS: tl.constexpr = tl.constexpr(5)
+ANSWER_HIDDEN: tl.constexpr = tl.constexpr(0)
+ANSWER_HEADER: tl.constexpr = tl.constexpr(1)
+NUM_ANSWER_COLUMNS: tl.constexpr = tl.constexpr(2)
 
 THREADS: tl.constexpr = tl.constexpr(128)
 """Of a program that waits: four warps."""
-LOOKS_PER_CHECK: tl.constexpr = tl.constexpr(64)
-"""How often to look at a flag before looking at words in the host's memory, which is far."""
+LOOKS_PER_CHECK: tl.constexpr = tl.constexpr(1 if INTERPRETED.value else 64)
+"""Looks at a flag between looks at the clock and at words in the host's memory, which are slow.
+
+The interpreter's clock sleeps, so that the process that is waited for gets the core."""
 
 
 @triton.jit
@@ -43,10 +57,19 @@ def pointer(table_ptr: tl.tensor, place: tl.tensor, dtype: tl.constexpr) -> tl.t
     return tl.load(table_ptr + place).to(tl.pointer_type(dtype))
 
 
+@triton.jit
+def rows_pointer(table_ptr: tl.tensor, place: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Give the pointer to a window's hidden rows, which begin at a multiple of 16 bytes.
+
+    (Only the operation that makes the pointer can carry that; a call that returns it cannot.)
+    """
+    return tl.multiple_of(tl.load(table_ptr + place).to(tl.pointer_type(dtype)), 16)
+
+
 if INTERPRETED.value:
 
     @triton.jit
-    def _now(_: tl.tensor) -> tl.tensor:
+    def now(_: tl.tensor) -> tl.tensor:
         """Give the host's clock in nanoseconds; who is waited for has the core meanwhile."""
         time.sleep(0.0005)
         return tl.full((), time.monotonic_ns(), tl.int64)
@@ -54,7 +77,7 @@ if INTERPRETED.value:
 else:
 
     @triton.jit
-    def _now(_: tl.tensor) -> tl.tensor:
+    def now(_: tl.tensor) -> tl.tensor:
         """Give the device's clock in nanoseconds.
 
         Every thread reads a clock of its own, and a loop that threads leave at different times
@@ -101,13 +124,14 @@ def await_flag(
     """
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     if seen < awaited:
-        end = _now(seen) + tl.load(step_ptr + PATIENCE)
+        end = now(seen) + tl.load(step_ptr + PATIENCE)
         is_over = is_set(failed_ptr).to(tl.int64)
         looks = tl.zeros((), tl.int64)
-        while (seen < awaited) & (is_over == 0) & (_now(seen) < end):
+        while (seen < awaited) & (is_over == 0):
             looks += 1
             if looks % LOOKS_PER_CHECK == 0:
-                is_over = _is_over(peer, failed_ptr, control_ptr)
+                is_late = (now(seen) >= end).to(tl.int64)
+                is_over = _is_over(peer, failed_ptr, control_ptr) + is_late
             seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
     return seen
 

@@ -16,44 +16,6 @@ LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _take_best(
-    scores: tl.tensor,
-    columns: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Give for each row the column of its greatest score, lowest first, and scores without it."""
-    best = tl.argmax(scores, axis=1, tie_break_left=True)
-    is_best = columns == best[:, None]
-    return best, is_best, tl.where(is_best, float("-inf"), scores)
-
-
-@triton.jit
-def _keep_groups(
-    scores: tl.tensor,
-    columns: tl.tensor,
-    E: tl.tensor,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    E_PAD: tl.constexpr,
-    GROUPS_PAD: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-) -> tl.tensor:
-    """Mask the scores of all but the TOP_GROUPS groups with the greatest two scores' sum."""
-    group_of = columns // (E // NUM_GROUPS)
-    groups = tl.arange(0, GROUPS_PAD)[None, :]
-    sums = tl.full((BLOCK_R, GROUPS_PAD), float("-inf"), tl.float32)
-    for group in range(NUM_GROUPS):
-        inside = tl.where((group_of == group) & (columns < E), scores, float("-inf"))
-        first = tl.max(inside, axis=1)
-        _, _, rest = _take_best(inside, columns)
-        sums = tl.where(groups == group, (first + tl.max(rest, axis=1))[:, None], sums)
-    kept = tl.zeros((BLOCK_R, E_PAD), tl.int1)
-    for _ in range(TOP_GROUPS):
-        best, _, sums = _take_best(sums, groups)
-        kept = kept | (group_of == best[:, None])
-    return tl.where(kept, scores, float("-inf"))
-
-
-@triton.jit
 def _count_pairs(
     slots: tl.tensor,
     choices: tl.tensor,
@@ -119,82 +81,6 @@ def _store_sums(
 
 
 @triton.jit
-def _finish_block(
-    slots: tl.tensor,
-    rows: tl.tensor,
-    R: tl.tensor,
-    num_slots: tl.tensor,
-    hist_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    row_of_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    SINGLE: tl.constexpr,
-    S_PAD: tl.constexpr,
-    K: tl.constexpr,
-    K_PAD: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-) -> None:
-    """Place the pairs of the only block, or leave the block's histogram."""
-    choices = tl.arange(0, K_PAD)[None, :]
-    columns = tl.arange(0, S_PAD)
-    counts = _count_pairs(slots, choices, S_PAD, K, BLOCK_R)
-    counts = tl.where((rows < R)[:, None], counts, 0)
-    total = tl.sum(counts, axis=0)
-    if SINGLE:
-        _place_pairs(
-            slots,
-            choices,
-            rows,
-            R,
-            tl.cumsum(total, axis=0) - total,
-            tl.sum(total, axis=0),
-            counts,
-            order_ptr,
-            row_of_ptr,
-            S_PAD,
-            K,
-            BLOCK_R,
-        )
-        _store_sums(total, num_slots, counts_ptr, offsets_ptr, S_PAD)
-    else:
-        tl.store(hist_ptr + tl.program_id(0) * S_PAD + columns, total)
-
-
-@triton.jit
-def _score(
-    logits: tl.tensor,
-    columns: tl.tensor,
-    E: tl.tensor,
-    bias_ptr: tl.tensor,
-    SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-) -> tl.tensor:
-    """Give the scores by which experts are chosen."""
-    scores = logits
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + columns, mask=columns < E, other=0.0)
-            scores += bias.to(tl.float32)
-    # A NaN or -inf must never lead to a column beyond E: it only goes last among the real.
-    scores = tl.where(scores > LOWEST, scores, LOWEST)
-    return tl.where(columns < E, scores, float("-inf"))
-
-
-@triton.jit
-def _share_of(
-    logits: tl.tensor, top: tl.tensor, total: tl.tensor, SIGMOID: tl.constexpr
-) -> tl.tensor:
-    """Give the shares by which experts weigh; `top` and `total` [rows] are those of a softmax."""
-    if SIGMOID:
-        shares = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        shares = tl.exp(logits - top[:, None]) / total[:, None]
-    return shares
-
-
-@triton.jit
 def _choose(
     scores: tl.tensor,
     columns: tl.tensor,
@@ -224,49 +110,28 @@ def _choose(
 @triton.jit(do_not_specialize=["R"])
 def route_block(
     logits_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    slot_of_ptr: tl.tensor,
     experts_ptr: tl.tensor,
     weights_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    hist_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    row_of_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
     R: tl.tensor,
     E: tl.tensor,
-    num_slots: tl.tensor,
     row_stride: tl.tensor,
-    scale: tl.tensor,
-    SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROUND: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    PERMUTE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
-    SINGLE: tl.constexpr,
     E_PAD: tl.constexpr,
-    S_PAD: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
-    GROUPS_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
-    """Choose the experts of BLOCK_R rows, and count or place them."""
+    """Choose the experts of BLOCK_R rows and weigh them by their softmax."""
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, E_PAD)[None, :]
     choices = tl.arange(0, K_PAD)[None, :]
     is_real = (rows < R)[:, None] & (columns < E)
     places = logits_ptr + rows.to(tl.int64)[:, None] * row_stride + columns
     logits = tl.load(places, mask=is_real, other=0.0).to(tl.float32)
-    scores = _score(logits, columns, E, bias_ptr, SIGMOID, HAS_BIAS)
-    if NUM_GROUPS > 1:
-        scores = _keep_groups(
-            scores, columns, E, NUM_GROUPS, TOP_GROUPS, E_PAD, GROUPS_PAD, BLOCK_R
-        )
+    # A NaN or -inf must never lead to a column beyond E: it only goes last among the real.
+    scores = tl.where(logits > LOWEST, logits, LOWEST)
+    scores = tl.where(columns < E, scores, float("-inf"))
     top = tl.max(tl.where(columns < E, logits, float("-inf")), axis=1)
     total = tl.sum(tl.where(columns < E, tl.exp(logits - top[:, None]), 0.0), axis=1)
     experts = _choose(scores, columns, choices, K, E_PAD, K_PAD, BLOCK_R)
@@ -275,39 +140,14 @@ def route_block(
     # The cache has just delivered them.
     places = logits_ptr + rows.to(tl.int64)[:, None] * row_stride + experts
     chosen = tl.load(places, mask=is_pair, other=0.0).to(tl.float32)
-    weights = tl.where(choices < K, _share_of(chosen, top, total, SIGMOID), 0.0)
+    shares = tl.exp(chosen - top[:, None]) / total[:, None]
+    weights = tl.where(choices < K, shares, 0.0)
     if RENORMALISE:
-        whole = tl.sum(weights, axis=1)[:, None]
-        if SIGMOID:
-            whole += 1e-20
-        weights = weights / whole
-    weights = weights * scale
+        weights = weights / tl.sum(weights, axis=1)[:, None]
     if ROUND:
         weights = rounded(weights, tl.bfloat16).to(tl.float32)
     tl.store(experts_ptr + pairs, experts.to(tl.int64), mask=is_pair)
     tl.store(weights_ptr + pairs, weights, mask=is_pair)
-    if PERMUTE:
-        slots = experts
-        if HAS_SLOTS:
-            slots = tl.load(slot_of_ptr + experts, mask=is_pair, other=-1)
-            slots = tl.where(slots < 0, -1, slots)
-        tl.store(slots_ptr + pairs, slots, mask=is_pair)
-        _finish_block(
-            slots,
-            rows,
-            R,
-            num_slots,
-            hist_ptr,
-            order_ptr,
-            row_of_ptr,
-            counts_ptr,
-            offsets_ptr,
-            SINGLE,
-            S_PAD,
-            K,
-            K_PAD,
-            BLOCK_R,
-        )
 
 
 @triton.jit
@@ -340,25 +180,23 @@ def count_block(
     K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
-    """Count, or place if they are all, the pairs of BLOCK_R rows of slots."""
+    """Place the pairs of the only block, or leave the block's histogram."""
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    choices = tl.arange(0, K_PAD)[None, :]
+    columns = tl.arange(0, S_PAD)
     slots = _load_slots(slots_ptr, rows, R, K, K_PAD)
-    _finish_block(
-        slots,
-        rows,
-        R,
-        num_slots,
-        hist_ptr,
-        order_ptr,
-        row_of_ptr,
-        counts_ptr,
-        offsets_ptr,
-        SINGLE,
-        S_PAD,
-        K,
-        K_PAD,
-        BLOCK_R,
-    )
+    counts = _count_pairs(slots, choices, S_PAD, K, BLOCK_R)
+    counts = tl.where((rows < R)[:, None], counts, 0)
+    total = tl.sum(counts, axis=0)
+    if SINGLE:
+        first_of = tl.cumsum(total, axis=0) - total
+        _place_pairs(
+            slots, choices, rows, R, first_of, tl.sum(total, axis=0), counts,
+            order_ptr, row_of_ptr, S_PAD, K, BLOCK_R,
+        )  # fmt: skip
+        _store_sums(total, num_slots, counts_ptr, offsets_ptr, S_PAD)
+    else:
+        tl.store(hist_ptr + tl.program_id(0) * S_PAD + columns, total)
 
 
 @triton.jit(do_not_specialize=["R", "num_blocks"])

@@ -1,11 +1,10 @@
-"""The router on a GPU: logits to experts, weights, and the order in which experts get rows.
+"""The router on a GPU: logits to experts and weights, and pairs grouped by local expert.
 
-One Triton kernel chooses the experts of a block of rows and, where all rows fit one block,
-sorts the (row, choice) pairs by expert in the same pass; else it leaves a histogram per block
-and a second kernel places the pairs. Pairs that come alone are grouped by a program per expert,
-unless they are very many. No atomics: the order is that of `kernels.reference`,
-ascending in (row, choice) inside an expert, whatever ran first. Knows no model and no node.
-Called by `kernels.dispatch` for GPUs and by `kernels.triton.grouped_mlp.launches`.
+One Triton kernel chooses the experts of a block of rows. Pairs are grouped by a program per
+expert; very many of them by one kernel that counts each block's pairs and a second one that
+places them (where all fit one block, the first does both). No atomics: the order is that of
+`kernels.reference`, ascending in (row, choice) inside an expert, whatever ran first. Knows no
+model and no node. Called by `kernels.triton.ops` and `kernels.triton.grouped_mlp.launches`.
 
 Of equal scores the lowest id goes first. Softmax is chosen by logits, which its probabilities
 follow: where two of them round to the same number (far below the best) the reference takes
@@ -45,15 +44,6 @@ SPREAD_BLOCK: Final = 1024
 ELEMENTS_PER_WARP: Final = 512
 MAX_WARPS: Final = 8
 SLOTS_AT_ONCE: Final = 512
-
-
-class RoutedPairs(NamedTuple):
-    """What the router decides, and its pairs grouped by local expert."""
-
-    routing: Routing
-    slots: Tensor
-    """i32[T, K], local experts; negative: not here."""
-    groups: Permutation
 
 
 class _Grid(NamedTuple):
@@ -107,92 +97,6 @@ class _Pairs(NamedTuple):
         return self.hist, groups.order, groups.row_of, groups.counts, groups.offsets
 
 
-def _route(
-    logits: Tensor,
-    *,
-    top_k: int,
-    renormalise: bool,
-    weights_dtype: torch.dtype,
-    sigmoid: bool = False,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    num_slots: int | None = None,
-    slot_of: Tensor | None = None,
-) -> RoutedPairs:
-    """Launch the router; with `num_slots` also group the pairs by slot."""
-    num_rows, num_experts = logits.shape
-    _check(num_experts, top_k, weights_dtype, num_groups, top_groups)
-    if num_experts > 1 and logits.stride(1) != 1:
-        raise ValueError(f"the logits of a row must be contiguous, strides {logits.stride()}")
-    device = logits.device
-    experts = torch.empty(num_rows, top_k, dtype=torch.int64, device=device)
-    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
-    slots = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
-    local = num_experts if num_slots is None else num_slots
-    width = triton.next_power_of_2(max(num_experts, local))
-    if num_slots is None:
-        block_rows = max(ROUTE_ELEMENTS // width, 1)
-        grid = _Grid(block_rows, triton.cdiv(num_rows, block_rows))
-    else:
-        grid = _cut(num_rows, width)
-    pairs = _Pairs.make(num_rows * top_k, local, grid, device)
-    if num_rows:
-        route_block[(grid.num_blocks,)](
-            logits,
-            logits if bias is None else bias,
-            slots if slot_of is None else slot_of,
-            experts,
-            weights,
-            slots,
-            *pairs.arguments,
-            num_rows,
-            num_experts,
-            local,
-            logits.stride(0),
-            scale,
-            SIGMOID=sigmoid,
-            HAS_BIAS=bias is not None,
-            RENORMALISE=renormalise,
-            ROUND=weights_dtype == torch.bfloat16,
-            NUM_GROUPS=num_groups,
-            TOP_GROUPS=top_groups,
-            PERMUTE=num_slots is not None,
-            HAS_SLOTS=slot_of is not None,
-            SINGLE=grid.is_single,
-            E_PAD=triton.next_power_of_2(num_experts),
-            S_PAD=triton.next_power_of_2(local),
-            K=top_k,
-            K_PAD=triton.next_power_of_2(top_k),
-            GROUPS_PAD=triton.next_power_of_2(num_groups),
-            BLOCK_R=grid.block_rows,
-            num_warps=_num_warps(grid, width),
-        )
-        if num_slots is not None and not grid.is_single:
-            _place(slots, pairs, local, grid)
-    return RoutedPairs(Routing(experts, weights), slots, pairs.groups)
-
-
-def _check(
-    num_experts: int, top_k: int, weights_dtype: torch.dtype, num_groups: int, top_groups: int
-) -> None:
-    if not 0 < top_k <= num_experts:
-        raise ValueError(f"top_k {top_k} of {num_experts} experts")
-    if weights_dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"routing weights are rounded to float32 or bfloat16, not {weights_dtype}")
-    if num_groups > 1:
-        size, rest = divmod(num_experts, num_groups)
-        if rest or size < 2:
-            # A group is judged by its best two experts.
-            raise ValueError(f"{num_experts} experts in {num_groups} groups")
-        if not 0 < top_groups <= num_groups or top_k > top_groups * size:
-            raise ValueError(
-                f"top_k {top_k} of {top_groups * size} experts in {top_groups} of "
-                f"{num_groups} groups"
-            )
-
-
 def _place(slots: Tensor, pairs: _Pairs, num_slots: int, grid: _Grid) -> None:
     num_rows, top_k = slots.shape
     width = triton.next_power_of_2(num_slots)
@@ -214,70 +118,39 @@ def _place(slots: Tensor, pairs: _Pairs, num_slots: int, grid: _Grid) -> None:
 def route(
     logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype = torch.float32
 ) -> Routing:
-    """Choose top_k experts per token by softmax; see `kernels.reference.route`."""
-    return _route(logits, top_k=top_k, renormalise=renormalise, weights_dtype=weights_dtype).routing
+    """Choose top_k experts per token by softmax; see `kernels.reference.route`.
 
-
-def route_sigmoid(
-    logits: Tensor,
-    bias: Tensor | None,
-    *,
-    top_k: int,
-    renormalise: bool,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-) -> Routing:
-    """Choose top_k experts per token by sigmoid; see `kernels.reference.route_sigmoid`.
-
-    Scores that differ by less than the rounding of exp may be ordered otherwise than there.
+    Raises ValueError for a top_k, a dtype or strides that the kernel does not have.
     """
-    return _route(
-        logits,
-        top_k=top_k,
-        renormalise=renormalise,
-        weights_dtype=torch.float32,
-        sigmoid=True,
-        bias=bias,
-        scale=scale,
-        num_groups=num_groups,
-        top_groups=top_groups,
-    ).routing
-
-
-def route_and_permute(
-    logits: Tensor,
-    *,
-    top_k: int,
-    renormalise: bool,
-    weights_dtype: torch.dtype = torch.float32,
-    sigmoid: bool = False,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    num_slots: int | None = None,
-    slot_of: Tensor | None = None,
-) -> RoutedPairs:
-    """Route as `route` or, if `sigmoid`, as `route_sigmoid`, and group the pairs by slot.
-
-    For a node that holds the experts itself. slot_of i32[num_experts] gives the local slot of
-    each expert (below `num_slots`, negative: not here); without it experts are the slots.
-    """
-    assert (num_slots is None) == (slot_of is None), "a table of slots needs their number"
-    return _route(
-        logits,
-        top_k=top_k,
-        renormalise=renormalise,
-        weights_dtype=weights_dtype,
-        sigmoid=sigmoid,
-        bias=bias,
-        scale=scale,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        num_slots=logits.shape[1] if num_slots is None else num_slots,
-        slot_of=slot_of,
-    )
+    num_rows, num_experts = logits.shape
+    if not 0 < top_k <= num_experts:
+        raise ValueError(f"top_k {top_k} of {num_experts} experts")
+    if weights_dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"routing weights are rounded to float32 or bfloat16, not {weights_dtype}")
+    if num_experts > 1 and logits.stride(1) != 1:
+        raise ValueError(f"the logits of a row must be contiguous, strides {logits.stride()}")
+    experts = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
+    if num_rows:
+        width = triton.next_power_of_2(num_experts)
+        block_rows = max(ROUTE_ELEMENTS // width, 1)
+        grid = _Grid(block_rows, triton.cdiv(num_rows, block_rows))
+        route_block[(grid.num_blocks,)](
+            logits,
+            experts,
+            weights,
+            num_rows,
+            num_experts,
+            logits.stride(0),
+            RENORMALISE=renormalise,
+            ROUND=weights_dtype == torch.bfloat16,
+            E_PAD=width,
+            K=top_k,
+            K_PAD=triton.next_power_of_2(top_k),
+            BLOCK_R=grid.block_rows,
+            num_warps=_num_warps(grid, width),
+        )
+    return Routing(experts, weights)
 
 
 def _spread(slots: Tensor, num_slots: int) -> Permutation:

@@ -13,6 +13,7 @@ from kernels.contracts import AttentionMeta
 from kernels.cpu import ops as cpu
 from kernels.cpu.attention import MAX_GROUP_ELEMENTS
 from tests.kernels.cases import AttentionCase, Heads, attention_case
+from tests.pairwise import cover_pairs
 
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -31,11 +32,13 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
     assert torch.equal(again, result), "the memo changed the result"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block_size", [1, 16])
 @pytest.mark.parametrize(
-    "heads",
-    [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96), Heads(8, 2, 128), Heads(1, 1, 64)],
+    ("dtype", "block_size", "heads"),
+    cover_pairs(
+        [torch.float32, torch.bfloat16],
+        [1, 16],
+        [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96), Heads(8, 2, 128), Heads(1, 1, 64)],
+    ),
 )
 def test_mixed_batch(heads: Heads, block_size: int, dtype: torch.dtype) -> None:
     case = attention_case(

@@ -12,6 +12,7 @@ from kernels import reference
 from kernels.contracts import HeadRows
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled.layer import MAX_EXPERTS, can_norm, can_rotate, can_route
+from tests.pairwise import cover_pairs
 
 # A mean summed in another order may move a quotient over one bf16 boundary.
 ONE_UNIT = {"rtol": 2.0**-7, "atol": 1e-6}
@@ -25,10 +26,10 @@ def seeded() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("width", [1, 15, 16, 33, 576])
-@pytest.mark.parametrize("num_rows", [0, 1, 7, 70])
+@pytest.mark.parametrize(
+    ("num_threads", "dtype", "width", "num_rows"),
+    cover_pairs([1, 3], [None, torch.bfloat16, torch.float32], [1, 15, 16, 33, 576], [0, 1, 7, 70]),
+)
 def test_add_rms_norm(
     num_rows: int, width: int, dtype: torch.dtype | None, num_threads: int
 ) -> None:
@@ -56,9 +57,10 @@ def test_norms_of_numbers_that_are_none() -> None:
     assert result[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("with_norms", [False, True])
-@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 4, 80), (2, 1, 6)])
-@pytest.mark.parametrize("num_rows", [1, 5, 40])
+@pytest.mark.parametrize(
+    ("with_norms", "heads", "num_rows"),
+    cover_pairs([False, True], [(9, 3, 64), (4, 4, 80), (2, 1, 6)], [1, 5, 40]),
+)
 def test_rotate_and_store(num_rows: int, heads: tuple[int, int, int], with_norms: bool) -> None:
     num_heads, num_groups, dim = heads
     qkv = torch.randn(num_rows, num_heads + 2 * num_groups, dim).bfloat16()
@@ -84,10 +86,18 @@ def test_rotate_and_store(num_rows: int, heads: tuple[int, int, int], with_norms
             assert torch.equal(result, wanted)
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (16, 8), (60, 4), (128, 8), (33, 33)])
-@pytest.mark.parametrize("num_rows", [0, 1, 40])
+@pytest.mark.parametrize(
+    ("renormalise", "weights_dtype", "num_experts", "top_k", "num_rows"),
+    [
+        (renormalise, weights_dtype, *shape, num_rows)
+        for renormalise, weights_dtype, shape, num_rows in cover_pairs(
+            [False, True],
+            [torch.float32, torch.bfloat16],
+            [(1, 1), (16, 8), (60, 4), (128, 8), (33, 33)],
+            [0, 1, 40],
+        )
+    ],
+)
 def test_route(
     num_rows: int, num_experts: int, top_k: int, renormalise: bool, weights_dtype: torch.dtype
 ) -> None:

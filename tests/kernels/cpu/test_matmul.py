@@ -14,6 +14,7 @@ from kernels.contracts import ExpertMatrices, ExpertWeights
 from kernels.cpu import ops as cpu
 from kernels.cpu.matmul import can_prepack
 from tests.kernels.generators import finish
+from tests.pairwise import cover_pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
 needs_prepacking = pytest.mark.skipif(
@@ -26,10 +27,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (13, 37), (96, 64), (384, 576)])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 17, 70])
+@pytest.mark.parametrize(
+    ("dtype", "with_bias", "num_out", "num_in", "num_rows"),
+    [
+        (dtype, with_bias, *shape, num_rows)
+        for dtype, with_bias, shape, num_rows in cover_pairs(
+            DTYPES, [False, True], [(1, 1), (13, 37), (96, 64), (384, 576)], [0, 1, 2, 17, 70]
+        )
+    ],
+)
 def test_linear(
     num_rows: int, num_out: int, num_in: int, with_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -54,16 +60,6 @@ def test_linear_of_a_view_into_wider_rows(dtype: torch.dtype) -> None:
     x = wide[:, 8:24]
     wanted = reference.linear(x.contiguous(), reference.pack_linear(weight))
     assert torch.equal(cpu.linear(x, cpu.pack_linear(weight)), wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dense_mlp(dtype: torch.dtype) -> None:
-    gate_up, down, x = (torch.randn(s).to(dtype) for s in ((26, 20), (20, 13), (6, 20)))
-    results = [
-        ops.dense_mlp(x, ops.pack_linear(gate_up), ops.pack_linear(down))
-        for ops in (reference, cpu)
-    ]
-    assert torch.equal(*results)
 
 
 @needs_prepacking
@@ -128,9 +124,7 @@ def both(kind: str, num_rows: int, dtype: torch.dtype, share: float, **out: Tens
 KINDS = ["all here", "partly absent", "all absent", "empty experts", "one expert"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_rows", [0, 1, 7, 90])
+@pytest.mark.parametrize(("dtype", "kind", "num_rows"), cover_pairs(DTYPES, KINDS, [0, 1, 7, 90]))
 def test_experts_by_slot(num_rows: int, kind: str, dtype: torch.dtype) -> None:
     """Equal bits in bf16; in fp32 the sum depends on how the rows lie in memory."""
     result, wanted = both(kind, num_rows, dtype, 0.0)
@@ -140,9 +134,7 @@ def test_experts_by_slot(num_rows: int, kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(result.counts, wanted.counts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_rows", [0, 1, 7, 300])
+@pytest.mark.parametrize(("dtype", "kind", "num_rows"), cover_pairs(DTYPES, KINDS, [0, 1, 7, 300]))
 def test_joined_experts(num_rows: int, kind: str, dtype: torch.dtype) -> None:
     result, wanted = both(kind, num_rows, dtype, 0.5)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -190,9 +182,10 @@ def test_joined_experts_must_be_small_and_much_used() -> None:
     assert cpu.pack_experts(*small, share_per_row=0.5).joined == can_prepack(torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("share", [0.0, 0.5])
-@pytest.mark.parametrize("order", [(0, 3, 2), (3, 1, 0), (2, 3, 0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("dtype", "share", "order"),
+    cover_pairs(DTYPES, [0.0, 0.5], [(0, 3, 2), (3, 1, 0), (2, 3, 0, 1), (1, 0)]),
+)
 def test_rebuilt_experts_compute_like_fresh_ones(
     order: tuple[int, ...], share: float, dtype: torch.dtype
 ) -> None:

@@ -7,6 +7,8 @@ import torch
 
 from kernels import reference
 from kernels.cpu import ops as cpu
+from kernels.cpu import plain
+from tests.pairwise import cover_pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -54,15 +56,15 @@ def test_add_rms_norm(dtype: torch.dtype) -> None:
     assert torch.equal(other, residual)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("half_tables", [True, False])
-@pytest.mark.parametrize("num_rows", [0, 1, 13])
+@pytest.mark.parametrize(
+    ("dtype", "half_tables", "num_rows"), cover_pairs(DTYPES, [True, False], [0, 1, 13])
+)
 def test_rotate(num_rows: int, half_tables: bool, dtype: torch.dtype) -> None:
     angles = torch.rand(num_rows, 40) * 100
     if not half_tables:
         angles = torch.cat((angles, angles), -1)
     wide = torch.randn(num_rows, 6, 80).to(dtype)
     other = wide.clone()
-    for ops, qkv in ((reference, wide), (cpu, other)):
+    for ops, qkv in ((reference, wide), (plain, other)):
         ops.rotate(qkv[:, :3], qkv[:, 3:5], angles.cos(), angles.sin())
     assert torch.equal(wide, other)

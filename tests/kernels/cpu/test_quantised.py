@@ -27,6 +27,7 @@ from kernels.cpu.quantised import (
 )
 from kernels.cpu.simd.lanes import LANES
 from kernels.dispatch import Ops, select_ops
+from tests.pairwise import cover_pairs
 from topspin.errors import ConfigError
 
 MODES = sorted(BITS)
@@ -121,9 +122,15 @@ def test_groups_of_one_value_are_kept(bits: int, value: float) -> None:
     assert torch.equal(dequantise(quantise(weight, bits)), weight.bfloat16().float())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("num_out", "num_in"), [(1, 1), (16, 32), (33, 70), (100, 256)])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 9, 17, 64])
+@pytest.mark.parametrize(
+    ("mode", "num_out", "num_in", "num_rows"),
+    [
+        (mode, *shape, num_rows)
+        for mode, shape, num_rows in cover_pairs(
+            MODES, [(1, 1), (16, 32), (33, 70), (100, 256)], [1, 2, 3, 5, 8, 9, 17, 64]
+        )
+    ],
+)
 def test_linear_is_the_product_of_the_dequantised_weight(
     mode: str, num_out: int, num_in: int, num_rows: int
 ) -> None:
@@ -203,16 +210,21 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(mode: str) -
         assert torch.equal(result.out, mixed.out[alone])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("num_experts", "hidden", "width", "top_k", "num_rows"),
+    ("mode", "dtype", "num_experts", "hidden", "width", "top_k", "num_rows"),
     [
-        (1, 32, 32, 1, 1),
-        (4, 64, 48, 2, 3),
-        (5, 72, 40, 3, 9),
-        (9, 100, 33, 4, 40),
-        (32, 64, 64, 4, 2),
+        (mode, dtype, *shape)
+        for mode, dtype, shape in cover_pairs(
+            MODES,
+            [torch.float32, torch.bfloat16],
+            [
+                (1, 32, 32, 1, 1),
+                (4, 64, 48, 2, 3),
+                (5, 72, 40, 3, 9),
+                (9, 100, 33, 4, 40),
+                (32, 64, 64, 4, 2),
+            ],
+        )
     ],
 )
 def test_experts_are_those_of_the_dequantised_weights(
@@ -278,27 +290,6 @@ def test_rebuilt_experts_share_what_stays(mode: str) -> None:
     fresh = ops.pack_experts([new.gate_up], [new.down])
     alone = ops.grouped_mlp(x[1:2], slots[:1], torch.ones(1, 1), fresh).out
     assert torch.equal(ours[1:2], alone)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_dense_mlp(mode: str) -> None:
-    ops = QuantisedOps(cpu, mode)
-    gate_up, down = (
-        ops.pack_projection(torch.randn(80, 64)),
-        ops.pack_projection(torch.randn(64, 40)),
-    )
-    assert isinstance(gate_up, QuantisedWeight)
-    assert isinstance(down, QuantisedWeight)
-    x, first_bias, last_bias = torch.randn(6, 64), torch.randn(80), torch.randn(64)
-    wanted = reference.dense_mlp(
-        x,
-        reference.pack_linear(dequantise(gate_up)),
-        reference.pack_linear(dequantise(down)),
-        gate_up_bias=first_bias,
-        down_bias=last_bias,
-    )
-    ours = ops.dense_mlp(x, gate_up, down, gate_up_bias=first_bias, down_bias=last_bias)
-    assert relative(ours, wanted) < 3 * ROW_TOLERANCE
 
 
 def test_what_is_quantised_is_smaller() -> None:

@@ -35,8 +35,11 @@ ALIGNED = ("_row", "_head", "_block", "_slot")
 
 def compile_kernel(
     kernel: Any, pointers: Mapping[str, str], constants: Mapping[str, Any], **options: int
-) -> None:
-    """Compile a kernel whose other arguments are numbers, as an aligned call would."""
+) -> str:
+    """Compile a kernel whose other arguments are numbers, as an aligned call would.
+
+    Returns its PTX.
+    """
     signature = dict.fromkeys(kernel.arg_names, "i32")
     signature.update({name: "fp32" for name in FLOATS if name in signature})
     signature.update(pointers)
@@ -51,6 +54,8 @@ def compile_kernel(
     compiled = triton.compile(source, target=TARGET, options=options)
     assert compiled.metadata.shared <= SHARED_BYTES, f"{compiled.metadata.shared} bytes shared"
     print(f"{kernel.__name__}: {len(compiled.asm['cubin'])} bytes of code, {dict(constants)}")
+    ptx: str = compiled.asm["ptx"]
+    return ptx
 
 
 def compile_norms() -> None:
@@ -73,7 +78,7 @@ def compile_attention(
     q: torch.dtype, cache: torch.dtype, head_dim: int, *, block_size: int = 16, extras: bool = False
 ) -> None:
     """Compile the three kernels with default tiles; `extras`: window, tree and sinks at once."""
-    tiles: AttentionTiles = attention_tiles(head_dim, 8, torch.empty(0, dtype=cache))
+    tiles: AttentionTiles = attention_tiles(head_dim, cache)
     tables = dict.fromkeys(("query_start", "context_lens"), "*i32")
     pointers = {
         "q": NAMES[q], "out": NAMES[q], "k_cache": NAMES[cache], "v_cache": NAMES[cache],

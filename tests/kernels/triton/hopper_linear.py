@@ -8,8 +8,7 @@ import torch
 
 from kernels.triton.grouped_mlp.weights import FORMATS, GpuWeight
 from kernels.triton.linear.kernels import add_splits, linear_tile
-from kernels.triton.linear.launches import LinearTiles, default_tiles
-from kernels.triton.rotary import _write_row
+from kernels.triton.linear.launches import default_tiles
 from kernels.triton.router.grouping import group_slot
 from kernels.triton.router.kernels import local_slots_block
 from kernels.triton.swiglu import _swiglu_block
@@ -22,8 +21,6 @@ def compile_linear(weight_format: str, dtype: torch.dtype, num_rows: int, **ones
     """Compile a projection of Qwen3-30B-A3B's; Triton makes constants of arguments that are 1."""
     weight = GpuWeight(torch.empty(0), 5120, 2048, packed=True, weight_format=weight_format)
     tiles = default_tiles(weight, dtype, num_rows)
-    if not tiles.splits:
-        tiles = LinearTiles(splits=4)
     split = tiles.splits > 1
     pointers = {
         "x_ptr": NAMES[dtype], "weight_ptr": DATA[weight_format], "bias_ptr": NAMES[dtype],
@@ -46,7 +43,6 @@ def main() -> None:
             compile_linear(weight_format, torch.bfloat16, num_rows)
         compile_linear(weight_format, torch.bfloat16, 1, R=1)
         compile_linear(weight_format, torch.float32, 32)
-    compile_linear("plain", torch.bfloat16, 16)
     sums = {"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
     for bias in (True, False):
         constants = {"HAS_BIAS": bias, "SPLITS": 4, "BLOCK": 1024}
@@ -55,9 +51,6 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         units = {"gate_up": NAMES[dtype], "out": NAMES[dtype]}
         compile_kernel(_swiglu_block, units, {"BLOCK": 1024}, num_warps=4)
-        rows = dict.fromkeys(("k", "v", "k_cache", "v_cache"), NAMES[dtype])
-        shape = {"BLOCK_SIZE": 16, "HEADS": 4, "DIM": 128}
-        compile_kernel(_write_row, {**rows, "slots": "*i64"}, shape, num_warps=1)
     pairs = {
         "experts_ptr": "*i64", "slot_of_ptr": "*i32", "num_rows_ptr": "*i64", "slots_ptr": "*i32",
     }  # fmt: skip

@@ -43,7 +43,6 @@ LINEAR = {
     "group_slot",
     "local_slots_block",
     "_swiglu_block",
-    "_write_row",
 }
 M2N = {"put_row", "combine_row", "gather_row", "send_row"}
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp.weights import FORMATS, GpuWeight, pack_weight, unpack_weight
-from kernels.triton.linear import launches as triton_linear
 from kernels.triton.linear.launches import LinearTiles, default_tiles, linear, tiled_linear
+from tests.pairwise import cover_values
 
 QUANTISED = FORMATS[1:]
 # A sum of bf16 products is exact in fp32 but for the order; the result is rounded once.
@@ -32,11 +32,15 @@ def product(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
-    [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
-    ids=str,
+    ("dtype", "out_dtype", "weight_format"),
+    [
+        (*shape, weight_format)
+        for shape, weight_format in cover_values(
+            [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)],
+            QUANTISED,
+        )
+    ],
 )
-@pytest.mark.parametrize("weight_format", QUANTISED)
 def test_by_default_tiles(
     weight_format: str, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -60,8 +64,7 @@ TILES = [
 ]
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=lambda t: f"{t.block_m}x{t.block_n}/{t.splits}")
-@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize(("tiles", "weight_format"), cover_values(TILES, FORMATS))
 def test_any_tiles_and_splits(weight_format: str, tiles: LinearTiles, device: torch.device) -> None:
     """Five groups of inputs in up to nine splits, some of which are shorter or not there."""
     weight = pack_weight((draw(40, 640) / 25).to(device), weight_format)
@@ -88,22 +91,6 @@ def test_few_rows_split_their_inputs_and_many_do_not(device: torch.device) -> No
     assert default_tiles(weight, torch.bfloat16, 257).splits == 1
     head = replace(weight, out_features=151936)
     assert default_tiles(head, torch.bfloat16, 1).splits == 1
-
-
-def test_tiles_from_a_table(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """They can give a plain weight to the kernel, but not a format what it cannot have."""
-    x, matrix = draw(3, 96).to(device), draw(8, 96, seed=1).to(device)
-    plain, int8 = pack_weight(matrix, "plain"), pack_weight(matrix, "int8")
-    tuned = LinearTiles(block_k=32, splits=3)
-    monkeypatch.setattr(triton_linear, "tiles_for", lambda op, key, default, device: tuned)
-    found = triton_linear.linear(x, plain)
-    assert torch.equal(found, tiled_linear(x, plain, tiles=tuned))
-    torch.testing.assert_close(found, x @ matrix.T, rtol=1e-5, atol=2e-5)
-    with pytest.raises(ValueError, match=r"linear of int8,float32,O=8,I=96,rows=4: block_k is 32"):
-        triton_linear.linear(x, int8)
-    tuned = LinearTiles(block_n=256)
-    with pytest.raises(ValueError, match=r"linear of fp8.*block_n is 256, more than 128"):
-        triton_linear.linear(x, pack_weight(matrix, "fp8"))
 
 
 def test_a_big_matrix_is_quantised_in_pieces(

@@ -35,6 +35,7 @@ from kernels.triton.m2n.attention_port import AttentionPort
 from m2n_comm.layout import SendPlan, plan_sends, route_map
 from m2n_comm.payload import pack_rows
 from tests.kernels.triton.m2n_bench import ATTENTION, EXPERT, SHORT_NS, Bench, runtime_of
+from tests.pairwise import cover_values
 from topspin.expert_table import ExpertTable
 
 WINDOW_ROWS, TOP_K, HIDDEN, NUM_EXPERTS = 9, 3, 40, 8
@@ -76,8 +77,9 @@ def plan_of(experts: Tensor) -> tuple[Tensor, SendPlan]:
     return route.slot_of[0][None].to(experts.device), plan_sends(route, 0, experts.cpu())
 
 
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("num_rows", [0, 5])
+@pytest.mark.parametrize(
+    ("wire", "num_rows"), cover_values([torch.float32, torch.bfloat16, torch.float8_e4m3fn], [0, 5])
+)
 def test_windows_hold_what_the_cpus_transports_would_write(
     num_rows: int, wire: torch.dtype, device: torch.device
 ) -> None:
@@ -150,8 +152,9 @@ def answer_all(bench: Bench, bias: float = 0.0) -> None:
         answer[INCARNATION] = EXPERT + node
 
 
-@pytest.mark.parametrize("answer", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [0, 5])
+@pytest.mark.parametrize(
+    ("answer", "num_rows"), cover_values([torch.float32, torch.bfloat16], [0, 5])
+)
 def test_answers_are_added_by_ascending_node(
     num_rows: int, answer: torch.dtype, device: torch.device
 ) -> None:

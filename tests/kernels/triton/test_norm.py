@@ -7,6 +7,7 @@ import torch
 
 from kernels import reference
 from kernels.triton import norm as triton_norm
+from tests.pairwise import cover_pairs, cover_values
 
 TOLERANCE = {
     torch.float32: {"rtol": 2e-6, "atol": 1e-6},
@@ -21,8 +22,10 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> to
     return (torch.randn(shape, generator=rng) * 3).to(device, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 8), (1, 576), (7, 37), (3, 5, 64), (2, 2, 2, 10), (33,)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    cover_values(DTYPES, [(0, 8), (1, 576), (7, 37), (3, 5, 64), (2, 2, 2, 10), (33,)]),
+)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x, weight = draw(shape, dtype, device), draw(shape[-1:], dtype, device)
     wanted = reference.rms_norm(x, weight, eps=1e-5)
@@ -40,9 +43,9 @@ def test_epsilon_counts_for_small_rows(device: torch.device) -> None:
     torch.testing.assert_close(triton_norm.rms_norm(x, weight, eps=1e-5), wanted)
 
 
-@pytest.mark.parametrize("x_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 33), (5, 128)])
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype", "shape"), cover_pairs(DTYPES, DTYPES, [(1, 33), (5, 128)])
+)
 def test_add_rms_norm(
     shape: tuple[int, int], dtype: torch.dtype, x_dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -12,6 +12,7 @@ from kernels import reference
 from kernels.contracts import HeadRows
 from kernels.triton.rotary import rotate_and_store
 from tests.kernels.cases import Heads
+from tests.pairwise import cover_pairs, cover_values
 
 BLOCK_SIZE = 4
 DTYPES = [torch.float32, torch.bfloat16]
@@ -50,9 +51,9 @@ def caches(heads: Heads, dtype: torch.dtype, device: torch.device) -> tuple[Tens
     return both[0], both[1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("half_tables", [True, False])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("dtype", "half_tables", "heads"), cover_pairs(DTYPES, [True, False], HEADS)
+)
 def test_without_norms_equals_the_reference_bit_for_bit(
     heads: Heads, half_tables: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -70,8 +71,7 @@ def test_without_norms_equals_the_reference_bit_for_bit(
     assert torch.equal(given.v, v)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS[1:])
+@pytest.mark.parametrize(("dtype", "heads"), cover_values(DTYPES, HEADS[1:]))
 def test_norm_of_each_head(heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
     given = draw(2, heads, dtype, device, width=heads.dim // 2)
     q, k, v = (x.clone() for x in given[:3])
@@ -85,8 +85,7 @@ def test_norm_of_each_head(heads: Heads, dtype: torch.dtype, device: torch.devic
     assert torch.equal(found[1], wanted[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", HEADS[:2])
+@pytest.mark.parametrize(("dtype", "heads"), cover_values(DTYPES, HEADS[:2]))
 def test_norm_of_all_heads(heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
     """As OLMoE has it: a token's heads are one row, with one root mean square."""
     given = draw(2, heads, dtype, device, width=heads.dim // 2)

@@ -1,17 +1,16 @@
-"""The router kernels against the reference, transformers' routers, and a stable sort for ties."""
+"""The router kernels against the reference, and a stable sort for ties."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from kernels import reference
 from kernels.contracts import Permutation, Routing
 from kernels.runtime import NoSync
 from kernels.triton.router import launches as triton_router
+from tests.pairwise import cover_values
 
 # One block; several blocks, the last one ragged; experts that are no power of two.
 SHAPES = [(1, 7, 3), (5, 128, 8), (130, 100, 6), (33, 512, 4), (0, 8, 2)]
@@ -34,8 +33,10 @@ def assert_same_groups(groups: Permutation, wanted: Permutation) -> None:
         assert torch.equal(found, should)
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), SHAPES)
+@pytest.mark.parametrize(
+    ("renormalise", "num_rows", "num_experts", "top_k"),
+    [(renormalise, *shape) for renormalise, shape in cover_values([False, True], SHAPES)],
+)
 def test_softmax(
     num_rows: int, num_experts: int, top_k: int, renormalise: bool, device: torch.device
 ) -> None:
@@ -59,8 +60,6 @@ def test_of_equal_logits_the_lowest_id_goes_first(device: torch.device) -> None:
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     routing = triton_router.route(logits, top_k=9, renormalise=True)
     assert torch.equal(routing.experts, order[:, :9])
-    shares = triton_router.route_sigmoid(logits, None, top_k=9, renormalise=True)
-    assert_same_routing(shares, reference.route_sigmoid(logits, None, top_k=9, renormalise=True))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -78,82 +77,10 @@ def test_logits_may_be_columns_of_a_wider_buffer(device: torch.device) -> None:
     assert_same_routing(routing, reference.route(wide[:, 3:20], top_k=2, renormalise=False))
 
 
-@pytest.mark.parametrize("groups", [(1, 1), (8, 3), (4, 1)])
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_sigmoid_with_bias_is_deepseeks(
-    groups: tuple[int, int], renormalise: bool, device: torch.device
-) -> None:
-    config = DeepseekV3Config(
-        hidden_size=12,
-        n_routed_experts=48,
-        num_experts_per_tok=5,
-        n_group=groups[0],
-        topk_group=groups[1],
-        norm_topk_prob=renormalise,
-        routed_scaling_factor=2.5,
-    )
-    rng = torch.Generator().manual_seed(3)
-    router = DeepseekV3TopkRouter(config).requires_grad_(False)
-    router.weight.copy_(torch.randn(48, 12, generator=rng))
-    router.e_score_correction_bias.copy_(torch.randn(48, generator=rng) * 0.2)
-    logits, weights, experts = router(torch.randn(70, 12, generator=rng))
-    settings = {
-        "top_k": 5,
-        "renormalise": renormalise,
-        "scale": 2.5,
-        "num_groups": groups[0],
-        "top_groups": groups[1],
-    }
-    bias = router.e_score_correction_bias
-    oracle = reference.route_sigmoid(logits, bias, **settings)
-    # Theirs is not sorted.
-    theirs = experts.sort(-1)
-    assert torch.equal(oracle.experts.sort(-1).values, theirs.values)
-    ours = oracle.weights.gather(1, oracle.experts.argsort(-1))
-    torch.testing.assert_close(ours, weights.gather(1, theirs.indices))
-    routing = triton_router.route_sigmoid(logits.to(device), bias.to(device), **settings)
-    assert_same_routing(Routing(routing.experts.cpu(), routing.weights.cpu()), oracle)
-
-
-def test_the_bias_chooses_and_does_not_weigh(device: torch.device) -> None:
-    logits = torch.tensor([[2.0, 1.0, 0.0]], device=device)
-    bias = torch.tensor([-1.0, 0.0, 1.0], device=device)
-    routing = triton_router.route_sigmoid(logits, bias, top_k=2, renormalise=False)
-    assert routing.experts.tolist() == [[2, 1]]
-    torch.testing.assert_close(routing.weights, logits[:, [2, 1]].sigmoid())
-
-
-@pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), SHAPES)
-def test_routing_groups_the_pairs(
-    num_rows: int, num_experts: int, top_k: int, device: torch.device
-) -> None:
-    logits = draw(num_rows, num_experts, device)
-    found = triton_router.route_and_permute(logits, top_k=top_k, renormalise=True)
-    assert torch.equal(found.slots, found.routing.experts.int())
-    assert_same_groups(found.groups, reference.permute(found.slots, num_experts))
-
-
-@pytest.mark.parametrize("num_rows", [3, 150])
-def test_a_table_of_slots_names_the_experts_that_are_here(
-    num_rows: int, device: torch.device
-) -> None:
-    logits = draw(num_rows, 64, device)
-    slot_of = torch.full((64,), -1, dtype=torch.int32, device=device)
-    slot_of[5::3] = torch.arange(20, dtype=torch.int32, device=device).flip(0)
-    found = triton_router.route_and_permute(
-        logits, top_k=6, renormalise=True, num_slots=20, slot_of=slot_of
-    )
-    assert torch.equal(found.slots, slot_of[found.routing.experts])
-    assert (found.slots < 0).any()
-    assert_same_groups(found.groups, reference.permute(found.slots, 20))
-    sigmoid = triton_router.route_and_permute(
-        logits, top_k=6, renormalise=True, sigmoid=True, num_slots=20, slot_of=slot_of
-    )
-    assert torch.equal(sigmoid.groups.counts, found.groups.counts)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (9, 3, 4), (150, 5, 100), (60, 2, 300), (0, 4, 6)])
-@pytest.mark.parametrize("is_spread", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "is_spread"),
+    cover_values([(1, 1, 1), (9, 3, 4), (150, 5, 100), (60, 2, 300), (0, 4, 6)], [True, False]),
+)
 def test_permute(
     shape: tuple[int, int, int],
     is_spread: bool,
@@ -211,13 +138,5 @@ def test_what_cannot_be_routed_is_refused(device: torch.device) -> None:
     logits = draw(2, 12, device)
     with pytest.raises(ValueError, match="top_k 13 of 12 experts"):
         triton_router.route(logits, top_k=13, renormalise=True)
-    with pytest.raises(ValueError, match="12 experts in 5 groups"):
-        triton_router.route_sigmoid(
-            logits, None, top_k=2, renormalise=True, num_groups=5, top_groups=1
-        )
-    with pytest.raises(ValueError, match="top_k 5 of 4 experts in 1 of 3 groups"):
-        triton_router.route_sigmoid(
-            logits, None, top_k=5, renormalise=True, num_groups=3, top_groups=1
-        )
     with pytest.raises(ValueError, match="float16"):
         triton_router.route(logits, top_k=2, renormalise=True, weights_dtype=torch.float16)

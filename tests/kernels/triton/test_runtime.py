@@ -54,6 +54,13 @@ def test_fp8_saturates(device: torch.device) -> None:
     assert out.float().tolist() == [448.0, -448.0, 448.0, -448.0]
 
 
+def test_nan_stays_one_in_fp8(device: torch.device) -> None:
+    x = torch.tensor([float("nan"), 1.0, -float("nan"), 500.0], device=device)
+    out = torch.zeros(4, dtype=torch.float8_e4m3fn, device=device)
+    _round_all[(1,)](x, out, BLOCK=4)
+    assert out.float().isnan().tolist() == [True, False, True, False]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_accumulated_in_fp32(dtype: torch.dtype, device: torch.device) -> None:
     rng = torch.Generator().manual_seed(0)

@@ -17,6 +17,7 @@ from kernels.sampling import BannedTokens, LogitBias, SamplingBatch, process_log
 from kernels.triton.sampling import launches as triton_sampling
 from kernels.triton.sampling.launches import plan_sampling, processed
 from tests.kernels.test_sampling import batch
+from tests.pairwise import cover_values
 
 NUMPY_COMPLAINS = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
@@ -259,8 +260,10 @@ def test_nothing_to_apply_means_no_copy(device: torch.device) -> None:
 
 
 @NUMPY_COMPLAINS
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("temperature", "settings"),
+    cover_values([0.0, 1.0], [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}]),
+)
 def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
     temperature: float, settings: dict[str, float], device: torch.device
 ) -> None:

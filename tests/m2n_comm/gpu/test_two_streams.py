@@ -11,10 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import gpu_engine
-from benchmarks.gpu_decode import Variant
-from benchmarks.gpu_engine import GpuEngine, node_config, read_fields
-from benchmarks.gpu_models import QUICK
+from benchmarks.gpu import engine as gpu_engine
+from benchmarks.gpu.engine import GpuEngine, node_config, read_fields
+from benchmarks.gpu.workload import QUICK, Variant
 from kernels import reference
 from tests.m2n_comm.gpu.stream_graph import StreamGraph
 

@@ -1,0 +1,1 @@
+"""What `make gpu` runs: smoke (is it right?), rooflines (kernels), decode (a whole model)."""

@@ -1,0 +1,183 @@
+"""Whether a machine with a GPU can run Topspin, and whether its kernels are right there.
+
+The first part of `make gpu`. Says in a line each what Triton and Topspin need (compiler,
+Python.h, driver, torch, triton, packages), naming what is missing; then runs the tests of
+tests/gpu (one per kernel at the tiles and shapes of real use, and both sides of M2N at once on
+two streams) and cuda_ipc between two processes. Imports nothing that may be missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kernels.triton.toolchain import find_compiler, find_header
+
+ROOT: Final = Path(__file__).parents[2]
+TESTS: Final = ("tests/gpu", "tests/m2n_comm/gpu/test_ipc_processes.py")
+QUICK: Final = ("tests/gpu/test_kernels.py", "-k", "norm and 1")
+SECONDS: Final = 170.0
+PACKAGES: Final = {
+    "numpy": "sampling",
+    "msgspec": "configuration and plans",
+    "pytest": "these tests",
+    "numba": "cuda_ipc between processes",
+    "zmq": "cuda_ipc between processes",
+}
+"""What the parts of `make gpu` import, and for what."""
+
+
+class Fact(NamedTuple):
+    """One line of the probe."""
+
+    what: str
+    found: str | None
+    advice: str
+    """How to get it, if it is not there."""
+
+
+def installed(package: str) -> str | None:
+    """Return a package's version, None if it is not installed."""
+    if importlib.util.find_spec(package) is None:
+        return None
+    try:
+        return importlib.metadata.version({"zmq": "pyzmq"}.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def driver() -> str | None:
+    """Return the GPUs and their driver's version as nvidia-smi tells them."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi does not answer: {error}"
+    return "; ".join(asked.stdout.strip().splitlines()) or None
+
+
+def facts(*, needs_gpu: bool) -> Iterator[Fact]:
+    """Give the lines of the probe."""
+    compiler, header = find_compiler(), find_header()
+    yield Fact("python", f"{platform.python_version()}, {sys.executable}", "")
+    yield Fact("C compiler", compiler, "install gcc or clang, or set CC: Triton builds with it")
+    yield Fact(
+        "Python.h",
+        None if header is None else str(header),
+        f"install the headers of Python {'.'.join(platform.python_version_tuple()[:2])} "
+        "(python3-dev): Triton builds with them",
+    )
+    if needs_gpu:
+        yield Fact("driver", driver(), "no nvidia-smi on PATH: install the NVIDIA driver")
+    for package in ("torch", "triton"):
+        yield Fact(package, installed(package), "install a build of torch for GPUs, with triton")
+    for package, purpose in PACKAGES.items():
+        yield Fact(package, installed(package), f"pip install it: for {purpose}")
+
+
+def run_tests(arguments: Sequence[str], environment: dict[str, str], limit_s: float) -> str | None:
+    """Run pytest and return its JUnit report; None if it had to be stopped or left none."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--durations=15"]
+        # Versions are those of the machine, and a warning of theirs is no failure.
+        command += ["-p", "no:cacheprovider", "-W", "default", f"--junitxml={report}"]
+        # A session of its own: its compilers and processes are stopped with it.
+        process = subprocess.Popen(
+            [*command, *arguments], cwd=ROOT, env=environment, start_new_session=True
+        )
+        try:
+            process.wait(timeout=max(limit_s, 1.0))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return report.read_text(encoding="utf-8") if report.exists() else None
+
+
+class Outcome(NamedTuple):
+    """What became of one test."""
+
+    test: str
+    outcome: str
+    """passed, skipped, failed, or error."""
+    seconds: float
+    why: str
+    properties: dict[str, str]
+    """What the test recorded (record_property)."""
+
+
+def read_outcomes(report: str) -> list[Outcome]:
+    """Return the tests of a JUnit report."""
+    found = []
+    for case in ET.fromstring(report).iter("testcase"):
+        outcome, why = "passed", ""
+        for kind, word in (("failure", "failed"), ("error", "error"), ("skipped", "skipped")):
+            each = case.find(kind)
+            if each is not None:
+                outcome, why = word, each.get("message", "")
+                break
+        properties = {each.get("name", ""): each.get("value", "") for each in case.iter("property")}
+        name = f"{case.get('classname')}::{case.get('name')}"
+        found.append(Outcome(name, outcome, float(case.get("time", 0)), why, properties))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Probe and test; returns the exit status."""
+    if installed("torch") is None or installed("numpy") is None:
+        for fact in facts(needs_gpu=True):
+            print(f"{fact.what:12} {fact.found or 'MISSING: ' + fact.advice}")
+        return 2
+    import torch
+
+    from benchmarks.gpu.part import Part, parse, parser
+
+    args = parse(parser("smoke", SECONDS), argv)
+    on_gpu = args.device != "cpu"
+    has_gpu = on_gpu and torch.cuda.is_available()
+    part = Part("smoke", args, torch.cuda.get_device_name() if has_gpu else "cpu")
+    for fact in facts(needs_gpu=on_gpu):
+        said = fact.found or f"MISSING: {fact.advice}"
+        part.figure(f"{fact.what:12} {said}", probe=fact.what, found=fact.found)
+        if fact.found is None:
+            part.problem(fact.what, said)
+    if on_gpu and not has_gpu:
+        part.problem("torch", f"{torch.__version__} sees no GPU (built for {torch.version.cuda})")
+        return part.finish()
+    environment = dict(os.environ)
+    environment.pop("TRITON_INTERPRET", None)
+    if not on_gpu:
+        environment["TRITON_INTERPRET"] = "1"
+    arguments = [*(QUICK if args.quick else TESTS), "-m", "gpu" if on_gpu else "not slow"]
+    report = run_tests(arguments, environment, part.left_s)
+    outcomes = [] if report is None else read_outcomes(report)
+    for each in outcomes:
+        part.figure(f"{each.outcome:8} {each.seconds:6.1f} s  {each.test}", **each._asdict())
+        if each.outcome in ("failed", "error"):
+            part.problem(each.test, each.why)
+    if report is None:
+        part.problem("pytest", "did not come to its end")
+    elif not any(each.outcome == "passed" for each in outcomes):
+        part.problem("pytest", "no test passed")
+    return part.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,114 @@
+"""The engine of `make gpu` says what transformers says: on a GPU if there is one, else interpreted.
+
+Beside torch and Triton it takes transformers and msgspec alone, so that a machine with a GPU and
+little else knows that the steps which it times are right: prefill in chunks, decode steps enqueued
+and recorded, one stream and two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import engine as gpu_engine
+from benchmarks.gpu.engine import SEED, GpuEngine, node_config, read_fields
+from benchmarks.gpu.weights import RandomWeights
+from benchmarks.gpu.workload import QUICK, Variant
+from kernels.runtime import open_runtime
+from models.config import ModelConfig
+
+HAS_GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
+slow_interpreted = [] if HAS_GPU else [pytest.mark.slow]
+DEVICE = "cuda:0" if HAS_GPU else "cpu"
+
+PROMPT, DECODED = 11, 4
+WORKLOAD = replace(
+    QUICK,
+    fields={**QUICK.fields, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64},
+    context=PROMPT + DECODED,
+    batches=(1,),
+    prefill_tokens=8,
+)
+"""The prompt takes two steps of prefill, the second with keys cached by the first."""
+
+
+class LoudWeights(RandomWeights):
+    """Every layer counts: with a model's usual weights the embedding alone decides."""
+
+    def _normal(self, *size: int, std: float = 0.3) -> Tensor:
+        return super()._normal(*size, std=std)
+
+
+def oracle(model: ModelConfig, prompt: list[int]) -> tuple[list[int], float]:
+    """Give what transformers continues with on the CPU, and its least lead over the second."""
+    transformers = pytest.importorskip("transformers")
+    device = torch.device(DEVICE)
+    drawn = LoudWeights(model, device=device, dtype=torch.float32, seed=SEED)
+    fields = {name: each for name, each in WORKLOAD.fields.items() if name != "torch_dtype"}
+    config = transformers.Qwen3MoeConfig(**fields)
+    oracle = transformers.Qwen3MoeForCausalLM(config).eval()
+    weights = drawn.attention()
+    named = {"model.embed_tokens.weight": weights.embed, "lm_head.weight": weights.lm_head}
+    named["model.norm.weight"] = weights.final_norm
+    sizes = (model.q_size, model.kv_size, model.kv_size)
+    for idx, layer in enumerate(weights.layers):
+        at = f"model.layers.{idx}"
+        for name, part in zip("qkv", layer.qkv.split(sizes), strict=True):
+            named[f"{at}.self_attn.{name}_proj.weight"] = part
+        named |= {
+            f"{at}.self_attn.o_proj.weight": layer.o,
+            f"{at}.self_attn.q_norm.weight": layer.q_norm,
+            f"{at}.self_attn.k_norm.weight": layer.k_norm,
+            f"{at}.mlp.gate.weight": layer.router,
+            f"{at}.input_layernorm.weight": layer.input_norm,
+            f"{at}.post_attention_layernorm.weight": layer.post_norm,
+        }
+    for idx, stream in enumerate(drawn.experts()):
+        named[f"model.layers.{idx}.mlp.experts.gate_up_proj"] = torch.stack(list(stream.gate_up))
+        named[f"model.layers.{idx}.mlp.experts.down_proj"] = torch.stack(list(stream.down))
+    oracle.load_state_dict({name: tensor.cpu() for name, tensor in named.items()})
+    ids, leads = list(prompt), []
+    with torch.inference_mode():
+        for _ in range(DECODED + 1):
+            best, token = oracle(torch.tensor([ids])).logits[0, -1].topk(2)
+            leads.append(float(best[0] - best[1]))
+            ids.append(int(token[0]))
+    return ids[len(prompt) :], min(leads)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(cuda_graphs=True, gpu_streams=1),
+        pytest.param(Variant(cuda_graphs=True, gpu_streams=2), marks=slow_interpreted),
+        pytest.param(Variant(cuda_graphs=False, gpu_streams=1), marks=slow_interpreted),
+    ],
+    ids=lambda variant: variant.name,
+)
+def test_tokens_are_transformers(monkeypatch: pytest.MonkeyPatch, variant: Variant) -> None:
+    monkeypatch.setattr(gpu_engine, "RandomWeights", LoudWeights)
+    model = read_fields(WORKLOAD.fields)
+    config = node_config(model, WORKLOAD, DEVICE, variant)
+    runtime = open_runtime(config.compute.attention_device)
+    engine = GpuEngine(model, config, runtime, num_micro_batches=1)
+    plans = engine._plans.prefill(PROMPT)
+    prompt = np.frombuffer(plans[0].new[0].tokens, dtype="<i4").tolist()
+    assert (len(plans), len(prompt)) == (2, PROMPT)
+    for plan in plans:
+        engine._launch(plan)
+    tokens = []
+    for _ in range(DECODED + 1):
+        engine.finish()
+        assert engine.last_result is not None
+        tokens += np.frombuffer(engine.last_result.tokens, dtype="<i4").tolist()
+        engine.decode_step()
+    engine.close()
+    expected, lead = oracle(model, prompt)
+    assert lead > 1e-3
+    assert tokens == expected
+    assert len(set(tokens)) > 1

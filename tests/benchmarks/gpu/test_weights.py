@@ -1,0 +1,86 @@
+"""Random weights and the byte floor, against checkpoints that transformers made."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.floor import decode_floor
+from benchmarks.gpu.weights import RandomWeights
+from models.checkpoint import Checkpoint
+from models.config import ModelConfig, load_model_config
+from models.weights import load_attention_weights, load_expert_weights
+from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
+
+
+def make_weights(model: ModelConfig, seed: int = 0) -> RandomWeights:
+    return RandomWeights(model, device=torch.device("cpu"), dtype=torch.float32, seed=seed)
+
+
+def shapes_of(weights: Any) -> Any:
+    """Return a dataclass of tensors with a shape for each tensor."""
+    if isinstance(weights, Tensor):
+        return tuple(weights.shape)
+    if weights is None:
+        return None
+    if isinstance(weights, list):
+        return [shapes_of(each) for each in weights]
+    return {each.name: shapes_of(getattr(weights, each.name)) for each in fields(weights)}
+
+
+@pytest.fixture(params=sorted(VARIANTS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path, request.param)
+
+
+def test_shapes_and_floor_are_those_of_a_checkpoint(checkpoint: Path) -> None:
+    model = load_model_config(checkpoint)
+    random = make_weights(model)
+    made = random.attention()
+    made = replace(made, layers=list(made.layers))
+    read = load_attention_weights(Checkpoint(checkpoint), model, dtype=torch.float32)
+    assert shapes_of(made) == shapes_of(read)
+    assert (made.lm_head is made.embed) == model.tie_word_embeddings
+    touched = []
+    if model.moe is not None:
+        everyone = [range(model.moe.num_experts)] * len(model.moe_layers)
+        experts = load_expert_weights(
+            Checkpoint(checkpoint), model, dtype=torch.float32, experts=everyone
+        )
+        for drawn, layer in zip(random.experts(), experts.layers, strict=True):
+            assert [each.shape for each in drawn.gate_up] == [each.shape for each in layer.gate_up]
+            assert [each.shape for each in drawn.down] == [each.shape for each in layer.down]
+        touched = [model.moe.num_experts] * len(model.moe_layers)
+    floor = decode_floor(model, itemsize=4, touched=touched, contexts=[])
+    num_embedded = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    num_parameters = sum(each.numel() for each in oracle_model(checkpoint).parameters())
+    assert sum(floor.values()) == 4 * (num_parameters - num_embedded)
+
+
+def test_floor_counts_what_the_tokens_need(tmp_path: Path) -> None:
+    model = load_model_config(make_checkpoint(tmp_path, "qwen3_moe"))
+    assert model.moe is not None
+    nothing = decode_floor(model, itemsize=2, touched=[0, 0], contexts=[])
+    floor = decode_floor(model, itemsize=2, touched=[3, 5], contexts=[10, 21])
+    # Keys and values of 31 positions seen and 2 written.
+    assert floor["kv"] == 2 * 2 * model.kv_size * model.num_layers * (31 + 2)
+    assert floor["experts"] == 2 * 8 * 3 * model.hidden_size * model.moe.intermediate_size
+    assert floor["embed"] == 2 * 2 * model.hidden_size
+    assert {what for what in floor if floor[what] != nothing[what]} == {"kv", "experts", "embed"}
+    layers = (replace(model.layers[0], sliding_window=12), *model.layers[1:])
+    windowed = decode_floor(
+        replace(model, layers=layers), itemsize=2, touched=[3, 5], contexts=[10, 21]
+    )
+    assert floor["kv"] - windowed["kv"] == 2 * 2 * model.kv_size * (21 - 12)
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    model = load_model_config(make_checkpoint(tmp_path, "qwen3_moe"))
+    first, again, other = (make_weights(model, seed).attention() for seed in (1, 1, 2))
+    assert torch.equal(first.embed, again.embed)
+    assert not torch.equal(first.embed, other.embed)

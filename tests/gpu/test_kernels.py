@@ -1,0 +1,213 @@
+"""Each kernel once, at its own tiles and at Qwen3-30B-A3B's shapes, against the reference.
+
+The reference runs on the same device in fp32. Without a GPU the sizes are tiny and the kernels
+are interpreted. Other shapes, views, bad arguments and exact rounding: tests/kernels/triton.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.contracts import AttentionMeta, HeadRows
+from kernels.sampling import SamplingBatch
+from kernels.triton.attention.launches import attend
+from kernels.triton.grouped_mlp.launches import grouped_mlp
+from kernels.triton.grouped_mlp.weights import GpuWeight, pack_experts, pack_weight, unpack_weight
+from kernels.triton.linear.launches import linear
+from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.rotary import rotate_and_store
+from kernels.triton.router.launches import local_slots, permute, route
+from kernels.triton.sampling.launches import draw, plan_sampling
+from kernels.triton.swiglu import swiglu
+
+
+@dataclass(frozen=True)
+class Sizes:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    experts: int
+    top_k: int
+    ffn: int
+    vocabulary: int
+    rows: tuple[int, ...]
+    contexts: tuple[tuple[int, ...], ...]
+    prompt: int
+
+
+REAL = Sizes(
+    *(32, 4, 128, 2048, 128, 8, 768, 151_936),
+    rows=(1, 32, 1024),
+    contexts=((2048,), (100, 4096, 1, 257)),
+    prompt=1000,
+)
+TINY = Sizes(*(4, 2, 16, 32, 4, 2, 16, 64), rows=(1, 3), contexts=((20,), (3, 40)), prompt=70)
+SIZES = REAL if torch.cuda.is_available() else TINY
+BLOCK = 16
+EPS = 1e-6
+BF16 = {"rtol": 2e-2, "atol": 2e-2}
+
+
+def randn(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
+    rng = torch.Generator(device).manual_seed(sum(shape))
+    made = torch.randn(shape, generator=rng, device=device) * scale
+    return made.bfloat16()
+
+
+@pytest.mark.parametrize("num_rows", SIZES.rows)
+def test_norm(num_rows: int, device: torch.device) -> None:
+    x, residual = randn(2, num_rows, SIZES.hidden, device=device)
+    weight = randn(SIZES.hidden, device=device)
+    wanted = reference.rms_norm(x, weight, eps=EPS)
+    torch.testing.assert_close(rms_norm(x, weight, eps=EPS), wanted, **BF16)
+    theirs = residual.clone()
+    wanted = reference.add_rms_norm(x, theirs, weight, eps=EPS)
+    torch.testing.assert_close(add_rms_norm(x, residual, weight, eps=EPS), wanted, **BF16)
+    assert torch.equal(residual, theirs)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_rotation_and_kv_write(cache_dtype: torch.dtype, device: torch.device) -> None:
+    num_rows = SIZES.rows[-1]
+    counts = (SIZES.heads, SIZES.kv_heads, SIZES.kv_heads)
+    qkv = randn(num_rows, sum(counts), SIZES.head_dim, device=device)
+    theirs = qkv.clone()
+    angles = torch.rand(num_rows, SIZES.head_dim // 2, device=device) * 100
+    tables = angles.cos(), angles.sin()
+    num_blocks = -(-num_rows // BLOCK)
+    shape = (2, num_blocks, BLOCK, SIZES.kv_heads, SIZES.head_dim)
+    caches = torch.zeros(shape, device=device, dtype=torch.bfloat16)
+    ours = caches.to(cache_dtype)
+    slots = torch.randperm(num_blocks * BLOCK)[:num_rows].to(device)
+    norms = {"q_norm": randn(SIZES.head_dim, device=device), "eps": EPS}
+    norms["k_norm"] = randn(SIZES.head_dim, device=device)
+    q, k, v = torch.split(theirs, counts, dim=1)
+    reference.rotate_and_store(HeadRows(q, k, v, *tables, *caches, slots, **norms))
+    mine = torch.split(qkv, counts, dim=1)
+    rotate_and_store(*mine, *tables, *ours, slots, **norms)
+    torch.testing.assert_close(mine[0], q, **BF16)
+    is_fp8 = cache_dtype == torch.float8_e4m3fn
+    wanted = caches.clamp(-448, 448).float()
+    tolerance = {"rtol": 2**-3, "atol": 2**-9} if is_fp8 else BF16
+    torch.testing.assert_close(ours.float(), wanted, **tolerance)
+
+
+def attention_case(
+    new: tuple[int, ...], contexts: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, AttentionMeta]:
+    per_seq = -(-max(contexts) // BLOCK)
+    tables = torch.randperm(len(contexts) * per_seq).view(-1, per_seq)
+    caches = randn(2, tables.numel(), BLOCK, SIZES.kv_heads, SIZES.head_dim, device=device)
+    starts = torch.tensor([0, *new]).cumsum(0)
+    meta = AttentionMeta(
+        query_start=starts.to(device, torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=tables.to(device, torch.int32),
+        max_query_len=max(new),
+        max_context_len=max(contexts),
+    )
+    q = randn(int(starts[-1]), SIZES.heads, SIZES.head_dim, device=device)
+    return q, caches, meta
+
+
+def check_attention(new: tuple[int, ...], contexts: tuple[int, ...], device: torch.device) -> None:
+    q, caches, meta = attention_case(new, contexts, device)
+    scale = SIZES.head_dim**-0.5
+    found = attend(q, *caches, meta, scale=scale)
+    wanted = reference.paged_attention(q.float(), *caches.float(), meta, scale=scale)
+    torch.testing.assert_close(found.float(), wanted, **BF16)
+
+
+@pytest.mark.parametrize("contexts", SIZES.contexts)
+def test_attention_of_decode(contexts: tuple[int, ...], device: torch.device) -> None:
+    check_attention((1,) * len(contexts), contexts, device)
+
+
+def test_attention_of_a_prompt_beside_a_decode(device: torch.device) -> None:
+    check_attention((SIZES.prompt, 1), (SIZES.prompt, SIZES.contexts[0][0]), device)
+
+
+@pytest.mark.parametrize("num_rows", SIZES.rows)
+def test_router(num_rows: int, device: torch.device) -> None:
+    logits = randn(num_rows, SIZES.experts, device=device).float()
+    found = route(logits, top_k=SIZES.top_k, renormalise=True)
+    wanted = reference.route(logits, top_k=SIZES.top_k, renormalise=True)
+    assert torch.equal(found.experts, wanted.experts)
+    torch.testing.assert_close(found.weights, wanted.weights)
+    slot_of = torch.arange(SIZES.experts, dtype=torch.int32, device=device)[None]
+    slots = local_slots(found.experts, slot_of)
+    assert torch.equal(slots[0].long(), found.experts)
+    groups = permute(slots[0], SIZES.experts)
+    for mine, theirs in zip(groups, reference.permute(slots[0], SIZES.experts), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("weight_format", ["plain", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("num_rows", SIZES.rows)
+def test_experts(num_rows: int, weight_format: str, device: torch.device) -> None:
+    sizes = (SIZES.experts, 2 * SIZES.ffn, SIZES.hidden)
+    gate_up = randn(*sizes, device=device, scale=SIZES.hidden**-0.5)
+    down = randn(sizes[0], SIZES.hidden, SIZES.ffn, device=device, scale=SIZES.ffn**-0.5)
+    experts = pack_experts(gate_up, down, weight_format=weight_format)
+    hidden = randn(num_rows, SIZES.hidden, device=device)
+    scores = torch.rand(num_rows, SIZES.experts, device=device)
+    slots = scores.topk(SIZES.top_k, dim=-1).indices.int()
+    slots[:, -1] = -1
+    weights = torch.full((num_rows, SIZES.top_k), 1 / SIZES.top_k, device=device)
+    found = grouped_mlp(hidden, slots, weights, experts)
+
+    def unpacked(packed: list[GpuWeight]) -> list[Tensor]:
+        return [unpack_weight(each).float() for each in packed]
+
+    plain = reference.pack_experts(unpacked(experts.gate_up), unpacked(experts.down))
+    wanted = reference.grouped_mlp(hidden.float(), slots, weights, plain)
+    # fp8 experts round their rows too; bf16 rounds a pair's sum.
+    error = (found.out.float() - wanted.out).norm() / wanted.out.norm()
+    assert error < (0.06 if weight_format == "fp8" else 0.01)
+    assert torch.equal(found.counts, wanted.counts)
+
+
+@pytest.mark.parametrize("weight_format", ["plain", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("num_rows", SIZES.rows)
+def test_linear(num_rows: int, weight_format: str, device: torch.device) -> None:
+    num_out = (SIZES.heads + 2 * SIZES.kv_heads) * SIZES.head_dim
+    matrix = randn(num_out, SIZES.hidden, device=device, scale=SIZES.hidden**-0.5)
+    weight = pack_weight(matrix, weight_format)
+    x = randn(num_rows, SIZES.hidden, device=device)
+    wanted = x.float() @ unpack_weight(weight).float().T
+    torch.testing.assert_close(linear(x, weight).float(), wanted, **BF16)
+    wide = torch.empty(num_rows, num_out, device=device)
+    torch.testing.assert_close(linear(x, weight, out=wide), wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_swiglu(device: torch.device) -> None:
+    gate_up = randn(SIZES.rows[-1], 2 * SIZES.ffn, device=device)
+    torch.testing.assert_close(swiglu(gate_up), reference.swiglu(gate_up), **BF16)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.7, 0.8)])
+def test_sampling(temperature: float, top_p: float, device: torch.device) -> None:
+    pytest.importorskip("numba", reason="the host's sampling needs numba")
+    zeros, ones = torch.zeros(4), torch.ones(4)
+    batch = SamplingBatch(
+        temperature=ones * temperature,
+        top_k=torch.zeros(4, dtype=torch.int64),
+        top_p=ones * top_p,
+        min_p=zeros,
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
+        repetition_penalty=ones,
+        seeds=torch.arange(4),
+        choices=torch.zeros(4, dtype=torch.int64),
+        positions=torch.arange(4),
+    )
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, SIZES.vocabulary, generator=rng) * 3
+    found = draw(logits.to(device), plan_sampling(batch, SIZES.vocabulary, device))
+    assert torch.equal(found.tokens.cpu(), reference.sample(logits, batch).tokens)
