@@ -10,12 +10,15 @@ Called by worker.py, between a ticket's begin() and finish().
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kernels.recordings import Recordings
 from kernels.runtime import Runtime
 from m2n_comm.net import ExpertNet
 from topspin.messages import StepTicket
+
+MAX_TICKETS: Final = 64
+"""Recordings that a node keeps: decode steps of a few micro-batches have fewer shapes."""
 
 
 class TicketShape(NamedTuple):
@@ -30,7 +33,7 @@ class TicketGraphs:
     """The recordings of one node, made for the net and the epoch that it was asked for last."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._recordings: Recordings[TicketShape] = Recordings(runtime)
+        self._recordings: Recordings[TicketShape] = Recordings(runtime, MAX_TICKETS)
 
     def __len__(self) -> int:
         return len(self._recordings)

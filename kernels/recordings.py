@@ -23,10 +23,13 @@ _log = logging.getLogger("recordings")
 
 
 class Recordings(Generic[Key]):
-    """One recording per key, all of them valid for `state`."""
+    """One recording per key, all of them valid for `state`; at most `limit` of them, if given."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, limit: int | None = None) -> None:
+        """With a `limit`, the recording that was used longest ago goes for a new one."""
+        assert limit is None or limit > 0
         self._runtime = runtime
+        self._limit = limit
         self._has_run: set[Key] = set()
         self._replays: dict[Key, Replay] = {}
         self._state: object = None
@@ -52,7 +55,16 @@ class Recordings(Generic[Key]):
             started = time.perf_counter()
             replay = self._replays[key] = self._runtime.capture(body)
             _log.debug("recorded %s in %.2f s", key, time.perf_counter() - started)
+            # Recording has waited for the device: nothing that goes is still running.
+            self._forget_oldest()
+        if self._limit is not None:
+            self._replays[key] = self._replays.pop(key)
         replay()
+
+    def _forget_oldest(self) -> None:
+        # Its kernels stay compiled: the next step of its size is recorded at once.
+        while self._limit is not None and len(self._replays) > self._limit:
+            del self._replays[next(iter(self._replays))]
 
     def clear(self) -> None:
         """Forget all recordings, and what has run."""

@@ -58,3 +58,16 @@ def test_in_another_state_the_first_is_run_again_since_its_kernels_may_be_others
     log.take()
     recordings.run(1, log.body("a"), "old")
     assert log.take() == ["run a"]
+
+
+def test_the_recording_that_was_used_longest_ago_goes_for_a_new_one(log: Log) -> None:
+    recordings: Recordings[str] = Recordings(log, limit=2)
+    for key in ("a", "a", "b", "b", "a", "c", "c"):
+        recordings.run(key, log.body(key), "state")
+    assert len(recordings) == 2
+    log.take()
+    recordings.run("a", log.body("a"), "state")
+    assert log.take() == ["replay"]
+    recordings.run("b", log.body("b"), "state")
+    assert log.take() == ["record", "replay"]
+    assert len(recordings) == 2
