@@ -114,12 +114,12 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
         num_experts: int,
         make_route: Callable[[ExpertTable], Route],
         absent: Collection[int] = (),
-        dtypes: tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None] = (None,) * 3,
+        dtypes: tuple[torch.dtype | None, ...] | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         """`absent` expert nodes must hold nothing in any table.
 
-        `dtypes` are those that hidden, experts and weights must have (None: any).
+        `dtypes` are those that hidden, experts and weights must have; None is any.
         """
         super().__init__(f"attention {index}", shape, on_failure=on_failure)
         self.flights: list[FlightT | None] = [None] * shape.num_micro_batches
@@ -185,6 +185,8 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
     def check_rows(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> None:
         """Raise FrameError unless hidden is [T, H] and the others are [T, K]."""
         check_rows(self.shape, hidden, experts, weights)
+        if self._dtypes is None:
+            return
         for name, got, wanted in zip(
             ("hidden", "experts", "weights"), (hidden, experts, weights), self._dtypes, strict=True
         ):
@@ -206,7 +208,11 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
 
 
 class ExpertRules(NetRules):
-    """The rules of an expert node's side. `open` is the batch that reply() owes an answer to."""
+    """The rules of an expert node's side.
+
+    `open` is the batch that reply() owes an answer to, `ticket` that of the step that has begun,
+    `num_slots[layer]` how many slots this node has in the step's table.
+    """
 
     def __init__(
         self,
@@ -221,17 +227,12 @@ class ExpertRules(NetRules):
         self.open: ExpertBatch | None = None
         self._index = index
         self._peers = peers
-        self._ticket: StepTicket | None = None
-        self._num_slots: dict[int, list[int]] = {}
+        self.ticket: StepTicket | None = None
+        self.num_slots: list[int] = []
+        self._known: dict[int, list[int]] = {}
 
-    @property
-    def ticket(self) -> StepTicket:
-        """Return the ticket of the step that has begun."""
-        assert self._ticket is not None, "begin() first"
-        return self._ticket
-
-    def set_table(self, table: ExpertTable) -> None:
-        """Learn how many slots each layer has here; the newest two tables are kept.
+    def set_table(self, table: ExpertTable) -> list[int]:
+        """Learn and return how many slots each layer has here; the newest two tables are kept.
 
         Raises ProtocolError if it does not fit.
         """
@@ -241,13 +242,10 @@ class ExpertRules(NetRules):
                 f"expert table {table.version}: {len(table.slots)} layers over "
                 f"{table.num_nodes} nodes; this is {self.name} of {self.shape.num_layers} layers"
             )
-        self._num_slots[table.version] = [len(held) for held in table.experts_of(self._index)]
-        for version in sorted(self._num_slots)[:-2]:
-            del self._num_slots[version]
-
-    def num_slots(self, version: int) -> list[int]:
-        """Return how many slots each layer has here in a table that is known."""
-        return self._num_slots[version]
+        found = self._known[table.version] = [len(held) for held in table.experts_of(self._index)]
+        for version in sorted(self._known)[:-2]:
+            del self._known[version]
+        return found
 
     def begin(self, ticket: StepTicket) -> None:
         """Open a step. Raises ProtocolError if the ticket does not fit."""
@@ -258,17 +256,21 @@ class ExpertRules(NetRules):
         if not ascending or any(index not in self._peers for index in ticket.participants):
             raise ProtocolError(f"step {step}: participants {ticket.participants}")
         self._check_micro_batches(ticket)
-        if version not in self._num_slots:
+        if version not in self._known:
             raise ProtocolError(
-                f"step {step}: expert table {version}, {self.name} has {sorted(self._num_slots)}"
+                f"step {step}: expert table {version}, {self.name} has {sorted(self._known)}"
             )
-        self._ticket = ticket
+        self.ticket = ticket
+        self.num_slots = self._known[version]
 
-    def check_gather(self, micro_batch: int) -> None:
-        """Raise TransportError if the net has failed; assert the order of calls."""
+    def check_gather(self, micro_batch: int) -> StepTicket:
+        """Return the ticket of the step. Raises TransportError if the net has failed."""
         self.check_usable()
-        assert micro_batch < self.ticket.num_micro_batches, "not a micro-batch of the ticket"
+        ticket = self.ticket
+        assert ticket is not None, "begin() first"
+        assert micro_batch < ticket.num_micro_batches, "not a micro-batch of the ticket"
         assert self.open is None, "reply() to each batch before taking the next"
+        return ticket
 
     def check_reply(self, batch: ExpertBatch, partial: Tensor, num_rows: int) -> None:
         """Raise FrameError unless `partial` answers the open batch with so many rows."""

@@ -37,9 +37,8 @@ class IpcExpertNet:
             me.index, shape, peers=pairs.peers, on_failure=pairs.control.abort
         )
         self._life = IpcLife(self._rules, pairs)
-        self.set_table(table)
+        num_slots = torch.tensor(self._rules.set_table(table), dtype=torch.int64)
         self._version = table.version
-        num_slots = torch.tensor(self._rules.num_slots(table.version), dtype=torch.int64)
         self._limits = num_slots.to(pairs.runtime.device)
         places = [
             (place, each)
@@ -88,7 +87,7 @@ class IpcExpertNet:
         self._rules.begin(ticket)
         version, known = ticket.table_version, self._pairs.peers
         if version != self._version:
-            self._limits.copy_(torch.tensor(self._rules.num_slots(version)))
+            self._limits.copy_(torch.tensor(self._rules.num_slots))
             self._version = version
             self._epoch += 1  # a recording has the weights of one version
         self._parts = parts_of(ticket, self.shape.window_rows)
@@ -106,8 +105,7 @@ class IpcExpertNet:
 
         All have a participant's bucket of rows, those beyond its count with slot -1.
         """
-        self._rules.check_gather(micro_batch)
-        return self._rounds(self._rules.ticket, micro_batch, layer)
+        return self._rounds(self._rules.check_gather(micro_batch), micro_batch, layer)
 
     def _rounds(self, ticket: StepTicket, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
         parts, count = self._parts[micro_batch], len(ticket.participants)

@@ -67,7 +67,7 @@ class _Measured:
         self._num_links = 0
 
     def count(
-        self, expert: int, *, waited_ns: int, compute_ns: int, idle_ns: int, trip_ns: int
+        self, expert: int, waited_ns: int, compute_ns: int, idle_ns: int, trip_ns: int
     ) -> None:
         """Count an answer, `trip_ns` after its dispatch (0: not its first part)."""
         self.wait_ns += waited_ns
@@ -186,7 +186,8 @@ class AttentionSide:
         See m2n_comm.net. Raises FrameError for tensors that do not fit, TransportError.
         """
         assert num_rows is None, "only graph-safe nets take padded rows"
-        with self._rules:
+        self._rules.check_usable()
+        try:
             route = self._route
             assert route is not None, "begin() first"
             assert self._rules.flights[micro_batch] is None, "combine() the last dispatch first"
@@ -211,6 +212,9 @@ class AttentionSide:
                 for expert in self._everyone:
                     self._send_part(flight.parts, layer, expert, micro_batch, 0)
             flight.dispatched_ns = time.monotonic_ns()
+        except BaseException as error:
+            self._rules.fail(error)
+            raise
 
     def _send_whole(
         self,
@@ -286,7 +290,8 @@ class AttentionSide:
 
     def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
         """Fill out [T, H] fp32 with the sum of all partials of that dispatch and return it."""
-        with self._rules:
+        self._rules.check_usable()
+        try:
             flight = self._rules.flight(micro_batch, layer, out)
             if len(self._everyone) > 1:
                 out.zero_()
@@ -294,6 +299,9 @@ class AttentionSide:
                 self._consume_whole(flight, micro_batch, out)
             else:
                 self._consume_parts(flight, flight.parts, micro_batch, out)
+        except BaseException as error:
+            self._rules.fail(error)
+            raise
         self._rules.flights[micro_batch] = None
         if self.trace is not None:
             self.trace.stamp(Kind.COMBINED, layer, micro_batch)
@@ -368,10 +376,10 @@ class AttentionSide:
         is_first = flight.parts is None or flight.parts.sent[expert].part == 0
         self._measured.count(
             expert,
-            waited_ns=now_ns - start_ns,
-            compute_ns=words[COMPUTE_WORD],
-            idle_ns=words[IDLE_WORD],
-            trip_ns=now_ns - flight.dispatched_ns if is_first else 0,
+            now_ns - start_ns,
+            words[COMPUTE_WORD],
+            words[IDLE_WORD],
+            now_ns - flight.dispatched_ns if is_first else 0,
         )
         return raw
 

@@ -185,16 +185,16 @@ class ExpertSide:
 
         Raises TransportError: PeerLost, DeadlineExceeded, StaleFrame, FrameError.
         """
-        self._rules.check_gather(micro_batch)
+        self._pending = self._rules.check_gather(micro_batch).participants
         self._micro_batch = micro_batch
-        self._pending = self._rules.ticket.participants
         return self._rounds(micro_batch, layer)
 
     def reply(self, batch: ExpertBatch, partial: torch.Tensor) -> None:
         """Send partial [R, H] (any float dtype) back, each row to where it came from."""
         if self.trace is not None:
             self.trace.stamp(Kind.COMPUTED, batch.layer, batch.micro_batch)
-        with self._rules:
+        self._rules.check_usable()
+        try:
             counts = self._answer_counts(batch)
             num_rows = sum(counts)
             self._rules.check_reply(batch, partial, num_rows)
@@ -207,6 +207,9 @@ class ExpertSide:
                     self._answer_whole(batch, peer, share, rows)
                 else:
                     self._answer_part(batch, peer, share, header._replace(rows=rows))
+        except BaseException as error:
+            self._rules.fail(error)
+            raise
         part = batch.part + 1
         self._pending = tuple(peer for peer, h in self._headers.items() if h.num_parts > part)
         self._rules.open = None
@@ -265,13 +268,16 @@ class ExpertSide:
     def _rounds(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
         part = 0
         while self._pending:
-            with self._rules:
-                self._rules.check_gather(micro_batch)
-                batch = self._rules.open = self._collect(micro_batch, layer, part)
+            ticket = self._rules.check_gather(micro_batch)
+            try:
+                batch = self._rules.open = self._collect(ticket, micro_batch, layer, part)
+            except BaseException as error:
+                self._rules.fail(error)
+                raise
             yield batch
             part += 1
 
-    def _collect(self, micro_batch: int, layer: int, part: int) -> ExpertBatch:
+    def _collect(self, ticket: StepTicket, micro_batch: int, layer: int, part: int) -> ExpertBatch:
         """Receive part `part` of every participant that has one and join the rows."""
         previous, self._headers = self._headers, {}
         self._row_counts = {}
@@ -286,35 +292,33 @@ class ExpertSide:
             if self.trace is not None:
                 self.trace.stamp(Kind.GATHERED, layer, micro_batch, peer)
             self._sequences[peer][micro_batch] += 1
-            rows = self._take(peer, micro_batch, layer) if part == 0 else -1
+            rows = self._take(ticket, peer, micro_batch, layer) if part == 0 else -1
             if rows < 0:
                 header = read_header(raw)
-                self._check(header, hop, part, previous.get(peer) if part else None)
+                self._check(ticket, header, hop, part, previous.get(peer) if part else None)
                 self._headers[peer] = header
                 rows = header.rows
             self._row_counts[peer] = rows
         self._gathered_ns = time.monotonic_ns()
         self._idle_ns = self._gathered_ns - started_ns
-        batch = self._batch(micro_batch, layer, part)
+        batch = self._batch(ticket, micro_batch, layer, part)
         if self._headers:
             self._check_slots(batch)
         if self.trace is not None:
             self.trace.stamp(Kind.JOINED, layer, micro_batch)
         return batch
 
-    def _take(self, peer: int, micro_batch: int, layer: int) -> int:
+    def _take(self, ticket: StepTicket, peer: int, micro_batch: int, layer: int) -> int:
         """Return the rows of a common frame, all of it checked; -1 if it is not one."""
         if self._records is None:
             return -1
-        ticket = self._rules.ticket
-        version = ticket.table_version
         rows: int = take_request(
             self._records[peer][micro_batch].address,
             layer,
-            version,
+            ticket.table_version,
             ticket.step,
             self._sequences[peer][micro_batch],
-            self._rules.num_slots(version)[layer],
+            self._rules.num_slots[layer],
         )
         return rows
 
@@ -322,9 +326,9 @@ class ExpertSide:
         """Return a frame's way, whose wait begins now."""
         return Hop(peer, micro_batch, layer, time.monotonic() + self.shape.deadline_s)
 
-    def _batch(self, micro_batch: int, layer: int, part: int) -> ExpertBatch:
+    def _batch(self, ticket: StepTicket, micro_batch: int, layer: int, part: int) -> ExpertBatch:
         """Return the rows that lie in the inboxes."""
-        ticket, inbox = self._rules.ticket, self.lines.inbox
+        inbox = self.lines.inbox
         counts = {peer: rows for peer, rows in self._row_counts.items() if rows}
         hidden, slots, weights = self._join.join(
             [inbox(peer, micro_batch).first(rows) for peer, rows in counts.items()]
@@ -340,9 +344,15 @@ class ExpertSide:
             ticket.table_version,
         )
 
-    def _check(self, header: FrameHeader, hop: Hop, part: int, first: FrameHeader | None) -> None:
+    def _check(
+        self,
+        ticket: StepTicket,
+        header: FrameHeader,
+        hop: Hop,
+        part: int,
+        first: FrameHeader | None,
+    ) -> None:
         """Check every field; a later part must agree with the one before it."""
-        ticket = self._rules.ticket
         origin = f"attention {hop.peer}"
         expected = FrameHeader(
             sequence=self._sequences[hop.peer][hop.micro_batch],
@@ -375,7 +385,7 @@ class ExpertSide:
         if not batch.slots.numel():
             return
         low, high = (int(bound) for bound in torch.aminmax(batch.slots))
-        limit = self._rules.num_slots(batch.table_version)[batch.layer]
+        limit = self._rules.num_slots[batch.layer]
         if low < -1 or high >= limit:
             raise FrameError(
                 f"layer {batch.layer}, micro-batch {batch.micro_batch}: slots {low}..{high}, "
