@@ -93,9 +93,9 @@ class WindowShape:
 
     @property
     def _request_sizes(self) -> tuple[int, ...]:
-        pairs = self.rows * self.top_k * 4
+        choices = self.rows * self.top_k * 4
         hidden = self.rows * self.hidden_size * self.wire.itemsize
-        return pairs, pairs, hidden, self.rows * 4, HEADER_WORDS * 8
+        return choices, choices, hidden, self.rows * 4, HEADER_WORDS * 8
 
     @property
     def _answer_sizes(self) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ class Control:
 
     @property
     def fault(self) -> Fault | None:
-        """Return the first fault of what has happened on the device, if there was one."""
+        """Return the first fault of completed kernels, if there was one."""
         code = int(self._words[CODE])
         return Fault(code) if code else None
 

@@ -31,7 +31,7 @@ _BUFFER_BYTES = 4 * 2**20
 
 
 def transport_of(address: str) -> Between:
-    """Return the transport of an expert node's address; connect() refuses what is none."""
+    """Return the transport of an expert node's address; connect() refuses other forms."""
     prefixes: tuple[tuple[str, Between], ...] = ((NIXL, "nixl"), (CUDA_IPC, "cuda_ipc"))
     for prefix, transport in prefixes:
         if address.startswith(prefix):

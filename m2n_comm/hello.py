@@ -111,7 +111,7 @@ def pair_shape(shape: NetShape) -> PairShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Who a node is to its peers, and the shape of what it exchanges with them.
+    """Who a node is to its peers, and the shape of the frames that it exchanges with them.
 
     `incarnation` is of this process life; `generation` of the engine, which may form pairs
     anew within one life.

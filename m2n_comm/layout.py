@@ -1,4 +1,4 @@
-"""Routing and expert table -> which rows go to which expert node, with which slots.
+"""Routing by an expert table: the rows that go to each expert node, and their slots.
 
 Pure: no memory of a transport, no clock. Called once per dispatch by the host's attention side. A
 token goes at most once to a node; a choice whose expert is elsewhere has slot -1 there. Which

@@ -1,8 +1,8 @@
 """The one interface of the data plane, and the rules that every transport keeps.
 
-Owns the protocols AttentionNet and ExpertNet and their value types; the transports are
-local.py, shm.py and tcp.py, chosen by m2n_comm.open, and device_local.py within one GPU.
-Knows no model and no request.
+Owns the protocols AttentionNet and ExpertNet and their value types; rules.py keeps the order of
+calls. Between processes m2n_comm.open chooses the transport; host.local and gpu.local serve
+within one. Knows no model and no request.
 
 Call order on an attention node, per step that it takes part in:
     begin(ticket)
@@ -17,14 +17,14 @@ A micro-batch has at most one dispatch in the air. On an expert node:
 
 Rules: every participant sends every expert node one frame per (micro-batch, layer),
 possibly of 0 rows, in one or more parts of at most `window_rows` rows; a token goes at
-most once to an expert node, with its (slot, weight) pairs; the expert node returns one
-weighted partial sum per row, or (NetShape.per_expert_answers) one row per pair; the
-attention side adds what belongs to a token in fp32.
-Every wait for a peer ends `deadline_s` after it began: that limits what a peer computes
+most once to an expert node, with the slots and weights of its choices there; the
+expert node returns one weighted partial sum per row, or (NetShape.per_expert_answers) one row per
+choice; the attention side adds the rows of a token in fp32.
+Every wait for a peer ends `deadline_s` after it began: that limits a peer's computing
 between two frames, about a layer, and not a step. Only the first answer of a step that
 follows one of other attention nodes may take longer, since the experts serve that step
-first; whoever hands out tickets watches it. What is late, stale, or of the wrong shape
-raises a TransportError, and a failed net stays failed (its memory is not used again).
+first; the scheduler watches it. A frame that is late, stale, or of the wrong shape raises a
+TransportError, and a failed net stays failed (its memory is not used again).
 
 Threads: a net belongs to the one busy thread of its node.
 """
@@ -48,13 +48,13 @@ _COMPRESSED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetShape:
-    """What both ends of a pair must agree on; checked in the handshake.
+    """The sizes and dtypes that both ends of a pair agree on; checked in the handshake.
 
     `payload` is the dtype of hidden rows in both directions, but for `compressed`: then
     requests travel as float8_e4m3fn or int8 with a scale per row. `compute`: the dtype in
     which the expert node gets the rows (None: payload). `window_rows`: the rows of a
     window; `num_micro_batches` the most that a ticket may ask for. `per_expert_answers`: an
-    answer has the unweighted row of each (row, expert) pair, not one weighted sum per row,
+    answer has the unweighted row of each (row, chosen expert), not one weighted sum per row,
     and the attention side adds them by ascending expert id.
     """
 
@@ -99,7 +99,7 @@ class NetShape:
 
 
 def payload_dtype(config: NodeConfig) -> torch.dtype:
-    """Return the dtype of uncompressed rows that --m2n-payload means."""
+    """Return the dtype of uncompressed rows that --m2n-payload asks for."""
     assert config.m2n.payload != "auto", "resolve() first"
     return torch.float32 if config.m2n.payload == "fp32" else torch.bfloat16
 
@@ -114,7 +114,7 @@ class ExpertBatch(NamedTuple):
     """Rows that an expert node computes at once: one part of each participant, joined.
 
     hidden [R, H] in the compute dtype; slots [R, K] int32, the expert slots on this node, -1
-    where the pair went elsewhere; weights [R, K] fp32. `row_counts[i]` rows came from participant
+    where the choice went elsewhere; weights [R, K] fp32. `row_counts[i]` rows came from participant
     i of the ticket, in that order. The slots are those of expert table `table_version`,
     which is the ticket's. The tensors are valid until reply().
     """
@@ -130,11 +130,11 @@ class ExpertBatch(NamedTuple):
 
 
 Serve = Callable[[ExpertBatch], torch.Tensor]
-"""What an expert node computes: the partial of a batch, as for ExpertNet.reply()."""
+"""An expert node's computing: from a batch to its partial, as for ExpertNet.reply()."""
 
 
 class NetTimes(NamedTuple):
-    """What an attention node's net has measured since begin().
+    """The times of an attention node's net since begin().
 
     `wait_s` was spent in combine(); `expert_s` is the busiest expert node's time from having
     rows to replying; `link_s` is the mean one-way time of the round trips in which neither
@@ -150,8 +150,8 @@ class AttentionNet(Protocol):
     """The attention side of all pairs (this node, every expert node).
 
     `is_graph_safe`: dispatch() and combine() only enqueue work on a device, the same work for
-    the same shapes, so that Runtime.capture() may record them. What was recorded stays right
-    as long as `epoch` is the same; ask for it after begin(), which may change it.
+    the same shapes, so that Runtime.capture() may record them. Recordings stay right as long as
+    `epoch` is the same; ask for it after begin(), which may change it.
     """
 
     trace: Ring | None
@@ -199,7 +199,7 @@ class AttentionNet(Protocol):
         """Return the seconds spent waiting in combine() since begin()."""
 
     def times(self) -> NetTimes:
-        """Return what was measured since begin()."""
+        """Return the measured times since begin()."""
 
     def close(self) -> None:
         """Release all memory and descriptors; safe to call twice."""
@@ -212,7 +212,7 @@ class ExpertNet(Protocol):
     many participants and the same row buckets the same work: a batch per micro-batch and layer,
     with rows for every participant's bucket, of which those that did not come have slots -1.
     Then Runtime.capture() may record a whole ticket. Ask after begin(), for the ticket that it
-    has opened; also for `epoch`, as long as which is the same what was recorded stays right.
+    has opened. Recordings stay right as long as `epoch` is the same.
     """
 
     trace: Ring | None
@@ -248,7 +248,7 @@ class ExpertNet(Protocol):
     def finish(self) -> None:
         """After a ticket's last reply(): return once all of it has happened.
 
-        On a device that is a wait; raises the TransportError of what went wrong there.
+        On a device that is a wait; raises the TransportError of a fault there.
         """
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ Formed = TypeVar("Formed", covariant=True)
 class Forming(Protocol[Formed]):
     """The pairs of one node while they are formed, by the way of one transport.
 
-    For each peer, in this order: offer(), then what it said to take(), then prove(). close()
+    For each peer, in this order: offer(), take() with its hello, then prove(). close()
     undoes everything unless finish() was called.
     """
 

@@ -1,7 +1,7 @@
 """Rows on their way out in one byte per element: fp8-e4m3 or int8, with a scale per token.
 
-Owns the arithmetic (scale = largest magnitude / largest code) and nothing of windows or
-frames. attention_side.py packs rows into a request window, expert_side.py unpacks them into
+Owns the arithmetic (scale = largest magnitude / largest code); knows no windows and no
+frames. host/parts.py packs rows into a request window, host/expert_side.py unpacks them into
 the dtype that experts compute in. Answers travel uncompressed. A row with a NaN or an
 infinity becomes a row of NaN, never finite numbers.
 """

@@ -1,11 +1,11 @@
-"""Which replica of an expert serves which of a micro-batch's (token, expert) pairs.
+"""The replica of an expert that serves each choice of a micro-batch's tokens.
 
 Pure: a function of the routing and of the table, so that every run of the same step sends
 the same rows to the same nodes. Knows no transport and no load but the micro-batch's own.
 layout.py calls `choose` once per dispatch in layers that hold an expert twice.
 
 The model of a node's time: each active expert reads its weights once, which costs as much
-as ACTIVATION_ROWS rows, and each row adds one. Pairs of experts with one home are fixed;
+as ACTIVATION_ROWS rows, and each row adds one. Choices of experts with one home are fixed;
 the others are spread, the busiest expert first, so that the highest node rises least.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from topspin.expert_table import Replica
 
-# An expert's time is nearly flat up to about this many rows: reading its weights is what
-# takes the time. Fewer rows than this are not worth a second reading on another node.
+# An expert's time is nearly flat up to about this many rows: reading its weights takes longer.
+# Fewer rows than this are not worth a second reading on another node.
 ACTIVATION_ROWS = 8
 
 
@@ -54,9 +54,9 @@ class ReplicaChoice:
         self._num_replicas = first
 
     def choose(self, experts: Tensor) -> Tensor:
-        """Return, for pairs [P] int64 of logical ids, the numbers [P] of their replicas.
+        """Return, for choices [P] int64 of logical ids, the numbers [P] of their replicas.
 
-        The first pairs of an expert, in row order, go to its first replica, and so on.
+        The first choices of an expert, in row order, go to its first replica, and so on.
         """
         counts = torch.bincount(experts, minlength=self._num_experts).tolist()
         quotas = torch.tensor(self.quotas(counts))
@@ -66,7 +66,7 @@ class ReplicaChoice:
         return chosen
 
     def quotas(self, counts: Sequence[int]) -> list[int]:
-        """Return how many pairs each replica serves if expert e has counts[e] of them."""
+        """Return how many choices each replica serves if expert e has counts[e] of them."""
         quotas = [0] * self._num_replicas
         load = [0] * self._num_nodes
         for expert, node in self._homes:

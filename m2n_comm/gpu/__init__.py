@@ -1,3 +1,1 @@
-"""Rows that stay on GPUs (`local` within one, `ipc_*` between two) or leave them through
-pinned memory (`staged`).
-"""
+"""Rows that stay on GPUs (`local` within one, `ipc_*` between two) or leave them (`staged`)."""

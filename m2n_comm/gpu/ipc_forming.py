@@ -40,7 +40,7 @@ class IpcForming:
         self._theirs: dict[int, _Theirs] = {}
 
     def offer(self, peer: int, hello: PairHello) -> tuple[PairHello, tuple[int, ...]]:
-        """Return `hello` with memory for what the peer will write."""
+        """Return `hello` with memory that the peer will write."""
         mine = self._mine[peer] = self._memory.allocate(self._mine_bytes)
         region = PairRegion(
             kind=self._memory.kind, handle=mine.handle, size_bytes=mine.tensor.nbytes

@@ -61,7 +61,7 @@ _log = logging.getLogger("m2n")
 
 
 def window_shape(shape: NetShape) -> WindowShape:
-    """Return the windows of `shape`. Raises ConfigError, naming the flag, for what is not here."""
+    """Return the windows of `shape`. Raises ConfigError, naming a flag that cannot be served."""
     if shape.per_expert_answers:
         raise ConfigError("--deterministic: not with --transport cuda_ipc; use shm")
     if shape.compressed not in (None, torch.float8_e4m3fn):

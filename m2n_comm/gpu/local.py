@@ -8,7 +8,7 @@ attention_nodes.rally; composed by topspin.launch.local_node and benchmarks.
 
 With one stream everything is in order. With two the experts have a stream of their own: the
 attention half of one micro-batch and the experts of another then share the device. A dispatch
-forks (the experts' stream waits for what the caller has enqueued so far), combine() of the same
+forks (the experts' stream waits for the caller's work so far), combine() of the same
 micro-batch joins (the caller's stream waits for those experts and for no later ones). Inside a
 recording that is a fork and a join of the graph, and the last combine() of a step leaves
 nothing unjoined.
@@ -78,7 +78,7 @@ class _Route(NamedTuple):
 
 @dataclass(slots=True)
 class _Flight:
-    """A dispatch that was not combined yet. `read` keeps what the experts read allocated."""
+    """A dispatch that was not combined yet. `read` keeps the experts' inputs allocated."""
 
     layer: int
     size: torch.Size
@@ -92,7 +92,7 @@ class DeviceNet:
 
     Invariant: a flight exists exactly between a dispatch and its combine. Before the first
     begin() steps are routed by the table given at construction, so that a warm-up can run
-    and record what the first steps will be.
+    and record the first steps.
     """
 
     is_graph_safe: Final = True
@@ -134,7 +134,7 @@ class DeviceNet:
 
     @property
     def epoch(self) -> int:
-        """Return a number that changes whenever what was recorded is no longer right."""
+        """Return a number that changes whenever recordings are no longer right."""
         return self._epoch
 
     def set_table(self, table: ExpertTable) -> None:

@@ -1,11 +1,11 @@
-"""Memory that a peer on the same host may write: how it is made, named, and mapped there.
+"""Memory that a peer on the same host may write: allocated, named, and mapped there.
 
 One interface, two kinds: memory of an NVIDIA GPU, shared by CUDA's driver (IPC handles), and
 memfds, for nodes whose device is the CPU. A handle is bytes, which the handshake carries. Knows no
-windows; m2n_comm.gpu.ipc_attention lays them out. Belongs to the node's one busy thread.
+windows: ipc_pairs.py lays them out. Belongs to the node's one busy thread.
 
-The driver is called by ctypes: torch's allocator cannot share what it hands out when its segments
-can grow, and must not give shared memory to anybody else. Every call is checked.
+The driver is called by ctypes: torch's allocator cannot share its memory when its segments can
+grow, and must not give shared memory to anybody else. Every call is checked.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HOST_HANDLE: Final = struct.Struct("<ii")
 _HANDLE_BYTES: Final = 64
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
-# The driver shares whole pages of its own; what lay beside a smaller piece would be shared, too.
+# The driver shares whole pages of its own, with the neighbours of a smaller piece.
 _CUDA_PAGE_BYTES: Final = 2 * 2**20
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return what `num_bytes` that a peer may write take on a GPU."""
+    """Return the bytes on a GPU of `num_bytes` that a peer may write."""
     return -(-num_bytes // _CUDA_PAGE_BYTES) * _CUDA_PAGE_BYTES
 
 
 class Allocation(NamedTuple):
-    """Zeroed memory of this node, u8, and by what name a peer can map it."""
+    """Zeroed memory of this node, u8, and the handle by which a peer can map it."""
 
     tensor: Tensor
     handle: bytes
@@ -66,12 +66,12 @@ class PeerMemory(Protocol):
     def open(self, handle: bytes, num_bytes: int) -> int:
         """Map a peer's memory and return its address for kernels of this node.
 
-        Raises FrameError for a handle that is none or memory of another size, PeerLost if the
-        peer has gone, ConfigError if this device cannot reach it.
+        Raises FrameError for an invalid handle or memory of another size, PeerLost if the peer
+        has gone, ConfigError if this device cannot reach it.
         """
 
     def close(self, address: int) -> None:
-        """Unmap what open() mapped; kernels that use it have ended."""
+        """Unmap memory of open(); kernels that use it have ended."""
 
 
 def open_memory(device: torch.device) -> PeerMemory:
@@ -133,7 +133,7 @@ class HostMemory:
         return address
 
     def close(self, address: int) -> None:
-        """Unmap what open() mapped."""
+        """Unmap memory of open()."""
         self._mapped.pop(address).close()
 
 
@@ -187,7 +187,7 @@ class CudaDriver:
         return address.value
 
     def close(self, address: int) -> None:
-        """Unmap what open() mapped."""
+        """Unmap memory of open()."""
         self._call("cuIpcCloseMemHandle", address)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -202,7 +202,7 @@ class CudaDriver:
 class CudaMemory:
     """Memory of one GPU; peers are other processes, on this GPU or one that reaches it.
 
-    A process cannot open a handle of its own. To free what a peer has mapped is undefined.
+    A process cannot open a handle of its own. To free memory that a peer has mapped is undefined.
     """
 
     kind: Final = "cuda"
@@ -250,7 +250,7 @@ class CudaMemory:
             ) from error
 
     def close(self, address: int) -> None:
-        """Unmap what open() mapped."""
+        """Unmap memory of open()."""
         self._driver.close(address)
 
 

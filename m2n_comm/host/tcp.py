@@ -84,7 +84,7 @@ class _Line:
     """The receiving state of one connection.
 
     Invariant: `arrived[mb]` holds the header of a whole frame that lies in inbox mb and has
-    not been received yet; `segments` is what is left to read of the frame in progress.
+    not been received yet; `segments` is the rest of the frame in progress.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 Per micro-batch a request window (flag, header, slots, weights, hidden rows) and an answer
 window (flag, header, hidden rows), each of a fixed number of rows, each field on its own
 cache line. Pure layout, and the views over it, which are built once. Knows no transport:
-local.py and shm.py share one mapping between both ends, tcp.py has one at each end.
+local.py and shm.py share one mapping between both ends; tcp.py and nixl have one at each end.
 """
 
 from __future__ import annotations

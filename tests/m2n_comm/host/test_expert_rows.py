@@ -1,4 +1,4 @@
-"""Answers by pair: the same bits whatever the nodes, windows, parts and neighbours are."""
+"""Answers by expert: the same bits whatever the nodes, windows, parts and neighbours are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def row_shape(payload: torch.dtype = torch.float32, **changes: int) -> NetShape:
 def serve_rows(
     fake: FakeExperts, table: ExpertTable, node: int
 ) -> Callable[[ExpertBatch], torch.Tensor]:
-    """Return what an expert node answers: the row of every pair, unweighted."""
+    """Return what an expert node answers: the row of every choice, unweighted."""
     held = [list(experts) for experts in table.experts_of(node)]
 
     def compute(batch: ExpertBatch) -> torch.Tensor:
@@ -52,12 +52,12 @@ def serve_rows(
 
 
 def wanted(fake: FakeExperts, layer: int, rows: Rows) -> torch.Tensor:
-    """Add up one pair after the other, by ascending expert id."""
+    """Add up one row after the other, by ascending expert id."""
     out = torch.zeros(rows.hidden.shape)
     for token in range(len(out)):
         for expert, choice in sorted((e, k) for k, e in enumerate(rows.experts[token].tolist())):
-            pair = (fake.scale[layer, expert] * rows.hidden[token].float()).to(fake.payload)
-            out[token] += pair.float() * rows.weights[token, choice]
+            row = (fake.scale[layer, expert] * rows.hidden[token].float()).to(fake.payload)
+            out[token] += row.float() * rows.weights[token, choice]
     return out
 
 
@@ -128,7 +128,7 @@ def test_the_plan_puts_every_row_into_its_place(
     fake = FakeExperts(shape, NUM_EXPERTS)
     table = make_table(shape, num_nodes)
     plan = plan_sends(route_map(table), 0, rows.experts)
-    pairs = plan_rows(plan, rows.experts, rows.weights, window_rows=window_rows)
+    planned = plan_rows(plan, rows.experts, rows.weights, window_rows=window_rows)
     total = RowSum(shape)
     brought = 0
     for node in range(num_nodes):
@@ -142,17 +142,17 @@ def test_the_plan_puts_every_row_into_its_place(
                 0, 0, part, rows.hidden[here], slots, rows.weights[here], (len(here),)
             )
             answer = compute(batch)
-            assert len(answer) == pairs.num_rows(node, part)
-            total.put(pairs, node, part, answer)
+            assert len(answer) == planned.num_rows(node, part)
+            total.put(planned, node, part, answer)
             brought += len(answer)
     assert brought == num_rows * shape.top_k
     out = torch.full((num_rows, shape.hidden_size), float("nan"))
-    total.add_up(pairs, out)
+    total.add_up(planned, out)
     assert torch.equal(out, wanted(fake, 0, rows))
     assert total.size_bytes >= brought * shape.hidden_size * 4
 
 
-def test_a_partial_sum_is_not_taken_for_the_rows_of_the_pairs() -> None:
+def test_a_partial_sum_is_not_taken_for_rows_of_experts() -> None:
     shape = row_shape()
     table = make_table(shape, 1)
     fake = FakeExperts(shape, NUM_EXPERTS)
