@@ -161,7 +161,7 @@ class Decoder:
         )
 
     def local_mlp(self, layer: Layer, normed: Tensor) -> Tensor | None:
-        """Return what this node itself adds: a dense layer's MLP or the gated shared expert."""
+        """Return this node's own contribution: a dense layer's MLP or the gated shared expert."""
         if layer.mlp is None:
             return None
         gate_up, down = layer.mlp

@@ -52,7 +52,7 @@ class Placed(NamedTuple):
 
 
 class DeviceExecutor:
-    """One device; all work of a step on its current stream, but what nets fork and join."""
+    """One device; all work of a step on its current stream, except where nets fork and join."""
 
     keeps_tokens = True
 

@@ -150,7 +150,7 @@ class DeviceInputs:
         starts: list[int],
         bucket: int | None,
     ) -> list[np.ndarray]:
-        """Return what a step has by row and by sample: literals to num_rows, then the angles."""
+        """Return a step's arrays by row and by sample: literals to num_rows, then the angles."""
 
         def padded(name: str, fill: int) -> IntArray:
             each = zip(micro_batches, sizes, strict=True)
@@ -243,7 +243,7 @@ def _grown(query_start: np.ndarray, size: int) -> np.ndarray:
 
 
 def _most_bytes(max_tokens: int, max_seqs: int, table_entries: int, angle_bytes: int) -> int:
-    """Return what the arrays of any step fit into."""
+    """Return sizes into which the arrays of any step fit."""
     per_token = 4 * 8 + 2 * angle_bytes
     per_seq = 2 * 8 + 2 * 4
     others = MAX_MICRO_BATCHES * (8 + 4)

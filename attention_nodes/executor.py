@@ -1,6 +1,6 @@
 """How a runner runs the layers of a step: the interface, and a node on the CPU.
 
-Owns the way from a step's indices to its logits, and of what was drawn back to the host.
+Owns the way from a step's indices to its logits, and of drawn tokens back to the host.
 `HostExecutor` copies nothing; device_executor.py is that of a GPU. Knows no plan and no
 sequence. Called by model_runner.py.
 """
@@ -47,10 +47,10 @@ class Executor(Protocol):
 
     @property
     def keeps_tokens(self) -> bool:
-        """Say whether a slice's token may be PENDING: then it is what keep() got last."""
+        """Say whether a slice's token may be PENDING: then it is the last that keep() got."""
 
     def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Any:
-        """Bring a step's indices to the device; gives what run() and keep() take."""
+        """Bring a step's indices to the device, for run() and keep()."""
 
     def run(
         self, placed: Any, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
@@ -77,7 +77,7 @@ class Executor(Protocol):
         """Record every size for each of these numbers of micro-batches."""
 
     def forget(self) -> None:
-        """Drop what was recorded: its net is not used again."""
+        """Drop all recordings: their net is not used again."""
 
     def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
         """Return the tensors of a step that is not to be run as a whole (warm-up)."""
@@ -106,7 +106,7 @@ def run_layers(
 
 
 class HostExecutor:
-    """The CPU: what is enqueued has happened, and indices are tensors where they are."""
+    """The CPU: calls return when the work is done, and indices are tensors where they are."""
 
     keeps_tokens = False
     sizes = ()

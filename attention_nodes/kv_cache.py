@@ -93,7 +93,7 @@ def of_blocks(
 
 
 def _available(runtime: Runtime) -> tuple[int, str]:
-    """Return what can be allocated, on the host without swapping, and whose it is."""
+    """Return the bytes that can be allocated, on the host without swapping, and of which memory."""
     if runtime.device.type != "cpu":
         return runtime.memory().free, f"device {runtime.device}"
     for line in Path("/proc/meminfo").read_text().splitlines():

@@ -1,6 +1,6 @@
 """A step that a runner has launched and not yet answered for.
 
-Owns what is known of it until its result can be said, and the arithmetic of its timings.
+Owns its record until the result is sent, and the arithmetic of its timings.
 Called by model_runner.py.
 """
 
@@ -25,7 +25,7 @@ class Checked(Protocol):
     """A net whose errors are found on the device, and by the host when it looks."""
 
     def check(self) -> None:
-        """Raise what has gone wrong in what has happened so far; never waits."""
+        """Raise the first fault of completed kernels; never waits."""
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class LaunchedStep:
     drawn: list[np.ndarray] | None = None
 
     def wait(self) -> list[np.ndarray]:
-        """Wait for the end of the step and return what it has drawn; raises what check() does."""
+        """Wait for the end of the step and return its draws; raises as check()."""
         if self.check is None:
             return self.receipt.arrays()
         while not self.receipt.ended.is_done():

@@ -1,6 +1,6 @@
 """How many blocks of KV cache a GPU has room for: measured by a dry run of the largest steps.
 
-Owns the steps of that run, what is measured and the arithmetic. A prompt that fills the token
+Owns the steps of that run, the measurements and the arithmetic. A prompt that fills the token
 budget takes the most memory in the layers, sampling for every sequence with every filter the
 most beside them. Both run on two blocks, in which all sequences write: only sizes count.
 Knows no weights. Called by model_runner.py while it loads.
@@ -120,7 +120,7 @@ def fitting(runtime: Runtime, what: str) -> Iterator[None]:
 
 
 def describe(use: MemoryUse) -> str:
-    """Say what the device's memory is for."""
+    """Return the uses of the device's memory, for people."""
     return (
         f"of {format_size(use.total)}, others take {format_size(use.others)}, weights "
         f"{format_size(use.weights)}, the largest step {format_size(use.activations)}, recorded "
@@ -129,7 +129,7 @@ def describe(use: MemoryUse) -> str:
 
 
 def window_bytes(config: NodeConfig, shape: NetShape) -> int:
-    """Return what an attention node's windows will take on its device: those of cuda_ipc."""
+    """Return the bytes of an attention node's windows on its device: those of cuda_ipc."""
     if config.m2n.transport != "cuda_ipc":
         return 0
     return config.topology.expert_nodes * whole_pages(inbox_bytes(shape, "attention"))
@@ -138,7 +138,7 @@ def window_bytes(config: NodeConfig, shape: NetShape) -> int:
 def measure(
     runtime: Runtime, run: Callable[[], None], *, num_graphs: int, windows: int = 0
 ) -> MemoryUse:
-    """Call `run`, which does the largest steps, and return what memory is for.
+    """Call `run`, which does the largest steps, and return the uses of memory.
 
     Recordings have memory of their own for a step's tensors, at most as much as the largest
     step's, since they are of smaller ones.

@@ -375,13 +375,13 @@ class ModelRunner:
         return launched.result(drawn, previous_s=previous_s)
 
     def discard(self) -> None:
-        """Forget what was launched or recorded, once all has ended; its generation is over."""
+        """Forget launched and recorded steps, once all have ended; their generation is over."""
         self._runtime.synchronize()
         self._launched.clear()
         self._executor.forget()
 
     def _settle(self, launched: LaunchedStep) -> list[np.ndarray]:
-        """Wait for what a step has drawn, and record it."""
+        """Wait for a step's draws, and record them."""
         if launched.drawn is None:
             launched.drawn = launched.wait()
             if launched.drawn:

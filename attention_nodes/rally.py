@@ -1,6 +1,6 @@
 """The rally: micro-batches travel between this node's attention and the experts.
 
-Owns the order in which layers and micro-batches are served, and what is in the air.
+Owns the order in which layers and micro-batches are served, and the rows in the air.
 Knows no weights (decoder.py), no transport (m2n_comm.net) and no plan: `rally` takes
 inputs and leaves each micro-batch's finished residual stream. Runs in the node's one
 busy thread.
@@ -21,10 +21,10 @@ from topspin.trace import Kind, Ring
 
 @dataclass(eq=False)
 class Flight:
-    """One micro-batch under way: its residual stream [T, H] and what is to be added to it.
+    """One micro-batch under way: its residual stream [T, H] and the terms to be added to it.
 
     `combined` [T, H] fp32 is where the experts' answers are summed; `in_air` is the MoE
-    layer whose answer is awaited; `local` what this node computed meanwhile; `delta` is
+    layer whose answer is awaited; `local` this node's own term, computed meanwhile; `delta` is
     added to the residual by the next attention half.
     """
 
@@ -92,7 +92,7 @@ def send_out(
 def run_local(
     decoder: Decoder, micro_batch: int, layer: Layer, normed: Tensor, trace: Ring | None
 ) -> Tensor | None:
-    """Run what this node itself adds: a dense layer's MLP or the shared expert."""
+    """Run this node's own part: a dense layer's MLP or the shared expert."""
     local = decoder.local_mlp(layer, normed)
     if trace is not None and local is not None:
         trace.stamp(Kind.LOCAL, layer.idx, micro_batch)

@@ -1,4 +1,4 @@
-"""From logits to a step's result: what is asked, drawing it, packing the answer.
+"""From logits to a step's result: the settings of each row, the draw, the packed answer.
 
 Owns the translation of sequences' SamplingParams into one SamplingBatch and of drawn
 tokens into what StepResult carries. Three parts, since on a GPU they happen at three times:
@@ -71,7 +71,7 @@ class Sampler:
         )
 
     def draw(self, logits: Tensor, asked: Asked) -> list[Tensor]:
-        """Draw a token for each row of fp32 logits [R, V]; gives what answer() needs.
+        """Draw a token for each row of fp32 logits [R, V]; gives the arrays for answer().
 
         The first tensor is the tokens, i64[R]. All are where the logits are.
         """
@@ -87,7 +87,7 @@ class Sampler:
 
     @staticmethod
     def answer(asked: Asked, drawn: Sequence[np.ndarray]) -> Drawn:
-        """Pack what draw() gave, on the host now; nothing if no row was asked for.
+        """Pack the arrays of draw(), on the host now; nothing if no row was asked for.
 
         A row without a usable score, the model's or after penalties, bias and bans, fails its
         own sequence and no other.

@@ -177,7 +177,7 @@ class SequenceTable:
         return reserved
 
     def fill(self, reserved: Reserved, sampled: IntArray) -> None:
-        """Record what was sampled; not for sequences that have gone meanwhile."""
+        """Record sampled tokens; not for sequences that have gone meanwhile."""
         rows, positions, tenancy = reserved
         present = self.tenancy[rows] == tenancy
         if not present.all():

@@ -1,6 +1,6 @@
 """From a planned micro-batch to the indices that its layers need, on the host.
 
-Owns the index arithmetic: token ids, positions, cache slots, what attention is told, rows to
+Owns the index arithmetic: token ids, positions, cache slots, attention's metadata, rows to
 sample; and, for a node on the CPU, the tensors that all this is (device_inputs.py is that of
 a GPU). Knows no weights and runs no kernel.
 """
@@ -87,7 +87,7 @@ class Slices(NamedTuple):
 def slice_up(plan: MicroBatch, table: SequenceTable) -> Slices:
     """Turn `plan` into indices, giving its sequences their new blocks.
 
-    Raises ProtocolError if the plan contradicts what the node knows.
+    Raises ProtocolError if the plan contradicts the node's state.
     """
     seq_ids = unpack(plan.seq_ids, what="seq_ids")
     counts = unpack(plan.num_tokens, what="num_tokens")

@@ -81,7 +81,7 @@ class AttentionWorker:
 
     @property
     def runner(self) -> ModelRunner:
-        """Return what load() has loaded."""
+        """Return the model runner, which load() made."""
         assert self._runner is not None, "load() first"
         return self._runner
 
@@ -99,7 +99,7 @@ class AttentionWorker:
         self._is_formed = False
         try:
             if net is not None:
-                net.close()  # ends what a device waits for
+                net.close()  # ends a device's waits
         finally:
             self.runner.discard()
             self._life.progress.end()

@@ -88,7 +88,7 @@ class Experts:
     def compute(self, batch: ExpertBatch) -> Tensor:
         """Return the weighted partial sums [R, H] of `batch`, or its pairs' rows [P, H].
 
-        Never waits for the device: the result is there for what is enqueued after it.
+        Never waits for the device: the result is ready for work that is enqueued after it.
         """
         version = self._versions.use(batch.table_version)
         layer = version.layers[batch.layer]
@@ -166,11 +166,11 @@ class Experts:
         reader.close()
 
     def drop_from(self, version: int) -> None:
-        """Forget what was prepared for `version`: another node has refused that table."""
+        """Forget the experts prepared for `version`: another node has refused that table."""
         self._versions.drop_from(version)
 
     def lacking(self, held: Held) -> str | None:
-        """Say what memory of the device is lacking to prepare `held`; None if nothing is."""
+        """Return, with numbers, the memory lacking to prepare `held`; None if it suffices."""
         base = self._versions.newest
         moved = sum(len(set(new) - set(old)) for old, new in zip(base.held, held, strict=True))
         dtype = base.layers[0].dtype

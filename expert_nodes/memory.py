@@ -51,7 +51,7 @@ def _nbytes(weight: LinearWeight) -> int:
 
 
 def batch_bytes(config: NodeConfig, shape: NetShape) -> int:
-    """Return what attention nodes' rows take on an expert node's device.
+    """Return the bytes of attention nodes' rows on an expert node's device.
 
     That is where they are joined, and over cuda_ipc the windows that they come through; nothing
     if all nodes share the device.
@@ -75,7 +75,7 @@ def shortage(
 ) -> str | None:
     """Return the numbers, for a message, if `num_experts` more do not fit; None if they do.
 
-    `batches` is what has to fit beside them, as batch_bytes() says.
+    `batches` are the bytes of rows that have to fit beside them (batch_bytes()).
     """
     needed = num_experts * size.kept + size.packing + batches
     found = memory.free + memory.cached

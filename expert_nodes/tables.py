@@ -69,7 +69,7 @@ class TableChange:
             self._pieces = self._experts.prepare(table.version, held, self._reader)
 
     def cancel(self) -> None:
-        """Give up what was begun."""
+        """Give up the change."""
         self._pieces = self._refusal = None
         self._reader.close()
 
@@ -87,7 +87,7 @@ class TableChange:
                 if time.monotonic() >= until_s:
                     return None
         except torch.OutOfMemoryError as error:
-            # Others on this device have taken what was free at start().
+            # Others on this device have taken the memory that was free at start().
             self._refuse(str(error))
         self._pieces = None
         return self._answer()

@@ -1,6 +1,6 @@
 """A ticket's whole work on a device as one recording: every layer, gather to reply.
 
-Owns what two tickets must have in common for one to be served by the recording of the other:
+Owns the conditions under which one ticket's recording serves another:
 how many attention nodes take part, the row buckets of the micro-batches, and the expert table.
 Everything else (who takes part, how many rows came, which step it is) kernels read from memory.
 Knows no kernel and no frame; the net says whether it can be recorded (m2n_comm.net.ExpertNet).

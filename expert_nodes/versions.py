@@ -1,6 +1,6 @@
 """A node's experts by version of the expert table, and how often each slot was used.
 
-Owns which versions a node holds, what is shared between them, and the counts of each. The
+Owns the versions that a node holds, their shared weights, and the counts of each. The
 weights of experts that two versions have in common are the same memory. Counts are where the
 experts are and only grow: whoever computes adds and never waits, whoever reports reads them and
 subtracts what it has reported. So a graph that was captured may go on adding to them. Knows no
@@ -82,7 +82,7 @@ class Versions:
     def has_counts(self) -> bool:
         """Say whether take_counts() may have something to return.
 
-        Always on a device: what a graph adds there, the host does not see.
+        Always on a device: the host does not see a graph's additions.
         """
         return self._is_counted or not self.newest.used.is_cpu
 
@@ -146,7 +146,7 @@ class Versions:
     def take_counts(self) -> list[SlotCounts]:
         """Return the pairs served since the last call, oldest version first.
 
-        Waits for what is enqueued on the device.
+        Waits for the device's queue.
         """
         with self._lock:
             self._is_counted = False
@@ -161,7 +161,7 @@ class Versions:
 
 
 def _report(version: Version) -> SlotCounts | None:
-    """Return what was counted since the last report, None if nothing was."""
+    """Return the counts since the last report, None if there are none."""
     used = version.used.to("cpu", copy=True)
     new = used - version.reported
     version.reported = used

@@ -156,7 +156,7 @@ class InlineNet:
         self.set_table = set_table
 
     def close(self) -> None:
-        """Leave; the attention nodes close what they use."""
+        """Leave; the attention nodes close their own nets."""
 
 
 OpenNet = Callable[[Welcome, Experts, NodeLife], ExpertNet | InlineNet]
@@ -197,7 +197,7 @@ class ExpertWorker:
 
     @torch.inference_mode()
     def serve(self, data_address: str) -> None:
-        """Join, serve until told to stop; raises Stopped, or what went wrong."""
+        """Join, serve until told to stop; raises Stopped, or an error."""
         self._life.introduce(Checkpoint(self._model_path).fingerprint(), data_address)
         self._life.serve(self)
 
@@ -215,7 +215,7 @@ class ExpertWorker:
 
     @property
     def experts(self) -> Experts:
-        """Return what load() has loaded."""
+        """Return the experts, which load() read."""
         assert self._experts is not None, "load() first"
         return self._experts
 

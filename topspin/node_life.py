@@ -62,7 +62,7 @@ class Worker(Protocol):
         """Leave the generation: its connections and their memory are not used again."""
 
     def wait_s(self) -> float | None:
-        """Do what needs no message; return for how long to wait for one (None: until it comes)."""
+        """Do work that needs no message; return how long to wait for one (None: until it comes)."""
 
     def idle(self) -> None:
         """Act on there having been no message for so long."""
@@ -74,7 +74,7 @@ class Worker(Protocol):
 class NodeLife:
     """One node's life on one control connection.
 
-    `can_reform` False: what ends a generation ends this node.
+    `can_reform` False: this node ends with its generation.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ def run_node(
     """Run `body` with a control connection to `address`; return the process's exit status.
 
     0 after an orderly stop; after an error, which is logged and told to the scheduler, 1, or
-    2 if the node was configured with what it cannot do.
+    2 if the node cannot serve its configuration.
     """
     control = ControlClient(address, heartbeat=heartbeat)
     try:

@@ -1,6 +1,6 @@
 """One attention node as the policy sees it: its running sequences and its block pool.
 
-Owns seats, block reservations, preemption and the choice of what the node does in a step.
+Owns seats, block reservations, preemption and the choice of a node's slices in a step.
 Knows no other node, no queue and no messages but NewSequence. Called by policy.py.
 
 Order of a step: decodes first, then prefill chunks, then (by the policy) admissions. When
@@ -249,7 +249,7 @@ class AttentionReplica:
         self.pool.release(seq.blocks)
 
     def halt(self) -> list[Sequence]:
-        """Give up every sequence, and whatever the node was not told; return those there were.
+        """Give up every sequence, and all news that the node was not sent; return the sequences.
 
         Published blocks stay cached: steps that were given up had not touched them.
         """

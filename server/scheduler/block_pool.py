@@ -1,4 +1,4 @@
-"""The KV-cache blocks of one attention node: who holds which, and what can be reused.
+"""The KV-cache blocks of one attention node: their owners, and cached prefixes to reuse.
 
 Owns reference counts, the free list and the prefix cache (published blocks by content
 hash; those that nobody holds are evicted in LRU order, on demand). Knows no requests and

@@ -1,4 +1,4 @@
-"""Keeps an engine going when a node is lost (`--restart on`): who is told what, and when.
+"""Keeps an engine going when a node is lost (`--restart on`): the messages of a recovery.
 
 Owns the course of a recovery: it takes policy, roster and nodes from one generation to the
 next. The stages and their rules are recovery.py's, requests policy.py's. Created by service.py

@@ -16,8 +16,8 @@ NUM_RECENT_TABLES = 8
 class Formation:
     """Who serves together: `generation` counts formings, `table` is the one in use.
 
-    `full_table` is the last table that gave experts to every place: what a node that comes back
-    loads.
+    `full_table` is the last table that gave experts to every place: a node that comes
+    back loads its share of it.
     """
 
     def __init__(self, table: ExpertTable) -> None:
@@ -42,7 +42,7 @@ class Formation:
         return self._full_table
 
     def begin_generation(self) -> None:
-        """Begin the next generation: what earlier ones still send counts for nothing."""
+        """Begin the next generation: late messages of earlier ones count for nothing."""
         self._generation += 1
 
     def use(self, table: ExpertTable) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler's side of its gateways: what they ask, and what they are told.
+"""The scheduler's side of its gateways: their requests and questions, and the answers.
 
 Owns the engine's state as gateways know it, the answers to their questions (counters,
 traces) and the way of requests into the policy and of results back. Called by service.py and
@@ -78,7 +78,7 @@ class GatewaySide:
             self._send(peer, self._state)
 
     def joined(self, peer: bytes) -> None:
-        """Tell a new gateway what the others know."""
+        """Tell a new gateway the present state."""
         self._send(peer, self._state)
 
     def left(self, peer: bytes) -> None:
@@ -110,12 +110,12 @@ class GatewaySide:
             self._send(peer, refusal)
 
     def refuse(self, peer: bytes, reason: str) -> None:
-        """Tell a peer, gateway or not, that it may not do what it does."""
+        """Refuse a peer's message, and tell it why."""
         self._log.warning("refused: %s", reason)
         self._send(peer, Refused(reason=reason))
 
     def deliver(self, deliveries: list[Delivery]) -> None:
-        """Send what a step's results, or the end of requests, mean."""
+        """Send outputs and failures to their gateways."""
         for peer, message in deliveries:
             self._send(peer, message)
 

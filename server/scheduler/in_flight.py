@@ -1,6 +1,6 @@
-"""The steps that run: what each planned, and the answers that have come.
+"""The steps that run: their slices per node, and the answers that have come.
 
-Owns the order of steps and the check that an answer is one to what was asked. Knows no
+Owns the order of steps and the check that an answer fits its plan. Knows no
 blocks and no queue. Called by policy.py.
 """
 
@@ -94,7 +94,7 @@ class StepsInFlight:
         return max(self._head_since_s, self._progress_s)
 
     def under_way(self) -> StepUnderWay | None:
-        """Return what the nodes work on, for those who watch them."""
+        """Return the step that the nodes work on, for the watermark."""
         if not self._steps:
             return None
         head = self._steps[0]

@@ -1,7 +1,7 @@
 """Turns a gateway's AddRequest into a Request, or says why it cannot be served.
 
-Owns the limits of a single request: what is refused here could never run, or would harm
-others if it did, whatever sent it: a gateway may be of another version, or a stranger.
+Owns the limits of a single request. A request that is refused here could never run, or would
+harm others if it did; gateways are not trusted to have checked it.
 Knows no queue and no other requests. Called by policy.py.
 """
 
@@ -103,7 +103,7 @@ def _check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
         MAX_REPETITION_PENALTY,
     )
     if given.logprobs is not None:
-        # How many a client may ask for is the gateway's limit; here, what there is.
+        # The gateway limits how many a client may ask for; here the vocabulary does.
         _check_range("logprobs", given.logprobs, 0, vocab_size)
     for bias in given.logit_bias.values():
         _check_range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)

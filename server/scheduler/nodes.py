@@ -1,6 +1,6 @@
-"""The scheduler's side of its nodes: who they are, and how they are told things.
+"""The scheduler's side of its nodes: their roster, and the way of messages to them.
 
-Owns the way of messages to nodes, by their places, and the check that a node speaks for itself.
+Owns sending by place, and the check that a node speaks for itself.
 Knows no request, and decides nothing. Called by service.py, failover.py and gateways.py.
 """
 
@@ -115,7 +115,7 @@ class NodeSide:
         return None
 
     def ask(self, asks: list[Ask]) -> None:
-        """Send what a trace wants to know; a node that is lost shows elsewhere."""
+        """Send a trace's questions; a node that is lost is noticed elsewhere."""
         members = {str(member): member for member in self.roster.members}
         for name, question in asks:
             if name in members:

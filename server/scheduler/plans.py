@@ -1,4 +1,4 @@
-"""Turns what the nodes do in a step into the messages that tell them.
+"""Turns the nodes' batches of a step into tickets and plans.
 
 Owns the packing of StepTicket and StepPlan, and the split into micro-batches. Decides
 nothing about who runs. Called by policy.py.
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """The messages of a step, and what the policy keeps until it is done."""
+    """The messages of a step, and its record until it is done."""
 
     step: Step
     running: RunningStep

@@ -1,4 +1,4 @@
-"""The policy of one engine: what runs next, and what the results mean.
+"""The policy of one engine: plans steps, and turns their results into outputs.
 
 Owns every request from add() to its one end. Pure: no socket, no clock (`now` is an
 argument), no tensor. Called by service.py, in three lines: `step = policy.schedule(now)`,
@@ -174,7 +174,7 @@ class Policy:
         return outbox.deliveries()
 
     def _end(self, request: Request) -> None:
-        """Forget `request`; what a running step still computes for it will be discarded."""
+        """Forget `request`; the results of running steps for it will be discarded."""
         assert not request.ended
         request.ended = True
         del self._requests[request.peer, request.request_id]
@@ -229,7 +229,7 @@ class Policy:
         protect = request.num_preemptions >= self._max_preemptions
         hashes: list[bytes] = []
         if self._config.scheduler.prefix_caching:
-            # The last token is always computed: its logits are what is sampled from.
+            # The last token is always computed: its logits are sampled from.
             num_blocks = (len(request.tokens) - 1) // self._block_size
             hashes = request.hashes.first(num_blocks, request.tokens)
         hits: dict[int, list[int]] = {}

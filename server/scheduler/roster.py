@@ -1,6 +1,6 @@
 """Who makes up the engine: the nodes in their places, and any number of gateways.
 
-Owns the roll from Hello to Ready, and who is refused. Pure: peers are opaque ids, messages come
+Owns the roll from Hello to Ready, and refusals. Pure: peers are opaque ids, messages come
 as arguments and are returned. Called by service.py, nodes.py, gateways.py and failover.py.
 """
 
@@ -119,7 +119,7 @@ class Roster:
         return self.is_complete and all(node.ready is not None for node in self._nodes.values())
 
     def awaited(self) -> str:
-        """Return, for people, what the start still waits for."""
+        """Return, for people, the nodes that the start still waits for."""
         missing = [str(place) for place in self._places if place not in self._nodes]
         if missing:
             return "waiting for " + ", ".join(missing)
@@ -154,7 +154,7 @@ class Roster:
         del self._member_of[self._nodes.pop(member).peer]
 
     def loaded(self, member: Member, message: Loaded) -> None:
-        """Note what a node that joins late has; raises ProtocolError if it has less than before."""
+        """Note the cache of a node that joins late; raises ProtocolError if its size changed."""
         before = self._num_blocks.get(member, message.num_blocks)
         if message.num_blocks != before:
             raise ProtocolError(f"{member} has {message.num_blocks} blocks, it had {before}")

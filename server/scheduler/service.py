@@ -214,7 +214,7 @@ class Service:
             yield self._events.popleft()
 
     def _check_progress(self) -> None:
-        """Deal with a node, or with whatever else keeps the oldest step from its end."""
+        """Deal with a node, or lost rows, that keep the oldest step from its end."""
         if self._policy is None:
             return
         is_watched = self._nodes.experts_follow_tickets

@@ -90,7 +90,7 @@ class TraceCollection:
         return [Ask(name, ping) for name in self._nodes]
 
     def on_pong(self, name: str, pong: ClockPong, now_ns: int) -> list[Ask]:
-        """Narrow a node's bounds and return what to ask next."""
+        """Narrow a node's bounds and return the next questions."""
         node = self._nodes.get(name)
         if node is None or pong.query_id != self._query_id:
             return []
@@ -188,7 +188,7 @@ class Tracer:
         return collection.start(now_ns)
 
     def on_node_message(self, name: str, message: ClockPong | TraceDump, now_ns: int) -> list[Ask]:
-        """Take a node's answer and return what to ask next."""
+        """Take a node's answer and return the next questions."""
         asks: list[Ask] = []
         for collection in self._collections.values():
             if isinstance(message, ClockPong):

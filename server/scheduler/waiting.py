@@ -28,7 +28,7 @@ class WaitingQueue:
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> Request:
-        """Remove and return what first() returned."""
+        """Remove and return the request of first()."""
         return heapq.heappop(self._heap)[1]
 
     def count(self) -> int:

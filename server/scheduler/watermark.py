@@ -69,7 +69,7 @@ class Watermark:
     def judge(
         self, head: StepUnderWay | None, experts: Iterable[Member], now: float
     ) -> Verdict | None:
-        """Say what keeps the step `head` from its end, if that has lasted too long.
+        """Return the reason why the step `head` does not end, if that has lasted too long.
 
         `experts` are the expert nodes that take part in it.
         """

@@ -117,7 +117,7 @@ class LocalNode:
         return run_node("attention", index, self._address, logger=self._logger, body=body)
 
     def _open_net(self, index: int, shape: NetShape, welcome: Welcome) -> AttentionNet:
-        """Return what joins attention node `index`, whose thread this is, to all experts."""
+        """Return the net of attention node `index`, whose thread this is, to all experts."""
         config = welcome.config
         nodes = config.compute.nodes(config.topology)
         if nodes.share_a_device:
@@ -136,7 +136,7 @@ class LocalNode:
         return StagedNet(net, runtime, shape=shape, max_rows=config.max_num_batched_tokens)
 
     def _dry_net(self, index: int, welcome: Welcome) -> OpenDryNet | None:
-        """Return what opens the net before the cache is there, if experts take its memory too."""
+        """Return an opener of the net for the dry run, if experts share the cache's device."""
         config = welcome.config
         if not config.compute.nodes(config.topology).share_a_device:
             return None
@@ -162,7 +162,7 @@ class LocalNode:
             return self._hub
 
     def _serve_of(self, experts: Experts, shape: NetShape, welcome: Welcome) -> Serve:
-        """Return what computes a batch whose tensors are the host's."""
+        """Return the function that computes a batch whose tensors are the host's."""
         config = welcome.config
         if not config.compute.place("expert").is_device:
             return experts.compute

@@ -1,6 +1,6 @@
 """Every message of the control plane, in one place.
 
-Import them from here; the modules of this package define them by who talks to whom. Owns
+Import them from here; the modules of this package define them by sender and receiver. Owns
 their form: frozen, tagged msgspec structs, encoded as MessagePack maps with a
 `type` field. Knows no sockets (topspin.channel) and no policy. Numeric arrays travel
 as little-endian int32 bytes (`pack_ints`), so that a decode step of 256 sequences is a

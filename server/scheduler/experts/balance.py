@@ -4,9 +4,9 @@ Owns the algorithms, pure and for one MoE layer: how many copies each expert get
 holds which, and how good that is. Follows the two policies of EPLB (DeepSeek): *global*, and
 *hierarchical*, which first gives whole expert groups to hosts; beyond them it never puts two
 copies of one expert on a node, takes nodes of different capacities, and improves a placement
-by exchanges. Knows no time, no table version and no slot: expert_placement.py does.
+by exchanges. Knows no time, no table version and no slot: placement.py does.
 
-An expert's load is shared evenly by its copies; a node's load is the sum of what it holds.
+An expert's load is shared evenly by its copies; a node's load is the sum over its experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIN_STEP = 0.005
 
 
 def balance(table: ExpertTable, loads: Sequence[Sequence[float]]) -> float:
-    """Return by what factor `table` makes the experts' time longer than perfect balance would.
+    """Return the experts' time under `table`, divided by that of perfect balance.
 
     loads[layer][expert]. Layers are computed one after the other, each as slowly as its
     busiest node: the sum over layers of the highest node load, by the sum of the mean ones.

@@ -68,9 +68,9 @@ class ExpertBalancer:
         return self._wanted is not None or self._pending is not None
 
     def ask(self, table: ExpertTable | None = None) -> None:
-        """Think the table over at the next turn, whatever the clock and however few the counts.
+        """Plan a table at the next turn, without regard to the interval and the number of counts.
 
-        With `table` that one is taken, under the next version, and no gain is asked for.
+        With `table` that one is taken, under the next version, whatever its gain.
         """
         if table is None:
             self._is_asked = True
@@ -166,7 +166,7 @@ class ExpertBalancer:
         )
 
     def _balance(self) -> float:
-        """Return what the nodes have served or, before any have, what they should."""
+        """Return the measured max/mean or, before there are counts, the expected one."""
         served = self.load.balance()
         if served is not None:
             return served

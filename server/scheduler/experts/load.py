@@ -41,7 +41,7 @@ class _Layer:
         self._half_life_pairs = half_life_pairs
 
     def add(self, node: int | None, found: LayerCounts) -> None:
-        """Add counts; `node` None: they say nothing of who serves what now."""
+        """Add counts; `node` None: they are of a table that is not in use any more."""
         for expert, count in zip(found.experts, found.counts, strict=True):
             self.tokens[expert] += count
             self._fresh[expert] += count
@@ -70,7 +70,7 @@ class _Layer:
         return [r + f * weight for r, f in zip(self._of_nodes, self._fresh_of_nodes, strict=True)]
 
     def forget_nodes(self, num_nodes: int) -> None:
-        """Average anew what nodes serve."""
+        """Begin the averages per node anew."""
         self._of_nodes = [0.0] * num_nodes
         self._fresh_of_nodes = [0] * num_nodes
 
@@ -92,7 +92,7 @@ class ExpertLoad:
         self._reported: set[int] = set()
 
     def _follow(self) -> None:
-        """Average anew what nodes serve if another table is in use than before."""
+        """Begin the averages per node anew if another table is in use than before."""
         table = self._formation.table
         if table is not self._averaged:
             self._averaged = table
@@ -141,7 +141,7 @@ class ExpertLoad:
         return [_shares(layer.recent()) for layer in self._layers]
 
     def balance(self) -> float | None:
-        """Return max/mean of what the nodes have served by the table in use, None if nothing.
+        """Return max/mean of the nodes' pairs under the table in use, None if there are none.
 
         Averaged and summed over layers as experts/balance.py does for predictions.
         """

@@ -1,9 +1,9 @@
 """A new expert table from an old one: better balanced, with few experts moved.
 
-Owns what a change costs: contents are given to the nodes that hold most of them already,
+Owns the cost of a change: contents are given to the nodes that hold most of them already,
 experts keep their slots, and a layer is only touched if that gains more than reading its new
 experts costs. Pure: loads and tables in, a table out. The algorithms of one layer are
-expert_balance.py's; balancer.py decides when.
+balance.py's; balancer.py decides when.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def migrations(old: ExpertTable, new: ExpertTable) -> int:
 def keep_slots(old: Sequence[int], experts: set[int]) -> tuple[int, ...]:
     """Return `experts` in slot order such that those of `old` stay where they are.
 
-    The others take what is free, ascending. A slot beyond len(experts) is given up.
+    The others take the free slots, ascending. A slot beyond len(experts) is given up.
     """
     slots: list[int | None] = [
         expert if expert in experts else None for expert in old[: len(experts)]
@@ -119,7 +119,7 @@ def place_layer(
     capacities: Sequence[int],
     hierarchy: Hierarchy | None = None,
 ) -> Layer:
-    """Return the layer with the lowest cost: its peak, and what has to be read for it.
+    """Return the layer with the lowest cost: its peak load, and the experts to be read for it.
 
     The candidates are `old` as it is (if it has the right sizes), `old` with a few experts
     exchanged, and a placement from nothing.

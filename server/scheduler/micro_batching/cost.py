@@ -26,7 +26,7 @@ class CostModel:
     link_token_s: float = 0.0
 
     def slice_s(self, num_tokens: int, start: int) -> float:
-        """Return what `num_tokens` positions from `start` on add to a micro-batch's time."""
+        """Return the time that `num_tokens` positions from `start` on add to a micro-batch."""
         pairs = num_tokens * (start + 0.5 * (num_tokens + 1))
         token_s = self.attention_token_s + self.expert_token_s
         return token_s * num_tokens + self.attention_pair_s * pairs

@@ -1,6 +1,6 @@
 """Fits the cost model (cost.py) to the steps that are run.
 
-Owns the running least squares and what a step's timings say. Pure: samples come in, a
+Owns the running least squares and the reading of a step's timings. Pure: samples come in, a
 CostModel goes out. Called by policy.py.
 
 Each side's time is linear in a few counts, with coefficients that must not be negative.
@@ -166,11 +166,11 @@ class CostFit:
 
     @property
     def model(self) -> CostModel:
-        """Return the model that fits what was seen."""
+        """Return the model that fits the steps seen so far."""
         return self._model
 
     def add_step(self, loads: Mapping[int, StepLoad], timings: Mapping[int, StepTimings]) -> None:
-        """Learn from a step: what each attention node had to do, and what it measured."""
+        """Learn from a step: each attention node's load, and its timings."""
         for node, load in loads.items():
             self.add_attention(load, timings[node].attention_s)
         if not loads:
