@@ -49,12 +49,13 @@ def chat_prompt(
         text = template.render(
             messages, add_generation_prompt=body.add_generation_prompt is not False, **kwargs
         )
+    if body.truncate_prompt_tokens is None:
+        _check_size(text, tokenizer=tokenizer, limit=limit, param="messages")
     # The template writes the special tokens itself.
-    _check_size(text, tokenizer=tokenizer, limit=limit, param="messages")
     token_ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise InvalidRequest("the messages give an empty prompt", param="messages")
-    return token_ids
+    return _last(token_ids, body.truncate_prompt_tokens)
 
 
 def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str | bool]:
@@ -80,7 +81,7 @@ def completion_prompts(
     prompt = body.prompt
     special = body.add_special_tokens is not False
     for text in [prompt] if isinstance(prompt, str) else prompt:
-        if isinstance(text, str):
+        if isinstance(text, str) and body.truncate_prompt_tokens is None:
             _check_size(text, tokenizer=tokenizer, limit=limit, param="prompt")
     if isinstance(prompt, str):
         prompts = [tokenizer.encode(prompt, add_special_tokens=special)]
@@ -99,7 +100,12 @@ def completion_prompts(
         if not token_ids:
             raise InvalidRequest("a prompt is empty", param="prompt")
         check_vocabulary(token_ids, vocab_size=vocab_size, param="prompt")
-    return prompts
+    return [_last(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
+
+
+def _last(token_ids: list[int], num_tokens: int | None) -> list[int]:
+    """Return the last `num_tokens` ids; None: all."""
+    return token_ids if num_tokens is None else token_ids[-num_tokens:]
 
 
 def _check_size(text: str, *, tokenizer: Tokenizer, limit: int, param: str) -> None:

@@ -106,6 +106,7 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: PositiveCount | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -139,8 +140,7 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     return_tokens_as_token_ids: RefusedSwitch = _NULL
     structured_outputs: RefusedObject = _NULL
     thinking_token_budget: Annotated[Raw, neutral(-1)] = _NULL
-    truncate_prompt_tokens: Refused = _NULL
-    truncation_side: Refused = _NULL
+    truncation_side: Annotated[Raw, neutral("left")] = _NULL
     use_beam_search: RefusedSwitch = _NULL
     vllm_xargs: RefusedObject = _NULL
     # llama.cpp's

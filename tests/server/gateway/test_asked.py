@@ -186,11 +186,26 @@ def test_a_prompt_comes_in_four_forms(prompt: object) -> None:
     assert [prompt_of(request) for request in fake.added] == ["hello"]
 
 
+def test_a_prompt_is_truncated_to_its_last_tokens() -> None:
+    """Even one that would not fit otherwise."""
+    fake = FakeEngine(saying("a"))
+    long = {"role": "user", "content": "hello " * 500}
+    requests = [
+        (PLAIN, {**PLAIN_BODY, "prompt": "hi there", "truncate_prompt_tokens": 3}),
+        (PLAIN, {**PLAIN_BODY, "prompt": [[1, 2, 3], [4]], "truncate_prompt_tokens": 2}),
+        (CHAT, {**CHAT_BODY, "messages": [long], "truncate_prompt_tokens": 11}),
+    ]
+    post_all(requests, fake)
+    prompts = [list(unpack_ints(request.prompt)) for request in fake.added]
+    assert prompts == [ids("hi there")[-3:], [2, 3], [4], ids("\nassistant: ")[-11:]]
+
+
 def test_a_large_body_is_read_in_a_thread_with_the_same_result() -> None:
     async def test() -> None:
         fake = FakeEngine(saying("a"))
         async with gateway(fake) as client:
             fake.become_ready(max_request_tokens=100_000)
+            await fake.settle()
             text = "hello " * 5000
             response = await client.post(PLAIN, json={**PLAIN_BODY, "prompt": text})
             assert response.status_code == 200

@@ -90,6 +90,7 @@ PLAIN_ERRORS: list[tuple[dict[str, object], str]] = [
     ({"stop_token_ids": list(range(257))}, "stop_token_ids"),
     ({"min_tokens": 17}, "min_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "s" * 257}, "cache_salt"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
