@@ -1,7 +1,7 @@
 """One generation request from its body to its answer.
 
-Owns the order of things: read, decode, check, tokenise, submit, and write what the choices
-grow by as one answer or as a stream. Knows no routes (server.gateway.app) and no socket.
+Owns the order: read, decode, check, tokenise, submit, then write the choices' text as one
+answer or as a stream. Knows no routes (server.gateway.app) and no socket.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ async def _whole_answer(run: Run, replies: Replies) -> Response:
 async def _event_blocks(
     run: Run, grown: list[tuple[Choice, Delta]], replies: Replies, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the stream's events, in blocks of all that is there to be sent.
+    """Yield the stream's events, in blocks of all that can be sent at once.
 
     A failure becomes an error event: the status has been sent long ago.
     """

@@ -33,9 +33,9 @@ _log = logging.getLogger("gateway")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """What requests are checked against: the names to serve under, and the model's facts.
+    """The names of the served model, and the facts against which requests are checked.
 
-    `root` is where the checkpoint is, as clients on the server's host may ask for its files.
+    `root` is the checkpoint's directory.
     """
 
     names: tuple[str, ...]

@@ -96,7 +96,7 @@ class ReplyHead:
 
 
 class Replies(Protocol):
-    """One endpoint's way to write an answer."""
+    """The form in which one endpoint writes answers."""
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         """Return the events for an addition to a choice."""
@@ -109,7 +109,7 @@ class Replies(Protocol):
 
 
 def error_event(error: Exception) -> bytes:
-    """Return the event that tells a client of a failure after the stream has begun."""
+    """Return the event for a failure after the stream has begun."""
     return b"data: " + describe(error).encode() + b"\n\n"
 
 
@@ -122,7 +122,7 @@ class ChatReplies:
         self._encoder = msgspec.json.Encoder()
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
-        """Return role (once), content (if there is something to say) and finish events."""
+        """Return role (once), content (if there is any) and finish events."""
         head, index = self._head, choice.index
         events: list[bytes] = []
         if delta.is_first:
@@ -231,7 +231,7 @@ class CompletionReplies:
         self._encoder = msgspec.json.Encoder()
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
-        """Return text (if there is something to say) and finish events."""
+        """Return text (if there is any) and finish events."""
         head = self._head
         events: list[bytes] = []
         choice.num_streamed_tokens += len(delta.token_ids)

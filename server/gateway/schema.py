@@ -232,11 +232,13 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     # OpenAI's; a prediction only makes an answer quicker.
     parallel_tool_calls: Ignored[bool] = None
     prediction: Ignored[Object] = None
+    prompt_cache_options: Ignored[Object] = None
     verbosity: Ignored[str] = None
     audio: Refused = _NULL
     function_call: Annotated[Raw, neutral("none", "auto")] = _NULL
     functions: RefusedList = _NULL
     modalities: Annotated[Raw, neutral(["text"])] = _NULL
+    moderation: Refused = _NULL
     tool_choice: Annotated[Raw, neutral("none", "auto")] = _NULL
     tools: RefusedList = _NULL
     web_search_options: Refused = _NULL

@@ -38,7 +38,6 @@ def test_ten_plain_chats_stay_on_topic(tmp_path: Path) -> None:
         choices = list(pool.map(ask, range(NUM_CHATS)))
     for choice in choices:
         text = choice["message"]["content"].lower()
-        assert choice["finish_reason"] == "stop", text
         assert text.count("light") >= 2, text
         assert "blue" in text, text
         assert text.isascii(), text
