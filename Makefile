@@ -15,7 +15,7 @@ MODEL ?= smollm2-moe
 ARGS ?=
 
 # Which torch build is installed is pip's configuration (PIP_EXTRA_INDEX_URL and so on).
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+INSTALL = $(VENV)/bin/python .ci/install.py
 RUN = $(VENV)/bin/python -P -m
 PYTEST = $(VENV)/bin/python -m pytest
 # Two processes, each of which starts engines of several threads or processes.
@@ -38,11 +38,11 @@ $(VENV)/bin/python:
 
 # Stamps: a second run installs nothing, a changed pyproject.toml installs again.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(PIP) install --quiet -e .
+	@$(INSTALL) -e .
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
-	$(PIP) install --quiet -e ".[test]"
+	@$(INSTALL) -e ".[test]"
 	touch $@ $(VENV)/.installed
 
 serve: $(VENV)/.installed
