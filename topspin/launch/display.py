@@ -2,12 +2,15 @@
 
 Owns two ways to show it: plain lines, and on a terminal a live status line (rich, loaded
 only there: the supervisor stays small). Role output and progress go to stderr, what the
-engine announces goes to stdout. Knows no processes; topspin.launch.engine calls it.
+engine announces goes to stdout. While the engine starts, the log lines of nodes that compile
+kernels are replaced by a count of these kernels. Knows no processes; topspin.launch.engine calls
+it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -104,6 +107,33 @@ class TerminalDisplay:
         """Write `text` to stdout."""
         self.finish()
         _write(sys.stdout, text)
+
+
+class CompiledKernels:
+    """Counts the kernels that nodes compile during a start, in place of their log lines."""
+
+    _COMPILED = re.compile(r" compiled kernel \S+ for this processor")
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._count: int | None = 0
+
+    def line(self, text: str) -> None:
+        """Show one line of a role's output, or count it."""
+        if self._count is not None and self._COMPILED.search(text):
+            self._count += 1
+        else:
+            self._display.line(text)
+
+    def state(self, state: str) -> str:
+        """Return `state` of the start, with the number of kernels compiled so far, if any."""
+        if not self._count:
+            return state
+        return f"{state}; compiling kernels for this processor, once: {self._count} done"
+
+    def finish(self) -> None:
+        """Count no more: the engine has started."""
+        self._count = None
 
 
 def open_display() -> Display:

@@ -31,7 +31,7 @@ import topspin
 from topspin.config import EngineConfig
 from topspin.cores import node_environment, split_cores
 from topspin.errors import EngineError
-from topspin.launch.display import Display, open_display
+from topspin.launch.display import CompiledKernels, Display, open_display
 from topspin.launch.supervisor import RoleCommand, Supervisor
 from topspin.process import CONFIG_ERROR_STATUS
 
@@ -204,7 +204,8 @@ def launch(
         dead_reader = stack.enter_context(os.fdopen(dead_reader_fd, "rb", buffering=0))
         dead_writer = stack.enter_context(os.fdopen(dead_writer_fd, "wb", buffering=0))
         stack.callback(display.finish)
-        supervisor = stack.enter_context(Supervisor(emit=display.line))
+        kernels = CompiledKernels(display)
+        supervisor = stack.enter_context(Supervisor(emit=kernels.line))
         with _config_file(config) as config_fd:
             context = LaunchContext(
                 config=config,
@@ -218,7 +219,8 @@ def launch(
         port_writer.close()
         dead_writer.close()
         start = EngineStart(config=config, port_reader=port_reader, started=started)
-        if start.follow(supervisor, display):
+        if start.follow(supervisor, display, kernels):
+            kernels.finish()
             display.announce(start.announcement())
             if config.failover.restart:
                 supervisor.restart_workers()
@@ -287,13 +289,13 @@ class EngineStart:
         self._port_text = b""
         self._port: int | None = None
 
-    def follow(self, supervisor: Supervisor, display: Display) -> bool:
+    def follow(self, supervisor: Supervisor, display: Display, kernels: CompiledKernels) -> bool:
         """Return True once the engine serves, False if a role or the user ended it before."""
         while not supervisor.is_ending:
             state = self._look()
             if state is None:
                 return True
-            display.progress(state, self._elapsed_s())
+            display.progress(kernels.state(state), self._elapsed_s())
             next_look = time.monotonic() + HEALTH_INTERVAL_S
             while not supervisor.is_ending and (left := next_look - time.monotonic()) > 0:
                 supervisor.step(left)

@@ -1,18 +1,20 @@
 """Where compiled kernels are kept, and how they are run on several threads.
 
 A kernel is a function of one address that numba compiles to machine code. `Kernel` compiles
-it when it is first needed and keeps the code in the user's cache directory, under a name
-that changes with the sources: its own module's, simd*.py and this one. What a kernel
-inlines must come from these. `launch` runs it on the threads of torch's own OpenMP pool
-(GOMP_parallel of the library that torch has loaded), so that no second pool competes for
-the cores; that costs about 2 us on two threads and half a microsecond on one.
+it when it is first needed, says so in the log, and keeps the code in the user's cache
+directory, under a name that changes with the sources: the kernel's own module, the modules of
+`kernels.cpu.simd` and this one. The functions that a kernel inlines must come from these.
+`launch` runs it on the threads of torch's own OpenMP pool (GOMP_parallel of the library that
+torch has loaded), so that no second pool competes for the cores; that costs about 2 us on two
+threads and half a microsecond on one.
 
 Every thread of a launch gets the same address, of a block of 8-byte words: two counters
 (threads claim tasks by adding to them, so results do not depend on how many threads there
 are), the address of the team's barrier (0: one thread), then the kernel's own arguments.
 
 Knows no tensor and no kernel. Safe for several launching threads, each of which has its own
-team and its own block. Used by `kernels.numba_*`; who warms up runs each kernel once.
+team and its own block. Used by the modules of `kernels.cpu.compiled`; a node's warm-up runs
+each kernel once.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import os
 import struct
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -48,7 +51,7 @@ _compiling = threading.Lock()
 
 
 def offsets(count: int) -> range:
-    """Give the offsets inside a block of a kernel's `count` arguments, in their order."""
+    """Return the offsets inside a block of a kernel's `count` arguments, in their order."""
     return range(ARGUMENTS, ARGUMENTS + 8 * count, 8)
 
 
@@ -66,11 +69,16 @@ class Kernel:
 
     @cached_property
     def address(self) -> int:
-        """Give the address of the machine code, from the cache if it is there."""
+        """Return the address of the machine code, from the cache if it is there."""
         with _compiling:
             keeps = _use_cache_directory(self._function.__code__.co_filename)
+            started = time.monotonic()
             compiled = numba.cfunc(types.void(types.int64), cache=keeps, error_model="numpy")
             self._compiled = compiled(self._function)
+            if not self._compiled.cache_hits:
+                # topspin.launch.display counts these lines.
+                name, elapsed_s = self.name.strip("_"), time.monotonic() - started
+                _logger.info("compiled kernel %s for this processor (%.1f s)", name, elapsed_s)
             return self._compiled.address or 0
 
 
@@ -86,7 +94,7 @@ def launch(kernel: Kernel, arguments: Sequence[int], *, num_threads: int) -> Non
 
 
 def float_word(value: float) -> int:
-    """Give the word of a block that `kernels.cpu.simd.lanes.read_f32` reads as `value`."""
+    """Return the word of a block that `kernels.cpu.simd.lanes.read_f32` reads as `value`."""
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
@@ -141,8 +149,6 @@ def _use_cache_directory(module: str) -> bool:
             pass
     except OSError:
         return False
-    if not any(directory.iterdir()):
-        _logger.info("compiling kernels for this processor; they are kept in %s", directory)
     setattr(numba.config, "CACHE_DIR", str(directory))  # noqa: B010, numba sets it so itself
     return True
 

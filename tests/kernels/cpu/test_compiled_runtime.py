@@ -75,29 +75,34 @@ def test_several_threads_may_launch_at_once() -> None:
 
 
 PROGRAM = """
-import torch
+import logging, torch
+logging.basicConfig(level=logging.INFO)
 from kernels.cpu.compiled.layer import add_norm
 x = torch.ones(1, 16).bfloat16()
 assert torch.equal(add_norm(None, x, x[0], eps=0.0), x)
 """
 
 
-def run_program(**environment: str) -> None:
-    subprocess.run(
+def run_program(**environment: str) -> str:
+    done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         check=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         cwd=Path(__file__).parents[3],
         timeout=300,
+        capture_output=True,
+        text=True,
     )
+    return done.stderr
 
 
 def test_code_is_kept_where_the_user_says(tmp_path: Path) -> None:
-    run_program(NUMBA_CACHE_DIR=str(tmp_path))
+    said = "compiled kernel add_norm for this processor"
+    assert said in run_program(NUMBA_CACHE_DIR=str(tmp_path))
     kept = sorted(tmp_path.rglob("*.nbc"))
     assert kept
     times = [file.stat().st_mtime_ns for file in kept]
-    run_program(NUMBA_CACHE_DIR=str(tmp_path))
+    assert said not in run_program(NUMBA_CACHE_DIR=str(tmp_path))
     assert sorted(tmp_path.rglob("*.nbc")) == kept
     assert [file.stat().st_mtime_ns for file in kept] == times, "it was compiled again"
 

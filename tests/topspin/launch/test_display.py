@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.topspin.launch.roles import ROOT
-from topspin.launch.display import PlainDisplay, open_display
+from topspin.launch.display import CompiledKernels, PlainDisplay, open_display
 
 SHOW = """
 from topspin.launch.display import open_display
@@ -98,3 +98,20 @@ def test_a_reader_that_has_gone_ends_nothing(tmp_path: Path) -> None:
     os.close(writer)
     assert shown.stderr == b""
     assert (tmp_path / "done").exists()
+
+
+def test_compiled_kernels_are_counted_while_the_engine_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kernels = CompiledKernels(PlainDisplay())
+    line = "attention 0 | 10:00:00 INFO compiled kernel attend for this processor (4.6 s)"
+    assert kernels.state("starting") == "starting"
+    kernels.line(line)
+    kernels.line("expert 0 | loads")
+    kernels.line(line)
+    assert kernels.state("starting") == (
+        "starting; compiling kernels for this processor, once: 2 done"
+    )
+    kernels.finish()
+    kernels.line(line)
+    assert capsys.readouterr().err == f"expert 0 | loads\n{line}\n"
