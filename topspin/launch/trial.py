@@ -82,11 +82,14 @@ class Trial:
         self._table: ExpertTable = uniform_table(
             num_layers=num_moe, num_experts=whole.moe.num_experts, num_nodes=1
         )
-        self._blocks_each = -(-(CONTEXT + NUM_STEPS + 1) // config.cache.block_size)
+        self._num_rows = min(NUM_ROWS, config.max_num_seqs)
+        assert config.model.max_model_len is not None
+        self._context = max(1, min(CONTEXT, config.model.max_model_len - NUM_STEPS - 1))
+        self._blocks_each = -(-(self._context + NUM_STEPS + 1) // config.cache.block_size)
         # Compiled kernels are kept, so the two halves are compiled side by side, as by the nodes.
         compiled = fork(lambda: self._load_experts().num_layers)
         self._runner = self._load_runner()
-        self._runner.execute(self._plan(_ticket(1)), AbsentExperts(), index=0)
+        self._runner.execute(self._plan(self._ticket(1)), AbsentExperts(), index=0)
         compiled()
         self._experts = self._load_experts()
 
@@ -104,7 +107,7 @@ class Trial:
             settle(expert)
             with closing(self._accept(listener, candidate)) as net:
                 for step in range(2, NUM_STEPS + 1):
-                    run_ticket(net, self._experts, _ticket(step))
+                    run_ticket(net, self._experts, self._ticket(step))
             return 0
 
         served = fork(serve)
@@ -133,7 +136,7 @@ class Trial:
                 incarnation=2,
                 shape=self._experts.net_shape(self._config),
             ),
-            (1,),
+            [1],
             self._table,
             Waits(timeout_s=TIMEOUT_S, policy=wait_policy(candidate.config)),
         )
@@ -154,11 +157,11 @@ class Trial:
             held=held,
             per_expert_answers=self._config.compute.deterministic,
         )
-        experts.warm_up((1, NUM_ROWS))
+        experts.warm_up((1, self._num_rows))
         return experts
 
     def _load_runner(self) -> ModelRunner:
-        num_blocks = NUM_ROWS * self._blocks_each
+        num_blocks = self._num_rows * self._blocks_each
         cache = kv_cache.of_blocks(
             self._model, num_blocks, block_size=self._config.cache.block_size, dtype=self._dtype
         )
@@ -171,7 +174,7 @@ class Trial:
         found = []
         for step in range(2, NUM_STEPS + 1):
             started = time.perf_counter()
-            result = self._runner.execute(self._plan(_ticket(step)), net, index=0)
+            result = self._runner.execute(self._plan(self._ticket(step)), net, index=0)
             layers_s = result.timings.attention_s + result.timings.wait_s
             step_s = time.perf_counter() - started
             found.append(step_s + (self._whole_over_part - 1) * layers_s)
@@ -179,15 +182,26 @@ class Trial:
         # On a machine that does other things too, the undisturbed steps count.
         return statistics.quantiles(found[NUM_WARM_UP:], n=4)[0]
 
+    def _ticket(self, step: int) -> StepTicket:
+        return StepTicket(
+            step=step,
+            previous=step - 1,
+            generation=1,
+            table_version=1,
+            num_micro_batches=1,
+            participants=(0,),
+            row_buckets=(self._num_rows,),
+        )
+
     def _plan(self, ticket: StepTicket) -> StepPlan:
         """Advance every sequence by a token; the first step admits them with a context."""
-        ids = range(NUM_ROWS)
+        ids = range(self._num_rows)
         new = [
             NewSequence(
                 seq_id=seq_id,
-                tokens=pack_ints([seq_id] * (CONTEXT + 1)),
-                num_prompt_tokens=CONTEXT + 1,
-                num_computed=CONTEXT,
+                tokens=pack_ints([seq_id] * (self._context + 1)),
+                num_prompt_tokens=self._context + 1,
+                num_computed=self._context,
                 blocks=pack_ints(
                     range(seq_id * self._blocks_each, (seq_id + 1) * self._blocks_each)
                 ),
@@ -202,25 +216,13 @@ class Trial:
             micro_batches=(
                 MicroBatch(
                     seq_ids=pack_ints(ids),
-                    num_tokens=pack_ints([1] * NUM_ROWS),
-                    sample=b"\x01" * NUM_ROWS,
-                    block_counts=pack_ints([0] * NUM_ROWS),
+                    num_tokens=pack_ints([1] * self._num_rows),
+                    sample=b"\x01" * self._num_rows,
+                    block_counts=pack_ints([0] * self._num_rows),
                     block_ids=b"",
                 ),
             ),
         )
-
-
-def _ticket(step: int) -> StepTicket:
-    return StepTicket(
-        step=step,
-        previous=step - 1,
-        generation=1,
-        table_version=1,
-        num_micro_batches=1,
-        participants=(0,),
-        row_buckets=(NUM_ROWS,),
-    )
 
 
 def settle(node: CandidateNode) -> None:
@@ -239,7 +241,7 @@ def fork(work: Callable[[], float]) -> Callable[[], float]:
         try:
             os.write(writer, repr(work()).encode())
             status = 0
-        except BaseException:
+        except Exception:
             traceback.print_exc()
         finally:
             os._exit(status)

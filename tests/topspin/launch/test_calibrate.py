@@ -20,6 +20,7 @@ from topspin.config import (
     FailoverSection,
     M2NSection,
     ModelSection,
+    SchedulerSection,
     TopologySection,
 )
 from topspin.cores import LayoutChoice
@@ -34,6 +35,13 @@ ALONE = LayoutChoice("shared", "local")
 @pytest.fixture(autouse=True)
 def all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a busy machine take its time."""
+    monkeypatch.setattr(calibrate, "LOAD_LIMIT_S", 60.0)
+    monkeypatch.setattr(calibrate, "MEASURE_LIMIT_S", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +177,13 @@ def test_a_trial_that_fails_leaves_the_default_and_is_not_remembered(
     assert not list(tmp_path.iterdir())
 
 
-def candidates(path: Path, *choices: LayoutChoice) -> list[Candidate]:
-    asked = EngineConfig(model=ModelSection(path=str(path)))
+def candidates(
+    path: Path, *choices: LayoutChoice, model_len: int | None = None, num_seqs: int | None = None
+) -> list[Candidate]:
+    asked = EngineConfig(
+        model=ModelSection(path=str(path), max_model_len=model_len),
+        scheduler=SchedulerSection(max_num_seqs=num_seqs),
+    )
     model = load_model_config(path)
     cores = sorted(os.sched_getaffinity(0))
     return [
@@ -179,14 +192,14 @@ def candidates(path: Path, *choices: LayoutChoice) -> list[Candidate]:
     ]
 
 
-def test_real_candidates_are_timed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "LOAD_LIMIT_S", 60.0)
-    monkeypatch.setattr(calibrate, "MEASURE_LIMIT_S", 60.0)
+@pytest.mark.usefixtures("patience")
+def test_real_candidates_are_timed(checkpoint: Path) -> None:
     tried = [SHARED, ALONE, *([SPLIT] if len(os.sched_getaffinity(0)) > 1 else [])]
-    for step_s in measure_all(candidates(checkpoint, *tried)):
+    for step_s in measure_all(candidates(checkpoint, *tried, model_len=40, num_seqs=3)):
         assert 0 < step_s < 10
 
 
+@pytest.mark.usefixtures("patience")
 def test_a_candidate_that_cannot_run_says_why(checkpoint: Path) -> None:
     [candidate] = candidates(checkpoint, ALONE)
     nowhere = msgspec.structs.replace(candidate.config.model, path="/nowhere")
