@@ -3,11 +3,12 @@
 `put_row` has a program per node and row: it finds the row's place among those that the node
 gets, writes slots, weights and the row, in fp8 with a scale if so asked, straight into the
 node's request window, and the node's last program writes the header and releases the flag.
-`combine_row` has a program per row and block of columns: it acquires the answers' flags, until
-a deadline, compares their headers with what was sent, and adds the partial sums in fp32 by
-ascending node. Windows lie wherever the table of addresses says: in this device's memory or a
-peer's that is mapped here. How many rows a node gets, the step, the table's version and the
-sequence are read from memory, so a CUDA graph can replay both. Launched by
+`await_answer` has a program per node: it acquires the flag of the node's answer, until a
+deadline, and compares its header with what was sent. Only these few wait: programs that wait keep
+their multiprocessors. `combine_row` has a program per row and block of columns, and adds the
+partial sums in fp32 by ascending node. Windows lie wherever the table of addresses says: in this
+device's memory or a peer's that is mapped here. How many rows a node gets, the step, the table's
+version and the sequence are read from memory, so a CUDA graph can replay all. Launched by
 `kernels.triton.m2n.attention_port`; what both sides share is in `kernels.triton.m2n.wait`.
 
 A flag is the sequence number of the window's newest frame, an i64 that nothing else touches
@@ -216,60 +217,75 @@ def put_row(
             tl.atomic_xchg(header_ptr + FLAG, sequence, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["T", "layer", "micro_batch"])
-def combine_row(
+@triton.jit(do_not_specialize=["layer", "micro_batch"])
+def await_answer(
     table_ptr: tl.tensor,
-    places_ptr: tl.tensor,
     sent_ptr: tl.tensor,
     step_ptr: tl.tensor,
     failed_ptr: tl.tensor,
     control_ptr: tl.tensor,
+    ready_ptr: tl.tensor,
+    layer: tl.tensor,
+    micro_batch: tl.tensor,
+) -> None:
+    """Wait for one node's answer; ready i32[N] is 1 if it is the one that was asked for.
+
+    All nodes are awaited: the window of one that got no rows is free again only when it has
+    answered, too.
+    """
+    node = tl.program_id(0)
+    words = tl.arange(0, HEADER_WORDS)
+    if tl.load(step_ptr + STEP) != 0:
+        header_ptr = pointer(table_ptr, node * NUM_ANSWER_COLUMNS + ANSWER_HEADER, tl.int64)
+        awaited = tl.load(sent_ptr + node * HEADER_WORDS + FLAG)
+        seen = await_flag(header_ptr + FLAG, awaited, node, step_ptr, failed_ptr, control_ptr)
+        tl.debug_barrier()
+        found = tl.load(header_ptr + words)
+        wanted = tl.load(sent_ptr + node * HEADER_WORDS + words)
+        num_wrong = tl.sum(((found != wanted) & (words > FLAG)).to(tl.int32), axis=0)
+        is_right = (seen == awaited) & (num_wrong == 0)
+        if is_right == 0:
+            if seen == awaited:
+                report_header(control_ptr, failed_ptr, node, micro_batch, layer, found, wanted)
+            else:
+                report_wait(control_ptr, failed_ptr, node, micro_batch, layer, seen, awaited)
+        tl.store(ready_ptr + node, is_right.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["T"])
+def combine_row(
+    table_ptr: tl.tensor,
+    places_ptr: tl.tensor,
+    ready_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    failed_ptr: tl.tensor,
     out_ptr: tl.tensor,
     T: tl.tensor,
     H: tl.tensor,
     N: tl.tensor,
     out_stride: tl.tensor,
-    layer: tl.tensor,
-    micro_batch: tl.tensor,
     ANSWER: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add a block of columns of a row's partial sums; NaN if a node's answer is not right.
+    """Add a block of columns of a row's partial sums; NaN if one is not there, or the net failed.
 
-    The first program awaits all nodes: the window of one that got no rows is free again only
-    when it has answered, too.
+    Runs after `await_answer` on the same stream.
     """
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     num_programs = tl.num_programs(0)
-    is_first = (row == 0) & (tl.program_id(1) == 0)
     step = tl.load(step_ptr + STEP)
-    words = tl.arange(0, HEADER_WORDS)
     total = tl.zeros((BLOCK,), tl.float32)
     for node in range(N):
         place = tl.load(places_ptr + node * num_programs + row)
-        if ((place >= 0) | is_first) & (step != 0):
-            header_ptr = pointer(table_ptr, node * NUM_ANSWER_COLUMNS + ANSWER_HEADER, tl.int64)
-            awaited = tl.load(sent_ptr + node * HEADER_WORDS + FLAG)
-            seen = await_flag(header_ptr + FLAG, awaited, node, step_ptr, failed_ptr, control_ptr)
-            tl.debug_barrier()
-            found = tl.load(header_ptr + words)
-            wanted = tl.load(sent_ptr + node * HEADER_WORDS + words)
-            is_wrong = ((found != wanted) & (words > FLAG)).to(tl.int32)
-            if (seen == awaited) & (tl.sum(is_wrong, axis=0) == 0) & (is_set(failed_ptr) == 0):
-                if place >= 0:
-                    answers = rows_pointer(
-                        table_ptr, node * NUM_ANSWER_COLUMNS + ANSWER_HIDDEN, ANSWER
-                    )
-                    part = tl.load(
-                        answers + place.to(tl.int64) * H + columns, mask=columns < H, other=0.0
-                    )
-                    total += part.to(tl.float32)
+        if (place >= 0) & (step != 0):
+            if (tl.load(ready_ptr + node) != 0) & (is_set(failed_ptr) == 0):
+                answers = rows_pointer(table_ptr, node * NUM_ANSWER_COLUMNS + ANSWER_HIDDEN, ANSWER)
+                part = tl.load(
+                    answers + place.to(tl.int64) * H + columns, mask=columns < H, other=0.0
+                )
+                total += part.to(tl.float32)
             else:
                 total += float("nan")
-                if seen == awaited:
-                    report_header(control_ptr, failed_ptr, node, micro_batch, layer, found, wanted)
-                else:
-                    report_wait(control_ptr, failed_ptr, node, micro_batch, layer, seen, awaited)
     rows = out_ptr + row.to(tl.int64) * out_stride
     tl.store(rows + columns, total, mask=(columns < H) & (row < T))

@@ -1,4 +1,4 @@
-"""M2N between GPUs, as one attention node sees it: dispatch and combine, one kernel each.
+"""M2N between GPUs, as one attention node sees it: dispatch, and combine after a wait.
 
 Owns the device's side of one micro-batch: which sequence each expert node was sent, where its
 rows went, what its answer must say of itself, and the tables of addresses of the windows. What
@@ -32,7 +32,7 @@ from kernels.m2n_windows import (
     WindowShape,
     signed,
 )
-from kernels.triton.m2n.attention_kernels import combine_row, put_row
+from kernels.triton.m2n.attention_kernels import await_answer, combine_row, put_row
 
 TYPES: Final = {
     torch.float32: tl.float32,
@@ -93,6 +93,7 @@ class AttentionPort:
         self._places = torch.full((num_places,), -1, dtype=torch.int32, device=device)
         self._done = torch.zeros(self._num_nodes, dtype=torch.int32, device=device)
         self._sequences = torch.zeros(self._num_nodes, dtype=torch.int64, device=device)
+        self._ready = torch.zeros(self._num_nodes, dtype=torch.int32, device=device)
         sent = (self._num_nodes, HEADER_WORDS)
         self._sent = torch.zeros(sent, dtype=torch.int64, device=device)
 
@@ -100,7 +101,7 @@ class AttentionPort:
     def nbytes(self) -> int:
         """Return the bytes that this holds on the device, without windows."""
         mine = (self._requests, self._answers, self._identity, self._places)
-        counters = (self._done, self._sequences, self._sent)
+        counters = (self._done, self._sequences, self._ready, self._sent)
         return sum(each.nbytes for each in (*mine, *counters))
 
     def dispatch(
@@ -179,20 +180,28 @@ class AttentionPort:
         fits = width == self.shape.hidden_size and num_rows <= self.shape.rows
         if out.dtype != torch.float32 or not fits or out.stride(1) != 1:
             raise ValueError(f"combine into {out.dtype} {tuple(out.shape)}")
-        combine_row[(max(num_rows, 1), triton.cdiv(width, COMBINE_BLOCK))](
+        await_answer[(self._num_nodes,)](
             self._answers,
-            self._places,
             self._sent,
             self._step,
             self._control.failed,
             self._control.addresses,
+            self._ready,
+            layer,
+            self._micro_batch,
+            num_warps=4,
+        )
+        combine_row[(max(num_rows, 1), triton.cdiv(width, COMBINE_BLOCK))](
+            self._answers,
+            self._places,
+            self._ready,
+            self._step,
+            self._control.failed,
             out,
             num_rows,
             width,
             self._num_nodes,
             out.stride(0),
-            layer,
-            self._micro_batch,
             ANSWER=TYPES[self.shape.answer],
             BLOCK=COMBINE_BLOCK,
             num_warps=4,

@@ -1,12 +1,13 @@
 """Triton kernels of M2N on an expert node's GPU: rows of all attention nodes in, sums out.
 
-`gather_row` has a program per participant and row of the step's bucket: it acquires the flag of
-the participant's request, until a deadline, compares the header with what this step must bring,
-and copies the row, dequantised, to the participant's fixed place in one batch; rows beyond the
-participant's count get slot -1. `send_row` has the same programs: it writes the rows' sums into
+`await_request` has a program per participant: it acquires the flag of the participant's request,
+until a deadline, and compares the header with what this step must bring. `gather_row` has a
+program per participant and row of the step's bucket: it copies the row, dequantised, to the
+participant's fixed place in one batch; rows beyond the participant's count get slot -1.
+`send_row` has the same programs: it writes the rows' sums into
 the answer window, and the participant's last program writes the header and releases the flag.
 Counts, participants, step, table version and sequences are read from memory, so a CUDA graph can
-replay both. Launched by `kernels.triton.m2n.expert_port`; see
+replay all. Launched by `kernels.triton.m2n.expert_port`; see
 `kernels.triton.m2n.attention_kernels`.
 """
 
@@ -92,10 +93,41 @@ def _take_frame(
 
 
 @triton.jit(do_not_specialize=["bucket", "micro_batch", "layer", "part", "parts"])
-def gather_row(
+def await_request(
     table_ptr: tl.tensor,
     consumed_ptr: tl.tensor,
     incarnations_ptr: tl.tensor,
+    step_ptr: tl.tensor,
+    headers_ptr: tl.tensor,
+    failed_ptr: tl.tensor,
+    control_ptr: tl.tensor,
+    num_micro_batches: tl.tensor,
+    bucket: tl.tensor,
+    micro_batch: tl.tensor,
+    layer: tl.tensor,
+    part: tl.tensor,
+    parts: tl.tensor,
+) -> None:
+    """Wait for the frame of participant `place`; headers i64[M, 8] keeps what came.
+
+    In a rehearsal (step 0) nothing is awaited and nothing comes.
+    """
+    place = tl.program_id(0)
+    peer = tl.load(step_ptr + HEADER_WORDS + place)
+    window = peer * num_micro_batches + micro_batch
+    table_ptr += window * NUM_COLUMNS
+    header = tl.zeros((HEADER_WORDS,), tl.int64)
+    if tl.load(step_ptr + STEP) != 0:
+        header = _take_frame(
+            table_ptr, consumed_ptr + window, incarnations_ptr, step_ptr, failed_ptr,
+            control_ptr, peer, bucket, micro_batch, layer, part, parts,
+        )  # fmt: skip
+    tl.store(headers_ptr + place * HEADER_WORDS + tl.arange(0, HEADER_WORDS), header)
+
+
+@triton.jit(do_not_specialize=["bucket", "micro_batch", "layer"])
+def gather_row(
+    table_ptr: tl.tensor,
     limits_ptr: tl.tensor,
     step_ptr: tl.tensor,
     headers_ptr: tl.tensor,
@@ -109,8 +141,6 @@ def gather_row(
     bucket: tl.tensor,
     micro_batch: tl.tensor,
     layer: tl.tensor,
-    part: tl.tensor,
-    parts: tl.tensor,
     WIRE: tl.constexpr,
     COMPUTE: tl.constexpr,
     COMPRESSED: tl.constexpr,
@@ -120,23 +150,14 @@ def gather_row(
 ) -> None:
     """Take row `row` of participant `place`, which becomes row place * bucket + row.
 
-    limits i64[L]: the slots that this node has in each layer. headers i64[M, 8] keeps what
-    came, for `send_row`. In a rehearsal (step 0) nothing is awaited and nothing comes.
+    limits i64[L]: the slots that this node has in each layer. Runs after `await_request` on the
+    same stream.
     """
     place, row = tl.program_id(0), tl.program_id(1)
-    step = tl.load(step_ptr + STEP)
     peer = tl.load(step_ptr + HEADER_WORDS + place)
-    window = peer * num_micro_batches + micro_batch
-    table_ptr += window * NUM_COLUMNS
+    table_ptr += (peer * num_micro_batches + micro_batch) * NUM_COLUMNS
     words = tl.arange(0, HEADER_WORDS)
-    header = tl.zeros((HEADER_WORDS,), tl.int64)
-    if step != 0:
-        header = _take_frame(
-            table_ptr, consumed_ptr + window, incarnations_ptr, step_ptr, failed_ptr,
-            control_ptr, peer, bucket, micro_batch, layer, part, parts,
-        )  # fmt: skip
-    if row == 0:
-        tl.store(headers_ptr + place * HEADER_WORDS + words, header)
+    header = tl.load(headers_ptr + place * HEADER_WORDS + words)
     count = tl.sum(tl.where(words == ROWS, header, 0), axis=0)
     choices = tl.arange(0, K_PAD)
     slots = tl.full((K_PAD,), -1, tl.int32)

@@ -1,4 +1,4 @@
-"""M2N between GPUs, as one expert node sees it: gather and reply, one kernel each.
+"""M2N between GPUs, as one expert node sees it: gather after a wait, and reply.
 
 Owns the device's side of all pairs: the sequences that were answered, the headers that came, and
 the buffers in which the rows of all participants are joined. Each participant of a step has as
@@ -26,7 +26,7 @@ from kernels.m2n_windows import (
     signed,
 )
 from kernels.triton.m2n.attention_port import TYPES, address_table
-from kernels.triton.m2n.expert_kernels import gather_row, send_row
+from kernels.triton.m2n.expert_kernels import await_request, gather_row, send_row
 
 
 class Joined(NamedTuple):
@@ -115,10 +115,24 @@ class ExpertPort:
         rows = num_participants * bucket
         joined = Joined(*(each[:rows] for each in self._joined))
         shape = self.shape
-        gather_row[(num_participants, bucket)](
+        await_request[(num_participants,)](
             self._requests,
             self._consumed,
             self._identity[1:],
+            self._step,
+            self._headers,
+            self._control.failed,
+            self._control.addresses,
+            self._num_micro_batches,
+            bucket,
+            micro_batch,
+            layer,
+            part,
+            parts,
+            num_warps=4,
+        )
+        gather_row[(num_participants, bucket)](
+            self._requests,
             self._limits,
             self._step,
             self._headers,
@@ -130,8 +144,6 @@ class ExpertPort:
             bucket,
             micro_batch,
             layer,
-            part,
-            parts,
             WIRE=TYPES[shape.wire],
             COMPUTE=TYPES[joined.hidden.dtype],
             COMPRESSED=shape.is_compressed,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from kernels.triton.m2n.attention_kernels import combine_row, put_row
-from kernels.triton.m2n.expert_kernels import gather_row, send_row
+from kernels.triton.m2n.attention_kernels import await_answer, combine_row, put_row
+from kernels.triton.m2n.expert_kernels import await_request, gather_row, send_row
 from tests.kernels.triton.hopper import NAMES, compile_kernel
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -36,15 +36,18 @@ def compile_attention(
         "COMPRESSED": wire not in TYPES, "K": 8, "K_PAD": 8, "H_PAD": 8192, "CHUNK": 64,
     }  # fmt: skip
     compile_(put_row, rows, constants)
-    sums = {**WORDS, "places_ptr": "*i32", "sent_ptr": "*i64", "out_ptr": "*fp32"}
+    compile_(await_answer, {**WORDS, "sent_ptr": "*i64", "ready_ptr": "*i32"}, {})
+    sums = {**WORDS, "places_ptr": "*i32", "ready_ptr": "*i32", "out_ptr": "*fp32"}
+    del sums["control_ptr"]
     compile_(combine_row, sums, {"ANSWER": TYPES[hidden], "BLOCK": 1024})
 
 
 def compile_expert(compute: torch.dtype, wire: torch.dtype, **ones: int) -> None:
     """Compile gather and reply."""
     windows = {**WORDS, "consumed_ptr": "*i64", "headers_ptr": "*i64"}
+    compile_kernel(await_request, {**windows, "incarnations_ptr": "*i64"}, ones, num_warps=4)
     rows = {
-        **windows, "incarnations_ptr": "*i64", "limits_ptr": "*i64", "hidden_ptr": NAMES[compute],
+        **WORDS, "headers_ptr": "*i64", "limits_ptr": "*i64", "hidden_ptr": NAMES[compute],
         "slots_ptr": "*i32", "weights_ptr": "*fp32",
     }  # fmt: skip
     constants = {

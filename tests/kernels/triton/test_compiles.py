@@ -44,7 +44,7 @@ LINEAR = {
     "local_slots_block",
     "_swiglu_block",
 }
-M2N = {"put_row", "combine_row", "gather_row", "send_row"}
+M2N = {"put_row", "await_answer", "combine_row", "await_request", "gather_row", "send_row"}
 
 
 @pytest.mark.slow
