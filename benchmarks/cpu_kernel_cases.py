@@ -23,6 +23,7 @@ from benchmarks import roofline
 from benchmarks.roofline import Work
 from kernels.contracts import AttentionMeta, ExpertWeights, HeadRows, LinearWeight
 from kernels.dispatch import UNQUANTISED, Ops, select_ops
+from kernels.reference import permute
 from kernels.sampling import SamplingBatch, sample
 
 PRECISIONS = {"bf16": 16, "int8": 8, "int4": 4}
@@ -348,7 +349,7 @@ def _routing(shape: Shape, num_rows: int) -> Iterator[Case]:
         lambda i: ops.route(logits, top_k=top_k, renormalise=True, weights_dtype=torch.bfloat16),
     )
     work = roofline.permute(num_rows, num_experts, top_k)
-    yield Case("permute", *about, work, lambda i: ops.permute(slots, num_experts))
+    yield Case("permute", *about, work, lambda i: permute(slots, num_experts))
 
 
 def sampling(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:

@@ -154,16 +154,16 @@ def patched(model: torch.nn.Module, ops: Any) -> Iterator[int]:
     Linear inside a layer but routers and gates, and every module with stacked experts.
     """
     changed: list[Any] = []
-    module: Any
     for name, module in model.named_modules():
+        target: Any = module
         if name == "lm_head":
-            module.forward = _linear(module, ops, ops.pack_lm_head)
+            target.forward = _linear(module, ops, ops.pack_lm_head)
         elif ".layers." not in name:
             continue
         elif type(module) is torch.nn.Linear and not name.endswith("gate"):
-            module.forward = _linear(module, ops, ops.pack_projection)
+            target.forward = _linear(module, ops, ops.pack_projection)
         elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, Tensor):
-            module.forward = _experts(module, ops)
+            target.forward = _experts(module, ops)
         else:
             continue
         changed.append(module)

@@ -69,7 +69,7 @@ class Part:
         self._name = f"gpu-{name}-{slug}"
         self._folder: Path | None = args.output
         self._clock = clock
-        self._end = clock() + args.seconds
+        self._end: float = clock() + args.seconds
         self._result: dict[str, Any] = {
             "device": device,
             "quick": args.quick,

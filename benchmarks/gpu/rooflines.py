@@ -132,6 +132,10 @@ def attention_case(
             queries, keys, values, is_causal=is_causal, scale=scale, enable_gqa=True
         )
 
+    def call(idx: int) -> object:
+        keys, values = caches[idx % copies]
+        return attend(q, keys, values, meta, scale=scale, out=out)
+
     return Case(
         "attention",
         f"{num_seqs} x {new_rows} rows, context {context}",
@@ -142,7 +146,7 @@ def attention_case(
             num_kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
         ),
-        lambda idx: attend(q, *caches[idx % copies], meta, scale=scale, out=out),
+        call,
         copies,
         # SDPA's causal mask is of the first rows; a chunk of a prompt is the last ones.
         library=library if is_causal or new_rows == 1 else None,
@@ -256,7 +260,8 @@ def rotary_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
     angles = torch.rand(num_rows, sizes.head_dim, device=device) * 100
     cos, sin = angles.cos(), angles.sin()
     num_blocks = -(-num_rows // BLOCK_SIZE)
-    caches = randn(2, num_blocks, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim, device=device)
+    cache_shape = (num_blocks, BLOCK_SIZE, sizes.kv_heads, sizes.head_dim)
+    k_cache, v_cache = (randn(*cache_shape, device=device) for _ in range(2))
     slots = torch.randperm(num_blocks * BLOCK_SIZE)[:num_rows].to(device)
     norm = torch.ones(sizes.head_dim, dtype=torch.bfloat16, device=device)
     return Case(
@@ -270,7 +275,7 @@ def rotary_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
             has_norms=True,
         ),
         lambda _: rotate_and_store(
-            q, k, v, cos, sin, *caches, slots, q_norm=norm, k_norm=norm, eps=EPS
+            q, k, v, cos, sin, k_cache, v_cache, slots, q_norm=norm, k_norm=norm, eps=EPS
         ),
     )
 
