@@ -7,20 +7,20 @@ request takes, and what an expert node does between two steps.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
-from expert_nodes.worker import ExpertWorker
+from expert_nodes.tables import TableChange
 from server.scheduler.in_flight import MAX_STEPS_IN_FLIGHT
 from tests.engine import Collected, Engine
 from tests.identity.conftest import NUM_TOKENS, CaseOf
 from tests.identity.test_expert_tables import config_of, only_copies, random_tables
 from topspin.channel import ControlServer, Event
 from topspin.inbox import Inbox
-from topspin.messages import AnyMessage, Message, StepTicket
+from topspin.messages import AnyMessage, Message, StepTicket, TablePrepared
 
 CHUNK = 16
 # The tables come sooner, unless the machine is busy with something else.
@@ -51,30 +51,24 @@ class Watched:
         monkeypatch.setattr(ControlServer, "send", watched_send)
 
 
-def watch_experts(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
-    """Return, by expert node, in order: steps served, looks in vain, and work on a table."""
-    doings: defaultdict[int, list[str]] = defaultdict(list)
-    inbox_of: dict[int, int] = {}
-    next_message, work, run_step = Inbox.next, ExpertWorker._work, ExpertWorker._run_step
+def watch_nodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Return, by the node's thread, in order: steps received, looks in vain, work on a table."""
+    doings: defaultdict[str, list[str]] = defaultdict(list)
+    next_message, work = Inbox.next, TableChange.work
 
     def watched_next(inbox: Inbox, timeout_s: float | None = None) -> AnyMessage | None:
         message = next_message(inbox, timeout_s)
-        if message is None and id(inbox) in inbox_of:
-            doings[inbox_of[id(inbox)]].append("nothing came")
+        if message is None or isinstance(message, StepTicket):
+            doing = "nothing came" if message is None else "step"
+            doings[threading.current_thread().name].append(doing)
         return message
 
-    def watched_work(worker: ExpertWorker, *args: Any) -> None:
-        doings[worker._index].append("work")
-        work(worker, *args)
-
-    def watched_step(worker: ExpertWorker, *args: Any, **kwargs: Any) -> None:
-        inbox_of[id(worker._life.inbox)] = worker._index
-        doings[worker._index].append("step")
-        run_step(worker, *args, **kwargs)
+    def watched_work(change: TableChange) -> TablePrepared | None:
+        doings[threading.current_thread().name].append("work")
+        return work(change)
 
     monkeypatch.setattr(Inbox, "next", watched_next)
-    monkeypatch.setattr(ExpertWorker, "_work", watched_work)
-    monkeypatch.setattr(ExpertWorker, "_run_step", watched_step)
+    monkeypatch.setattr(TableChange, "work", watched_work)
     return doings
 
 
@@ -94,7 +88,7 @@ def test_no_step_waits_for_a_table(
         prefix_caching=False,
     )
     tables = random_tables(2, redundant=2, seed=5)
-    watched, doings = Watched(monkeypatch), watch_experts(monkeypatch)
+    watched, doings = Watched(monkeypatch), watch_nodes(monkeypatch)
     num_steps_each = -(-len(prompt) // CHUNK) + NUM_TOKENS - 1
     with Engine(config) as engine:
         watched.engine = engine
@@ -122,7 +116,7 @@ def test_no_step_waits_for_a_table(
     assert waits
     assert set(waits) == {MAX_STEPS_IN_FLIGHT}
     # Between two steps an expert node does one piece of a table, and more only while idle.
-    for doing in doings.values():
+    for doing in (doings["expert 0"], doings["expert 1"]):
         in_steps = doing[doing.index("step") :]
         assert "work" in in_steps
         assert ("work", "work") not in set(pairwise(in_steps))
