@@ -30,22 +30,19 @@ SMALL = (
 TRITON = {"compute": {"kernels": "triton"}}
 
 
+# Interpreted, a start takes many seconds: tests/identity/test_devices.py has threads.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(("--max-num-seqs", "1"), id="one process", marks=pytest.mark.slow),
-        pytest.param(
-            ("--transport", "shm", "--expert-nodes", "2"),
-            id="staged, three processes",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(("--max-num-seqs", "1"), id="one process"),
+        pytest.param(("--transport", "shm", "--expert-nodes", "2"), id="staged, three processes"),
         pytest.param(
             ("--transport", "cuda_ipc", "--max-num-seqs", "1"), id="cuda_ipc, two processes"
         ),
         pytest.param(
             ("--transport", "cuda_ipc", "--expert-nodes", "2", "--micro-batches", "2"),
             id="cuda_ipc, three processes",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -89,6 +86,7 @@ def test_without_the_gpu_nothing_starts_and_one_line_says_why(
     assert line.startswith(f"topspin serve: error: device {device}: ")
 
 
+@pytest.mark.slow
 def test_a_device_that_only_the_nodes_find_wrong_ends_the_start_with_status_2(
     tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.system.conftest import Tiny
+from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.links import measured_lateness
 from tests.system.server import Server
 
 slow = pytest.mark.slow
 # Two MoE layers, two hops each: about 80 ms a step, so that requests are still under way.
 SLOW_LINK = {"m2n": {"link_latency_us": 20_000}}
+TWO_BY_TWO = ("--attention-nodes", "2", "--expert-nodes", "2")
 NUM_STREAMS = 3
 DETECTION_S = 3.0
 # Through every process, one after the other, on a machine that may be busy with others.
@@ -27,9 +28,9 @@ NUM_WAKE_UPS = 20
 
 
 class Ended(NamedTuple):
-    """How one stream ended: its error events, how many [DONE], and when."""
+    """How one stream ended: its tokens, its error events, how many [DONE], and when."""
 
-    num_tokens: int
+    tokens: list[int]
     errors: list[dict[str, Any]]
     num_done: int
     at: float
@@ -45,7 +46,8 @@ def stream(url: str, prompt: list[int], started: threading.Semaphore) -> Ended:
         "stream": True,
         "return_token_ids": True,
     }
-    num_tokens, num_done, errors = 0, 0, []
+    tokens: list[int] = []
+    num_done, errors = 0, []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
@@ -56,13 +58,16 @@ def stream(url: str, prompt: list[int], started: threading.Semaphore) -> Ended:
                 if "error" in event:
                     errors.append(event["error"])
                 else:
-                    if num_tokens == 0:
+                    if not tokens:
                         started.release()
-                    num_tokens += sum(len(each["token_ids"]) for each in event["choices"])
-    return Ended(num_tokens, errors, num_done, time.monotonic())
+                    for choice in event["choices"]:
+                        tokens += choice["token_ids"]
+    return Ended(tokens, errors, num_done, time.monotonic())
 
 
-def run_streams(server: Server, prompts: list[list[int]]) -> tuple[list[threading.Thread], Any]:
+def run_streams(
+    server: Server, prompts: list[list[int]]
+) -> tuple[list[threading.Thread], dict[int, Ended]]:
     """Start streams and return once each has received tokens."""
     started = threading.Semaphore(0)
     results: dict[int, Ended] = {}
@@ -70,7 +75,7 @@ def run_streams(server: Server, prompts: list[list[int]]) -> tuple[list[threadin
     for idx in range(NUM_STREAMS):
 
         def run(idx: int = idx) -> None:
-            results[idx] = stream(server.url, prompts[idx % len(prompts)], started)
+            results[idx] = stream(server.url, prompts[idx], started)
 
         threads.append(threading.Thread(target=run))
         threads[-1].start()
@@ -93,18 +98,20 @@ def test_a_killed_role_ends_every_request_with_one_typed_error(
     tiny: Tiny, tmp_path: Path, role: str, transport: str
 ) -> None:
     shared_memory = sorted(os.listdir("/dev/shm"))
-    with Server(tiny.path, tmp_path, "--transport", transport, settings=SLOW_LINK) as server:
+    flags = ("--transport", transport, *(TWO_BY_TWO if transport == "tcp" else ()))
+    with Server(tiny.path, tmp_path, *flags, settings=SLOW_LINK) as server:
         threads, results = run_streams(server, tiny.prompts)
         with measured_lateness() as lateness:
             killed_at = server.kill(role)
             for thread in threads:
                 thread.join(60)
         assert len(results) == NUM_STREAMS
-        for ended in results.values():
+        for idx, ended in results.items():
+            assert ended.tokens[:NUM_TOKENS] == tiny.tokens[idx][: len(ended.tokens)]
             assert len(ended.errors) == 1, ended
             assert ended.errors[0]["code"] in {"node_lost", "step_failed"}, ended
             assert ended.num_done == 1
-            assert 0 < ended.num_tokens < 200
+            assert 0 < len(ended.tokens) < 200
             assert ended.at - killed_at < DETECTION_S + NUM_WAKE_UPS * lateness.worst_s
         assert server.wait() == 1
         assert role in server.output

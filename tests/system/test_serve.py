@@ -15,11 +15,10 @@ from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.server import Server, cpu_seconds
 
 LAYOUTS = [
-    # Over shared memory: test_one_server_as_its_users_meet_it.
+    # Over shared memory: test_one_server_as_its_users_meet_it; every run also sees the tokens
+    # of test_failure.py's servers.
     pytest.param(("--transport", "tcp", "--attention-nodes", "2", "--expert-nodes", "2"), id="tcp"),
-    pytest.param(
-        ("--transport", "local", "--expert-nodes", "3"), id="local", marks=pytest.mark.slow
-    ),
+    pytest.param(("--transport", "local", "--expert-nodes", "3"), id="local"),
 ]
 IDLE_S = 3.0
 MAX_IDLE_SHARE = 0.02
@@ -46,6 +45,7 @@ def complete_at_once(url: str, prompts: list[list[int]]) -> list[list[int]]:
         return list(pool.map(partial(complete, url), prompts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", LAYOUTS)
 def test_processes_give_transformers_tokens(
     tiny: Tiny, tmp_path: Path, flags: tuple[str, ...]
