@@ -267,7 +267,9 @@ class Conversation:
                 self._turns.clear()
                 self._screen.tell("the conversation begins anew, with this system message")
             case "/again" if self._turns:
-                self._answer(self._turns.pop()[0])
+                turn = self._turns.pop()
+                if not self._answer(turn[0]):
+                    self._turns.append(turn)
             case "/again":
                 self._screen.tell("there is no answer yet")
             case "/set":
@@ -289,7 +291,8 @@ class Conversation:
         shown = [f"{key} {value:g}" for key, value in self._settings.items()]
         return ", ".join([*shown, "all else as the server has it"])
 
-    def _answer(self, question: ChatMessage) -> None:
+    def _answer(self, question: ChatMessage) -> bool:
+        """Answer `question` and keep the turn; returns whether there is an answer."""
         opening = [] if self._system is None else [ChatMessage("system", self._system)]
         asked = [*opening, *(message for turn in self._turns for message in turn), question]
         try:
@@ -300,9 +303,10 @@ class Conversation:
             if self._screen.ends_on_error:
                 raise
             self._screen.tell(f"error: {error}")
-            return
+            return False
         if answer:
             self._turns.append((question, ChatMessage("assistant", answer)))
+        return bool(answer)
 
 
 def chat(*, url: str, model: str | None, system: str | None, settings: Mapping[str, float]) -> int:

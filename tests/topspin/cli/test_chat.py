@@ -193,11 +193,13 @@ def test_a_command_is_answered_by_the_chat_itself(command: str, told: str) -> No
 def test_a_failed_answer_leaves_the_conversation_as_it_was() -> None:
     requests: list[dict[str, Any]] = []
     failure = b'{"error": {"message": "queue full"}}'
-    screen = ScriptedScreen("a", "b", ends_on_error=False)
-    with client(recording(requests, failure, events("two"))) as chat:
+    screen = ScriptedScreen("a", "b", "/again", "c", ends_on_error=False)
+    replies = (failure, events("two"), failure, events("three"))
+    with client(recording(requests, *replies)) as chat:
         Conversation(chat, screen, model="m").run()
-    assert requests[1]["messages"] == [{"role": "user", "content": "b"}]
-    assert screen.told == ["error: 503: queue full"]
+    assert said(requests)[1] == [("user", "b")]
+    assert said(requests)[3] == [("user", "b"), ("assistant", "two"), ("user", "c")]
+    assert screen.told == ["error: 503: queue full"] * 2
 
 
 def test_on_a_pipe_a_failed_answer_ends_the_conversation() -> None:
