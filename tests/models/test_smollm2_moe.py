@@ -223,6 +223,9 @@ def test_it_is_an_ordinary_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
     assert config.rms_norm_eps == 1e-5
     assert config.rope.theta == 100000.0
     assert config.tie_word_embeddings
+    sampling = importlib.import_module("transformers").GenerationConfig.from_pretrained(path)
+    assert (sampling.do_sample, sampling.temperature, sampling.top_p) == (True, 0.2, 0.9)
+    assert sampling.max_new_tokens == 512
     ours = Tokenizer.from_directory(path)
     theirs = importlib.import_module("transformers").AutoTokenizer.from_pretrained(path)
     text = "<|im_start|>the 1234 the\u00e9<|im_end|>\n"
