@@ -32,6 +32,7 @@ from topspin import __version__
 from topspin.config import EngineConfig, NodeConfig
 from topspin.cores import DEFAULT_LAYOUT, Between, LayoutChoice, node_environment, split_cores
 from topspin.errors import TopspinError
+from topspin.launch.display import CompiledKernels, open_display
 from topspin.launch.engine import import_path, module_argv
 from topspin.process import PARENT_PID_VARIABLE
 
@@ -198,6 +199,7 @@ def measure_all(candidates: Sequence[Candidate]) -> list[float]:
     spin_count = candidates[0].config.compute.spin_count
     process = subprocess.Popen(
         module_argv("topspin.launch.trial"),
+        bufsize=0,
         env={
             **os.environ,
             **import_path(os.environ),
@@ -209,28 +211,55 @@ def measure_all(candidates: Sequence[Candidate]) -> list[float]:
         stderr=subprocess.PIPE,
         process_group=0,
     )
+    answers = _Answers(process)
     try:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the answer that does not come says why
             process.stdin.write(msgspec.json.encode(candidates) + b"\n")
-            process.stdin.flush()
-        _answer(process, LOAD_LIMIT_S)
-        return msgspec.json.decode(_answer(process, MEASURE_LIMIT_S), type=list[float])
+        answers.next(LOAD_LIMIT_S)
+        return msgspec.json.decode(answers.next(MEASURE_LIMIT_S), type=list[float])
     finally:
+        answers.finish()
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
-def _answer(process: subprocess.Popen[bytes], limit_s: float) -> bytes:
-    assert process.stdout is not None
-    assert process.stderr is not None
-    if not select.select([process.stdout], [], [], limit_s)[0]:
+class _Answers:
+    """The trial's answers, one a line; progress is shown while they are awaited."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._out, self._err = process.stdout, process.stderr
+        self._display = open_display()
+        self._kernels = CompiledKernels(self)
+        self._last_line = "the trial ended without a word"
+        self._started = time.monotonic()
+
+    def next(self, limit_s: float) -> bytes:
+        """Return the next answer; raises CalibrationError with the trial's last line."""
+        deadline = time.monotonic() + limit_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            elapsed_s = time.monotonic() - self._started
+            self._display.progress(self._kernels.state("measuring layouts, once"), elapsed_s)
+            ready, _, _ = select.select([self._out, self._err], [], [], min(left_s, 0.2))
+            text = self._err.readline() if self._err in ready else b""
+            if text:
+                self._kernels.line(text.decode(errors="replace").strip())
+            elif self._out in ready:
+                answer = self._out.readline()
+                if not answer:
+                    raise CalibrationError(self._last_line)
+                return answer
         raise CalibrationError("it takes too long on this machine as it is now")
-    line = process.stdout.readline()
-    if not line:
-        last = process.stderr.read().decode(errors="replace").strip().splitlines()
-        raise CalibrationError(last[-1] if last else "the trial ended without a word")
-    return line
+
+    def line(self, text: str) -> None:
+        """Keep a line of the trial's log that is not about a kernel."""
+        self._last_line = text or self._last_line
+
+    def finish(self) -> None:
+        """End the progress."""
+        self._display.finish()
 
 
 def _key(asked: EngineConfig, cores: Sequence[int]) -> str:

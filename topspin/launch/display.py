@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from rich.spinner import Spinner
 
 
+class Lines(Protocol):
+    """A place for lines of output."""
+
+    def line(self, text: str) -> None:
+        """Take one line."""
+
+
 class Display(Protocol):
     """Where the supervisor shows things."""
 
@@ -114,7 +121,7 @@ class CompiledKernels:
 
     _COMPILED = re.compile(r" compiled kernel \S+ for this processor")
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: Lines) -> None:
         self._display = display
         self._count: int | None = 0
 

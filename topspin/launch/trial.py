@@ -51,7 +51,7 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
-from topspin.process import follow_parent
+from topspin.process import follow_parent, start_logging
 
 NUM_ROWS = 16
 CONTEXT = 128
@@ -261,6 +261,7 @@ def fork(work: Callable[[], float]) -> Callable[[], float]:
 def main() -> int:
     """Measure the candidates that stdin names; print the seconds of a step of each."""
     follow_parent()
+    start_logging("trial")
     torch.set_num_threads(1)
     candidates = msgspec.json.decode(sys.stdin.readline(), type=list[Candidate])
     with torch.inference_mode():
