@@ -3,7 +3,7 @@
 The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode
 rows above all, are attended one by one by `kernels.cpu.compiled.attention`, where the keys lie. The
 plan joins other short pieces (draft trees, ends of prompts) to padded groups, and keeps
-for each group which cache slots to gather and what each query sees. A layer then gathers
+for each group which cache slots to gather and which keys each query sees. A layer then gathers
 keys and values once per group and runs one `scaled_dot_product_attention`. Knows no model
 and no sequence identity; the plan lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
 
@@ -68,7 +68,7 @@ class _Group(NamedTuple):
     targets: Tensor | None
     """i64, the query rows that `unpadded` entries give; None: all, in order."""
     mask: Tensor | None
-    """bool, what each row sees, in the shape the call wants; None: everything."""
+    """bool, the keys that each row sees, in the shape the call takes; None: all keys."""
     folded: bool
     """Whether query heads of a group are laid beside the query rows (short pieces)."""
 
@@ -97,7 +97,7 @@ def _pieces(meta: AttentionMeta, sliding_window: int | None) -> Iterator[_Piece]
 
 
 def _single_rows(piece: _Piece, sliding_window: int | None) -> Iterator[Row]:
-    """Give the rows of a piece that is no tree, and what each of them sees."""
+    """Return the rows of a piece that is no tree, and the keys that each of them sees."""
     for idx in range(piece.num_rows):
         key_end = piece.key_end - piece.num_rows + idx + 1
         key_start = 0 if sliding_window is None else max(0, key_end - sliding_window)
@@ -126,7 +126,7 @@ def _seen_in_trees(
 ) -> Tensor:
     """What each row of each piece sees, bool[P, n, L], for rows that are draft trees.
 
-    Padding rows see nothing; what is computed for them is dropped.
+    Padding rows see no key; their results are dropped.
     """
     seen = torch.zeros(shape, dtype=torch.bool, device=tree_mask.device)
     for idx, piece in enumerate(pieces):
@@ -193,7 +193,7 @@ def _make_group(
 def _plan(
     meta: AttentionMeta, q: Tensor, k_cache: Tensor, out: Tensor, sliding_window: int | None
 ) -> _Plan:
-    """Give the plan of this micro-batch, made at the first layer that asks."""
+    """Return the plan of this micro-batch, made at the first layer that asks."""
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
     singly = meta.tree_mask is None and can_attend(q, k_cache, meta.block_tables, out)

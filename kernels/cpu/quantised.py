@@ -1,10 +1,10 @@
-"""Weights in 4 or 8 bits: projections and routed experts in other ops' place.
+"""Weights in 4 or 8 bits for projections and routed experts.
 
-Owns what a quantised weight is as a tensor, and `QuantisedOps`, which computes with such
-weights and leaves everything else to the ops that it is made of. A weight is quantised when
+Owns the tensors of a quantised weight, and `QuantisedOps`, which computes with such weights and
+leaves everything else to the ops that it is made of. A weight is quantised when
 it is packed, in groups of 32 inputs of an output, each with its own step and lowest number
 (chosen for a small squared error); rows are quantised to 8 bits as they come, in the same
-groups, each with its own scale (what llama.cpp calls Q8_0), so that products are sums of
+groups, each with its own scale (llama.cpp's Q8_0), so that products are sums of
 integers, exact until a group's sum is scaled in fp32. A row's result does not depend on the
 rows beside it. Called by the nodes through `kernels.dispatch`.
 
@@ -216,7 +216,7 @@ class QuantisedOps:
         self._base = base
         self._bits = BITS[quantization]
         self.name = base.name
-        # For what is packed once; experts that a table switch brings go one by one.
+        # For weights that are packed once; experts of a later table are allocated one by one.
         self._arena = Arena()
 
     def __getattr__(self, name: str) -> Any:

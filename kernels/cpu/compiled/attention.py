@@ -4,8 +4,8 @@ One task is one query row and one key/value head, with all query heads that shar
 of 16 keys at a time, an online softmax in fp32 over chunks of keys, the weighted sum of the
 values. A long context is cut into parts of SPLIT_KEYS keys, each a task, which a second pass
 merges; the parts depend on the context's length alone, so the result does not depend on the
-number of threads. Knows no sequences: what there is to do is `kernels.cpu.attention_rows.Work`.
-Used by `kernels.cpu.attention`, which says which rows are worth it.
+number of threads. Knows no sequences: its tasks are listed in `kernels.cpu.attention_rows.Work`.
+Used by `kernels.cpu.attention`, which chooses the rows.
 
 Letters as in `kernels.contracts`. A slice is 64 bytes of a head (`kernels.cpu.simd.attention`).
 """
@@ -124,7 +124,7 @@ def attend_rows(
 
 
 def _part_bytes(head_dim: int) -> int:
-    """Give an upper bound of the size of one query head's state."""
+    """Return an upper bound of the size of one query head's state."""
     return _VECTOR + 4 * -(-head_dim // 32) * 32
 
 
@@ -138,7 +138,7 @@ _scratch_states = simd.stack(STATE_BYTES)
 
 @inlined
 def _key_address(block: int, seq_idx: int, position: int) -> int:
-    """Give the offset in bytes of a position's slot in either cache."""
+    """Return the offset in bytes of a position's slot in either cache."""
     block_size = simd.read_i64(block + BLOCK_SIZE)
     index = position // block_size
     table = simd.read_i64(block + TABLES) + seq_idx * simd.read_i64(block + TABLE_STRIDE)
@@ -178,7 +178,7 @@ def _ask_for_run(block: int, cache: int, seq_idx: int, position: int, stop: int)
 
 @inlined
 def _ask_ahead(block: int, piece: int, position: int, later: int) -> None:
-    """Prefetch what follows a piece's run, whose blocks may lie anywhere in memory.
+    """Prefetch the keys and values after a piece's run, whose blocks may lie anywhere in memory.
 
     That is the run of the same number of piece `later`, if there is one (not 0); else the
     values of this run and the keys that come AHEAD_KEYS later.

@@ -136,7 +136,7 @@ def can_route(logits: Tensor, top_k: int, weights_dtype: torch.dtype) -> bool:
 def route_rows(
     logits: Tensor, *, top_k: int, renormalise: bool, weights_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Give experts i64[T, K] and weights f32[T, K]; see `kernels.reference.route`.
+    """Return experts i64[T, K] and weights f32[T, K]; see `kernels.reference.route`.
 
     Of equal logits the lower expert comes first.
     """

@@ -41,7 +41,7 @@ class Drawn(NamedTuple):
     tokens: Tensor
     """The tokens drawn; 0 in invalid rows and where there are ids."""
     ids: Tensor
-    """i32[R, V], ascending: the candidates for a nucleus; what follows the first is undefined."""
+    """i32[R, V], ascending: the candidates for a nucleus; only the first `counts` are defined."""
 
 
 def draw_rows(
@@ -88,7 +88,7 @@ _above = simd.stack(4 * len(BOUNDS))
 
 @inlined
 def _greatest(scores: int, vocab: int) -> np.float32:
-    """Give the greatest score; NaN if a score is NaN, or both infinities are there."""
+    """Return the greatest score; NaN if a score is NaN, or both infinities are there."""
     lowest = np.float32(-np.inf)
     greatest = vectors.splat(lowest)
     for begin in range(0, vocab, simd.LANES):
@@ -104,7 +104,7 @@ def _greatest(scores: int, vocab: int) -> np.float32:
 
 @inlined
 def _weights(scores: int, count: int, shift: Any, inverse: Any, limit: Any) -> Any:
-    """Give the weights of the first `count` of sixteen scores; 0 below `limit`."""
+    """Return the weights of the first `count` of sixteen scores; 0 below `limit`."""
     score = vectors.load_first_f32(scores, count)
     weight = vectors.exp(vectors.mul(vectors.sub(score, shift), inverse))
     return vectors.keep_first(vectors.keep_from(weight, score, limit), count, np.float32(0))
@@ -154,7 +154,7 @@ def _invert(
     target: float,
     buffer: int,
 ) -> int:
-    """Give the first token at which the sum of the weights passes `target`.
+    """Return the first token at which the sum of the weights passes `target`.
 
     If rounding lets none pass it, the last one with a weight.
     """
@@ -180,7 +180,7 @@ def _invert(
 
 @inlined
 def _bound(total: float, top_p: float, vocab: int, above: int) -> np.float32:
-    """Give a weight that every token of the nucleus reaches."""
+    """Return a weight that every token of the nucleus reaches."""
     for idx in range(len(BOUNDS)):
         # Sums in fp32 are rounded, by less than this.
         if simd.read_f32(above + 4 * idx) > (top_p + 1e-4) * total:

@@ -36,7 +36,7 @@ def _emit_scores(wide: bool) -> simd.Emit:
         count: ir.Value,
         num_bytes: ir.Value,
     ) -> ir.Value:
-        """Give the dot products of a query with `count` keys, at most 16 that lie `stride` apart.
+        """Return the dot products of a query with `count` keys, at most 16 that lie `stride` apart.
 
         The lanes from `count` on repeat the last key.
         """

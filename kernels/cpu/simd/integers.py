@@ -52,7 +52,7 @@ SCALE_BYTES: Final = 4 * LANES
 ROW_GROUP_BYTES: Final = GROUP + 8
 # A thread that waits for others looks so often before it lets another one run.
 SPINS: Final = 2000
-# How far ahead of a tile weights are asked for: measured best, and about what memory
+# Weights are prefetched so far ahead of a tile: measured best, and about the bytes that memory
 # delivers within its latency on one core.
 AHEAD_BYTES: Final = 4096
 LINE_BYTES: Final = 64
@@ -198,7 +198,7 @@ def quantise_group(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, group
 def to_codes(
     builder: ir.IRBuilder, value: ir.Value, low: ir.Value, inverse: ir.Value, most: ir.Value
 ) -> ir.Value:
-    """Give round((value - low) * inverse), held within 0 and `most`, as floats."""
+    """Return round((value - low) * inverse), held within 0 and `most`, as floats."""
     moved = builder.fsub(value, broadcast(builder, low))
     scaled = builder.fmul(moved, broadcast(builder, inverse))
     rounded = call(builder, "llvm.rint.v16f32", F32_LANES, [scaled])
@@ -267,7 +267,7 @@ def finish(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 @operation(types.none, [types.int64, types.int64])
 def wait_for(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> None:
-    """Wait until an i64 that threads share is `count`; then what they wrote before is seen.
+    """Wait until an i64 that threads share is `count`; then their earlier writes are visible.
 
     Unlike a barrier it does not wait for threads that have not come, if there is nothing
     left for them to do. Between looks it pauses, and after SPINS of them lets others run.

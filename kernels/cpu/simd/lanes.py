@@ -1,7 +1,7 @@
 """Vectors of sixteen lanes for kernels that numba compiles.
 
-Owns two numba types, F32x16 and I32x16, what operations on them are written with (LLVM IR),
-and the operations on memory that is no vector; `kernels.cpu.simd.vectors` has the others. LLVM
+Owns two numba types, F32x16 and I32x16, the functions that write operations on them in LLVM
+IR, and the operations on scalars in memory; `kernels.cpu.simd.vectors` has those on vectors. LLVM
 splits the vectors on processors with narrower registers, so every kernel runs everywhere;
 only the bf16 dot product has two forms: AVX512-BF16's instruction, and shifts and
 multiplications where the processor lacks it. Memory is named by plain int64 addresses
@@ -9,7 +9,7 @@ multiplications where the processor lacks it. Memory is named by plain int64 add
 
 The lanes of an I32x16 often hold 32 bf16 numbers, two each, the even one in the lower half.
 Knows no tensor and no kernel. The operations work inside compiled functions only; used by
-`kernels.numba_*` and the like.
+`kernels.cpu.compiled`.
 
 A new operation is a function from an IR builder and operands to the result:
 
@@ -35,7 +35,7 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global, signatur
 from numba.extending import register_model
 
 LANES: Final = 16
-# Set to 1: leave out what only some processors have, as if this one lacked it.
+# Set to 1: use no instructions that only some processors have.
 PORTABLE_VARIABLE: Final = "TOPSPIN_PORTABLE_KERNELS"
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -107,7 +107,7 @@ def operation(
     return register
 
 
-# What operations are written with.
+# The functions that operations are made of.
 
 
 def pointer(builder: ir.IRBuilder, address: ir.Value, to: ir.Type) -> ir.Value:
@@ -126,17 +126,17 @@ def store(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
 
 
 def constant(number: int) -> ir.Constant:
-    """Give an i64."""
+    """Return an i64."""
     return ir.Constant(I64, number)
 
 
 def lanes_of(kind: ir.VectorType, number: float) -> ir.Constant:
-    """Give the vector constant all of whose lanes are `number`."""
+    """Return the vector constant all of whose lanes are `number`."""
     return ir.Constant(kind, [number] * LANES)
 
 
 def broadcast(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """Give the vector all of whose lanes are `scalar`."""
+    """Return the vector all of whose lanes are `scalar`."""
     kind = ir.VectorType(scalar.type, LANES)
     first = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(first, first, lanes_of(I32_LANES, 0))
@@ -181,7 +181,7 @@ def count_up(
 
 
 def fused(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """Give a * b + c of F32 lanes, rounded once."""
+    """Return a * b + c of F32 lanes, rounded once."""
     return call(builder, "llvm.fma.v16f32", F32_LANES, [a, b, c])
 
 
@@ -210,7 +210,7 @@ def dot_pairs(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) 
 
 
 def first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
-    """Give the mask of the first `count` (i64, any number) lanes."""
+    """Return the mask of the first `count` (i64, any number) lanes."""
     return builder.icmp_signed("<", _INDICES, broadcast(builder, builder.trunc(count, I32)))
 
 
@@ -235,7 +235,7 @@ def store_first(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, count
 
 
 def rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Give the bf16 nearest to each float, i32 lanes with it in the lower half."""
+    """Return the bf16 nearest to each float, i32 lanes with it in the lower half."""
     bits = builder.bitcast(value, I32_LANES)
     last = builder.and_(builder.lshr(bits, lanes_of(I32_LANES, 16)), lanes_of(I32_LANES, 1))
     up = builder.add(builder.add(bits, lanes_of(I32_LANES, 0x7FFF)), last)
@@ -251,7 +251,7 @@ def paired(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
 
 
 def sum_each(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
-    """Give the vector whose lane i is the sum of the lanes of vectors[i], of sixteen.
+    """Return the vector whose lane i is the sum of the lanes of vectors[i], of sixteen.
 
     Four rounds halve the number of vectors: each adds two halves of two vectors at once.
     """
@@ -277,7 +277,7 @@ def shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[in
     return builder.shuffle_vector(a, b, ir.Constant(I32_LANES, list(lanes)))
 
 
-# Scalars in memory, and what threads share.
+# Scalars in memory, and counters that threads share.
 
 
 @operation(types.int64, [types.int64])
@@ -337,7 +337,7 @@ def write_f32(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None
 
 @operation(types.int64, [types.int64])
 def claim(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Add 1 to an i64 that threads share; give what it was."""
+    """Add 1 to an i64 that threads share; return its value before."""
     shared = pointer(builder, address, I64)
     return builder.atomic_rmw("add", shared, constant(1), "monotonic")
 
@@ -373,7 +373,7 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value) -> N
 
 
 def stack(num_bytes: int) -> Callable[..., Any]:
-    """Give an operation that reserves memory of the calling kernel, and gives its address.
+    """Return an operation that reserves memory of the calling kernel, and gives its address.
 
     The memory is the kernel's until it returns; its content is undefined.
     """

@@ -1,8 +1,8 @@
 """Operations on vectors of sixteen lanes, for kernels that numba compiles.
 
 Reading, writing, rounding to bf16, arithmetic, and the exponential, over the types and in
-the manner of `kernels.cpu.simd.lanes`. Used by `kernels.numba_*` and the like, inside compiled
-functions only.
+the manner of `kernels.cpu.simd.lanes`. Used by `kernels.cpu.compiled`, inside compiled functions
+only.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def store_pairs(builder: ir.IRBuilder, address: ir.Value, even: ir.Value, odd: i
 def store_first_pairs(
     builder: ir.IRBuilder, address: ir.Value, even: ir.Value, odd: ir.Value, count: ir.Value
 ) -> None:
-    """Do what store_pairs does, but write the first `count` pairs only."""
+    """Round and write like store_pairs, but only the first `count` pairs."""
     store_first(builder, address, paired(builder, even, odd), count)
 
 
@@ -137,43 +137,43 @@ def store_first_f32(
 
 @operation(F32x16, [types.float32])
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """Give the vector all of whose lanes are `scalar`."""
+    """Return the vector all of whose lanes are `scalar`."""
     return broadcast(builder, scalar)
 
 
 @operation(F32x16, [F32x16, F32x16])
 def add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Give a + b."""
+    """Return a + b."""
     return builder.fadd(a, b)
 
 
 @operation(F32x16, [F32x16, F32x16])
 def sub(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Give a - b."""
+    """Return a - b."""
     return builder.fsub(a, b)
 
 
 @operation(F32x16, [F32x16, F32x16])
 def mul(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Give a * b."""
+    """Return a * b."""
     return builder.fmul(a, b)
 
 
 @operation(F32x16, [F32x16, F32x16])
 def div(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Give a / b."""
+    """Return a / b."""
     return builder.fdiv(a, b)
 
 
 @operation(F32x16, [F32x16, F32x16, F32x16])
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    """Give a * b + c, rounded once."""
+    """Return a * b + c, rounded once."""
     return fused(builder, a, b, c)
 
 
 @operation(F32x16, [F32x16, F32x16])
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Give the greater; NaN wherever one is."""
+    """Return the greater; NaN wherever one is."""
     greater = builder.fcmp_ordered(">", a, b)
     picked = builder.select(greater, a, b)
     return builder.select(builder.fcmp_unordered("uno", a, a), a, picked)
@@ -187,7 +187,7 @@ def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 
 @operation(types.float32, [F32x16])
 def max_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Give the greatest lane; not defined if one is NaN."""
+    """Return the greatest lane; not defined if one is NaN."""
 
     def greater(a: ir.Value, b: ir.Value) -> ir.Value:
         return builder.select(builder.fcmp_ordered(">", a, b), a, b)
@@ -225,7 +225,7 @@ def keep_first(
 
 @operation(F32x16, [F32x16])
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Give e to the power x within two units of the last place; 0 below -87, NaN of NaN.
+    """Return e to the power x within two units of the last place; 0 below -87, NaN of NaN.
 
     x = n ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7; times 2^n by
     adding n to the exponent. ln 2 is subtracted in two parts (Cody and Waite). Above 88
