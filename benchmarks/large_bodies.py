@@ -12,8 +12,11 @@ import asyncio
 import itertools
 import json
 import time
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -67,7 +70,7 @@ async def measure(url: str, pid: int, bodies: dict[str, bytes]) -> list[dict[str
             sent_s = time.monotonic()
             statuses = []
             if body:
-                calls = (_post(session, url, kind, body) for _ in range(NUM_BODIES))
+                calls = (asyncio.to_thread(_post, url, kind, body) for _ in range(NUM_BODIES))
                 statuses = await asyncio.gather(*calls)
             took_s = time.monotonic() - sent_s
             await asyncio.sleep(SETTLE_S)
@@ -89,11 +92,14 @@ async def measure(url: str, pid: int, bodies: dict[str, bytes]) -> list[dict[str
     return rows
 
 
-async def _post(session: aiohttp.ClientSession, url: str, kind: str, body: bytes) -> int:
-    path = "completions" if kind == "token ids" else "chat/completions"
-    headers = {"Content-Type": "application/json"}
-    async with session.post(f"{url}/v1/{path}", data=body, headers=headers) as response:
-        await response.read()
+def _post(url: str, kind: str, body: bytes) -> int:
+    """Return the status; called in a thread, for writing it would hold up this event loop."""
+    path = "/v1/completions" if kind == "token ids" else "/v1/chat/completions"
+    address = urlsplit(url)
+    with closing(HTTPConnection(str(address.hostname), address.port)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
         return response.status
 
 

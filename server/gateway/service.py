@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -39,6 +40,9 @@ from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation,
 DRAIN_S = 1.0
 # Between a lost control connection and the next one.
 RECONNECT_DELAY_S = 0.1
+# While a thread prepares a large request, the event loop waits so long for the interpreter's
+# lock each time that it wakes up.
+SWITCH_INTERVAL_S = 0.001
 # The scheduler's own deadline comes first; health only has to notice if that fails.
 PROGRESS_MARGIN_S = 10.0
 
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drain-s", type=float, default=DRAIN_S, help="grace at SIGTERM")
     args = parser.parse_args(argv)
     start_logging("gateway")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(
