@@ -102,8 +102,8 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
     """The rules of an attention node's side.
 
     `flights[mb]` is the dispatch of that micro-batch between its dispatch() and the end of its
-    combine(). `patience_s` is how long the first wait of the step may last. `make_route` turns
-    a table into whatever the net routes by.
+    combine(). `patience_s` is how long the next wait may last; begin() sets that of the first.
+    `make_route` turns a table into whatever the net routes by.
     """
 
     def __init__(

@@ -130,7 +130,6 @@ class AttentionSide:
             for expert in self._everyone
         }
         self._route: RouteMap | None = None
-        self._patience_s = shape.deadline_s
         self._measured = _Measured(len(self._experts))
         self.set_table(table)
 
@@ -168,7 +167,6 @@ class AttentionSide:
         Raises ProtocolError if the ticket does not fit, or a dispatch is still in the air.
         """
         self._route = self._rules.begin(ticket)
-        self._patience_s = self._rules.patience_s
         self._measured = _Measured(len(self._experts))
         self.lines.begin(ticket)
 
@@ -285,7 +283,7 @@ class AttentionSide:
             size = HEADER_BYTES + rows * self._request_row_bytes
             deliver_ns = shaper.deliver_ns(size, now_ns=time.monotonic_ns())
             self.lines.outbox(expert, micro_batch).words[DELIVER_WORD] = deliver_ns
-        deadline_s = time.monotonic() + self._patience_s
+        deadline_s = time.monotonic() + self._rules.patience_s
         self.lines.send(Hop(expert, micro_batch, layer, deadline_s), rows, sequence)
 
     def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
@@ -362,9 +360,9 @@ class AttentionSide:
         Counts the wait, the expert's time and, if neither side let the frame lie, the link's.
         """
         start_ns = time.monotonic_ns()
-        hop = Hop(expert, micro_batch, flight.layer, start_ns * 1e-9 + self._patience_s)
+        hop = Hop(expert, micro_batch, flight.layer, start_ns * 1e-9 + self._rules.patience_s)
         raw = self.lines.receive(hop, awaited)
-        self._patience_s = self.shape.deadline_s
+        self._rules.patience_s = self.shape.deadline_s
         words = self._answer_words[expert][micro_batch]
         if words[DELIVER_WORD]:
             deliver_ns = read_header(raw).deliver_ns
