@@ -286,7 +286,7 @@ def test_experts_beside_take_part_in_the_dry_run(
         return net
 
     load(checkpoint, config, table_version=9, open_net=open_net)
-    assert rows == [48, 48, 7, 7]  # two layers each
-    assert versions == [9, 9]
+    assert rows == [48, 48, 7, 7, 20, 20]  # two layers each
+    assert versions == [9, 9, 9]
     assert net.is_closed
     assert opened[0].net_shape(config).hidden_size == 64
