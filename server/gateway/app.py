@@ -1,6 +1,6 @@
 """The routes of the gateway, and nothing else.
 
-Composes handler, metrics and health into an application whose every failure has OpenAI's
+Composes handler, metrics and health into a FastAPI application whose every failure has OpenAI's
 error shape. Called by server.gateway.service and by tests.
 """
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -43,7 +43,7 @@ def create_app(
     template: ChatTemplate | None,
     progress_deadline_s: float,
     allowed_origins: Sequence[str] = (),
-) -> Starlette:
+) -> FastAPI:
     """Return the application. The caller runs `engine.run()` beside it.
 
     Pages of `allowed_origins` (`*`: all) may call it from a browser (CORS).
@@ -52,7 +52,10 @@ def create_app(
     handler = GenerationHandler(
         engine=engine, model=model, tokenizer=tokenizer, template=template, metrics=metrics
     )
-    return Starlette(
+    return FastAPI(
+        title="Topspin",
+        version=__version__,
+        openapi_url=None,
         routes=[
             Route("/v1/chat/completions", handler.chat, methods=["POST"]),
             Route("/v1/completions", handler.completion, methods=["POST"]),

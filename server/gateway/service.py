@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 import uvloop
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from models.chat_template import ChatTemplate
 from models.config import load_model_config
@@ -134,7 +134,7 @@ async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> 
         engine.connection.send(_hello(index))
 
 
-def build_app(config: EngineConfig, engine: EngineClient) -> Starlette:
+def build_app(config: EngineConfig, engine: EngineClient) -> FastAPI:
     """Read what the gateway needs of the checkpoint and return the application."""
     path = Path(config.model.path)
     model_config = load_model_config(path)
@@ -157,7 +157,7 @@ def build_app(config: EngineConfig, engine: EngineClient) -> Starlette:
 
 
 async def _serve_http(
-    app: Starlette,
+    app: FastAPI,
     engine: EngineClient,
     listener: socket.socket,
     *,

@@ -30,7 +30,7 @@ PACKAGES = (
     "gguf",
     "msgspec",
     "pyzmq",
-    "starlette",
+    "fastapi",
     "uvicorn",
     "transformers",
     "triton",

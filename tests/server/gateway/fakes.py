@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import tokenizers
 import uvicorn
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from models.chat_template import ChatTemplate
@@ -209,7 +209,7 @@ def make_app(
     chat_template: ChatTemplate | None = None,
     text_tokenizer: Tokenizer | None = None,
     allowed_origins: Sequence[str] = (),
-) -> Starlette:
+) -> FastAPI:
     """Return the application over `engine` and the tiny model."""
     return create_app(
         engine,
