@@ -99,16 +99,16 @@ class Node:
         self.experts: list[PlainExperts] = []
         model = load_model_config(path)
         if model.moe is not None:
-            table = uniform_table(
+            self.table = uniform_table(
                 num_layers=len(model.moe_layers), num_experts=model.moe.num_experts, num_nodes=2
             )
-            self.experts = [PlainExperts(path, table, node) for node in range(2)]
+            self.experts = [PlainExperts(path, self.table, node) for node in range(2)]
             self.net = DeviceNet(
                 HostRuntime(),
                 self.runner.net_shape(self.config),
                 index=0,
                 serves=[each.serve for each in self.experts],
-                table=table,
+                table=self.table,
             )
 
     @property
@@ -263,7 +263,7 @@ def test_another_table_makes_recordings_anew(
     one_by_one(node.runner, planner.plans, node.net)
     assert len(captures) == node.num_recordings == 1
     planner.table_version = 2
-    table = node.net._route.table
+    table = node.table
     swapped = tuple((layer[1], layer[0]) for layer in table.slots)
     node.net.set_table(msgspec.structs.replace(table, version=2, slots=swapped))
     for old, new in zip(node.experts, reversed(node.experts), strict=True):
