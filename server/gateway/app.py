@@ -1,7 +1,7 @@
 """The routes of the gateway, and nothing else.
 
-Composes handler, metrics and health into a FastAPI application whose every failure has OpenAI's
-error shape. Called by server.gateway.service and by tests.
+Composes handler, metrics and health into a FastAPI application that reports every failure in
+OpenAI's error shape. Called by server.gateway.service and by tests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def create_app(
     progress_deadline_s: float,
     allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Return the application. The caller runs `engine.run()` beside it.
+    """Return the application. The caller runs `engine.run()` concurrently.
 
     Pages of `allowed_origins` (`*`: all) may call it from a browser (CORS).
     """
@@ -135,11 +135,11 @@ def _operation_routes(
     engine: EngineClient, metrics: GatewayMetrics, watch: ProgressWatch
 ) -> list[Route]:
     async def health(_: Request) -> Response:
-        """200: ready or recovering, answering, and no work waits without progress."""
+        """Return 200 if the engine is ready or recovering, answers, and has not stalled."""
         try:
             engine.check_ready()
             stats = await engine.stats(STATS_DEADLINE_S)
-            engine.check_ready()  # what the scheduler said before its answer counts too
+            engine.check_ready()  # the state may have changed before the answer came
         except EngineError as error:
             return _unhealthy(engine.condition, str(error))
         stalled_s = watch.stalled_for_s(stats, time.monotonic())
@@ -151,7 +151,7 @@ def _operation_routes(
         try:
             stats = await engine.stats(STATS_DEADLINE_S)
         except EngineError:
-            stats = None  # told by topspin_engine_up
+            stats = None  # reported by topspin_engine_up
         per_expert = _is_set(request, "per_expert")
         return Response(
             metrics.render(stats, per_expert=per_expert), headers={"Content-Type": PROMETHEUS_TEXT}

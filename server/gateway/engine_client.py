@@ -1,9 +1,9 @@
-"""The gateway's side of the control connection: request ids in, outputs to their owners.
+"""The gateway's side of the control connection: sends requests and delivers their outputs.
 
-Owns the table of requests in flight, the reading of the connection (`run`; the caller may hand
-in another `connection` after it has returned and run it again), and the promise
+Owns the table of requests in flight, the reading of the connection (`run`; after it returns,
+the caller may set another `connection` and call it again), and the guarantee
 that every request submitted here ends exactly once: finished, cancelled, or with a typed
-error. Knows no HTTP, no text and no socket (a ControlConnection is handed in).
+error. Knows no HTTP, no text and no socket (a ControlConnection is passed in).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _log = logging.getLogger("gateway")
 
 
 class ControlConnection(Protocol):
-    """What is needed of topspin.channel.AsyncControlClient."""
+    """The methods used of topspin.channel.AsyncControlClient."""
 
     async def recv(self) -> AnyMessage:
         """Return the next message; raises PeerLost when the scheduler is gone."""
@@ -61,7 +61,7 @@ class ControlConnection(Protocol):
 
 
 class ClientGone(Exception):
-    """The HTTP client closed its connection; there is nobody to answer."""
+    """The HTTP client closed its connection; no answer can be sent."""
 
 
 class Arrival(NamedTuple):
@@ -76,7 +76,7 @@ class Call:
     """The choices of one HTTP request while the engine works on them.
 
     Ends once: when all choices have finished, by `cancel`, or by an error, which `next`
-    raises after everything that came before it.
+    raises after it has returned all earlier outputs.
     """
 
     def __init__(self, close: Callable[[Call], None], abort: Callable[[str], None]) -> None:
@@ -88,7 +88,7 @@ class Call:
         self.request_ids: list[str] = []
 
     async def next(self) -> list[Arrival]:
-        """Wait for outputs and return all that came; raises what ended the call."""
+        """Wait for outputs and return all that have come; raises the error that ended the call."""
         while not self._arrived:
             if self._error is not None:
                 raise self._error
@@ -103,7 +103,7 @@ class Call:
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
-        """End the call with `error` and free its choices; the first error stays."""
+        """End the call with `error` and free its choices; only the first error is kept."""
         if self._error is None:
             self._error = error
             self._wake.set()
@@ -120,7 +120,7 @@ class Call:
 
 @dataclass(slots=True)
 class _InFlight:
-    """One request in flight and the output position that must come next."""
+    """One request in flight, and the position at which its next output must start."""
 
     call: Call
     choice_idx: int
@@ -153,7 +153,7 @@ class EngineClient:
         if self._draining:
             raise EngineUnavailable("the server is shutting down")
         if self.state.state not in ("ready", "recovering"):
-            # What a failure says of processes and exceptions is for the log.
+            # A failure's detail may name processes and exceptions: it is only logged.
             is_told = self.state.detail and self.state.state != "failed"
             detail = f": {self.state.detail}" if is_told else ""
             raise EngineUnavailable(f"the engine is not ready ({self.state.state}){detail}")
@@ -201,11 +201,11 @@ class EngineClient:
             del self._queries[query_id]
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those in flight go on."""
+        """Refuse new requests from now on; those in flight continue."""
         self._draining = True
 
     def fail_all(self, error: TopspinError) -> None:
-        """End every call in flight with `error`, aborting what the engine still has."""
+        """End every call and query in flight with `error`; aborts their requests in the engine."""
         for in_flight in list(self._requests.values()):
             in_flight.call.fail(error)
         for query in self._queries.values():
@@ -215,8 +215,8 @@ class EngineClient:
     async def run(self) -> None:
         """Read the connection until the scheduler is gone; every call then ends with NodeLost.
 
-        Raises VersionMismatch if the scheduler refuses this gateway. Whatever ends the
-        reading, no call is left waiting for it.
+        Raises VersionMismatch if the scheduler refuses this gateway. Every call in flight
+        ends with an error, however the reading ends.
         """
         try:
             while True:
@@ -234,7 +234,7 @@ class EngineClient:
         try:
             message = await self.connection.recv()
         except ProtocolError as error:
-            # Whose output was in it cannot be known, so nobody's may be missing silently.
+            # It may have held an output of any call, so all calls fail.
             self.fail_all(error)
             return
         if isinstance(message, Refused):

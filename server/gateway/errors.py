@@ -27,7 +27,7 @@ from topspin.errors import (
 MAX_MESSAGE_CHARS = 512
 RETRY_AFTER_S = 1
 INTERNAL_ERROR = "internal error"
-# What clients are told instead of the text, which may name processes, hosts and exceptions.
+# Messages for clients; the errors' own texts may name processes, hosts and exceptions.
 PUBLIC_MESSAGES = {
     NodeLost.code: "a node that held the request was lost",
     StepFailed.code: "a step that carried the request failed",
@@ -81,10 +81,10 @@ def truncated(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
 
 
 def describe(error: Exception) -> Failure:
-    """Return what a client is told about `error`.
+    """Return the status and the body that a client gets for `error`.
 
-    A RequestError and an EngineUnavailable speak to clients; of any other error they get the
-    code with a fixed message, and its text goes to the log only.
+    The texts of RequestError, EngineUnavailable and HTTPException are written for clients. For
+    any other error the client gets its code with a fixed message; the text is only logged.
     """
     if isinstance(error, TopspinError):
         generic = error.code == RequestError.code

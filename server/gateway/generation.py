@@ -1,4 +1,4 @@
-"""One choice: the engine's tokens in, text for the client out.
+"""One choice: the engine's tokens are turned into text for the client.
 
 Owns the order of detokenising, stop strings and counting: text is never half a character,
 never part of a stop string, and tokens after a stop are neither shown nor counted. Pure:
@@ -17,7 +17,7 @@ from topspin.messages import RequestOutput, TokenLogprobs
 
 
 class Detokenizer(Protocol):
-    """What is needed of models.tokenizer.IncrementalDetokenizer."""
+    """The methods used of models.tokenizer.IncrementalDetokenizer."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these tokens complete."""
@@ -38,10 +38,10 @@ class TextOptions:
 
 
 class Delta(NamedTuple):
-    """The addition of one engine output to its choice.
+    """The text and tokens that one engine output adds to its choice.
 
-    `is_first` marks the choice's first. `token_ids` are the tokens that count (a stop token too),
-    `logprobs` theirs if asked for.
+    `is_first` marks the choice's first delta. `token_ids` are the tokens that count, including a
+    stop token; `logprobs` are theirs if the client asked for them.
     `stopped_here`: a stop string ended the choice and the engine does not know it yet.
     """
 
@@ -67,10 +67,10 @@ class ChoiceText:
         self._num_tokens = 0
 
     def push(self, output: RequestOutput) -> Delta:
-        """Return what `output` adds.
+        """Return the delta of `output`.
 
-        Raises ProtocolError if logprobs are missing, EngineUnavailable if the engine gave
-        the request up.
+        Raises ProtocolError if logprobs are missing, EngineUnavailable if the engine aborted
+        the request.
         """
         if output.finish_reason == "abort":
             raise EngineUnavailable("the engine ended the request before it was complete")
@@ -95,7 +95,7 @@ class ChoiceText:
         return self._delta(output, text=text)
 
     def _push_scanned(self, output: RequestOutput, scanner: StopScanner) -> Delta:
-        """Feed token by token: the one that completes a stop string is the last to count."""
+        """Push token by token: the one that completes a stop string is the last one counted."""
         shown: list[str] = []
         for token_id in self._visible(output):
             self._num_tokens += 1

@@ -216,7 +216,7 @@ async def _event_blocks(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the stream's events, in blocks of all that can be sent at once.
 
-    A failure becomes an error event: the status has been sent long ago.
+    A failure becomes an error event, as the status has already been sent.
     """
     try:
         while True:

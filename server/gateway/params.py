@@ -1,4 +1,4 @@
-"""From the fields of a request to checked values for the engine and for the text.
+"""Conversion of a request's fields to checked values for the engine and for the text.
 
 Owns defaults, checks that need the model (names, vocabulary, context length) and rules
 between fields. Knows no HTTP and no tokenizer; server.gateway.handler calls it between
@@ -48,9 +48,10 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestParams:
-    """One request, checked. `max_tokens` None: `default_max_tokens`, or else all that fit.
+    """The checked parameters of one request.
 
-    `sampling` is complete but for max_tokens and choice, which each choice gets from `sampling_of`.
+    If `max_tokens` is None, `default_max_tokens` applies; if both are None, all tokens that fit.
+    `sampling` lacks only max_tokens and choice, which `sampling_of` sets for each choice.
     """
 
     model: str
@@ -131,7 +132,7 @@ def completion_params(body: CompletionBody, model: ServedModel) -> RequestParams
 
 
 def check_choices(num_prompts: int, num_choices: int) -> None:
-    """Refuse a request that fans out too far, before anything is made for it."""
+    """Raise InvalidRequest for too many choices, before any prompt is tokenised."""
     if num_prompts * num_choices > MAX_CHOICES_OF_ALL_PROMPTS:
         raise InvalidRequest(
             f"{num_prompts} prompts with n = {num_choices} are {num_prompts * num_choices} "
@@ -141,7 +142,7 @@ def check_choices(num_prompts: int, num_choices: int) -> None:
 
 
 def check_vocabulary(token_ids: Sequence[int], *, vocab_size: int, param: str) -> None:
-    """Raise InvalidRequest unless every id is one of the model's."""
+    """Raise InvalidRequest if an id is outside the vocabulary."""
     if token_ids and max(token_ids) >= vocab_size:
         raise InvalidRequest(
             f"`{param}`: token id {max(token_ids)} is outside the vocabulary of {vocab_size}",

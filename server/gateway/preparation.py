@@ -1,7 +1,7 @@
-"""Threads for the preparation of large requests, and the memory that these leave behind.
+"""Threads that prepare large requests, and the release of the memory used for them.
 
-Owns the threads, and that they disturb the event loop as little as can be. Knows nothing of
-requests; server.gateway.handler has large bodies decoded, rendered and tokenised here.
+Owns the threads and keeps their effect on the event loop small. Knows nothing about requests;
+server.gateway.handler decodes, renders and tokenises large bodies here.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import TypeVar
 
 from topspin.process import release_freed_memory
 
-# At most: half of the cores go on with what is being streamed.
+# The upper limit; at most half of the cores are used, the others serve running streams.
 MAX_THREADS = 4
-# After the last large request: then its memory is given back to the system.
+# The delay after the last large request before freed memory is returned to the system.
 TRIM_DELAY_S = 1.0
 
 _Result = TypeVar("_Result")
 
 
 class PreparationThreads:
-    """Runs work beside one event loop; used from that loop only."""
+    """Runs work in threads for one event loop; used from that loop only."""
 
     def __init__(self) -> None:
         num_threads = min(MAX_THREADS, max(1, len(os.sched_getaffinity(0)) // 2))
@@ -33,10 +33,10 @@ class PreparationThreads:
         self._trim: asyncio.TimerHandle | None = None
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
-        """Return what `work` returns, called in a thread.
+        """Call `work` in a thread and return its result.
 
-        Meanwhile nothing looks for garbage in cycles: a large body makes a million objects,
-        and each look at them would hold the interpreter for tens of milliseconds.
+        Cyclic garbage collection is off meanwhile: a large body makes a million objects, and
+        each collection would hold the interpreter for tens of milliseconds.
         """
         loop = asyncio.get_running_loop()
         self._num_running += 1

@@ -1,7 +1,7 @@
-"""From messages or text to prompt tokens.
+"""Conversion of messages or text to prompt tokens.
 
-Owns the use of the chat template (the variables that a client may set, what an earlier answer
-becomes, how the last message is continued) and the forms that a completion's prompt may have.
+Owns the use of the chat template (the variables that a client may set, the form of earlier
+answers, the continuation of the last message) and the forms of a completion's prompt.
 Knows no sampling and no HTTP; server.gateway.handler calls it, for large bodies in a worker
 thread.
 """
@@ -21,8 +21,8 @@ from server.gateway.params import check_vocabulary
 from server.gateway.schema import ChatBody, ChatMessage, CompletionBody, ToolCall
 from topspin.errors import InvalidRequest
 
-# Parameters of ChatTemplate.render that have fields of their own, or are refused; the names that
-# the template machinery itself uses are refused there.
+# Parameters of ChatTemplate.render that have their own request fields or are refused; `render`
+# refuses the names that the template machinery itself uses.
 _NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
 
 
@@ -31,7 +31,7 @@ def chat_prompt(
 ) -> list[int]:
     """Return the prompt of a chat request; raises InvalidRequest naming the field.
 
-    Raises ContextLengthExceeded, untokenised, for text that `limit` tokens cannot hold.
+    Raises ContextLengthExceeded, before tokenising, for text that cannot fit in `limit` tokens.
     """
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     for name in kwargs:
@@ -59,7 +59,7 @@ def chat_prompt(
 
 
 def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str | bool]:
-    """Return the template's variables that `reasoning_effort` sets, none if it reads none."""
+    """Return the variables that `reasoning_effort` sets, without those the template ignores."""
     effort = body.reasoning_effort
     if effort is None:
         return {}
@@ -76,7 +76,7 @@ def completion_prompts(
     """Return the prompts of a completion request, at least one, none of them empty.
 
     Raises InvalidRequest for mixed lists, empty prompts and ids outside the vocabulary, and
-    ContextLengthExceeded, before any is tokenised, for text that `limit` tokens cannot hold.
+    ContextLengthExceeded, before tokenising, for text that cannot fit in `limit` tokens.
     """
     prompt = body.prompt
     special = body.add_special_tokens is not False
@@ -109,7 +109,7 @@ def _last(token_ids: list[int], num_tokens: int | None) -> list[int]:
 
 
 def _check_size(text: str, *, tokenizer: Tokenizer, limit: int, param: str) -> None:
-    """Raise ContextLengthExceeded if the text's size alone tells that it has too many tokens."""
+    """Raise ContextLengthExceeded if the text's size alone proves that it has too many tokens."""
     fewest = tokenizer.fewest_tokens(text)
     if fewest >= limit:
         raise ContextLengthExceeded(
@@ -143,7 +143,7 @@ def _check_tool_use(messages: Sequence[ChatMessage], template: ChatTemplate) -> 
 
 
 def _plain(message: ChatMessage, idx: int) -> dict[str, object]:
-    """Return the message as templates know it: plain text, and no `developer` role.
+    """Return the message as templates expect it: plain text, and no `developer` role.
 
     Open models' templates call OpenAI's `developer` by its older name, `system`.
     """
@@ -167,7 +167,7 @@ def _plain(message: ChatMessage, idx: int) -> dict[str, object]:
 
 
 def _plain_call(call: ToolCall, param: str) -> dict[str, object]:
-    """Return the call as templates know it: its arguments are an object, not JSON text."""
+    """Return the call as templates expect it: its arguments are an object, not JSON text."""
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""From deltas of text to the bytes of an answer, streamed or whole, for both endpoints.
+"""Encoding of text deltas as the bytes of an answer, streamed or whole, for both endpoints.
 
 Owns the sequence of events per choice (chat: role, contents, finish; completions: texts,
 finish) and the two forms of log-probabilities. Pure: knows no engine and no connection.
@@ -38,7 +38,7 @@ from topspin.messages import TokenLogprobs
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
-# OpenAI's stand-in for "as good as impossible"; JSON has no infinity.
+# OpenAI's value for a negligible probability; JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0
 
 
@@ -66,7 +66,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplyHead:
-    """The members that all parts of an answer share, and what the client asked to see."""
+    """The members that all parts of an answer share, and the parts that the client asked for."""
 
     id: str
     created_at_s: int
@@ -83,7 +83,7 @@ class ReplyHead:
         return self.return_token_ids or self.num_logprobs is not None
 
     def usage_so_far(self, choice: Choice) -> Usage | None:
-        """Return the counts of one choice up to here, for chunks that are to carry them."""
+        """Return the counts of one choice so far; None unless every chunk carries them."""
         if not self.continuous_usage:
             return None
         num_prompt_tokens = len(self.prompts[choice.prompt_idx])
@@ -96,7 +96,7 @@ class ReplyHead:
 
 
 class Replies(Protocol):
-    """The form in which one endpoint writes answers."""
+    """The encoder of one endpoint's answers."""
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         """Return the events for an addition to a choice."""
@@ -297,7 +297,7 @@ class CompletionReplies:
     def _logprobs(
         self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> CompletionLogprobs | None:
-        """Return the entries; offsets go on where the choice's last chunk ended."""
+        """Return the entries; offsets continue from the end of the choice's last chunk."""
         num_top = self._head.num_logprobs
         if num_top is None:
             return None
@@ -318,7 +318,7 @@ class CompletionReplies:
         )
 
     def _top(self, chosen: str, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
-        """Return the best tokens and the chosen one; of equal texts the likeliest stays."""
+        """Return the best tokens and the chosen one; of equal texts the likeliest is kept."""
         top: dict[str, float] = {}
         best = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
         for token_id, logprob in best:

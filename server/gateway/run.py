@@ -1,8 +1,8 @@
 """A submitted request: its choices, and the engine call that feeds them.
 
-Owns the life of a request between submission and its last token: growth of the choices,
-measurements, usage, and that the engine is told when nobody waits any more. Knows no JSON
-and no connection; server.gateway.handler drives it.
+Owns a request from submission to its last token: growth of the choices, measurements, usage,
+and the abort in the engine when the client has gone. Knows no JSON and no connection;
+server.gateway.handler drives it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from server.gateway.wire import PromptTokensDetails, Usage
 class Run:
     """The choices of one HTTP request while they are generated.
 
-    Invariant: however it ends, nothing of it stays in the engine after `close`, and `next`
-    closes the run itself when it raises.
+    Invariant: after `close` nothing of the run is left in the engine, and `next` closes the
+    run itself when it raises.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Run:
         return self._num_unfinished == 0
 
     def watch(self, receive: Receive) -> None:
-        """Cancel the call as soon as the client goes."""
+        """Cancel the call as soon as the client disconnects."""
         self._watcher = asyncio.create_task(watch_client(receive, self._call.cancel))
 
     async def next(self) -> list[tuple[Choice, Delta]]:
-        """Wait for outputs; returns what the choices have grown by, in order of arrival.
+        """Wait for outputs; returns the additions to the choices, in order of arrival.
 
-        Raises ClientGone, or what the request failed by.
+        Raises ClientGone, or the error by which the request failed.
         """
         try:
             arrivals = await self._call.next()
@@ -104,7 +104,7 @@ class Run:
             metrics.e2e_latency.observe(at_s - self._arrived_at_s)
 
     def usage(self) -> Usage:
-        """Return the token counts; what was cached is told of each prompt's first choice."""
+        """Return the token counts; cached tokens are those of each prompt's first choice."""
         num_prompt_tokens = sum(map(len, self._prompts))
         num_output_tokens = sum(choice.num_tokens for choice in self.choices)
         firsts = {choice.prompt_idx: choice for choice in reversed(self.choices)}
@@ -118,7 +118,7 @@ class Run:
         )
 
     def close(self, reason: Literal["abort", "error"] = "abort") -> None:
-        """Free what the engine still has of the request; only the first call counts."""
+        """Free the request in the engine; only the first call has an effect."""
         if self._closed:
             return
         self._closed = True

@@ -33,7 +33,7 @@ _FILE = "generation_config.json"
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request that does not say otherwise is sampled with.
+    """The sampling parameters of a request that sets none.
 
     `max_tokens` None: a chat may use the rest of the context.
     """

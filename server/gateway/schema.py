@@ -68,9 +68,9 @@ class Fields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class StreamOptions(Fields, kw_only=True, frozen=True):
-    """`include_usage`: a last chunk carries the token counts.
+    """Options of a stream; `include_usage`: a last chunk carries the token counts.
 
-    `continuous_usage_stats`: with it, every chunk carries those up to there.
+    `continuous_usage_stats`: with `include_usage`, every chunk carries the counts so far.
     """
 
     include_usage: bool | None = None
@@ -121,8 +121,8 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     store: Ignored[bool] = None
     user: Ignored[str] = None
     response_format: Annotated[Raw, neutral({"type": "text"})] = _NULL
-    # vLLM's; a length penalty is for beam search, and gaps between special tokens are for
-    # tokenizers without a tokenizer.json.
+    # vLLM's; length_penalty is for beam search, spaces_between_special_tokens for tokenizers
+    # without a tokenizer.json.
     include_reasoning: Ignored[bool] = None
     length_penalty: Ignored[float] = None
     priority: Ignored[int] = None
@@ -174,14 +174,14 @@ class ContentPart(Fields, kw_only=True, frozen=True):
 
 
 class ToolFunction(Fields, kw_only=True, frozen=True):
-    """The function that a tool call names; `arguments` is JSON text, as the API has it."""
+    """The function that a tool call names; `arguments` is JSON text, as in the API."""
 
     name: Name
     arguments: str
 
 
 class ToolCall(Fields, kw_only=True, frozen=True):
-    """A call of an earlier answer."""
+    """A tool call in an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -229,7 +229,7 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
         | None
     ) = None
 
-    # OpenAI's; a prediction only makes an answer quicker.
+    # OpenAI's; a prediction only speeds up an answer.
     parallel_tool_calls: Ignored[bool] = None
     prediction: Ignored[Object] = None
     prompt_cache_options: Ignored[Object] = None
@@ -260,7 +260,7 @@ class CompletionBody(GenerationBody, kw_only=True, frozen=True):
 
 
 class FieldClasses(NamedTuple):
-    """The fields of a struct that are not implemented: ignored ones, and neutral values."""
+    """The fields not implemented: ignored ones, and refused ones with their neutral values."""
 
     ignored: tuple[str, ...]
     refused: dict[str, tuple[object, ...]]
@@ -268,7 +268,7 @@ class FieldClasses(NamedTuple):
 
 @cache
 def field_classes(kind: type[Fields]) -> FieldClasses:
-    """Return which fields of `kind` are ignored, and which refused but for some values."""
+    """Return the fields of `kind` that are ignored or refused."""
     ignored: list[str] = []
     refused: dict[str, tuple[object, ...]] = {}
     for field in msgspec.structs.fields(kind):
@@ -339,9 +339,9 @@ def _ignored(body: GenerationBody) -> dict[str, None]:
 
 
 def _check(fields: Fields, *, param: str = "", shown: str = "") -> dict[str, None]:
-    """Return the ignored fields that are set, each after `shown`, as the keys of a dict.
+    """Return the ignored fields that are set, prefixed with `shown`, as the keys of a dict.
 
-    Raises InvalidRequest, naming the field after `param`, for one that is refused.
+    Raises InvalidRequest for a refused field, its name prefixed with `param`.
     """
     classes = field_classes(type(fields))
     for name, neutral_values in classes.refused.items():
@@ -376,7 +376,7 @@ def _check_parts(parts: list[ContentPart], *, param: str) -> dict[str, None]:
 
 
 def _invalid(message: str) -> InvalidRequest:
-    """Turn msgspec's message into ours: the path becomes `param`."""
+    """Return an InvalidRequest for msgspec's message; the path becomes `param`."""
     found = _PATH.search(message)
     path = found.group(1).removesuffix("[...]") if found else ""
     reason = message[: found.start()] if found else message

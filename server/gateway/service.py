@@ -1,8 +1,8 @@
-"""The gateway process: command line, control connection, HTTP server, orderly end.
+"""The gateway process: command line, control connection, HTTP server, shutdown.
 
-Owns the life of the process and what happens at a signal: new requests are refused, those in
-flight get a short while and then end with an error of their own. A lost control connection is
-replaced for as long as the process lives. Knows no route. Started by
+Owns the life of the process and its shutdown after a signal: new requests are refused, those
+in flight get a short grace period and then end with EngineUnavailable. A lost control connection
+is replaced for as long as the process lives. Knows no route. Started by
 topspin.launch.engine as `python -m server.gateway`, or by hand.
 """
 
@@ -38,12 +38,12 @@ from topspin.messages import Hello
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation, start_logging
 
 DRAIN_S = 1.0
-# Between a lost control connection and the next one.
+# The pause before Hello is sent on a new control connection, after the last one was lost.
 RECONNECT_DELAY_S = 0.1
-# While a thread prepares a large request, the event loop waits so long for the interpreter's
-# lock each time that it wakes up.
+# While a thread prepares a large request, the event loop waits this long for the interpreter's
+# lock at each wake-up.
 SWITCH_INTERVAL_S = 0.001
-# The scheduler's own deadline comes first; health only has to notice if that fails.
+# The scheduler's own deadline passes first; /health reports a stall only if that one failed.
 PROGRESS_MARGIN_S = 10.0
 
 _log = logging.getLogger("gateway")
@@ -120,7 +120,7 @@ def _hello(index: int) -> Hello:
 
 
 async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> None:
-    """Read from the scheduler; after a loss connect and say Hello anew, until cancelled.
+    """Read from the scheduler until cancelled; after a loss, reconnect and send Hello again.
 
     Between the loss and the scheduler's answer the engine counts as failed, so that nothing
     is sent. Raises VersionMismatch if the scheduler refuses this gateway.
@@ -135,7 +135,7 @@ async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> 
 
 
 def build_app(config: EngineConfig, engine: EngineClient) -> FastAPI:
-    """Read what the gateway needs of the checkpoint and return the application."""
+    """Return the application; reads the checkpoint's configuration, tokenizer and template."""
     path = Path(config.model.path)
     model_config = load_model_config(path)
     model = ServedModel(
@@ -173,7 +173,7 @@ async def _serve_http(
     try:
         await asyncio.wait((http, reader, stopping), return_when=asyncio.FIRST_COMPLETED)
         if reader.done():
-            reader.result()  # raises: it ends only by an error
+            reader.result()  # always raises: it ends only by an error
         engine.drain()
         await _until_idle(engine, drain_s)
         engine.fail_all(EngineUnavailable("the server is shutting down"))

@@ -1,8 +1,8 @@
-"""Finding stop strings in text that arrives in pieces, whatever the pieces are.
+"""Search for stop strings in text that arrives in pieces of any size.
 
 Owns an Aho-Corasick automaton (Aho and Corasick, 1975) over the stop strings of a request and
-the scan of one choice's text by it. The state's depth is exactly how much text could still
-become a stop string, so it is also what must be held back. Pure: knows no tokens, no HTTP.
+the scan of one choice's text by it. The state's depth is the number of last characters that
+could still become a stop string; exactly these are held back. Pure: knows no tokens, no HTTP.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StopStrings:
         self.found[state] = stop
 
     def _link(self) -> None:
-        """Fill fallbacks breadth first, so that a state's fallback is ready before it."""
+        """Fill fallbacks breadth first, so that a state's fallback is complete before the state."""
         waiting = deque(self.children[0].values())
         while waiting:
             state = waiting.popleft()
@@ -91,9 +91,9 @@ class StopScanner:
         self._held = ""
 
     def push(self, text: str, *, armed: bool = True) -> Scanned:
-        """Read `text`; returns what may be shown now. Unless `armed`, stops pass unnoticed.
+        """Scan `text` and return the part to show now; ignores stop strings unless `armed`.
 
-        After a stop has been found nothing more may be pushed.
+        Must not be called again once a stop string has been found.
         """
         stops, state = self._stops, self._state
         buffer = self._held + text
@@ -109,6 +109,6 @@ class StopScanner:
         return Scanned(buffer[:shown], None)
 
     def flush(self) -> str:
-        """Return the text held back, which no stop string completed."""
+        """Return the text held back, as no more text follows to complete a stop string."""
         held, self._held, self._state = self._held, "", 0
         return held

@@ -1,7 +1,7 @@
 """The connection side of an answer: watching the client, sending events.
 
-Owns the notice that a client has gone, and the ASGI response that sends server-sent events as
-they come. Knows no JSON and no engine.
+Owns the detection of a client that has gone, and the ASGI response that sends server-sent
+events as they come. Knows no JSON and no engine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ async def watch_client(receive: Receive, on_gone: Callable[[], None]) -> None:
 
 
 class EventStream(Response):
-    """Sends each block of events as it comes; `close` is called however it ends.
+    """Sends each block of events as it comes; always calls `close` at the end.
 
-    A client that reads nothing for `send_deadline_s` loses its stream: what it does not take
-    would otherwise be kept for it without end.
+    The stream of a client that reads nothing for `send_deadline_s` ends: its unread events
+    would otherwise accumulate without limit.
     """
 
     media_type = "text/event-stream"
@@ -78,10 +78,10 @@ class EventStream(Response):
 
 
 class _SendWatch:
-    """Ends a timeout scope when one send lasts for a deadline; costs nothing per send.
+    """Ends a timeout scope when one send exceeds a deadline; costs nothing per send.
 
-    Looks once per deadline: a send that is found under way at two looks in a row is late. So
-    it is given up after one deadline at least and two at most.
+    Checks once per deadline: a send in progress at two checks in a row is late, so it ends
+    after one to two deadlines.
     """
 
     def __init__(self, limit: asyncio.Timeout, deadline_s: float) -> None:
@@ -101,5 +101,5 @@ class _SendWatch:
         self._timer = self._loop.call_later(self._period_s, self._look)
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the checks."""
         self._timer.cancel()

@@ -30,7 +30,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate for a position. `bytes` are the token's own, even half a character."""
+    """One candidate for a position. `bytes` are the token's, possibly part of a character."""
 
     token: str
     logprob: float
@@ -93,7 +93,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk adds to the message; empty in the chunk that ends a choice."""
+    """The addition of a chunk to the message; empty in the chunk that ends a choice."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -122,7 +122,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of a completion, whole or (with finish_reason null) of a chunk."""
+    """One choice of a completion or of a chunk; finish_reason is null until the last chunk."""
 
     index: int
     text: str
@@ -144,10 +144,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of /v1/models; max_model_len is null until the engine has said it.
+    """One entry of /v1/models; max_model_len is null until the engine has reported it.
 
-    `root` is the checkpoint's directory on the server's host. `default_sampling_params` holds
-    what a request gets that does not set them; its `max_tokens` is for chats.
+    `root` is the checkpoint's directory on the server's host. `default_sampling_params` apply
+    unless a request sets them; their `max_tokens` is for chats.
     """
 
     id: str

@@ -33,14 +33,14 @@ class BodyTimeout(RequestError):
 
 
 class UnsupportedMediaType(RequestError):
-    """The request body is not said to be plain JSON."""
+    """The headers do not declare the request body as plain JSON."""
 
     code = "unsupported_media_type"
     status = 415
 
 
 async def read_json_body(request: Request) -> bytes:
-    """Return a body that is said to be JSON; raises as `check_media_type` and `read_body`."""
+    """Return a body declared as JSON; raises as `check_media_type` and `read_body`."""
     check_media_type(request)
     return await read_body(request)
 
@@ -48,7 +48,7 @@ async def read_json_body(request: Request) -> bytes:
 def check_media_type(request: Request) -> None:
     """Raise UnsupportedMediaType unless the headers announce JSON in UTF-8, uncompressed.
 
-    A browser lets any page post other types to any server without asking the server first, so
+    A browser lets any page post other types to any server without a preflight request, so
     a type that is missing or wrong is refused although the body may be JSON.
     """
     given = request.headers.get("content-type", "")
@@ -82,7 +82,7 @@ async def read_body(
 ) -> bytes:
     """Return the body; raises BodyTooLarge, BodyTimeout or ClientGone.
 
-    A body that announces too great a length is refused before any of it is read.
+    A Content-Length over the limit is refused before any of the body is read.
     """
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and int(announced) > max_bytes:

@@ -21,12 +21,12 @@ from topspin.errors import ConfigError
 MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 65
 BACKLOG = 2048
-# A request thread notices its error within this; then connections are cut.
+# At shutdown, failed requests get this long to send their error; then connections are cut.
 CUT_S = 1
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with signals handed to `on_stop` (a second one ends at once)."""
+    """A uvicorn server that passes signals to `on_stop`; a second signal ends it at once."""
 
     def __init__(self, config: uvicorn.Config, on_stop: Callable[[], object]) -> None:
         super().__init__(config)

@@ -1,8 +1,8 @@
-"""uvicorn's HTTP/1.1 protocol, with a deadline for heads and errors in OpenAI's shape.
+"""uvicorn's HTTP/1.1 protocol, with a deadline for request heads and errors in OpenAI's shape.
 
-Owns what happens to a connection outside of a request: one that sends nothing or half a head
-ends, invalid HTTP is answered in JSON, and a client that has closed only its own direction
-still gets its answer. Knows no route; server.gateway.http.listener hands it to uvicorn.
+Owns connections outside of a request: one that sends nothing or an incomplete head is closed,
+invalid HTTP is answered in JSON, and a client that has closed only its sending side still gets
+its answer. Knows no route; server.gateway.http.listener passes it to uvicorn.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from server.gateway.errors import describe, truncated
 from topspin.errors import RequestError
 
-# From the first byte of a request's head to its last (a body that is wanted has a deadline of
-# its own), and for what is left of a body whose request has been answered.
+# For a request's head from its first byte to its last, and for the rest of a body whose request
+# has already been answered. Other bodies have their own deadline.
 HEAD_DEADLINE_S = 20.0
-# A connection that the client has left altogether refuses what is sent a second time.
+# If the client has closed the connection in both directions, the second send fails.
 FIRST_PROBE_S = 0.05
 MAX_PROBE_S = 5.0
 MAX_DETAIL_CHARS = 128
 
 
 class InvalidHttp(RequestError):
-    """What came is no HTTP request."""
+    """The received bytes are not a valid HTTP request."""
 
     code = "invalid_http"
 
@@ -46,24 +46,24 @@ class HeadTimeout(RequestError):
 
 
 class HttpProtocol(H11Protocol):
-    """One connection. Invariant: without a request in progress, a timer runs that ends it."""
+    """One connection. Invariant: while no request is in progress, a timer runs that closes it."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _has_half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Give a new connection as long to send something as one between two requests."""
+        """Start the keep-alive timer, as between two requests."""
         super().connection_made(transport)
         self._start_keep_alive_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End both timers with the connection."""
+        """Cancel both timers."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._stop_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Handle what came; what is only the beginning of a head starts its deadline."""
+        """Handle `data`; an incomplete head or refused body starts the head's deadline."""
         super().data_received(data)
         conn = self.conn
         is_head = conn.their_state is h11.IDLE and bool(conn.trailing_data[0])
@@ -76,11 +76,11 @@ class HttpProtocol(H11Protocol):
             self._head_timer = self.loop.call_later(HEAD_DEADLINE_S, self._head_is_late)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection of a whole request whose answer has not begun.
+        """Keep the connection open if a complete request waits for its answer to begin.
 
-        HTTP lets a client close its own side then. Whether it has left altogether shows when
-        something is sent, so interim responses, which clients skip, are sent until the answer
-        begins. In the middle of an answer nothing can be sent for that: the client has left.
+        HTTP lets a client close its sending side then. Whether it has closed both sides shows
+        when something is sent, so interim responses, which clients skip, are sent until the
+        answer begins. During an answer they cannot be sent, and the client counts as gone.
         """
         cycle = self.cycle
         if (
@@ -95,7 +95,7 @@ class HttpProtocol(H11Protocol):
         return True
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, if there is one."""
+        """Go on with the next request; closes a half-closed connection that has none."""
         super().on_response_complete()
         if self._has_half_closed and self.cycle.response_complete:
             self.transport.close()
@@ -112,7 +112,7 @@ class HttpProtocol(H11Protocol):
         if isinstance(reason, h11.RemoteProtocolError) and reason.error_status_hint == 431:
             self._refuse(HeadTooLarge("the request's line and headers are too long"))
         else:
-            # Where h11 quotes what came, it does so as Python's bytes.
+            # h11 quotes the received bytes as a Python bytearray: the quote is cut off.
             detail = truncated(str(reason or msg).partition(": bytearray(")[0], MAX_DETAIL_CHARS)
             self._refuse(InvalidHttp(f"invalid HTTP request: {detail}"))
 
@@ -150,7 +150,7 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def _probe(self, delay_s: float) -> None:
-        """Send an interim response, and the next one later, until the answer begins."""
+        """Send interim responses, at growing intervals, until the answer begins."""
         if self.transport.is_closing() or self.cycle.response_started:
             return
         interim = h11.InformationalResponse(status_code=100, reason=b"Continue", headers=[])

@@ -1,1 +1,1 @@
-"""What operators ask a gateway: health, metrics, traces. Knows no request's content."""
+"""Health, metrics and traces of a gateway, for operators. Knows no request's content."""

@@ -1,7 +1,7 @@
-"""Is the engine making progress? Health that a hung engine cannot fake.
+"""The health check: reports an engine that has work but makes no progress.
 
-Owns the rule: ready, answering, and either nothing to do, or a step finished or got on
-within the deadline. Pure but for the clock value handed in; called by the /health route.
+Owns the rule: ready, answering, and either idle or with a step that finished or progressed
+within the deadline. Pure: the time is passed in; called by the /health route.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class ProgressWatch:
     """Compares the engine's step counter between probes.
 
     Invariant: a stall is reported only after `deadline_s` of observed work in which no step
-    ended and no node said that it gets on with the one in flight.
+    ended and no node reported progress of the step in flight.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -22,7 +22,7 @@ class ProgressWatch:
         self._since_s = 0.0
 
     def stalled_for_s(self, stats: Stats, now_s: float) -> float | None:
-        """Return how long the engine has had work and made no progress, if that is too long."""
+        """Return the time that the engine has had work without progress; None if not too long."""
         idle = stats.num_running == 0 and stats.num_waiting == 0
         if idle or stats.num_steps != self._num_steps:
             self._num_steps = stats.num_steps

@@ -1,4 +1,4 @@
-"""What /metrics shows: this gateway's own counts and, fetched at a scrape, the engine's.
+"""The content of /metrics: this gateway's counts, and the engine's, fetched at each scrape.
 
 Owns the Prometheus registry of one gateway and the names, which follow vLLM's meanings under
 the prefix `topspin_`. Knows no HTTP and no request's content.
@@ -48,9 +48,9 @@ _PHASE_TEXTS = {
 
 
 class EngineCollector(Collector):
-    """The engine's counters as of the scheduler's last answer; nothing but `up` 0 without.
+    """The engine's counters in the scheduler's last answer; without one, only engine_up = 0.
 
-    `per_expert`: the routed pairs of each expert are told, not only their sum.
+    `per_expert`: report the routed pairs of each expert, not only their sum.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -59,7 +59,7 @@ class EngineCollector(Collector):
         self.per_expert = False
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families of one scrape."""
+        """Yield the metric families of one scrape."""
         stats = self.stats
         yield self._gauge("engine_up", "1 if the scheduler answered this scrape", stats is not None)
         if stats is None:
@@ -102,7 +102,7 @@ class EngineCollector(Collector):
         return family
 
     def _expert_tokens(self, layers: Sequence[Sequence[int]]) -> Metric:
-        """Return the routed pairs of all experts, or of each: that is a line per expert."""
+        """Return the sum of the routed pairs or, if `per_expert`, a line for each expert."""
         text = "(token, expert) pairs routed"
         if not self.per_expert:
             return self._counter("expert_tokens", text, sum(map(sum, layers)))

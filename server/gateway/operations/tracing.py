@@ -1,8 +1,8 @@
 """GET /trace: the stamps of all nodes, for `topspin trace`.
 
-Owns the route, its limits and its form: JSON with each node's records in base64 (the
-conversion to Perfetto's form is the reader's work, not this event loop's). Only clients of
-this host are answered: stamps tell when others are served. Called by server.gateway.app.
+Owns the route, its limits and its form: JSON with each node's records in base64 (the client
+converts them to Perfetto's form, not this event loop). Only clients on this host are
+answered: stamps reveal when others are served. Called by server.gateway.app.
 """
 
 from __future__ import annotations
