@@ -1,5 +1,5 @@
 """The scheduler: queue, admission, block pools, prefix cache, step plans and roster.
 
-policy.py and what it uses are pure: no socket, no clock, no tensor. service.py is the only
+policy.py and its imports are pure: no socket, no clock, no tensor. service.py is the only
 file that touches the control channel.
 """

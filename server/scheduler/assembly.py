@@ -1,4 +1,4 @@
-"""What the scheduler of one engine is made of, from its configuration and model.
+"""The parts of one engine's scheduler, made from its configuration and model.
 
 Owns the values that follow from both together, computed once: at the start, or when the
 nodes' sizes are known. Pure. Called by service.py.
@@ -15,9 +15,9 @@ from server.scheduler.watermark import Watermark
 from topspin.config import EngineConfig
 from topspin.expert_table import ExpertTable, uniform_table
 
-# How long all nodes of a step may wait for one another, beside the links' own latency, before
-# what they wait for counts as lost. They say so after topspin.progress.INTERVAL_S: together
-# that is less than the 3 s within which a partition is to be noticed.
+# How long all nodes of a step may wait for one another, in addition to the links' latency,
+# before the awaited rows count as lost. They report waiting after topspin.progress.INTERVAL_S:
+# together that is less than the 3 s within which a partition must be noticed.
 STANDSTILL_S = 1.5
 
 
@@ -39,8 +39,8 @@ def first_table(config: EngineConfig, facts: EngineFacts) -> ExpertTable:
 
 
 def make_watermark(config: EngineConfig) -> Watermark:
-    """Return the judge of nodes that make no progress."""
-    # Without restarts the waits' own deadline decides: a hiccup must not end the engine.
+    """Return the detector of nodes that make no progress."""
+    # Without restarts the waits' own deadline decides: a short stall must not end the engine.
     standstill_s = STANDSTILL_S + 2e-6 * config.m2n.link_latency_us
     return Watermark(
         silent_limit_s=config.failover.progress_deadline_s,
@@ -51,7 +51,7 @@ def make_watermark(config: EngineConfig) -> Watermark:
 def make_policy(
     config: EngineConfig, facts: EngineFacts, roster: Roster, formation: Formation
 ) -> Policy:
-    """Return the policy over the nodes on the roll, all of which are ready."""
+    """Return the policy over the roster's nodes, all of which are ready."""
     m2n = config.m2n
     return Policy(
         config,

@@ -4,8 +4,8 @@ Owns seats, block reservations, preemption and the choice of a node's slices in 
 Knows no other node, no queue and no messages but NewSequence. Called by policy.py.
 
 Order of a step: decodes first, then prefill chunks, then (by the policy) admissions. When
-blocks run out the latest arrival that is not protected gives up its own. Protected
-sequences have reserved all they can ever need, so they always get it in the end.
+blocks run out, the latest arrival that is not protected gives up its blocks. Protected
+sequences have reserved all blocks that they can ever need, so they always get them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from topspin.messages import NewSequence, pack_ints
 
 @dataclass(slots=True)
 class NodeBatch:
-    """What one node does in a step: parallel lists of slices, and the token budget left."""
+    """The work of one node in a step: parallel lists of slices, and the token budget left."""
 
     budget: int
     seqs: list[Sequence] = field(default_factory=list)
@@ -28,7 +28,7 @@ class NodeBatch:
     starts: list[int] = field(default_factory=list)
 
     def add(self, seq: Sequence, count: int) -> None:
-        """Plan the next `count` positions of `seq`; its last known token is sampled from."""
+        """Plan the next `count` positions of `seq`; samples if its last known token is included."""
         start = seq.num_planned
         end = start + count
         sample = end == seq.length
@@ -117,7 +117,7 @@ class AttentionReplica:
             self.decoding[seq.seq_id] = seq
 
     def _grow(self, short: list[Sequence], preempted: list[Sequence]) -> set[int]:
-        """Give each of `short` a block, by arrival; returns the ids of those that must wait."""
+        """Give each of `short` a block, in order of arrival; returns the ids that must wait."""
         returning = sum(self.pool.count_exclusive(s.blocks) for s in self.draining.values())
         stalled: set[int] = set()
         for seq in sorted(short, key=lambda seq: seq.request.arrival):
@@ -156,8 +156,8 @@ class AttentionReplica:
     def fits(self, request: Request, hits: list[int], *, protect: bool) -> bool:
         """Say whether `request` can be admitted now.
 
-        It must find blocks for all its known tokens and one more, beside what protected
-        sequences may still ask for; a protected one must find room for its reservation.
+        There must be blocks for all its known tokens and one more, in addition to those that
+        protected sequences may still ask for; with `protect`, its reservation must fit too.
         """
         pool = self.pool
         if protect and self._reserved() + request.max_blocks > pool.num_blocks:
@@ -177,7 +177,7 @@ class AttentionReplica:
     def admit(
         self, request: Request, *, seq_id: int, hits: list[int], protect: bool, batch: NodeBatch
     ) -> Sequence:
-        """Take in `request`, with blocks for all known tokens, and plan its first chunk."""
+        """Admit `request`, with blocks for all known tokens, and plan its first chunk."""
         num_tokens = len(request.tokens)
         self.pool.share(hits)
         num_blocks = -(-num_tokens // self._block_size)
@@ -213,7 +213,7 @@ class AttentionReplica:
         return seq
 
     def take_news(self) -> tuple[bytes, tuple[NewSequence, ...]]:
-        """Return, once, the packed ids of closed sequences and the new ones, for a plan."""
+        """Return, for a plan, and clear: the packed ids of closed sequences, the new ones."""
         news = pack_ints(self._finished), tuple(self._new)
         self._finished, self._new = [], []
         return news
@@ -229,7 +229,7 @@ class AttentionReplica:
     # Leaving.
 
     def close(self, seq: Sequence) -> None:
-        """Plan `seq` no more; its blocks return now, or when its last step has succeeded."""
+        """Stop planning `seq`; releases its blocks now, or when its last step has succeeded."""
         assert not seq.closed
         seq.closed = True
         self.prefilling.pop(seq.seq_id, None)
@@ -249,9 +249,9 @@ class AttentionReplica:
         self.pool.release(seq.blocks)
 
     def halt(self) -> list[Sequence]:
-        """Give up every sequence, and all news that the node was not sent; return the sequences.
+        """End and return every sequence, and drop the news that the node was not sent.
 
-        Published blocks stay cached: steps that were given up had not touched them.
+        Published blocks stay cached: the steps that were given up did not write them.
         """
         seqs = [*self.prefilling.values(), *self.decoding.values(), *self.draining.values()]
         for seq in seqs:
@@ -265,7 +265,7 @@ class AttentionReplica:
         return seqs
 
     def leave(self) -> None:
-        """The node is lost, and with it all that was in its cache; halt() came before."""
+        """Mark the node as absent, with an empty cache; halt() must come before."""
         assert not self.num_running
         assert not self.draining
         self.is_present = False

@@ -1,7 +1,7 @@
 """The KV-cache blocks of one attention node: their owners, and cached prefixes to reuse.
 
 Owns reference counts, the free list and the prefix cache (published blocks by content
-hash; those that nobody holds are evicted in LRU order, on demand). Knows no requests and
+hash; those without a holder are evicted in LRU order, on demand). Knows no requests and
 no steps: the caller publishes a block only after the step that filled it has succeeded.
 Called by attention_replica.py.
 """
@@ -18,14 +18,14 @@ _HASH_BYTES = 32
 
 
 def chain_root(salt: str) -> bytes:
-    """Return the parent hash of a first block; tenants with different salts never meet."""
+    """Return the parent hash of a first block; different salts never share blocks."""
     return blake2b(salt.encode(), digest_size=_HASH_BYTES, person=b"topspin-salt").digest()
 
 
 def chain_hash(parent: bytes, block_tokens: bytes) -> bytes:
     """Return the hash of a full block from its parent's hash and its packed token ids.
 
-    blake2b, not Python's hash: a collision would serve one request another one's cache.
+    blake2b, not Python's hash: a collision would give one request the cache of another.
     """
     return blake2b(parent + block_tokens, digest_size=_HASH_BYTES, person=b"topspin-kv").digest()
 
@@ -105,7 +105,7 @@ class BlockPool:
                     self._free.append(block)
 
     def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the published blocks of the longest known prefix of `hashes`; takes nothing."""
+        """Return the published blocks of the longest known prefix; takes no reference."""
         blocks = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -122,7 +122,7 @@ class BlockPool:
             self._references[block] += 1
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Make a held, full block findable; the first block of a content stays the one found."""
+        """Make a held, full block findable; of equal blocks the first published is found."""
         assert self._references[block] > 0, f"block {block} is not held"
         if block_hash in self._block_of or block in self._hash_of:
             return
@@ -130,7 +130,7 @@ class BlockPool:
         self._hash_of[block] = block_hash
 
     def count_idle(self, blocks: Sequence[int]) -> int:
-        """Return how many of `blocks` nobody holds."""
+        """Return how many of `blocks` have no holder."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def count_exclusive(self, blocks: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """The scheduler's command line and process: `python -m server.scheduler`.
 
-Owns arguments, signals and the exit status; everything else is service.py's. The
-configuration comes resolved, from whoever started this process.
+Owns arguments, signals and the exit status; everything else is service.py's. The parent
+process passes a resolved configuration.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def main() -> int:
 def serve(
     config_path: str, control: str, logger: logging.Logger, *, dead_fd: int | None = None
 ) -> int:
-    """Listen on `control` and serve the engine; raises ConfigError if it cannot be.
+    """Listen on `control` and serve the engine; raises ConfigError if that is impossible.
 
-    With `dead_fd`, the process id of every lost node is written there, one a line, for the
-    supervisor to end it: a node that is taken for dead must not linger.
+    With `dead_fd`, the process id of every lost node is written there, one per line, for the
+    supervisor to end it: a node that counts as dead must not keep running.
     """
     relax_garbage_collection()
     config = load_config(config_path)
@@ -55,7 +55,7 @@ def serve(
 
     def report_dead(pid: int) -> None:
         if dead_fd is not None:
-            with contextlib.suppress(OSError):  # the supervisor ends, and all with it
+            with contextlib.suppress(OSError):  # the supervisor is ending
                 os.write(dead_fd, f"{pid}\n".encode())
 
     service = Service(

@@ -1,6 +1,6 @@
-"""What the policy has done since start, for /metrics.
+"""Counters of the policy since start, for /metrics.
 
-Owns plain numbers. Filled by policy.py and results.py.
+Owns plain numbers. Filled by policy.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PHASES = ("prepare", "attention", "expert", "wait", "link", "sample", "scheduler
 
 @dataclass(slots=True)
 class Histogram:
-    """Durations by bucket, as StepHistogram has them."""
+    """Durations by bucket, as in StepHistogram."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(STEP_BUCKETS_S) + 1))
     sum_s: float = 0.0
@@ -43,7 +43,7 @@ class Counters:
     num_replays: int = 0
 
     def observe(self, timings: StepTimings, *, after_idle: bool) -> None:
-        """Count one attention node's step; before the first of a busy time is no gap."""
+        """Count one attention node's step; the gap before it only unless `after_idle`."""
         phases = self.phases
         phases["prepare"].observe(timings.prepare_s)
         phases["attention"].observe(timings.attention_s)

@@ -1,7 +1,7 @@
-"""What the scheduler must know of the model and of the machine, and nothing more.
+"""The facts about the model and the machine that the scheduler needs.
 
-Owns no behaviour but where these facts come from; reading a checkpoint's configuration
-needs no torch. Called by command.py and service.py.
+Owns only the source of these facts; reading a checkpoint's configuration needs no torch.
+Called by command.py and assembly.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def shares_cores(config: EngineConfig, expert_addresses: Sequence[str], num_core
 
     They do when all run on this host and ask for more threads together than it has cores,
     and always in one process, where the experts run while the attention node waits. With
-    `--layout split` every node has cores of its own. A GPU shares nothing with a CPU, and
-    something with itself alone.
+    `--layout split` every node has its own cores. A GPU shares nothing with a CPU; GPU nodes
+    share if both roles use a common device.
     """
     nodes = config.nodes
     if nodes.attention.is_gpu != nodes.experts.is_gpu:

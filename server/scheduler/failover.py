@@ -1,6 +1,6 @@
 """Keeps an engine going when a node is lost (`--restart on`): the messages of a recovery.
 
-Owns the course of a recovery: it takes policy, roster and nodes from one generation to the
+Owns the sequence of a recovery: it takes policy, roster and nodes from one generation to the
 next. The stages and their rules are recovery.py's, requests policy.py's. Created by service.py
 once the engine is ready for the first time; before that a lost node ends it, since the
 configuration is then the likely cause (faults.py).
@@ -22,18 +22,17 @@ from topspin.config import EngineConfig
 from topspin.errors import NodeLost, TopspinError
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Welcome
 
-# How often a loop that waits for nodes looks at its deadlines.
+# How often a loop that waits for nodes checks its deadlines.
 POLL_S = 0.1
-# How long to leave nodes alone after they could not connect: what keeps them from it may
-# take a moment to show.
+# The pause after nodes could not connect: the cause may become known only a moment later.
 RETRY_S = 0.2
 
 
 class Gateways(Protocol):
-    """What a recovery needs of gateways.GatewaySide."""
+    """The methods used of gateways.GatewaySide."""
 
     def set_state(self, state: StateName, detail: str = "") -> None:
-        """Tell all gateways what the engine is doing."""
+        """Set the engine's state and tell it to all gateways."""
 
     def deliver(self, deliveries: list[Delivery]) -> None:
         """Send the ends of requests."""
@@ -43,7 +42,7 @@ class Failover:
     """The recoveries of one engine; implements faults.Faults.
 
     Invariant: steps are planned only while `is_serving`, in a generation that every present
-    node has formed. `report_dead` tells the supervisor that a process id is not wanted any more.
+    node has formed. `report_dead` gives the supervisor the process id of a lost node.
     """
 
     ends_engine = False
@@ -92,17 +91,17 @@ class Failover:
     @property
     def nodes(self) -> list[Member]:
         """Return the nodes that take part in steps."""
-        return sorted(self._recovery.nodes, key=str)  # others may be there, and load
+        return sorted(self._recovery.nodes, key=str)  # others may have joined and be loading
 
     @property
     def accepts(self) -> bool:
         """Say whether new requests may wait for the engine."""
         return not self._recovery.has_expired
 
-    # What happens to the engine.
+    # Events.
 
     def lose(self, member: Member, error: TopspinError) -> None:
-        """Go on without a node that is gone, or must be taken for dead."""
+        """Continue without a node that is gone or must count as dead."""
         if self._config.m2n.transport == "local":
             lost = self._roster.members
         else:
@@ -131,7 +130,7 @@ class Failover:
         self._halt(str(error))
 
     def joined(self, member: Member) -> None:
-        """Welcome a node that takes a place which another one has left."""
+        """Send Welcome to a node that takes the place of a lost one."""
         formation = self._formation
         topology = self._roster.topology((), formation.full_table, generation=formation.generation)
         assert member.role != "gateway"
@@ -139,7 +138,7 @@ class Failover:
         self._tell(member, Welcome(config=config, topology=topology, joins_late=True))
 
     def answered(self, member: Member, message: Halted | Loaded | Ready) -> None:
-        """Take a node's part in a recovery; raises ProtocolError, with which it is lost."""
+        """Handle a node's answer; after a ProtocolError the caller gives the node up."""
         if isinstance(message, Halted):
             self._recovery.halted(member, message.generation)
         elif isinstance(message, Loaded):
@@ -151,7 +150,7 @@ class Failover:
         self.advance()
 
     def advance(self) -> None:
-        """Do what time, or an answer, has made possible; call after every wait."""
+        """Act on deadlines and on answers received; call after every wait."""
         now = self._clock()
         for member in self._recovery.overdue(now):
             self.lose(member, NodeLost(f"it does not react ({self._reason})"))
@@ -205,5 +204,5 @@ class Failover:
         return ", ".join(str(place) for place in self._recovery.absent)
 
     def _announce(self, detail: str) -> None:
-        """Tell gateways that requests wait, or, once they have waited enough, are refused."""
+        """Tell gateways that requests wait or, after the restart deadline, are refused."""
         self._gateways.set_state("recovering" if self.accepts else "starting", detail)

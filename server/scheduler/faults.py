@@ -1,7 +1,7 @@
-"""What becomes of the engine when a node is lost or a step fails.
+"""The handling of lost nodes and failed steps.
 
-Owns the interface, and the plain answer to it: the engine ends. The other answer is
-failover.py's. Called by service.py.
+Owns the interface, and its simple implementation: the engine ends. The other implementation
+is in failover.py. Called by service.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from topspin.messages import Halted, Loaded, Ready
 
 
 class Faults(Protocol):
-    """The engine's way to deal with faults."""
+    """The engine's handling of faults."""
 
     @property
     def ends_engine(self) -> bool:
@@ -34,23 +34,23 @@ class Faults(Protocol):
         """Return the nodes that take part in steps."""
 
     def lose(self, member: Member, error: TopspinError) -> None:
-        """Deal with a node that is gone, or must be taken for dead; `error` says why."""
+        """Handle a node that is gone or must count as dead; `error` is the reason."""
 
     def step_failed(self, generation: int, error: TopspinError) -> None:
-        """Deal with a step, or a forming, of `generation` that has failed."""
+        """Handle the failure of a step, or of the forming, of `generation`."""
 
     def joined(self, member: Member) -> None:
-        """Take in a node that has said Hello while the engine serves."""
+        """Handle a node that has sent Hello while the engine serves."""
 
     def answered(self, member: Member, message: Halted | Loaded | Ready) -> None:
-        """Take a node's answer; raises ProtocolError, with which the node is lost."""
+        """Handle a node's answer; after a ProtocolError the caller gives the node up."""
 
     def advance(self) -> None:
-        """Do what time, or an answer, has made possible; called at every turn."""
+        """Act on deadlines and on answers received; called at every turn."""
 
 
 class FailStop:
-    """Every fault ends the engine: with `--restart off`, and before it is first ready."""
+    """Ends the engine at any fault; used with `--restart off`, and before it is first ready."""
 
     ends_engine = True
     is_serving = True

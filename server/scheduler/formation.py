@@ -1,6 +1,6 @@
 """The generation and the expert table of one engine: every step is stamped with both.
 
-Owns them: whoever plans steps, checks answers or counts pairs reads them here and keeps no
+Owns both: code that plans steps, checks answers or counts pairs reads them here and keeps no
 copy. recovery.py begins generations and takes absent nodes out of the table;
 experts/balancer.py changes it while every node serves. Pure.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from topspin.expert_table import ExpertTable
 
-# Reports by older tables than these may still be on their way.
+# The number of tables kept, since reports that name an older one may still be on their way.
 NUM_RECENT_TABLES = 8
 
 
 class Formation:
-    """Who serves together: `generation` counts formings, `table` is the one in use.
+    """The state common to all nodes: `generation` counts formings, `table` is the one in use.
 
     `full_table` is the last table that gave experts to every place: a node that comes
     back loads its share of it.
@@ -28,7 +28,7 @@ class Formation:
 
     @property
     def generation(self) -> int:
-        """Return the generation whose steps are in flight, or will be."""
+        """Return the generation of the steps in flight and of the next step."""
         return self._generation
 
     @property
@@ -42,16 +42,16 @@ class Formation:
         return self._full_table
 
     def begin_generation(self) -> None:
-        """Begin the next generation: late messages of earlier ones count for nothing."""
+        """Begin the next generation; late messages of earlier ones are ignored."""
         self._generation += 1
 
     def use(self, table: ExpertTable) -> None:
-        """Take a table of all places into use, from the next step on."""
+        """Use a table of all places, from the next step on."""
         self._full_table = table
         self.use_part(table)
 
     def use_part(self, table: ExpertTable) -> None:
-        """Take a table into use that may leave absent nodes without experts."""
+        """Use a table that may leave absent nodes without experts."""
         self._table = table
         self._recent[table.version] = table
         for version in sorted(self._recent)[:-NUM_RECENT_TABLES]:

@@ -1,7 +1,7 @@
 """The scheduler's side of its gateways: their requests and questions, and the answers.
 
-Owns the engine's state as gateways know it, the answers to their questions (counters,
-traces) and the way of requests into the policy and of results back. Called by service.py and
+Owns the engine's state as reported to gateways, the answers to their questions (counters,
+traces), and passing requests to the policy and results back. Called by service.py and
 failover.py.
 """
 
@@ -40,7 +40,7 @@ StateName = Literal["starting", "ready", "recovering", "failed", "stopping"]
 class GatewaySide:
     """All gateways of one engine.
 
-    Invariant: every gateway on the roll has been told the present state. `policy` is set
+    Invariant: every gateway in the roster has been told the present state. `policy` is set
     once the engine is ready for the first time.
     """
 
@@ -70,7 +70,7 @@ class GatewaySide:
         return self._state.state == "starting"
 
     def set_state(self, state: StateName, detail: str = "") -> None:
-        """Tell all gateways what the engine is doing."""
+        """Set the engine's state and tell it to all gateways."""
         limit = 0 if self.policy is None else self.policy.max_request_tokens
         self._state = EngineState(state=state, detail=detail, max_request_tokens=limit)
         self._log.info(f"{state}: {detail}" if detail else state)
@@ -102,7 +102,7 @@ class GatewaySide:
             self.refuse(peer, f"a gateway sent {type(message).__name__}")
 
     def add(self, peer: bytes, message: AddRequest) -> None:
-        """Queue a request, or answer why not."""
+        """Queue a request, or send its refusal."""
         if self.policy is None or self._state.state not in ("ready", "recovering"):
             error = EngineUnavailable(f"the engine is {self._state.state}")
             self._send(peer, failure(message.request_id, error))
@@ -139,11 +139,11 @@ class GatewaySide:
         )
 
     def trace_answer(self, member: Member, message: ClockPong | TraceDump) -> None:
-        """Take a node's part in a trace."""
+        """Handle a node's answer for a trace."""
         self._nodes.ask(self._tracer.on_node_message(str(member), message, time.monotonic_ns()))
 
     def send_traces(self) -> None:
-        """Send the traces that are complete, or whose time is up."""
+        """Send the traces that are complete or past their deadline."""
         for answer in self._tracer.finished(self._clock(), time.monotonic_ns()):
             self._send(answer.peer, answer.trace)
 

@@ -1,4 +1,4 @@
-"""The steps that run: their slices per node, and the answers that have come.
+"""The steps in flight: their slices per node, and the answers received.
 
 Owns the order of steps and the check that an answer fits its plan. Knows no
 blocks and no queue. Called by policy.py.
@@ -16,13 +16,13 @@ from server.scheduler.micro_batching.cost_fit import StepLoad
 from topspin.errors import ProtocolError
 from topspin.messages import StepResult, StepTicket, pack_ints, unpack_ints
 
-# Step k+1 is planned while step k runs; a third would be two tokens ahead of what is known.
+# Step k+1 is planned while step k runs; a third would be two tokens ahead of the known ones.
 MAX_STEPS_IN_FLIGHT = 2
 
 
 @dataclass(slots=True)
 class NodePart:
-    """One node's slices in plan order, as parallel lists, and the packed ids of the sampled.
+    """One node's slices in plan order, as parallel lists, and the packed ids of sampled ones.
 
     Once the node has answered, `tokens` has each slice's sampled token (None: not sampled, or
     failed).
@@ -37,7 +37,7 @@ class NodePart:
 
 
 class StepUnderWay(NamedTuple):
-    """The oldest step in flight: since when it is that, and which nodes have not answered."""
+    """The oldest step in flight, since when it is the oldest, and the nodes yet to answer."""
 
     step: int
     since_s: float
@@ -48,7 +48,7 @@ class StepUnderWay(NamedTuple):
 class RunningStep:
     """A step that was sent; `took_s` is set when it is done.
 
-    `after_idle`: there was no request before it, so that nodes have not waited in vain.
+    `after_idle`: there was no request before it, so the nodes' wait for its plan is no gap.
     """
 
     ticket: StepTicket
@@ -68,7 +68,7 @@ class RunningStep:
 
 
 class StepsInFlight:
-    """At most two steps, oldest first; done in order, whatever order answers come in."""
+    """At most two steps, oldest first; done in order, even if answers come out of order."""
 
     def __init__(self) -> None:
         self._steps: deque[RunningStep] = deque()
@@ -90,7 +90,7 @@ class StepsInFlight:
 
     @property
     def progress_s(self) -> float:
-        """Return when a node last said that it gets on with the head, or when that began."""
+        """Return when a node last reported progress of the head, or when the head began."""
         return max(self._head_since_s, self._progress_s)
 
     def under_way(self) -> StepUnderWay | None:
@@ -101,7 +101,7 @@ class StepsInFlight:
         return StepUnderWay(head.ticket.step, self._head_since_s, head.unanswered())
 
     def progressed(self, *, step: int, generation: int, now: float) -> None:
-        """Note that a node gets on with a step; of another one than the head it says nothing."""
+        """Note a node's progress in a step; ignored unless that step is the head."""
         if self._steps and self._steps[0].is_of(step, generation):
             self._progress_s = now
 
@@ -116,7 +116,7 @@ class StepsInFlight:
         self._steps.append(step)
 
     def accept(self, result: StepResult) -> None:
-        """Take a node's answer.
+        """Record a node's answer.
 
         Raises ProtocolError, and changes nothing, if no such answer was outstanding or if
         it does not name exactly the sequences that the plan sampled.

@@ -26,19 +26,19 @@ from topspin.messages import AddRequest, SamplingParams, unpack_ints
 
 
 class Intake:
-    """The limits, and the conversion."""
+    """The limits of requests, and the conversion."""
 
     def __init__(
         self, *, vocab_size: int, block_size: int, max_model_len: int, max_request_tokens: int
     ) -> None:
-        """`max_request_tokens`: prompt and output that fit the smallest node's cache."""
+        """`max_request_tokens`: prompt and output tokens that fit the smallest node's cache."""
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._max_request_tokens = max_request_tokens
 
     def request(self, message: AddRequest, *, peer: bytes, arrival: int) -> Request:
-        """Return the request; raises InvalidRequest naming what does not fit."""
+        """Return the request; raises InvalidRequest naming the invalid parameter."""
         prompt = self._prompt(message)
         sampling = message.sampling
         _check_sampling(sampling, vocab_size=self._vocab_size)
@@ -57,7 +57,7 @@ class Intake:
             tokens=prompt,
             num_prompt_tokens=len(prompt),
             max_length=max_length,
-            # The last token is returned, not fed: it needs no place.
+            # The last token is returned, not fed: it needs no place in the cache.
             max_blocks=-(-(max_length - 1) // self._block_size),
             stop_ids=frozenset(sampling.stop_token_ids) | frozenset(sampling.eos_token_ids),
             hashes=HashChain(message.cache_salt, self._block_size),

@@ -1,6 +1,6 @@
-"""The scheduler's side of its nodes: their roster, and the way of messages to them.
+"""The scheduler's side of its nodes: their roster, and the sending of messages to them.
 
-Owns sending by place, and the check that a node speaks for itself.
+Owns sending by place, and the check that a node's messages name the node itself.
 Knows no request, and decides nothing. Called by service.py, failover.py and gateways.py.
 """
 
@@ -67,7 +67,7 @@ class NodeSide:
         self._log = log
 
     def checked(self, member: Member, message: AnyMessage) -> NodeMessage:
-        """Return what `member` sent; raises ProtocolError if it is no node's, or another's."""
+        """Return `message`; raises ProtocolError if it is no node's or names another node."""
         if not isinstance(message, NodeMessage):
             raise ProtocolError(f"{member} sent {type(message).__name__}")
         if isinstance(message, StepResult):
@@ -83,17 +83,17 @@ class NodeSide:
         return message
 
     def result(self, member: Member, message: StepResult) -> StepResult:
-        """Return a step's result from `member`, with a stamp; raises as checked()."""
+        """Return a step's result from `member` and stamp its arrival; raises as checked()."""
         self.checked(member, message)
         self._tracer.stamp(Kind.RESULT_RECEIVED, message.step, message.index)
         return message
 
     def tell(self, member: Member, message: Message) -> bool:
-        """Send a message; False if the node is gone, or does not read what it is sent."""
+        """Send a message; False if the node is gone or does not read its messages."""
         return self._send(self.roster.peer(member), message)
 
     def tell_all(self, message: Message) -> None:
-        """Send a message to every node on the roll; one that is lost shows elsewhere."""
+        """Send a message to every node; a node that is lost is noticed elsewhere."""
         for member in self.roster.members:
             if not self.tell(member, message):
                 self._log.warning("%s does not take %s", member, type(message).__name__)

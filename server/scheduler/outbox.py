@@ -15,7 +15,7 @@ Delivery = tuple[bytes, Outputs | RequestFailed]
 
 
 class Outbox:
-    """Collects outputs and failures; `deliveries` hands them out, failures last."""
+    """Collects outputs and failures; `deliveries` returns them, failures last."""
 
     def __init__(self) -> None:
         self._outputs: dict[bytes, list[RequestOutput]] = {}

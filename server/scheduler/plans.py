@@ -1,7 +1,7 @@
 """Turns the nodes' batches of a step into tickets and plans.
 
-Owns the packing of StepTicket and StepPlan, and the split into micro-batches. Decides
-nothing about who runs. Called by policy.py.
+Owns the packing of StepTicket and StepPlan, and the split into micro-batches. Does not
+choose the sequences. Called by policy.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from topspin.messages import MicroBatch, StepPlan, StepTicket, pack_ints
 
 
 class Step(NamedTuple):
-    """What is sent: the ticket to every expert node, each plan to its attention node."""
+    """The messages of a step: a ticket for every expert node, a plan per attention node."""
 
     ticket: StepTicket
     plans: dict[int, StepPlan]
@@ -70,7 +70,7 @@ class StepBuilder:
         return self._chosen or 0
 
     def begin_chain(self) -> None:
-        """Let the next step follow none: a generation begins."""
+        """Give the next step no predecessor, as a generation begins."""
         self._previous = 0
 
     def build(self, work: list[tuple[AttentionReplica, NodeBatch]], now: float) -> PlannedStep:
@@ -143,7 +143,7 @@ class StepBuilder:
 
     @property
     def _never_splits(self) -> bool:
-        """Say whether splitting must lose, whatever the load is.
+        """Say whether splitting is slower under any load.
 
         On shared cores it can only hide the link, and reads both sides' weights again.
         """
@@ -172,7 +172,7 @@ def _bucket(splits: list[_NodeSplit], micro_batch: int) -> int:
 
 
 def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
-    """Return the message for the slices `indices`, with the blocks that the node must learn."""
+    """Return the message for the slices `indices`, with the blocks new to the node."""
     seqs = [batch.seqs[idx] for idx in indices]
     block_counts = [0] * len(seqs)
     block_ids: list[int] = []

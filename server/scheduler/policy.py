@@ -1,14 +1,13 @@
 """The policy of one engine: plans steps, and turns their results into outputs.
 
-Owns every request from add() to its one end. Pure: no socket, no clock (`now` is an
+Owns every request from add() to its end. Pure: no socket, no clock (`now` is an
 argument), no tensor. Called by service.py, in three lines: `step = policy.schedule(now)`,
 send, `policy.update(result, now)`.
 
 At most two steps are in flight: step k+1 is planned while step k runs, so a decode slice
-names no token but "what you sampled last". Its sequence may turn out to have stopped in
-step k; then what k+1 samples for it is discarded, never emitted nor counted. Blocks come
-back, and become findable as a prefix, only when the last step that writes them has
-succeeded.
+names no token; the node feeds the one that it sampled last. If the sequence stops in step k,
+its token of step k+1 is discarded, never emitted nor counted. Blocks are released, and become
+findable as a prefix, only when the last step that writes them has succeeded.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class Policy:
     # Requests.
 
     def add(self, message: AddRequest, *, peer: bytes) -> RequestFailed | None:
-        """Queue a request of gateway `peer`, or return why not."""
+        """Queue a request of gateway `peer`, or return its refusal."""
         try:
             if (peer, message.request_id) in self._requests:
                 raise InvalidRequest(f"request id {message.request_id!r} is in use")
@@ -142,7 +141,7 @@ class Policy:
         return None
 
     def _check_queue(self) -> None:
-        """Refuse what would wait beyond the limit; a free seat is not a place in the queue."""
+        """Raise EngineUnavailable if the queue is full; seats on nodes are not part of it."""
         limits = self._config.scheduler
         seats = self._config.batch.max_num_seqs * len(self._replicas)
         if len(self._requests) >= limits.max_queued_requests + seats:
@@ -151,7 +150,7 @@ class Policy:
             )
 
     def abort(self, request_id: str, *, peer: bytes) -> bool:
-        """End a request silently; False if it has ended already or never was."""
+        """End a request silently; False if it has ended already or is unknown."""
         request = self._requests.get((peer, request_id))
         if request is None:
             return False
@@ -185,7 +184,7 @@ class Policy:
     # Planning.
 
     def schedule(self, now: float) -> Step | None:
-        """Return the next step, or None: nothing to do, or two steps in flight."""
+        """Return the next step; None if there is no work, two steps are in flight, or halted."""
         if self._in_flight.is_full or self._is_halted:
             return None
         preempted: list[RunningSequence] = []
@@ -213,7 +212,7 @@ class Policy:
         self._waiting.push(request)
 
     def _admit(self, batches: list[NodeBatch]) -> None:
-        """Give waiting requests to nodes, strictly by arrival, while the first one fits one."""
+        """Admit waiting requests, strictly by arrival, until the first one fits no node."""
         while (request := self._waiting.first()) is not None:
             open_replicas = [
                 replica
@@ -274,10 +273,10 @@ class Policy:
         return len(self._in_flight)
 
     def halt(self) -> list[Delivery]:
-        """Give up the steps in flight: another generation has begun, and waits for resume().
+        """Give up the steps in flight; plans no more until resume() of a new generation.
 
-        Every running request waits again, at its place, with what it has emitted: its next
-        token is computed anew. One that has been through too many such ends fails.
+        Every running request returns to its place in the queue and keeps its emitted tokens;
+        the next one is computed again. After more than MAX_REPLAYS replays the request fails.
         """
         outbox = Outbox()
         self._in_flight.clear()
@@ -296,7 +295,7 @@ class Policy:
         return outbox.deliveries()
 
     def lose(self, index: int) -> None:
-        """Attention node `index` is gone; halt() came before."""
+        """Remove attention node `index`; halt() must come before."""
         self._replicas[index].leave()
 
     @property
@@ -306,7 +305,7 @@ class Policy:
         return head is None or head.ticket.table_version == self._formation.table.version
 
     def resume(self, attention: Iterable[int]) -> None:
-        """Go on with these attention nodes; those that are back have empty caches."""
+        """Continue with these attention nodes; those that are back have empty caches."""
         assert self._is_halted
         self._is_halted = False
         self._builder.begin_chain()
@@ -316,7 +315,7 @@ class Policy:
     # Results.
 
     def update(self, result: StepResult, now: float) -> list[Delivery]:
-        """Take one node's result; once a step has all of its, return what they mean.
+        """Record one node's result; returns the deliveries of the steps that it completes.
 
         Raises ProtocolError if no such result was awaited; the state is then unchanged.
         """
@@ -395,7 +394,7 @@ class Policy:
     # Watching.
 
     def progressed(self, message: Progress, now: float) -> None:
-        """Note that a node gets on with a step, however long that takes."""
+        """Note that a node makes progress in a step."""
         self._in_flight.progressed(step=message.step, generation=message.generation, now=now)
 
     def oldest_step(self) -> StepUnderWay | None:

@@ -1,15 +1,15 @@
-"""How an engine goes on after it has lost a node: the stages of a new generation.
+"""The recovery of an engine that has lost a node: the stages of a new generation.
 
-Owns which nodes are part of the engine, whose answer is awaited and since when; begins the
+Owns the set of nodes in the engine, the answers awaited and the time of waiting; begins the
 generations of formation.py and finds the expert table that the present nodes can serve. Pure:
-no socket, no clock, no request. Called by failover.py, which sends what a stage asks for and
+no socket, no clock, no request. Called by failover.py, which sends a stage's messages and
 reports the answers.
 
     serving --loss, failed step--> halting --all halted--> forming --all ready--> serving
     serving --a node is back--> draining --no step left--> halting
     halting --all halted, but experts or attention are missing--> waiting --back--> forming
 
-Every loss begins a new generation, in any stage. A node that reacts too late is lost too.
+Every loss begins a new generation, in any stage. A node that reacts too late also counts as lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from topspin.expert_table import ExpertTable
 
 
 class Stage(Enum):
-    """What the engine is doing; steps are planned in SERVING only."""
+    """The state of the engine; steps are planned in SERVING only."""
 
     SERVING = "serving"
     DRAINING = "draining"
@@ -35,10 +35,10 @@ class Stage(Enum):
 
 
 class Recovery:
-    """The stage that the engine's generation is in.
+    """The current stage of the engine's generation.
 
     Invariant: `nodes` are those that have loaded and are not lost; all of them halt and form
-    together. Outside HALTING and FORMING nobody's answer is awaited.
+    together. Outside HALTING and FORMING no answer is awaited.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Recovery:
         restart_deadline_s: float,
         needs_all: bool,
     ) -> None:
-        """Begin while every node is in its place, and serves.
+        """Start in SERVING, with every node in its place.
 
         `needs_all`: no generation without every place (all nodes live in one process).
         """
@@ -83,7 +83,7 @@ class Recovery:
         return sorted(self._awaited, key=str)
 
     def lose(self, member: Member) -> None:
-        """Strike a node off; the caller then begins a new generation if it was in `nodes`."""
+        """Remove a node; the caller then begins a new generation if it was in `nodes`."""
         self.nodes.discard(member)
         self._late.discard(member)
         self._awaited.discard(member)
@@ -104,7 +104,7 @@ class Recovery:
         self._awaited = set(self.nodes)
 
     def loaded(self, member: Member, now: float) -> None:
-        """Take in a node that has loaded late: at once, or after the forming under way.
+        """Add a node that has loaded late: at once, or after a forming that is in progress.
 
         While the others serve, they are drained first.
         """
@@ -116,13 +116,13 @@ class Recovery:
             self.drain(now)
 
     def halted(self, member: Member, generation: int) -> None:
-        """Note that a node has halted; the answer to an earlier Halt counts for nothing."""
+        """Note that a node has halted; the answer to an earlier Halt is ignored."""
         if self.stage is Stage.HALTING and generation == self._formation.generation:
             self._awaited.discard(member)
 
     @property
     def has_halted(self) -> bool:
-        """Say whether a topology may be made: nobody holds on to an older generation."""
+        """Say whether a topology may be made: no node is still in an older generation."""
         return self.stage is Stage.WAITING or (self.stage is Stage.HALTING and not self._awaited)
 
     def try_form(self, now: float) -> bool:
@@ -164,7 +164,7 @@ class Recovery:
         return found
 
     def overdue(self, now: float) -> list[Member]:
-        """Return the nodes that have not answered in time, and are therefore dead."""
+        """Return the nodes that have not answered in time and so count as dead."""
         limit_s = {
             Stage.HALTING: self._halt_deadline_s,
             Stage.FORMING: self._restart_deadline_s,
@@ -174,7 +174,7 @@ class Recovery:
         return self.awaited
 
     def expires(self, now: float) -> bool:
-        """Say, once, that requests have waited for long enough."""
+        """Return True once, when requests have waited longer than the restart deadline."""
         since_s = self._down_since_s
         if self.has_expired or since_s is None or now - since_s <= self._restart_deadline_s:
             return False
@@ -192,8 +192,8 @@ def table_without(
 ) -> ExpertTable | None:
     """Return `full` without the slots of the `absent` expert nodes, under a new version.
 
-    `current` itself if it says the same already; None if an expert has no other replica.
-    The others' slots stay as they are, so nobody has to load anything.
+    `current` itself if its slots are the same already; None if an expert has no other replica.
+    The other nodes' slots do not change, so no node has to load experts.
     """
     slots = tuple(
         tuple(() if node in absent else experts for node, experts in enumerate(layer))

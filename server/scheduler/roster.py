@@ -1,7 +1,7 @@
-"""Who makes up the engine: the nodes in their places, and any number of gateways.
+"""The members of the engine: the nodes in their places, and any number of gateways.
 
-Owns the roll from Hello to Ready, and refusals. Pure: peers are opaque ids, messages come
-as arguments and are returned. Called by service.py, nodes.py, gateways.py and failover.py.
+Owns the list of members from Hello to Ready, and refusals. Pure: peers are opaque ids, messages
+are arguments and return values. Called by service.py, nodes.py, gateways.py and failover.py.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class _Joined:
 
 
 class Roster:
-    """The roll of the engine's nodes.
+    """The list of the engine's nodes.
 
-    Invariant: all nodes on it speak one protocol, run one revision and serve one checkpoint
+    Invariant: all nodes in it speak one protocol, run one revision and serve one checkpoint
     (the first node's); each place is taken once.
     """
 
@@ -57,7 +57,7 @@ class Roster:
         self.gateways: set[bytes] = set()
 
     def join(self, peer: bytes, hello: Hello) -> None:
-        """Put a node or a gateway on the roll.
+        """Add a node or a gateway.
 
         Raises VersionMismatch or ConfigError with the reason to send in Refused.
         """
@@ -97,7 +97,10 @@ class Roster:
             )
 
     def ready(self, member: Member, message: Ready) -> None:
-        """Note that a node is ready; raises ProtocolError if it cannot be, ConfigError if empty."""
+        """Note that a node is ready.
+
+        Raises ProtocolError if that is not expected now, ConfigError if its cache is empty.
+        """
         if not self.is_complete:
             raise ProtocolError(f"{member} reports ready before Welcome")
         node = self._nodes[member]
@@ -119,7 +122,7 @@ class Roster:
         return self.is_complete and all(node.ready is not None for node in self._nodes.values())
 
     def awaited(self) -> str:
-        """Return, for people, the nodes that the start still waits for."""
+        """Return a text that names the nodes that the start still waits for."""
         missing = [str(place) for place in self._places if place not in self._nodes]
         if missing:
             return "waiting for " + ", ".join(missing)
@@ -127,7 +130,7 @@ class Roster:
         return "loading: " + ", ".join(loading) if loading else ""
 
     def topology(self, nodes: Iterable[Member], table: ExpertTable, *, generation: int) -> Topology:
-        """Return who makes up `generation`: `nodes`, all of them on the roll."""
+        """Return the topology of `generation` with `nodes`, all of which have joined."""
         hellos = {node: self._nodes[node].hello for node in nodes}
         experts = [hellos.get(place) for place in self._places if place.role == "expert"]
         attention = [hellos.get(place) for place in self._places if place.role == "attention"]
@@ -150,7 +153,7 @@ class Roster:
         return member in self._nodes
 
     def leave(self, member: Member) -> None:
-        """Strike a node off the roll: its connection is a stranger's from now on."""
+        """Remove a node; its connection counts as unknown from now on."""
         del self._member_of[self._nodes.pop(member).peer]
 
     def loaded(self, member: Member, message: Loaded) -> None:
@@ -160,15 +163,15 @@ class Roster:
             raise ProtocolError(f"{member} has {message.num_blocks} blocks, it had {before}")
 
     def member(self, peer: bytes) -> Member | None:
-        """Return the place of the node `peer`, None for gateways and strangers."""
+        """Return the place of the node `peer`, None for gateways and unknown peers."""
         return self._member_of.get(peer)
 
     def describe(self, member: Member) -> str:
-        """Return a node's name for people, with its process id."""
+        """Return a text that names a node and its process id."""
         return f"{member} (pid {self._nodes[member].hello.pid})"
 
     def pid(self, member: Member) -> int:
-        """Return a node's process id, as it said."""
+        """Return a node's process id, from its Hello."""
         return self._nodes[member].hello.pid
 
     @property
@@ -182,7 +185,7 @@ class Roster:
         return [place for place in self._places if place in self._nodes]
 
     def peer(self, member: Member) -> bytes:
-        """Return the connection of a node that is on the roll."""
+        """Return the connection of a node that has joined."""
         return self._nodes[member].peer
 
     def num_blocks(self) -> list[int]:
@@ -192,5 +195,5 @@ class Roster:
         return [node.ready.num_blocks for node in nodes if node.ready is not None]
 
     def expert_addresses(self) -> list[str]:
-        """Return where the expert nodes accept attention nodes."""
+        """Return the addresses at which expert nodes accept attention nodes."""
         return [n.hello.data_address for m, n in self._nodes.items() if m.role == "expert"]

@@ -1,8 +1,8 @@
-"""Which attention node a request goes to.
+"""The choice of an attention node for a request.
 
 Pure: compares candidates that could all take the request now. A request stays on its node
-while it runs; after a preemption it is routed anew (usually back, to what its blocks left
-in the prefix cache). Called by policy.py.
+while it runs; after a preemption it is routed again (usually to the same node, where the
+prefix cache still has its blocks). Called by policy.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from server.scheduler.micro_batching.cost import CostModel
 
-# A running sequence is expected to decode this many more tokens beside the new one.
+# A running sequence is expected to decode this many more tokens alongside the new one.
 DECODE_HORIZON_TOKENS = 64
 
 
@@ -31,7 +31,7 @@ def choose_replica(
     """Return the candidate with the least predicted work; the lowest index among equals.
 
     Work is the prefill still queued there, this request's own uncached part, and the
-    decoding of what runs there.
+    decoding of the sequences that run there.
     """
 
     def work_s(candidate: Candidate) -> float:

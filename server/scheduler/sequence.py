@@ -1,4 +1,4 @@
-"""A request from add() to its one end, and a sequence: one admission of it to a node.
+"""A request, from add() to its end, and a sequence: one admission of it to a node.
 
 Owns their state and the rule by which a sampled token ends a request. Knows no queue, no
 pool and no step. A preempted request comes back as a new Sequence of the same Request.
@@ -19,8 +19,8 @@ class Request:
     """One choice of one client request.
 
     `tokens` is the prompt and the accepted output; `max_length` the total length at which
-    it ends by "length"; `max_blocks` what it can ever hold of a node's cache; `num_replays`
-    counts lost generations since its last token.
+    it ends by "length"; `max_blocks` the most blocks of a node's cache that it can hold;
+    `num_replays` counts lost generations since its last token.
     """
 
     request_id: str
@@ -60,12 +60,12 @@ class Sequence:
     """A request on an attention node.
 
     Positions count tokens whose keys and values are in the cache. `num_planned` includes
-    steps in flight, `num_committed` only those that have succeeded. `length` is what the
-    request's length will be once the steps in flight are done; so the next step can feed
+    steps in flight, `num_committed` only those that have succeeded. `length` is the
+    request's length after the steps in flight; so the next step can feed
     positions num_planned..length-1, and never position `position_limit` (the last token
-    is returned, not fed). `closed`: no later step will name it; its blocks return when
-    `num_in_flight` steps that do have succeeded. `publish_at`: committed positions at which
-    its next block is full.
+    is returned, not fed). `closed`: no later step will name it; its blocks are released when
+    the `num_in_flight` steps that name it have succeeded. `publish_at`: committed positions at
+    which its next block is full.
     """
 
     request: Request

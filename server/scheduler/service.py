@@ -1,8 +1,8 @@
 """The scheduler's loop: the only part of it that touches the control channel.
 
 Owns the engine's life: starting, serving, failed or stopping. A turn is three lines: `step =
-policy.schedule(now)`, send, `policy.update(result, now)`; all else that nodes and gateways say
-goes to the part that knows about it. Decides nothing about requests. Runs in the process's only
+policy.schedule(now)`, send, `policy.update(result, now)`; other messages of nodes and gateways
+go to the part responsible for them. Decides nothing about requests. Runs in the process's only
 thread, blocked in poll() when there is nothing to do. Called by command.py.
 """
 
@@ -65,14 +65,14 @@ from topspin.process import CONFIG_ERROR_STATUS
 POLL_S = 0.5
 # The same while a step is in flight, whose nodes are watched.
 WATCH_POLL_S = 0.25
-# How long a lost peer's own closed connection may come after others' complaints about it.
+# How much later than others' reports of its loss a peer's own disconnection may be seen.
 CAUSE_WAIT_S = 0.2
 # How long nodes have to leave after Stop.
 STOP_WAIT_S = 3.0
 
 
 class Channel(Protocol):
-    """What the loop needs of topspin.channel.ControlServer."""
+    """The methods used of topspin.channel.ControlServer."""
 
     def poll(self, timeout_s: float | None) -> list[Event]:
         """Wait for events."""
@@ -84,9 +84,9 @@ class Channel(Protocol):
 class Service:
     """One engine's scheduler.
 
-    Invariant: a request that a gateway sent is answered by its end (an output with a finish
-    reason, or RequestFailed), unless the gateway aborted it or is gone. `_policy` is None until
-    every node was ready once.
+    Invariant: every request of a gateway ends with an output with a finish reason or with
+    RequestFailed, unless the gateway aborted it or is gone. `_policy` is None until every node
+    was ready once.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Service:
         logger: logging.Logger,
         report_dead: Callable[[int], None] = lambda pid: None,
     ) -> None:
-        """`report_dead` is told the process ids of nodes that are lost (`--restart on`)."""
+        """`report_dead` gets the process id of each lost node (`--restart on`)."""
         self._channel = channel
         self._config = config
         self._facts = facts
@@ -144,9 +144,9 @@ class Service:
         return None if self._policy is None else self._policy.num_steps_in_flight
 
     def run(self) -> int:
-        """Serve until asked to stop (returns 0) or until the engine fails.
+        """Serve until a stop is requested (returns 0) or until the engine fails.
 
-        Then it returns 1, or 2 if a node cannot be what it was configured as.
+        A failure returns 1, or CONFIG_ERROR_STATUS for a ConfigError.
         """
         try:
             while self._stop_reason is None:
@@ -155,7 +155,7 @@ class Service:
             if self._stop_reason is None:
                 self._fail(error)
                 return CONFIG_ERROR_STATUS if isinstance(error, ConfigError) else 1
-            # Everybody may have been told to stop at once: a node that left first is no loss.
+            # All processes may have been told to stop at once: a node may leave first.
             self._log.info("while stopping: %s", error)
         self._stop(self._stop_reason)
         return 0
@@ -184,7 +184,7 @@ class Service:
         self._gateways.send_traces()
 
     def _may_plan(self, policy: Policy) -> bool:
-        """Go on with a recovery, or with a change of the expert table; say whether to plan."""
+        """Advance a recovery or a change of the expert table; returns whether to plan steps."""
         self._faults.advance()
         if not self._faults.is_serving:
             self.balancer.cancel()
@@ -202,7 +202,7 @@ class Service:
             self._faults.lose(deaf, NodeLost(f"{deaf} cannot be sent its part of a step"))
 
     def _receive(self) -> Iterator[Event]:
-        """Wait for events and yield them, until asked to stop; the others stay in `_events`."""
+        """Wait for events and yield them until a stop is requested; the rest stay in `_events`."""
         is_stepping = self._policy is not None and self._policy.num_steps_in_flight > 0
         timeout_s = WATCH_POLL_S if is_stepping else POLL_S
         if not self._faults.is_serving:
@@ -214,7 +214,7 @@ class Service:
             yield self._events.popleft()
 
     def _check_progress(self) -> None:
-        """Deal with a node, or lost rows, that keep the oldest step from its end."""
+        """Handle a node, or lost rows, that block the oldest step."""
         if self._policy is None:
             return
         is_watched = self._nodes.experts_follow_tickets
@@ -228,10 +228,10 @@ class Service:
         else:
             self._faults.lose(member, NodeLost(f"{member}: {reason}"))
 
-    # What comes beside results.
+    # Events other than results.
 
     def _handle(self, event: Event, member: Member | None) -> None:
-        """Act on one event; raises the error with which the node, or the engine, is lost."""
+        """Handle one event; raises the error by which the node, or the engine, is lost."""
         peer = event.peer
         if isinstance(event, PeerGone):
             if peer in self._nodes.roster.gateways:
@@ -261,7 +261,7 @@ class Service:
         except (VersionMismatch, ConfigError) as error:
             self._gateways.refuse(peer, str(error))
             if hello.role != "gateway" and self._gateways.is_starting:
-                raise  # the engine cannot become what was asked for
+                raise  # the engine cannot start as configured
             return
         self._log.info("%s %d joined (pid %d)", hello.role, hello.index, hello.pid)
         if hello.role == "gateway":
@@ -274,7 +274,7 @@ class Service:
             self._gateways.set_state("starting", roster.awaited())
 
     def _welcome(self) -> None:
-        """Let every node load: all of them are there."""
+        """Send Welcome to every node, now that all have joined; they then load."""
         roster, formation = self._nodes.roster, self.formation
         topology = roster.topology(roster.places, formation.table, generation=formation.generation)
         for member in roster.places:
@@ -355,7 +355,7 @@ class Service:
         self._gateways.set_state("ready")
 
     def _name_cause(self, member: Member, code: str) -> None:
-        """If `member` complains of a lost peer, wait for that peer's own end and name it."""
+        """If `member` reports a lost peer, wait for its disconnection and raise NodeLost for it."""
         if code != errors.PeerLost.code or not self._faults.ends_engine:
             return
         self._events.extend(self._channel.poll(CAUSE_WAIT_S))
@@ -369,7 +369,7 @@ class Service:
     def _fail(self, error: TopspinError) -> None:
         """End every request with `error` (as a 503) and tell the gateways."""
         self._log.error("the engine has failed: %s", error)
-        # Requests learn their own cause before their gateway hears that the engine is gone.
+        # Requests get their own error before their gateway is told that the engine has failed.
         if self._policy is not None:
             cause = error if isinstance(error, EngineError) else errors.StepFailed(str(error))
             self._gateways.deliver(self._policy.fail_all(cause))
@@ -378,7 +378,7 @@ class Service:
         self._refuse_rest()
 
     def _stop(self, reason: str) -> None:
-        """End every request, let the nodes go, and refuse what still comes meanwhile."""
+        """End every request, stop the nodes, and refuse requests that arrive meanwhile."""
         self._gateways.set_state("stopping", reason)
         if self._policy is not None:
             self._gateways.deliver(
@@ -399,7 +399,7 @@ class Service:
             self._log.warning("%s has not left", member)
 
     def _refuse_rest(self) -> None:
-        """Answer the requests among the events that nobody will handle any more."""
+        """Refuse the requests among the remaining events, and drop the events."""
         for event in self._events:
             if isinstance(event, Received) and isinstance(event.message, AddRequest):
                 self._gateways.add(event.peer, event.message)
@@ -407,14 +407,14 @@ class Service:
 
 
 def _result_in(event: Event) -> StepResult | None:
-    """Return the step's result that `event` brings, if it does."""
+    """Return the step result in `event`, None if it is another event."""
     if isinstance(event, Received) and isinstance(event.message, StepResult):
         return event.message
     return None
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):
-    """Names the process in every line."""
+    """Adds the process's name to every line."""
 
     def process(
         self, msg: object, kwargs: MutableMapping[str, Any]

@@ -1,12 +1,12 @@
 """Collects traces from all nodes, on the scheduler's clock, and records the scheduler's own.
 
-Owns the course of a collection: a few pings to each node, which bound its clock's offset,
+Owns the sequence of a collection: a few pings to each node, which bound its clock's offset,
 then the query, then the answer. Pure: messages and times come as arguments and messages to
 send are returned (only the ring reads the clock). Called by service.py.
 
-A node answers between steps, so a ping may lie there for as long as a step takes, and half
-the round trip would be a poor estimate. Each ping bounds the offset on both sides instead:
-the node read its clock after we had sent and before we received.
+A node answers between steps, so a ping may wait there for a whole step, and half the round
+trip would be a poor estimate. Each ping bounds the offset on both sides instead: the node
+read its clock after we had sent and before we received.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ask(NamedTuple):
 
 
 class Offset(NamedTuple):
-    """A clock's offset from ours, and by how much it may be wrong."""
+    """A clock's offset from ours, and its largest error."""
 
     offset_ns: int
     error_ns: int
@@ -59,7 +59,7 @@ class _Node:
     records: bytes | None = None
 
     def offset(self) -> Offset:
-        """Return the offset within the bounds: 0 if that is possible, as it is on one host."""
+        """Return an offset within the bounds: 0 if they allow it, as on one host."""
         error_ns = max(0, self.high_ns - self.low_ns)
         if self.low_ns <= 0 <= self.high_ns:
             return Offset(0, error_ns)
@@ -67,7 +67,7 @@ class _Node:
 
 
 class TraceCollection:
-    """One trace under way. Done when every node has answered, or at the deadline."""
+    """One trace being collected. Done when every node has answered, or at the deadline."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class TraceCollection:
             node.records = dump.records
 
     def is_done(self, now: float) -> bool:
-        """Say whether there is nothing to wait for."""
+        """Say whether every node has answered or the deadline has passed."""
         missing = any(node.records is None for node in self._nodes.values())
         return not missing or now >= self._deadline_s
 
@@ -147,7 +147,7 @@ class TraceCollection:
 
     @property
     def seconds(self) -> float:
-        """Return how far back the stamps go."""
+        """Return the age of the oldest stamps to collect."""
         return self._seconds
 
 
@@ -181,14 +181,14 @@ class Tracer:
         now: float,
         now_ns: int,
     ) -> list[Ask]:
-        """Begin a collection; one that the gateway had begun before is dropped."""
+        """Begin a collection, and drop the gateway's earlier one."""
         self._num_collections += 1
         collection = TraceCollection(request, nodes, collection_id=self._num_collections, now=now)
         self._collections[gateway] = collection
         return collection.start(now_ns)
 
     def on_node_message(self, name: str, message: ClockPong | TraceDump, now_ns: int) -> list[Ask]:
-        """Take a node's answer and return the next questions."""
+        """Record a node's answer and return the next questions."""
         asks: list[Ask] = []
         for collection in self._collections.values():
             if isinstance(message, ClockPong):

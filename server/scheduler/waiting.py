@@ -18,7 +18,7 @@ class WaitingQueue:
         self._heap: list[tuple[int, Request]] = []
 
     def push(self, request: Request) -> None:
-        """Put `request` at the place that its arrival gives it."""
+        """Insert `request` in order of its arrival."""
         heapq.heappush(self._heap, (request.arrival, request))
 
     def first(self) -> Request | None:

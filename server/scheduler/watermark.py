@@ -1,12 +1,12 @@
-"""Which node keeps a step from its end, although it answers pings.
+"""Detection of a node that blocks a step although it answers pings.
 
-Owns the nodes' last reports on the step under way (topspin.progress) and the two rules that
+Owns the nodes' last reports on the oldest step (topspin.progress) and the two rules that
 judge them: a node that the step awaits and that reports nothing is dead; if all nodes wait for
 one another, rows or answers were lost on the way. Pure: no clock, no socket. Called by
 service.py at every turn.
 
-A step may take any time as long as its nodes speak, and they speak as they go from layer to
-layer. So the limit bounds one layer's work on one node, not the step.
+A step may take any time as long as its nodes report, which they do from layer to layer. So
+the limit bounds one layer's work on one node, not the step.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from server.scheduler.in_flight import StepUnderWay
 from server.scheduler.roster import Member
 from topspin.messages import Progress, ProgressState
 
-# A loop that was away for longer has not heard what nodes said meanwhile.
+# After a longer pause of the loop, silence counts from its return: reports may be unread.
 MAX_GAP_S = 2.0
 
 
 class Verdict(NamedTuple):
-    """Who is taken for dead (None: nobody in particular), and the reason, for people.
+    """The node that counts as dead (None: no single one), and the reason as text.
 
-    `silent_s` is for how long there was no sign of progress when this was decided.
+    `silent_s` is the time without progress when this was decided.
     """
 
     member: Member | None
@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
 @dataclass(slots=True)
 class _Said:
-    """A node's last word: about which step, which, when, and since when it has been that."""
+    """A node's last report: step, state, time, and since when both have been the same."""
 
     step: int
     state: ProgressState
@@ -45,13 +45,13 @@ class _Said:
 
 
 class Watermark:
-    """The last words of all nodes.
+    """The last reports of all nodes.
 
-    Invariant: only words of the generation under way are kept, by the caller's choice.
+    The caller passes only reports of the current generation.
     """
 
     def __init__(self, *, silent_limit_s: float, standstill_limit_s: float | None) -> None:
-        """`standstill_limit_s` None: nodes that wait for one another are left alone."""
+        """`standstill_limit_s` None: nodes may wait for one another without limit."""
         self._silent_limit_s = silent_limit_s
         self._standstill_limit_s = standstill_limit_s
         self._said: dict[Member, _Said] = {}
@@ -59,7 +59,7 @@ class Watermark:
         self._back_s = 0.0
 
     def heard(self, message: Progress, now: float) -> None:
-        """Note a node's word."""
+        """Note a node's report."""
         member = Member(message.role, message.index)
         before = self._said.get(member)
         same = before is not None and (before.step, before.state) == (message.step, message.state)
@@ -69,7 +69,7 @@ class Watermark:
     def judge(
         self, head: StepUnderWay | None, experts: Iterable[Member], now: float
     ) -> Verdict | None:
-        """Return the reason why the step `head` does not end, if that has lasted too long.
+        """Return the verdict on step `head`, if it has made no progress for too long.
 
         `experts` are the expert nodes that take part in it.
         """
@@ -106,5 +106,5 @@ class Watermark:
 
 
 def _is_done(said: _Said, step: int) -> bool:
-    """Say whether a node has said that it has done its part of `step`."""
+    """Say whether a node has reported its part of `step` as done."""
     return said.step > step or (said.step == step and said.state == "done")

@@ -1,1 +1,1 @@
-"""Where experts lie: observed load, copies of hot experts, and the tables that follow."""
+"""The placement of experts: observed load, copies of hot experts, and the resulting tables."""

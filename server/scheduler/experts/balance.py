@@ -1,7 +1,7 @@
-"""Where the copies of one layer's experts go so that no expert node is much busier than another.
+"""Placement of the copies of one layer's experts, so that expert nodes are evenly loaded.
 
 Owns the algorithms, pure and for one MoE layer: how many copies each expert gets, which node
-holds which, and how good that is. Follows the two policies of EPLB (DeepSeek): *global*, and
+holds which, and how even the load is. Follows the two policies of EPLB (DeepSeek): *global*, and
 *hierarchical*, which first gives whole expert groups to hosts; beyond them it never puts two
 copies of one expert on a node, takes nodes of different capacities, and improves a placement
 by exchanges. Knows no time, no table version and no slot: placement.py does.
@@ -20,19 +20,19 @@ from itertools import accumulate, pairwise
 from topspin.expert_table import ExpertTable
 
 Bins = list[set[int]]
-"""By node, the experts that it holds."""
+"""The experts that each node holds."""
 
-# A refinement of one layer ends after so many changes at most, per node.
+# The most changes in a refinement of one layer, per node.
 MAX_CHANGES_PER_NODE = 4
-# One that lowers the peak by less than this share of the mean node load is not worth making.
+# A change must lower the peak by at least this share of the mean node load.
 MIN_STEP = 0.005
 
 
 def balance(table: ExpertTable, loads: Sequence[Sequence[float]]) -> float:
     """Return the experts' time under `table`, divided by that of perfect balance.
 
-    loads[layer][expert]. Layers are computed one after the other, each as slowly as its
-    busiest node: the sum over layers of the highest node load, by the sum of the mean ones.
+    loads[layer][expert]. Layers are computed one after the other, each in the time of its
+    busiest node: the sum over layers of the highest node load, divided by that of the mean ones.
     1 if there is no load. Nodes that hold nothing in a layer do not count in its mean.
     """
     peak = mean = 0.0
@@ -45,7 +45,7 @@ def balance(table: ExpertTable, loads: Sequence[Sequence[float]]) -> float:
 
 
 def node_loads(nodes: Sequence[Sequence[int] | set[int]], loads: Sequence[float]) -> list[float]:
-    """Return the load of each node of one layer: its experts' loads, by their copies."""
+    """Return the load of each node of one layer: its experts' loads, each over its copies."""
     copies = [0] * len(loads)
     for experts in nodes:
         for expert in experts:
@@ -77,8 +77,8 @@ def replicate(loads: Sequence[float], *, num_slots: int, max_copies: int) -> lis
 def pack(loads: Sequence[float], copies: Sequence[int], capacities: Sequence[int]) -> Bins:
     """Place `copies` of each expert: the heaviest first, on the least loaded node with room.
 
-    Never two of one expert on a node. Capacities may leave no such place for a last copy;
-    then copies change places, and if that cannot help, another expert gets the slot.
+    A node never gets two copies of one expert. If capacities leave no node for a last copy,
+    another copy makes room; if that is impossible, another expert gets the slot.
     """
     bins: Bins = [set() for _ in capacities]
     filled = [0.0] * len(capacities)
@@ -112,7 +112,7 @@ def _make_place(bins: Bins, expert: int, loads: Sequence[float], capacities: Seq
             held.add(expert)
             bins[room].add(moved)
             return
-    # Whoever lacks `expert` holds only what `room` holds too: the copy is of no use.
+    # Every node without `expert` holds only experts of `room`: the copy cannot be placed.
     others = [other for other in range(len(loads)) if other not in bins[room]]
     if others:
         bins[room].add(max(others, key=lambda other: (loads[other], -other)))
@@ -122,8 +122,8 @@ def refine(bins: Bins, loads: Sequence[float]) -> Bins:
     """Return `bins` after changes of one or two experts that lower the busiest node's load.
 
     The busiest node exchanges an expert with another node or, where that does not help, a
-    copy that an expert can spare becomes one of another expert. Sizes stay. Each change is
-    the best of its kind; it ends when none helps.
+    spare copy of an expert is replaced by a copy of another. Sizes do not change. Each
+    change is the best of its kind; the function ends when none helps.
     """
     state = _Refinement([set(held) for held in bins], loads)
     for _ in range(MAX_CHANGES_PER_NODE * len(bins)):
@@ -138,7 +138,7 @@ def refine(bins: Bins, loads: Sequence[float]) -> Bins:
 class _Change:
     """`node` drops one expert for another; if `partner` is a node, it does the opposite.
 
-    `peak` is the highest load after it of all nodes whose load changes.
+    `peak` is the highest load after the change among the nodes whose load changes.
     """
 
     peak: float
@@ -149,7 +149,7 @@ class _Change:
 
 
 class _Refinement:
-    """A placement under way. Invariant: `copies`, `filled` and `hot` are those of `bins`."""
+    """A placement in progress. Invariant: `copies`, `filled` and `hot` are those of `bins`."""
 
     def __init__(self, bins: Bins, loads: Sequence[float]) -> None:
         self.bins = bins
@@ -201,8 +201,8 @@ class _Refinement:
     def best_substitution(self) -> _Change | None:
         """Return the best way to give a spare copy's slot to another expert.
 
-        Either the hot node drops a copy, or another node takes a copy of what the hot node
-        holds; else its load would not fall.
+        Either the hot node drops a copy, or another node takes a copy of one of its experts;
+        otherwise the hot node's load would not fall.
         """
         best: _Change | None = None
         hot = self.bins[self._hot]
@@ -257,10 +257,10 @@ def place_hierarchical(
 ) -> Bins:
     """Return a placement that keeps each expert group on one host.
 
-    Groups are runs of equal length; `hosts` lists the nodes of each host. Groups go to
-    hosts, as many to each, then experts are replicated and packed within the host. Where
-    that cannot be (the groups do not divide, or a host has not the slots), the placement is
-    the global one.
+    Groups are runs of equal length; `hosts` lists the nodes of each host. Each host gets
+    equally many groups, then experts are replicated and packed within the host. If that is
+    impossible (the groups do not divide, or do not fit a host's slots), the placement is the
+    global one.
     """
     num_experts = len(loads)
     size = num_experts // num_groups

@@ -1,13 +1,13 @@
-"""When experts move: from measured loads to a table that every node has prepared.
+"""Changes of the expert table: from measured loads to a table that every node has prepared.
 
-Owns the course of a change: the interval, a plan made layer by layer between the loop's other
+Owns the sequence of a change: the interval, a plan made layer by layer between the loop's other
 work, PrepareTable to all nodes, their answers, and the moment from which steps name the new
 version; then the table is formation.py's. Pure: no socket and no clock. service.py sends the
 messages; placement.py decides where experts go.
 
 Invariant: at most one table is being prepared, and none while a step of an older version
-than the one in use is in flight; so a node never has to keep more than two tables, beside
-the one it prepares.
+than the one in use is in flight; so a node never has to keep more than two tables plus the
+one it prepares.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from topspin.config import BalanceSection
 from topspin.expert_table import ExpertTable
 
 MAX_DOUBLINGS: Final = 10
-"""Of the time between plans, while nodes refuse what is planned."""
+"""The most doublings of the time between plans, while nodes refuse tables."""
 
 
 class BalanceStats(NamedTuple):
@@ -39,7 +39,7 @@ class BalanceStats(NamedTuple):
 
 
 class ExpertBalancer:
-    """The changes of one engine's expert table, and the load that asks for them."""
+    """The changes of one engine's expert table, and the measured load."""
 
     def __init__(self, formation: Formation, config: BalanceSection) -> None:
         self.load = ExpertLoad(formation, half_life_pairs=config.half_life_pairs)
@@ -68,9 +68,9 @@ class ExpertBalancer:
         return self._wanted is not None or self._pending is not None
 
     def ask(self, table: ExpertTable | None = None) -> None:
-        """Plan a table at the next turn, without regard to the interval and the number of counts.
+        """Plan a table at the next turn, regardless of the interval and the number of counts.
 
-        With `table` that one is taken, under the next version, whatever its gain.
+        A given `table` is used as it is, under the next version, regardless of its gain.
         """
         if table is None:
             self._is_asked = True
@@ -99,7 +99,7 @@ class ExpertBalancer:
         return None
 
     def _start(self, now: float) -> bool:
-        """Begin a plan if it is time for one and there is a choice; says whether it has."""
+        """Begin a plan if one is due and experts can move; returns whether it did."""
         if self._planned_s is None:
             self._planned_s = now
         table = self._formation.table
@@ -126,11 +126,11 @@ class ExpertBalancer:
     def prepared(
         self, member: Member, version: int, *, is_refused: bool = False
     ) -> ExpertTable | None:
-        """Note a node's answer; once all are there, use the table and return it.
+        """Note a node's answer; once all have come, use the table and return it.
 
-        One that any node has refused is given up when all have answered, and its version is the
-        next table's: so no node keeps what others could not prepare, and no answer is taken
-        for another's. Each refusal in a row doubles the time to the next plan.
+        A table that any node refuses is given up when all have answered, and the next table
+        gets its version: so no node keeps a table that others could not prepare, and no answer
+        is taken for one to another table. Each refusal in a row doubles the time to the next plan.
         """
         pending = self._pending
         if pending is None or version != pending.version:

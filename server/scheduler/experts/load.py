@@ -1,4 +1,4 @@
-"""How many (token, expert) pairs each logical expert serves, and each expert node.
+"""The numbers of (token, expert) pairs that each logical expert and expert node serves.
 
 Owns the sums since start, and moving averages per MoE layer; turns the slots of a node's
 report into logical experts by the table of the version that the report names (formation.py
@@ -25,10 +25,10 @@ class LayerCounts(NamedTuple):
 
 
 class _Layer:
-    """Sums of one layer. What is added later weighs more, which is an exponential average.
+    """Sums of one layer. Later counts weigh more, which gives an exponential average.
 
     The weight doubles with every half-life. Reports gather in `_fresh` until fold(), so that
-    those of one round weigh the same whichever node is the first to report.
+    those of one round weigh the same in any order of nodes.
     """
 
     def __init__(self, num_experts: int, num_nodes: int, half_life_pairs: float) -> None:
@@ -41,7 +41,7 @@ class _Layer:
         self._half_life_pairs = half_life_pairs
 
     def add(self, node: int | None, found: LayerCounts) -> None:
-        """Add counts; `node` None: they are of a table that is not in use any more."""
+        """Add counts; `node` None: they are of a table that is no longer in use."""
         for expert, count in zip(found.experts, found.counts, strict=True):
             self.tokens[expert] += count
             self._fresh[expert] += count
@@ -60,7 +60,7 @@ class _Layer:
             self._weight = 1.0
 
     def recent(self) -> list[float]:
-        """Return the averages by expert, in a unit of their own."""
+        """Return the averages by expert, in an arbitrary unit."""
         weight = self._next_weight()
         return [r + f * weight for r, f in zip(self._recent, self._fresh, strict=True)]
 
@@ -70,7 +70,7 @@ class _Layer:
         return [r + f * weight for r, f in zip(self._of_nodes, self._fresh_of_nodes, strict=True)]
 
     def forget_nodes(self, num_nodes: int) -> None:
-        """Begin the averages per node anew."""
+        """Reset the averages per node."""
         self._of_nodes = [0.0] * num_nodes
         self._fresh_of_nodes = [0] * num_nodes
 
@@ -92,7 +92,7 @@ class ExpertLoad:
         self._reported: set[int] = set()
 
     def _follow(self) -> None:
-        """Begin the averages per node anew if another table is in use than before."""
+        """Reset the averages per node if the table in use has changed."""
         table = self._formation.table
         if table is not self._averaged:
             self._averaged = table
@@ -104,7 +104,7 @@ class ExpertLoad:
         self._follow()
         table = self._formation.recent_table(report.table_version)
         if table is None and report.table_version < self._formation.table.version:
-            return  # so late that its slots have no names any more; such pairs are few
+            return  # too late: the table of its slots is forgotten; such pairs are few
         if table is None or not 0 <= report.index < table.num_nodes:
             raise ProtocolError(
                 f"expert {report.index}: counts by table version {report.table_version}"
@@ -137,7 +137,7 @@ class ExpertLoad:
         return min((sum(layer.tokens) for layer in self._layers), default=0) / num_experts
 
     def recent(self) -> list[list[float]]:
-        """Return the averages, [layer][expert]; in each layer only their ratios mean something."""
+        """Return the averages, [layer][expert]; only ratios within a layer are meaningful."""
         return [_shares(layer.recent()) for layer in self._layers]
 
     def balance(self) -> float | None:

@@ -22,10 +22,10 @@ from server.scheduler.experts.balance import (
 from topspin.expert_table import ExpertTable
 
 Layer = tuple[tuple[int, ...], ...]
-"""By node, its experts in slot order."""
+"""The experts of each node, in slot order."""
 
-# To read every expert of a layer anew is worth this share of the mean node load: a layer in
-# which one expert of 64 slots moves must gain a 64th of it.
+# The cost of reading all experts of a layer, as a share of the mean node load: moving one
+# expert of 64 slots must gain a 64th of it.
 MIGRATION_COST = 0.2
 
 
@@ -61,10 +61,10 @@ def keep_slots(old: Sequence[int], experts: set[int]) -> tuple[int, ...]:
 def match_contents(
     old: Sequence[set[int]], new: Sequence[set[int]], kinds: Sequence[object]
 ) -> list[int]:
-    """Return for each place which of the contents `new` it gets, to keep much of `old`.
+    """Return, for each place, the index in `new` of its content, so that much of `old` is kept.
 
-    Content i was made for place i; it may go to places of an equal kind only. The pair with
-    the most in common is settled first, then exchanges that help are made.
+    Content i was made for place i; it may go to places of an equal kind only. Pairs with
+    the most in common are matched first, then exchanges that help are made.
     """
     num_places = len(old)
     common = [[len(held & content) for content in new] for held in old]
@@ -91,10 +91,10 @@ def match_contents(
 
 
 def match_nodes(old: Sequence[set[int]], bins: Bins, hosts: Sequence[Sequence[int]]) -> Bins:
-    """Return `bins` reordered so that nodes keep much of what they hold.
+    """Return `bins` reordered so that nodes keep many of their experts.
 
-    Hosts exchange all that they hold, or nodes of one host do. Only contents of the same
-    size change places, since sizes are the nodes' capacities.
+    Whole hosts exchange their contents, then nodes within a host. Only contents of the same
+    size are exchanged, since sizes are the nodes' capacities.
     """
     result = list(bins)
     whole = match_contents(
@@ -119,10 +119,10 @@ def place_layer(
     capacities: Sequence[int],
     hierarchy: Hierarchy | None = None,
 ) -> Layer:
-    """Return the layer with the lowest cost: its peak load, and the experts to be read for it.
+    """Return the layer with the lowest cost: its peak load plus the price of experts to read.
 
     The candidates are `old` as it is (if it has the right sizes), `old` with a few experts
-    exchanged, and a placement from nothing.
+    exchanged, and a new placement.
     """
     held = [set(experts) for experts in old]
     hosts: Sequence[Sequence[int]] = [[node] for node in range(len(old))]
@@ -145,7 +145,7 @@ def place_layer(
 
 
 def all_held(bins: Sequence[set[int]], num_experts: int) -> bool:
-    """Say whether every expert is somewhere."""
+    """Say whether every expert is on some node."""
     return len(set().union(*bins)) == num_experts
 
 

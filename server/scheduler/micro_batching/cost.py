@@ -2,7 +2,7 @@
 
 Owns the coefficients and the arithmetic. Knows no plans and no requests. The defaults are
 those of a 215M-parameter model on two CPU cores; splits and routing depend on their ratios
-only, so they are usable, not exact, elsewhere. Called by micro_batches.py and router.py.
+only, so they are usable, not exact, elsewhere. Called by split.py, plans.py and router.py.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ CostModel goes out. Called by policy.py.
 
 Each side's time is linear in a few counts, with coefficients that must not be negative.
 Old steps fade (a window of about MEMORY steps), an outlier counts less (Huber's weights on
-relative residuals), and where the steps do not tell two coefficients apart (a load that
-never changes) the default model's proportions decide.
+relative residuals), and where the steps cannot separate two coefficients (a constant load)
+the default model's proportions decide.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LINK_RATE = 0.1
 
 
 class StepLoad(NamedTuple):
-    """What one attention node had to do: micro-batches with rows, tokens, query-key pairs."""
+    """The load of one attention node: micro-batches with rows, tokens, query-key pairs."""
 
     num_micro_batches: int
     num_tokens: int
@@ -57,13 +57,13 @@ class LinearFit:
         return self._found
 
     def add(self, x: Sequence[float], y: float) -> None:
-        """Take a sample; anything but a positive time is ignored."""
+        """Add a sample; ignored unless `y` is positive and `x` is not all zeros."""
         if not y > 0.0 or not any(x):
             return
         weight = self._weight(x, y)
         keep = 1.0 - 1.0 / MEMORY
         size = len(self._prior)
-        # Relative errors count: a long prefill step must not drown the decode steps.
+        # Errors are relative: a long prefill step must not outweigh the decode steps.
         weight /= y * y
         for row in range(size):
             self._moment[row] = keep * self._moment[row] + weight * x[row] * y
@@ -78,7 +78,7 @@ class LinearFit:
         self._found = self._solve()
 
     def _weight(self, x: Sequence[float], y: float) -> float:
-        """Return how much a sample counts, and learn how far residuals usually are."""
+        """Return the weight of a sample, and update the mean absolute residual."""
         if self._num_samples == 0:
             return 1.0
         residual = abs(y - _dot(self._found, x)) / y
@@ -94,7 +94,7 @@ class LinearFit:
     def _solve(self) -> tuple[float, ...]:
         """Return the minimum of the squared errors over all non-negative coefficients.
 
-        The prior, scaled to the measured times, is a weak pull on every coefficient.
+        The prior, scaled to the measured times, weakly attracts every coefficient.
         """
         scale = self._prior_xy / self._prior_yy
         size = len(self._prior)
@@ -154,7 +154,7 @@ def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float] 
 
 
 class CostFit:
-    """The cost model of one engine, per MoE layer; dense layers count with them."""
+    """The cost model of one engine, per MoE layer; the time of dense layers is included."""
 
     def __init__(self, prior: CostModel, num_layers: int) -> None:
         self._num_layers = max(1, num_layers)

@@ -1,7 +1,7 @@
-"""How many micro-batches a step has, and which slices go into which.
+"""The number of micro-batches of a step, and the assignment of slices to them.
 
 Pure functions of predicted times (cost.py). A slice is never cut, so a sequence stays in
-one micro-batch per step. Called by policy.py.
+one micro-batch per step. Called by plans.py.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from server.scheduler.micro_batching.cost import CostModel
 from topspin.config import MAX_MICRO_BATCHES
 
 # A new number of micro-batches must be this much faster than the one in use. With TIE it bounds
-# what staying may cost (3 %); fitted times move less than this when the load does not.
+# the cost of keeping that one (3 %); fitted times vary less than this under a constant load.
 HYSTERESIS = 0.015
-# Numbers this close to the best count as equal: every micro-batch has costs of its own.
+# Times this close to the best count as equal; the smallest number is then taken, since every
+# micro-batch has its own costs.
 TIE = 0.01
 DEFAULT_NUM_LAYERS = 30
 
 
 class NodeLoad(NamedTuple):
-    """What one attention node has to do in a step; `largest_s` is its longest slice."""
+    """The load of one attention node in a step; `largest_s` is its longest slice."""
 
     num_slices: int
     num_tokens: int
@@ -44,8 +45,8 @@ def hop_times(cost: CostModel, loads: Sequence[NodeLoad], num_micro_batches: int
     token_s = cost.attention_token_s + cost.expert_token_s
     num_tokens = sum(load.num_tokens for load in loads)
     widest = max(load.num_tokens for load in loads)
-    # slices_s counts both sides' tokens; what is left per node is the attention side.
-    # A slice is never cut: where one is longer than its share, it sets the pace.
+    # slices_s includes the experts' time per token, which is subtracted here.
+    # A slice is never cut: one that is longer than its share determines the time.
     attention_s = max(
         max(load.slices_s / m, load.largest_s)
         - load.num_tokens / m * (token_s - cost.attention_token_s)
@@ -65,7 +66,7 @@ def pipeline_s(
 
     Under full overlap it is the paper's T_total = (T_a + T_e + 2 T_c) + T_f (m L - 1);
     otherwise every layer waits for a round trip. On shared cores both sides' times add up
-    (T_f = T_a + T_e) and only the link can be hidden; with m > 1 and a link that is about.
+    (T_f = T_a + T_e) and only the link can be hidden; with m > 1 and a link that is approximate.
     """
     t_a, t_e, t_c = times
     t_f = t_a + t_e if shares_cores else max(t_a, t_e)
@@ -79,7 +80,7 @@ def step_times(
 ) -> list[float]:
     """Return the predicted seconds of a step with 1, 2, ... micro-batches.
 
-    There are no more of them than the widest node has slices.
+    Their number is limited by MAX_MICRO_BATCHES and by the slices of the widest node.
     """
     limit = min(MAX_MICRO_BATCHES, max(1, *(load.num_slices for load in loads)))
     return [
@@ -137,5 +138,5 @@ def split_slices(slices_s: Sequence[float], num_micro_batches: int) -> list[list
 
 
 def row_bucket(num_rows: int) -> int:
-    """Return the next power of two: few step shapes, so that a node can keep one graph each."""
+    """Return the next power of two (0: 0): a node can then keep one graph per step shape."""
     return 0 if num_rows == 0 else 1 << (num_rows - 1).bit_length()
