@@ -1,8 +1,8 @@
-"""A device that does nothing until it is waited for, so that a missing wait shows.
+"""A device that does queued work only when waited for, so that a missing wait shows.
 
-Tensors are the host's and kernels run when they are called. What is delayed is what the host
-could see too early: a copy to a pinned buffer arrives (and is rubbish before) when an event
-after it happens; a pinned buffer that was copied from must hold the same until then.
+Tensors are the host's and kernels run when they are called. Only effects that the host could see
+too early are delayed: a copy to a pinned buffer arrives when a later event happens (the buffer
+holds rubbish before), and a pinned buffer that was copied from must not change until then.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ RUBBISH = 0xA5
 
 
 class DelayedRuntime(HostRuntime):
-    """Satisfies Runtime; use as a context manager around all that copies."""
+    """A Runtime with delayed copies; use as a context manager around all code that copies."""
 
     is_asynchronous = True  # type: ignore[misc,assignment]
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[], None] | DelayedEvent] = deque()
-        # By address, and kept: another tensor must not be taken for one that has gone.
+        # By address. Buffers are kept, so that no new tensor gets the address of a freed one.
         self._pinned: dict[int, Tensor] = {}
         self._stream = _DelayedStream(self)
         self._mode = _Copies(self)
@@ -54,7 +54,7 @@ class DelayedRuntime(HostRuntime):
 
     @property
     def is_busy(self) -> bool:
-        """Say whether anything is left to happen."""
+        """Say whether queued work is left."""
         return bool(self._queue)
 
     def synchronize(self) -> None:
@@ -67,7 +67,7 @@ class DelayedRuntime(HostRuntime):
         return event
 
     def go_on(self) -> None:
-        """Let the next thing happen."""
+        """Do the next queued item."""
         item = self._queue.popleft()
         if isinstance(item, DelayedEvent):
             self.now_s += 1.0
@@ -76,12 +76,12 @@ class DelayedRuntime(HostRuntime):
             item()
 
     def finish(self, event: Event) -> None:
-        """Let all happen up to `event`."""
+        """Do queued items until `event` has happened."""
         while not event.is_done():
             self.go_on()
 
     def copied(self, to: Tensor, source: Tensor) -> bool:
-        """Take note of a copy; says whether it will be done later."""
+        """Record a copy; return whether it will be done later."""
         if to.untyped_storage().data_ptr() in self._pinned:
             late = source.clone()
             to.fill_(RUBBISH)
@@ -102,7 +102,7 @@ def _copy(to: Tensor, source: Tensor) -> None:
 
 
 class DelayedEvent:
-    """An event that happens when the runtime gets to it."""
+    """An event that happens when the runtime reaches it in its queue."""
 
     def __init__(self, runtime: DelayedRuntime) -> None:
         self._runtime = runtime

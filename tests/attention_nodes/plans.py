@@ -1,4 +1,4 @@
-"""Plans for one attention node, as a scheduler would write them, and ways to go through them."""
+"""Plans for one attention node, as a scheduler would write them, and ways to run them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Planner:
     def add(self, seq_id: int, prompt: Sequence[int], **sampling: Any) -> None:
         """Admit a sequence with the next step."""
         place = self._place[seq_id] = self._free.pop(0)
-        # Descending, so that a table that is read wrongly shows.
+        # Descending, so that a wrongly read table shows.
         blocks = range((place + 1) * BLOCKS_EACH - 1, place * BLOCKS_EACH - 1, -1)
         fields = {"max_tokens": 64, "seed": 7 + seq_id, "temperature": 0.0, **sampling}
         self._left[seq_id] = len(prompt)
@@ -56,7 +56,7 @@ class Planner:
         )
 
     def step(self, *micro_batches: dict[int, int], finished: Sequence[int] = ()) -> None:
-        """Plan a step that advances sequences by so many tokens; see MicroBatch."""
+        """Plan a step that advances sequences by the given numbers of tokens; see MicroBatch."""
         for seq_id in finished:
             self._free.insert(0, self._place.pop(seq_id))
         number = len(self.plans) + 1
@@ -121,7 +121,7 @@ def ahead(
 
 
 def tokens_of(results: Sequence[StepResult]) -> dict[int, list[int]]:
-    """Return what each sequence was given, over all steps."""
+    """Return each sequence's tokens over all steps."""
     tokens: dict[int, list[int]] = {}
     for result in results:
         for seq_id, token in zip(

@@ -20,7 +20,7 @@ def test_every_number_of_rows_has_the_least_size_that_holds_it(max_rows: int) ->
     for num_rows in range(max_rows + 1):
         bucket = bucket_of(num_rows, buckets)
         assert bucket == min(size for size in buckets if size >= num_rows)
-        # At least half of what is computed is wanted, and three quarters of many rows.
+        # At least half of the computed rows are wanted, and three quarters if there are many rows.
         assert bucket <= max(1, 2 * num_rows)
         assert num_rows <= 32 or 3 * bucket <= 4 * num_rows
     assert bucket_of(max_rows + 1, buckets) is None

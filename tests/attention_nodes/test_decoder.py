@@ -1,4 +1,4 @@
-"""The router of a real runner against transformers', in the dtype that is served."""
+"""The router of a real runner against transformers', in the served dtype."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A runner on a device (Triton's kernels, interpreted) against transformers, in fp32.
 
-Sequences join and leave, so that decode steps have changing sizes and padding; experts are
-those of two nodes in this process, computed by plain torch.
+Sequences join and leave, so that decode steps have changing sizes and padding; plain torch computes
+the experts of two nodes in this process.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from topspin.config import NodeConfig
 from topspin.expert_table import ExpertTable, uniform_table
 
 PROMPTS = {1: [5, 9, 200, 31], 2: [17, 3], 3: [40, 41, 42, 43, 44, 45, 46], 4: [250]}
-# Triton's interpreter takes a program at a time: few heads, few layers.
+# Triton's interpreter runs one program at a time: few heads, few layers.
 TINY = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 
 
 class PlainExperts:
-    """One expert node of a table, in torch, without looking at a tensor from the host."""
+    """One expert node of a table, in torch, without reading a tensor on the host."""
 
     def __init__(self, path: Path, table: ExpertTable, node: int) -> None:
         experts = [layer[node] for layer in table.slots]
@@ -184,7 +184,7 @@ def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
         assert len(first) == 4  # three sequences in a bucket of four
         assert (first[:3] >= 0).sum(1).add((second[:3] >= 0).sum(1)).tolist() == [2, 2, 2]
         assert first[3].tolist() == second[3].tolist() == [-1, -1]
-    # Positions that the three steps have added, by sequence: the last block is at BLOCKS_EACH * n.
+    # Per sequence, the positions added by the three steps; the last block is at BLOCKS_EACH * n.
     written = set()
     for place, length in enumerate((4, 2, 7)):
         for position in range(length, length + 3):
@@ -196,7 +196,7 @@ def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
 
 
 def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
-    """For as many micro-batches as all steps have, else for those that pay."""
+    """With a fixed number of micro-batches for that number, else for the numbers that pay."""
     node = Node(mixtral, cuda_graphs=True)
     cache = node.runner._decoder.kv
     before = [each.clone() for each in (*cache.keys, *cache.values)]
@@ -221,7 +221,7 @@ def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
 def test_recorded_steps_run_ahead_of_a_device_that_is_late(
     mixtral: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No launch waits, and what two steps share is not written while one still reads it."""
+    """No launch waits, and memory shared by two steps is not written while one still reads it."""
     planner = Planner()
     for seq_id in (1, 2, 4):
         planner.add(seq_id, PROMPTS[seq_id])
@@ -268,7 +268,7 @@ def test_another_table_makes_recordings_anew(
     node.net.set_table(msgspec.structs.replace(table, version=2, slots=swapped))
     for old, new in zip(node.experts, reversed(node.experts), strict=True):
         assert old is not new
-    # The nodes hold each other's experts now.
+    # The nodes have swapped their experts.
     layers = [each._layers for each in node.experts]
     node.experts[0]._layers, node.experts[1]._layers = layers[1], layers[0]
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What a step's timings say, on a device that is busy while the host prepares."""
+"""The timings of a step on a device that is busy while the host prepares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from topspin.messages import StepTicket, StepTimings
 
 
 class At(NamedTuple):
-    """An event at a known time; it is found done at the third look."""
+    """An event at a known time; is_done() is true from the third call on."""
 
     time_s: float
     looks: list[int]
@@ -36,7 +36,7 @@ class Receipt(NamedTuple):
 
 
 def step(*, wait_s: float = 0.0, check: Any = None) -> LaunchedStep:
-    """The host began at 10 and enqueued from 12 on; the device took from 13 to 17 to 18."""
+    """Host: began at 10, enqueued from 12; device: began at 13, rallied at 17, ended at 18."""
     unused: Any = None
     return LaunchedStep(
         ticket=StepTicket(

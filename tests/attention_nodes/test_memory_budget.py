@@ -1,4 +1,4 @@
-"""The KV cache of a GPU: the arithmetic, the dry run, and what a node makes of both."""
+"""The KV cache of a GPU: the arithmetic, the dry run, and a node's use of both."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_the_largest_steps_fill_every_limit(config: NodeConfig) -> None:
 
 
 class MeteredRuntime(HostRuntime):
-    """A GPU whose allocator counts as it is told."""
+    """A GPU whose allocator counts are set by the test."""
 
     def __init__(self) -> None:
         self.allocated = 1000
-        self.peak = 5000  # from before
+        self.peak = 5000  # from earlier work
         self.reserved = 7000
-        self.between = 0  # of what is reserved, beside what is allocated, when all else is freed
+        self.between = 0  # reserved beside the allocated bytes, even after a release
         self.memory_of = DeviceMemory(total=100_000, free=90_000)
 
     def memory(self) -> DeviceMemory:
@@ -214,7 +214,7 @@ def test_a_cache_of_a_given_size_is_rehearsed_with_on_a_gpu(
     runtime: MeteredRuntime,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The largest steps' kernels are compiled, and found to fit, before a request comes."""
+    """The largest steps' kernels are compiled and shown to fit before the first request."""
     rehearsed: list[int] = []
 
     def steps(*args: Any, **kwargs: Any) -> list[StepPlan]:

@@ -1,4 +1,4 @@
-"""One runner without processes: steps in order, and refusal of plans that do not follow."""
+"""One runner in the test's process: steps in order, and refusal of plans that do not follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two steps under way on a device that is late, against steps that are waited for one by one.
+"""Two steps under way on a device that is late, against steps that run one by one.
 
 The ops are the reference's, and so are the sizes of batches: tokens are equal bit for bit.
 """
@@ -43,7 +43,7 @@ def config_of(path: Path, kernels: str) -> NodeConfig:
 
 
 def runner_on(path: Path, runtime: Runtime, kernels: str) -> ModelRunner:
-    """Return a runner with the reference's ops, whose executor is that of `kernels`."""
+    """Return a runner with the reference's ops and the executor of `kernels`."""
     model = load_model_config(path)
     weights = load_attention_weights(Checkpoint(path), model, dtype=torch.float32)
     cache = kv_cache.of_blocks(model, NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32)
@@ -99,7 +99,7 @@ def test_two_steps_under_way_give_the_tokens_of_one(
 ) -> None:
     plans = joining_and_leaving(**sampling).plans
     same(ahead(late, plans), one_by_one(expected, plans))
-    assert runtime.num_waits == len(plans)  # no other waiting than collect()'s
+    assert runtime.num_waits == len(plans)  # waits nowhere but in collect()
 
 
 def test_nothing_is_waited_for_while_a_step_is_launched(
@@ -121,7 +121,7 @@ def test_nothing_is_waited_for_while_a_step_is_launched(
 def test_penalties_see_tokens_that_were_under_way(
     late: ModelRunner, expected: ModelRunner, penalty: dict[str, float]
 ) -> None:
-    """They reward what was said, so that a token that was not seen shows at once."""
+    """These penalties reward repetition, so a missing token shows at once."""
     plans = joining_and_leaving(**penalty).plans
     results = one_by_one(expected, plans)
     same(ahead(late, plans), results)
@@ -130,7 +130,7 @@ def test_penalties_see_tokens_that_were_under_way(
 
 
 def again(planner: Planner) -> Planner:
-    """Return the same plans in the next generation."""
+    """Return the same plans with the next generation."""
     planner.plans = [
         msgspec.structs.replace(
             plan, ticket=msgspec.structs.replace(plan.ticket, generation=planner.generation + 1)
@@ -147,7 +147,7 @@ def test_a_row_is_taken_over_while_its_last_token_is_under_way(
     planner.add(1, [5, 9, 200, 31])
     planner.step({1: 4})
     planner.decode([1])
-    # Sequence 1 ends, as the scheduler has seen, while its next token is being sampled.
+    # Sequence 1 ends, as the scheduler knows, while its next token is being sampled.
     planner.add(2, [77, 12, 8])
     planner.step({2: 3}, finished=[1])
     planner.decode([2])
@@ -174,7 +174,7 @@ def test_discarded_steps_have_ended_and_are_forgotten(
 
 
 def test_timings_are_the_devices(late: ModelRunner) -> None:
-    """The runtime's clock ticks a second per event: began, sent, rallied, fetched."""
+    """The runtime's clock adds a second per event: began, sent, rallied, fetched."""
     for result in ahead(late, joining_and_leaving().plans):
         timings = result.timings
         assert timings.attention_s >= 1.0

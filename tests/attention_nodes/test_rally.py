@@ -93,7 +93,7 @@ class Model:
 
     def admit(self, seq_id: int, tokens: list[int], *, num_prompt_tokens: int) -> None:
         num_blocks = -(-len(tokens) // BLOCK_SIZE)
-        # Blocks in descending order, so that a table that is read wrongly shows.
+        # Blocks in descending order, so that a wrongly read table shows.
         blocks = [self._next_block + num_blocks - 1 - idx for idx in range(num_blocks)]
         self._next_block += num_blocks
         self.table.admit(

@@ -20,7 +20,7 @@ PROMPT = [3, 4, 5]
 
 
 class Bench:
-    """A table with sequences whose prompts are done, ready to be sampled step by step."""
+    """A table with sequences whose prompts are done, for sampling step by step."""
 
     def __init__(self, *params: SamplingParams) -> None:
         self.table = SequenceTable(Limits(32, 4, 32, VOCAB))

@@ -45,13 +45,13 @@ def test_a_buffer_is_written_again_only_after_its_copy(runtime: DelayedRuntime) 
     for step in range(NUM_SLOTS):
         outbound.send(arrays_of(step))
     assert runtime.num_waits == 0
-    outbound.send(arrays_of(NUM_SLOTS))  # the runtime looks whether the first one has changed
+    outbound.send(arrays_of(NUM_SLOTS))  # the runtime checks that the first one has not changed
     assert runtime.num_waits == 1
     runtime.synchronize()
 
 
 def test_tensors_of_all_widths_come_back_in_one_copy(runtime: DelayedRuntime) -> None:
-    inbound = Inbound(runtime, 16)  # too little: it grows
+    inbound = Inbound(runtime, 16)  # too small: it grows
     tensors = [
         torch.tensor([True, False, True]),
         torch.tensor([5, -6, 7]),

@@ -1,7 +1,7 @@
-"""The worker on a device that runs by itself: what it launches, says and drops, and when.
+"""The worker on a device that runs by itself: its launches, its messages, its dropped steps.
 
-The scheduler is a list of messages; the device goes on by a step of work whenever the worker
-has looked for a message in vain.
+The scheduler is a list of messages; the device does one piece of work whenever the worker has
+looked for a message and found none.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class World:
         self._inbox += messages
 
     def recv(self, timeout_s: float | None = None) -> Message | None:
-        """Give one message at a look: the next one comes later."""
+        """Return a message; the next call with a timeout then returns None."""
         if self._inbox and not (self._has_given and timeout_s is not None):
             self._has_given = True
             message = self._inbox.popleft()
@@ -104,7 +104,7 @@ class Silent:
 
 
 class Echo(Silent):
-    """One that can fail: a check raises `faults[n]` once step n has begun; `refused` cannot.
+    """A Silent net with faults: check() raises `faults[n]` in step n, begin() refuses `refused`.
 
     While the worker only checks, the device goes on.
     """
@@ -147,7 +147,7 @@ def config(checkpoint: Path) -> NodeConfig:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedRuntime]:
     with DelayedRuntime() as runtime:
         monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda device: runtime)
-        # The reference's are fast, and no recording is made of them.
+        # The reference's ops are fast, and no recordings are made of them.
         monkeypatch.setattr("attention_nodes.model_runner.select_ops", lambda *names: reference)
         # Only the steps of plans count.
         monkeypatch.setattr("attention_nodes.model_runner.largest_steps", lambda *_, **__: [])
@@ -178,7 +178,7 @@ def serve(world: World, checkpoint: Path, net: Silent) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many steps were under way after each launch."""
+    """The number of steps under way after each launch."""
     counts: list[int] = []
     launch = ModelRunner.launch
 

@@ -1,4 +1,4 @@
-"""An expert node's tickets over cuda_ipc: kernels from gather to reply as one recording."""
+"""An expert node's tickets over cuda_ipc: the kernels from gather to reply in one recording."""
 
 from __future__ import annotations
 

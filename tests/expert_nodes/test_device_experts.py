@@ -1,4 +1,4 @@
-"""Experts with a GPU's kernels: what they compute, count, and never wait for.
+"""Experts with a GPU's kernels: their results and counts, and that they never wait.
 
 Interpreted without a GPU, on the GPU with one.
 """
@@ -76,7 +76,7 @@ def reader_of(path: Path) -> ExpertReader:
 
 
 def batch_of(held: Held, layer: int, version: int) -> ExpertBatch:
-    """Rows that use every slot, one row none."""
+    """A batch that uses every slot; one row uses none."""
     generator = torch.Generator().manual_seed(layer)
     count = len(held[layer])
     slots = torch.arange(NUM_ROWS * 2, dtype=torch.int32).view(NUM_ROWS, 2) % count
@@ -89,14 +89,14 @@ def batch_of(held: Held, layer: int, version: int) -> ExpertBatch:
 
 
 def compute(experts: Experts, held: Held, version: int) -> list[Tensor]:
-    """Compute a batch of every layer, where looking at a tensor is refused."""
+    """Compute a batch of every layer; reading a tensor on the host is refused."""
     batches = [batch_of(held, layer, version) for layer in range(2)]
     with NoSync():
         return [experts.compute(batch) for batch in batches]
 
 
 def used(held: Held, times: int) -> list[list[int]]:
-    """Return how often each slot is used when batch_of() is computed so many times."""
+    """Return how often each slot is used when batch_of() is computed `times` times."""
     found = []
     for layer, experts in enumerate(held):
         slots = batch_of(held, layer, 1).slots.flatten().tolist()
@@ -105,7 +105,7 @@ def used(held: Held, times: int) -> list[list[int]]:
 
 
 def wanted(path: Path, held: Held, experts: Experts, quantization: str) -> list[Tensor]:
-    """Compute the same with plain torch, from the checkpoint or from what quantised ones mean."""
+    """Compute the same with plain torch, from the checkpoint or from the dequantised weights."""
     plain = load_expert_weights(
         Checkpoint(path), load_model_config(path), dtype=torch.float32, experts=held
     )
@@ -123,7 +123,7 @@ def wanted(path: Path, held: Held, experts: Experts, quantization: str) -> list[
 
 
 def meant(weights: list[object]) -> list[Tensor]:
-    """Return the matrices that quantised weights stand for."""
+    """Return the dequantised matrices."""
     found = []
     for weight in weights:
         assert isinstance(weight, GpuWeight)
@@ -141,7 +141,7 @@ def test_partial_sums_and_counts_equal_plain_torchs_under_several_tables(
     experts = load(path, FIRST, quantization)
     first = compute(experts, FIRST, 1)
     for got, want in zip(first, wanted(path, FIRST, experts, quantization), strict=True):
-        if quantization == "fp8":  # rounds rows and units, to 3 bits of mantissa
+        if quantization == "fp8":  # rounds rows and units to 3 bits of mantissa
             assert float((got.cpu() - want).norm() / want.norm()) < 0.06
         else:
             torch.testing.assert_close(got.cpu(), want, rtol=1e-3, atol=1e-4)
@@ -208,7 +208,7 @@ def test_the_warm_up_runs_every_layer_and_all_sizes_of_each_shape(
 
 
 class SmallDevice(HostRuntime):
-    """A device with memory to count; `free` may be changed."""
+    """A device with the given amount of free memory; tests may set `free`."""
 
     device = torch.device(DEVICE)
     is_asynchronous = True
@@ -297,7 +297,7 @@ def test_the_hosts_memory_is_not_counted(path: Path) -> None:
 
 
 def table_of(version: int, held: Held) -> ExpertTable:
-    """Give expert node 0 `held`, and everything to node 1."""
+    """Return a table: expert node 0 has `held`, node 1 has all experts."""
     return ExpertTable(
         version=version,
         num_experts=8,

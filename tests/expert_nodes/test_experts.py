@@ -45,7 +45,7 @@ def taken(experts: Experts) -> dict[int, list[list[int]]]:
 
 @torch.inference_mode()
 def test_partial_sums_of_all_nodes_equal_transformers_moe_block(tmp_path: Path) -> None:
-    """Three nodes hold uneven shares of 8 experts; their partials add up to the HF block."""
+    """Three nodes hold uneven shares of 8 experts; their partials add up to transformers' block."""
     path = make_checkpoint(tmp_path, "mixtral")
     block = oracle_model(path).model.layers[1].mlp
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Loading a node's share: onto which device, by which kernels, and what is refused before."""
+"""Loading a node's share: the device, the kernels, and the settings refused before loading."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def welcome_of(path: Path, *, num_nodes: int = 1, **compute: str) -> Welcome:
 
 
 def answers(experts: Experts) -> torch.Tensor:
-    """Compute a row by the first two experts of the last layer."""
+    """Compute a row with the first two experts of the last layer."""
     hidden = torch.linspace(-1, 1, 64)[None]
     slots, weights = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([[0.5, 2.0]])
     return experts.compute(ExpertBatch(0, 1, 0, hidden, slots, weights, (1,), 1))
@@ -75,7 +75,7 @@ def test_one_node_on_a_device_counts_nothing(tmp_path: Path) -> None:
 
 
 class FullDevice(HostRuntime):
-    """A GPU of 80 GiB with a MiB left."""
+    """A GPU of 80 GiB with 1 MiB free."""
 
     is_asynchronous = True
 
@@ -156,7 +156,7 @@ def test_every_power_of_two_up_to_the_largest_batch_is_warmed_up(
 
 
 class FakeListener:
-    """Accepts at once, and notes how it was asked."""
+    """Accepts at once, and records the arguments."""
 
     def __init__(self) -> None:
         self.me: Identity | None = None

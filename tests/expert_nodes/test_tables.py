@@ -1,4 +1,4 @@
-"""Other tables: what is prepared in pieces computes as if loaded at start; old ones go."""
+"""Other tables: one prepared in pieces computes like one loaded at start; old ones are freed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def reader_of(path: Path, dtype: torch.dtype) -> ExpertReader:
 def outputs(
     experts: Experts, held: tuple[tuple[int, ...], ...], version: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Compute rows that use every slot of every layer."""
+    """Compute rows that use every slot of each layer."""
     generator = torch.Generator().manual_seed(5)
     results = []
     for layer, ids in enumerate(held):
@@ -71,7 +71,7 @@ def outputs(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", ["mixtral", "olmoe"])  # by slot; joined in bfloat16
+@pytest.mark.parametrize("variant", ["mixtral", "olmoe"])  # one weight per slot; joined in bfloat16
 def test_a_prepared_table_computes_as_if_loaded_at_start(
     tmp_path: Path, variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_table_that_begins_anew_must_be_loaded_already(tmp_path: Path) -> None
     want = outputs(experts, FIRST, 1, torch.float32)
     for _ in experts.prepare(2, SECOND, reader_of(path, torch.float32)):
         pass
-    experts.rename(2, FIRST)  # a recovery took the number for another table
+    experts.rename(2, FIRST)  # a recovery gave the number to another table
     assert experts.versions == [2]
     assert all(map(torch.equal, outputs(experts, FIRST, 2, torch.float32), want))
     assert sum(taken(experts)[1][0]) == NUM_ROWS
@@ -177,7 +177,7 @@ def test_a_change_does_a_little_at_a_time_and_answers_at_the_end(
     assert len(answers) > 4
     assert answers[-1] == TablePrepared(role="expert", index=1, version=3)
     assert experts.versions == [1, 3]
-    # Another node has refused what this one has prepared.
+    # Another node refused the table that this one prepared.
     change.start(table(3, THIRD))
     assert experts.versions == [1]
     while change.is_busy:

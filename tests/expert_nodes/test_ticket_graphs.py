@@ -1,6 +1,6 @@
-"""A ticket as one recording: what it computes, and when a recording may serve another ticket.
+"""A ticket in one recording: its results, and when a recording may serve another ticket.
 
-With interpreted kernels where there is no GPU, else on the GPU, with its graphs.
+With interpreted kernels without a GPU; on a GPU with its graphs.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def _inference() -> Iterator[None]:
 
 
 class WindowNet:
-    """Graph-safe windows of 4 rows for each of 2 attention nodes, and what was answered.
+    """Graph-safe windows of 4 rows for each of 2 attention nodes, and the answers.
 
-    A batch has a bucket's rows of every participant; those beyond a participant's count get
-    slot -1 and keep what an earlier frame left there.
+    A batch has a bucket's rows of every participant; those beyond a participant's count get slot -1
+    and keep the contents of an earlier frame.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -117,7 +117,7 @@ class CountingRuntime:
 
 
 class World:
-    """An expert node with Triton's kernels under its recordings, and the same by plain torch."""
+    """An expert node with Triton's kernels in recordings, and a plain torch oracle of it."""
 
     def __init__(self, path: Path) -> None:
         config, self.runtime = load_model_config(path), CountingRuntime()
@@ -200,7 +200,7 @@ def test_tickets_of_one_shape_are_one_recording_whatever_rows_come(world: World)
     for replayed in (0, 1, 2):  # run, recorded, replayed
         world.serve(1, 4)
         assert world.recorded == (min(replayed, 1), replayed)
-    world.serve(1, 4, participants=(0, 2))  # others take part
+    world.serve(1, 4, participants=(0, 2))  # other participants
     assert world.recorded == (1, 3)
     assert world.counts_agree()
     assert world.net.calls == ["begin", "finish"] * 4
@@ -219,7 +219,7 @@ def test_a_table_switch_makes_recordings_anew_and_counts_by_version(world: World
     for _ in range(2):
         world.serve(2)
     world.prepare(2, SECOND)
-    world.net.epoch = 1  # as begin() of a net does when the version changes
+    world.net.epoch = 1  # as a net's begin() does when the version changes
     world.serve(2, version=2)
     assert world.recorded == (1, 1)
     for _ in range(2):
