@@ -21,7 +21,7 @@ TINY = Shape("smollm2-moe", 64, 4, 2, 64, 4, 2, 32, 512, True)
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Make shapes, contexts, caches and probes small; returns where results go."""
+    """Make shapes, contexts, caches and probes small; returns the results' path."""
     monkeypatch.setattr(cpu_kernels, "SHAPES", (TINY,))
     monkeypatch.setattr(cpu_kernels, "MATMUL_SIZE", 64)
     monkeypatch.setattr(cpu_kernels, "TURN_S", 0.0)
@@ -69,7 +69,7 @@ def test_no_weights_are_read_twice_in_a_turn_and_turns_go_on_where_they_stopped(
 
     probe, found = Probe(1 << 16, 16), Ceilings()
     seconds = take_turns([case("a", cold=True), case("b", cold=False)], probe, found, 2)
-    # Before the rounds one call of each; the warm case is called once more before each turn.
+    # One call of each before the rounds; the warm case has one more call before each turn.
     assert called == [
         *(("a", 0), ("b", 0)),
         *(("a", 0), ("b", 0), ("b", 0)),
@@ -92,7 +92,7 @@ def test_copies_exceed_the_cache_or_are_as_many_as_a_turn_has_calls(tiny: Path) 
 
 @torch.inference_mode()
 def test_every_copy_is_its_own_memory_and_gives_the_same(tiny: Path) -> None:
-    """Else a rotation would find the weights in the cache, or measure something else."""
+    """Otherwise a rotation would find the weights in the cache, or measure something else."""
     for case in BUILDERS["lm_head"](TINY, (2,)):
         first, second = (case.call(i).clone() for i in (0, 1))
         torch.testing.assert_close(first, second)

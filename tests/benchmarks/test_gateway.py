@@ -11,7 +11,7 @@ from benchmarks.gateway import summarise
 def test_latency_is_from_send_to_arrival_after_the_first_tenth() -> None:
     sent = {seed: [0.01 * step for step in range(100)] for seed in range(2)}
     late_s = [[0.002] * 100, [0.004] * 100]
-    late_s[0][:10] = [1.0] * 10  # the beginning, which does not count
+    late_s[0][:10] = [1.0] * 10  # the beginning, which is not counted
     arrivals = [
         [at_s + by_s for at_s, by_s in zip(sent[seed], late_s[seed], strict=True)]
         for seed in range(2)

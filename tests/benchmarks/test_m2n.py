@@ -1,4 +1,4 @@
-"""The M2N benchmark measures every backend, and its ratios say what they claim."""
+"""The M2N benchmark measures every backend, and its ratios have the stated meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ping-pong benchmark runs real nodes, and its columns say what they claim."""
+"""The ping-pong benchmark runs real nodes, and its columns have the stated meaning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_grid_is_whole_and_consistent(tmp_path: Path) -> None:
     ]
     for row in rows:
         assert row["of_formula"] == pytest.approx(row["formula_ms"] / row["measured_ms"], abs=0.01)
-        # The formula supposes full overlap, so nothing is predicted to be faster.
+        # The formula assumes full overlap, so the pipeline model never predicts less.
         assert row["pipeline_ms"] >= row["formula_ms"] - 0.01
     for row in result["constant_batch"]:
         assert row["step_ms"][str(row["best_m"])] == min(row["step_ms"].values())

@@ -1,4 +1,4 @@
-"""The quality benchmark's figures, and that it changes the products that it says."""
+"""The quality benchmark's figures, and that it changes the stated products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_figures_of_distributions_that_can_be_counted() -> None:
     assert perplexity(coded, tokens) == pytest.approx((0.5 * 0.75) ** -0.5, rel=1e-4)
 
 
-# Q4_0 knows only whole groups of 32.
+# Q4_0 has only whole groups of 32.
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
@@ -38,7 +38,7 @@ def test_figures_of_distributions_that_can_be_counted() -> None:
 def test_every_mode_moves_the_logits_by_its_own_measure(
     tmp_path: Path, variant: str, sizes: dict[str, int]
 ) -> None:
-    """More bits, nearer; four bits nearer than Q4_0; and the model is itself afterwards."""
+    """More bits are closer; four bits are closer than Q4_0; the model is restored afterwards."""
     model = oracle_model(make_checkpoint(tmp_path, variant, **sizes))
     tokens = torch.arange(48)[None] % 200
     plain = model(tokens).logits
@@ -59,7 +59,7 @@ def test_every_mode_moves_the_logits_by_its_own_measure(
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 @torch.inference_mode()
 def test_a_gpus_products_are_those_of_its_kernels(quantization: str) -> None:
-    """For whole groups and for a rest, of matrices and of the rows that fp8 experts round."""
+    """For whole groups and partial ones, of matrices and of the rows that fp8 experts round."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rng = torch.Generator().manual_seed(4)
     shapes = (3, 136), (40,), (40, 136), (2, 80, 136), (2, 136, 40)
@@ -78,5 +78,5 @@ def test_a_gpus_products_are_those_of_its_kernels(quantization: str) -> None:
             )
         )
     for ours, kernels in zip(*found, strict=True):
-        # A unit near the middle of two fp8 codes may go either way.
+        # A unit near the middle of two fp8 codes may be rounded either way.
         assert (ours - kernels).norm() < 2e-3 * kernels.norm()

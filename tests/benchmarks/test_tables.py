@@ -1,4 +1,4 @@
-"""The README's tables: how they are replaced, and that they are those of the results."""
+"""The README's tables: how they are replaced, and that they match the results."""
 
 from __future__ import annotations
 
@@ -143,10 +143,10 @@ def test_the_command_writes_and_checks(
 
 @pytest.fixture
 def tracked(tmp_path: Path) -> Path:
-    """Return a copy of benchmarks/README.md and results/ as they are tracked.
+    """Return a copy of the tracked benchmarks/README.md and results/.
 
-    What somebody has measured since, and not added, does not count. Outside of a git checkout
-    it is a copy of what is there.
+    Untracked results of later measurements do not count. Outside of a git checkout it is a copy of
+    the files as they are.
     """
     command = ["git", "ls-files", "-z", "benchmarks/README.md", "benchmarks/results"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)

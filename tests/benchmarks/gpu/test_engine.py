@@ -40,7 +40,7 @@ def make_plans(**changes: int) -> Plans:
 
 
 def replay(plans: Iterator[StepPlan]) -> dict[int, list[int]]:
-    """Follow plans as a node does; return the blocks of each sequence that is there."""
+    """Run plans as a node does; return the blocks of each unfinished sequence."""
     blocks: dict[int, list[int]] = {}
     for plan in plans:
         for seq_id in ints(plan.finished):
@@ -71,7 +71,7 @@ def test_plans_give_every_position_a_block() -> None:
             assert plans.contexts == [7 + step] * 3
             yield plan
         plans.start_decode(1, 3)
-        plans.start_decode(2, 4)  # what was never sent is not finished either
+        plans.start_decode(2, 4)  # a sequence that was never sent is not finished either
         assert plans.rows == (1, 1)
         yield plans.decode()
 
@@ -99,7 +99,7 @@ def test_a_cache_that_is_too_small_is_said_so() -> None:
 
 
 def drive(variant: Variant) -> tuple[list[list[int]], dict[str, float]]:
-    """Prefill, decode one sequence, decode two; return the tokens, and the last step's floor."""
+    """Prefill, decode one sequence, then two; return the tokens and the last step's byte floor."""
     engine = open_engine(TINY, DEVICE, variant)
     model = engine.model
     assert model.moe is not None
@@ -144,7 +144,7 @@ def test_recordings_on_one_stream_compute_the_same() -> None:
 
 
 def test_it_needs_no_package_of_servers_or_of_cpu_kernels() -> None:
-    # The machines that have GPUs have torch, and perhaps no way to get anything else.
+    # Machines with GPUs have torch, and perhaps no way to install anything else.
     absent = "numba llvmlite zmq rich aiohttp fastapi httpx tokenizers huggingface_hub gguf jinja2"
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent.split()})); "
@@ -178,7 +178,7 @@ def test_touched_reads_what_a_replay_has_written() -> None:
     for layer in (0, 1):
         serve(make_batch(layer, 0, [[0, 1], [1, 2], [-1, -1]]))
     assert touched.counts((2,)) == [3, 3]
-    # A replay: the host is not asked, the recorded tensors change.
+    # A replay: the recorded tensors change without the host.
     touched.begin_step()
     recorded[4, 0, 0].slots[:3] = torch.tensor([[5, 6], [6, 7], [8, 5]])
     recorded[4, 0, 1].slots[:2] = torch.tensor([[9, 6], [6, 7]])

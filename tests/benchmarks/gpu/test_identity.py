@@ -1,8 +1,8 @@
-"""The engine of `make gpu` says what transformers says: on a GPU if there is one, else interpreted.
+"""The engine of `make gpu` gives transformers' tokens: on a GPU, or interpreted without one.
 
-Beside torch and Triton it takes transformers and msgspec alone, so that a machine with a GPU and
-little else knows that the steps which it times are right: prefill in chunks, decode steps enqueued
-and recorded, one stream and two.
+Needs only torch, Triton, transformers and msgspec, so that a bare machine with a GPU can check that
+the steps it times are right: prefill in chunks, decode steps enqueued and recorded, one stream and
+two.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ WORKLOAD = replace(
     batches=(1,),
     prefill_tokens=8,
 )
-"""The prompt takes two steps of prefill, the second with keys cached by the first."""
+"""Prefill takes two steps; the second one reads the keys that the first one cached."""
 
 
 class LoudWeights(RandomWeights):
-    """Every layer counts: with a model's usual weights the embedding alone decides."""
+    """Random weights by which every layer matters; with usual ones the embedding alone decides."""
 
     def _normal(self, *size: int, std: float = 0.3) -> Tensor:
         return super()._normal(*size, std=std)
 
 
 def oracle(model: ModelConfig, prompt: list[int]) -> tuple[list[int], float]:
-    """Give what transformers continues with on the CPU, and its least lead over the second."""
+    """Return transformers' greedy tokens on the CPU and the least lead over the second choice."""
     transformers = pytest.importorskip("transformers")
     device = torch.device(DEVICE)
     drawn = LoudWeights(model, device=device, dtype=torch.float32, seed=SEED)

@@ -1,4 +1,4 @@
-"""A part of `make gpu`: what is in its JSON at any moment, and when it has failed."""
+"""A part of `make gpu`: the content of its JSON at any moment, and when it has failed."""
 
 from __future__ import annotations
 

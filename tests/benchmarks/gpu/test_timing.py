@@ -1,4 +1,4 @@
-"""The clock of the GPU benchmarks: how many calls a replay holds, and what fills in for a graph."""
+"""The clock of the GPU benchmarks: calls per replay, and the substitute for a graph."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def make_weights(model: ModelConfig, seed: int = 0) -> RandomWeights:
 
 
 def shapes_of(weights: Any) -> Any:
-    """Return a dataclass of tensors with a shape for each tensor."""
+    """Return the shape of each tensor of a dataclass."""
     if isinstance(weights, Tensor):
         return tuple(weights.shape)
     if weights is None:

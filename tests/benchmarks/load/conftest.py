@@ -1,4 +1,4 @@
-"""Load tests without what they do for the sake of exact times alone."""
+"""Load tests without the steps that serve only exact timing."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from benchmarks.load import runner
 
 @pytest.fixture
 def without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collect no garbage before each measurement: in a test process it takes 0.1 s or more."""
+    """Skip the garbage collection before each measurement: in a test process it takes 0.1 s."""
     monkeypatch.setattr(runner, "_quiet_collector", contextlib.nullcontext)

@@ -1,4 +1,4 @@
-"""Records and runs of known times, for what reads them."""
+"""Records and runs with known times, for tests of the code that reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.load.contracts import ClientHealth, Load, RequestRecord, Run, Ta
 def record(
     index: int, sent_s: float | None, arrivals: Sequence[tuple[float, int]], **more: Any
 ) -> RequestRecord:
-    """Return a request sent at `sent_s` to which so many tokens came at each time."""
+    """Return a request sent at `sent_s` with the given number of tokens at each time."""
     times = tuple(time_s for time_s, _ in arrivals)
     tokens = tuple(count for _, count in arrivals)
     fields: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """The scripted server as a program: `python -m ... NAME PORT JOURNAL [DIE_AT]`.
 
-Writes "start NAME" and "stop NAME" into JOURNAL, so that a test sees who ran when. With
-DIE_AT it ends, with status 7, when so many requests have come.
+Writes "start NAME" and "stop NAME" into JOURNAL, so that a test sees which server ran when. With
+DIE_AT it ends, with status 7, after DIE_AT requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServe
 
 def main(name: str, port: int, journal: Path, die_at: int | None) -> None:
     """Serve until SIGTERM."""
-    # Blocked before any thread is started, so that only the wait below takes it.
+    # Blocked before any thread starts, so that only the wait below receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def respond(received: Received) -> Reply:

@@ -1,8 +1,8 @@
-"""An HTTP server of the OpenAI API that says exactly what a test tells it to, and when.
+"""An HTTP server of the OpenAI API whose replies and their times are given by the test.
 
-Real sockets, one thread of its own, no model. A test gives `respond`, which makes a Reply of
-each request: bytes to stream and seconds to wait, in order. What came in is kept in
-`requests`. `stream_reply` makes a well-behaved reply; a test edits its steps for the rest.
+Real sockets, one thread of its own, no model. A test gives `respond`, which makes a Reply of each
+request: bytes to stream and seconds to wait, in order. `requests` keeps the received requests.
+`stream_reply` makes a correct reply; tests edit its steps for other cases.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Step = float | bytes | Disconnect
 
 @dataclass(frozen=True)
 class Received:
-    """One request as it came in; `at_s` is time.perf_counter()."""
+    """One received request; `at_s` is time.perf_counter()."""
 
     method: str
     path: str
@@ -55,7 +55,7 @@ def event(payload: dict[str, Any]) -> bytes:
 
 
 def text_event(received: Received, text: str, finish_reason: str | None = None) -> bytes:
-    """Return the event that carries `text` on the endpoint that was asked."""
+    """Return the event that carries `text` on the request's endpoint."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason}
     if received.path.endswith("/chat/completions"):
         choice["delta"] = {"content": text} if text else {}
@@ -75,7 +75,7 @@ def usage_event(prompt_tokens: int, completion_tokens: int) -> bytes:
 
 
 def prompt_length(received: Received) -> int:
-    """Return how many tokens this server says the prompt has: ids, or words."""
+    """Return this server's count of prompt tokens: ids, or words."""
     prompt = received.body.get("prompt")
     if isinstance(prompt, list):
         return len(prompt)

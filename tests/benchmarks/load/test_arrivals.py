@@ -1,4 +1,4 @@
-"""Arrival times: the distribution that was asked for, from a seed, and no contradictions."""
+"""Arrival times: the requested distribution, from a seed; contradictory settings are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement of the client's own limits, in small: every event is there and is counted."""
+"""The measurement of the client's own limits at a small size: every event comes and is counted."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.benchmarks.load.scripted_server import (
 )
 from topspin.errors import ConfigError
 
-# Sleeps and clocks may differ by their resolution; a machine may be late by any amount.
+# Sleeps and clocks may be off by their resolution; a machine may be late by any amount.
 EARLY_S = 0.002
 Respond = Callable[[Received], Reply]
 
@@ -34,7 +34,7 @@ Respond = Callable[[Received], Reply]
 def send(
     respond: Respond, *, count: int = 1, timeout_s: float = 60.0, **fields: Any
 ) -> tuple[Run, list[Received]]:
-    """Send `count` equal requests, one after the other, and return what both sides saw."""
+    """Send `count` equal requests, one after the other, and return the records of both sides."""
     known: dict[str, Any] = {"max_tokens": 4, "prompt": [1, 2, 3]}
     request = BenchRequest(**(known | fields))
     backend = "openai" if request.messages is None else "openai-chat"
@@ -70,8 +70,8 @@ def test_times_are_those_of_the_server(prompt: dict[str, Any]) -> None:
     assert ttft is not None
     assert tpot is not None
     assert e2el is not None
-    # A client that was late at the first token has a longer TTFT and a shorter TPOT, so on any
-    # machine their sum is bounded from below, and from above by the end.
+    # A client that reads the first token late measures a longer TTFT and a shorter TPOT, so their
+    # sum has a lower bound on any machine; the end is its upper bound.
     assert ttft >= 0.08 - EARLY_S
     assert 0.08 + 3 * 0.03 - EARLY_S <= ttft + 3 * tpot <= e2el + 1e-9
     assert e2el <= wall_s

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("without_collections")
 
 @pytest.fixture(autouse=True)
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw only where the picture is looked at: drawing is most of the time."""
+    """Draw only in tests that check the picture: drawing takes most of the time."""
     if request.node.get_closest_marker("skipif") is None:
         monkeypatch.setattr(pictures, "can_draw", lambda: False)
 
@@ -58,7 +58,7 @@ def _result(folder: Path) -> dict[str, Any]:
 
 
 def _measured(server: ScriptedServer) -> list[Received]:
-    """Return what came in after the questions, which are texts."""
+    """Return the requests after the questions, which are texts."""
     return [received for received in server.requests if isinstance(received.body["prompt"], list)]
 
 
@@ -95,7 +95,7 @@ def test_figures_and_ratios_stand_in_the_json(
     assert (result["rounds_measured"], result["seed"], result["error"]) == (2, 5, None)
     assert [target["model"] for target in result["targets"]] == ["scripted", "scripted"]
     a, b = (result["concurrencies"]["2"][name] for name in ("a", "b"))
-    # Only bounds that a slow machine keeps too: a sleep is never shorter than asked.
+    # Only bounds that hold on a slow machine too: a sleep is never shorter than asked.
     assert b["median_ttft_ms"]["least"] > 49
     # Four prompts of 6 tokens at two places, 50 ms or more apiece.
     assert b["prefill_throughput"]["greatest"] < 24 / 0.098
@@ -226,7 +226,7 @@ def test_a_started_target_that_dies_is_reported_with_its_log(
         compare.main(flags)
 
 
-# Connects back to the test, so that it knows when this runs and when it is gone; never ready.
+# Connects back to the test, so that it sees this process start and end; never ready.
 _CALLER = """
 import socket, sys, time
 line = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
@@ -235,7 +235,7 @@ time.sleep(600)
 
 
 def test_an_ended_comparison_leaves_no_server_behind(ports: list[int], tmp_path: Path) -> None:
-    """It runs under nohup here: the loss of its terminal does not end it, SIGTERM does."""
+    """It runs under nohup: losing its terminal does not end it, SIGTERM does."""
     script = "import sys; from benchmarks.compare import main; sys.exit(main(sys.argv[1:]))"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)

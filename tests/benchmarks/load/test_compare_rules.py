@@ -10,7 +10,7 @@ from tests.benchmarks.load.records import record, run_of
 
 
 def test_ratios_are_taken_within_a_round() -> None:
-    # The machine halves its speed in round 2: the ratio must not see it.
+    # The machine halves its speed in round 2: the ratio must not change.
     rounds = [
         {"a": Figures(output_throughput=100.0), "b": Figures(output_throughput=120.0)},
         {"a": Figures(output_throughput=50.0), "b": Figures(output_throughput=65.0)},

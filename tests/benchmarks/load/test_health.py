@@ -1,4 +1,4 @@
-"""The verdict on the client itself: a stall is seen however few timers fired."""
+"""The verdict on the client itself: a stall is seen even if few timers fired."""
 
 from __future__ import annotations
 

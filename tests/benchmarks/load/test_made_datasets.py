@@ -1,4 +1,4 @@
-"""Made datasets: exact lengths by the tokenizers library itself, shared prefixes, seeds."""
+"""Made datasets: exact lengths by the tokenizers library, shared prefixes, seeds."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_prefixes_repeat_equally_often_and_are_equal_tokens(
     prefixes = [tuple((prompt or [])[:8]) for prompt in ids]
     assert sorted(Counter(prefixes).values()) == [3, 3, 3, 3]
     assert len({tuple(prompt or ()) for prompt in ids}) == 12
-    # Mixed, not one prefix after the other in a fixed turn.
+    # Mixed, not the prefixes in a fixed order.
     assert prefixes != prefixes[:4] * 3
 
 

@@ -1,4 +1,4 @@
-"""A reply's events: what is output, how tokens are counted, what is an error."""
+"""A reply's events: which are output, how tokens are counted, which are errors."""
 
 from __future__ import annotations
 

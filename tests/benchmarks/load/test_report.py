@@ -1,4 +1,4 @@
-"""The report: what stands in the page, that it needs nothing beside it, that pictures are drawn."""
+"""The report: the page's content, that it needs no other file, and that pictures are drawn."""
 
 from __future__ import annotations
 

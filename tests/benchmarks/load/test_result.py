@@ -1,4 +1,4 @@
-"""The JSON has vLLM's keys and units, whatever the run was; and it is JSON."""
+"""The JSON has vLLM's keys and units for every kind of run, and is valid JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.load.metrics import measure_run
 from benchmarks.load.result import result_filename, result_json, write_result
 from tests.benchmarks.load.records import record, run_of
 
-# What `vllm bench serve --save-result` writes for a generative model, version 0.32.
+# The keys that `vllm bench serve --save-result` writes for a generative model, version 0.32.
 VLLM_KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts"),
     *("request_rate", "burstiness", "max_concurrency", "duration", "completed", "failed"),

@@ -36,7 +36,7 @@ def slow(received: Received) -> Reply:
 
 
 def held(received: Received, released: Callable[[], bool]) -> Reply:
-    """Return a good reply that begins once `released` says so."""
+    """Return a good reply that begins once `released()` is true."""
 
     def steps() -> Iterator[Step]:
         while not released():
@@ -65,7 +65,7 @@ def test_the_limit_of_concurrency_holds_and_places_are_taken_at_once() -> None:
     with ScriptedServer(slow) as server:
         run = run_load(target_at(server), requests(24), Load(max_concurrency=6))
     assert peak_concurrency(run.records) <= 6
-    # A closed loop: each of the 6 counts from when the reply before it ended.
+    # A closed loop: each of the 6 users starts when the reply before ended.
     starts = [record.intended_s for record in run.records]
     assert starts.count(0.0) == 6
     later = {start for start in starts if start}
@@ -86,7 +86,7 @@ def test_users_think_between_their_requests() -> None:
 
 
 def test_an_open_loop_does_not_wait_for_replies() -> None:
-    # No reply begins before all 20 requests are there.
+    # No reply begins before all 20 requests have come.
     server = ScriptedServer(lambda received: held(received, lambda: len(server.requests) == 20))
     with server:
         run = run_load(target_at(server), requests(20), Load(request_rate=200, seed=5))
@@ -109,7 +109,8 @@ def test_waiting_for_a_place_is_queueing_from_the_intended_time() -> None:
     for before, record in pairwise(order):
         assert record.admitted_s is not None
         assert record.admitted_s >= (before.end_s or 0.0)
-    # The last one waited for four replies of 30 ms; its TTFT has that, and queue says it.
+    # The last one waited for four replies of 30 ms, which its TTFT includes and its queue time
+    # shows.
     assert (queue_s(order[-1]) or 0) >= 4 * 0.03 - 0.01
     assert (ttft_s(order[-1]) or 0) >= 5 * 0.03 - 0.01
 

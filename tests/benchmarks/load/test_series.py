@@ -1,4 +1,4 @@
-"""Series over time, by hand-made records whose answers can be counted on paper."""
+"""Series over time from hand-made records whose answers can be computed on paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`topspin bench serve` whole: flags in, requests out, a table, JSON and an exit status."""
+"""The whole `topspin bench serve`: flags in, requests out, a table, JSON and an exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event parser: the same events however the bytes are cut."""
+"""The event parser: any cut of the bytes gives the same events."""
 
 from __future__ import annotations
 

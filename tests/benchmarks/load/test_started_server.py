@@ -1,4 +1,4 @@
-"""Servers that compare starts: ready, dead, never ready, and gone afterwards with children."""
+"""Servers started by compare: ready, dead, never ready, and ended with their children."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.load.started_server import StartedServer, answers
 from tests.benchmarks.load.scripted_server import ScriptedServer
 from topspin.errors import ConfigError, EngineUnavailable
 
-# Many servers are a parent that leaves the serving to a child.
+# Many servers are a parent process whose child serves.
 _PARENT = """
 import subprocess, sys
 print("parent up", flush=True)

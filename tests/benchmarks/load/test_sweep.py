@@ -25,7 +25,7 @@ _draws = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw only where the picture is looked at: drawing is most of the time."""
+    """Draw only in tests that check the picture: drawing takes most of the time."""
     if request.node.get_closest_marker("skipif") is None:
         monkeypatch.setattr(pictures, "can_draw", lambda: False)
 
@@ -87,7 +87,7 @@ def test_a_point_that_fails_is_reported_and_the_rest_goes_on(
     assert [point["error"] is None for point in result["points"]] == [True, False, True, True]
     assert "503" in result["points"][1]["error"]
     assert result["points"][3]["result"]["failed"] == 1
-    # The highest load with an error is none that the server can carry.
+    # A load with an error is none that the server can carry, so the highest one is not the knee.
     assert result["knee"]["load"] == 2000
     assert 1000 not in result["pareto"]["median_ttft_ms"]
     output = capsys.readouterr().out

@@ -25,7 +25,7 @@ MODELS = b'{"data": [{"id": "one", "root": "/models/one", "vocab_size": 9}, {"id
 
 @contextmanager
 def answering(answers: Answers) -> Iterator[str]:
-    """Serve each path's answers in turn, the last one for ever; yields the base URL."""
+    """Serve each path's answers in turn, and the last one from then on; yields the base URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

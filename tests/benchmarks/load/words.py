@@ -1,4 +1,4 @@
-"""Small tokenizers with whole words, trained here, for datasets that make text."""
+"""Small tokenizers with whole words, trained here, for datasets that generate text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SENTENCES = [
     "spin makes the ball dive and players must read it early",
     "good players wait for the ball and then strike",
 ]
-# So that each word is a token at the beginning of a text as well as behind a space.
+# So that a word is one token both at the beginning of a text and after a space.
 CORPUS = [*SENTENCES, *(word for sentence in SENTENCES for word in sentence.split())] * 4
 
 
