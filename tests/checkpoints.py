@@ -1,9 +1,9 @@
 """Tiny random checkpoints of every supported family, and the oracle that generates from them.
 
-Owns the registry of named variants (make_checkpoint), written by transformers itself in
-float32 with a byte-level tokenizer and a chat template, and oracle_generate: greedy
-decoding by transformers with the top-1/top-2 logit margin, so that a test can tell a real
-difference from one of summation order. Shared by all test folders; knows nothing of ours.
+Owns the registry of named variants (make_checkpoint), written by transformers itself in float32
+with a byte-level tokenizer and a chat template, and oracle_generate: greedy decoding by
+transformers with the top-1/top-2 logit margin, so that a test can tell a real difference from one
+caused by the order of summation. Shared by all test folders; knows no module of Topspin.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _YARN_ROPE: dict[str, Any] = {
 
 
 class Variant(NamedTuple):
-    """A family (a transformers model_type) and what differs from the common tiny shape."""
+    """A family (a transformers model_type) and its differences from the common tiny shape."""
 
     model_type: str
     overrides: Mapping[str, Any]
@@ -185,7 +185,7 @@ def make_checkpoint(path: Path, name: str, *, seed: int = 0, **overrides: Any) -
 
 
 def write_tokenizer(path: Path) -> None:
-    """Write tokenizer.json (one token per byte, a few merges, specials) and its config."""
+    """Write tokenizer.json (one token per byte, a few merges, specials) and its configuration."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: idx for idx, symbol in enumerate(alphabet)}
     for idx, token in enumerate(_SPECIAL_TOKENS):
@@ -245,24 +245,19 @@ def _build(model_type: str, options: Mapping[str, Any]) -> Any:
 
 
 def _transformers() -> Any:
-    # Imported late: it takes a second that tests without an oracle need not wait.
+    # Imported late: it takes a second, which tests without an oracle should not spend.
     return importlib.import_module("transformers")
 
 
 def _randomise(model: Any, *, seed: int) -> None:
-    """Give every parameter a random value that makes the network's parts matter.
-
-    transformers' own 0.02 leaves logits nearly flat at this size; here matrices keep the
-    scale of their input, experts and routers differ clearly, norms are near one, and the
-    output is sharp enough for a greedy margin.
-    """
+    """Give every parameter a random value by which each part of the network matters."""
     generator = torch.Generator().manual_seed(seed)
     is_tied = bool(model.config.tie_word_embeddings)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                # Four times the output makes up for the small tied embedding.
+                # A gain of four makes up for the small tied embedding.
                 gain = 4.0 if is_tied and name == "model.norm.weight" else 1.0
                 parameter.copy_(gain * (1.0 + 0.2 * noise))
             else:
@@ -274,7 +269,7 @@ def _scale(name: str, num_inputs: int, *, is_tied: bool) -> float:
     if name.endswith("bias"):
         return 0.3
     if "embed_tokens" in name:
-        # A large tied embedding would only ever repeat the last token.
+        # With a large tied embedding the model would only repeat the last token.
         return 0.1 if is_tied else 1.0
     if name.endswith("gate.weight") or "shared_expert_gate" in name:
         return 2.0 * scale
@@ -286,8 +281,8 @@ def _scale(name: str, num_inputs: int, *, is_tied: bool) -> float:
 def _generate(
     model: Any, prompt: Sequence[int], max_new_tokens: int, eos: frozenset[int]
 ) -> Generated:
-    # Dynamic NTK frequencies are state of the module; a fresh one is what one request
-    # alone would see.
+    # Dynamic NTK frequencies are state of the module; a fresh module gives those that a request
+    # sees alone.
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(model.config)
     tokens: list[int] = []

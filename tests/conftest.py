@@ -1,4 +1,4 @@
-"""What all tests share: an interpreted Triton where there is no GPU, and a terminal's signals."""
+"""Shared by all tests: an interpreted Triton where there is no GPU, and a terminal's signals."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# Triton reads the variable once, when it is imported; transformers imports it too, hence here
-# and not beside the tests of kernels.
+# Triton reads the variable once, at import. transformers imports Triton too, so it is set here and
+# not next to the tests of kernels.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# A soak has its own limit. On a GPU a kernel's first launch compiles it.
+# A soak test has its own limit. On a GPU a kernel's first launch compiles it.
 LONG_LIMIT_S = 300
 
 
@@ -30,8 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def terminal_signals() -> Iterator[None]:
     """Handle SIGINT and SIGHUP as a program in the foreground of a terminal does.
 
-    A background job (`make test &`, nohup) inherits them ignored: for a test that sends one
-    to its own process, the signal would never arrive.
+    A background job (`make test &`, nohup) inherits them ignored: a test that sends one to its own
+    process would never receive it.
     """
     before = {
         signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),

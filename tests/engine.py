@@ -1,8 +1,8 @@
-"""A whole engine inside the test process: every part real, but threads for processes.
+"""A whole engine inside the test process: every part real, with threads for processes.
 
-Owns the wiring: server.scheduler's Service, attention and expert workers, the control
-channel over an abstract socket and any transport run as they do in production, so that
-a matrix of layouts costs seconds. tests/system starts the same parts as processes.
+Owns the wiring: server.scheduler's Service, attention and expert workers, the control channel over
+an abstract socket and any transport run as they do in production, so that a matrix of layouts costs
+seconds. tests/system starts the same parts as processes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TIMEOUT_S = 60.0
 
 @dataclass
 class Collected:
-    """What one request has received."""
+    """The outputs received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -108,7 +108,7 @@ def engine_config(
     """Return a resolved configuration for a tiny model; windows are small on purpose."""
     model = load_model_config(path)
     if model.moe is None:
-        expert_nodes = 1  # more would be refused, and this one is not started
+        expert_nodes = 1  # more would be refused; this one is not started
     config = EngineConfig(
         model=ModelSection(path=str(path), dtype=dtype),
         topology=TopologySection(attention_nodes=attention_nodes, expert_nodes=expert_nodes),
@@ -140,11 +140,11 @@ def engine_config(
 class Engine:
     """A running engine and one gateway connection to it. Use as a context manager.
 
-    Nodes named in `external` are the test's to start, at `address`. With `--restart on` the
-    others start again when they end, while `may_restart` is set; `dead` has the process ids
-    of lost nodes, `states` and `details` what the gateway was told, `log` what the scheduler
-    wrote, each with its monotonic time. `control_of` may lead a node ("expert 0") to the
-    scheduler's address by another way.
+    The test starts the nodes named in `external`, with `address`. With `--restart on` the others
+    start again when they end, while `may_restart` is set; `dead` has the process ids of lost nodes,
+    `states` and `details` the engine states sent to the gateway, `log` the scheduler's log lines,
+    each with its monotonic time. `control_of` may give a node ("expert 0") another address by which
+    it reaches the scheduler.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class Engine:
         )
 
     def wait_until_ready(self) -> None:
-        """Wait until the engine serves; call it yourself if there are external nodes."""
+        """Wait until the engine serves; with external nodes the test calls it."""
         while self.state.state != "ready":
             message = self._receive()
             assert isinstance(message, EngineState), message
@@ -280,7 +280,7 @@ class Engine:
         assert message is not None, "the engine is silent"
         return message
 
-    # A gateway's calls.
+    # Calls of a gateway.
 
     def add(self, prompt: Sequence[int], *, cache_salt: str = "", **sampling: Any) -> str:
         """Send a request (greedy and seeded unless `sampling` says otherwise)."""
@@ -330,7 +330,7 @@ class Engine:
             request.num_cached_tokens = max(request.num_cached_tokens, output.num_cached_tokens)
 
     def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[list[int]]:
-        """Run all prompts at once to their ends; returns their output tokens."""
+        """Run all prompts at once until they end; returns their output tokens."""
         ids = [self.add(prompt, **sampling) for prompt in prompts]
         self.collect()
         failures = [self.requests[each].failed for each in ids if self.requests[each].failed]
@@ -355,7 +355,7 @@ class Engine:
 
 
 def _recorded(log: list[tuple[float, str]]) -> logging.Logger:
-    """Return a logger that keeps what it is given, as it is given."""
+    """Return a logger that keeps its messages unformatted."""
 
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -363,7 +363,7 @@ def _recorded(log: list[tuple[float, str]]) -> logging.Logger:
 
     logger = logging.Logger("scheduler", logging.INFO)
     logger.addHandler(Recorder())
-    logger.parent = logging.getLogger()  # pytest shows it, and caplog has it
+    logger.parent = logging.getLogger()  # pytest shows it, and caplog keeps it
     return logger
 
 

@@ -1,8 +1,8 @@
-"""Faults on demand in the nets of nodes that the test did not open itself.
+"""Faults on demand in nets that nodes open themselves.
 
-Owns the patch of the two doors through which nodes get their nets. Used in the process of
-the tests (threads for nodes) and in tests.system.chaos_node (real nodes). What a fault does
-to a frame is m2n_comm.host.faults'.
+Owns the patch of the two functions by which nodes open their nets. Used in the process of the tests
+(threads for nodes) and in tests.system.chaos_node (real nodes). m2n_comm.host.faults defines the
+effect of a fault on a frame.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from m2n_comm.open import ExpertListener, connect_attention
 
 
 class OnDemand(FaultInjector):
-    """Does to the next frame what `fault` says, and then nothing more.
+    """Applies `fault` to the next frame, once.
 
-    An exception stands for a bug: sending the frame raises it, and the node ends. A function
-    is called by the node's one thread before the frame is sent: it may keep it for long.
+    An exception stands for a bug: sending the frame raises it, and the node ends. A function is
+    called by the node's one thread before the frame is sent: it may block for long.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class OnDemand(FaultInjector):
         self.num_injected = 0
 
     def next_fault(self) -> Fault | None:
-        """Return the wanted fault, once."""
+        """Return the requested fault, once."""
         fault, self.fault = self.fault, None
         self.num_injected += fault is not None
         if isinstance(fault, Exception):
@@ -44,7 +44,7 @@ class OnDemand(FaultInjector):
 
 @contextmanager
 def faulty_nets(injector_of: Callable[[str, int], OnDemand | None]) -> Iterator[None]:
-    """Attach `injector_of(role, index)` to every net that a node opens meanwhile."""
+    """Attach `injector_of(role, index)` to every net that a node opens inside the context."""
     connect, accept = connect_attention, ExpertListener.accept
 
     def faulty_connect(*args: Any, **kwargs: Any) -> Any:

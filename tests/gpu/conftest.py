@@ -1,4 +1,4 @@
-"""The first tests of `make gpu`: on the GPU if there is one, else interpreted at tiny sizes."""
+"""The first tests of `make gpu`: on a GPU, or interpreted at tiny sizes without one."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_experts(num_rows: int, weight_format: str, device: torch.device) -> Non
 
     plain = reference.pack_experts(unpacked(experts.gate_up), unpacked(experts.down))
     wanted = reference.grouped_mlp(hidden.float(), slots, weights, plain)
-    # fp8 experts round their rows too; bf16 rounds a pair's sum.
+    # fp8 experts also round their rows; bf16 rounds a pair's sum.
     error = (found.out.float() - wanted.out).norm() / wanted.out.norm()
     assert error < (0.06 if weight_format == "fp8" else 0.01)
     assert torch.equal(found.counts, wanted.counts)

@@ -1,9 +1,9 @@
-"""Both sides of M2N on one device, each on a stream of its own, for as many frames as it takes.
+"""Both sides of M2N on one device, each on its own stream, for any number of frames.
 
 On a GPU the kernels of the two sides wait for each other while they run, in CUDA graphs: flags,
-counters, acquire and release are those of real use. Every frame's sums are compared on the
-device with what they must be, exactly, and times of frames give the histogram of round trips.
-Without a GPU the sides take turns.
+counters, acquire and release work as in real use. Every frame's sums are compared exactly on the
+device with the expected ones, and times of frames give the histogram of round trips. Without a GPU
+the sides take turns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def stamp(times_ptr: tl.tensor, count_ptr: tl.tensor) -> None:
 
 @dataclass(frozen=True)
 class Stress:
-    """Frames of so many rows, in graphs of `per_graph` frames."""
+    """Frames of `rows` rows, in graphs of `per_graph` frames."""
 
     rows: int
     hidden: int
@@ -52,7 +52,7 @@ CASES = (
 
 
 class Sides:
-    """What each side does for one frame; the attention side counts wrong numbers."""
+    """The work of each side for one frame; the attention side counts wrong numbers."""
 
     def __init__(self, stress: Stress, device: torch.device) -> None:
         self.shape = WindowShape(
@@ -75,25 +75,25 @@ class Sides:
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
     def send(self) -> None:
-        """Dispatch rows that differ from frame to frame, so that a stale one is seen."""
+        """Dispatch rows that differ from frame to frame, so that stale ones show."""
         self.hidden.add_(1.0).remainder_(97.0)
         args = (self.hidden, self.experts, self.weights, self.slot_of)
         self.attention.dispatch(*args, layer=0)
 
     def serve(self) -> None:
-        """Answer rows times their weight, which bf16 holds exactly."""
+        """Answer rows times their weight, a product that bf16 holds exactly."""
         joined = self.expert.gather(0, layer=0, num_participants=1, bucket=self.shape.rows)
         partial = joined.hidden * joined.weights[:, :1].bfloat16()
         self.expert.reply(partial, 0, num_participants=1)
 
     def receive(self) -> None:
-        """Combine, and count what is not exact."""
+        """Combine, and count inexact sums."""
         self.attention.combine(self.out, layer=0)
         self.wrong.add_((self.out != 2.0 * self.hidden.float()).sum())
         stamp[(1,)](self.times, self.count, num_warps=4)
 
     def rehearse(self) -> None:
-        """Compile and run every kernel once, with nothing sent and nothing awaited."""
+        """Compile and run every kernel once, without sending or waiting."""
         self.bench.begin(0)
         self.send()
         self.serve()

@@ -1,4 +1,4 @@
-"""Checkpoints with their oracle's answers, made once per test session."""
+"""Checkpoints with the oracle's answers, made once per test session."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT_LENS = (5, 41, 17, 1, 30, 8, 64, 12, 3, 23, 9, 50, 14, 2, 33, 19)
 
 
 class Case(NamedTuple):
-    """A checkpoint, prompts, and what transformers continues them with, greedily in fp32."""
+    """A checkpoint, prompts, and transformers' greedy fp32 continuations."""
 
     path: Path
     prompts: list[list[int]]
@@ -32,7 +32,7 @@ CaseOf = Callable[[str], Case]
 
 @pytest.fixture(scope="session")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> CaseOf:
-    """Return the function that gives a variant's Case, cached."""
+    """Return a cached function that gives a variant's Case."""
     cases: dict[str, Case] = {}
 
     def get(variant: str) -> Case:

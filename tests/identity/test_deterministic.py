@@ -1,8 +1,8 @@
-"""--deterministic: every log-probability of every token has the same bits, whatever happens.
+"""--deterministic: every log-probability of every token has the same bits in every setting.
 
-What a request's logits may not depend on: the layout, the transport, micro-batches, the
-token budget, block size, companions, cached prefixes, preemption, threads. The whole
-distribution over the vocabulary is compared, in both dtypes.
+A request's logits may not depend on: the layout, the transport, micro-batches, the token budget,
+block size, companions, cached prefixes, preemption, threads. The whole distribution over the
+vocabulary is compared, in both dtypes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLAIN: dict[str, Any] = {"transport": "local", "micro_batches": 1, "block_size":
 
 
 class Answer(NamedTuple):
-    """A request's tokens, and the whole distribution behind each of them."""
+    """A request's tokens, and the whole distribution for each of them."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs]
@@ -72,7 +72,7 @@ Plain = Callable[[str, str], list[Answer]]
 
 @pytest.fixture(scope="module")
 def plain(case_of: CaseOf) -> Plain:
-    """Return the function that gives a variant's answers on the plainest layout, cached."""
+    """Return a cached function that gives a variant's answers on the plainest layout."""
     cache: dict[tuple[str, str], list[Answer]] = {}
 
     def get(variant: str, dtype: str) -> list[Answer]:
@@ -115,7 +115,7 @@ BY_DEFAULT = (2, 5, 7, 8)
             settings,
             dtype,
             id=f"{'-'.join(map(str, settings.values()))}-{dtype}",
-            # One dtype or the other by turns every time, both when there is time.
+            # By default each setting runs with one dtype, alternating; with slow tests, both.
             marks=[slow] if idx not in BY_DEFAULT or (idx + row) % 2 else [],
         )
         for idx, settings in enumerate(SETTINGS)
@@ -210,7 +210,7 @@ def test_companions_and_cached_prefixes(case_of: CaseOf, plain: Plain, dtype: st
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=slow)])
 def test_preemption(case_of: CaseOf, plain: Plain, dtype: str) -> None:
-    """A pool that holds the longest request and little more forces recompute."""
+    """A pool little larger than the longest request forces recomputation."""
     case = case_of(VARIANT)
     model = load_model_config(case.path)
     bytes_per_token = 2 * {"float32": 4, "bfloat16": 2}[dtype] * model.num_layers * model.kv_size
@@ -225,7 +225,7 @@ def test_preemption(case_of: CaseOf, plain: Plain, dtype: str) -> None:
 
 @pytest.mark.parametrize("redundant", [3, pytest.param(8, marks=slow)])
 def test_any_choice_of_replicas(case_of: CaseOf, plain: Plain, redundant: int) -> None:
-    """Second copies change which node computes a pair, and beside whom."""
+    """Second copies change which node computes a pair, and with which other pairs."""
     config = settings_of(case_of(VARIANT), dtype="bfloat16", **layout("shm", 2, 3, 2))
     balance = BalanceSection(redundant_experts=redundant, interval_s=0.0)
     with Engine(msgspec.structs.replace(config, balance=balance)) as engine:
@@ -233,7 +233,7 @@ def test_any_choice_of_replicas(case_of: CaseOf, plain: Plain, redundant: int) -
 
 
 def test_compressed_payloads_keep_the_promise(case_of: CaseOf, plain: Plain) -> None:
-    """Scales are per token, so int8 rows are the same in any company, too."""
+    """Scales are per token, so int8 rows too are the same in any batch."""
     case = case_of(VARIANT)
     alone = run(case, dtype="bfloat16", payload="int8")
     assert alone != plain(VARIANT, "bfloat16")

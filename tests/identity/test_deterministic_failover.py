@@ -1,7 +1,7 @@
-"""--deterministic: after a loss, too, every log-probability has the bits of an undisturbed run.
+"""--deterministic: after a loss, log-probabilities have the bits of an undisturbed run.
 
-Nodes are threads that crash in the middle of all streams; tests/system has real processes.
-The whole distribution over the vocabulary is compared, of tokens before and after the loss.
+Nodes are threads that crash in the middle of all streams; tests/system has real processes. The
+whole distribution over the vocabulary is compared, of tokens before and after the loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def case(case_of: CaseOf) -> Case:
 
 @pytest.fixture(scope="module")
 def undisturbed(case: Case) -> Callable[[str], list[Answer]]:
-    """Return the function that gives the answers of one node, without failover; cached."""
+    """Return a cached function that gives the answers of one node without failover."""
     cache: dict[str, list[Answer]] = {}
 
     def get(dtype: str) -> list[Answer]:
@@ -59,7 +59,7 @@ def config_of(case: Case, transport: str, dtype: str, *, redundant: int) -> Engi
 
 
 def disturbed(engine: Engine, case: Case, injector: OnDemand) -> list[Answer]:
-    """Have a node crash once every stream has some tokens; returns the whole streams."""
+    """Crash a node once every stream has some tokens; return the whole streams."""
     sampling: dict[str, Any] = {"max_tokens": NUM_TOKENS, "logprobs": VOCAB_SIZE}
     ids = [engine.add(prompt, **sampling) for prompt in case.prompts]
     engine.collect(until=lambda: all(len(engine.requests[each].tokens) >= 4 for each in ids))
@@ -104,7 +104,7 @@ def test_continued_streams_have_the_same_bits(
 
     with faulty_nets(injector_of), Engine(config) as engine:
         if has_copies or role == "attention":
-            engine.may_restart.clear()  # the others go on without it
+            engine.may_restart.clear()  # the others continue without it
         answers = disturbed(engine, case, injector)
         assert injector.num_injected == 1
         assert engine.stats().num_replays > 0

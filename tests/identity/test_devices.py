@@ -1,10 +1,10 @@
-"""Greedy fp32 tokens equal transformers' where nodes compute on a device, sampled ones the CPU's.
+"""Nodes on a device: greedy fp32 tokens equal transformers', sampled tokens the CPU's.
 
-Without a GPU the device is the CPU: Triton's kernels are interpreted, and all else is what a
-GPU's nodes do (Place.is_device), but for the calls into its driver. Interpretation is slow, hence
-few prompts and tokens; and it is no work for two threads at once, so roles that compute at the
-same time in threads of this process have one on Triton and one on the CPU's kernels, and whole
-processes are tests/system/test_devices.py's.
+Without a GPU the device is the CPU: Triton's kernels are interpreted, and all else works as on a
+GPU's nodes (Place.is_device) except for calls into the driver. Interpretation is slow, hence few
+prompts and tokens. Two threads cannot interpret at once, so of two roles that compute at the same
+time in this process one uses Triton and one the CPU's kernels; tests/system/test_devices.py runs
+whole processes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ON_ONE = {"kernels": "triton", "attention_device": DEVICE, "expert_device": DEVI
 ATTENTION_ON_IT = {**ON_ONE, "expert_kernels": "cpu", "expert_device": "cpu"}
 EXPERTS_ON_IT = {"kernels": "cpu", "expert_kernels": "triton", "expert_device": DEVICE}
 
-# Sizes of steps are recorded when the engine starts: few of them. The third prompt waits.
+# Sizes of steps are recorded when the engine starts: few of them, so the third prompt waits.
 MAX_NUM_SEQS = 2
-# Prompts end after so many tokens each, so that a step's size changes.
+# Prompts end after different numbers of tokens, so that a step's size changes.
 LENGTHS = (3, 2, 2)
-# The prompts' lengths are about this: longer than the sliding window is, at least one of them.
+# The chosen prompts have about this length; at least one is longer than the sliding window.
 PROMPT_LEN = 8
 SAMPLING = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 5, "presence_penalty": 0.5}
 
 
 def prompts_of(case: Case) -> list[int]:
-    """Return which prompts of `case` are asked."""
+    """Return the indices of the prompts of `case` to run."""
     lengths = [len(prompt) for prompt in case.prompts]
     return sorted(range(len(lengths)), key=lambda idx: abs(lengths[idx] - PROMPT_LEN))[:3]
 
@@ -148,7 +148,7 @@ def test_attention_on_the_cpu_and_experts_on_a_device(case_of: CaseOf, transport
 def test_experts_move_on_a_device_while_requests_run(
     case_of: CaseOf, settings: dict[str, Any]
 ) -> None:
-    """What was recorded for one table is not replayed for the next."""
+    """A recording for one table is not replayed for the next."""
     case = case_of("mixtral")
     chosen = prompts_of(case)[:MAX_NUM_SEQS]
     config = config_of(

@@ -1,7 +1,7 @@
 """Experts move while requests run, and no token changes: copies, live tables, balance.
 
-The engine is whole; see tests/engine.py. Tables are asked for by the scheduler's own hook,
-at points that are counted in output tokens, so that they fall into prefill and decode.
+The engine is whole; see tests/engine.py. Tests ask for tables by the scheduler's own hook, at
+points counted in output tokens, so that they fall into prefill and decode.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_copies_change_no_token(
 
 
 def random_tables(num_nodes: int, *, redundant: int, seed: int) -> Iterator[ExpertTable]:
-    """Yield tables with the sizes of the uniform one and experts anywhere."""
+    """Yield tables of the uniform table's sizes with experts in random places."""
     rng = random.Random(seed)
     first = uniform_table(
         num_layers=NUM_LAYERS,
@@ -92,7 +92,7 @@ CHANGES = (
     ("mixtral", "tcp", (2, 2), 3, 1),
     ("olmoe", "shm", (1, 2), 2, 1),  # experts joined in one matrix, in bfloat16
 )
-# With one process, with copies and micro-batches, between hosts, and joined experts.
+# A single process; copies and micro-batches; between hosts; joined experts.
 BY_DEFAULT = {(0, "float32"), (1, "float32"), (3, "float32"), (4, "bfloat16")}
 
 
@@ -113,7 +113,7 @@ def test_tables_change_while_streams_go_on(
     micro_batches: int,
     dtype: str,
 ) -> None:
-    """Prompts go in chunks of 16 tokens, and whenever a table is in use the next is asked for."""
+    """Prompts go in chunks of 16 tokens; once a table is in use the next one is requested."""
     case = case_of(variant)
     settings: dict[str, Any] = {
         "transport": transport,
@@ -153,7 +153,7 @@ def skewed(case_of: CaseOf, tmp_path_factory: pytest.TempPathFactory) -> Case:
     weights = load_file(path / "model.safetensors")
     for name, tensor in weights.items():
         if name.endswith("block_sparse_moe.gate.weight"):
-            # Opposite logits, far from 0: each token takes one of the two first.
+            # Opposite logits far from 0: each token takes one of the first two.
             tensor[2] *= 8.0
             tensor[3] = -tensor[2]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
@@ -177,14 +177,14 @@ def counted(engine: Engine, num_pairs: int) -> Stats:
 
 @pytest.mark.parametrize("transport", [pytest.param("local", marks=slow), "shm"])
 def test_every_routed_pair_is_reported_once(case_of: CaseOf, transport: str) -> None:
-    """All by the nodes' own clock, without a request to wake them."""
+    """The nodes' own clock sends all reports, without a request to wake them."""
     case = case_of("mixtral")
     model = load_model_config(case.path)
     assert model.moe is not None
     config = config_of(
         case.path, (2, 2), balance=only_copies(0), transport=transport, prefix_caching=False
     )
-    # The last token of a request is sampled and never computed.
+    # The last token of a request is sampled but never computed.
     num_tokens = sum(len(prompt) + NUM_TOKENS - 1 for prompt in case.prompts)
     with Engine(config) as engine:
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
@@ -237,7 +237,7 @@ def test_a_skewed_model_is_balanced_live(
 
 
 def test_the_clock_asks_for_balance_by_itself(skewed: Case) -> None:
-    """With an interval that has always passed, the table changes as soon as counts suffice."""
+    """When the interval has always passed, the table changes once there are enough counts."""
     config = config_of(
         skewed.path,
         (1, 2),

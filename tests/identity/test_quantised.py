@@ -1,8 +1,8 @@
-"""Engines with quantised weights say what transformers says with the same matrices.
+"""Engines with quantised weights give transformers' tokens for the same matrices.
 
-The oracle is transformers' fp32 model whose products are those of the quantised kernels
-(benchmarks.quantization.patched). Everything else is fp32 on both sides, but a number that
-lies between two codes may be rounded either way, so only tokens with a clear margin count.
+The oracle is transformers' fp32 model with the products of the quantised kernels
+(benchmarks.quantization.patched). Everything else is fp32 on both sides, but a number between two
+codes may be rounded either way, so only tokens with a clear margin count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPT_LENS = (5, 41, 17, 1, 30, 8)
 
 
 def clear_tokens(model: Any, prompt: list[int], margin: float = CLEAR_MARGIN) -> list[int]:
-    """Continue a prompt greedily, up to the first token that is not clear."""
+    """Continue a prompt greedily, up to the first token without a clear margin."""
     tokens: list[int] = []
     while len(tokens) < NUM_TOKENS:
         logits = model(torch.tensor([prompt + tokens])).logits[0, -1]
@@ -73,7 +73,7 @@ def test_greedy_tokens(
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "mode"), [("qwen2_moe", "int4"), ("qwen3_moe", "int8")])
 def test_greedy_tokens_on_a_device(tmp_path: Path, variant: str, mode: str) -> None:
-    """Interpreted: rows are not quantised there, so the products are torch's but for the order."""
+    """Interpreted kernels do not quantise rows, so products equal torch's except for the order."""
     path = make_checkpoint(tmp_path, variant)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in (5, 9, 1)]

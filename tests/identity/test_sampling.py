@@ -52,7 +52,7 @@ def run(case: Case, transport: str, topology: tuple[int, int], m: int) -> list[l
 
 @pytest.fixture(scope="module")
 def drawn(case_of: CaseOf) -> list[list[int]]:
-    """What one attention and one expert node in one process draw."""
+    """The tokens drawn by one attention and one expert node in one process."""
     return run(case_of(VARIANT), "local", (1, 1), 1)
 
 
@@ -150,7 +150,7 @@ def test_logprobs_equal_transformers(case_of: CaseOf) -> None:
 
 
 def test_an_impossible_request_ends_with_its_own_error_and_harms_no_other(case_of: CaseOf) -> None:
-    """Refused at intake, or failed by the sampler: either way in a batch with another."""
+    """Refused at intake or failed by the sampler; in both cases batched with another request."""
     case = case_of(VARIANT)
     everything = tuple(range(VOCAB_SIZE))
     with Engine(engine_config(case.path, attention_nodes=2)) as engine:

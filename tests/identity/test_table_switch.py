@@ -1,8 +1,8 @@
-"""A change of the expert table takes no step from anybody, while the engine runs.
+"""A change of the expert table delays no step while the engine runs.
 
-Counted, not timed: one request runs, tables change all the time, and what is watched is
-whether the scheduler ever waits with less in flight than it could have, how many steps the
-request takes, and what an expert node does between two steps.
+Counted, not timed: one request runs while tables change all the time. The test checks whether the
+scheduler ever waits with fewer steps in flight than possible, how many steps the request takes, and
+what an expert node does between two steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from topspin.inbox import Inbox
 from topspin.messages import AnyMessage, Message, StepTicket, TablePrepared
 
 CHUNK = 16
-# The tables come sooner, unless the machine is busy with something else.
+# The tables are ready sooner, unless the machine is busy.
 MAX_REQUESTS = 50
 
 
 class Watched:
-    """What the scheduler sends, and how much is in flight whenever it waits."""
+    """The scheduler's tickets, and the number of steps in flight whenever it waits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engine: Engine | None = None
@@ -52,7 +52,7 @@ class Watched:
 
 
 def watch_nodes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """Return, by the node's thread, in order: steps received, looks in vain, work on a table."""
+    """Return each node thread's actions in order: steps received, empty looks, table work."""
     doings: defaultdict[str, list[str]] = defaultdict(list)
     next_message, work = Inbox.next, TableChange.work
 
@@ -103,7 +103,7 @@ def test_no_step_waits_for_a_table(
 
             engine.collect(until=change_on)
             assert request.tokens == tokens
-            # As many steps as without any table: the prompt's chunks, then a token each.
+            # As many steps as without table changes: the prompt's chunks, then one per token.
             num_steps = engine.stats().num_steps
             assert num_steps == len(watched.tickets) == num_done * num_steps_each
             if watched.tickets[num_steps].table_version >= 3:
@@ -111,11 +111,11 @@ def test_no_step_waits_for_a_table(
     versions = [watched.tickets[step].table_version for step in range(1, num_steps + 1)]
     assert versions == sorted(versions)
     assert versions[-1] >= 3
-    # A wait with the first steps sent and not yet the last, of any one request.
+    # Waits after the first and before the last step of a request has been sent.
     waits = [running for sent, running in watched.in_flight if sent % num_steps_each]
     assert waits
     assert set(waits) == {MAX_STEPS_IN_FLIGHT}
-    # Between two steps an expert node does one piece of a table, and more only while idle.
+    # Between two steps an expert node does one piece of table work, and more only while idle.
     for doing in (doings["expert 0"], doings["expert 1"]):
         in_steps = doing[doing.index("step") :]
         assert "work" in in_steps

@@ -1,7 +1,7 @@
-"""Greedy output in fp32 equals transformers' token for token, on every layout.
+"""On every layout, greedy output in fp32 equals transformers' token for token.
 
-The engine is whole (scheduler, control channel, transports), its processes are threads;
-see tests/engine.py. All pairs of family and layout settings are marked slow.
+The engine is whole (scheduler, control channel, transports), its processes are threads; see
+tests/engine.py. All pairs of family and layout settings are marked slow.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_every_family(
 @pytest.mark.parametrize(
     ("variant", "transport"),
     [
-        # One transport or the other by turns every time, both when there is time.
+        # By default each row runs with one transport, alternating; with slow tests, both.
         pytest.param(variant, transport, marks=[slow] if (idx + row) % 2 else [])
         for idx, variant in enumerate(DENSE)
         for row, transport in enumerate(("local", "shm"))
@@ -99,7 +99,7 @@ def test_an_fp32_payload_changes_no_token_and_a_bf16_payload_none_of_a_bf16_mode
             case.path, expert_nodes=2, transport="tcp", dtype="bfloat16", payload=payload
         )
         with Engine(config) as engine:
-            # One at a time: in bf16 a token may depend on which requests share its step.
+            # One at a time: in bf16 a token may depend on the requests in its step.
             outputs.append(
                 [engine.generate([prompt], max_tokens=NUM_TOKENS) for prompt in case.prompts]
             )
@@ -163,7 +163,7 @@ def test_reference_kernels(case_of: CaseOf, variant: str) -> None:
 def test_preemption_does_not_change_tokens(
     case_of: CaseOf, transport: str, topology: tuple[int, int], micro_batches: int
 ) -> None:
-    """A pool that holds the longest request and little more forces recompute."""
+    """A pool little larger than the longest request forces recomputation."""
     case = case_of("mixtral")
     model = load_model_config(case.path)
     bytes_per_token = 2 * 4 * model.num_layers * model.kv_size
@@ -207,7 +207,7 @@ def test_prefix_cache_hits_do_not_change_tokens(
         engine.collect()
         assert engine.requests[again].tokens == case.tokens[longest]
         assert engine.requests[again].num_cached_tokens >= len(case.prompts[longest]) - 5
-        # Another tenant finds nothing.
+        # Another tenant has no cached prefix.
         other = engine.add(case.prompts[longest], max_tokens=NUM_TOKENS, cache_salt="other")
         engine.collect()
         assert engine.requests[other].tokens == case.tokens[longest]
@@ -215,7 +215,7 @@ def test_prefix_cache_hits_do_not_change_tokens(
 
 
 def test_dynamic_ntk_shares_no_prefix(tmp_path: Path) -> None:
-    """Beyond its positions such a model rotates a prompt's keys by the prompt's own length."""
+    """Beyond its trained length such a model rotates a prompt's keys by the prompt's own length."""
     path = make_checkpoint(tmp_path, "llama_dynamic_ntk", max_position_embeddings=32)
     rng = np.random.default_rng(2)
     prefix = rng.integers(0, 250, size=40).tolist()
