@@ -1,7 +1,7 @@
 """Paged caches and micro-batches for the attention tests.
 
-A case knows each sequence's keys and values in plain order, so that a test can compute
-what attention must give without reading a block table.
+A case knows each sequence's keys and values in plain order, so that a test can compute attention's
+result without reading a block table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attention_case(
     padding_rows: int = 0,
     seed: int = 0,
 ) -> AttentionCase:
-    """Build a case whose unused cache slots hold NaN and whose unused table entries lie."""
+    """Build a case whose unused cache slots hold NaN and whose unused table entries are invalid."""
     rng = torch.Generator().manual_seed(seed)
     num_blocks = [-(-length // block_size) for length in context_lens]
     total = sum(num_blocks) + 3

@@ -1,4 +1,4 @@
-"""Runs work that kernels cut into pieces."""
+"""Runs work that kernels yield in pieces."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_language_model_head(num_in: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_in", [64, 576])
 def test_linear_without_prepacked_weights(num_in: int, dtype: torch.dtype) -> None:
-    """Where torch cannot prepack, the groups of rows alone must do."""
+    """Without torch's prepacking, grouping the rows must be enough."""
     weight = LinearWeight(torch.randn(96, num_in).to(dtype), 96, num_in, packed=False)
     check_rows(lambda x: deterministic.linear(x, weight), num_in, dtype)
 
@@ -210,7 +210,7 @@ def test_pair_and_grouped_mlp_follow_the_reference(
 def test_a_pair_among_others(
     num_experts: int, top_k: int, hidden_size: int, ffn_size: int, dtype: torch.dtype
 ) -> None:
-    """Neither the other rows nor the slot that holds an expert changes its answer."""
+    """Neither the other rows nor the slot of an expert changes a pair's result."""
     torch.manual_seed(4)
     gate_up = torch.randn(num_experts, 2 * ffn_size, hidden_size).mul(0.05).to(dtype)
     down = torch.randn(num_experts, hidden_size, ffn_size).mul(0.05).to(dtype)

@@ -1,4 +1,4 @@
-"""Deterministic attention: right by the reference, and a token's bits its own affair."""
+"""Deterministic attention: equal to the reference, and a token's bits depend on no other token."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_trees(window: int | None, dtype: torch.dtype) -> None:
 
 
 class Plain:
-    """One sequence in plain order, to be attended to in any way of cutting and storing it."""
+    """One sequence in plain order, for any chunking and storage."""
 
     def __init__(
         self, length: int, heads: Heads, dtype: torch.dtype, *, window: int | None

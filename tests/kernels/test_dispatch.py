@@ -73,7 +73,7 @@ def test_a_host_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_not_chosen_is_not_imported() -> None:
-    """A GPU's host needs no numba, and a host without a GPU no Triton."""
+    """A GPU's host needs no numba, a host without a GPU no Triton."""
     program = """
 import sys, torch
 from kernels.dispatch import select_ops

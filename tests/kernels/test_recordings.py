@@ -11,7 +11,7 @@ from kernels.runtime import HostRuntime, Replay
 
 
 class Log(HostRuntime):
-    """Notes what is recorded and replayed; a body notes that it ran."""
+    """Records captures and replays; a body records that it ran."""
 
     def __init__(self) -> None:
         self.events: list[str] = []

@@ -1,4 +1,4 @@
-"""The reference ops against the modules of transformers that they stand for."""
+"""The reference ops against the modules of transformers that they replace."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_embed() -> None:
 
 
 class Family(NamedTuple):
-    """A family's router and experts, and how `route` is called for it."""
+    """A family's router and experts, and the arguments of `route` for it."""
 
     router: type
     experts: type

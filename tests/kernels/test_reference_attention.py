@@ -103,7 +103,7 @@ def test_padding_rows_are_zero_and_out_is_used() -> None:
 
 
 def test_written_keys_are_read_back() -> None:
-    """write_kv and paged_attention agree about what a slot is."""
+    """write_kv and paged_attention agree about the meaning of a slot."""
     heads = Heads(2, 1, 4)
     case = attention_case([6], [6], heads=heads, block_size=4)
     k_cache, v_cache = torch.zeros_like(case.k_cache), torch.zeros_like(case.v_cache)

@@ -1,4 +1,4 @@
-"""The host as a device, what is refused where a graph is recorded, and which devices there are."""
+"""The host as a device, operations refused during a recording, and the list of devices."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_the_cpu_is_a_device_of_its_own() -> None:
 
 
 def test_graphs_share_a_pool_that_somebody_is_always_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch frees a pool when its last graph goes, and then refuses to record into it."""
+    """torch frees a pool with its last graph, and then refuses to record into it."""
     alive: dict[object, int] = {}
 
     class Graph:

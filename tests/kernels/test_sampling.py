@@ -1,4 +1,4 @@
-"""Sampling against transformers' processors, exact distributions, and itself in other batches."""
+"""Sampling against transformers' processors, exact distributions, and other batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GRID = 1000
 
 
 def batch(num_rows: int, **settings: object) -> SamplingBatch:
-    """A batch of `num_rows` with neutral values but for `settings`: numbers or tensors."""
+    """A batch of `num_rows` with neutral values except for `settings`: numbers or tensors."""
 
     def column(name: str, neutral: float, dtype: torch.dtype = torch.float32) -> Tensor:
         value = settings.pop(name, neutral)
@@ -60,7 +60,7 @@ def even_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def integrate(logits: Tensor, **settings: object) -> Tensor:
-    """Tokens that GRID even uniforms give for one row of logits, in order of the uniform."""
+    """Tokens chosen for one row of logits by GRID even uniforms, in order of the uniform."""
     return sample(logits.expand(GRID, -1), batch(GRID, **settings)).tokens
 
 
@@ -144,7 +144,7 @@ def test_a_low_temperature_is_nearly_greedy() -> None:
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 9e-6])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(4)) * 1e30
-    logits[:, 7] = logits[:, 9] = logits.amax(-1)  # draws would take either
+    logits[:, 7] = logits[:, 9] = logits.amax(-1)  # a random draw could choose either
     settings = {"top_p": 0.9, "min_p": 0.1}
     result = sample(logits, batch(50, temperature=temperature, **settings))
     assert result.valid.all()
@@ -290,7 +290,7 @@ def test_banned_tokens_are_never_drawn() -> None:
 def test_borders_of_the_cdf_belong_to_the_next_token_with_any_probability(
     uniform: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens 1 and 3 have one half each; 0, 2 and 4 have nothing and are never chosen."""
+    """Tokens 1 and 3 have probability one half each; 0, 2 and 4 have zero and are never chosen."""
     monkeypatch.setattr("kernels.sampling.uniforms", lambda *_, **__: np.array([uniform]))
     never = -math.inf
     logits = torch.tensor([[never, 0.0, never, 0.0, never]])
@@ -326,7 +326,7 @@ def test_logprobs_only_when_asked() -> None:
 
 
 def mixed_batch(rows: Sequence[int]) -> SamplingBatch:
-    """The given rows of one batch of 24 rows that use everything in turn."""
+    """The given rows of a batch of 24 rows that use all features in turn."""
     rng = torch.Generator().manual_seed(8)
     num_rows = 24
     row = torch.arange(num_rows)

@@ -67,7 +67,7 @@ def test_one_decode_row(context_len: int) -> None:
 
 @pytest.mark.parametrize("committed", [0, 70])
 def test_slices_longer_than_a_chunk(committed: int) -> None:
-    """300 rows are cut to 128, 128 and 44; 140 to 128 and a short rest that joins others."""
+    """300 rows are cut into 128, 128 and 44; 140 into 128 and a short rest that joins others."""
     lens = [committed + 300, 9, committed + 140]
     case = attention_case(lens, [300, 1, 140], heads=Heads(4, 2, 64), block_size=16)
     compare(case)

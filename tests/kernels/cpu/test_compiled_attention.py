@@ -60,7 +60,7 @@ def wanted(case: AttentionCase, window: int | None = None) -> Tensor:
 
 def check(case: AttentionCase, window: int | None = None) -> None:
     result = attend(case, window)
-    # Only the output is rounded to bf16: half a unit of its last place.
+    # Only the output is rounded to bf16: by half a unit in the last place.
     tolerance = 1e-5 if case.q.dtype == torch.float32 else 2.0**-8
     torch.testing.assert_close(result.float(), wanted(case, window), rtol=tolerance, atol=1e-5)
 
@@ -121,7 +121,7 @@ def test_a_row_that_is_not_a_number_spoils_no_other() -> None:
 
 
 def test_scores_far_apart() -> None:
-    """Keys whose weight is below the least float, and a greatest score that comes last."""
+    """Keys whose weight underflows, and a greatest score that comes last."""
     case = attention_case([400], [1], heads=Heads(2, 1, 64), block_size=16)
     case.k_cache.nan_to_num_(0).mul_(30)
     check(case)

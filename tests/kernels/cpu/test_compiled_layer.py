@@ -1,4 +1,4 @@
-"""The compiled small ops of a layer: the reference's bits, but where a sum's order shows."""
+"""The compiled small ops of a layer: the reference's bits, except where a sum's order matters."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_rotate_and_store(num_rows: int, heads: tuple[int, int, int], with_norms
 def test_route(
     num_rows: int, num_experts: int, top_k: int, renormalise: bool, weights_dtype: torch.dtype
 ) -> None:
-    # Distinct logits, as the order of equal ones is not torch's to promise.
+    # Distinct logits, since torch does not specify the order of equal ones.
     order = torch.rand(num_rows, num_experts).argsort(-1)
     logits = ((order - num_experts // 2) / 16).bfloat16()
     assert can_route(logits, top_k, weights_dtype)

@@ -43,7 +43,7 @@ def test_shapes(num_out: int, num_in: int, with_bias: bool) -> None:
         wanted = x.float() @ weight.float().T
         if bias is not None:
             wanted += bias.float()
-        # Half a unit of bf16's last place, and what sums in fp32 lose by cancellation.
+        # Half a unit in bf16's last place, and the cancellation error of fp32 sums.
         torch.testing.assert_close(result.float(), wanted, rtol=2.0**-8, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Launches on torch's threads, and where machine code is kept."""
+"""Launches on torch's threads, and the directory of machine code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATA, COUNT, SCALE = offsets(3)
 
 @Kernel
 def _scale_then_sum(block: int) -> None:
-    """Multiply COUNT rows of sixteen by SCALE; then write to row 0 of a second part their sum."""
+    """Multiply COUNT rows of sixteen by SCALE; then one task writes their sum behind them."""
     data, count = simd.read_i64(block + DATA), simd.read_i64(block + COUNT)
     factor = vectors.splat(simd.read_f32(block + SCALE))
     row = simd.claim(block)

@@ -111,7 +111,7 @@ def test_threads_and_other_rows_do_not_change_a_draw() -> None:
 
 
 def test_a_nucleus_is_drawn_as_by_sorting_everything() -> None:
-    """The whole path, as a node takes it, against fp64 over the sorted row."""
+    """The whole path that a node uses, against fp64 over the sorted row."""
     rows, vocab, top_p, temperature = 64, 20000, 0.9, 0.8
     logits = torch.randn(rows, vocab) * 2.5
     zeros, ones = torch.zeros(rows), torch.ones(rows)

@@ -1,4 +1,4 @@
-"""Memory for weights: zeroed, aligned, apart, and given back."""
+"""Memory for weights: zeroed, aligned, not shared, and freed."""
 
 from __future__ import annotations
 

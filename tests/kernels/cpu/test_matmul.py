@@ -1,4 +1,4 @@
-"""CPU matrix products against the reference, both expert layouts, and what they keep resident."""
+"""CPU matrix products against the reference, both expert layouts, and their resident memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_linear(
     result = cpu.linear(x, packed, bias)
     if dtype == torch.float32:
         assert torch.equal(result, wanted)
-    else:  # Sums in another order round differently where they are near a tie.
+    else:  # Sums in another order may round differently near a tie.
         torch.testing.assert_close(result, wanted, rtol=2.0**-7, atol=1e-4)
     out = torch.empty_like(wanted)
     assert cpu.linear(x, packed, bias, out) is out
@@ -126,7 +126,7 @@ KINDS = ["all here", "partly absent", "all absent", "empty experts", "one expert
 
 @pytest.mark.parametrize(("dtype", "kind", "num_rows"), cover_pairs(DTYPES, KINDS, [0, 1, 7, 90]))
 def test_experts_by_slot(num_rows: int, kind: str, dtype: torch.dtype) -> None:
-    """Equal bits in bf16; in fp32 the sum depends on how the rows lie in memory."""
+    """Equal bits in bf16; in fp32 the sum depends on the rows' memory layout."""
     result, wanted = both(kind, num_rows, dtype, 0.0)
     tolerance = 1e-5 if dtype == torch.float32 else 0.0
     torch.testing.assert_close(result.out, wanted.out, rtol=tolerance, atol=tolerance)
@@ -203,7 +203,7 @@ def test_rebuilt_experts_compute_like_fresh_ones(
     fresh = cpu.pack_experts(gate_up[[*order]], down[[*order]], share_per_row=share)
     assert rebuilt.num_experts == len(order)
     assert torch.equal(compute(rebuilt), compute(fresh))
-    # The old ones still compute what they did, and share what stays.
+    # The old ones still give their results, and share the experts that stay.
     assert torch.equal(compute(experts), before)
     assert not torch.equal(compute(rebuilt), before)
     if not experts.joined and 2 in order:

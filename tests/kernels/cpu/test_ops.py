@@ -1,4 +1,4 @@
-"""The small CPU ops give the reference's bits, but for compiled norms in bf16."""
+"""The small CPU ops give the reference's bits, except compiled norms in bf16."""
 
 from __future__ import annotations
 

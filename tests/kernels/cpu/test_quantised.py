@@ -1,4 +1,4 @@
-"""Quantised weights against fp32 products of the matrices that they stand for."""
+"""Quantised weights against fp32 products of the dequantised matrices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.pairwise import cover_pairs
 from topspin.errors import ConfigError
 
 MODES = sorted(BITS)
-# Codes of rows round to 1/127 of a group's largest number, half a step at most.
+# Rows are rounded to steps of 1/127 of a group's largest number: an error of half a step at most.
 ROW_TOLERANCE = 0.01
 
 
@@ -48,7 +48,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 
 
 def as_codes(x: Tensor) -> Tensor:
-    """Return x [R, I] as the kernels see it: by groups of 32, in whole 127ths of the largest."""
+    """Return x [R, I] rounded as in the kernels: groups of 32, in 127ths of the largest."""
     num_in = x.shape[1]
     padded = torch.nn.functional.pad(x.double(), (0, -num_in % 32))
     groups = padded.view(len(x), -1, 32)
@@ -68,7 +68,7 @@ def half_of(experts: QuantisedExperts, slot: int) -> Tensor:
 
 
 def plain(experts: ExpertWeights) -> ExpertWeights:
-    """Return the fp32 experts that quantised ones stand for."""
+    """Return the dequantised experts in fp32."""
     assert isinstance(experts, QuantisedExperts)
     downs = []
     for weight in experts.down:
@@ -106,7 +106,7 @@ def test_eight_bits_lose_little_and_four_less_than_q4_0(
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_on_a_grid_of_their_own_are_kept(bits: int) -> None:
-    """Any low and step: bf16 numbers of few digits come back as they were."""
+    """For any low and step: bf16 numbers of few digits are kept exactly."""
     codes = torch.randint(0, 2**bits, (24, 3, 32)).float()
     codes[..., 0], codes[..., 1] = 0, 2**bits - 1
     step = torch.tensor([0.25, 0.5, 1.0])[None, :, None]
@@ -134,7 +134,7 @@ def test_groups_of_one_value_are_kept(bits: int, value: float) -> None:
 def test_linear_is_the_product_of_the_dequantised_weight(
     mode: str, num_out: int, num_in: int, num_rows: int
 ) -> None:
-    """Only the rows are rounded, so a product of the rounded rows is met to fp32's rounding."""
+    """Only the rows are rounded: the product of the rounded rows is met up to fp32's rounding."""
     ops = QuantisedOps(cpu, mode)
     weight = ops.pack_projection(torch.randn(num_out, num_in))
     assert isinstance(weight, QuantisedWeight)
@@ -143,7 +143,7 @@ def test_linear_is_the_product_of_the_dequantised_weight(
     ours = ops.linear(x, weight, bias)
     assert ours.shape == (num_rows, num_out)
     exact = as_codes(x) @ whole.T + bias
-    # A number halfway between two codes may go either way: one such step in one product.
+    # A number halfway between two codes may be rounded either way: one such step in one product.
     torch.testing.assert_close(ours.double(), exact, rtol=0, atol=0.05)
     assert relative(ours, exact) < 1e-3
     assert relative(ours, x.double() @ whole.T + bias) < 2 * ROW_TOLERANCE
@@ -236,7 +236,7 @@ def test_experts_are_those_of_the_dequantised_weights(
     top_k: int,
     num_rows: int,
 ) -> None:
-    """Both products round their rows, so the difference is that of two roundings."""
+    """Both products round their rows, so the error is that of two roundings."""
     ops = QuantisedOps(cpu, mode)
     experts = make_experts(ops, num_experts, hidden, width, dtype)
     x = torch.randn(num_rows, hidden).to(dtype)

@@ -1,8 +1,8 @@
-"""Compiles kernels to machine code for Hopper, which takes no GPU; run as a program.
+"""Compiles kernels to machine code for Hopper without a GPU; run as a program.
 
-The interpreter runs Python: what the compiler refuses (a global, a type, a shape) or what does
-not fit into shared memory is seen here alone. Triton must not be in its interpreter's mode,
-hence a process of its own: see test_compiles.py. Prints a line per kernel.
+The interpreter runs Python, so only this finds code that the compiler refuses (a global, a type, a
+shape) or that does not fit into shared memory. Triton must not be in interpreter mode, hence a
+process of its own: see test_compiles.py. Prints a line per kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kernels.triton.rotary import _rotate_and_store
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
-"""What one program may have on a H100 or H200."""
+"""Limits of one program on an H100 or H200."""
 
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
 FLOATS = ("scale", "v_scale", "k_factor", "v_factor", "eps")

@@ -1,4 +1,4 @@
-"""Compiles the kernels of quantised products, and the small ones of a layer; as hopper.py."""
+"""Compiles the kernels of quantised products, and the small ones of a layer, as hopper.py does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels of M2N for Hopper; as hopper.py."""
+"""Compiles the kernels of M2N for Hopper, as hopper.py does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels of the router, the grouped MLP and sampling for Hopper; as hopper.py."""
+"""Compiles the router's, grouped MLP's and sampling's kernels for Hopper, as hopper.py does."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def main() -> None:
                    {"K": 8, "BLOCK_H": 1024})  # fmt: skip
     quantised = compile_kernel(quantise_groups, {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv",
                                "scale_ptr": "*fp32"}, {"GROUPS": 8})  # fmt: skip
-    # The interpreter's minimum keeps a NaN; the processor's must be asked to.
+    # The interpreter's minimum keeps a NaN; on the processor that needs an option.
     assert {"min.NaN.f32", "max.NaN.f32"} <= set(quantised.split()), "a NaN becomes a number"
     compile_sampling()
     compile_sampling(R=1, S=1, row_stride=1, num_histories=1)

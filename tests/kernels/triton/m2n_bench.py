@@ -21,7 +21,7 @@ from kernels.triton.m2n.attention_port import AttentionPort
 from kernels.triton.m2n.expert_port import ExpertPort
 
 ATTENTION, EXPERT = 2**63 + 10, 500
-"""Incarnations count up from these; the first ones do not fit a signed word."""
+"""First incarnations; those of attention nodes do not fit a signed word."""
 PATIENCE_NS = 10**10
 SHORT_NS = 2 * 10**6
 
@@ -73,7 +73,7 @@ class Bench:
         participants: tuple[int, ...] | None = None,
         patience_ns: int = PATIENCE_NS,
     ) -> None:
-        """Tell all nodes of a step, its patience too."""
+        """Announce a step to all nodes, with its patience."""
         for words in self.steps:
             new = step_words(
                 patience_ns=patience_ns,

@@ -35,7 +35,7 @@ SMALL = AttentionTiles(
     short_warps=1,
     long_warps=1,
 )
-"""Tiles that short contexts already fill: several blocks, splits and tiles of rows."""
+"""Tiles small enough that short contexts fill several blocks, splits and tiles of rows."""
 
 
 def place(case: AttentionCase, device: torch.device) -> AttentionCase:
@@ -162,7 +162,7 @@ def test_trees(
         parents=trees,
         padding_rows=1,
     )
-    # What lies beyond a sequence's own columns of the mask is not part of its tree.
+    # Bits beyond a sequence's own columns of the mask are not part of its tree.
     for start, tree in zip(case.meta.query_start.tolist(), trees, strict=False):
         case.meta.tree_mask[start : start + len(tree), len(tree) :] = True
     compare(case, device, window=window)
@@ -222,7 +222,7 @@ def test_the_tiles_that_a_gpu_gets(dtype: torch.dtype, device: torch.device) -> 
 
 
 def test_the_interface_of_all_ops(device: torch.device) -> None:
-    """`paged_attention` makes its own result, from a query inside a wider buffer."""
+    """`paged_attention` allocates its result; the query lies inside a wider buffer."""
     case = place(attention_case([30, 8], [1, 1], heads=Heads(4, 2, 64), block_size=4), device)
     wide = torch.zeros(2, 8, 64, device=device)
     wide[:, 2:6] = case.q
@@ -245,14 +245,14 @@ def test_padding_rows_alone_are_zero(lens: list[int], device: torch.device) -> N
 
 
 def test_a_bucket_is_replayed_for_a_smaller_batch(device: torch.device) -> None:
-    """Only bounds are on the host: with wider ones the result is the same."""
+    """The host knows only bounds: wider ones give the same result."""
     case = attention_case([50, 9, 33], [1, 9, 3], heads=Heads(4, 2, 64), block_size=4)
     loose = replace(case.meta, max_query_len=64, max_context_len=4096)
     compare(case._replace(meta=loose), device)
 
 
 def test_blocks_beyond_32_bits_of_elements(device: torch.device) -> None:
-    """Blocks far apart: their offsets need 64 bits. Pages that nothing touches are not there."""
+    """Blocks far apart need 64-bit offsets. Untouched pages take no memory."""
     case = place(attention_case([17], [1], heads=Heads(2, 1, 16), block_size=4), device)
     apart = 1 << 29
     assert int(case.meta.block_tables[0, :5].max()) * apart >= 1 << 31
@@ -274,7 +274,7 @@ TILES = AttentionTiles(programs=128, min_chunk=256, min_programs=8, max_splits=1
 @pytest.mark.parametrize(
     ("batch", "wanted"),
     [
-        # One long sequence: all splits. Many: as many as fill the device. Short ones: none.
+        # One long sequence: all splits. Many: enough splits to fill the device. Short ones: none.
         ((1, 2, 8, 1, 100_000, None), (1, 16, 16, 64, False)),
         ((16, 2, 8, 1, 100_000, None), (1, 16, 4, 256, False)),
         ((64, 2, 8, 1, 100_000, None), (1, 16, 1, 256, False)),
@@ -285,7 +285,7 @@ TILES = AttentionTiles(programs=128, min_chunk=256, min_programs=8, max_splits=1
         ((2, 2, 8, 1, 512, None), (1, 16, 4, 128, False)),
         ((3, 2, 8, 1, 384, None), (1, 16, 2, 192, False)),
         ((1, 2, 8, 1, 256, None), (1, 16, 1, 256, False)),
-        # A window bounds what there is to split.
+        # A window bounds the keys to split.
         ((4, 2, 8, 1, 100_000, 512), (1, 16, 4, 256, False)),
         # A tree's rows fill several tiles; a prompt makes single rows the only short slices.
         ((1, 2, 8, 48, 100_000, None), (64, 64, 1, 256, False)),
@@ -307,7 +307,7 @@ def test_batches_of_all_kinds_need_few_compiled_kernels(group: int) -> None:
         for rows in range(300)
     ]
     assert len({(plan.short_len, plan.short_rows) for plan in plans}) <= 3
-    # Those of decode steps, which are recorded at the start, and one for each other length.
+    # The variants beside those of decode steps, which are recorded at the start.
     others = {plan[:3] for plan in plans if plan.short_len > 1 or plan.has_long}
     assert len(others) <= 2
     assert len({plan.splits for plan in plans}) <= 7

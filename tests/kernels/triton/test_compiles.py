@@ -1,4 +1,4 @@
-"""The kernels as the compiler sees them: machine code for Hopper, made without a GPU."""
+"""The kernels as compiled code: machine code for Hopper, made without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grouped MLP's kernels against the reference on the matrices that weights stand for."""
+"""The grouped MLP's kernels against the reference on the dequantised matrices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_case(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """Build a case in which expert 1 gets no row and some pairs are not here."""
+    """Build a case in which expert 1 gets no row and some pairs have slot -1."""
     rng = torch.Generator().manual_seed(num_rows + hidden_size)
     shapes = ((num_experts, 2 * ffn_size, hidden_size), (num_experts, hidden_size, ffn_size))
     gate_up, down = (torch.randn(s, generator=rng) / s[-1] ** 0.5 for s in shapes)
@@ -75,7 +75,7 @@ def make_case(
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, **fields: int) -> None:
-    """Let every product have the given tiles."""
+    """Use the given tiles for every product."""
     tiles = MlpTiles(
         **{
             "block_m": 16,
@@ -139,7 +139,7 @@ def test_quantised_weights_are_multiplied_as_what_they_stand_for(
     found = triton_grouped_mlp.grouped_mlp(*case[:3], experts).out
     if weight_format == "fp8":
         wanted = mlp_in_fp8(case, experts)
-        # A unit near the middle of two codes may go either way.
+        # A unit near the middle of two codes may be rounded either way.
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
         assert (found - wanted).pow(2).mean() < 1e-5 * wanted.pow(2).mean()
         return
@@ -190,7 +190,7 @@ def test_bf16_rows_meet_quantised_weights(
     torch.testing.assert_close(out, wanted, rtol=2e-2, atol=1e-2)
 
 
-# What uniform rounding costs: a step of the range of 128 normal numbers over sqrt(12).
+# The error of uniform rounding: a step of the range of 128 normal numbers over sqrt(12).
 ERRORS = {"plain": 1e-9, "fp8": 0.03, "int8": 0.01, "int4": 0.12}
 
 
@@ -262,7 +262,7 @@ def test_columns_of_wider_buffers(device: torch.device) -> None:
 def test_few_pairs_need_no_grouping(
     top_k: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    """One expert has several tiles of them, a row has an expert twice: the same bits."""
+    """One expert has several tiles of pairs, a row chooses an expert twice: the same bits."""
     case = make_case(
         FEW_PAIRS // top_k, hidden_size=32, ffn_size=16, num_experts=3, top_k=top_k, device=device
     )
@@ -293,7 +293,7 @@ def test_default_tiles_are_possible(weight_format: str) -> None:
         assert weight_format == "plain" or tiles.block_k == GROUP
         assert weight_format != "fp8" or tiles.block_n <= GROUP
         assert weight_format != "fp8" or op == DOWN or tiles.block_n == GROUP
-        # tl.dot takes no less.
+        # the smallest size that tl.dot takes
         assert min(tiles.block_m, tiles.block_n, tiles.block_k // 2) >= 16
         # Weights are the left factor where there are few rows: 64 fill an instruction.
         assert not tiles.swap or tiles.block_n >= 64

@@ -1,4 +1,4 @@
-"""How many launches a layer of a decode step takes: small batches feel each of them."""
+"""The number of launches of a layer in a decode step: small batches feel each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class _TorchCalls(TorchDispatchMode):
-    """Notes the operations that compute or copy; views and room are no launch."""
+    """Records the operations that compute or copy; views and allocations are no launches."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _TorchCalls(TorchDispatchMode):
 
 @contextmanager
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Yield a list that gets the names of kernels and of torch's operations, in order."""
+    """Yield a list that receives the names of kernels and of torch's operations, in order."""
     names: list[str] = []
     run = GridExecutor.__call__
 
@@ -59,7 +59,7 @@ def weight(*shape: int) -> torch.Tensor:
 
 
 def decode_layer(ops: Ops, max_context_len: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run one layer on two sequences, one node holding all experts; give its launches."""
+    """Run one layer on two sequences, one node holding all experts; return its launches."""
     rows = 2
     qkv_weight = ops.pack_projection(weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN))
     o_weight = ops.pack_projection(weight(HIDDEN, HEADS * DIM))

@@ -1,4 +1,4 @@
-"""Products with quantised weights against torch's with the matrices that they stand for."""
+"""Products with quantised weights against torch's with the dequantised matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kernels.triton.linear.launches import LinearTiles, default_tiles, linear, t
 from tests.pairwise import cover_values
 
 QUANTISED = FORMATS[1:]
-# A sum of bf16 products is exact in fp32 but for the order; the result is rounded once.
+# A sum of bf16 products is exact in fp32 except for the order; the result is rounded once.
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-5},
     torch.bfloat16: {"rtol": 2**-8, "atol": 2e-5},
@@ -26,7 +26,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def product(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
-    """Multiply in fp64, which no order of summation changes noticeably."""
+    """Multiply in fp64, where the order of summation makes no noticeable difference."""
     wide = x.double() @ unpack_weight(weight).double().T
     return (wide if bias is None else wide + bias.double()).float()
 
@@ -66,7 +66,7 @@ TILES = [
 
 @pytest.mark.parametrize(("tiles", "weight_format"), cover_values(TILES, FORMATS))
 def test_any_tiles_and_splits(weight_format: str, tiles: LinearTiles, device: torch.device) -> None:
-    """Five groups of inputs in up to nine splits, some of which are shorter or not there."""
+    """Five groups of inputs in up to nine splits, some of them shorter or empty."""
     weight = pack_weight((draw(40, 640) / 25).to(device), weight_format)
     x, bias = draw(17, 640, seed=1).to(device), draw(40, seed=2).to(device)
     for given in (None, bias):

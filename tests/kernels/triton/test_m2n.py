@@ -1,6 +1,6 @@
 """M2N's kernels of an attention node against the plans and the packing of m2n_comm.
 
-Expert nodes are played by the test, by hand.
+The test plays the expert nodes by hand.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NODES = (((0, 3, 5), (1, 4), (2, 7, 6)),)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at the tests' few rows in several chunks."""
+    """Process the tests' few rows in several chunks."""
     monkeypatch.setattr(triton_m2n, "CHUNK", 4)
 
 
@@ -71,7 +71,7 @@ def draw(num_rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
 
 
 def plan_of(experts: Tensor) -> tuple[Tensor, SendPlan]:
-    """Give slot_of [1, N, experts] and the plan that the CPU's transports would send by."""
+    """Return slot_of [1, N, experts] and the send plan of the CPU's transports."""
     table = ExpertTable(version=1, num_experts=NUM_EXPERTS, slots=NODES)
     route = route_map(table)
     return route.slot_of[0][None].to(experts.device), plan_sends(route, 0, experts.cpu())
@@ -221,7 +221,7 @@ def test_a_recording_follows_the_words_in_memory(device: torch.device) -> None:
 
 
 def dispatched(device: torch.device, num_rows: int = 2) -> tuple[Bench, AttentionPort, Tensor]:
-    """Give a bench whose nodes have answered, and which rows node 1 has got."""
+    """Return a bench whose nodes have answered, and the rows that node 1 received."""
     bench = make_bench(device)
     port = bench.attention_port()
     hidden, experts, weights = draw(num_rows, torch.float32, device)
@@ -234,7 +234,7 @@ def dispatched(device: torch.device, num_rows: int = 2) -> tuple[Bench, Attentio
 
 
 def check_fault(bench: Bench, port: AttentionPort, held: Tensor, fault: Fault, *words: int) -> None:
-    """See that combine finds that fault of node 1, and that nothing is sent after it."""
+    """Check that combine finds this fault of node 1, and that nothing is sent after it."""
     device = bench.device
     out = torch.zeros(len(held), HIDDEN, device=device)
     port.combine(out, layer=4)

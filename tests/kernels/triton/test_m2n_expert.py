@@ -1,4 +1,4 @@
-"""M2N's kernels of an expert node; attention nodes are played by hand, or by their kernels."""
+"""M2N's kernels of an expert node; the test or their own kernels play the attention nodes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_bench(
 def fill(
     bench: Bench, attention: int, num_rows: int, *, sequence: int = 1, step: int = 1, mb: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Write a request of layer 1 by hand; give its hidden rows, slots and weights."""
+    """Write a request of layer 1 by hand; return its hidden rows, slots and weights."""
     rng = torch.Generator().manual_seed(10 * attention + num_rows)
     slots, weights, hidden, scales, header = bench.request(attention, 0, mb)
     rows = torch.randn(num_rows, HIDDEN, generator=rng)
@@ -133,7 +133,7 @@ def test_only_participants_are_awaited_and_answered(device: torch.device) -> Non
 
 
 def check_fault(bench: Bench, port: ExpertPort, fault: Fault, *words: int, layer: int = 1) -> None:
-    """See that gather finds that fault of attention node 1, and that nobody is answered then."""
+    """Check that gather finds this fault of attention node 1, and that no answer is sent then."""
     joined = port.gather(1, layer=layer, num_participants=2, bucket=BUCKET)
     control = bench.controls[2]
     assert control.fault is fault
@@ -221,7 +221,7 @@ def test_a_recording_follows_the_words_in_memory(device: torch.device) -> None:
         joined[:] = rows
         port.reply(rows.hidden * 2, 1, num_participants=1)
 
-    serve()  # a rehearsal: no step has begun, so nothing is awaited and nothing leaves
+    serve()  # a rehearsal: no step has begun, so nothing is awaited or sent
     assert (joined[1] == -1).all()
     assert all(not bench.answer(each, 0, 1)[1].any() for each in (0, 1))
     replay = runtime.capture(serve)

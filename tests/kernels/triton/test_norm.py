@@ -1,4 +1,4 @@
-"""RMSNorm kernels against the reference, bit for bit but for the order of a row's sum."""
+"""RMSNorm kernels against the reference, bit for bit except for the order of a row's sum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.pairwise import cover_pairs, cover_values
 
 TOLERANCE = {
     torch.float32: {"rtol": 2e-6, "atol": 1e-6},
-    # One unit in the last place, where the fp32 sum in another order tips a rounding.
+    # One unit in the last place, where another order of the fp32 sum changes a rounding.
     torch.bfloat16: {"rtol": 2**-7, "atol": 0.0},
 }
 DTYPES = [torch.float32, torch.bfloat16]

@@ -1,6 +1,6 @@
 """A GPU's ops through the interface, called as the nodes call them, against the reference.
 
-Every op runs under NoSync, as if a CUDA graph were to hold it.
+Every op runs under NoSync, as in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_the_shared_experts_gate(ops: Ops, device: torch.device) -> None:
 
 
 class Batch(NamedTuple):
-    """A micro-batch of which some rows are padding: no query, their slots in a scratch block."""
+    """A micro-batch with padding rows: they have no query, and slots in a scratch block."""
 
     meta: AttentionMeta
     slots: Tensor
@@ -126,8 +126,7 @@ SCRATCH = 9
 def decode_batch(lengths: list[int], num_padded: int, device: torch.device) -> Batch:
     """Make a batch of one new row per sequence, padded as for a CUDA graph's bucket.
 
-    Bounds are those of the graph, far above the lengths; sequences that are not there have
-    no row.
+    Bounds are those of the graph, far above the lengths; padding sequences have no row.
     """
     num_rows = len(lengths)
     free = list(range(SCRATCH))
@@ -159,7 +158,7 @@ def attention_half(
     batch: Batch,
     norms: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """Do what a decoder layer does between its products; the residual is changed."""
+    """Run the part of a decoder layer between its products; the residual is changed."""
     normed = ops.add_rms_norm(delta, residual, norms[0], eps=1e-5)
     q = qkv[:, : HEADS * DIM].view(-1, HEADS, DIM)
     k, v = (part.view(-1, KV_HEADS, DIM) for part in qkv[:, HEADS * DIM :].chunk(2, dim=1))
@@ -171,7 +170,7 @@ def attention_half(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
 )
 def test_a_padded_decode_step(dtype: torch.dtype, ops: Ops, device: torch.device) -> None:
-    """The same launches are right for other contents, as in a graph."""
+    """The same launches give right results for other contents, as in a graph."""
     width = (HEADS + 2 * KV_HEADS) * DIM
     on_host = torch.device("cpu")
     for lengths in ([1, 9, 4], [5]):
@@ -206,7 +205,7 @@ def test_a_padded_decode_step(dtype: torch.dtype, ops: Ops, device: torch.device
 def test_from_the_router_to_the_experts(
     dtype: torch.dtype, num_rows: int, ops: Ops, device: torch.device
 ) -> None:
-    """What the padding says is of no expert, and experts that are elsewhere contribute nothing."""
+    """Padding rows reach no expert, and experts of other nodes contribute nothing."""
     num_experts, top_k, ffn = 5, 2, 24
     hidden = draw(num_rows, HIDDEN, dtype=dtype)
     router = draw(num_experts, HIDDEN, dtype=dtype, seed=1)
@@ -268,7 +267,7 @@ def test_quantization_covers_products_and_experts(mode: str, device: torch.devic
     new = finish(ops.rebuild_experts(experts, [ExpertMatrices(gate_up, down), 0]))
     slots = torch.tensor([[0], [1], [1]], dtype=torch.int32, device=device)
     found = ops.grouped_mlp(x, slots, torch.ones(3, 1, device=device), new)
-    # An expert's rows are quantised too, in fp8.
+    # An expert's rows are also quantised, to fp8.
     unpacked = (unpack_weight(each[0])[None] for each in (new.gate_up, new.down))
     mixed = plain.grouped_mlp(
         x, slots.clamp(max=0), torch.ones(3, 1, device=device), plain.pack_experts(*unpacked)
@@ -278,7 +277,7 @@ def test_quantization_covers_products_and_experts(mode: str, device: torch.devic
 
 
 def test_tokens_are_the_hosts(ops: Ops, device: torch.device) -> None:
-    """Greedy, drawn, filtered and penalised rows at once; only the plan looks at the batch."""
+    """Greedy, drawn, filtered and penalised rows at once; only the plan reads the batch."""
     pytest.importorskip("numba", reason="the host's sampling needs numba")
     logits = draw(4, 60) * 2
     rows = batch(

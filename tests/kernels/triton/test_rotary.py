@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 HEADS = [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96), Heads(1, 1, 8)]
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    # Norms add in another order: now and then the last bit of one factor differs.
+    # Norms add in another order, so the last bit of a factor may differ.
     torch.bfloat16: {"rtol": 2e-2, "atol": 3e-2},
 }
 
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 def draw(
     num_tokens: int, heads: Heads, dtype: torch.dtype, device: torch.device, *, width: int
 ) -> Inputs:
-    """q, k and v as views of one row each, and 6 blocks of slots to put them into."""
+    """q, k and v as views of joint rows, and 6 blocks of slots for them."""
     rng = torch.Generator().manual_seed(num_tokens)
     total = heads.query + 2 * heads.kv
     qkv = torch.randn(num_tokens, total, heads.dim, generator=rng).to(device, dtype)
@@ -87,7 +87,7 @@ def test_norm_of_each_head(heads: Heads, dtype: torch.dtype, device: torch.devic
 
 @pytest.mark.parametrize(("dtype", "heads"), cover_values(DTYPES, HEADS[:2]))
 def test_norm_of_all_heads(heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
-    """As OLMoE has it: a token's heads are one row, with one root mean square."""
+    """As in OLMoE: a token's heads are one row, with one root mean square."""
     given = draw(2, heads, dtype, device, width=heads.dim // 2)
     q_norm = torch.rand(heads.query * heads.dim, device=device).add(0.5).to(dtype)
     k_norm = torch.rand(heads.kv * heads.dim, device=device).add(0.5).to(dtype)

@@ -12,7 +12,7 @@ from kernels.runtime import NoSync
 from kernels.triton.router import launches as triton_router
 from tests.pairwise import cover_values
 
-# One block; several blocks, the last one ragged; experts that are no power of two.
+# One block; several blocks, the last one ragged; a number of experts that is no power of two.
 SHAPES = [(1, 7, 3), (5, 128, 8), (130, 100, 6), (33, 512, 4), (0, 8, 2)]
 
 
@@ -87,7 +87,7 @@ def test_permute(
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
 ) -> None:
-    """Slots repeat within rows, and some are not here."""
+    """Slots repeat within rows, and some are absent."""
     monkeypatch.setattr(triton_router, "SPREAD_BLOCK", 512)
     if not is_spread:
         monkeypatch.setattr(triton_router, "SPREAD_PAIRS", 0)
@@ -112,7 +112,7 @@ def test_where_experts_are_on_each_node(
         found = triton_router.local_slots(experts, slot_of)
     assert torch.equal(found, wanted)
     real = num_tokens // 2
-    # What padding was routed to may be anything.
+    # Padding rows may have any route.
     experts[real:] = 1 << 40
     out = torch.full_like(found, 77)
     with NoSync():

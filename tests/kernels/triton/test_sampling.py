@@ -35,7 +35,7 @@ def draw_logits(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
 
 
 def distribution(scores: Tensor, batch: SamplingBatch, row: int) -> np.ndarray:
-    """Give the probabilities f64[V] of a row by definition: sort, cut, normalise."""
+    """Return the probabilities f64[V] of a row by definition: sort, cut, normalise."""
     values = scores[row].double().numpy()
     temperature, top_p = float(batch.temperature[row]), float(batch.top_p[row])
     top_k, min_p = int(batch.top_k[row]), float(batch.min_p[row])
@@ -54,7 +54,7 @@ def distribution(scores: Tensor, batch: SamplingBatch, row: int) -> np.ndarray:
 
 
 def by_definition(scores: Tensor, batch: SamplingBatch) -> tuple[list[int], list[float]]:
-    """Give each row's token, and how far its uniform is from a border of the CDF."""
+    """Return each row's token and the distance of its uniform from a border of the CDF."""
     draws = uniforms(
         batch.seeds.numpy().view(np.uint64),
         batch.choices.numpy(),
@@ -90,7 +90,7 @@ def test_tokens_are_those_of_the_definition(
     settings: dict[str, float], device: torch.device
 ) -> None:
     logits = draw_logits(4, 200)
-    # Ties, at the top and in the middle, in rows of their own.
+    # Ties, at the top and in the middle, in separate rows.
     logits[1], logits[2] = logits[1].round(), logits[2].bfloat16().float()
     rows = batch(4, seeds=torch.arange(4) * 977, **settings)
     result = triton_sampling.sample(logits.to(device), rows)
@@ -115,7 +115,7 @@ def test_every_row_has_settings_of_its_own(device: torch.device) -> None:
     result = triton_sampling.sample(logits.to(device), rows)
     wanted, distances = by_definition(logits, rows)
     assert result.tokens.tolist() == wanted
-    # The CPU weighs in fp32.
+    # The CPU computes weights in fp32.
     clear = torch.tensor(distances) > 1e-5
     assert clear.sum() >= num_rows - 2
     cpus = sampling.sample(logits, rows).tokens
@@ -134,7 +134,7 @@ def one_row(rows: SamplingBatch, row: int) -> SamplingBatch:
 
 
 def test_uniforms_are_philoxs_bit_for_bit(device: torch.device) -> None:
-    """A row of n equal scores gives floor(uniform * n), so its uniform to a part in n."""
+    """A row of n equal scores gives floor(uniform * n): its uniform to a precision of 1/n."""
     vocab = 500
     seeds = torch.tensor([as_signed(s) for s in (0, 1, (1 << 64) - 1, 0xFEDCBA9876543210)])
     rows = batch(
@@ -198,7 +198,7 @@ def test_penalties_are_the_cpus_to_the_last_bit(
 
 
 def vars_of(rows: SamplingBatch) -> dict[str, Any]:
-    """The fields of a batch, without what it has derived from them."""
+    """Return the fields of a batch without its derived attributes."""
     return {name: getattr(rows, name) for name in SamplingBatch.__dataclass_fields__}
 
 
@@ -215,7 +215,7 @@ def test_bans_and_biases_without_penalties(device: torch.device) -> None:
 
 
 class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations that bring something from the host to the device "meta"."""
+    """Counts the operations that copy data from the host to the device "meta"."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

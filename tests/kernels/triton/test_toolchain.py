@@ -1,4 +1,4 @@
-"""Triton's compiler and header are looked for before a model is loaded."""
+"""Triton's compiler and header are checked before a model is loaded."""
 
 from __future__ import annotations
 

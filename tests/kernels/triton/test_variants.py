@@ -1,7 +1,7 @@
-"""What differs from batch to batch makes no new kernel: Triton compiles one for each kind.
+"""Values that vary between batches cause no new compilation: Triton compiles one kernel per kind.
 
-A number counts as another kind when it is 1 or divisible by 16, a pointer when 16 bytes divide
-it. On a GPU each costs seconds, in the middle of serving.
+A number is of another kind if it is 1 or divisible by 16, a pointer if it is aligned to 16 bytes.
+On a GPU each compilation takes seconds, in the middle of serving.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def find_kernels() -> dict[str, Any]:
 
 
 def names_of(kernel: Any, option: str) -> set[str]:
-    """What an option names, of a kernel that is compiled or interpreted."""
+    """Return the argument names in an option of a compiled or interpreted kernel."""
     chosen = kernel.kwargs[option] if hasattr(kernel, "kwargs") else getattr(kernel, option)
     return set(chosen or ())
 
