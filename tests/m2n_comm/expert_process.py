@@ -22,7 +22,7 @@ STEPS = 6
 
 
 def main(transport: str, host: str | None = None) -> None:
-    """Serve until killed; with `host` at that address, which other hosts may reach."""
+    """Serve until killed; `host`: the address to listen on, which other hosts may reach."""
     shape = make_shape()
     table = make_table(shape, 1)
     assert transport in get_args(Between)

@@ -1,8 +1,8 @@
 """Builds M x N nets of any transport inside the test process, and the dense oracle.
 
-Every node of shm, tcp and nixl is a thread with its own sockets and mappings; local needs none
-for its experts. The fake expert multiplies a row by a vector of its own, so that a row
-that lands in the wrong place, or is served by the wrong expert, changes the sum.
+Every node of shm, tcp and nixl is a thread with its own sockets and mappings; local needs none for
+its experts. Each fake expert multiplies rows by its own vector, so that a row in the wrong place,
+or served by the wrong expert, changes the sum.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def random_rows(shape: NetShape, num_rows: int, *, choose_from: tuple[int, ...],
 
 
 class FakeExperts:
-    """scale [L, E, H]: expert e of layer l maps a row h to h * scale[l, e]."""
+    """Fake experts, scale [L, E, H]: expert e of layer l maps a row h to h * scale[l, e]."""
 
     def __init__(self, shape: NetShape, num_experts: int) -> None:
         generator = torch.Generator().manual_seed(99)
@@ -107,7 +107,7 @@ class FakeExperts:
         self.payload = shape.payload
 
     def serve(self, table: ExpertTable, node: int) -> Callable[[ExpertBatch], torch.Tensor]:
-        """Return what expert node `node` computes, from slots alone."""
+        """Return the computation of expert node `node`, from slots alone."""
         scales = [
             self.scale[layer, list(held)] for layer, held in enumerate(table.experts_of(node))
         ]
@@ -168,7 +168,7 @@ class Fleet:
         return self.failures
 
     def replace_serve(self, index: int, serve: Callable[[ExpertBatch], torch.Tensor]) -> None:
-        """Let expert node `index` compute with `serve` from now on."""
+        """Let expert node `index` use `serve` from now on."""
         self.serves[index] = serve
 
     def close(self) -> None:
@@ -215,14 +215,14 @@ def _run_all(threads: list[threading.Thread]) -> None:
 def _current(
     serves: list[Callable[[ExpertBatch], torch.Tensor]], index: int
 ) -> Callable[[ExpertBatch], torch.Tensor]:
-    """Return a serve that looks up what node `index` computes with now."""
+    """Return a serve that calls the current serve of node `index`."""
     return lambda batch: serves[index](batch)
 
 
 def serve_steps(
     net: ExpertSide, tickets: list[StepTicket], serve: Callable[[ExpertBatch], torch.Tensor]
 ) -> None:
-    """Do what an expert node does with `tickets`."""
+    """Do an expert node's work for `tickets`."""
     for ticket in tickets:
         net.begin(ticket)
         for layer in range(net.shape.num_layers):
@@ -301,7 +301,7 @@ def open_fleet(
 def _staged_serve(
     staging: ExpertStaging, serve: Callable[[ExpertBatch], torch.Tensor]
 ) -> Callable[[ExpertBatch], torch.Tensor]:
-    """Return what computes a host's batches on the staging's device."""
+    """Return a serve for a host's batches that computes on the staging's device."""
     return lambda batch: staging.to_host(serve(staging.to_device(batch)))
 
 
@@ -315,9 +315,9 @@ def open_staged(
     link: LinkEmulation | None,
     runtimes: Callable[[], Runtime] = HostRuntime,
 ) -> Fleet:
-    """Open a fleet and put every node on a device of its own; local's experts around `serve`.
+    """Open a fleet with every node on its own device; local's experts around `serve`.
 
-    A step's micro-batches have up to 40 rows here, and buffers for fewer: they have to grow.
+    A step's micro-batches have up to 40 rows here, and the buffers fewer: they have to grow.
     """
     if transport == "local":
         stagings = [ExpertStaging(runtimes(), shape, num_attention=num_attention) for _ in serves]
@@ -381,7 +381,10 @@ def fleet_of(
 
 
 def rally(rows_of: RowsOf, results: Collected) -> Callable[[AttentionSide, StepTicket, int], None]:
-    """Return the order in which an attention node uses its net; results by (step, node, l, mb)."""
+    """Return a function that uses an attention node's net in rally order.
+
+    It keeps the results by (step, node, layer, micro-batch).
+    """
 
     def play(net: AttentionSide, ticket: StepTicket, index: int) -> None:
         shape = net.shape
@@ -407,7 +410,7 @@ def rally(rows_of: RowsOf, results: Collected) -> Callable[[AttentionSide, StepT
 
 
 def mixed_rows(shape: NetShape) -> RowsOf:
-    """Return rows whose number differs by node, layer and micro-batch, some in many parts."""
+    """Return rows whose number varies with node, layer and micro-batch, some in many parts."""
 
     def rows_of(ticket: StepTicket, index: int, layer: int, mb: int) -> Rows:
         seed = ticket.step * 1000 + index * 100 + layer * 10 + mb
@@ -431,7 +434,7 @@ def reader_of(transport: Transport, side: str) -> str:
 
 
 def assert_right_sums(results: Collected) -> None:
-    """Check every sum that was returned, in spite of a fault."""
+    """Check all returned sums, in spite of a fault."""
     shape = make_shape()
     fake = FakeExperts(shape, NUM_EXPERTS)
     for (step, index, layer, mb), got in results.items():

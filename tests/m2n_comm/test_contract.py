@@ -1,4 +1,4 @@
-"""The contract of m2n_comm.net, the same tests for every transport: what comes back."""
+"""The contract of m2n_comm.net, the same tests for every transport: the results."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_step_is_routed_by_the_table_of_its_ticket(transport: Transport) -> No
             assert fleet.run([ticket], attention) == {}
             want = fake.expected(old, 0, rows_for_expert_3(ticket, who, 0, 0))
             torch.testing.assert_close(results[step, who, 0, 0], want)
-    # By the old table expert 3 is only on node 1, and 4 and 5 are anyway.
+    # In the old table expert 3 is only on node 1; 4 and 5 are there in both.
     assert rows_on_node_0.get(1, 0) == rows_on_node_0.get(2, 0) == 0
     assert rows_on_node_0[3] > 0
     assert rows_on_node_0[4] > 0
@@ -206,19 +206,19 @@ def test_wait_s_counts_from_begin(transport: Transport) -> None:
         start_s = time.monotonic()
         assert fleet.run([make_ticket(1), make_ticket(2)], attention) == {}
         total_s = time.monotonic() - start_s
-    # Two layers, each there and back over 25 ms, nearly all of it inside combine().
+    # Two layers, each with 25 ms both ways, nearly all of it inside combine().
     assert all(0.03 <= wait < total_s for wait in waits)
     assert sum(waits) <= total_s
 
 
 class Clock:
-    """A clock that only looks and sleeps move, for nodes in one thread."""
+    """A clock that only readings and sleeps advance, for nodes in one thread."""
 
     def __init__(self) -> None:
         self.now_ns = time.monotonic_ns()
 
     def monotonic_ns(self) -> int:
-        """Return the time, which passes as it is asked for."""
+        """Return the time; each reading advances it."""
         self.now_ns += 1000
         return self.now_ns
 
@@ -227,7 +227,7 @@ class Clock:
         return self.monotonic_ns() * 1e-9
 
     def sleep(self, duration_s: float) -> None:
-        """Let the time pass."""
+        """Advance the time."""
         self.now_ns += round(duration_s * 1e9)
 
 

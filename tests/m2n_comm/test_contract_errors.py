@@ -1,4 +1,4 @@
-"""The contract of m2n_comm.net, the same tests for every transport: what goes wrong."""
+"""The contract of m2n_comm.net, the same tests for every transport: the errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from topspin.errors import (
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 
-# In one thread, and over sockets: a table of errors needs no more. Waits are tried on all.
+# One thread, and sockets: enough for the table of errors. Waits are tested on all.
 BOTH: tuple[Transport, ...] = ("local", "tcp")
 ONE_SIDE_EACH = (
     ("local", "attention"),
@@ -106,7 +106,7 @@ def run_with_fault(
     deadline_s: float = 20.0,
     close_failed: bool = True,
 ) -> tuple[dict[str, BaseException], Collected, FaultInjector]:
-    """Play 2 steps of 2 micro-batches on 1x1 with faults in the frames that `side` sends."""
+    """Play 2 steps of 2 micro-batches on 1x1 with faults in the frames of `side`."""
     shape = make_shape(deadline_s=deadline_s)
     injector = FaultInjector(faults)
     results: Collected = {}
@@ -160,7 +160,7 @@ def test_a_frame_for_another_micro_batch_never_becomes_a_sum(
         transport, side, {4: Change("micro_batch", 3)}, deadline_s=0.2
     )
     # shm, nixl and local read the header where they expect it; tcp files the frame by it, in the
-    # window of micro-batch 3, and finds its sequence there wrong.
+    # window of micro-batch 3, where its sequence is wrong.
     assert isinstance(failures[reader_of(transport, side)], FrameError | StaleFrame)
     assert_right_sums(results)
     assert len(results) < 8
@@ -222,7 +222,7 @@ def test_a_duplicated_or_reordered_frame_is_harmless_or_a_typed_error(
     assert_right_sums(results)
     assert len(results) == 8 or failures
     if isinstance(fault, Duplicate) and transport == "tcp":
-        # The second copy is a whole frame of its own there, and must be refused.
+        # The second copy is a complete frame there, and must be refused.
         assert isinstance(failures[reader_of(transport, side)], StaleFrame)
     if isinstance(fault, Duplicate) and transport != "tcp":
         assert failures == {}
@@ -251,7 +251,7 @@ def test_a_later_part_must_agree_with_the_first(
 
 @pytest.mark.parametrize("transport", BOTH)
 def test_a_slot_beyond_the_node_is_refused(transport: Transport) -> None:
-    # The expert node knows a table in which its layers are shorter than the sender believes.
+    # The expert node knows a table with fewer slots per layer than the sender assumes.
     shape = make_shape()
     short = ExpertTable(version=1, num_experts=6, slots=((tuple(range(6)),),) * shape.num_layers)
     with fleet_of(transport) as fleet:

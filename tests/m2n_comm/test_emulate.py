@@ -1,4 +1,4 @@
-"""Link emulation: when a frame is there, and that nobody looks at it before."""
+"""Link emulation: the delivery time of a frame, and that no node reads it earlier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening the data plane: who is let in, who is refused and why, and what is left behind."""
+"""Opening the data plane: accepted and refused peers, reasons, and no leaks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BETWEEN = ("shm", "tcp", NIXL)
 
 
 def open_fds() -> set[str]:
-    """Return this process's descriptors and what they are."""
+    """Return this process's descriptors and their targets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -103,7 +103,7 @@ class Meeting:
 
 
 def _split(values: dict[str, Any]) -> tuple[Identity, Waits, dict[str, Any]]:
-    """Return who a node is, how it waits, and the other arguments."""
+    """Split arguments into a node's identity, its waits, and the rest."""
     values = {"shape": make_shape(), "timeout_s": 10.0} | values
     me = {name: values.pop(name) for name in list(values) if name in Identity.__slots__}
     waits = {name: values.pop(name) for name in list(values) if name in Waits.__slots__}
@@ -111,7 +111,7 @@ def _split(values: dict[str, Any]) -> tuple[Identity, Waits, dict[str, Any]]:
 
 
 def attention() -> Identity:
-    """Return who attention node 0 is."""
+    """Return the identity of attention node 0."""
     return Identity(role="attention", index=0, incarnation=1, shape=make_shape())
 
 
@@ -254,7 +254,7 @@ def test_who_says_nothing_is_refused_while_the_others_are_waited_for(
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_refusal_by_the_second_expert_gives_back_what_the_first_sent(transport: Between) -> None:
     _refuse_at_the_second_expert(transport)
-    # The errors are gone with the call; their tracebacks may be cycles that hold mappings.
+    # The errors are gone after the call; their tracebacks may be cycles that hold mappings.
     gc.collect()
     assert not [fd for fd in open_fds() if "eventfd" in fd or "topspin-m2n" in fd]
 
@@ -385,7 +385,7 @@ def test_shared_memory_of_another_size_is_refused_and_ours_can_not_be_resized() 
 
 
 def test_closing_unmaps_the_windows_and_leaves_no_file() -> None:
-    gc.collect()  # what earlier tests left in cycles
+    gc.collect()  # cycles that earlier tests left behind
     files = set(Path("/dev/shm").iterdir())
     with ThreadPoolExecutor(1) as pool:
         meeting = Meeting("shm", pool)

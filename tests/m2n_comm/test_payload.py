@@ -1,4 +1,4 @@
-"""Compressed rows: close to the original, exact where codes are, never a silent number."""
+"""Compressed rows: close to the original, exact at codes, and an error instead of a bad number."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_element_becomes_a_nearest_code(code: torch.dtype, seed: int, expo
     rows = torch.randn(5, 33, generator=generator) * 2.0**exponent
     got, best = through_wire(rows, code).double(), nearest_code(rows, code)
     error, least = (got - rows).abs(), (best - rows).abs()
-    # Ties and the rounding of the scale to fp32 may choose the neighbour.
+    # Ties and the fp32 rounding of the scale may give the neighbouring code.
     assert (error <= least * (1 + 1e-4) + rows.abs().amax() * 1e-6).all()
 
 

@@ -1,4 +1,4 @@
-"""Two real processes: the same sums, a SIGKILL noticed at once, nothing left behind."""
+"""Two real processes: the same sums, a SIGKILL noticed at once, nothing leaked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nets of a reformed engine: absent peers, later generations, waits that are given up."""
+"""Nets of a reformed engine: absent peers, later generations, cancelled waits."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_address_is_used_again_and_tells_generations_apart(transport: Between
         first.result()
         second = meeting.accept(generation=2, reuse=True)
         with pytest.raises(StaleFrame, match="generation"):
-            meeting.connect(generation=1)  # it had not heard of the end of its generation
+            meeting.connect(generation=1)  # it had not been told of the end of its generation
         meeting.connect(generation=2)
         second.result()
         meeting.close()

@@ -1,4 +1,4 @@
-"""Which replica serves a pair: every pair once, in row order, and the peak near the least."""
+"""The replica that serves a pair: each pair once, in row order, and a peak near the least."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topspin.expert_table import Replica
 
 
 def peak(loads: list[int], rows: list[int]) -> int:
-    """Return the highest load of the nodes that get rows."""
+    """Return the highest load of the nodes with rows."""
     return max(
         load + count + ACTIVATION_ROWS for load, count in zip(loads, rows, strict=True) if count
     )
@@ -42,7 +42,7 @@ def test_rows_are_split_with_the_least_peak(count: int, loads: list[int]) -> Non
         (1, [6, 5], [0, 1]),
         (5, [0, 0], [3, 2]),
         (100, [0, 0, 0], [34, 34, 32]),
-        (4, [0, 20], [4, 0]),  # not worth reading the expert's weights twice
+        (4, [0, 20], [4, 0]),  # not worth reading the expert's weights a second time
         (30, [0, 20], [25, 5]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Nothing grows: memory and descriptors are taken at start and given back at close."""
+"""Nothing grows: memory and descriptors are allocated at start and freed at close."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_steps_take_nothing_that_is_not_given_back(transport: Transport) -> None
         tracemalloc.stop()
         fleet.close()
     assert seen[steps][1:] == seen[warm][1:]
-    # 200 steps are 1800 frames: 10 bytes a frame are noise of the interpreter.
+    # 200 steps are 1800 frames: 10 bytes per frame are noise of the interpreter.
     assert seen[steps][0] - seen[warm][0] < 20_000
 
 
@@ -95,5 +95,5 @@ def test_close_gives_all_descriptors_back(transport: Transport, failed: bool) ->
     fleet = open_one_by_two(transport)
     assert bool(fleet.run([make_ticket(1)], attention)) == failed
     fleet.close()
-    # Although `fleet` still holds the closed nets, and a failure its traceback.
+    # Although `fleet` still holds the closed nets, and a failure holds its traceback.
     assert len(os.listdir("/proc/self/fd")) <= before

@@ -1,4 +1,4 @@
-"""A step may take far longer than a wait: only a peer that says nothing is late."""
+"""A step may take far longer than a wait: only a silent peer is late."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def slow(serve: Callable[[ExpertBatch], torch.Tensor]) -> Callable[[ExpertBatch]
 
 
 def play_steps(fleet: Fleet, tickets: list[StepTicket], results: Collected) -> None:
-    """Let every node do its tickets with a slow expert; no error."""
+    """Let every node play its tickets with a slow expert; expect no error."""
     fleet.replace_serve(0, slow(fleet.serves[0]))
     assert fleet.run(tickets, rally(few_rows, results)) == {}
     fake = FakeExperts(fleet.shape, 7)
@@ -78,7 +78,7 @@ def test_a_node_that_begins_the_next_step_early_waits_for_its_turn(transport: Tr
 
 @pytest.mark.parametrize("transport", ["tcp"])
 def test_a_silent_peer_is_late_after_progress_too(transport: Transport) -> None:
-    """The patience for one's turn ends with the first answer, that for a peer never grows."""
+    """A longer wait for one's turn ends with the first answer; the wait for a peer never grows."""
     shape = make_shape(deadline_s=DEADLINE_S)
     with fleet_of(transport, 1, shape=shape) as fleet:
         fleet.close_failed = False
@@ -91,7 +91,7 @@ def test_a_silent_peer_is_late_after_progress_too(transport: Transport) -> None:
             return serve(batch)
 
         fleet.replace_serve(0, hang)
-        # Step 4 was another node's, for all that this one knows.
+        # As far as this node knows, step 4 was another node's.
         failures = fleet.run([make_ticket(5)], rally(few_rows, {}))
     assert isinstance(failures["attention 0"], DeadlineExceeded)
     assert "expert 0" in str(failures["attention 0"])
@@ -121,7 +121,7 @@ def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch)
     thread.start()
     assert asked.acquire(timeout=10.0)
     offset_s = 600.0
-    for _ in range(4):  # it looks at the clock, and waits on
+    for _ in range(4):  # it reads the clock, and keeps waiting
         assert asked.acquire(timeout=10.0)
     me = Identity(role="expert", index=0, incarnation=2, shape=shape)
     waits = Waits(timeout_s=expert_nodes.command.CONNECT_TIMEOUT_S)

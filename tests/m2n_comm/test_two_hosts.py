@@ -26,7 +26,7 @@ OURS, THEIRS = "10.213.77.1", "10.213.77.2"
 
 
 def ip(*arguments: str) -> None:
-    """Run `ip`; skips the test where that is not permitted or ip is not there."""
+    """Run `ip`; skip the test where that is not permitted or `ip` is missing."""
     try:
         subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def other_host() -> Iterator[str]:
-    """Make a network namespace that is reached at THEIRS; yields its name."""
+    """Make a network namespace with address THEIRS; yields its name."""
     tag = secrets.token_hex(3)
     name, here, there = f"topspin-{tag}", f"tsa{tag}", f"tsb{tag}"
     ip("netns", "add", name)
@@ -49,7 +49,7 @@ def other_host() -> Iterator[str]:
         ip("-n", name, "link", "set", there, "up")
         yield name
     finally:
-        # The cable goes with the namespace.
+        # The virtual cable is deleted with the namespace.
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 

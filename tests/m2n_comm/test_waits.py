@@ -1,4 +1,4 @@
-"""How a node waits within a step changes no sum and no error; loopback carries no checksums."""
+"""The kind of wait within a step changes no sum and no error; loopback has no checksums."""
 
 from __future__ import annotations
 

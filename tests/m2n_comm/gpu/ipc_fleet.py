@@ -1,8 +1,8 @@
-"""Nets of cuda_ipc inside the test process, on the CPU, played in turns by one thread.
+"""Nets of cuda_ipc in the test process, on the CPU; one thread plays all nodes in turn.
 
-Triton's interpreter patches Triton while a kernel runs, so no two threads may run kernels at
-once: everybody dispatches, then the experts serve, then everybody combines. What really waits for
-another process is in test_cuda_ipc_processes.py.
+Triton's interpreter patches Triton while a kernel runs, so no two threads may run kernels at once:
+all attention nodes dispatch, then the expert nodes serve, then all attention nodes combine.
+test_ipc_processes.py tests kernels that wait for another process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def ipc_shape(**changes: Any) -> NetShape:
 
 
 def small_rows(shape: NetShape, most: int = 4) -> RowsOf:
-    """Return rows whose number, 0 to `most`, differs by node, layer and micro-batch."""
+    """Return rows whose number, 0 to `most`, varies with node, layer and micro-batch."""
 
     def rows_of(ticket: StepTicket, index: int, layer: int, mb: int) -> Rows:
         seed = ticket.step * 1000 + index * 100 + layer * 10 + mb
@@ -75,7 +75,7 @@ def small_rows(shape: NetShape, most: int = 4) -> RowsOf:
 
 @dataclass
 class IpcFleet:
-    """M attention and N expert nodes, and what each of the latter computes."""
+    """M attention and N expert nodes, and the computation of each expert node."""
 
     shape: NetShape
     attention: list[IpcAttentionNet]
@@ -100,7 +100,7 @@ class IpcFleet:
                 expert.reply(batch, serve(batch))
 
     def run(self, ticket: StepTicket, rows_of: RowsOf) -> None:
-        """Play a step; sums are kept by (step, node, layer, micro-batch)."""
+        """Play a step; keep the sums by (step, node, layer, micro-batch)."""
         self.begin(ticket)
         for layer in range(self.shape.num_layers + 1):
             for mb in range(ticket.num_micro_batches):

@@ -1,9 +1,9 @@
-"""A device that does nothing until it must: what is enqueued runs when an event is waited for.
+"""A device that defers all work: enqueued operations run when an event is waited for.
 
-So a host that reads a copy it has not waited for reads the past, and one that overwrites what a
-copy has yet to read changes the result. Copies with non_blocking, to or from a runtime's host
-buffers, are enqueued (inside `copies_are_late`); a test enqueues what it computes. SlowRuntime
-is the same of a real GPU, as late as it can be made.
+So a host that reads a copy without waiting for it reads old data, and one that overwrites the
+source of a pending copy changes the result. Copies with non_blocking, to or from a runtime's host
+buffers, are enqueued (inside `copies_are_late`); a test enqueues its computations. SlowRuntime does
+the same on a real GPU, as late as possible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLEEP_CYCLES = 200_000
 
 
 class LateRuntime(HostRuntime):
-    """One stream, on the CPU's memory; belongs to one thread."""
+    """One stream, in the CPU's memory; belongs to one thread."""
 
     is_asynchronous = True
 
@@ -33,11 +33,11 @@ class LateRuntime(HostRuntime):
 
     @property
     def num_waiting(self) -> int:
-        """Return how much is enqueued and has not run."""
+        """Return the number of enqueued operations that have not run."""
         return len(self._waiting)
 
     def enqueue(self, work: Callable[[], object]) -> None:
-        """Run `work` after all that was enqueued before it, when somebody waits."""
+        """Run `work` after everything enqueued before it, when an event is waited for."""
         self._waiting.append(work)
 
     def host_buffer(self, num_bytes: int) -> Tensor:
@@ -59,24 +59,24 @@ class LateRuntime(HostRuntime):
         self.run_until(self._num_run + len(self._waiting))
 
     def run_until(self, number: int) -> None:
-        """Run the first `number` pieces of work, counted from the beginning."""
+        """Run the first `number` operations, counted from the beginning."""
         while self._num_run < number:
             self._num_run += 1
             self._waiting.pop(0)()
 
     def has_run(self, number: int) -> bool:
-        """Say whether so many pieces have run."""
+        """Say whether `number` operations have run."""
         return self._num_run >= number
 
 
 class SlowRuntime(CudaRuntime):
-    """A GPU that is held up, for a tenth of a millisecond, before each piece of work."""
+    """A GPU with a pause of a tenth of a millisecond before each operation."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
     def enqueue(self, work: Callable[[], object]) -> None:
-        """Do `work`, which enqueues something, behind a pause."""
+        """Call `work`, which enqueues something, after a pause."""
         torch.cuda._sleep(SLEEP_CYCLES)
         work()
 
@@ -95,7 +95,7 @@ class _LateEvent:
 
 @contextmanager
 def copies_are_late(runtimes: Sequence[LateRuntime | SlowRuntime]) -> Iterator[None]:
-    """Enqueue this thread's asynchronous copies on whichever of `runtimes` has the buffer.
+    """Enqueue this thread's asynchronous copies on the runtime that has the buffer.
 
     A GPU does that by itself.
     """

@@ -1,8 +1,8 @@
-"""A runtime that computes on the host and writes down what a GPU would be free to reorder.
+"""A runtime that computes on the host and records the order that streams and events give.
 
-Work of one stream is in order; work of two is ordered only by events. `StreamGraph.check()`
-finds pairs of operations on the same memory, one of which writes, that no event orders, and
-memory that its stream's allocator may give out again while another stream still uses it.
+Work on one stream is in order; work on two is ordered only by events. `StreamGraph.check()` finds
+pairs of operations on the same memory, one of which writes, that no event orders, and memory that
+its stream's allocator may reuse while another stream still uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Clock = dict[int, int]
 
 @dataclass
 class Op:
-    """One operation: its place in its stream, and what is known to come before it."""
+    """One operation: its place in its stream, and the operations known to come before it."""
 
     name: str
     label: tuple[Any, ...]
@@ -33,15 +33,16 @@ class Op:
     before: Clock
 
     def follows(self, other: Op) -> bool:
-        """Say whether `other` has happened before this begins."""
+        """Say whether `other` has ended before this begins."""
         return self.before.get(other.stream, 0) >= other.place
 
 
 @dataclass
 class _Memory:
-    """A storage: on which stream it was allocated (None: before), and who used it last.
+    """A storage: the stream of its allocation (None: before the recording) and its last uses.
 
-    `uses` has the last read and the last write of each stream: those before come before.
+    `uses` has the last read and the last write of each stream: earlier ones are ordered before
+    these.
     """
 
     ref: StorageWeakRef
@@ -64,7 +65,7 @@ class _Event:
 
 
 class RecordedStream:
-    """A stream whose waits can be left out, to show that the check finds that."""
+    """A stream whose waits can be left out, to show that the check finds missing waits."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -112,7 +113,7 @@ class StreamGraph(HostRuntime):
 
     @contextmanager
     def label(self, *label: Any) -> Iterator[None]:
-        """Name what is enqueued inside."""
+        """Label the operations enqueued inside."""
         before, self._label = self._label, label
         try:
             yield
@@ -120,7 +121,7 @@ class StreamGraph(HostRuntime):
             self._label = before
 
     def recording(self) -> TorchDispatchMode:
-        """Return the context in which operations are written down."""
+        """Return the context in which operations are recorded."""
         return _Recorder(self)
 
     def depends(self, later: tuple[Any, ...], earlier: tuple[Any, ...]) -> bool:
@@ -132,7 +133,7 @@ class StreamGraph(HostRuntime):
         return any(b.follows(a) for b in late for a in early)
 
     def add(self, name: str, reads: list[Any], writes: list[Any], made: list[Any]) -> None:
-        """Write down one operation, and check it against all before it."""
+        """Record one operation, and check it against all before it."""
         stream = self._current
         stream.clock[stream.number] += 1
         op = Op(name, self._label, stream.number, stream.clock[stream.number], dict(stream.clock))
@@ -159,7 +160,7 @@ class StreamGraph(HostRuntime):
             self._freed.append(self._memories.pop(key))
 
     def _check_reuse(self, op: Op) -> None:
-        """An allocation may get any memory that was freed to the stream's pool so far."""
+        """Check an allocation: it may get any memory freed to its stream's pool so far."""
         mine = [each for each in self._freed if each.born_on == op.stream]
         self._freed = [each for each in self._freed if each.born_on not in (None, op.stream)]
         for other in (other for memory in mine for other in memory.uses.values()):

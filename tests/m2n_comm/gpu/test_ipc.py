@@ -1,4 +1,4 @@
-"""The contract of m2n_comm.net over cuda_ipc: what comes back; kernels are interpreted."""
+"""The contract of m2n_comm.net over cuda_ipc: the results; kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_sums_equal_the_dense_reference(
 
 
 def limited(rows_of: RowsOf, buckets: tuple[int, ...]) -> RowsOf:
-    """Return the same rows, no more of them than the bucket of their micro-batch says."""
+    """Return the same rows, cut to the bucket of their micro-batch."""
 
     def cut(ticket: StepTicket, index: int, layer: int, mb: int) -> Rows:
         rows, most = rows_of(ticket, index, layer, mb), buckets[mb]
@@ -114,7 +114,7 @@ def test_batches_have_every_participants_bucket_and_no_slots_beyond_its_rows() -
 
 
 def two_tables() -> tuple[ExpertTable, ExpertTable]:
-    """Return tables of two nodes; by the second one experts 0 and 6 have changed their nodes."""
+    """Return two tables of two nodes; in the second one experts 0 and 6 have swapped nodes."""
     shape = ipc_shape()
     old = make_table(shape, 2)
     layer = ((6, 1, 2), (3, 4, 5, 0))
@@ -123,7 +123,7 @@ def two_tables() -> tuple[ExpertTable, ExpertTable]:
 
 
 def serving(fleet: IpcFleet, tables: tuple[ExpertTable, ...]) -> None:
-    """Let the fleet's experts compute by the table that a batch names."""
+    """Let the fleet's experts compute with the table that a batch names."""
     fake = FakeExperts(fleet.shape, NUM_EXPERTS)
     for node in range(len(fleet.serves)):
         by_version = {table.version: fake.serve(table, node) for table in tables}
@@ -141,8 +141,8 @@ def test_a_step_is_routed_by_the_table_of_its_ticket() -> None:
         for ticket in tickets:
             fleet.run(ticket, rows_of)
         fleet.check_sums(rows_of, tickets)
-        # An attention node's recordings read the slots where they are; an expert node's have
-        # the weights of one version.
+        # An attention node's recordings read the current slots; an expert node's contain the
+        # weights of one version.
         assert fleet.attention[0].epoch == 0
         assert [net.epoch for net in fleet.experts] == [1, 1]
 

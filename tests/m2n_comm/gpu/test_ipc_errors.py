@@ -1,4 +1,4 @@
-"""The contract of m2n_comm.net over cuda_ipc: what goes wrong; kernels are interpreted."""
+"""The contract of m2n_comm.net over cuda_ipc: the errors; kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_frame_too_many_is_stale() -> None:
         fleet.begin(ticket_of(1))
         pairs = fleet.attention[0]._pairs
         port = fleet.attention[0]._ports[0]
-        for _ in range(2):  # no net sends twice without an answer; its kernels would
+        for _ in range(2):  # a net never sends twice without an answer; its kernels would
             port.dispatch(
                 ROWS.hidden, ROWS.experts, ROWS.weights, fleet.attention[0]._slot_of[0], layer=0
             )
@@ -186,7 +186,7 @@ def test_the_end_of_a_generation_ends_waits_and_the_net() -> None:
             net.check()
         with pytest.raises(TransportError, match="can not be used any more: Interrupted"):
             take(fleet)
-        # A kernel that was waiting has ended, too: the abort word is set.
+        # A waiting kernel has ended, too: the abort word is set.
         net._ports[0].combine(torch.empty(ROWS.hidden.shape), layer=0)
         assert net._pairs.control.fault is not None
 
@@ -283,7 +283,7 @@ def test_nodes_that_cannot_form_pairs_are_refused(
 
 
 class OddMemory(HostMemory):
-    """Memory of a kind that nobody else has."""
+    """Memory of a kind that no other node has."""
 
     kind = "odd"  # type: ignore[misc,assignment]
 

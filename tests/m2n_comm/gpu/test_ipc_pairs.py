@@ -1,4 +1,4 @@
-"""What only a device that runs by itself shows: cuda_ipc on a runtime that is late on purpose."""
+"""Behaviour that needs an asynchronous device: cuda_ipc on a runtime that is late on purpose."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from topspin.errors import DeadlineExceeded, Interrupted, TransportError
 
 @dataclass
 class LateEvent:
-    """A moment that has come after `looks` looks; waiting for it is written down."""
+    """An event that is done after `looks` calls of is_done(); records calls of wait()."""
 
     number: int
     looks: int
@@ -39,7 +39,7 @@ class LateEvent:
 
 @dataclass
 class LateRuntime(HostRuntime):
-    """The host, said to run behind: what is enqueued has ended after some looks."""
+    """The host as a late device: events are done after some looks."""
 
     looks: int = 3
     recorded: int = 0
@@ -55,7 +55,7 @@ class LateRuntime(HostRuntime):
 
 
 class Pair:
-    """One end of a pair whose other end is the test."""
+    """One end of a pair; the test is the other end."""
 
     def __init__(self, runtime: HostRuntime, check: Check = wait_on) -> None:
         shape = make_shape()
@@ -87,7 +87,7 @@ def test_words_of_a_step_wait_until_those_before_them_have_been_copied() -> None
         for step in range(1, 20):
             pairs.begin(step_words(patience_ns=1, step=step, version=1))
             assert int(pairs.step[STEP]) == step
-    # Eight steps may be on their way; the ninth takes the first one's place.
+    # Eight steps may be on their way; the ninth reuses the first one's place.
     assert runtime.waited == list(range(1, 12))
 
 
@@ -123,7 +123,7 @@ def test_what_goes_wrong_on_a_device_shows_when_the_host_looks() -> None:
         net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
         out = net.combine(0, 0, torch.zeros(rows.hidden.shape))
         assert out.isnan().all()
-        # The next layer is enqueued already; it sends nothing and waits for nothing.
+        # The next layer is already enqueued; it sends nothing and does not wait.
         net.dispatch(0, 1, rows.hidden, rows.experts, rows.weights)
         assert net.combine(0, 1, torch.zeros(rows.hidden.shape)).isnan().all()
         with pytest.raises(DeadlineExceeded, match=r"expert 0 .*layer 0, micro-batch 0"):

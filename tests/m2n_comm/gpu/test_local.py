@@ -65,7 +65,7 @@ def make_net(
 
 
 class NothingIsLookedAt(DeviceNet):
-    """Refuses what would wait for a GPU."""
+    """Refuses operations that would wait for a GPU."""
 
     def dispatch(self, *args: Any) -> None:
         with NoSync():
@@ -98,7 +98,7 @@ def test_sums_equal_the_dense_reference(
         for layer, mb in itertools.product(range(2), range(ticket.num_micro_batches)):
             rows = mixed_rows(shape)(ticket, 0, layer, mb)
             got = results.pop((ticket.step, 0, layer, mb))
-            # One node's answer comes as it is, several are added in fp32.
+            # One node's answer is used as it is, several are added in fp32.
             assert got.dtype == (payload if num_nodes == 1 else torch.float32)
             assert torch.equal(got.float(), fake_sum(fake, table, layer, rows))
             assert torch.allclose(
@@ -195,7 +195,7 @@ def test_a_recording_is_right_for_other_contents(num_streams: int, slots: LocalS
 
 
 def moved(table: ExpertTable, version: int) -> ExpertTable:
-    """Return `table` with the nodes' experts changed round."""
+    """Return `table` with the nodes' experts swapped."""
     layers = tuple(tuple(reversed(nodes)) for nodes in table.slots)
     return ExpertTable(version=version, num_experts=table.num_experts, slots=layers)
 
@@ -226,7 +226,7 @@ def test_a_step_is_routed_by_the_table_of_its_ticket() -> None:
     def step(number: int, version: int) -> int:
         served.clear()
         net.begin(make_ticket(number, version=version))
-        net.set_table(new)  # in the middle of a step: this one goes on as it began
+        net.set_table(new)  # in the middle of a step, which goes on with the old table
         net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
         got = net.combine(0, 0, torch.empty(5, shape.hidden_size))
         torch.testing.assert_close(got, want)
@@ -327,7 +327,7 @@ def test_an_experts_error_fails_the_step_and_the_net() -> None:
 
 
 class ToyDecoder:
-    """Attention that is a product, routing that is fixed, a shared expert that is a sum."""
+    """Attention is a product, routing is fixed, the shared expert is a sum."""
 
     def __init__(self, graph: StreamGraph, shape: NetShape, rows: dict[int, Rows]) -> None:
         self.layers = [SimpleNamespace(idx=idx, moe_idx=idx) for idx in range(shape.num_layers)]
@@ -346,7 +346,7 @@ class ToyDecoder:
     def route(self, layer: Any, normed: Tensor) -> Any:
         rows = self._rows[self.micro_batch]
         with self._graph.label("route", layer.idx, self.micro_batch):
-            # New tensors, as a router makes them, that nobody else keeps.
+            # New tensors without other references, as from a router.
             return SimpleNamespace(experts=rows.experts + 0, weights=rows.weights * 1.0)
 
     def local_mlp(self, layer: Any, normed: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ def play(
     num_streams: int = 2,
     ignores_waits: int | None = None,
 ) -> tuple[StreamGraph, list[Tensor]]:
-    """Run two steps of two micro-batches; return what was recorded, and the residuals."""
+    """Run two steps of two micro-batches; return the recording and the residuals."""
     torch.manual_seed(1)
     shape = make_shape(num_layers=3)
     table = make_table(shape, num_nodes)
@@ -418,7 +418,7 @@ def test_two_streams_race_nowhere(num_nodes: int) -> None:
 
 def test_attention_of_one_micro_batch_runs_beside_the_experts_of_the_other() -> None:
     first_step, _ = play()
-    # Of one step, so that a label names one thing.
+    # Only the first step, so that labels are unique.
     end = next(idx for idx, op in enumerate(first_step.ops) if op.label == ("logits", 1))
     del first_step.ops[end + 1 :]
     for layer in range(3):
@@ -432,13 +432,13 @@ def test_attention_of_one_micro_batch_runs_beside_the_experts_of_the_other() -> 
                     ("attention", layer, other), ("experts", layer - 1, other)
                 )
             assert not first_step.depends(("attention", layer, 0), ("experts", layer - 1, 1))
-    # Nothing is left unjoined: a graph could end here.
+    # Everything is joined: a graph could end here.
     last = first_step.ops[-1]
     assert all(last.follows(op) for op in first_step.ops)
 
 
 class ForgetsWhatIsRead(DeviceNet):
-    """Does not keep the rows and the routing until the experts have read them."""
+    """Does not keep references to rows and routing until the experts have read them."""
 
     def dispatch(self, micro_batch: int, *args: Any) -> None:
         super().dispatch(micro_batch, *args)

@@ -1,4 +1,4 @@
-"""Memory that peers write: of this host, and the driver's calls against a library of our own."""
+"""Memory that peers write: of this host, and the driver's calls with a fake library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_one_end_writes_the_other_reads() -> None:
     assert mine.tensor[4000:4010].tolist() == [7] * 10
     theirs.close(address)
     ours.free(mine)
-    assert int(mine.tensor[4000]) == 7  # who still has a view still has the memory
+    assert int(mine.tensor[4000]) == 7  # a view keeps the memory alive
     del mine
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -62,7 +62,7 @@ def test_a_handle_that_is_none_is_refused() -> None:
 
 
 def prototype(*arguments: Any) -> Callable[[Callable[..., int]], Any]:
-    """Make C functions of Python's, with the arguments that CUDA's manual gives them."""
+    """Return a C function type for Python functions, with the argument types of CUDA's manual."""
     return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)
 
 
@@ -150,7 +150,7 @@ def test_every_call_of_the_driver_is_checked(name: str) -> None:
 
 
 def host_view(address: int, num_bytes: int, _: torch.device) -> torch.Tensor:
-    """Stand in for the view of a GPU's memory."""
+    """Replace the view of a GPU's memory."""
     return torch.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8)
 
 
@@ -187,7 +187,7 @@ def test_errors_of_a_gpus_memory_name_the_option_and_the_driver(
 
 
 class LastingMemory(HostMemory):
-    """Memory of this host that must not be freed before its peer has gone, as a GPU's."""
+    """Memory of this host that, like a GPU's, must not be freed before its peer has gone."""
 
     outlives_peers = False  # type: ignore[misc,assignment]
 
@@ -226,7 +226,7 @@ def test_memory_that_a_peer_may_still_write_is_not_freed(
     assert memory.freed == ([mine.address] if peer_leaves else [])
     assert ("expert 4 has not closed its side" in caplog.text) != peer_leaves
     if not peer_leaves:
-        assert peer.recv(1) == b""  # we have said that we do not write any more
+        assert peer.recv(1) == b""  # we have announced that we write no more
         peer.close()
         memory.free(mine)
     theirs.free(other)

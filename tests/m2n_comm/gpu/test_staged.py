@@ -1,7 +1,7 @@
-"""Staged nets over a device that is as late as it may be: sums, waits, buffers, what is passed on.
+"""Staged nets over a device that is as late as possible: sums, waits, buffers, passed calls.
 
-Where there is a GPU, the sums over it too, which is held up before all that it does. The contract
-of m2n_comm.net, over a device that is never late, is in test_contract.py.
+Where there is a GPU, also the sums over it, with a pause before each operation. The contract of
+m2n_comm.net, over a device that is never late, is in test_contract.py.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LateFleet:
 
 
 class Buffers:
-    """Where a device keeps a micro-batch, layer after layer: written and read by its stream."""
+    """A device's buffers of a micro-batch, reused in every layer by its stream."""
 
     def __init__(self, fleet: LateFleet, most: int = 40) -> None:
         shape = fleet.shape
@@ -93,7 +93,7 @@ class Buffers:
         self.out = torch.full((most, shape.hidden_size), NAN, device=device)
 
     def compute(self, rows: Rows) -> None:
-        """Enqueue what makes `rows`."""
+        """Enqueue the computation of `rows`."""
         size = len(rows.hidden)
         self._runtime.enqueue(lambda: self.hidden[:size].copy_(rows.hidden))
         self._runtime.enqueue(lambda: self.experts[:size].copy_(rows.experts))
@@ -115,7 +115,7 @@ def dispatch(net: StagedNet, mb: int, layer: int, buffers: Buffers, size: int) -
 
 
 def play(fleet: LateFleet, ticket: StepTicket, results: dict[tuple[int, int, int], Tensor]) -> None:
-    """Do a step in the rally's order, with the device's memory used again in every layer."""
+    """Run a step in the rally's order, reusing the device's memory in every layer."""
     rows_of = mixed_rows(fleet.shape)
     buffers = [Buffers(fleet) for _ in range(ticket.num_micro_batches)]
     sizes: dict[int, int] = {}
@@ -168,7 +168,7 @@ def test_the_host_goes_on_while_rows_and_answers_are_under_way() -> None:
         for mb in range(2):
             buffers[mb].compute(rows)
             dispatch(fleet.net, mb, 0, buffers[mb], size)
-            # Three computations and three copies; a second dispatch lets the first frame go.
+            # Three computations and three copies; a second dispatch sends the first frame.
             assert fleet.runtime.num_waiting == 6
         for mb in range(2):
             fleet.net.combine(mb, 0, buffers[mb].out[:size])

@@ -1,7 +1,7 @@
-"""DeviceNet where its streams are real: on a GPU if there is one, else on the host.
+"""DeviceNet on real streams: on a GPU if there is one, else on the host.
 
-A recording of several layers is replayed many times with other contents; on a GPU the experts
-and the reader of their answers are held up in turn, so that a missing wait shows as a wrong sum.
+A recording of several layers is replayed many times with other contents; on a GPU the experts and
+the reader of their answers are delayed in turn, so that a missing wait shows as a wrong sum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hold_up(runtime: Runtime, *, now: bool) -> None:
 
 
 class Layers:
-    """Two micro-batches through all layers; an expert multiplies rows by a vector of its own."""
+    """Two micro-batches through all layers; an expert multiplies rows by its own vector."""
 
     def __init__(self, num_nodes: int, num_streams: int) -> None:
         self.runtime = open_runtime("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,7 +79,7 @@ class Layers:
         return serve
 
     def run(self) -> None:
-        """Do what a rally does: every layer adds its experts' sum to what it was given."""
+        """Do the work of a rally: every layer adds its experts' sum to its input."""
         streams = [self.hidden[mb] + 0 for mb in range(2)]
         for layer in range(NUM_LAYERS + 1):
             for mb in range(2):
@@ -89,14 +89,14 @@ class Layers:
                     streams[mb] = streams[mb] + delta
                     del delta
                 if layer < NUM_LAYERS:
-                    # Made here and kept by nobody else.
+                    # Allocated here, without other references.
                     routed = self.experts[mb] + 0, self.weights[mb] * 1.0
                     self.net.dispatch(mb, layer, streams[mb] * 0.5, *routed, self.num_rows[mb])
         for mb in range(2):
             self.results[mb].copy_(streams[mb])
 
     def fill(self, seed: int) -> Tensor:
-        """Give all inputs other contents; return the results that they should give."""
+        """Fill all inputs with other contents; return the expected results."""
         generator = torch.Generator().manual_seed(seed)
         hidden = torch.randn(2, ROWS, HIDDEN, generator=generator)
         score = torch.rand(2, ROWS, NUM_EXPERTS, generator=generator)

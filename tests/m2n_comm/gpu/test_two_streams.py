@@ -1,7 +1,7 @@
-"""A whole node over two streams: nothing of a step races, nor steps that follow each other.
+"""A whole node over two streams: no race within a step or between consecutive steps.
 
-Every operation of attention, experts and sampling is written down with its stream; the kernels
-are plain torch, whose reads and writes can be seen.
+Every operation of attention, experts and sampling is recorded with its stream; the kernels are
+plain torch, whose reads and writes can be seen.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def play(monkeypatch: pytest.MonkeyPatch, *, ignores_waits: int | None = None) -
     graph = StreamGraph()
     workload = replace(QUICK, fields={**QUICK.fields, "num_hidden_layers": 3})
     model = read_fields(workload.fields)
-    # What plain torch looks at from the host no recording can hold.
+    # Without CUDA graphs: plain torch reads values on the host, which no recording allows.
     config = node_config(model, workload, "cpu", Variant(cuda_graphs=False, gpu_streams=2))
     engine = GpuEngine(model, config, graph, num_micro_batches=2)
     if ignores_waits is not None:
@@ -45,7 +45,7 @@ def test_a_node_on_two_streams_races_nowhere(monkeypatch: pytest.MonkeyPatch) ->
     assert graph.problems == []
     by_stream = [sum(op.stream == stream for op in graph.ops) for stream in (0, 1)]
     assert min(by_stream) > 100
-    # The streams do overlap: some of the experts' work waits for none of what comes before it.
+    # The streams overlap: some operations do not wait for the other stream's last one.
     last = {0: graph.ops[0], 1: graph.ops[0]}
     overlaps = 0
     for op in graph.ops:

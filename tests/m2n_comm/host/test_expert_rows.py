@@ -1,4 +1,4 @@
-"""Answers by expert: the same bits whatever the nodes, windows, parts and neighbours are."""
+"""Answers by expert: the same bits for any nodes, windows, parts and neighbours."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def row_shape(payload: torch.dtype = torch.float32, **changes: int) -> NetShape:
 def serve_rows(
     fake: FakeExperts, table: ExpertTable, node: int
 ) -> Callable[[ExpertBatch], torch.Tensor]:
-    """Return what an expert node answers: the row of every choice, unweighted."""
+    """Return an expert node's answer: the row of every choice, unweighted."""
     held = [list(experts) for experts in table.experts_of(node)]
 
     def compute(batch: ExpertBatch) -> torch.Tensor:
@@ -52,7 +52,7 @@ def serve_rows(
 
 
 def wanted(fake: FakeExperts, layer: int, rows: Rows) -> torch.Tensor:
-    """Add up one row after the other, by ascending expert id."""
+    """Add the rows one after the other, by ascending expert id."""
     out = torch.zeros(rows.hidden.shape)
     for token in range(len(out)):
         for expert, choice in sorted((e, k) for k, e in enumerate(rows.experts[token].tolist())):

@@ -1,4 +1,4 @@
-"""What only the local hub has: inline experts, and the order of tickets without a scheduler."""
+"""Features of the local hub alone: inline experts, the order of tickets without a scheduler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_one_attention_node_runs_everything_in_its_own_thread() -> None:
     hub.attach_expert(0, serve, table=TABLE)
     net = hub.attention_net(0, TABLE)
     before = threading.active_count()
-    # Steps need not be consecutive: a lone attention node has no one to wait for.
+    # Steps need not be consecutive: a lone attention node waits for no other.
     for step in (3, 8, 100):
         rows = some_rows(step)
         net.begin(make_ticket(step))
@@ -108,7 +108,7 @@ def test_a_node_may_run_ahead_of_a_step_that_it_takes_no_part_in() -> None:
     # Node 1 begins and sends step 2 before node 0 has begun step 1.
     nets[1].begin(both)
     nets[1].dispatch(0, 0, rows[1].hidden, rows[1].experts, rows[1].weights)
-    # Waiting for its answer now runs nothing: step 1 may still come.
+    # Waiting for its answer now runs no expert: step 1 may still come.
     assert hub._advance(hub._programs[0]) is False
     nets[0].begin(ahead)
     nets[0].dispatch(0, 0, rows[0].hidden, rows[0].experts, rows[0].weights)

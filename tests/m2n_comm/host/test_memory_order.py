@@ -1,4 +1,4 @@
-"""Sequence words: one aligned access, and a refusal where the order is not known."""
+"""Sequence words: one aligned access, and a refusal on processors with unknown memory order."""
 
 from __future__ import annotations
 

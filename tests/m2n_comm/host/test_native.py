@@ -99,7 +99,7 @@ class Pair:
         return taken
 
     def header(self, kind: int, rows: int) -> FrameHeader:
-        """Return what a frame of `rows` rows must say."""
+        """Return the expected header of a frame of `rows` rows."""
         layout = self.layout
         request = FrameHeader(
             kind=REQUEST,
@@ -240,7 +240,7 @@ def test_any_damaged_byte_of_a_compared_field_is_refused_at_both_ends() -> None:
 
 
 def test_a_frame_of_another_kind_step_or_size_is_refused() -> None:
-    """The sides then go the plain way, which names the field."""
+    """The sides then use the plain path, which names the field."""
     for name in COMPARED:
         pair = Pair(torch.float32)
         pair.send(*routing(1, 6, torch.float32))

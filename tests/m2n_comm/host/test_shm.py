@@ -1,4 +1,4 @@
-"""What only shm has: the spinning wait, and its way of noticing a lost peer."""
+"""Features of shm alone: the spinning wait, and the detection of a lost peer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Wait = Literal["block", "spin"]
 
 
 class Bench:
-    """Lines of an attention node to `num` expert nodes that the test plays by hand."""
+    """Lines of an attention node to `num` expert nodes, which the test plays by hand."""
 
     def __init__(self, num: int, wait: Wait = "block") -> None:
         layout = PairLayout(make_shape())
@@ -68,7 +68,7 @@ def hop(peer: int = 0, micro_batch: int = 0, *, timeout_s: float = 10.0) -> Hop:
 
 @pytest.fixture(params=["block", "spin"])
 def wait(request: pytest.FixtureRequest) -> Wait:
-    """Run with either policy."""
+    """Run with each policy."""
     policy: Wait = request.param
     return policy
 
@@ -98,7 +98,7 @@ def test_a_bell_for_another_micro_batch_is_not_lost(wait: Wait) -> None:
     bench.answer(0, 1, micro_batch=2)
     timer = threading.Timer(0.05, bench.answer, (0, 1))
     timer.start()
-    # This empties the one bell of the pair; the flag of micro-batch 2 is still up.
+    # This consumes the pair's only bell; the flag of micro-batch 2 is still up.
     bench.lines.receive(hop(), (0,))
     bench.lines.receive(hop(0, 2), (0,))
     timer.join()

@@ -1,4 +1,4 @@
-"""What only tcp has: partial frames, checksums of payloads, full kernel buffers."""
+"""Features of tcp alone: partial frames, checksums of payloads, full kernel buffers."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def fill(lines: TcpLines, shape: NetShape, rows: int, *, mb: int = 0, sequence: 
 
 
 def wire_bytes(shape: NetShape, rows: int, *, mb: int = 0, sequence: int = 1) -> bytes:
-    """Return what an attention node sends for one request, taken from the wire."""
+    """Return the bytes that an attention node sends for one request."""
     with connected() as (left, right):
         lines = lines_of(shape, "attention", left)
         fill(lines, shape, rows, mb=mb, sequence=sequence)
@@ -177,7 +177,7 @@ def test_a_damaged_payload_is_a_frame_error_if_payloads_carry_a_checksum(checksu
 
 
 def rewritten(data: bytes, **changes: int) -> bytes:
-    """Return `data` with other header fields and a right header checksum."""
+    """Return `data` with other header fields and a correct header checksum."""
     buffer = bytearray(data)
     header = read_header(bytes(buffer[:HEADER_BYTES]))
     view = memoryview(buffer)[:HEADER_BYTES]
@@ -313,7 +313,7 @@ def test_a_peer_that_never_reads_is_a_deadline_and_one_that_ends_is_lost() -> No
 
 @pytest.mark.parametrize("num_peers", [1, 2])
 def test_rows_read_ahead_land_where_they_belong(num_peers: int) -> None:
-    """Frames of changing sizes and order: reading ahead guesses right, wrong, and too far."""
+    """With changing sizes and order of frames, reading ahead guesses right, wrong, and too far."""
     shape = make_shape()
     draw = random.Random(num_peers)
     with contextlib.ExitStack() as stack:

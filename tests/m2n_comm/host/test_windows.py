@@ -15,7 +15,7 @@ from tests.m2n_comm.harness import make_shape
 
 
 def address(view: memoryview) -> int:
-    """Return where the first byte of a writable view is."""
+    """Return the address of a writable view's first byte."""
     return ctypes.addressof((ctypes.c_char * view.nbytes).from_buffer(view))
 
 
@@ -37,7 +37,7 @@ def test_fields_do_not_overlap(payload: torch.dtype, hidden: int, top_k: int, ro
         tensors = [t for t in (window.slots, window.weights, window.hidden) if t is not None]
         assert [t.shape[0] for t in tensors] == [rows] * len(tensors)
         spans += [(t.data_ptr(), t.nbytes) for t in tensors]
-        # The byte fields are the tensors' memory, in the order of the wire.
+        # The byte fields are the tensors' memory, in wire order.
         assert [address(f.data) for f in window.fields] == [t.data_ptr() for t in tensors]
         assert [f.data.nbytes for f in window.fields] == [t.nbytes for t in tensors]
     spans.sort()

@@ -1,4 +1,4 @@
-"""The frame header: the fields that go in come out, and damage is noticed on networks."""
+"""The frame header: fields are preserved, and on networks damage is noticed."""
 
 from __future__ import annotations
 

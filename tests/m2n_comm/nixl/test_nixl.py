@@ -1,4 +1,4 @@
-"""What nixl alone does: buckets, keys, notes, the proof of lines, memory that outlives a net."""
+"""Features of nixl alone: buckets, keys, notes, checked lines, memory that outlives a net."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_number_of_rows_has_a_bucket_that_wastes_at_most_a_third(window_ro
     assert buckets == tuple(sorted(set(buckets)))
     assert len(buckets) <= 35
     for smaller, larger in itertools.pairwise(buckets):
-        # The worst frame of a bucket has one row more than the bucket before holds.
+        # The worst frame of a bucket has one row more than the previous bucket.
         assert 3 * (larger - smaller - 1) <= larger
 
 
@@ -149,7 +149,7 @@ def test_spinning_nodes_need_no_bell() -> None:
 def test_hosts_apart_use_tcp_and_find_dead_peers_by_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between hosts UCX watches its peers, which rules out its shared memory."""
+    """Between hosts UCX checks its peers itself, so its shared memory is not used."""
     modes: list[bool] = []
 
     class Apart(NixlForming):
@@ -178,7 +178,7 @@ def test_only_the_bucket_of_a_frame_travels() -> None:
 
 
 def mapped(address: int) -> bool:
-    """Return whether `address` is in a mapping of this process."""
+    """Say whether `address` is in a mapping of this process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         low, _, high = line.split()[0].partition("-")
         if int(low, 16) <= address < int(high, 16):
@@ -188,7 +188,7 @@ def mapped(address: int) -> bool:
 
 @mark
 def test_memory_of_a_closed_net_is_never_used_for_anything_else() -> None:
-    """A peer stopped inside a write could still complete it, by address alone."""
+    """A peer stopped during a write could still complete it, by address alone."""
     addresses = []
     for _ in range(3):
         with fleet_of("nixl") as fleet:
