@@ -1,7 +1,7 @@
-"""Few rows out of a large matrix: every pair of values of two factors meets in some row.
+"""A few rows of a large matrix: each pair of values of two factors is in some row.
 
-A full product repeats itself: what goes wrong mostly takes one or two settings together.
-Knows no test; deterministic, so that a row's name means the same in every run.
+A full product repeats itself: most faults need only one or two settings together. Knows no test;
+deterministic, so that a row's name means the same in every run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ Pair = tuple[tuple[int, int], tuple[int, int]]
 
 
 def cover_pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return rows of one value per factor that together hold all pairs, chosen greedily.
+    """Return rows of one value per factor that cover all pairs, chosen greedily.
 
-    `factors` are two or more. There are at least as many rows as the two largest factors'
-    product, and rarely many more.
+    Takes two or more factors. There are at least as many rows as the two largest factors' product,
+    and rarely many more.
     """
     uncovered: set[Pair] = {
         ((first, a), (second, b))
@@ -48,12 +48,12 @@ def _next_row(sizes: Sequence[int], uncovered: set[Pair]) -> list[tuple[int, int
 def _gain(
     entry: tuple[int, int], chosen: Iterable[tuple[int, int]], uncovered: set[Pair]
 ) -> tuple[int, int]:
-    """Return how many pairs `entry` would cover with those chosen, and may cover later."""
+    """Return the number of pairs that `entry` covers with those chosen, and may cover later."""
     now = sum((min(entry, other), max(entry, other)) in uncovered for other in chosen)
     return now, sum(entry in pair for pair in uncovered)
 
 
 def cover_values(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return rows of one value per factor, as many as the longest one has: each value occurs."""
+    """Return as many rows as the longest factor has values; each value of each factor occurs."""
     longest = max(map(len, factors))
     return [tuple(factor[row % len(factor)] for factor in factors) for row in range(longest)]

@@ -1,4 +1,4 @@
-"""What `make serve` shows while it installs, with a pip that only writes lines."""
+"""The output of `make serve` while it installs, with a pip that only writes lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows that stand for a matrix."""
+"""The rows that cover a matrix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A whole forward pass in plain torch from our ModelConfig and weights.
 
-Owns nothing but the test of a claim: that what models/ reads is all there is to know to
-compute what transformers computes. Knows no cache, batching or kernels.
+Tests the claim that the data read by models/ is enough to compute transformers' results. Knows no
+cache, batching or kernels.
 """
 
 from __future__ import annotations

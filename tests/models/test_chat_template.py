@@ -1,4 +1,4 @@
-"""models.chat_template renders what transformers renders, and fails as the client's fault."""
+"""models.chat_template renders as transformers does, and its failures are the client's fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""models.checkpoint and its index: reading, and every way in which files can be wrong."""
+"""models.checkpoint and its index: reading, and every kind of wrong file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_reading_into_a_view_converts_and_slices(sharded: Path) -> None:
 
 
 def test_what_was_read_survives_the_file(sharded: Path) -> None:
-    """A copy, not a view of the mapping."""
+    """A tensor is a copy, not a view of the mapping."""
     checkpoint = Checkpoint(sharded)
     tensor = checkpoint.read("a")
     checkpoint.close()

@@ -1,4 +1,4 @@
-"""models.config reads what transformers reads, and refuses what Topspin cannot serve."""
+"""models.config reads like transformers, and refuses what Topspin cannot serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts read piece by piece equal those that a node reads at start, in both layouts."""
+"""Experts read piece by piece equal those read at start, in both layouts."""
 
 from __future__ import annotations
 

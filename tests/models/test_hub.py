@@ -1,4 +1,4 @@
-"""models.hub: what a model's name means, with a hub cache on disk and no network."""
+"""models.hub: the meaning of a model's name, with a hub cache on disk and no network."""
 
 from __future__ import annotations
 

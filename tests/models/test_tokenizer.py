@@ -1,4 +1,4 @@
-"""models.tokenizer equals transformers, and streams exactly what decoding whole would give."""
+"""models.tokenizer equals transformers, and a stream equals decoding the whole."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_space_at_the_boundary_is_kept(pieces: Tokenizer) -> None:
 
 
 def test_a_run_of_bytes_is_held_until_it_ends(pieces: Tokenizer) -> None:
-    """One bad byte spoils its whole run, so nothing of it may come out before."""
+    """One bad byte spoils its whole run, so no byte of the run may be emitted early."""
     vocab = _piece_vocab()
     run = [[vocab[f"<0x{byte:02X}>"]] for byte in b"\xe4\xbd\xa0\xff"]
     parts = _stream(pieces, [vocab["a"]], [*run, [vocab["b"]]], skip=True)
@@ -251,7 +251,7 @@ def test_random_piece_streams_equal_decoding_whole(
 
 
 def test_pushing_costs_by_its_own_tokens(pieces: Tokenizer, monkeypatch: Any) -> None:
-    """The window that is decoded does not grow with the stream."""
+    """The decoded window does not grow with the stream."""
     decoded: list[int] = []
     original = Tokenizer.decode
 
@@ -365,5 +365,5 @@ def test_other_threads_run_while_text_is_tokenised(tmp_path: Path) -> None:
     while thread.is_alive():
         num_turns += 1
         time.sleep(0.001)
-    # With the interpreter's lock held, this thread would only get on at the end.
+    # With the interpreter's lock held, this thread would continue only at the end.
     assert num_turns > 20

@@ -1,4 +1,4 @@
-"""A checkpoint that holds more than config.json says is served with a warning by name."""
+"""A checkpoint with tensors beyond config.json is served with a warning that names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both roles' weights: complete, in the right place, and nothing of the other role's."""
+"""Both roles' weights: complete, in the right place, without the other role's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_is_read_computes_what_transformers_computes(tmp_path: Path, varian
 
 @pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
 def test_sharded_and_fused_layouts_read_the_same(tmp_path: Path, variant: str) -> None:
-    """`save_original_format=False` is how transformers 5 writes experts stacked."""
+    """`save_original_format=False` writes stacked experts, as transformers 5 does."""
     make_checkpoint(tmp_path / "plain", variant)
     model = oracle_model(tmp_path / "plain")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
@@ -225,7 +225,7 @@ _MEASURE = """
 
 
 def test_loading_leaves_no_mapped_page_and_no_second_copy(tmp_path: Path) -> None:
-    """Resident memory grows by the weights; the peak by one released mapping more."""
+    """Resident memory grows by the weights; the peak by one more released mapping."""
     mib = 2**20
     make_checkpoint(
         tmp_path, "mixtral", hidden_size=512, intermediate_size=1024, num_local_experts=12
