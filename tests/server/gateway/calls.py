@@ -1,4 +1,4 @@
-"""Calls of both endpoints, and what is common to their answers. Knows no test."""
+"""Calls of both endpoints, and helpers for their answers. Knows no test."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
 
 
 def scored(text: str) -> Script:
-    """Return a script that says `text` with its token best (-0.5) and `z` second (-infinity)."""
+    """Return a script that generates `text`: each token is best (-0.5), `z` second (-infinity)."""
 
     def script(request: AddRequest) -> Iterator[RequestOutput]:
         token_ids = ids(text)

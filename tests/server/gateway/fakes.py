@@ -1,7 +1,7 @@
-"""What gateway tests put in place of the scheduler, the checkpoint and the network.
+"""Replacements of the scheduler, the checkpoint and the network for gateway tests.
 
-FakeEngine is a control connection whose other end is the test: it answers AddRequest by a
-script or leaves the test to emit outputs itself. `gateway` runs the application around it.
+FakeEngine is a control connection whose other end is the test: it answers AddRequest by a script or
+leaves the test to emit outputs itself. `gateway` runs the application around it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from topspin.messages import (
 
 MODEL_NAME = "tiny"
 MAX_REQUEST_TOKENS = 100
-# What would wait for ever is a failed test instead.
+# A wait that would never end fails the test instead.
 DEADLINE_S = 20.0
 SPECIAL_TOKENS = ("<|eos|>", "<|im_start|>", "<|im_end|>")
 MERGES = (("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("w", "o"), ("o", "r"))
@@ -65,7 +65,7 @@ def backend() -> tokenizers.Tokenizer:
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Return the tokenizer as the gateway has it."""
+    """Return the tokenizer as the gateway loads it."""
     return Tokenizer(backend(), special_tokens={"eos_token": "<|eos|>"}, source="test")
 
 
@@ -133,7 +133,7 @@ def saying(text: str, *, finish_reason: FinishReason = "length") -> Script:
 
 
 class FakeEngine:
-    """The scheduler as the gateway sees it. Invariant: an aborted request gets nothing more."""
+    """The scheduler as seen by the gateway. Invariant: an aborted request gets nothing more."""
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script
@@ -166,7 +166,7 @@ class FakeEngine:
         return message
 
     def send(self, message: Message) -> None:
-        """Take what the gateway sends."""
+        """Take a message of the gateway."""
         if isinstance(message, AddRequest):
             self.added.append(message)
             self.request_came.set()
@@ -180,14 +180,14 @@ class FakeEngine:
             self.say(msgspec.structs.replace(self.stats, query_id=message.query_id))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""
 
     def say(self, message: AnyMessage | Exception) -> None:
         """Have the gateway receive `message`."""
         self._incoming.put_nowait(message)
 
     async def settle(self) -> None:
-        """Wait until the gateway has read all that was said."""
+        """Wait until the gateway has read all messages."""
         while not self._incoming.empty():
             await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -85,7 +85,7 @@ def test_a_streamed_completion_is_texts_finish_done() -> None:
 
 def test_choices_interleave_by_index_as_they_come() -> None:
     def lockstep(request: AddRequest) -> Iterable[RequestOutput]:
-        # Both choices' steps come when the second has been added.
+        # Both choices' steps are sent once the second has been added.
         if not request.request_id.endswith("-1"):
             return
         other = request.request_id[:-1] + "0"
@@ -184,7 +184,7 @@ def test_continuous_usage_counts_up_to_each_event(path: str) -> None:
     prompt = len(ids(PROMPT if path == CHAT else "hi"))
     counts = [0, 2, 4, 4, 4] if path == CHAT else [2, 4, 4, 4]
     assert [event["usage"] for event in events] == [usage(prompt, count, 1) for count in counts]
-    # Without include_usage it means nothing, as in vLLM.
+    # Without include_usage it has no effect, as in vLLM.
     options = {"continuous_usage_stats": True}
     events = events_of(post(path, {**body, "stream_options": options}, FakeEngine(script)))
     assert not any("usage" in event for event in events)
@@ -249,7 +249,7 @@ def test_a_stop_string_ends_text_count_and_the_engines_work() -> None:
             body = {**PLAIN_BODY, "stop": ["wor", "nothing"]}
             pending = asyncio.create_task(client.post(PLAIN, json=body))
             await fake.request_came.wait()
-            # The engine says more than the stop string and does not finish by itself.
+            # The engine generates more than the stop string and does not finish by itself.
             fake.emit(output(fake.added[0], ids("hello worlds")))
             answer = (await pending).json()
             assert answer["choices"][0]["text"] == "hello "

@@ -195,7 +195,7 @@ def test_a_long_step_is_no_stall_while_its_nodes_get_on() -> None:
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Return value by sample name and labels, as Prometheus would read them.
+    """Return each sample's value by name and labels, as Prometheus would read it.
 
     Every sample has the model's name, which is left out.
     """

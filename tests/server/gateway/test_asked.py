@@ -1,4 +1,4 @@
-"""What the engine is asked for, to the letter, by the bodies of both endpoints."""
+"""The exact engine requests that the bodies of both endpoints cause."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_prompt_comes_in_four_forms(prompt: object) -> None:
 
 
 def test_a_prompt_is_truncated_to_its_last_tokens() -> None:
-    """Even one that would not fit otherwise."""
+    """Even a prompt that would not fit otherwise."""
     fake = FakeEngine(saying("a"))
     long = {"role": "user", "content": "hello " * 500}
     requests = [

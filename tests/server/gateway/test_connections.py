@@ -80,7 +80,7 @@ def test_a_body_that_is_too_large_is_answered_and_the_rest_discarded() -> None:
 
 
 def request_of(messages: list[Message]) -> Request:
-    """Return a request whose body comes as `messages`, and then nothing."""
+    """Return a request whose body comes as `messages` and then stalls."""
 
     async def receive() -> Message:
         if messages:

@@ -1,4 +1,4 @@
-"""Requests in flight end exactly once, whatever the control connection brings."""
+"""Requests in flight end exactly once, for any messages of the control connection."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def connected() -> AsyncIterator[Connected]:
 
 
 async def outcome(call: Call) -> TopspinError:
-    """Return the error that ends a call that has no outputs left."""
+    """Return the error that ends a call without outputs left."""
     with pytest.raises(TopspinError) as caught:
         await call.next()
     return caught.value
@@ -245,7 +245,7 @@ def test_stats_answer_or_a_deadline() -> None:
             fake.answers_stats = False
             with pytest.raises(EngineUnavailable, match="did not answer within"):
                 await engine.stats(0.01)
-            # An answer that comes too late belongs to nobody.
+            # An answer that comes too late has no receiver.
             fake.say(fake.stats)
             waiting = asyncio.create_task(engine.stats(5.0))
             await asyncio.sleep(0)

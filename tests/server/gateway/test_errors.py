@@ -262,7 +262,7 @@ def test_a_body_over_the_limit_is_a_413_announced_or_not() -> None:
             for content in (b" " * (MAX_BODY_BYTES + 1), pieces()):
                 response = await client.post(CHAT, content=content, headers=JSON)
                 assert error_of(response, 413)["code"] == "request_too_large"
-            # At the limit it is read, and found to be no JSON.
+            # At the limit it is read, and is no JSON.
             blank = await client.post(CHAT, content=b" " * MAX_BODY_BYTES, headers=JSON)
             assert blank.status_code == 400
 

@@ -56,7 +56,7 @@ def send(
 
 
 def accepted(path: str, body: dict[str, Any], *, source: str | None = None) -> tuple[str, str]:
-    """Return the prompt that the engine got, and which fields were named as ignored."""
+    """Return the engine's prompt, and the fields named as ignored."""
     fake = FakeEngine(saying("ok"))
     response = send(path, body, fake, source=source)
     assert response.status_code == 200, response.text
@@ -120,7 +120,7 @@ def test_an_ignored_field_has_its_type_checked(fields: dict[str, Any], param: st
 
 
 def _refused(kind: type[Fields]) -> list[tuple[str, object]]:
-    """Return every refused field of `kind` with each value that passes."""
+    """Return every refused field of `kind` with each accepted value."""
     return [
         (name, value)
         for name, values in field_classes(kind).refused.items()

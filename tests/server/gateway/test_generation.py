@@ -77,7 +77,7 @@ def test_any_stream_equals_brute_force(
     text: str, stops: list[str], include: bool, min_tokens: int, seed: int | None
 ) -> None:
     token_ids = ids(text)
-    # What is certain after t tokens: everything but a half character at the end.
+    # The certain text after t tokens: all but a half character at the end.
     certain = [
         len(tokenizer().decode(token_ids[:t], skip_special_tokens=True).rstrip("\ufffd"))
         for t in range(len(token_ids) + 1)
@@ -109,7 +109,7 @@ def test_any_stream_equals_brute_force(
 def test_random_tokens_without_stops_equal_their_decoding(token_ids: list[int]) -> None:
     whole = tokenizer().decode(token_ids, skip_special_tokens=True)
     assert joined(feed(choice(TextOptions()), token_ids)) == whole
-    # A stop string that cannot occur takes the other path to the same text.
+    # A stop string that cannot occur takes the other code path to the same text.
     options = TextOptions(stops=StopStrings(["\x00\x00\x00"]))
     assert joined(feed(choice(options), token_ids)) == whole
 

@@ -1,4 +1,4 @@
-"""Large requests are prepared beside the event loop and leave no memory behind."""
+"""Large requests are prepared outside the event loop and leave no memory behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_loop_runs_on_and_memory_is_given_back_when_all_work_has_ended(
     monkeypatch.setattr("server.gateway.preparation.release_freed_memory", trimmed.set)
 
     async def test() -> None:
-        threads = PreparationThreads()  # of which there may be only one
+        threads = PreparationThreads()  # only one may exist
         gates = [threading.Event() for _ in range(2)]
         works = [asyncio.create_task(threads.run(partial(gate.wait, DEADLINE_S))) for gate in gates]
         await asyncio.sleep(0)

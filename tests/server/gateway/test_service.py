@@ -43,7 +43,7 @@ _Kind = TypeVar("_Kind", bound=Message)
 
 
 def write_checkpoint(path: Path) -> None:
-    """Write what a gateway reads of a checkpoint: no weights."""
+    """Write the files of a checkpoint that a gateway reads: no weights."""
     path.mkdir()
     backend().save(str(path / "tokenizer.json"))
     config = {
@@ -75,7 +75,7 @@ class Scheduler:
         self._closed = False
 
     def expect(self, kind: type[_Kind]) -> _Kind:
-        """Wait for the next message of `kind`; others are passed over."""
+        """Wait for the next message of `kind`; others are skipped."""
         deadline_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline_s:
             if (message := self.poll(kind)) is not None:
@@ -83,7 +83,7 @@ class Scheduler:
         raise AssertionError(f"no {kind.__name__} within {DEADLINE_S} s")
 
     def poll(self, kind: type[_Kind]) -> _Kind | None:
-        """Look for a message of `kind` among those that come soon; others are passed over."""
+        """Look for a message of `kind` among those that come soon; others are skipped."""
         while True:
             while self._waiting:
                 received = self._waiting.pop(0)
@@ -263,7 +263,7 @@ def test_a_gateway_that_was_frozen_connects_anew(checkpoint: Path, scheduler: Sc
         again = scheduler.expect(Hello)
         assert (again.role, again.pid) == ("gateway", first.pid)
         assert again.incarnation != first.incarnation
-        # Connected, but the scheduler has not said yet how the engine is.
+        # Connected, but the scheduler has not yet sent the engine's state.
         health = gateway.get("/health").result()
         assert (health.status_code, health.json()["state"]) == (503, "failed")
         assert gateway.complete(stream=False).result().status_code == 503

@@ -1,4 +1,4 @@
-"""Stop strings against brute force: every cut of the text, every end, every stop."""
+"""Stop strings against brute force: any cut of the text, any end, any stops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STOPS = st.lists(st.text(alphabet="abé", min_size=1, max_size=5), min_size=1, m
 
 
 def first_stop(text: str, stops: list[str], *, from_end: int = 0) -> tuple[int, str] | None:
-    """Return where the first stop string ends, and the longest one that ends there."""
+    """Return the end of the first stop string, and the longest one that ends there."""
     for end in range(from_end + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -1,7 +1,7 @@
 """A whole engine on a virtual clock: the policy, M fake nodes, and a client that checks.
 
-Every step is executed faithfully; the order of scheduling, answering, adding and aborting
-is the test's choice. `finish()` runs to the end and compares every output with `generate`.
+Every step is executed faithfully; the test chooses the order of scheduling, answering, adding and
+aborting. `finish()` runs to the end and compares every output with `generate`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def first_stop(prompt: list[int], seed: int, position: int) -> int:
 
 @dataclass
 class Received:
-    """What the client of one request has got."""
+    """The messages that the client of one request has received."""
 
     message: AddRequest
     tokens: list[int] = field(default_factory=list)
@@ -132,13 +132,13 @@ class Received:
 
     @property
     def ended(self) -> bool:
-        """Say whether nothing more may come."""
+        """Say whether no more messages may come."""
         finished = bool(self.outputs) and self.outputs[-1].finish_reason is not None
         return self.aborted or self.failure is not None or finished
 
 
 class Engine:
-    """The policy with its nodes. Tenants are told apart by seed: one seed, one request."""
+    """The policy with its nodes. Tenants are identified by seed: one seed, one request."""
 
     def __init__(
         self,
@@ -157,11 +157,11 @@ class Engine:
         self._fails = fails
         self.nodes = [self._new_node(index) for index in range(config.topology.attention_nodes)]
         self.present = set(range(len(self.nodes)))
-        # Results of generations that were given up, which may still come.
+        # Results of abandoned generations, which may still come.
         self.late: list[StepResult] = []
-        # Per node: results that it has computed and the scheduler has not seen.
+        # Per node: results that it has computed and the scheduler has not received.
         self.results: list[deque[StepResult]] = [deque() for _ in self.nodes]
-        # Per node: the tables of the sequences in each step that has not succeeded.
+        # Per node: the block tables of the sequences in each step without a result.
         self._touched: list[deque[dict[int, set[int]]]] = [deque() for _ in self.nodes]
         self.steps: list[Step] = []
 
@@ -177,7 +177,7 @@ class Engine:
         )
 
     def halt(self, lost: Sequence[int] = ()) -> None:
-        """End the generation; the attention nodes `lost` come back, if ever, with nothing."""
+        """End the generation; the attention nodes `lost` can come back only empty."""
         self.formation.begin_generation()
         self.receive(self.policy.halt())
         for index, node in enumerate(self.nodes):
@@ -192,14 +192,14 @@ class Engine:
         self.policy.check_integrity()
 
     def resume(self, back: Sequence[int] = ()) -> None:
-        """Go on with the nodes that are left and those that are back."""
+        """Continue with the remaining nodes and those that are back."""
         self.present |= set(back)
         version = self.formation.generation
         self.formation.use_part(msgspec.structs.replace(TABLE, version=version))
         self.policy.resume(self.present)
 
     def answer_late(self) -> None:
-        """Deliver a result of a generation that was given up."""
+        """Deliver a result of an abandoned generation."""
         if self.late:
             assert self.policy.update(self.late.pop(0), self.now) == []
 
@@ -237,7 +237,7 @@ class Engine:
         return True
 
     def _check_reuse(self, index: int, step: Step) -> None:
-        """No block that a running step touches for one sequence is given to another."""
+        """Check that no block that a running step uses for a sequence is given to another one."""
         for micro_batch in step.plans[index].micro_batches:
             ids = list(unpack_ints(micro_batch.block_ids))
             counts = unpack_ints(micro_batch.block_counts)
@@ -257,7 +257,7 @@ class Engine:
         return True
 
     def receive(self, deliveries: list[Delivery]) -> None:
-        """Check and keep what the gateways are sent."""
+        """Check and keep messages to gateways."""
         for peer, message in deliveries:
             assert peer == GATEWAY
             if isinstance(message, Outputs):
@@ -273,7 +273,7 @@ class Engine:
                 client.failure = message
 
     def turn(self) -> bool:
-        """Plan what can be planned, then let every node answer once; False when idle."""
+        """Plan as many steps as possible, then let every node answer once; False when idle."""
         planned = False
         while self.schedule():
             planned = True
@@ -293,7 +293,7 @@ class Engine:
         assert self.policy.stats(0, (), self.now).kv_cache_usage == 0.0
 
     def check_outputs(self) -> None:
-        """Compare everything received with direct generation."""
+        """Compare all received outputs with direct generation."""
         for client in self.clients.values():
             message = client.message
             expected = generate(

@@ -1,9 +1,9 @@
-"""Attention nodes without tensors: they execute StepPlans and distrust the scheduler.
+"""Attention nodes without tensors: they execute StepPlans and check the scheduler.
 
-A node keeps, per cache position, which token of which prefix was written there and for
-which tenant, and checks at every slice that the sequence's block table holds exactly its
-own prefix. Its model is deterministic: the next token is a hash of the whole prefix and
-the seed, so that `generate` below is an oracle for any schedule.
+A node keeps, per cache position, which token of which prefix was written there and for which
+tenant, and checks at every slice that the sequence's block table holds exactly its own prefix. Its
+model is deterministic: the next token is a hash of the whole prefix and the seed, so that
+`generate` below is an oracle for any schedule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMINGS = StepTimings(total_s=0.0, attention_s=0.0, wait_s=0.0, sample_s=0.0)
 
 
 class Written(NamedTuple):
-    """What a cache position holds: the digest of its token's whole prefix, and for whom."""
+    """Content of a cache position: the digest of its token's whole prefix, and the tenant."""
 
     prefix: bytes
     tenant: str
@@ -47,7 +47,7 @@ def next_token(prefix: bytes, seed: int) -> int:
 
 
 def generate(prompt: Sequence[int], sampling: SamplingParams, max_model_len: int) -> list[int]:
-    """Return the output that a request must get, computed alone and directly."""
+    """Return the output that a request must get, computed directly and alone."""
     prefix = b""
     for token in prompt:
         prefix = extend(prefix, token)
@@ -65,7 +65,7 @@ def generate(prompt: Sequence[int], sampling: SamplingParams, max_model_len: int
 
 
 def unmasked(token: int, stops: set[int]) -> int:
-    """Return the next token id that is no stop: what masking does before min_tokens."""
+    """Return the next token id that is no stop: the effect of masking before min_tokens."""
     while token in stops:
         token = (token + 1) % VOCAB_SIZE
     return token
@@ -83,7 +83,7 @@ class NodeSequence:
 
 
 class FakeNode:
-    """One attention node. `fails(seq_id)` makes a sampled sequence an error, for good."""
+    """One attention node. `fails(seq_id)` makes a sampled sequence fail permanently."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class FakeNode:
         self._generation = 1
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Do a step and return what a node would send."""
+        """Run a step and return the node's result."""
         ticket = plan.ticket
         assert ticket.step > self._last_step
         assert ticket.generation >= self._generation
@@ -190,7 +190,8 @@ class FakeNode:
             assert sample == (seq.num_committed >= len(seq.tokens))
             if failed:
                 errors[seq_id] = "not a number"
-                # The plan after next does not know yet: keep the lengths as it expects them.
+                # The plan after next does not know of the failure yet: keep the lengths that it
+                # expects.
                 if sample:
                     self._append(seq, 0)
             elif sample:

@@ -37,10 +37,10 @@ NUM_BLOCKS = 16
 
 
 class FakeChannel:
-    """Plays peers: what they send is scripted, what they are sent is kept.
+    """Plays peers: their messages are scripted, messages to them are kept.
 
-    A script is a list of calls, one per poll; a call may also return more events. When it
-    is used up, the polled service is asked to stop. Every poll takes a second.
+    A script is a list of calls, one per poll; a call may also return more events. When it is used
+    up, the polled service is asked to stop. Every poll takes a second.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class FakeChannel:
         return True
 
     def to(self, peer: bytes, kind: type[Any]) -> list[Any]:
-        """Return the messages of a kind that a peer was sent."""
+        """Return the messages of a kind sent to a peer."""
         return [m for p, m in self.sent if p == peer and isinstance(m, kind)]
 
 
@@ -109,7 +109,7 @@ class World:
         self.channel.script.append(lambda: list(events))
 
     def hello(self, role: Role, index: int, **changes: Any) -> None:
-        """Script a Hello; the peer is called after the role and index."""
+        """Script a Hello; the peer's name is its role and index."""
         fields: dict[str, Any] = {
             "role": role,
             "index": index,
@@ -137,7 +137,7 @@ class World:
         self.poll(Received(peer.encode(), message))
 
     def answer(self, num_polls: int) -> None:
-        """Script polls in which the attention nodes execute what they have been sent."""
+        """Script polls in which the attention nodes execute the plans sent to them."""
         self.channel.script += [self._execute] * num_polls
 
     def _execute(self) -> list[Event]:
@@ -148,7 +148,7 @@ class World:
         ]
 
     def states(self) -> list[str]:
-        """Return the states that the gateway was told, without repetitions."""
+        """Return the engine states sent to the gateway, without repetitions."""
         states = [message.state for message in self.channel.to(GATEWAY, EngineState)]
         return [s for s, before in zip(states, [None, *states], strict=False) if s != before]
 

@@ -10,7 +10,7 @@ from server.scheduler.block_pool import BlockPool, HashChain, chain_hash, chain_
 
 
 def published(pool: BlockPool, hashes: list[bytes]) -> list[int]:
-    """Fill a block per hash, publish them as one chain, and let go of them."""
+    """Fill a block per hash, publish them as one chain, and release them."""
     blocks = pool.acquire(len(hashes))
     for block, block_hash in zip(blocks, hashes, strict=True):
         pool.publish(block, block_hash)
@@ -64,7 +64,7 @@ def test_free_blocks_go_first_then_the_least_recently_used() -> None:
     (old,) = published(pool, [b"old"])
     (new,) = published(pool, [b"new"])
     pool.share([old])
-    pool.release([old])  # used again: now the most recent
+    pool.release([old])  # used again: now the most recently used
     taken = pool.acquire(2)
     assert not {old, new} & set(taken)
     assert pool.acquire(1) == [new]

@@ -1,4 +1,4 @@
-"""The real process on a real socket: it starts, speaks, and ends as it should."""
+"""The real process on a real socket: it starts, answers, and ends correctly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> EngineConfig:
 
 @pytest.fixture
 def address() -> str:
-    """Return a control address that leaves nothing behind."""
+    """Return a control address that leaves no file."""
     return f"ipc://@topspin-test-{secrets.token_hex(8)}"
 
 

@@ -1,4 +1,4 @@
-"""What steps took, by phase, as /metrics shows it."""
+"""The time of steps, by phase, as in /metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_first_step_after_idleness_has_no_gap() -> None:
     assert sum(counters.phases["scheduler_gap"].counts) == 1
     assert counters.phases["scheduler_gap"].sum_s == TIMINGS.gap_s
     assert sum(counters.phases["attention"].counts) == 2
-    assert sum(counters.phases["link"].counts) == 0  # it could not be told
+    assert sum(counters.phases["link"].counts) == 0  # it is not known
 
 
 def test_metrics_show_every_phase_as_a_histogram() -> None:

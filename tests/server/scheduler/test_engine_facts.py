@@ -1,4 +1,4 @@
-"""What is read of a model without torch, and whether roles share cores."""
+"""The facts read from a model without torch, and whether roles share cores."""
 
 from __future__ import annotations
 

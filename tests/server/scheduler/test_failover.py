@@ -1,4 +1,4 @@
-"""A recovery's messages: who is told what, in which order, and what becomes of requests."""
+"""A recovery's messages: their receivers and order, and what happens to requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NUM_BLOCKS = 32
 
 
 class World:
-    """A failover over two attention and two expert nodes, which answer when `react` says."""
+    """A failover over two attention and two expert nodes, which answer when `react` is called."""
 
     def __init__(self, table: ExpertTable = REDUNDANT, *, transport: Transport = "shm") -> None:
         config = msgspec.structs.replace(
@@ -115,7 +115,7 @@ class World:
         self.failover.answered(member, answer)
 
     def take(self, kind: type[Any]) -> dict[Member, Any]:
-        """Return, once, what was sent; all of one kind."""
+        """Return the messages sent since the last call; all of one kind."""
         sent, self.sent = self.sent, []
         assert all(isinstance(message, kind) for _, message in sent), sent
         found = dict(sent)
@@ -181,10 +181,10 @@ def test_a_restarted_node_is_welcomed_with_its_share_and_drained_in() -> None:
     assert welcome.joins_late
     assert welcome.table.experts_of(1) == [(1, 0)]
     world.say(E1, Loaded(role="expert", index=1))
-    # A step is under way: it is not thrown away for a guest.
+    # A step is under way: it is not discarded for a new node.
     assert world.sent == []
     assert not world.failover.is_serving
-    world.policy.halt()  # stands for its result
+    world.policy.halt()  # in place of its result
     world.failover.advance()
     assert set(dict(world.sent)) == {A0, A1, E0, E1}
     world.halt_all()

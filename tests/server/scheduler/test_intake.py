@@ -1,4 +1,4 @@
-"""What a request may ask for, whoever its gateway is."""
+"""The limits of a request, for any gateway."""
 
 from __future__ import annotations
 

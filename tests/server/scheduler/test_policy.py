@@ -1,4 +1,4 @@
-"""The policy's rules, one by one, on a virtual clock and nodes that check what they get."""
+"""The policy's rules, one by one, on a virtual clock and nodes that check their plans."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_step_is_done_when_all_participants_have_answered() -> None:
     engine.schedule()
     engine.schedule()
     engine.answer(1)
-    engine.answer(1)  # node 1 is a whole step ahead
+    engine.answer(1)  # node 1 is one step ahead
     assert not engine.clients["b"].tokens
     oldest = engine.policy.oldest_step()
     assert oldest is not None
@@ -219,7 +219,7 @@ def test_a_step_runs_from_the_end_of_the_one_before() -> None:
     assert oldest.step == 2
     assert oldest.since_s == pytest.approx(12.01)
     assert engine.policy.stats(0, (), 15.01).progress_age_s == pytest.approx(3.0)
-    for step, generation in ((1, 1), (3, 1), (2, 2)):  # none of them is the one that runs
+    for step, generation in ((1, 1), (3, 1), (2, 2)):  # none of them is the running one
         message = Progress(step=step, generation=generation, role="expert", index=0)
         engine.policy.progressed(message, 14.0)
     assert engine.policy.stats(0, (), 15.01).progress_age_s == pytest.approx(3.0)
@@ -407,7 +407,7 @@ def test_logprobs_reach_the_request_that_asked() -> None:
     }
 
 
-# Results that were not asked for.
+# Results without a request for them.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The policy and its blocks: prefixes that are shared, sequences that give way."""
+"""The policy and its blocks: shared prefixes, preempted sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_prefix_is_reused_once_its_step_has_succeeded() -> None:
     engine.add(make_request("a", prompt, max_tokens=1, seed=0))
     engine.schedule()
     engine.add(make_request("b", prompt, max_tokens=1, seed=1))
-    engine.schedule()  # a's blocks are written, but not yet known to be right
+    engine.schedule()  # a's blocks are written, but not yet confirmed
     engine.finish()
     engine.add(make_request("c", prompt, max_tokens=1, seed=2))
     engine.finish()
@@ -117,7 +117,7 @@ def test_the_latest_arrival_gives_way_and_keeps_its_place_and_tokens() -> None:
         engine.add(make_request(f"r{number}", [number] * 5, max_tokens=16, seed=number))
     while not engine.policy.stats(0, (), engine.now).num_preemptions:
         engine.turn()
-    # r1 gave way to r0; it comes before r2, which has never run.
+    # r1 was preempted for r0; it comes before r2, which has never run.
     assert engine.clients["r1"].tokens
     assert not engine.clients["r2"].tokens
     engine.finish()
@@ -130,7 +130,7 @@ def test_the_latest_arrival_gives_way_and_keeps_its_place_and_tokens() -> None:
     index = len(unpack_ints(again.tokens)) - 5
     assert list(unpack_ints(again.tokens))[5:] == engine.clients["r1"].tokens[:index]
     assert index > 0
-    # It came back to what it had left in the cache; what its client is told does not change.
+    # It found its old blocks in the cache; the outputs of its client do not change.
     assert again.num_computed > 0
     assert {output.num_cached_tokens for output in engine.clients["r1"].outputs} == {0}
 
@@ -159,15 +159,15 @@ def test_a_protected_sequence_is_no_victim_and_its_blocks_are_kept_for_it() -> N
     engine.add(make_request("oldest", [0] * 4, max_tokens=26, seed=0))
     engine.add(make_request("short", [1] * 4, max_tokens=8, seed=1))
     engine.add(make_request("latest", [2] * 4, max_tokens=18, seed=2))
-    while admissions(engine) != [0, 1, 2, 2]:  # `latest` gives way, comes back when `short` ends
+    while admissions(engine) != [0, 1, 2, 2]:  # `latest` is preempted, back when `short` ends
         assert engine.turn()
-    # A block would do for the new request, but those free `latest` may still ask for.
+    # One block would be enough for the new request, but `latest` may still need the free ones.
     engine.add(make_request("new", [3], max_tokens=1, seed=3))
     engine.turn()
     assert engine.policy.num_running == 2
     assert engine.policy.stats(0, (), engine.now).kv_cache_usage < 0.9
     engine.finish()
-    # Then it is the oldest that gives way, and comes back first.
+    # Then the oldest is preempted, and comes back first.
     assert admissions(engine) == [0, 1, 2, 2, 0, 3]
 
 

@@ -1,4 +1,4 @@
-"""Lost nodes, at any time: every output equals that of an undisturbed run, once and whole."""
+"""Lost nodes, at any time: every output equals that of an undisturbed run, once and complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.server.scheduler.test_policy_random import random_request
 
 @pytest.mark.parametrize("seed", range(80))
 def test_outputs_survive_any_losses(seed: int) -> None:
-    """Random work, random answers, random losses and returns, late results in between."""
+    """Random work, random answers, random losses and returns, with late results in between."""
     rng = random.Random(seed)
     num_nodes = rng.choice((1, 2, 3))
     config = make_config(

@@ -1,8 +1,8 @@
 """Random workloads and random orders of events, checked against direct generation.
 
-Whatever the schedule does (chunks, preemptions, prefix hits, stops while the next step
-runs, aborts, several nodes), every request gets exactly the tokens of a direct run, every
-cache position read holds the reader's own prefix, and no block is lost.
+Under any schedule (chunks, preemptions, prefix hits, stops while the next step runs, aborts,
+several nodes), every request gets exactly the tokens of a direct run, every cache position read
+holds the reader's own prefix, and no block is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from topspin.messages import AddRequest
 
 
 def random_request(rng: random.Random, number: int, *, max_total: int) -> AddRequest:
-    """Return a request, often with a prompt that begins like others'."""
+    """Return a request, often with a prompt that begins like another one."""
     shared = [7, 3, 9, 1] * 4
     prompt = shared[: rng.randrange(0, 17)] + [
         rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))

@@ -1,4 +1,4 @@
-"""The stages of a recovery and the tables that it forms with, without messages."""
+"""The stages of a recovery and the tables of the new generations, without messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REDUNDANT = ExpertTable(7, 4, (((0, 1, 2, 3), (2, 3, 0, 1)),) * 2)
 
 
 class World(NamedTuple):
-    """A recovery and what it forms."""
+    """A recovery and its formation."""
 
     recovery: Recovery
     formation: Formation
@@ -88,7 +88,7 @@ def test_with_replicas_an_expert_node_is_not_waited_for() -> None:
     table = formation.table
     assert (table.version, table.slots) == (8, (((0, 1, 2, 3), ()),) * 2)
     table.validate()
-    # And back: the full table again, under a version of its own.
+    # Then the full table again, with a new version.
     for member in list(recovery.awaited):
         recovery.ready(member, 2, 0.2)
     recovery.loaded(E1, 5.0)
@@ -136,7 +136,7 @@ def test_waiting_expires_once_and_is_forgotten_when_the_engine_serves() -> None:
     recovery.lose(E1)
     halt_all(world, 0.0)
     recovery.try_form(0.1)
-    recovery.halt(9.0)  # another loss does not prolong the wait
+    recovery.halt(9.0)  # another loss does not extend the wait
     assert not recovery.expires(9.9)
     assert recovery.expires(10.1)
     assert not recovery.expires(10.2)

@@ -1,4 +1,4 @@
-"""Who may take part, when the engine is complete, and when it is ready."""
+"""Which peers may join, when the engine is complete, and when it is ready."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topspin.messages import ExpertPeer, Hello, Ready, Role
 
 
 def hello(role: Role, index: int, **changes: Any) -> Hello:
-    """Return a Hello that a new engine accepts, but for `changes`."""
+    """Return a Hello that a new engine accepts, except for `changes`."""
     address = f"unix:@expert{index}" if role == "expert" else ""
     fields: dict[str, Any] = {
         "role": role,

@@ -7,7 +7,7 @@ from server.scheduler.router import Candidate, choose_replica
 
 
 def chosen(*candidates: Candidate, num_tokens: int = 100) -> int:
-    """Return the index of the node that a request of `num_tokens` goes to."""
+    """Return the index of the node chosen for a request of `num_tokens`."""
     return choose_replica(candidates, num_tokens=num_tokens, cost=CostModel()).replica_idx
 
 

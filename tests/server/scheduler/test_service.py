@@ -1,4 +1,4 @@
-"""The loop on a scripted channel: who is told what when the engine starts and serves."""
+"""The loop on a scripted channel: its messages while the engine starts and serves."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_a_table_is_named_by_steps_once_every_node_has_prepared_it() -> None:
     first_new = versions.index(2)
     prepared_at = next(i for i, m in enumerate(sent) if isinstance(m, PrepareTable))
     tickets_before = sum(isinstance(m, StepTicket) for m in sent[:prepared_at])
-    assert tickets_before < first_new  # steps of the old table went on meanwhile
+    assert tickets_before < first_new  # meanwhile steps with the old table went on
     (stats,) = world.channel.to(GATEWAY, Stats)
     assert (stats.expert_table_version, stats.expert_migrations) == (2, 8)
     outputs = [o for m in world.channel.to(GATEWAY, Outputs) for o in m.outputs]

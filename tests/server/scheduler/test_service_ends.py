@@ -1,4 +1,4 @@
-"""The loop on a scripted channel: what ends the engine or a node, and who is told what then."""
+"""The loop on a scripted channel: causes that end the engine or a node, and the messages then."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from topspin.messages import (
 
 
 def run_with_two_requests(world: World, *last: Event) -> int:
-    """Run an engine with a request on each attention node, then let `last` happen."""
+    """Run an engine with a request on each attention node, then deliver `last`."""
     world.start()
     for number in range(2):
         request = make_request(f"r{number}", [number] * 3, max_tokens=40, seed=number)
@@ -183,7 +183,7 @@ def test_a_long_step_is_fine_while_its_nodes_speak() -> None:
         world.say("attention 0", waits)
         world.poll()
     assert world.service.run() == 1
-    assert 0 < len(world.channel.script) < 6  # 20 s after the last word
+    assert 0 < len(world.channel.script) < 6  # 20 s after the last report
     assert world.failure("r").message.startswith("expert 1: it has not got on with step 1")
 
 

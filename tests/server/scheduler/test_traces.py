@@ -1,4 +1,4 @@
-"""A trace collection with played nodes: clocks that differ, answers that are late or missing."""
+"""A trace collection from simulated nodes: different clocks, late or missing answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GATEWAY = b"g"
 
 
 class Played:
-    """Nodes whose clocks are off and that let a ping lie for as long as a step takes."""
+    """Nodes with clock offsets, which answer a ping only after the running step."""
 
     def __init__(self, offsets_ns: dict[str, int], *, seed: int = 1) -> None:
         self.tracer = Tracer(TraceSection(num_stamps=16))
@@ -31,7 +31,7 @@ class Played:
             name, question = asks.pop(0)
             if name in silent:
                 continue
-            self.now_ns += self._rng.randrange(40_000_000)  # it lies until the step is over
+            self.now_ns += self._rng.randrange(40_000_000)  # the ping waits until the step is over
             answer: ClockPong | TraceDump
             if isinstance(question, ClockPing):
                 answer = ClockPong(

@@ -1,4 +1,4 @@
-"""Who is taken for dead, and when, on a clock of our own: the limits are exact."""
+"""Which node is declared dead, and when, on a simulated clock: the limits are exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STANDSTILL_S = 1.0
 
 
 class World:
-    """A watermark that is asked every tick, as the scheduler's loop does."""
+    """A watermark that is asked at every tick, as in the scheduler's loop."""
 
     def __init__(self, *, standstill_limit_s: float | None = STANDSTILL_S) -> None:
         self.watermark = Watermark(silent_limit_s=SILENT_S, standstill_limit_s=standstill_limit_s)
@@ -32,7 +32,7 @@ class World:
         self.watermark.heard(message, self.now)
 
     def run(self, duration_s: float, **states: ProgressState) -> Verdict | None:
-        """Let time pass; the named nodes say the same at every tick. Returns the first verdict."""
+        """Let time pass with the same reports at every tick; return the first verdict."""
         for _ in range(round(duration_s / TICK_S)):
             self.now += TICK_S
             for name, state in states.items():
@@ -112,7 +112,7 @@ def test_without_restarts_only_the_silent_are_judged() -> None:
 
 
 def test_a_loop_that_was_away_blames_nobody() -> None:
-    """What the nodes said meanwhile has not been read yet."""
+    """The nodes' reports of that time have not been read yet."""
     world = World()
     assert world.run(1.0, a0="waiting", e0="waiting", e1="working") is None
     world.now += 100 * MAX_GAP_S

@@ -1,4 +1,4 @@
-"""Connections without a request, with half of one, with none that is HTTP, and half-closed ones."""
+"""Connections without a request, with half of one, with bytes that are not HTTP, half-closed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_headers_are_capped() -> None:
     async def test() -> None:
         async with loopback(FakeEngine()) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            # No end of the headers in sight: only the cap can bring an answer.
+            # The headers never end: only the cap can cause an answer.
             writer.write(b"GET /version HTTP/1.1\r\nX-Long: " + b"x" * (MAX_HEADER_BYTES + 1))
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 431 ")
@@ -102,7 +102,7 @@ def test_a_connection_without_a_whole_request_ends(
             writer.write(before)
             if before:
                 await reader.readuntil(b"}")
-            for byte in sent:  # slowly, which must not start the deadline again
+            for byte in sent:  # slowly, which must not restart the deadline
                 writer.write(bytes([byte]))
                 await writer.drain()
             answer = await reader.read()
@@ -147,7 +147,7 @@ def test_a_connection_lives_on_after_a_refused_body(monkeypatch: pytest.MonkeyPa
             writer.write(b" " * 5)
             await writer.drain()
             writer.write(b" " * 5)
-            await asyncio.sleep(0.1)  # the deadline passes, and is none any more
+            await asyncio.sleep(0.1)  # the deadline passes and no longer counts
             writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
             writer.close()
@@ -167,7 +167,7 @@ def test_a_client_that_has_closed_its_side_gets_its_answer(
             writer.write(http_request({"prompt": "hi", "stream": stream}))
             writer.write_eof()
             await fake.request_came.wait()
-            # Interim answers tell whether the client is there.
+            # Interim answers show whether the client is still there.
             for _ in range(2):
                 assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             fake.emit(output(fake.added[0], ids("a")))

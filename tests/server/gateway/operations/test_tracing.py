@@ -1,4 +1,4 @@
-"""GET /trace: its limits, its form, and who is answered."""
+"""GET /trace: its limits, its form, and which clients are answered."""
 
 from __future__ import annotations
 

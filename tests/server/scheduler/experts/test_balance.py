@@ -143,7 +143,7 @@ def test_replicas_break_a_peak_that_no_packing_can() -> None:
 
 
 def test_capacities_that_leave_no_place_for_a_copy() -> None:
-    # Expert 0 is worth four copies, but then node 1 could not be filled without repeating.
+    # Expert 0 is worth four copies, but then node 1 could not be filled without a duplicate.
     bins = place_global([100, 10, 1], [3, 3, 1, 1])
     assert [len(held) for held in bins] == [3, 3, 1, 1]
     assert bins[0] == bins[1] == {0, 1, 2}
@@ -159,7 +159,7 @@ def test_a_group_of_experts_stays_on_its_host() -> None:
         for group in ({0, 1}, {2, 3}, {4, 5}, {6, 7}):
             assert group <= held or not group & held
     assert [len(held) for held in bins] == [3, 2, 3, 2]
-    # 51 and 51 of groups 0 and 1 do not share a host if there is another way.
+    # Groups 0 and 1 with 51 each are put on different hosts if possible.
     totals = node_loads(bins, loads)
     assert totals[0] + totals[1] == totals[2] + totals[3] == 91
 
@@ -182,6 +182,6 @@ def test_balance_is_the_time_lost_to_the_busiest_node_of_each_layer() -> None:
     # Layer 0: 40 and 20, layer 1: 10 + 30 / 2 and 5 + 30 / 2.
     assert balance(table, [[30, 10, 20], [10, 5, 30]]) == pytest.approx((40 + 25) / (30 + 22.5))
     assert balance(table, [[0, 0, 0], [0, 0, 0]]) == 1.0
-    # A node without experts (it is lost) is no reason to call the rest unbalanced.
+    # A node without experts (a lost one) does not make the others unbalanced.
     lost = ExpertTable(version=1, num_experts=2, slots=(((0,), (1,), ()),))
     assert balance(lost, [[5, 5]]) == 1.0

@@ -1,4 +1,4 @@
-"""The course of a table change: when it is thought over, who must answer, what is counted."""
+"""The course of a table change: when it is planned, which nodes must answer, which are counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(formation: Formation | None = None, **changes: float) -> ExpertBalancer
 
 
 def report(load: ExpertLoad, table: ExpertTable, loads: list[list[int]]) -> None:
-    """Report `loads`, each expert's served by its first replica."""
+    """Report `loads`; each expert's first replica serves all of its load."""
     for node in range(2):
         counts = []
         for layer, experts in enumerate(table.experts_of(node)):
@@ -34,7 +34,7 @@ def report(load: ExpertLoad, table: ExpertTable, loads: list[list[int]]) -> None
 
 
 def plan(balancer: ExpertBalancer, now: float) -> ExpertTable | None:
-    """Turn until a table comes or there is nothing more to plan."""
+    """Turn until there is a table or nothing more to plan."""
     table = balancer.turn(now, NODES)
     turns = 1
     while table is None and balancer.is_planning:

@@ -61,7 +61,7 @@ def test_reports_are_read_by_the_table_that_they_name() -> None:
     assert load.balance() == pytest.approx(6 / 4)
     formation.use(new)
     assert load.balance() is None
-    load.add(counts(0, [1, 2]))  # late, by the old table: it says nothing of the new one
+    load.add(counts(0, [1, 2]))  # late, for the old table: it does not count for the new one
     assert load.balance() is None
     load.add(counts(0, [10, 20], version=2))
     load.add(counts(1, [20, 10], version=2))

@@ -70,7 +70,7 @@ def test_a_small_gain_is_not_worth_a_new_table() -> None:
     old = uniform_table(num_layers=1, num_experts=4, num_nodes=2)
     loads = [[52.0, 50.0, 50.0, 48.0]]
     assert plan(old, loads) is None
-    assert plan(old, loads, min_gain=0.0) is None  # the migrations cost more than 2 %
+    assert plan(old, loads, min_gain=0.0) is None  # the migrations cost more than the gain of 2 %
     assert plan(old, [[80.0, 80.0, 20.0, 20.0]]) is not None
 
 
@@ -98,7 +98,7 @@ def test_a_hot_expert_gets_the_spare_slot() -> None:
     [
         ((3, 1, 2), {1, 2, 3}, (3, 1, 2)),
         ((3, 1, 2), {0, 1, 5}, (0, 1, 5)),
-        ((3, 1, 2), {2, 4}, (2, 4)),  # a slot fewer: 2 had the last
+        ((3, 1, 2), {2, 4}, (2, 4)),  # one slot fewer: expert 2 had the last one
         ((3, 1), {1, 3, 7, 9}, (3, 1, 7, 9)),
         ((), {1}, (1,)),
     ],
@@ -131,7 +131,7 @@ def test_hosts_change_places_as_a_whole() -> None:
     old = [{0}, {1}, {2}, {3}]
     bins = [{3}, {2}, {0}, {1}]
     assert match_nodes(old, bins, [[0, 1], [2, 3]]) == [{0}, {1}, {2}, {3}]
-    mixed = [{0}, {2}, {1}, {3}]  # 1 and 2 may not leave their new hosts
+    mixed = [{0}, {2}, {1}, {3}]  # experts 1 and 2 may not leave their new hosts
     assert match_nodes(old, mixed, [[0, 1], [2, 3]]) == [{0}, {2}, {1}, {3}]
 
 

@@ -21,7 +21,7 @@ from server.scheduler.micro_batching.split import (
     step_times,
 )
 
-# Nothing but per-token work, equal on both sides; the link is free.
+# Only per-token work, equal on both sides; the link is free.
 BALANCED = CostModel(
     attention_fixed_s=0.0,
     attention_token_s=1e-3,
@@ -72,10 +72,10 @@ def test_auto_makes_no_more_micro_batches_than_slices() -> None:
 def simulate(
     times: HopTimes, *, num_micro_batches: int, num_layers: int, shares_cores: bool
 ) -> float:
-    """Return when the last answer is back, by running the pipeline hop by hop.
+    """Return the time of the last answer, by simulating the pipeline hop by hop.
 
-    On shared cores there is one processor, which takes the work that is ready first and, of
-    equals, the experts'.
+    On shared cores there is one processor, which takes the work that is ready first, and experts'
+    work first among equals.
     """
     m = num_micro_batches
     # A job: (ready, side, layer, micro-batch); side 0 is the experts'.
@@ -124,7 +124,7 @@ def test_shared_cores_add_both_sides_up(m: int) -> None:
         predicted, simulated = pipeline_s(times, **shape), simulate(times, **shape)
         if m == 1 or not times.t_c:
             assert predicted == pytest.approx(simulated)
-        else:  # one processor's order matters then, and the simulation's is not the best
+        else:  # On one processor the order matters, and the simulation's order is not the best.
             assert predicted <= simulated * 1.05
             assert simulated >= 8 * m * (times.t_a + times.t_e) - 1e-9
 
