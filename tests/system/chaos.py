@@ -1,7 +1,7 @@
-"""What the chaos tests share: streams that are watched, and things that happen to nodes.
+"""Shared by the chaos tests: watched streams, and events that happen to nodes.
 
-Owns the events and their detection times as a client or an operator would see them. Knows
-a running tests.system.server.Server and nothing of its insides.
+Owns the events and their detection times as a client or an operator would see them. Knows a running
+tests.system.server.Server but not its internals.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATE = re.compile(r"scheduler: ((?:ready|recovering|starting).*)")
 
 @dataclass
 class Watched:
-    """One stream: what it has received, and its end."""
+    """One stream: the received tokens and its end."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -95,12 +95,12 @@ class Streams:
         self._arrived.release()
 
     def wait_for_events(self, count: int) -> None:
-        """Wait until `count` more events with tokens have come, of all streams together."""
+        """Wait until `count` more events with tokens have come, over all streams."""
         for _ in range(count):
             assert self._arrived.acquire(timeout=STREAM_TIMEOUT_S), "the streams are silent"
 
     def join(self) -> list[Watched]:
-        """Wait for the ends."""
+        """Wait until all streams end."""
         for thread in self._threads:
             thread.join(STREAM_TIMEOUT_S)
             assert not thread.is_alive(), "a stream hangs"
@@ -108,7 +108,7 @@ class Streams:
 
 
 def check_identical(streams: list[Watched], expected: list[list[int]]) -> None:
-    """Every stream is whole, once, and has the tokens of an undisturbed run."""
+    """Check that every stream ends once, without errors, with the tokens of an undisturbed run."""
     for watched, tokens in zip(streams, expected, strict=True):
         assert watched.status == 200
         assert watched.errors == []
@@ -122,7 +122,7 @@ def kill(server: Server, role: str) -> None:
 
 
 def stop_and_continue(server: Server, role: str) -> None:
-    """Freeze a node until it is taken for dead, then let go, if it is still there."""
+    """Freeze a node until it is declared dead; then continue it, if it still exists."""
     pid, seen = server.pids[role], len(server.output)
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: f"lost {role}" in server.output[seen:], "nobody noticed")
@@ -131,7 +131,7 @@ def stop_and_continue(server: Server, role: str) -> None:
 
 
 def frame_fault(number: int) -> Callable[[Server, str], None]:
-    """Return the event that a chaos node makes of signal `number`."""
+    """Return the event that sends signal `number` to a chaos node."""
     return lambda server, role: os.kill(server.pids[role], number)
 
 

@@ -1,8 +1,8 @@
-"""A real node whose next frame goes wrong when a signal says so.
+"""A real node that disturbs its next frame on a signal.
 
-`python -m tests.system.chaos_node MODULE [ARGUMENT...]` runs `python -m MODULE ARGUMENT...`
-with faults attached to its net: SIGUSR1 drops the next frame, SIGUSR2 sends it twice,
-SIGRTMIN sends it after the one that follows, SIGRTMIN+1 delays it by half a second.
+`python -m tests.system.chaos_node MODULE [ARGUMENT...]` runs `python -m MODULE ARGUMENT...` with
+faults attached to its net: SIGUSR1 drops the next frame, SIGUSR2 sends it twice, SIGRTMIN sends it
+after the one that follows, SIGRTMIN+1 delays it by half a second.
 """
 
 from __future__ import annotations

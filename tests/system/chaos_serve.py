@@ -15,7 +15,7 @@ NODES = ("attention_nodes", "expert_nodes")
 
 
 def chaos_commands(context: LaunchContext) -> list[RoleCommand]:
-    """Return a real engine's commands, the nodes' through tests.system.chaos_node."""
+    """Return a real engine's commands, with nodes run through tests.system.chaos_node."""
     return [_chaotic(command) for command in role_commands(context)]
 
 

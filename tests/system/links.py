@@ -1,7 +1,7 @@
 """A network link that can be cut without closing anything, and how late this machine is.
 
-Owns a forwarder between real sockets: while a direction is cut, its bytes stay where they
-are, as when a cable is pulled; the ends see no error. Knows no protocol.
+Owns a forwarder between real sockets: while a direction is cut, its bytes wait, as when a cable is
+pulled; the ends see no error. Knows no protocol.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _CHUNK_BYTES = 2**16
 
 
 class Link:
-    """Listens on a loopback port and forwards every connection to where `connect` leads.
+    """Listens on a loopback port and forwards every connection to a socket that `connect` opens.
 
-    Use as a context manager. There is the side that listens, here the one that connects to
-    the port: `outbound` bytes go from here to there.
+    Use as a context manager. `outbound` bytes go from the side that connects to the port to the
+    other one, which listens.
     """
 
     def __init__(self, connect: Callable[[], socket.socket]) -> None:
@@ -35,19 +35,19 @@ class Link:
 
     @property
     def port(self) -> int:
-        """Return where to connect to."""
+        """The port to connect to."""
         port: int = self._listener.getsockname()[1]
         return port
 
     def cut(self, *, outbound: bool = True, inbound: bool = True) -> None:
-        """Forward no more, one way or both."""
+        """Stop forwarding, one way or both."""
         if outbound:
             self._outbound.clear()
         if inbound:
             self._inbound.clear()
 
     def heal(self) -> None:
-        """Forward again, first of all what has piled up."""
+        """Forward again, beginning with the waiting bytes."""
         self._outbound.set()
         self._inbound.set()
 
@@ -64,7 +64,7 @@ class Link:
             except OSError:
                 if self._is_closed:
                     return
-                here.close()  # nobody listens there any more
+                here.close()  # the target no longer listens
                 continue
             self._sockets += [here, there]
             self._start(lambda a=here, b=there: self._pump(a, b, self._outbound))
@@ -106,7 +106,7 @@ class Link:
 
 
 class Lateness:
-    """How late threads of this process are woken: the machine's share in what is measured."""
+    """How late threads of this process wake up: the machine's share of a measured time."""
 
     INTERVAL_S = 0.01
 
@@ -124,7 +124,7 @@ class Lateness:
 
 @contextlib.contextmanager
 def measured_lateness() -> Iterator[Lateness]:
-    """Measure while the body runs."""
+    """Measure until the context ends."""
     lateness = Lateness()
     thread = threading.Thread(target=lateness._measure, daemon=True)
     thread.start()

@@ -1,7 +1,7 @@
 """A real `topspin serve` and its processes, for tests.
 
-Owns starting the command on a free port, waiting for what it prints, and looking at its
-process tree through /proc. Knows no test.
+Owns starting the command on a free port, waiting for what it prints, and reading its process tree
+from /proc. Knows no test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Settings = Mapping[str, Mapping[str, object]]
 
 
 def config_flags(directory: Path, settings: Settings | None) -> list[str]:
-    """Write `settings`, by section and name, for --config; return the flags that name the file."""
+    """Write `settings`, by section and name, for --config; return the flags for the file."""
     if settings is None:
         return []
     path = directory / f"settings-{time.monotonic_ns()}.json"
@@ -43,8 +43,8 @@ def config_flags(directory: Path, settings: Settings | None) -> list[str]:
 class Server:
     """`python -m topspin serve` with its output in a file. Use as a context manager.
 
-    `module` may be another one that serves with the same flags; `settings` go by --config, `env`
-    comes on top of ours. No layout is measured unless a flag says so.
+    `module` may be another module with the same flags; `settings` are passed by --config, `env` is
+    added to our environment. No layout is measured unless a flag asks for it.
     """
 
     def __init__(

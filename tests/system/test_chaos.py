@@ -1,7 +1,7 @@
-"""Real processes, and what happens to them: streams go on as if nothing had.
+"""Streams of real processes continue as if undisturbed, whatever happens to nodes.
 
 The smoke row runs by default; the matrix and the soak are slow. Every event is one of
-tests.system.chaos; what must come of each is the tokens of an undisturbed run.
+tests.system.chaos; each run must give the tokens of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.system.server import Server, Settings
 NUM_TOKENS = 60
 SOAK_S = float(os.environ.get("TOPSPIN_SOAK_S", "600"))
 MIN_MARGIN = 5e-4
-# A step takes about 40 ms, so that things happen in the middle of something.
+# A step takes about 40 ms, so that events fall into the middle of one.
 SLOW: Settings = {
     "m2n": {"link_latency_us": 5000, "deadline_s": 2},
     "failover": {"restart": True},
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
     model: Model, tmp_path: Path
 ) -> None:
-    """The smoke row; how soon things are noticed is test_detection.py's."""
+    """The smoke row; test_detection.py tests how soon losses are noticed."""
     with Server(model.path, tmp_path, "--attention-nodes", "2", settings=SLOW) as server:
         streams = Streams(server.url, model.prompts, NUM_TOKENS)
         streams.wait_for_events(12)
@@ -67,7 +67,7 @@ def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
         assert "attention 0 was killed by SIGKILL; it is started again" in server.output
 
 
-# Thinks the expert table over all the time and takes every gain: experts are always moving.
+# Plans the expert table all the time and takes every gain: experts are always moving.
 RESTLESS: Settings = {
     "balance": {
         "redundant_experts": 2,
@@ -121,7 +121,7 @@ def test_the_matrix(chaotic: Server, model: Model, role: str, event: str, moment
 def test_experts_have_moved_where_they_should(
     chaotic: Server, request: pytest.FixtureRequest
 ) -> None:
-    """After the rows of the matrix: where experts should have moved, they have."""
+    """Runs after the rows of the matrix; only a restless server has moved experts."""
     moved = chaotic.output.count("is in use")
     assert (moved >= 3) == ("restless" in request.node.callspec.id)
 
@@ -151,9 +151,9 @@ def test_continued_streams_have_the_bits_of_undisturbed_ones(model: Model, tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(SOAK_S + 300)
 def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
-    """Streams and losses, for ten minutes unless TOPSPIN_SOAK_S says otherwise.
+    """Streams and losses, for ten minutes or TOPSPIN_SOAK_S seconds.
 
-    Memory and descriptors of the others stay flat, and no cache block stays taken.
+    Memory and descriptors of the other processes do not grow, and no cache block stays taken.
     """
     flags = ("--attention-nodes", "2", "--expert-nodes", "2")
     module = "tests.system.chaos_serve"
@@ -184,7 +184,7 @@ def test_a_soak_of_losses_leaks_nothing(model: Model, tmp_path: Path) -> None:
 
 
 def gauges_in_use(server: Server) -> list[float]:
-    """Return the requests that run and wait, and the share of cache blocks that is taken."""
+    """Return the numbers of running and waiting requests, and the share of taken cache blocks."""
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     values = {sample.partition("{")[0]: value for sample, value in samples}

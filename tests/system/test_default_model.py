@@ -1,4 +1,4 @@
-"""The default model as a new user meets it: plain questions, nothing set."""
+"""The default model for a new user: plain questions, no settings."""
 
 from __future__ import annotations
 

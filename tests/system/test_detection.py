@@ -1,8 +1,7 @@
-"""How soon a node's end, freeze, hang or disappearance from the network is decided on.
+"""How soon a node's end, freeze, hang or network loss is decided on.
 
-The scheduler runs in this process and its decisions are taken with their time from its own
-thread, as are the events. What is left in the measurement is the machine's lateness, which
-is measured beside it and allowed for.
+The scheduler runs in this process; its decisions and the events are timed on one clock. The
+remaining error is the machine's lateness, which is measured at the same time and allowed for.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from topspin.config import EngineConfig, FailoverSection
 
 CLOSED_S, FROZEN_S, PARTITION_S = 1.0, 2.0, 3.0
 PROGRESS_DEADLINE_S = 2.0
-# A decision is some wake-ups away from its cause: pings, their answers, polls.
+# A decision takes some wake-ups after its cause: pings, their answers, polls.
 NUM_WAKE_UPS = 4
 
 
 def make_config(
     tiny: Tiny, transport: Any, *, num_nodes: int = 1, progress_deadline_s: float = 60.0
 ) -> EngineConfig:
-    """Return a configuration in which only the detector under test is quick."""
+    """Return a configuration in which only the tested detector is quick."""
     return engine_config(
         tiny.path,
         transport=transport,
@@ -66,10 +65,10 @@ def survive(
     within_s: float,
     afterwards: Callable[[], None] = lambda: None,
 ) -> str:
-    """Let `event` happen in the middle of streams, which must not show it.
+    """Let `event` happen in the middle of streams, which must not change.
 
     The scheduler must log `noticed` in time; then `afterwards` is called, and the engine must
-    become whole again. Returns that entry.
+    become whole again. Returns the log entry.
     """
     ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in tiny.prompts]
     engine.collect(until=lambda: all(len(engine.requests[each].tokens) >= 4 for each in ids))
@@ -139,7 +138,7 @@ def test_a_process_that_ends_or_freezes(tiny: Tiny, number: int, within_s: float
 def test_a_control_link_that_carries_nothing_more(
     tiny: Tiny, role: str, cut: dict[str, bool]
 ) -> None:
-    """Both ways, or one: then the pings of the other side still arrive and count."""
+    """Both ways, or one way: then the other side's pings still arrive and count."""
     with ExitStack() as stack:
         links: list[Link] = []
 
@@ -171,7 +170,7 @@ def connect_unix(path: str) -> socket.socket:
 
 @contextmanager
 def data_links(stack: ExitStack) -> Iterator[list[Link]]:
-    """Lead all connections to expert nodes that are opened meanwhile over links."""
+    """Route connections to expert nodes that open in the context over links."""
     links: list[Link] = []
 
     def listen(transport: Any) -> ExpertListener:
@@ -189,7 +188,7 @@ def data_links(stack: ExitStack) -> Iterator[list[Link]]:
 
 @pytest.mark.parametrize("cut", [{}, *(pytest.param(cut, marks=SLOW) for cut in ONE_WAY)])
 def test_a_data_link_that_carries_nothing_more(tiny: Tiny, cut: dict[str, bool]) -> None:
-    """Nobody is lost: all nodes say that they wait, and connect anew once they can."""
+    """No node is lost: all nodes report that they wait, and reconnect once they can."""
     with (
         ExitStack() as stack,
         data_links(stack) as links,
@@ -208,7 +207,7 @@ def test_a_data_link_that_carries_nothing_more(tiny: Tiny, cut: dict[str, bool])
 
 @pytest.mark.parametrize("role", [pytest.param("attention", marks=SLOW), "expert"])
 def test_a_node_that_answers_pings_and_does_nothing(tiny: Tiny, role: str) -> None:
-    """Its one thread is stuck, the one of its heartbeats is not."""
+    """Its main thread is stuck, its heartbeat thread is not."""
     injector, release = OnDemand(), threading.Event()
     config = make_config(tiny, "shm", num_nodes=2, progress_deadline_s=PROGRESS_DEADLINE_S)
     config = with_replicas(tiny, config)
@@ -225,7 +224,7 @@ def test_a_node_that_answers_pings_and_does_nothing(tiny: Tiny, role: str) -> No
             tiny,
             hang,
             noticed=f"lost {role} 1",
-            # The watch's tick comes on top, and the frame in which it gets stuck.
+            # Plus the tick of the watch, and the frame in which the node gets stuck.
             within_s=PROGRESS_DEADLINE_S + 0.5,
             afterwards=release.set,
         )
@@ -233,7 +232,7 @@ def test_a_node_that_answers_pings_and_does_nothing(tiny: Tiny, role: str) -> No
 
 
 def test_a_long_step_is_no_hang(tmp_path: Path) -> None:
-    """A step of eight hops of 0.3 s is longer than what a node may be silent for."""
+    """A step of eight hops of 0.3 s is longer than a node may be silent."""
     deadline_s, latency_s = 2.0, 0.3
     path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=4)
     config = engine_config(

@@ -1,5 +1,7 @@
-"""Failover inside one process (nodes are threads): faults in frames, and a node that was
-thought dead and was not (a real process, without a supervisor that would end it)."""
+"""Failover in one process (nodes are threads): faults in frames, and a live node given up.
+
+The live node that is declared dead is a real process, without a supervisor that would end it.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_every_fault_of_a_frame_is_recovered_from(
         assert stats.num_replays >= len(tiny.prompts)
     assert injector.num_injected == len(FAULTS)
     assert engine.dead == []
-    # Nothing of a duplicate is ever read twice in shared memory; all else is noticed.
+    # Over shared memory a duplicate is never read twice; all other faults are noticed.
     assert engine.states.count("recovering") >= len(FAULTS) - 2
 
 
@@ -103,7 +105,7 @@ def test_an_expert_node_with_live_replicas_is_done_without(
         engine.may_restart.clear()
         disturb(engine, tiny, injector, RuntimeError("a bug"), "crash")
         assert "without expert 1" in engine.details
-        # And once it can come back, it does, with its share.
+        # Once it can come back, it does, with its experts.
         engine.may_restart.set()
         engine.collect(until=lambda: engine.details[-1] == "" and engine.state.state == "ready")
         assert engine.generate(tiny.prompts, max_tokens=NUM_TOKENS) == tiny.tokens
@@ -114,7 +116,7 @@ def test_an_expert_node_with_live_replicas_is_done_without(
 def test_losses_while_the_expert_table_changes(
     tiny: Tiny, transport: Literal["shm", "tcp"]
 ) -> None:
-    """Experts change places all the time, frames are lost, and nodes crash, in turn."""
+    """Experts move all the time, frames are lost, and nodes crash, in turn."""
     injectors = {("expert", 1): OnDemand(), ("attention", 0): OnDemand()}
     config = make_config(tiny, transport, num_nodes=2)
     with (
@@ -146,7 +148,7 @@ def disturb(
     *,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> None:
-    """Let `fault` happen in the middle of all requests; their outputs must not show it."""
+    """Let `fault` happen in the middle of all requests; their outputs must not change."""
     ids = [engine.add(prompt, max_tokens=NUM_TOKENS, cache_salt=name) for prompt in tiny.prompts]
 
     def have(count: int) -> bool:
@@ -193,7 +195,7 @@ def test_a_node_that_comes_back_from_the_dead_harms_nobody(tiny: Tiny) -> None:
         engine.collect(until=lambda: engine.dead == [zombie.pid])
         with expert_process(engine, tiny):
             engine.wait_until_ready()
-            # It wakes in the middle of a step of a generation that is over.
+            # It wakes in the middle of a step of a past generation.
             os.kill(zombie.pid, signal.SIGCONT)
             engine.collect()
             assert [engine.requests[each].tokens for each in ids] == tiny.tokens

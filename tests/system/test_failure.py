@@ -1,4 +1,4 @@
-"""A killed role: every request ends once, typed, in time; nothing is left behind."""
+"""A killed role: every request ends once, with a typed error, in time; no process is left."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SLOW_LINK = {"m2n": {"link_latency_us": 20_000}}
 TWO_BY_TWO = ("--attention-nodes", "2", "--expert-nodes", "2")
 NUM_STREAMS = 3
 DETECTION_S = 3.0
-# Through every process, one after the other, on a machine that may be busy with others.
+# A failure passes through every process in turn, on a machine that may be busy.
 NUM_WAKE_UPS = 20
 
 
 class Ended(NamedTuple):
-    """How one stream ended: its tokens, its error events, how many [DONE], and when."""
+    """How one stream ended: its tokens, its error events, the number of [DONE], and the time."""
 
     tokens: list[int]
     errors: list[dict[str, Any]]

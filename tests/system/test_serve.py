@@ -1,4 +1,4 @@
-"""Real processes, met by the official OpenAI client: tokens, streams, metrics, idleness."""
+"""Real processes and the official OpenAI client: tokens, streams, metrics, idleness."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_one_server_as_its_users_meet_it(tiny: Tiny, tmp_path: Path) -> None:
         chunks = list(stream)
         text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
         assert text == whole.choices[0].message.content
-        # The second of two equal prompts may find its prefix cached; all else is the same.
+        # The second of two equal prompts may find its prefix cached; all else is equal.
         streamed, plain = chunks[-1].usage, whole.usage
         assert plain.completion_tokens > 0
         assert streamed.completion_tokens == plain.completion_tokens
@@ -120,7 +120,7 @@ def check_idle(server: Server) -> None:
     pids = [server.process.pid, *server.pids.values()]
     before = sum(map(cpu_seconds, pids))
     started = time.monotonic()
-    # A measurement needs its interval: the supervisor does not exit meanwhile.
+    # The measurement takes an interval, in which the supervisor does not exit.
     with pytest.raises(Exception, match="timed out"):
         server.wait(IDLE_S)
     share = (sum(map(cpu_seconds, pids)) - before) / (time.monotonic() - started)
