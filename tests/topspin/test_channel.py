@@ -1,4 +1,4 @@
-"""The control channel: messages arrive, a closed peer is noticed once, rubbish is typed."""
+"""The control channel: messages arrive, a closed peer is noticed once, errors are typed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_messages_travel_both_ways(server: ControlServer, address: str) -> None:
 
 
 def test_a_refusal_after_a_loss_is_a_loss(address: str) -> None:
-    """libzmq connects again by itself and sends what was queued, without a Hello."""
+    """libzmq reconnects by itself and sends queued messages, without a Hello."""
 
     async def test() -> None:
         client = AsyncControlClient(address)
@@ -85,7 +85,7 @@ def test_a_refusal_after_a_loss_is_a_loss(address: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_connect(server: ControlServer, address: str) -> None:
-    # Loaded before the change of user, who may not be allowed to read the packages.
+    # Imported before the change of user, as the other user may not be allowed to read the packages.
     code = (
         "import os, sys\n"
         "from topspin.channel import ControlClient\n"
@@ -103,7 +103,7 @@ def test_another_user_cannot_connect(server: ControlServer, address: str) -> Non
     ]
     try:
         stranger, friend = strangers
-        # Refused by the kernel's word at once, while a message of our own user arrives.
+        # Refused at once by the kernel's credentials, while a message of our own user arrives.
         assert b"closed the control connection" in stranger.communicate(timeout=20)[1]
         (event,) = wait_for(server, 1)
         assert isinstance(event, Received)

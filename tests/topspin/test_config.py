@@ -1,4 +1,4 @@
-"""The configuration: defaults that resolve, limits that are refused by name, JSON."""
+"""The configuration: defaults that resolve, values refused by name, JSON."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ def test_every_node_receives_its_own_device_and_kernels() -> None:
             compute=ComputeSection(attention_device="cuda", expert_device="cuda:03"),
         )
     )
-    assert config.m2n.transport == "shm"  # two expert processes on one GPU had better not wait
+    assert config.m2n.transport == "shm"  # kernels of two processes on one GPU should not wait
     attention = config.for_node("attention", 1).compute
     assert attention.place("attention") == ("cuda:1", "triton")
     for index in range(2):

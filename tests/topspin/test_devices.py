@@ -1,4 +1,4 @@
-"""Which device each node gets, and which transports and options go with such devices."""
+"""The device of each node, and the transports and options for such devices."""
 
 from __future__ import annotations
 

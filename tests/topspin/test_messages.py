@@ -1,4 +1,4 @@
-"""The control plane's wire format, read and written by an independent MessagePack."""
+"""The control plane's wire format, checked with an independent MessagePack."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_there_is_an_example_of_every_message() -> None:
 
 
 def test_every_message_is_read_and_written_as_another_msgpack_does() -> None:
-    """By field names: a tag or a type that another message has too would not come back."""
+    """By field names: a tag or a type shared by two messages would not come back."""
     for message in EXAMPLES:
         fields = msgpack.unpackb(encode(message), strict_map_key=False)
         assert fields == _plain(message)
@@ -314,7 +314,7 @@ def test_a_missing_field_is_a_protocol_error() -> None:
 @given(st.binary(max_size=300))
 @example(b"")
 @example(b"\x91" * 100_000)  # an array in an array in an array ...
-@example(b"\xdd\xff\xff\xff\xff")  # an array of 4 billion entries that never come
+@example(b"\xdd\xff\xff\xff\xff")  # an array of 4 billion missing entries
 @example(b"\xc6\xff\xff\xff\xff")
 @example(b"\x81\xa4type\xa4Stop")
 @example(b"\x82\xa4type\xa4Stop\xa6reason\xa1\xff")  # not UTF-8

@@ -1,4 +1,4 @@
-"""A node's life with any worker: who is told what, and how its process ends."""
+"""A node's life with any worker: its messages, and how its process ends."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_end_that_the_scheduler_knows_is_not_told(
     assert end_with(error, address) == status
 
 
-# What the scheduler says, and what any worker then does.
+# Messages of the scheduler, and the reactions of any worker.
 
 TICKET = StepTicket(
     step=7,

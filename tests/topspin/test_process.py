@@ -1,11 +1,11 @@
-"""What every role process does about its own life."""
+"""Common behaviour of every role process."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# Blocks below malloc's threshold for mapping, freed between two that stay.
+# Blocks below malloc's mmap threshold, freed between two that stay.
 _SCRIPT = """
 import ctypes
 from pathlib import Path

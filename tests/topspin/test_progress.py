@@ -1,4 +1,4 @@
-"""A long step is reported now and then from within; a short one, or a hung one, never."""
+"""A long step is reported regularly from within; a short or hung one never."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class World:
         self.progress = StepProgress(self._control, role="expert", index=3)
 
     def states(self) -> list[str]:
-        """Return, once, the states that were told."""
+        """Return the states reported since the last call."""
         sent, self._control.sent = self._control.sent, []
         assert all((m.role, m.index, m.generation) == ("expert", 3, 1) for m in sent)
         return [message.state for message in sent]
@@ -82,7 +82,7 @@ def test_an_end_is_told_once_and_only_if_nothing_follows(world: World) -> None:
     world.progress.end()
     for _ in range(20):
         world.now_s += INTERVAL_S / 4
-        world.progress.waiting()  # of something else than a step
+        world.progress.waiting()  # outside of a step
         world.progress.idle()
     assert world.states() == ["done"]
     assert not world.progress.owes_end

@@ -1,4 +1,4 @@
-"""The flight recorder: what goes in comes out, in order, and only the newest stays."""
+"""The flight recorder: stamps come back in order, and only the newest stay."""
 
 from __future__ import annotations
 

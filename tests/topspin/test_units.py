@@ -1,4 +1,4 @@
-"""Sizes: what people write and what is printed back."""
+"""Sizes: accepted input and printed output."""
 
 from __future__ import annotations
 

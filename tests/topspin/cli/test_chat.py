@@ -46,7 +46,7 @@ def ask(chat: ChatClient, **settings: float) -> list[str]:
 
 
 class ScriptedScreen:
-    """Says the given messages; keeps what it is shown and told."""
+    """Reads the given messages; keeps the answers and notices it is given."""
 
     def __init__(self, *messages: str, ends_on_error: bool = True) -> None:
         self.ends_on_error = ends_on_error
@@ -287,7 +287,7 @@ def test_a_terminal_gets_a_prompt_and_answers() -> None:
             while data := os.read(controller, 65536):
                 seen += data
         except OSError:
-            pass  # what Linux says when the last writer of a terminal has gone
+            pass  # Linux's error when the last writer of a terminal has gone
         assert process.wait(timeout=20) == 0, seen.decode()
     os.close(controller)
     assert b"echo at http://127.0.0.1:" in seen

@@ -1,4 +1,4 @@
-"""The flags of `topspin serve`: which there are, what they set, and what is refused."""
+"""The flags of `topspin serve`: their list, their settings, and refused values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from topspin.config import EngineConfig, ModelSection
 from topspin.errors import ConfigError
 from topspin.settings import fields_of
 
-# A new flag needs a line here. There are to be few: what few users set has its place in --config.
+# A new flag needs a line here. Flags are few: settings for few users belong in --config.
 FLAGS = [
     "--config",
     "--served-model-name",
@@ -106,7 +106,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def with_setting(key: str, value: Any) -> EngineConfig:
-    """Return the defaults but for one setting."""
+    """Return the defaults with one setting changed."""
     section, name = key.split(".")
     default = EngineConfig(model=ModelSection(path="m"))
     changed = msgspec.structs.replace(getattr(default, section), **{name: value})

@@ -31,7 +31,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str, cwd: Path = ROOT, pythonpath: Sequence[Path] = ()) -> Any:
-    """Run `topspin` as its console script does: nothing is imported from the directory."""
+    """Run `topspin` as its console script does: no import from the current directory."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "topspin", *arguments],
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""`topspin trace` against a small HTTP server: files, text, and errors that say what is wrong."""
+"""`topspin trace` against a small HTTP server: files, text, and clear errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serving(body: bytes, status: int = 200) -> Iterator[tuple[str, list[str]]]:
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
-            """Be silent."""
+            """Do not log."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

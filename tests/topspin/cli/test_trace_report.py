@@ -1,7 +1,7 @@
-"""The report against a played pipeline: known times in, the same times out.
+"""The report against a simulated pipeline: it recovers the known times.
 
-`play` simulates nodes event by event and writes the stamps that real nodes would; the replay
-is then compared with playing again with changed times, and with the paper's formula.
+`play` simulates nodes event by event and writes the stamps that real nodes would; the replay is
+then compared with playing again with changed times, and with the paper's formula.
 """
 
 from __future__ import annotations

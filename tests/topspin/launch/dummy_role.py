@@ -49,13 +49,13 @@ def crash() -> None:
 
 
 def refuse_configuration() -> None:
-    """End as a role does whose configuration cannot be served."""
+    """End as a role with an unusable configuration does."""
     say("--port 1: Permission denied")
     sys.exit(2)
 
 
 def raw_output() -> None:
-    """Write what is not a plain line: no newline at the end, no UTF-8, a very long line."""
+    """Write irregular output: no newline at the end, no UTF-8, a very long line."""
     os.write(2, b"to stderr\n")
     os.write(1, b"bad \xff byte\r\n\n" + b"x" * 150_000 + b"\nno newline")
 
@@ -95,7 +95,7 @@ def leave_a_grandchild() -> None:
 
 
 def outlive(fifo: str) -> None:
-    """After SIGTERM, go on until nobody holds `fifo` open for writing any more."""
+    """After SIGTERM, continue until no process holds `fifo` open for writing."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     reader = os.open(fifo, os.O_RDONLY)
     say("up")
@@ -105,7 +105,7 @@ def outlive(fifo: str) -> None:
 
 
 def follow(fifo: str) -> None:
-    """End when nobody holds `fifo` open for writing any more; SIGTERM kills it."""
+    """End when no process holds `fifo` open for writing; SIGTERM kills it."""
     with open(fifo, "rb") as others:
         say(f"pid {os.getpid()}")
         others.read()
@@ -119,7 +119,7 @@ def hold(fifo: str) -> None:
 
 
 def die_on_request(fifo: str) -> None:
-    """Kill itself once somebody has opened `fifo` for writing and closed it again."""
+    """Die by a signal once a process has opened `fifo` for writing and closed it again."""
     with open(fifo, "rb") as request:
         request.read()
     die_by_signal()

@@ -35,7 +35,7 @@ def dummy(
 
 
 def wait_until_gone(pid: int, *, timeout_s: float = 20.0) -> bool:
-    """Return whether the process `pid` ends (or has ended) within `timeout_s`."""
+    """Return whether the process `pid` ends within `timeout_s` or has ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""`--layout auto`: what is tried, how it is chosen, remembered and explained."""
+"""`--layout auto`: candidates, choice, cache and explanation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Chooser:
-    """Chooses with made-up times; keeps what was measured and said."""
+    """Chooses with made-up times; keeps the measured layouts and the messages."""
 
     def __init__(self, checkpoint: Path, cache: Path, times: dict[LayoutChoice, float]) -> None:
         self.lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What is shown, on pipes and on a terminal (a pseudo-terminal of the test's own)."""
+"""The display on pipes and on a terminal (a pseudo-terminal of the test)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_on_a_terminal_the_state_is_redrawn_in_place() -> None:
         while data := os.read(controller, 65536):
             seen += data
     except OSError:
-        pass  # what Linux says when the last writer of a terminal has gone
+        pass  # Linux's error when the last writer of a terminal has gone
     os.close(controller)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
     pieces = (

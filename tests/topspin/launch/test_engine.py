@@ -1,4 +1,4 @@
-"""Launching an engine of dummy roles: readiness, failures, signals, nobody left behind."""
+"""Launching an engine of dummy roles: readiness, failures, signals, no process left."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from topspin.resolve import resolve
 
 
 class RecordingDisplay:
-    """Keeps what is shown; `states` are the progress texts without repetitions."""
+    """Keeps the shown lines; `states` are the progress texts without repetitions."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -146,10 +146,10 @@ def test_an_engine_is_announced_when_it_is_healthy_and_stops_with_status_0() -> 
         r"2 expert nodes over shm\), started in [0-9]+\.[0-9] s",
         ready,
     )
-    # Before it was healthy it said what it waited for.
+    # Before it was healthy it reported what it waited for.
     assert display.states[-1] == "waiting for expert 0"
     assert "topspin: SIGINT: stopping the engine (once more kills it)" in display.lines
-    # The shell gives the example's argument back as valid JSON, whatever the model is called.
+    # The shell turns the example's argument into valid JSON for any model name.
     shell = subprocess.run(
         ["bash", "-c", example.replace("Try: curl", "printf '%s\\n'")],
         capture_output=True,
@@ -250,7 +250,7 @@ sys.exit(launch(engine(), roles=roles))
 
 @contextmanager
 def running_engine() -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
-    """Run an engine of dummy roles in a process of its own; give it and its roles' pids."""
+    """Run an engine of dummy roles in its own process; yield it and its roles' pids."""
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Whether named GPUs are there: what is asked, what is said, and when nothing is."""
+"""Whether named GPUs exist: the questions, the messages, and when there is no message."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_the_driver_is_asked() -> None:
     answer = driver_answer()
     if torch.cuda.is_available():
         assert answer == str(torch.cuda.device_count())
-    else:  # a torch for CPUs does not see the GPUs that there are
+    else:  # a torch for CPUs does not see existing GPUs
         assert answer == "none" or answer.isdecimal() or answer.startswith("error")
 
 
-# Stands for the driver's library in the process that asks.
+# Replaces the driver's library in the asking process.
 FAKE_DRIVER = """
 import ctypes
 

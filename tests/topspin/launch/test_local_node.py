@@ -1,4 +1,4 @@
-"""The monolithic node process, in the parts that a whole engine does not show."""
+"""The monolithic node process: the parts that tests of a whole engine do not cover."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from topspin.launch.local_node import LocalNode
 def test_the_thread_that_loads_experts_ends_and_the_other_one_takes_their_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loader's OpenMP helpers would otherwise count for ever, and nobody's would spin.
+    """The loader's OpenMP helpers would otherwise count forever, and no helpers would spin.
 
-    The thread that prepares tables begins with the first GPU, whichever the experts are on.
+    The thread that prepares tables begins on the first GPU, whichever one the experts use.
     """
     loaders: list[threading.Thread] = []
     opened: list[tuple[str, threading.Thread]] = []
@@ -57,7 +57,7 @@ def test_the_thread_that_loads_experts_ends_and_the_other_one_takes_their_device
 def test_the_cache_gets_what_experts_on_the_same_device_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole start of a GPU's process, on a CPU that is said to have so much memory."""
+    """The whole start of a GPU's process, on a CPU that reports this much memory."""
     opened: list[int] = []
 
     def open_net(*args: Any, serves: Sequence[Serve], **others: Any) -> DeviceNet:
@@ -81,6 +81,6 @@ def test_the_cache_gets_what_experts_on_the_same_device_leave(
     with Engine(config) as engine:
         [tokens] = engine.generate([[3, 1, 4]], max_tokens=2)
         assert len(tokens) == 2
-        # Three quarters of 2 MiB but for the half that is taken, at 2 KiB a block.
+        # Three quarters of 2 MiB minus the half that is taken, at 2 KiB a block.
         assert engine.stats().num_blocks == 256
-    assert opened == [2, 2]  # for the dry run, with all experts, and to serve
+    assert opened == [2, 2]  # for the dry run with all experts, and for serving

@@ -1,4 +1,4 @@
-"""The supervisor with dummy roles: output, exits, signals, the order of the end."""
+"""The supervisor with dummy roles: output, exits, signals, the order of stopping."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_output_is_forwarded_line_by_line_under_the_roles_name() -> None:
         run_until_an_exit(supervisor, [dummy("expert 0", "raw_output")])
     assert lines[:3] == ["expert 0 | to stderr", "expert 0 | bad � byte", "expert 0 | "]
     assert lines[-1] == "expert 0 | no newline"
-    # A line without end is cut, so that it cannot fill the memory; nothing of it is lost.
+    # A line without end is cut, so that it cannot fill the memory; no byte of it is lost.
     assert sum(line.count("x") for line in lines[3:-1]) == 150_000 + len(lines[3:-1])
     assert max(map(len, lines)) < 150_000
 
@@ -80,7 +80,7 @@ def start_and_wait_until_up(
 
 def test_the_gateway_is_asked_to_stop_first_then_the_scheduler_then_who_is_left() -> None:
     lines: list[str] = []
-    # No node here hears from the scheduler; the grace for that is over at once.
+    # No node here hears from the scheduler; the grace period for that ends at once.
     with Supervisor(emit=lines.append, graces=StopGraces(coordinated_s=0.5)) as supervisor:
         start_and_wait_until_up(
             supervisor,
@@ -106,7 +106,7 @@ def test_nodes_that_hear_from_the_scheduler_need_no_signal(tmp_path: Path) -> No
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     lines: list[str] = []
-    # With this grace a node that were waited for in vain would be noticed.
+    # With this grace period, a needless wait for a node would be noticed.
     with Supervisor(emit=lines.append, graces=StopGraces(coordinated_s=20.0)) as supervisor:
         start_and_wait_until_up(
             supervisor,
@@ -170,7 +170,7 @@ def test_a_signal_ends_the_run_in_order(number: signal.Signals) -> None:
 
 @pytest.mark.usefixtures("terminal_signals")
 def test_in_the_background_a_lost_terminal_is_ignored_and_a_sigint_is_not() -> None:
-    """As under nohup, where both are ignored at the start."""
+    """As under nohup, where both are ignored at first."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with Supervisor(emit=lambda line: None) as supervisor:
@@ -277,6 +277,6 @@ def test_a_worker_that_is_taken_for_dead_is_killed_though_it_is_frozen() -> None
         supervisor.kill(pid)
         while sum(" | pid " in line for line in lines) < 2:
             supervisor.step(STEP_TIMEOUT_S)
-        supervisor.kill(pid)  # of a past life
+        supervisor.kill(pid)  # from an earlier life
         assert wait_until_gone(pid, timeout_s=0)
     assert f"expert 1 (pid {pid}) is taken for dead and is killed" in lines
