@@ -27,7 +27,7 @@ BLOCKS_EACH = 8
 
 @dataclass
 class Planner:
-    """Writes the plans of one generation; each sequence has BLOCKS_EACH blocks of its own."""
+    """Writes the plans of one generation; each sequence has its own BLOCKS_EACH blocks."""
 
     generation: int = 1
     table_version: int = 1

@@ -35,7 +35,7 @@ PROMPT_LENS = (13, 5, 21)
 
 
 class DirectNet:
-    """One expert node, called at once; keeps dispatches apart by micro-batch."""
+    """One expert node, called directly; stores dispatches by micro-batch."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts

@@ -107,7 +107,7 @@ def test_a_token_under_way_is_pending_until_it_comes() -> None:
     reserved = table.reserve(row)
     assert table.has_pending(row)
     assert table.tokens[row, 5] == PENDING
-    table.check_advance(row, rows(1))  # the next step may go on from it
+    table.check_advance(row, rows(1))  # the next step may continue from it
     table.fill(reserved, rows(42))
     assert not table.has_pending(row)
     assert table.tokens[row, 5] == 42

@@ -1,4 +1,4 @@
-"""Transfers on a device that is late: right values, no wait too few, none too many."""
+"""Transfers on a device that is late: right values, and exactly the necessary waits."""
 
 from __future__ import annotations
 

@@ -87,6 +87,6 @@ def attention_case(
 
 
 def path(parents: Sequence[int | None], node: int) -> list[int]:
-    """Nodes from the root to `node`; parents[i] is None or a smaller index."""
+    """Return the nodes from the root to `node`; parents[i] is None or a smaller index."""
     parent = parents[node]
     return [*([] if parent is None else path(parents, parent)), node]

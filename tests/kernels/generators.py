@@ -9,7 +9,7 @@ Result = TypeVar("Result")
 
 
 def finish(pieces: Generator[None, None, Result]) -> Result:
-    """Do all pieces and return the result."""
+    """Run all pieces and return the result."""
     while True:
         try:
             next(pieces)

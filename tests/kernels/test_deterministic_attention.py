@@ -120,7 +120,7 @@ class Plain:
         self.window = window
 
     def among(self, start: int, end: int, others: Sequence[int], *, place: int, bs: int) -> Tensor:
-        """Return the attention of positions start..end-1 beside decode rows of `others`."""
+        """Return the attention of positions start..end-1 batched with decode rows of `others`."""
         context = [*others[:place], end, *others[place:]]
         counts = [1] * len(context)
         counts[place] = end - start
@@ -177,7 +177,7 @@ def check_tokens(heads: Heads, window: int | None, dtype: torch.dtype, *, exampl
 def test_a_branch_of_a_tree_has_the_bits_of_plain_decoding(
     window: int | None, dtype: torch.dtype
 ) -> None:
-    """The branch crosses a chunk border; its keys do not lie side by side in the cache."""
+    """The branch crosses a chunk border; its keys are not contiguous in the cache."""
     heads, committed = Heads(4, 2, 16), CHUNK_KEYS - 3
     plain = Plain(committed + 6, heads, dtype, window=window)
     parents: list[int | None] = [None, 0, 0, 1, 2, 4, 3, 5, 7]

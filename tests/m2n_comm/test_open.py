@@ -117,7 +117,7 @@ def attention() -> Identity:
 
 @pytest.fixture(params=BETWEEN)
 def meeting(request: pytest.FixtureRequest) -> Any:
-    """Yield a Meeting and check that nothing stays open behind it."""
+    """Yield a Meeting and check that it leaves no open descriptor."""
     with ThreadPoolExecutor(4) as pool:
         before = open_fds()
         made = Meeting(request.param, pool)

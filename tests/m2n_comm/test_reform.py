@@ -37,7 +37,7 @@ def ticket(participants: tuple[int, ...]) -> StepTicket:
 
 @pytest.mark.parametrize("transport", BETWEEN)
 def test_a_pair_works_beside_absent_peers(transport: Between) -> None:
-    """Attention 1 and expert 1 of two each; expert 1 holds everything."""
+    """Attention 1 and expert 1 of two each; expert 1 holds all experts."""
     shape = make_shape()
     everything = tuple(range(make_table(shape, 1).num_experts))
     table = ExpertTable(1, len(everything), (((), everything),) * shape.num_layers)
@@ -98,7 +98,7 @@ def test_meetings_and_steps_can_be_given_up(transport: Between) -> None:
     with ThreadPoolExecutor(3) as pool:
         meeting = Meeting(transport, pool)
         with pytest.raises(Interrupted):
-            meeting.connect(check=give_up)  # nobody accepts
+            meeting.connect(check=give_up)  # no expert node accepts
         with pytest.raises(Interrupted):
             meeting.accept(check=give_up, num_attention=2, reuse=True).result()
         with pytest.raises(DeadlineExceeded):

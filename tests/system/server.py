@@ -1,7 +1,7 @@
 """A real `topspin serve` and its processes, for tests.
 
-Owns starting the command on a free port, waiting for what it prints, and reading its process tree
-from /proc. Knows no test.
+Owns starting the command on a free port, waiting for its output, and reading its process tree from
+/proc. Knows no test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real processes whose nodes compute on a device, and those that find none."""
+"""Real processes whose nodes compute on a device, and nodes that find no device."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from topspin.progress import INTERVAL_S, StepProgress
 
 
 class FakeControl:
-    """Keeps what is sent."""
+    """Keeps the sent messages."""
 
     def __init__(self) -> None:
         self.sent: list[Progress] = []

@@ -69,7 +69,7 @@ def test_targets_get_the_same_prompts_in_turn_and_new_ones_each_round(
     assert main(["bench", "compare", *flags]) == 0
     sent = [[tuple(r.body["prompt"]) for r in _measured(server)] for server in servers]
     assert sorted(sent[0]) == sorted(sent[1])
-    # Rounds x (prefill and whole) x (a warm-up and 4 prompts), none twice.
+    # Rounds x (prefill and whole) x (a warm-up and 4 prompts), no prompt sent twice.
     assert len(sent[0]) == 2 * 2 * (1 + 4)
     assert len(set(sent[0])) == len(sent[0])
     times = sorted((r.at_s, idx) for idx, server in enumerate(servers) for r in _measured(server))

@@ -1,4 +1,4 @@
-"""Datasets read from files: what each format gives, and that a bad line is named."""
+"""Datasets read from files: the requests of each format, and errors that name a bad line."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_the_limit_of_concurrency_holds_and_places_are_taken_at_once() -> None:
     with ScriptedServer(slow) as server:
         run = run_load(target_at(server), requests(24), Load(max_concurrency=6))
     assert peak_concurrency(run.records) <= 6
-    # A closed loop: each of the 6 users starts when the reply before ended.
+    # A closed loop: each later request is timed from the end of an earlier one.
     starts = [record.intended_s for record in run.records]
     assert starts.count(0.0) == 6
     later = {start for start in starts if start}

@@ -139,7 +139,7 @@ def test_what_the_kernel_does_not_know() -> None:
 
 
 def test_processors_without_bf16_instructions() -> None:
-    """The same checks with the portable dot product, in a process of its own."""
+    """The same checks with the portable dot product, in a separate process."""
     program = (
         "import torch; from tests.kernels.cpu.test_compiled_attention import *\n"
         "for heads in (Heads(9, 3, 64), Heads(8, 1, 80)):\n"

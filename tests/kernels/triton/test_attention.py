@@ -84,7 +84,7 @@ def compare(
     ],
 )
 def test_decode(heads: Heads, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """One row each, contexts that end in, at and beside the edges of blocks and splits."""
+    """One row each; contexts that end before, at and after the edges of blocks and splits."""
     lens = [1, 16, 65, 33]
     case = attention_case(lens, [1] * 4, heads=heads, block_size=block_size, dtype=dtype)
     compare(case, device)
@@ -108,7 +108,7 @@ def test_decode(heads: Heads, block_size: int, dtype: torch.dtype, device: torch
 def test_prompts_and_decodes_mixed(
     heads: Heads, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Whole prompts, chunks behind a context, single rows, and one sequence without rows."""
+    """Whole prompts, chunks after a context, single rows, and one sequence without rows."""
     lens, rows = [1, 50, 16, 17, 33, 40, 25], [1, 1, 16, 17, 3, 0, 9]
     case = attention_case(
         lens, rows, heads=heads, block_size=block_size, dtype=dtype, padding_rows=2

@@ -193,7 +193,7 @@ def test_a_recording_follows_the_words_in_memory(device: torch.device) -> None:
     def take_back() -> None:
         port.combine(out, layer=0)
 
-    # A rehearsal: no step has begun, so nothing leaves and nothing is awaited.
+    # A rehearsal: no step has begun, so nothing is sent or awaited.
     send()
     take_back()
     assert not out.any()

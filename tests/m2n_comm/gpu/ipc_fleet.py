@@ -153,7 +153,7 @@ def open_ipc_fleet(
     check: Check = wait_on,
     runtime: Runtime | None = None,
 ) -> IpcFleet:
-    """Open all nets, each in a thread of its own; no kernel runs meanwhile."""
+    """Open all nets, each in its own thread; no kernel runs meanwhile."""
     runtime = runtime or HostRuntime()
     listeners = [listen_expert("cuda_ipc") for _ in range(n)]
     peers = [ExpertPeer(address=each.address, incarnation=100 + e) for e, each in

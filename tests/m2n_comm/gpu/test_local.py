@@ -49,7 +49,7 @@ def make_net(
     slots: LocalSlots | None = None,
     wrap: Callable[[Any], Any] = lambda serve: serve,
 ) -> DeviceNet:
-    """Return a net over fake experts; `wrap` is put around what each node computes."""
+    """Return a net over fake experts; `wrap` wraps each node's serve."""
     shape = shape or make_shape()
     table = table or make_table(shape, num_nodes)
     fake = FakeExperts(shape, NUM_EXPERTS)

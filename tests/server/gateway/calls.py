@@ -1,4 +1,4 @@
-"""Calls of both endpoints, and helpers for their answers. Knows no test."""
+"""Calls of both endpoints, and functions for their answers. Knows no test."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ class LoopbackServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Do not capture signals."""
         yield
 
 

@@ -122,7 +122,7 @@ class World:
         self.poll(Received(peer, Hello(**{**fields, **changes})))
 
     def start(self) -> None:
-        """Script a whole start."""
+        """Script a complete start."""
         self.hello("gateway", 0)
         for index in range(2):
             self.hello("expert", index)

@@ -102,7 +102,7 @@ def test_a_choice_is_explained_in_a_line_and_remembered(checkpoint: Path, tmp_pa
         "s; a step takes 1.31x with split, 1+1 threads, 0.95x with one process, 2 threads)"
     )
     assert second == f"layout: shared, 2 threads (measured before: {tmp_path}/layouts.json)"
-    # Of other settings, or on other cores, nothing is known.
+    # Nothing is known for other settings or on other cores.
     chooser.choose(m2n=M2NSection(transport="shm"))
     chooser.choose(cores=(0, 1, 2))
     assert chooser.tried[3:] == [SHARED, SPLIT, SHARED, SPLIT, ALONE]

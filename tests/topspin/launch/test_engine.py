@@ -266,7 +266,7 @@ def running_engine() -> Iterator[tuple[subprocess.Popen[str], dict[str, int]]]:
         assert process.stdout.readline().startswith("Try: curl http://127.0.0.1:")
         pids: dict[str, int] = {}
         while not {"scheduler", "expert 0"} <= pids.keys():
-            # "expert 0 | pid 123", said by each role once SIGTERM finds it prepared
+            # "expert 0 | pid 123", printed by each role once it can handle SIGTERM
             role, _, said = process.stderr.readline().rstrip().partition(" | pid ")
             if said:
                 pids[role] = int(said)

@@ -141,7 +141,7 @@ def test_what_is_given_up_is_not_used_and_its_version_not_used_again() -> None:
     second = plan(balancer, 0.0)
     assert second is not None
     assert second.version == 3
-    # A recovery makes a table of its own meanwhile.
+    # Meanwhile a recovery makes another table.
     formation.use_part(msgspec.structs.replace(TABLE, version=7))
     balancer.cancel()
     assert not balancer.is_changing
