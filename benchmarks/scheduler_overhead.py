@@ -14,10 +14,10 @@ from typing import Any
 
 from benchmarks import report
 from server.scheduler.command import relax_garbage_collection
-from server.scheduler.formation import Formation
 from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.plans import Step
-from server.scheduler.policy import Policy
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.planning.plans import Step
+from server.scheduler.planning.policy import Policy
 from topspin.config import CacheSection, EngineConfig, ModelSection, SchedulerSection
 from topspin.expert_table import uniform_table
 from topspin.messages import (

@@ -3,7 +3,7 @@
 Owns the node's half of every message about its life, from Hello to Goodbye, and the exit status
 of its process. Knows no tensors and no step: a Worker loads, connects and serves. A node of one
 process with others (`--transport local`) lives the same life in a thread. The scheduler's half is
-server.scheduler.roster and failover.
+server.scheduler.nodes.roster and failover.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns the reports and their rate: a step shorter than the interval sends nothing. Knows no
 layers and no net: workers begin a step, its code calls `beat` as it goes, and waits for a peer
 call `waiting`, so that a process which hangs or is frozen reports nothing. Belongs to the
-node's one busy thread. server.scheduler.watermark judges the reports.
+node's one busy thread. server.scheduler.nodes.watermark judges the reports.
 """
 
 from __future__ import annotations

@@ -20,14 +20,14 @@ from starlette.routing import Route
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
+from server.gateway.answers.wire import ModelCard, ModelList
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.errors import ModelNotFound, error_response, truncated
 from server.gateway.handler import GenerationHandler
 from server.gateway.operations.health import ProgressWatch
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.operations.tracing import trace_route
-from server.gateway.params import ServedModel
-from server.gateway.wire import ModelCard, ModelList
+from server.gateway.requests.params import ServedModel
 from topspin import __version__
 from topspin.errors import EngineError, InvalidRequest, TopspinError
 

@@ -18,25 +18,8 @@ from starlette.responses import Response
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import IncrementalDetokenizer, Tokenizer
-from server.gateway.engine_client import ClientGone, EngineClient
-from server.gateway.generation import ChoiceText, Delta
-from server.gateway.http.body import read_json_body
-from server.gateway.operations.metrics import GatewayMetrics
-from server.gateway.params import (
-    RequestParams,
-    ServedModel,
-    chat_params,
-    check_choices,
-    completion_params,
-)
-from server.gateway.preparation import PreparationThreads
-from server.gateway.prompts import (
-    chat_prompt,
-    completion_prompts,
-    num_completion_prompts,
-    reasoning_variables,
-)
-from server.gateway.replies import (
+from server.gateway.answers.generation import ChoiceText, Delta
+from server.gateway.answers.replies import (
     DONE_EVENT,
     ChatReplies,
     Choice,
@@ -45,9 +28,26 @@ from server.gateway.replies import (
     ReplyHead,
     error_event,
 )
-from server.gateway.run import Run
-from server.gateway.schema import decode_chat, decode_completion
-from server.gateway.streaming import EventStream
+from server.gateway.answers.run import Run
+from server.gateway.answers.streaming import EventStream
+from server.gateway.engine_client import ClientGone, EngineClient
+from server.gateway.http.body import read_json_body
+from server.gateway.operations.metrics import GatewayMetrics
+from server.gateway.requests.params import (
+    RequestParams,
+    ServedModel,
+    chat_params,
+    check_choices,
+    completion_params,
+)
+from server.gateway.requests.preparation import PreparationThreads
+from server.gateway.requests.prompts import (
+    chat_prompt,
+    completion_prompts,
+    num_completion_prompts,
+    reasoning_variables,
+)
+from server.gateway.requests.schema import decode_chat, decode_completion
 from topspin.errors import InvalidRequest
 from topspin.messages import AddRequest, pack_ints
 

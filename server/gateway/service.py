@@ -28,8 +28,8 @@ from models.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
 from server.gateway.http.listener import BACKLOG, HttpServer, bind, http_config
-from server.gateway.params import ServedModel
-from server.gateway.sampling_defaults import load_sampling_defaults
+from server.gateway.requests.params import ServedModel
+from server.gateway.requests.sampling_defaults import load_sampling_defaults
 from topspin import __version__
 from topspin.channel import AsyncControlClient
 from topspin.config import EngineConfig, load_config

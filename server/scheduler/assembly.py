@@ -7,11 +7,11 @@ nodes' sizes are known. Pure. Called by service.py.
 from __future__ import annotations
 
 from server.scheduler.engine_facts import EngineFacts, shares_cores
-from server.scheduler.formation import Formation
 from server.scheduler.micro_batching.cost import linked_cost_model
-from server.scheduler.policy import Policy
-from server.scheduler.roster import Member, Roster
-from server.scheduler.watermark import Watermark
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.roster import Member, Roster
+from server.scheduler.nodes.watermark import Watermark
+from server.scheduler.planning.policy import Policy
 from topspin.config import EngineConfig
 from topspin.expert_table import ExpertTable, uniform_table
 

@@ -14,10 +14,10 @@ from typing import Literal
 import msgspec
 
 from server.scheduler.experts.balancer import ExpertBalancer
-from server.scheduler.nodes import Log, NodeSide
-from server.scheduler.outbox import Delivery, failure
-from server.scheduler.policy import Policy
-from server.scheduler.roster import Member
+from server.scheduler.nodes.roster import Member
+from server.scheduler.nodes.side import Log, NodeSide
+from server.scheduler.planning.outbox import Delivery, failure
+from server.scheduler.planning.policy import Policy
 from server.scheduler.traces import Tracer
 from topspin.errors import EngineUnavailable
 from topspin.messages import (

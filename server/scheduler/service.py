@@ -16,15 +16,15 @@ from typing import Any, Protocol
 from server.scheduler.assembly import first_table, make_policy, make_watermark, places
 from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.experts.balancer import ExpertBalancer
-from server.scheduler.failover import POLL_S as RECOVERY_POLL_S
-from server.scheduler.failover import Failover
-from server.scheduler.faults import FailStop, Faults
-from server.scheduler.formation import Formation
 from server.scheduler.gateways import GatewaySide
-from server.scheduler.nodes import NodeSide
-from server.scheduler.plans import Step
-from server.scheduler.policy import Policy
-from server.scheduler.roster import Member, Roster
+from server.scheduler.nodes.failover import POLL_S as RECOVERY_POLL_S
+from server.scheduler.nodes.failover import Failover
+from server.scheduler.nodes.faults import FailStop, Faults
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.roster import Member, Roster
+from server.scheduler.nodes.side import NodeSide
+from server.scheduler.planning.plans import Step
+from server.scheduler.planning.policy import Policy
 from server.scheduler.traces import Tracer
 from topspin import __version__, errors
 from topspin.channel import Event, Malformed, PeerGone, Received

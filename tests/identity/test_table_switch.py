@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 
 from expert_nodes.tables import TableChange
-from server.scheduler.in_flight import MAX_STEPS_IN_FLIGHT
+from server.scheduler.planning.in_flight import MAX_STEPS_IN_FLIGHT
 from tests.engine import Collected, Engine
 from tests.identity.conftest import NUM_TOKENS, CaseOf
 from tests.identity.test_expert_tables import config_of, only_copies, random_tables

@@ -16,7 +16,7 @@ import msgspec
 from models.config import ModelConfig, load_model_config
 from models.hub import resolve_model
 from models.rope import is_length_dependent
-from server.gateway.sampling_defaults import load_sampling_defaults
+from server.gateway.requests.sampling_defaults import load_sampling_defaults
 from topspin.cli.flags import given, read_config
 from topspin.config import EngineConfig
 from topspin.cores import LayoutChoice

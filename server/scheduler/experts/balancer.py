@@ -20,8 +20,8 @@ import msgspec
 from server.scheduler.experts.balance import balance
 from server.scheduler.experts.load import ExpertLoad
 from server.scheduler.experts.placement import migrations, plan_table
-from server.scheduler.formation import Formation
-from server.scheduler.roster import Member
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.roster import Member
 from topspin.config import BalanceSection
 from topspin.expert_table import ExpertTable
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from server.scheduler.formation import Formation
+from server.scheduler.nodes.formation import Formation
 from topspin.errors import ProtocolError
 from topspin.messages import ExpertCounts, unpack_ints
 

@@ -25,8 +25,8 @@ from models.tokenizer import Tokenizer
 from server.gateway.app import create_app
 from server.gateway.engine_client import EngineClient
 from server.gateway.http.listener import http_config
-from server.gateway.params import ServedModel
-from server.gateway.sampling_defaults import SamplingDefaults
+from server.gateway.requests.params import ServedModel
+from server.gateway.requests.sampling_defaults import SamplingDefaults
 from topspin.messages import (
     AbortRequest,
     AddRequest,

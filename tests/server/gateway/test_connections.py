@@ -10,9 +10,9 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from server.gateway.answers.streaming import EventStream
 from server.gateway.engine_client import ClientGone
 from server.gateway.http.body import MAX_BODY_BYTES, BodyTimeout, read_body
-from server.gateway.streaming import EventStream
 from tests.server.gateway.calls import head_of, http_request
 from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, output, saying
 from topspin.messages import FinishReason

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from server.scheduler.formation import Formation
 from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.outbox import Delivery
-from server.scheduler.plans import Step
-from server.scheduler.policy import Policy
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.planning.outbox import Delivery
+from server.scheduler.planning.plans import Step
+from server.scheduler.planning.policy import Policy
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate
 from topspin.config import (
     CacheSection,

@@ -7,8 +7,8 @@ import pytest
 
 from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.experts.load import ExpertLoad
-from server.scheduler.formation import Formation
-from server.scheduler.roster import Member
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.roster import Member
 from topspin.config import BalanceSection
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertCounts, pack_ints

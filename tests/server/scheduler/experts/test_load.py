@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.scheduler.experts.load import ExpertLoad
-from server.scheduler.formation import NUM_RECENT_TABLES, Formation
+from server.scheduler.nodes.formation import NUM_RECENT_TABLES, Formation
 from topspin.errors import ProtocolError
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertCounts, pack_ints

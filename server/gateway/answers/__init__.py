@@ -1,0 +1,1 @@
+"""From the engine's outputs to an HTTP answer: text, stop strings, JSON and events."""

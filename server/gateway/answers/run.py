@@ -1,0 +1,128 @@
+"""A submitted request: its choices, and the engine call that feeds them.
+
+Owns a request from submission to its last token: growth of the choices, measurements, usage,
+and the abort in the engine when the client has gone. Knows no JSON and no connection;
+server.gateway.handler drives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal
+
+from starlette.types import Receive
+
+from server.gateway.answers.generation import Delta
+from server.gateway.answers.replies import Choice
+from server.gateway.answers.streaming import watch_client
+from server.gateway.answers.wire import PromptTokensDetails, Usage
+from server.gateway.engine_client import Arrival, Call, ClientGone
+from server.gateway.operations.metrics import GatewayMetrics
+
+
+class Run:
+    """The choices of one HTTP request while they are generated.
+
+    Invariant: after `close` nothing of the run is left in the engine, and `next` closes the
+    run itself when it raises.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        *,
+        choices: list[Choice],
+        prompts: Sequence[Sequence[int]],
+        metrics: GatewayMetrics,
+        arrived_at_s: float,
+    ) -> None:
+        self._call = call
+        self._prompts = prompts
+        self._metrics = metrics
+        self._arrived_at_s = arrived_at_s
+        self._watcher: asyncio.Task[None] | None = None
+        self._started = False
+        self._closed = False
+        self._num_unfinished = len(choices)
+        self.choices = choices
+
+    @property
+    def done(self) -> bool:
+        """Whether every choice has finished."""
+        return self._num_unfinished == 0
+
+    def watch(self, receive: Receive) -> None:
+        """Cancel the call as soon as the client disconnects."""
+        self._watcher = asyncio.create_task(watch_client(receive, self._call.cancel))
+
+    async def next(self) -> list[tuple[Choice, Delta]]:
+        """Wait for outputs; returns the additions to the choices, in order of arrival.
+
+        Raises ClientGone, or the error by which the request failed.
+        """
+        try:
+            arrivals = await self._call.next()
+            if not self._started:
+                self._started = True
+                self._metrics.prompt_tokens.inc(sum(map(len, self._prompts)))
+            return [grown for arrival in arrivals if (grown := self._grow(arrival)) is not None]
+        except (ClientGone, asyncio.CancelledError):
+            self.close()
+            raise
+        except Exception:
+            self.close("error")
+            raise
+
+    def _grow(self, arrival: Arrival) -> tuple[Choice, Delta] | None:
+        choice = self.choices[arrival.choice_idx]
+        if choice.finish_reason is not None:
+            return None  # these tokens come after a stop string
+        delta = choice.text.push(arrival.output)
+        if delta.stopped_here:
+            self._call.stop_choice(arrival.choice_idx)
+        if delta.is_first:
+            choice.num_cached_tokens = arrival.output.num_cached_tokens
+        self._measure(choice, delta, arrival.at_s)
+        choice.num_tokens += len(delta.token_ids)
+        choice.last_output_at_s = arrival.at_s
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason
+            self._num_unfinished -= 1
+        return choice, delta
+
+    def _measure(self, choice: Choice, delta: Delta, at_s: float) -> None:
+        metrics = self._metrics
+        num_tokens = len(delta.token_ids)
+        if choice.last_output_at_s is None:
+            metrics.time_to_first_token.observe(at_s - self._arrived_at_s)
+        elif num_tokens:
+            metrics.inter_token_latency.observe((at_s - choice.last_output_at_s) / num_tokens)
+        metrics.generation_tokens.inc(num_tokens)
+        if delta.finish_reason is not None:
+            metrics.finished[delta.finish_reason].inc()
+            metrics.e2e_latency.observe(at_s - self._arrived_at_s)
+
+    def usage(self) -> Usage:
+        """Return the token counts; cached tokens are those of each prompt's first choice."""
+        num_prompt_tokens = sum(map(len, self._prompts))
+        num_output_tokens = sum(choice.num_tokens for choice in self.choices)
+        firsts = {choice.prompt_idx: choice for choice in reversed(self.choices)}
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_output_tokens,
+            total_tokens=num_prompt_tokens + num_output_tokens,
+            prompt_tokens_details=PromptTokensDetails(
+                cached_tokens=sum(choice.num_cached_tokens for choice in firsts.values())
+            ),
+        )
+
+    def close(self, reason: Literal["abort", "error"] = "abort") -> None:
+        """Free the request in the engine; only the first call has an effect."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._metrics.finished[reason].inc(self._num_unfinished)
+        self._call.cancel()

@@ -1,0 +1,1 @@
+"""From a request's body to a checked call of the engine: fields, defaults, prompts, tokens."""

@@ -1,0 +1,223 @@
+"""Conversion of a request's fields to checked values for the engine and for the text.
+
+Owns defaults, checks that need the model (names, vocabulary, context length) and rules
+between fields. Knows no HTTP and no tokenizer; server.gateway.handler calls it between
+decoding (server.gateway.requests.schema) and submission.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from server.gateway.answers.generation import TextOptions
+from server.gateway.answers.stop_strings import StopStrings
+from server.gateway.errors import ContextLengthExceeded, ModelNotFound, truncated
+from server.gateway.requests.sampling_defaults import SamplingDefaults
+from server.gateway.requests.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from topspin.errors import InvalidRequest
+from topspin.messages import SamplingParams
+
+MAX_CHOICES_OF_ALL_PROMPTS = 256
+DEFAULT_COMPLETION_TOKENS = 16
+_SEED_MASK = 2**64 - 1
+_Number = TypeVar("_Number", int, float)
+
+_log = logging.getLogger("gateway")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """The names of the served model, and the facts against which requests are checked.
+
+    `root` is the checkpoint's directory.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    created_at_s: int
+    defaults: SamplingDefaults
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestParams:
+    """The checked parameters of one request.
+
+    If `max_tokens` is None, `default_max_tokens` applies; if both are None, all tokens that fit.
+    `sampling` lacks only max_tokens and choice, which `sampling_of` sets for each choice.
+    """
+
+    model: str
+    num_choices: int
+    max_tokens: int | None
+    default_max_tokens: int | None
+    sampling: SamplingParams
+    text: TextOptions
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    cache_salt: str
+
+    def sampling_of(self, choice_idx: int, *, max_tokens: int) -> SamplingParams:
+        """Return the sampling parameters of one choice."""
+        return msgspec.structs.replace(self.sampling, choice=choice_idx, max_tokens=max_tokens)
+
+    def output_budget(self, num_prompt_tokens: int, *, limit: int, param: str) -> int:
+        """Return how many tokens may be generated after a prompt of this length.
+
+        Raises ContextLengthExceeded if the prompt, or prompt and requested output together,
+        do not fit `limit`; InvalidRequest if min_tokens cannot be reached.
+        """
+        room = limit - num_prompt_tokens
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens; this server takes at most "
+                f"{limit} tokens, prompt and output together, and at least one is output",
+                param=param,
+            )
+        if self.max_tokens is not None and self.max_tokens > room:
+            raise ContextLengthExceeded(
+                f"{num_prompt_tokens} prompt tokens and {self.max_tokens} requested output "
+                f"tokens are {num_prompt_tokens + self.max_tokens} together; this server takes "
+                f"at most {limit}",
+                param=param,
+            )
+        default = room if self.default_max_tokens is None else min(room, self.default_max_tokens)
+        budget = default if self.max_tokens is None else self.max_tokens
+        if self.sampling.min_tokens > budget:
+            raise InvalidRequest(
+                f"`min_tokens` {self.sampling.min_tokens} is more than the {budget} tokens "
+                "that may be generated",
+                param="min_tokens",
+            )
+        return budget
+
+
+def chat_params(body: ChatBody, model: ServedModel) -> RequestParams:
+    """Check a chat request; raises InvalidRequest or ModelNotFound naming the field."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
+    newer, older = body.max_completion_tokens, body.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise InvalidRequest(
+            f"`max_tokens` is {older} but `max_completion_tokens` is {newer}; give one of them",
+            param="max_tokens",
+        )
+    return _params(
+        body,
+        model,
+        max_tokens=older if newer is None else newer,
+        default_max_tokens=model.defaults.max_tokens,
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def completion_params(body: CompletionBody, model: ServedModel) -> RequestParams:
+    """Check a completion request; raises InvalidRequest or ModelNotFound naming the field."""
+    return _params(
+        body,
+        model,
+        max_tokens=body.max_tokens,
+        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
+        num_logprobs=body.logprobs,
+    )
+
+
+def check_choices(num_prompts: int, num_choices: int) -> None:
+    """Raise InvalidRequest for too many choices, before any prompt is tokenised."""
+    if num_prompts * num_choices > MAX_CHOICES_OF_ALL_PROMPTS:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {num_choices} are {num_prompts * num_choices} "
+            f"choices; at most {MAX_CHOICES_OF_ALL_PROMPTS} are served in one request",
+            param="n",
+        )
+
+
+def check_vocabulary(token_ids: Sequence[int], *, vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest if an id is outside the vocabulary."""
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidRequest(
+            f"`{param}`: token id {max(token_ids)} is outside the vocabulary of {vocab_size}",
+            param=param,
+        )
+
+
+def _params(
+    body: GenerationBody,
+    model: ServedModel,
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    num_logprobs: int | None,
+) -> RequestParams:
+    if body.model not in model.names:
+        raise ModelNotFound(
+            f"the model `{truncated(body.model, 64)}` is not served here", param="model"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop
+    options = body.stream_options or StreamOptions()
+    return RequestParams(
+        model=body.model,
+        num_choices=body.n or 1,
+        max_tokens=max_tokens,
+        default_max_tokens=default_max_tokens,
+        sampling=_sampling(body, model, num_logprobs=num_logprobs),
+        text=TextOptions(
+            stops=StopStrings(stops) if stops else None,
+            min_tokens=body.min_tokens or 0,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            num_logprobs=num_logprobs,
+        ),
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        return_token_ids=bool(body.return_token_ids),
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def _sampling(
+    body: GenerationBody, model: ServedModel, *, num_logprobs: int | None
+) -> SamplingParams:
+    logit_bias = body.logit_bias or {}
+    if any(token_id < 0 for token_id in logit_bias):
+        raise InvalidRequest("`logit_bias`: a token id is negative", param="logit_bias")
+    check_vocabulary(list(logit_bias), vocab_size=model.vocab_size, param="logit_bias")
+    stop_token_ids = tuple(body.stop_token_ids or ())
+    check_vocabulary(stop_token_ids, vocab_size=model.vocab_size, param="stop_token_ids")
+    defaults = model.defaults
+    seed = body.seed
+    if seed is None:
+        seed = secrets.randbits(64)
+        _log.debug("drew seed %d for an unseeded request", seed)
+    return SamplingParams(
+        max_tokens=0,
+        seed=seed & _SEED_MASK,
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=max(0, _given(body.top_k, defaults.top_k)),
+        min_p=_given(body.min_p, defaults.min_p),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=logit_bias,
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=stop_token_ids,
+        eos_token_ids=() if body.ignore_eos else model.eos_token_ids,
+        logprobs=num_logprobs,
+    )
+
+
+def _given(value: _Number | None, default: _Number) -> _Number:
+    return default if value is None else value

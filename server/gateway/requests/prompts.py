@@ -1,0 +1,210 @@
+"""Conversion of messages or text to prompt tokens.
+
+Owns the use of the chat template (the variables that a client may set, the form of earlier
+answers, the continuation of the last message) and the forms of a completion's prompt.
+Knows no sampling and no HTTP; server.gateway.handler calls it, for large bodies in a worker
+thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from models.chat_template import ChatTemplate
+from models.tokenizer import Tokenizer
+from server.gateway.errors import ContextLengthExceeded, truncated
+from server.gateway.requests.params import check_vocabulary
+from server.gateway.requests.schema import ChatBody, ChatMessage, CompletionBody, ToolCall
+from topspin.errors import InvalidRequest
+
+# Parameters of ChatTemplate.render that have their own request fields or are refused; `render`
+# refuses the names that the template machinery itself uses.
+_NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+
+
+def chat_prompt(
+    body: ChatBody, *, template: ChatTemplate, tokenizer: Tokenizer, limit: int
+) -> list[int]:
+    """Return the prompt of a chat request; raises InvalidRequest naming the field.
+
+    Raises ContextLengthExceeded, before tokenising, for text that cannot fit in `limit` tokens.
+    """
+    kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    for name in kwargs:
+        if name in _NOT_VARIABLES or not name.isidentifier():
+            raise InvalidRequest(
+                f"`chat_template_kwargs`: `{truncated(name, 64)}` may not be set by a request",
+                param="chat_template_kwargs",
+            )
+    kwargs = reasoning_variables(body, template) | kwargs
+    _check_tool_use(body.messages, template)
+    messages = [_plain(message, idx) for idx, message in enumerate(body.messages)]
+    if body.continue_final_message:
+        text = _continued(body, messages, template=template, kwargs=kwargs)
+    else:
+        text = template.render(
+            messages, add_generation_prompt=body.add_generation_prompt is not False, **kwargs
+        )
+    if body.truncate_prompt_tokens is None:
+        _check_size(text, tokenizer=tokenizer, limit=limit, param="messages")
+    # The template writes the special tokens itself.
+    token_ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    if not token_ids:
+        raise InvalidRequest("the messages give an empty prompt", param="messages")
+    return _last(token_ids, body.truncate_prompt_tokens)
+
+
+def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str | bool]:
+    """Return the variables that `reasoning_effort` sets, without those the template ignores."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    values: dict[str, str | bool] = {
+        "reasoning_effort": effort,
+        "enable_thinking": effort != "none",
+    }
+    return {name: value for name, value in values.items() if template.mentions(name)}
+
+
+def completion_prompts(
+    body: CompletionBody, *, tokenizer: Tokenizer, vocab_size: int, limit: int
+) -> list[list[int]]:
+    """Return the prompts of a completion request, at least one, none of them empty.
+
+    Raises InvalidRequest for mixed lists, empty prompts and ids outside the vocabulary, and
+    ContextLengthExceeded, before tokenising, for text that cannot fit in `limit` tokens.
+    """
+    prompt = body.prompt
+    special = body.add_special_tokens is not False
+    for text in [prompt] if isinstance(prompt, str) else prompt:
+        if isinstance(text, str) and body.truncate_prompt_tokens is None:
+            _check_size(text, tokenizer=tokenizer, limit=limit, param="prompt")
+    if isinstance(prompt, str):
+        prompts = [tokenizer.encode(prompt, add_special_tokens=special)]
+    elif all(isinstance(item, int) for item in prompt):
+        prompts = [[item for item in prompt if isinstance(item, int)]]
+    elif all(isinstance(item, str) for item in prompt):
+        texts = [item for item in prompt if isinstance(item, str)]
+        prompts = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    elif all(isinstance(item, list) for item in prompt):
+        prompts = [item for item in prompt if isinstance(item, list)]
+    else:
+        raise InvalidRequest(
+            "`prompt` mixes strings, token ids and lists of them; give one kind", param="prompt"
+        )
+    for token_ids in prompts:
+        if not token_ids:
+            raise InvalidRequest("a prompt is empty", param="prompt")
+        check_vocabulary(token_ids, vocab_size=vocab_size, param="prompt")
+    return [_last(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
+
+
+def _last(token_ids: list[int], num_tokens: int | None) -> list[int]:
+    """Return the last `num_tokens` ids; None: all."""
+    return token_ids if num_tokens is None else token_ids[-num_tokens:]
+
+
+def _check_size(text: str, *, tokenizer: Tokenizer, limit: int, param: str) -> None:
+    """Raise ContextLengthExceeded if the text's size alone proves that it has too many tokens."""
+    fewest = tokenizer.fewest_tokens(text)
+    if fewest >= limit:
+        raise ContextLengthExceeded(
+            f"the prompt has at least {fewest} tokens; this server takes at most {limit} tokens, "
+            "prompt and output together, and at least one is output",
+            param=param,
+        )
+
+
+def num_completion_prompts(body: CompletionBody) -> int:
+    """Return how many prompts the request has, without reading them."""
+    if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):
+        return 1
+    return len(body.prompt)
+
+
+def _check_tool_use(messages: Sequence[ChatMessage], template: ChatTemplate) -> None:
+    """Raise InvalidRequest for calls and results of tools that the template would not show."""
+    for idx, message in enumerate(messages):
+        if message.role == "tool" and not template.mentions("tool"):
+            raise InvalidRequest(
+                "the model's chat template has no role `tool`", param=f"messages[{idx}].role"
+            )
+        if not message.tool_calls:
+            continue
+        if message.role != "assistant" or not template.mentions("tool_calls"):
+            reason = "the model's chat template shows none"
+            if message.role != "assistant":
+                reason = "only the assistant calls tools"
+            raise InvalidRequest(f"`tool_calls`: {reason}", param=f"messages[{idx}].tool_calls")
+
+
+def _plain(message: ChatMessage, idx: int) -> dict[str, object]:
+    """Return the message as templates expect it: plain text, and no `developer` role.
+
+    Open models' templates call OpenAI's `developer` by its older name, `system`.
+    """
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(part.text or "" for part in content)
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, object] = {"role": role, "content": content}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            _plain_call(call, f"messages[{idx}].tool_calls[{call_idx}]")
+            for call_idx, call in enumerate(message.tool_calls)
+        ]
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content or message.reasoning,
+    }
+    plain.update({name: value for name, value in optional.items() if value is not None})
+    return plain
+
+
+def _plain_call(call: ToolCall, param: str) -> dict[str, object]:
+    """Return the call as templates expect it: its arguments are an object, not JSON text."""
+    try:
+        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(
+            f"`{param}.function.arguments` is no JSON object: {error}",
+            param=f"{param}.function.arguments",
+        ) from None
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": call.type, "function": function}
+
+
+def _continued(
+    body: ChatBody,
+    messages: list[dict[str, object]],
+    *,
+    template: ChatTemplate,
+    kwargs: dict[str, Any],
+) -> str:
+    """Return the prompt up to the end of the last message's text, which the model continues."""
+    if body.add_generation_prompt:
+        raise InvalidRequest(
+            "`continue_final_message` and `add_generation_prompt` exclude each other",
+            param="continue_final_message",
+        )
+    if messages[-1]["role"] != "assistant":
+        raise InvalidRequest(
+            "`continue_final_message` needs the last message to be the assistant's",
+            param="continue_final_message",
+        )
+    # A mark that no client can foresee shows where the template put the end of the text.
+    mark = f"<{secrets.token_hex(16)}>"
+    marked = {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}
+    text = template.render([*messages[:-1], marked], add_generation_prompt=False, **kwargs)
+    shown, found, _ = text.partition(mark)
+    if not found:
+        raise InvalidRequest(
+            "the model's chat template does not show the last message as it is",
+            param="continue_final_message",
+        )
+    return shown

@@ -1,0 +1,392 @@
+"""The request bodies that the gateway accepts, field by field, and their decoding.
+
+Owns the one table of fields: the structs. A field that is listed plainly is implemented; one
+listed as `Ignored` is documented by OpenAI, Anthropic, vLLM or llama.cpp and does not affect
+the answer here, so it is accepted and reported; one listed as `Refused` would affect the answer
+and is not implemented, so that only its neutral values pass. Any other field is unknown. Null
+always means "not given". Knows no tokenizer and no model; server.gateway.requests.params gives the
+fields their meaning, docs/api.md explains them (a test compares it with the structs).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta, Raw
+
+from server.gateway.errors import truncated
+from server.gateway.requests.sampling_defaults import (
+    MinP,
+    PositiveCount,
+    RepetitionPenalty,
+    Temperature,
+    TopK,
+    TopP,
+)
+from server.sampling_limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS, MAX_PENALTY
+from topspin.errors import InvalidRequest
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_NAME_CHARS = 256
+MAX_TEMPLATE_KWARGS = 32
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+
+_Value = TypeVar("_Value")
+_IGNORED = Meta(extra={"is_ignored": True})
+_NULL = Raw(b"null")
+
+# A field of this type is checked for its JSON type and has no effect on the answer.
+Ignored = Annotated[_Value | None, _IGNORED]
+Object = dict[str, Raw]
+
+
+def neutral(*values: object) -> Meta:
+    """Mark a Raw field as refused unless it has one of `values`, which change nothing."""
+    return Meta(extra={"neutral": values})
+
+
+# A field of one of these types is refused unless null, false, or an empty value.
+Refused = Annotated[Raw, neutral()]
+RefusedSwitch = Annotated[Raw, neutral(False)]
+RefusedList = Annotated[Raw, neutral([])]
+RefusedObject = Annotated[Raw, neutral({})]
+
+
+class Fields(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A JSON object of a request."""
+
+
+class StreamOptions(Fields, kw_only=True, frozen=True):
+    """Options of a stream; `include_usage`: a last chunk carries the token counts.
+
+    `continuous_usage_stats`: with `include_usage`, every chunk carries the counts so far.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Ignored[bool] = None
+
+
+class GenerationBody(Fields, kw_only=True, frozen=True):
+    """The fields that chat and plain completions have in common."""
+
+    model: str
+    max_tokens: PositiveCount | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: (
+        Annotated[
+            dict[int, Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]],
+            Meta(max_length=MAX_LOGIT_BIAS),
+        ]
+        | None
+    ) = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: PositiveCount | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    cache_salt: Name | None = None
+
+    # OpenAI's
+    metadata: Ignored[Object] = None
+    prompt_cache_key: Ignored[str] = None
+    prompt_cache_retention: Ignored[str] = None
+    safety_identifier: Ignored[str] = None
+    service_tier: Ignored[str] = None
+    store: Ignored[bool] = None
+    user: Ignored[str] = None
+    response_format: Annotated[Raw, neutral({"type": "text"})] = _NULL
+    # vLLM's; length_penalty is for beam search, spaces_between_special_tokens for tokenizers
+    # without a tokenizer.json.
+    include_reasoning: Ignored[bool] = None
+    length_penalty: Ignored[float] = None
+    priority: Ignored[int] = None
+    request_id: Ignored[str] = None
+    session_id: Ignored[str] = None
+    spaces_between_special_tokens: Ignored[bool] = None
+    stream_interval: Ignored[int] = None
+    allowed_token_ids: Refused = _NULL
+    bad_words: RefusedList = _NULL
+    echo: RefusedSwitch = _NULL
+    kv_transfer_params: RefusedObject = _NULL
+    logprob_token_ids: Refused = _NULL
+    prompt_logprobs: Refused = _NULL
+    repetition_detection: Refused = _NULL
+    return_tokens_as_token_ids: RefusedSwitch = _NULL
+    structured_outputs: RefusedObject = _NULL
+    thinking_token_budget: Annotated[Raw, neutral(-1)] = _NULL
+    truncation_side: Annotated[Raw, neutral("left")] = _NULL
+    use_beam_search: RefusedSwitch = _NULL
+    vllm_xargs: RefusedObject = _NULL
+    # llama.cpp's
+    cache_prompt: Ignored[bool] = None
+    id_slot: Ignored[int] = None
+    return_progress: Ignored[bool] = None
+    timings_per_token: Ignored[bool] = None
+    dry_multiplier: Annotated[Raw, neutral(0)] = _NULL
+    dynatemp_range: Annotated[Raw, neutral(0)] = _NULL
+    grammar: Annotated[Raw, neutral("")] = _NULL
+    json_schema: RefusedObject = _NULL
+    mirostat: Annotated[Raw, neutral(0)] = _NULL
+    n_probs: Annotated[Raw, neutral(0)] = _NULL
+    repeat_penalty: Annotated[Raw, neutral(1)] = _NULL
+    typical_p: Annotated[Raw, neutral(1)] = _NULL
+    xtc_probability: Annotated[Raw, neutral(0)] = _NULL
+
+
+class ContentPart(Fields, kw_only=True, frozen=True):
+    """One part of a message's content. Only text is served; other types are refused by name."""
+
+    type: str
+    text: str | None = None
+    cache_control: Ignored[Object] = None
+    annotations: Ignored[list[Raw]] = None
+    image_url: Refused = _NULL
+    video_url: Refused = _NULL
+    input_audio: Refused = _NULL
+    file: Refused = _NULL
+    refusal: Refused = _NULL
+
+
+class ToolFunction(Fields, kw_only=True, frozen=True):
+    """The function that a tool call names; `arguments` is JSON text, as in the API."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(Fields, kw_only=True, frozen=True):
+    """A tool call in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: ToolFunction
+    index: Ignored[int] = None
+    provider_specific_fields: Ignored[Object] = None
+
+
+class ChatMessage(Fields, kw_only=True, frozen=True):
+    """One message, in any form in which clients send an earlier answer back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: Name | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    annotations: Ignored[list[Raw]] = None
+    cache_control: Ignored[Object] = None
+    provider_specific_fields: Ignored[Object] = None
+    audio: Refused = _NULL
+    function_call: Refused = _NULL
+    refusal: Refused = _NULL
+
+
+class ChatBody(GenerationBody, kw_only=True, frozen=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: PositiveCount | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    reasoning_effort: Name | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: (
+        Annotated[
+            dict[
+                Annotated[str, Meta(max_length=MAX_NAME_CHARS)],
+                bool | int | float | Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None,
+            ],
+            Meta(max_length=MAX_TEMPLATE_KWARGS),
+        ]
+        | None
+    ) = None
+
+    # OpenAI's; a prediction only speeds up an answer.
+    parallel_tool_calls: Ignored[bool] = None
+    prediction: Ignored[Object] = None
+    prompt_cache_options: Ignored[Object] = None
+    verbosity: Ignored[str] = None
+    audio: Refused = _NULL
+    function_call: Annotated[Raw, neutral("none", "auto")] = _NULL
+    functions: RefusedList = _NULL
+    modalities: Annotated[Raw, neutral(["text"])] = _NULL
+    moderation: Refused = _NULL
+    tool_choice: Annotated[Raw, neutral("none", "auto")] = _NULL
+    tools: RefusedList = _NULL
+    web_search_options: Refused = _NULL
+    # vLLM's
+    chat_template: Refused = _NULL
+    documents: RefusedList = _NULL
+    media_io_kwargs: RefusedObject = _NULL
+    mm_processor_kwargs: RefusedObject = _NULL
+    return_prompt_text: RefusedSwitch = _NULL
+
+
+class CompletionBody(GenerationBody, kw_only=True, frozen=True):
+    """POST /v1/completions."""
+
+    prompt: str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[Raw, neutral(1)] = _NULL
+    suffix: Annotated[Raw, neutral("")] = _NULL
+
+
+class FieldClasses(NamedTuple):
+    """The fields not implemented: ignored ones, and refused ones with their neutral values."""
+
+    ignored: tuple[str, ...]
+    refused: dict[str, tuple[object, ...]]
+
+
+@cache
+def field_classes(kind: type[Fields]) -> FieldClasses:
+    """Return the fields of `kind` that are ignored or refused."""
+    ignored: list[str] = []
+    refused: dict[str, tuple[object, ...]] = {}
+    for field in msgspec.structs.fields(kind):
+        marks = [meta.extra for meta in get_args(field.type)[1:] if isinstance(meta, Meta)]
+        for mark in marks:
+            if mark and "is_ignored" in mark:
+                ignored.append(field.name)
+            elif mark and "neutral" in mark:
+                refused[field.name] = mark["neutral"]
+    return FieldClasses(tuple(ignored), refused)
+
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
+_FIELD = re.compile(
+    r"Object (?:contains unknown|missing required) field `(.*?)`(?: - at `\$|$)", re.DOTALL
+)
+
+_Body = TypeVar("_Body", bound=GenerationBody)
+
+
+class Decoded(NamedTuple, Generic[_Body]):
+    """A body, and the ignored fields that it sets (`messages.cache_control`)."""
+
+    body: _Body
+    ignored: tuple[str, ...]
+
+
+def decode_chat(data: bytes) -> Decoded[ChatBody]:
+    """Return the chat request in `data`; raises InvalidRequest naming the field."""
+    body = _decode(data, ChatBody)
+    ignored = _ignored(body)
+    for idx, message in enumerate(body.messages):
+        param = f"messages[{idx}]"
+        ignored.update(_check(message, param=f"{param}.", shown="messages."))
+        for call_idx, call in enumerate(message.tool_calls or ()):
+            where = f"{param}.tool_calls[{call_idx}]."
+            ignored.update(_check(call, param=where, shown="messages.tool_calls."))
+        if message.content is None and message.role != "assistant":
+            raise InvalidRequest(
+                f"missing required field `{param}.content`", param=f"{param}.content"
+            )
+        if isinstance(message.content, list):
+            ignored.update(_check_parts(message.content, param=f"{param}.content"))
+    return Decoded(body, tuple(ignored))
+
+
+def decode_completion(data: bytes) -> Decoded[CompletionBody]:
+    """Return the completion request in `data`; raises InvalidRequest naming the field."""
+    body = _decode(data, CompletionBody)
+    return Decoded(body, tuple(_ignored(body)))
+
+
+def _decode(data: bytes, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+
+
+def _ignored(body: GenerationBody) -> dict[str, None]:
+    """Return the ignored fields outside of messages, in order, as the keys of a dict."""
+    found = _check(body)
+    if body.stream_options is not None:
+        found.update(_check(body.stream_options, shown="stream_options."))
+    return found
+
+
+def _check(fields: Fields, *, param: str = "", shown: str = "") -> dict[str, None]:
+    """Return the ignored fields that are set, prefixed with `shown`, as the keys of a dict.
+
+    Raises InvalidRequest for a refused field, its name prefixed with `param`.
+    """
+    classes = field_classes(type(fields))
+    for name, neutral_values in classes.refused.items():
+        raw: Raw = getattr(fields, name)
+        if raw is not _NULL:
+            _refuse_set(raw, param=f"{param}{name}", neutral_values=neutral_values)
+    return {shown + name: None for name in classes.ignored if getattr(fields, name) is not None}
+
+
+def _refuse_set(raw: Raw, *, param: str, neutral_values: tuple[object, ...]) -> None:
+    """Raise InvalidRequest unless the field is null or has a value that changes nothing."""
+    text = bytes(raw)
+    if text == b"null":
+        return
+    # A value that is no short scalar or object cannot be neutral, and is not worth decoding.
+    if len(text) > 64 or msgspec.json.decode(text) not in neutral_values:
+        raise InvalidRequest(f"`{param}` is not supported by this server", param=param)
+
+
+def _check_parts(parts: list[ContentPart], *, param: str) -> dict[str, None]:
+    ignored: dict[str, None] = {}
+    for idx, part in enumerate(parts):
+        if part.type != "text":
+            raise InvalidRequest(
+                f"content of type `{truncated(part.type, 64)}` is not supported, only `text`",
+                param=f"{param}[{idx}].type",
+            )
+        if part.text is None:
+            raise InvalidRequest("a text part needs `text`", param=f"{param}[{idx}].text")
+        ignored.update(_check(part, param=f"{param}[{idx}].", shown="messages.content."))
+    return ignored
+
+
+def _invalid(message: str) -> InvalidRequest:
+    """Return an InvalidRequest for msgspec's message; the path becomes `param`."""
+    found = _PATH.search(message)
+    path = found.group(1).removesuffix("[...]") if found else ""
+    reason = message[: found.start()] if found else message
+    named = _FIELD.match(message)
+    if named is None:
+        param = truncated(path, 128)
+        return InvalidRequest(
+            f"`{param}`: {reason}" if param else f"the request body: {reason}", param=param or None
+        )
+    field = truncated(named.group(1), 64)
+    param = f"{path}.{field}" if path else field
+    what = "missing required" if "missing required" in message[:24] else "unknown or unsupported"
+    return InvalidRequest(f"{what} field `{param}`", param=param)

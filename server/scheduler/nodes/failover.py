@@ -1,0 +1,208 @@
+"""Keeps an engine going when a node is lost (`--restart on`): the messages of a recovery.
+
+Owns the sequence of a recovery: it takes policy, roster and nodes from one generation to the
+next. The stages and their rules are recovery.py's, requests policy.py's. Created by service.py
+once the engine is ready for the first time; before that a lost node ends it, since the
+configuration is then the likely cause (faults.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from server.scheduler.gateways import StateName
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.recovery import Recovery, Stage
+from server.scheduler.nodes.roster import Member
+from server.scheduler.nodes.side import Log, NodeSide
+from server.scheduler.planning.outbox import Delivery
+from server.scheduler.planning.policy import Policy
+from topspin.config import EngineConfig
+from topspin.errors import NodeLost, TopspinError
+from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Welcome
+
+# How often a loop that waits for nodes checks its deadlines.
+POLL_S = 0.1
+# The pause after nodes could not connect: the cause may become known only a moment later.
+RETRY_S = 0.2
+
+
+class Gateways(Protocol):
+    """The methods used of gateways.GatewaySide."""
+
+    def set_state(self, state: StateName, detail: str = "") -> None:
+        """Set the engine's state and tell it to all gateways."""
+
+    def deliver(self, deliveries: list[Delivery]) -> None:
+        """Send the ends of requests."""
+
+
+class Failover:
+    """The recoveries of one engine; implements faults.Faults.
+
+    Invariant: steps are planned only while `is_serving`, in a generation that every present
+    node has formed. `report_dead` gives the supervisor the process id of a lost node.
+    """
+
+    ends_engine = False
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        formation: Formation,
+        nodes: NodeSide,
+        gateways: Gateways,
+        policy: Policy,
+        clock: Callable[[], float],
+        log: Log,
+        report_dead: Callable[[int], None],
+    ) -> None:
+        self._config = config
+        self._formation = formation
+        self._nodes = nodes
+        self._roster = nodes.roster
+        self._gateways = gateways
+        self._policy = policy
+        self._clock = clock
+        self._log = log
+        self._report_dead = report_dead
+        self._recovery = Recovery(
+            formation,
+            places=self._roster.places,
+            halt_deadline_s=config.failover.halt_deadline_s,
+            restart_deadline_s=config.failover.restart_deadline_s,
+            needs_all=config.m2n.transport == "local",
+        )
+        self._form_after_s = 0.0
+        self._reason = ""
+
+    @property
+    def is_serving(self) -> bool:
+        """Say whether steps may be planned."""
+        return self._recovery.is_serving
+
+    @property
+    def is_whole(self) -> bool:
+        """Say whether every node serves, so that experts may be moved between them."""
+        return self.is_serving and not self._recovery.absent
+
+    @property
+    def nodes(self) -> list[Member]:
+        """Return the nodes that take part in steps."""
+        return sorted(self._recovery.nodes, key=str)  # others may have joined and be loading
+
+    @property
+    def accepts(self) -> bool:
+        """Say whether new requests may wait for the engine."""
+        return not self._recovery.has_expired
+
+    # Events.
+
+    def lose(self, member: Member, error: TopspinError) -> None:
+        """Continue without a node that is gone or must count as dead."""
+        if self._config.m2n.transport == "local":
+            lost = self._roster.members
+        else:
+            lost = [member]
+        self._log.warning("lost %s: %s", member, error)
+        taking_part = [node for node in lost if node in self._recovery.nodes]
+        for node in lost:
+            pid = self._roster.pid(node)
+            self._roster.leave(node)
+            self._recovery.lose(node)
+            self._report_dead(pid)
+        if taking_part:
+            self._halt(str(error))
+        for node in taking_part:
+            if node.role == "attention":
+                self._policy.lose(node.index)
+
+    def step_failed(self, generation: int, error: TopspinError) -> None:
+        """Begin a new generation because this one's steps, or its forming, have failed."""
+        if generation != self._formation.generation:
+            return
+        if self._recovery.stage is Stage.FORMING:
+            self._form_after_s = self._clock() + RETRY_S
+        elif self._recovery.stage not in (Stage.SERVING, Stage.DRAINING):
+            return
+        self._halt(str(error))
+
+    def joined(self, member: Member) -> None:
+        """Send Welcome to a node that takes the place of a lost one."""
+        formation = self._formation
+        topology = self._roster.topology((), formation.full_table, generation=formation.generation)
+        assert member.role != "gateway"
+        config = self._config.for_node(member.role, member.index)
+        self._tell(member, Welcome(config=config, topology=topology, joins_late=True))
+
+    def answered(self, member: Member, message: Halted | Loaded | Ready) -> None:
+        """Handle a node's answer; after a ProtocolError the caller gives the node up."""
+        if isinstance(message, Halted):
+            self._recovery.halted(member, message.generation)
+        elif isinstance(message, Loaded):
+            self._roster.loaded(member, message)
+            self._log.info("%s has loaded (%.1f s)", member, message.load_s)
+            self._recovery.loaded(member, self._clock())
+        elif self._recovery.ready(member, message.generation, self._clock()):
+            self._resume()
+        self.advance()
+
+    def advance(self) -> None:
+        """Act on deadlines and on answers received; call after every wait."""
+        now = self._clock()
+        for member in self._recovery.overdue(now):
+            self.lose(member, NodeLost(f"it does not react ({self._reason})"))
+        if self._recovery.stage is Stage.DRAINING and not self._policy.num_steps_in_flight:
+            self._halt("a node is back")
+        if self._recovery.has_halted and now >= self._form_after_s:
+            self._form(now)
+        if self._recovery.expires(now):
+            limit_s = self._config.failover.restart_deadline_s
+            error = NodeLost(f"{self._waiting_for()} did not come back within {limit_s:g} s")
+            self._gateways.deliver(self._policy.fail_all(error))
+            self._announce(str(error))
+
+    # The stages.
+
+    def _halt(self, reason: str) -> None:
+        self._reason = reason
+        self._recovery.halt(self._clock())
+        generation = self._formation.generation
+        self._log.warning("generation %d begins: %s", generation, reason)
+        self._gateways.deliver(self._policy.halt())
+        self._announce(reason)
+        for member in self._recovery.awaited:
+            self._tell(member, Halt(generation=generation))
+
+    def _form(self, now: float) -> None:
+        was_waiting = self._recovery.stage is Stage.WAITING
+        if not self._recovery.try_form(now):
+            if not was_waiting:
+                self._announce(f"waiting for {self._waiting_for()}")
+            return
+        nodes, formation = self._recovery.awaited, self._formation
+        topology = self._roster.topology(nodes, formation.table, generation=formation.generation)
+        for member in nodes:
+            self._tell(member, Reform(topology=topology))
+
+    def _resume(self) -> None:
+        attention = [node.index for node in self._recovery.nodes if node.role == "attention"]
+        self._policy.resume(attention)
+        absent = self._waiting_for()
+        self._gateways.set_state("ready", f"without {absent}" if absent else "")
+        if self._recovery.take_late():
+            self._recovery.drain(self._clock())
+
+    def _tell(self, member: Member, message: Message) -> None:
+        if not self._nodes.tell(member, message):
+            # Its closed connection, or its silence, is noticed next.
+            self._log.warning("%s does not take %s", member, type(message).__name__)
+
+    def _waiting_for(self) -> str:
+        return ", ".join(str(place) for place in self._recovery.absent)
+
+    def _announce(self, detail: str) -> None:
+        """Tell gateways that requests wait or, after the restart deadline, are refused."""
+        self._gateways.set_state("recovering" if self.accepts else "starting", detail)

@@ -1,0 +1,208 @@
+"""The recovery of an engine that has lost a node: the stages of a new generation.
+
+Owns the set of nodes in the engine, the answers awaited and the time of waiting; begins the
+generations of formation.py and finds the expert table that the present nodes can serve. Pure:
+no socket, no clock, no request. Called by failover.py, which sends a stage's messages and
+reports the answers.
+
+    serving --loss, failed step--> halting --all halted--> forming --all ready--> serving
+    serving --a node is back--> draining --no step left--> halting
+    halting --all halted, but experts or attention are missing--> waiting --back--> forming
+
+Every loss begins a new generation, in any stage. A node that reacts too late also counts as lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+import msgspec
+
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.roster import Member
+from topspin.expert_table import ExpertTable
+
+
+class Stage(Enum):
+    """The state of the engine; steps are planned in SERVING only."""
+
+    SERVING = "serving"
+    DRAINING = "draining"
+    HALTING = "halting"
+    WAITING = "waiting"
+    FORMING = "forming"
+
+
+class Recovery:
+    """The current stage of the engine's generation.
+
+    Invariant: `nodes` are those that have loaded and are not lost; all of them halt and form
+    together. Outside HALTING and FORMING no answer is awaited.
+    """
+
+    def __init__(
+        self,
+        formation: Formation,
+        *,
+        places: Iterable[Member],
+        halt_deadline_s: float,
+        restart_deadline_s: float,
+        needs_all: bool,
+    ) -> None:
+        """Start in SERVING, with every node in its place.
+
+        `needs_all`: no generation without every place (all nodes live in one process).
+        """
+        self._formation = formation
+        self._halt_deadline_s = halt_deadline_s
+        self._restart_deadline_s = restart_deadline_s
+        self._needs_all = needs_all
+        self.stage = Stage.SERVING
+        self._places = frozenset(places)
+        self.nodes = set(self._places)
+        self._late: set[Member] = set()
+        self._awaited: set[Member] = set()
+        self._stage_since_s = 0.0
+        self._down_since_s: float | None = None
+        self.has_expired = False
+
+    @property
+    def is_serving(self) -> bool:
+        """Say whether steps may be planned."""
+        return self.stage is Stage.SERVING
+
+    @property
+    def absent(self) -> list[Member]:
+        """Return the places without a loaded node, for messages and tables."""
+        return sorted(self._places - self.nodes, key=str)
+
+    @property
+    def awaited(self) -> list[Member]:
+        """Return the nodes whose answer the stage waits for."""
+        return sorted(self._awaited, key=str)
+
+    def lose(self, member: Member) -> None:
+        """Remove a node; the caller then begins a new generation if it was in `nodes`."""
+        self.nodes.discard(member)
+        self._late.discard(member)
+        self._awaited.discard(member)
+
+    def drain(self, now: float) -> None:
+        """Plan no more steps, so that a new generation can begin without losing one."""
+        assert self.stage is Stage.SERVING
+        self._enter(Stage.DRAINING, now)
+
+    def halt(self, now: float) -> None:
+        """Begin a new generation: every node must halt."""
+        self._formation.begin_generation()
+        if self._down_since_s is None:
+            self._down_since_s = now
+        self.nodes |= self._late
+        self._late.clear()
+        self._enter(Stage.HALTING, now)
+        self._awaited = set(self.nodes)
+
+    def loaded(self, member: Member, now: float) -> None:
+        """Add a node that has loaded late: at once, or after a forming that is in progress.
+
+        While the others serve, they are drained first.
+        """
+        if self.stage is Stage.FORMING:
+            self._late.add(member)
+            return
+        self.nodes.add(member)
+        if self.stage is Stage.SERVING:
+            self.drain(now)
+
+    def halted(self, member: Member, generation: int) -> None:
+        """Note that a node has halted; the answer to an earlier Halt is ignored."""
+        if self.stage is Stage.HALTING and generation == self._formation.generation:
+            self._awaited.discard(member)
+
+    @property
+    def has_halted(self) -> bool:
+        """Say whether a topology may be made: no node is still in an older generation."""
+        return self.stage is Stage.WAITING or (self.stage is Stage.HALTING and not self._awaited)
+
+    def try_form(self, now: float) -> bool:
+        """Let the present nodes form with a table that they can serve; False: they must wait."""
+        assert self.has_halted
+        self._enter(Stage.WAITING, now)
+        if not any(node.role == "attention" for node in self.nodes):
+            return False
+        if self._needs_all and self.absent:
+            return False
+        absent = {place.index for place in self.absent if place.role == "expert"}
+        formation = self._formation
+        table = table_without(formation.full_table, absent, current=formation.table)
+        if table is None:
+            return False
+        if table is not formation.table:
+            formation.use_part(table)
+        self._enter(Stage.FORMING, now)
+        self._awaited = set(self.nodes)
+        return True
+
+    def ready(self, member: Member, generation: int, now: float) -> bool:
+        """Note that a node is ready; True once all are, and the engine serves again."""
+        if self.stage is not Stage.FORMING or generation != self._formation.generation:
+            return False
+        self._awaited.discard(member)
+        if self._awaited:
+            return False
+        self._enter(Stage.SERVING, now)
+        self._down_since_s = None
+        self.has_expired = False
+        return True
+
+    def take_late(self) -> bool:
+        """Add the nodes that loaded while the others formed; True if there are any."""
+        found = bool(self._late)
+        self.nodes |= self._late
+        self._late.clear()
+        return found
+
+    def overdue(self, now: float) -> list[Member]:
+        """Return the nodes that have not answered in time and so count as dead."""
+        limit_s = {
+            Stage.HALTING: self._halt_deadline_s,
+            Stage.FORMING: self._restart_deadline_s,
+        }.get(self.stage)
+        if limit_s is None or now - self._stage_since_s <= limit_s:
+            return []
+        return self.awaited
+
+    def expires(self, now: float) -> bool:
+        """Return True once, when requests have waited longer than the restart deadline."""
+        since_s = self._down_since_s
+        if self.has_expired or since_s is None or now - since_s <= self._restart_deadline_s:
+            return False
+        self.has_expired = True
+        return True
+
+    def _enter(self, stage: Stage, now: float) -> None:
+        self.stage = stage
+        self._stage_since_s = now
+        self._awaited = set()
+
+
+def table_without(
+    full: ExpertTable, absent: set[int], *, current: ExpertTable
+) -> ExpertTable | None:
+    """Return `full` without the slots of the `absent` expert nodes, under a new version.
+
+    `current` itself if its slots are the same already; None if an expert has no other replica.
+    The other nodes' slots do not change, so no node has to load experts.
+    """
+    slots = tuple(
+        tuple(() if node in absent else experts for node, experts in enumerate(layer))
+        for layer in full.slots
+    )
+    if slots == current.slots:
+        return current
+    for layer in slots:
+        held = {expert for experts in layer for expert in experts}
+        if len(held) < full.num_experts:
+            return None
+    return msgspec.structs.replace(full, slots=slots, version=current.version + 1)

@@ -1,0 +1,122 @@
+"""The scheduler's side of its nodes: their roster, and the sending of messages to them.
+
+Owns sending by place, and the check that a node's messages name the node itself.
+Knows no request, and decides nothing. Called by service.py, failover.py and gateways.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from server.scheduler.nodes.roster import Member, Roster
+from server.scheduler.planning.plans import Step
+from server.scheduler.traces import Ask, Tracer
+from topspin.errors import ProtocolError
+from topspin.messages import (
+    AnyMessage,
+    ClockPong,
+    ExpertCounts,
+    Goodbye,
+    Halted,
+    Loaded,
+    Message,
+    Progress,
+    Ready,
+    StepFailed,
+    StepResult,
+    TablePrepared,
+    TraceDump,
+)
+from topspin.trace import Kind
+
+Log = logging.LoggerAdapter[logging.Logger]
+
+NodeMessage = (
+    ClockPong
+    | ExpertCounts
+    | Goodbye
+    | Halted
+    | Loaded
+    | Progress
+    | Ready
+    | StepFailed
+    | StepResult
+    | TablePrepared
+    | TraceDump
+)
+
+
+class NodeSide:
+    """All nodes of one engine, through the channel's `send`."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        *,
+        send: Callable[[bytes, Message], bool],
+        tracer: Tracer,
+        log: Log,
+        experts_follow_tickets: bool,
+    ) -> None:
+        """Without `experts_follow_tickets` the attention nodes' combine() runs the experts."""
+        self.roster = roster
+        self.experts_follow_tickets = experts_follow_tickets
+        self._send = send
+        self._tracer = tracer
+        self._log = log
+
+    def checked(self, member: Member, message: AnyMessage) -> NodeMessage:
+        """Return `message`; raises ProtocolError if it is no node's or names another node."""
+        if not isinstance(message, NodeMessage):
+            raise ProtocolError(f"{member} sent {type(message).__name__}")
+        if isinstance(message, StepResult):
+            claimed = Member("attention", message.index)
+        elif isinstance(message, ExpertCounts):
+            claimed = Member("expert", message.index)
+        elif isinstance(message, ClockPong | TraceDump):
+            return message
+        else:
+            claimed = Member(message.role, message.index)
+        if member != claimed:
+            raise ProtocolError(f"{member} speaks for {claimed}")
+        return message
+
+    def result(self, member: Member, message: StepResult) -> StepResult:
+        """Return a step's result from `member` and stamp its arrival; raises as checked()."""
+        self.checked(member, message)
+        self._tracer.stamp(Kind.RESULT_RECEIVED, message.step, message.index)
+        return message
+
+    def tell(self, member: Member, message: Message) -> bool:
+        """Send a message; False if the node is gone or does not read its messages."""
+        return self._send(self.roster.peer(member), message)
+
+    def tell_all(self, message: Message) -> None:
+        """Send a message to every node; a node that is lost is noticed elsewhere."""
+        for member in self.roster.members:
+            if not self.tell(member, message):
+                self._log.warning("%s does not take %s", member, type(message).__name__)
+
+    def send_step(self, step: Step) -> Member | None:
+        """Send the ticket to every expert node and each plan to its attention node.
+
+        Ends at the first node that cannot be sent its part, and returns it.
+        """
+        if self.experts_follow_tickets:
+            for member in self.roster.members:
+                if member.role == "expert" and not self.tell(member, step.ticket):
+                    return member
+        for index, plan in step.plans.items():
+            member = Member("attention", index)
+            if not self.tell(member, plan):
+                return member
+            self._tracer.stamp(Kind.PLAN_SENT, step.ticket.step, index)
+        return None
+
+    def ask(self, asks: list[Ask]) -> None:
+        """Send a trace's questions; a node that is lost is noticed elsewhere."""
+        members = {str(member): member for member in self.roster.members}
+        for name, question in asks:
+            if name in members:
+                self.tell(members[name], question)

@@ -1,0 +1,278 @@
+"""One attention node as the policy sees it: its running sequences and its block pool.
+
+Owns seats, block reservations, preemption and the choice of a node's slices in a step.
+Knows no other node, no queue and no messages but NewSequence. Called by policy.py.
+
+Order of a step: decodes first, then prefill chunks, then (by the policy) admissions. When
+blocks run out, the latest arrival that is not protected gives up its blocks. Protected
+sequences have reserved all blocks that they can ever need, so they always get them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from server.scheduler.planning.block_pool import BlockPool
+from server.scheduler.planning.sequence import Request, Sequence
+from topspin.messages import NewSequence, pack_ints
+
+
+@dataclass(slots=True)
+class NodeBatch:
+    """The work of one node in a step: parallel lists of slices, and the token budget left."""
+
+    budget: int
+    seqs: list[Sequence] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    def add(self, seq: Sequence, count: int) -> None:
+        """Plan the next `count` positions of `seq`; samples if its last known token is included."""
+        start = seq.num_planned
+        end = start + count
+        sample = end == seq.length
+        seq.num_planned = end
+        seq.length += sample
+        seq.num_in_flight += 1
+        self.budget -= count
+        self.seqs.append(seq)
+        self.counts.append(count)
+        self.samples.append(int(sample))
+        self.starts.append(start)
+
+    def add_decodes(self, seqs: list[Sequence]) -> None:
+        """Plan one position of each of `seqs`, all of which have exactly one to feed."""
+        starts = [seq.num_planned for seq in seqs]
+        for seq, start in zip(seqs, starts, strict=True):
+            seq.num_planned = start + 1
+            seq.length = start + 2
+            seq.num_in_flight += 1
+        self.budget -= len(seqs)
+        self.seqs += seqs
+        self.starts += starts
+        self.counts += [1] * len(seqs)
+        self.samples += [1] * len(seqs)
+
+
+class AttentionReplica:
+    """The sequences and blocks of one attention node.
+
+    Invariant: a sequence is in exactly one of `prefilling` (known tokens left to feed),
+    `decoding` and `draining` (closed, in a step that runs), or holds no blocks.
+    """
+
+    def __init__(
+        self, *, index: int, num_blocks: int, block_size: int, max_num_seqs: int, budget: int
+    ) -> None:
+        self.index = index
+        self.is_present = True
+        self.pool = BlockPool(num_blocks)
+        self.prefilling: dict[int, Sequence] = {}
+        self.decoding: dict[int, Sequence] = {}
+        self.draining: dict[int, Sequence] = {}
+        self._protected: dict[int, Sequence] = {}
+        self._finished: list[int] = []
+        self._new: list[NewSequence] = []
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._budget = budget
+
+    @property
+    def num_running(self) -> int:
+        """Return how many sequences hold a seat."""
+        return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def num_free_seats(self) -> int:
+        """Return how many more sequences may run; none while the node is absent."""
+        return self._max_num_seqs - self.num_running if self.is_present else 0
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Return how many known tokens of running sequences are not planned yet."""
+        return sum(seq.length - seq.num_planned for seq in self.prefilling.values())
+
+    # Planning.
+
+    def plan_running(self, preempted: list[Sequence]) -> NodeBatch:
+        """Return the next step's slices of running sequences; appends victims to `preempted`."""
+        batch = NodeBatch(budget=self._budget)
+        ready = [seq for seq in self.decoding.values() if seq.num_planned < seq.position_limit]
+        short = [seq for seq in ready if seq.num_planned == seq.capacity]
+        if short:
+            stalled = self._grow(short, preempted)
+            ready = [seq for seq in ready if not seq.closed and seq.seq_id not in stalled]
+        batch.add_decodes(ready)
+        for seq in list(self.prefilling.values()):
+            if batch.budget == 0:
+                break
+            self._plan_chunk(seq, batch)
+        return batch
+
+    def _plan_chunk(self, seq: Sequence, batch: NodeBatch) -> None:
+        batch.add(seq, min(batch.budget, seq.length - seq.num_planned))
+        if batch.samples[-1]:
+            del self.prefilling[seq.seq_id]
+            self.decoding[seq.seq_id] = seq
+
+    def _grow(self, short: list[Sequence], preempted: list[Sequence]) -> set[int]:
+        """Give each of `short` a block, in order of arrival; returns the ids that must wait."""
+        returning = sum(self.pool.count_exclusive(s.blocks) for s in self.draining.values())
+        stalled: set[int] = set()
+        for seq in sorted(short, key=lambda seq: seq.request.arrival):
+            while not seq.closed and not self.pool.num_available:
+                if len(stalled) < returning:
+                    # Blocks of closed sequences come back when the running step is done.
+                    break
+                victim = self._victim()
+                if victim is None:
+                    break
+                if victim.num_in_flight:
+                    returning += self.pool.count_exclusive(victim.blocks)
+                victim.request.num_preemptions += 1
+                preempted.append(victim)
+                self.close(victim)
+            if seq.closed:
+                continue
+            if self.pool.num_available:
+                seq.add_block(self.pool.acquire(1)[0])
+            else:
+                stalled.add(seq.seq_id)
+        return stalled
+
+    def _victim(self) -> Sequence | None:
+        """Return the running sequence that arrived last and is not protected."""
+        running = [*self.prefilling.values(), *self.decoding.values()]
+        unprotected = [seq for seq in running if not seq.protected]
+        return max(unprotected, key=lambda seq: seq.request.arrival, default=None)
+
+    # Admission.
+
+    def hit_blocks(self, hashes: list[bytes]) -> list[int]:
+        """Return the cached blocks that a sequence with these block hashes would start with."""
+        return self.pool.match_prefix(hashes)
+
+    def fits(self, request: Request, hits: list[int], *, protect: bool) -> bool:
+        """Say whether `request` can be admitted now.
+
+        There must be blocks for all its known tokens and one more, in addition to those that
+        protected sequences may still ask for; with `protect`, its reservation must fit too.
+        """
+        pool = self.pool
+        if protect and self._reserved() + request.max_blocks > pool.num_blocks:
+            return False
+        known_blocks = -(-(len(request.tokens) + 1) // self._block_size)
+        wanted = min(known_blocks, request.max_blocks) - len(hits)
+        available = pool.num_available - pool.count_idle(hits)
+        return available - self._owed() >= wanted
+
+    def _reserved(self) -> int:
+        return sum(seq.request.max_blocks for seq in self._protected.values())
+
+    def _owed(self) -> int:
+        """Return how many blocks protected sequences may still ask for."""
+        return sum(seq.request.max_blocks - len(seq.blocks) for seq in self._protected.values())
+
+    def admit(
+        self, request: Request, *, seq_id: int, hits: list[int], protect: bool, batch: NodeBatch
+    ) -> Sequence:
+        """Admit `request`, with blocks for all known tokens, and plan its first chunk."""
+        num_tokens = len(request.tokens)
+        self.pool.share(hits)
+        num_blocks = -(-num_tokens // self._block_size)
+        blocks = hits + self.pool.acquire(num_blocks - len(hits))
+        num_computed = len(hits) * self._block_size
+        seq = Sequence(
+            request=request,
+            seq_id=seq_id,
+            replica_idx=self.index,
+            blocks=blocks,
+            block_size=self._block_size,
+            num_planned=num_computed,
+            num_committed=num_computed,
+            length=num_tokens,
+            position_limit=request.max_length - 1,
+            num_sent=len(hits),
+            protected=protect,
+        )
+        if protect:
+            self._protected[seq_id] = seq
+        self.prefilling[seq_id] = seq
+        self._new.append(
+            NewSequence(
+                seq_id=seq_id,
+                tokens=pack_ints(request.tokens),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed=num_computed,
+                blocks=pack_ints(hits),
+                sampling=request.sampling,
+            )
+        )
+        self._plan_chunk(seq, batch)
+        return seq
+
+    def take_news(self) -> tuple[bytes, tuple[NewSequence, ...]]:
+        """Return, for a plan, and clear: the packed ids of closed sequences, the new ones."""
+        news = pack_ints(self._finished), tuple(self._new)
+        self._finished, self._new = [], []
+        return news
+
+    def publish(self, seq: Sequence) -> None:
+        """Make the blocks that a step has filled findable for others."""
+        request = seq.request
+        num_full = seq.num_committed // self._block_size
+        for idx in range(seq.publish_at // self._block_size - 1, num_full):
+            self.pool.publish(seq.blocks[idx], request.hashes.at(idx, request.tokens))
+        seq.publish_at = (num_full + 1) * self._block_size
+
+    # Leaving.
+
+    def close(self, seq: Sequence) -> None:
+        """Stop planning `seq`; releases its blocks now, or when its last step has succeeded."""
+        assert not seq.closed
+        seq.closed = True
+        self.prefilling.pop(seq.seq_id, None)
+        self.decoding.pop(seq.seq_id, None)
+        self._protected.pop(seq.seq_id, None)
+        self._finished.append(seq.seq_id)
+        if seq.num_in_flight:
+            self.draining[seq.seq_id] = seq
+        else:
+            self.pool.release(seq.blocks)
+
+    def drained(self, seq: Sequence) -> None:
+        """Release the blocks of a closed sequence whose last step has succeeded."""
+        assert seq.closed
+        assert not seq.num_in_flight
+        del self.draining[seq.seq_id]
+        self.pool.release(seq.blocks)
+
+    def halt(self) -> list[Sequence]:
+        """End and return every sequence, and drop the news that the node was not sent.
+
+        Published blocks stay cached: the steps that were given up did not write them.
+        """
+        seqs = [*self.prefilling.values(), *self.decoding.values(), *self.draining.values()]
+        for seq in seqs:
+            seq.closed = True
+            self.pool.release(seq.blocks)
+        self.prefilling.clear()
+        self.decoding.clear()
+        self.draining.clear()
+        self._protected.clear()
+        self._finished, self._new = [], []
+        return seqs
+
+    def leave(self) -> None:
+        """Mark the node as absent, with an empty cache; halt() must come before."""
+        assert not self.num_running
+        assert not self.draining
+        self.is_present = False
+        self.pool = BlockPool(self.pool.num_blocks)
+
+    def check_integrity(self) -> None:
+        """Assert that every block is free, cached, or held by the sequences that name it."""
+        live = {**self.prefilling, **self.decoding, **self.draining}
+        assert len(live) == self.num_running + len(self.draining), "a sequence is in two states"
+        self.pool.check_integrity(seq.blocks for seq in live.values())

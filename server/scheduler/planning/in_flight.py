@@ -1,0 +1,174 @@
+"""The steps in flight: their slices per node, and the answers received.
+
+Owns the order of steps and the check that an answer fits its plan. Knows no
+blocks and no queue. Called by policy.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from server.scheduler.micro_batching.cost_fit import StepLoad
+from server.scheduler.planning import sequence
+from topspin.errors import ProtocolError
+from topspin.messages import StepResult, StepTicket, pack_ints, unpack_ints
+
+# Step k+1 is planned while step k runs; a third would be two tokens ahead of the known ones.
+MAX_STEPS_IN_FLIGHT = 2
+
+
+@dataclass(slots=True)
+class NodePart:
+    """One node's slices in plan order, as parallel lists, and the packed ids of sampled ones.
+
+    Once the node has answered, `tokens` has each slice's sampled token (None: not sampled, or
+    failed).
+    """
+
+    seqs: list[sequence.Sequence]
+    counts: list[int]
+    samples: list[int]
+    sampled_ids: bytes
+    result: StepResult | None = None
+    tokens: Sequence[int | None] = ()
+
+
+class StepUnderWay(NamedTuple):
+    """The oldest step in flight, since when it is the oldest, and the nodes yet to answer."""
+
+    step: int
+    since_s: float
+    unanswered: list[int]
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """A step that was sent; `took_s` is set when it is done.
+
+    `after_idle`: there was no request before it, so the nodes' wait for its plan is no gap.
+    """
+
+    ticket: StepTicket
+    sent_s: float
+    parts: dict[int, NodePart]
+    loads: dict[int, StepLoad] = field(default_factory=dict)
+    after_idle: bool = False
+    took_s: float = 0.0
+
+    def is_of(self, step: int, generation: int) -> bool:
+        """Say whether this is step `step` of `generation`."""
+        return self.ticket.step == step and self.ticket.generation == generation
+
+    def unanswered(self) -> list[int]:
+        """Return the attention nodes that have not answered, ascending."""
+        return sorted(index for index, part in self.parts.items() if part.result is None)
+
+
+class StepsInFlight:
+    """At most two steps, oldest first; done in order, even if answers come out of order."""
+
+    def __init__(self) -> None:
+        self._steps: deque[RunningStep] = deque()
+        self._head_since_s = 0.0
+        self._progress_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        """Say whether no step may be planned now."""
+        return len(self._steps) >= MAX_STEPS_IN_FLIGHT
+
+    @property
+    def head(self) -> RunningStep | None:
+        """Return the step that the nodes work on."""
+        return self._steps[0] if self._steps else None
+
+    @property
+    def progress_s(self) -> float:
+        """Return when a node last reported progress of the head, or when the head began."""
+        return max(self._head_since_s, self._progress_s)
+
+    def under_way(self) -> StepUnderWay | None:
+        """Return the step that the nodes work on, for the watermark."""
+        if not self._steps:
+            return None
+        head = self._steps[0]
+        return StepUnderWay(head.ticket.step, self._head_since_s, head.unanswered())
+
+    def progressed(self, *, step: int, generation: int, now: float) -> None:
+        """Note a node's progress in a step; ignored unless that step is the head."""
+        if self._steps and self._steps[0].is_of(step, generation):
+            self._progress_s = now
+
+    def clear(self) -> None:
+        """Forget all steps: their generation is over."""
+        self._steps.clear()
+
+    def push(self, step: RunningStep) -> None:
+        """Append a step that is being sent."""
+        if not self._steps:
+            self._head_since_s = step.sent_s
+        self._steps.append(step)
+
+    def accept(self, result: StepResult) -> None:
+        """Record a node's answer.
+
+        Raises ProtocolError, and changes nothing, if no such answer was outstanding or if
+        it does not name exactly the sequences that the plan sampled.
+        """
+        running = next((s for s in self._steps if s.is_of(result.step, result.generation)), None)
+        if running is None:
+            raise ProtocolError(
+                f"attention {result.index}: result of step {result.step} (generation "
+                f"{result.generation}), which is not running"
+            )
+        part = running.parts.get(result.index)
+        if part is None or part.result is not None:
+            raise ProtocolError(
+                f"attention {result.index}: a result of step {result.step} was not awaited"
+            )
+        part.tokens = _tokens_of(part, result)
+        part.result = result
+
+    def finished(self, now: float) -> Iterator[RunningStep]:
+        """Remove and yield, in order, the steps that all their nodes have answered."""
+        while self._steps and not self._steps[0].unanswered():
+            step = self._steps.popleft()
+            step.took_s = now - self._head_since_s
+            self._head_since_s = now
+            yield step
+
+
+def _tokens_of(part: NodePart, result: StepResult) -> Sequence[int | None]:
+    """Return the token of each slice of `part`; raises ProtocolError as accept() says."""
+    tokens = unpack_ints(result.tokens)
+    num_slices = len(part.seqs)
+    all_sampled = len(part.sampled_ids) == 4 * num_slices == len(result.tokens)
+    if all_sampled and result.seq_ids == part.sampled_ids and not result.errors:
+        return tokens  # the common decode step, without a dict
+    seq_ids = unpack_ints(result.seq_ids)
+    if len(seq_ids) != len(tokens) or len(set(seq_ids)) != len(seq_ids):
+        raise ProtocolError(
+            f"attention {result.index}: step {result.step}: {len(tokens)} tokens for "
+            f"{len(seq_ids)} sequences"
+        )
+    token_of = dict(zip(seq_ids, tokens, strict=True))
+    sampled = set(unpack_ints(part.sampled_ids))
+    planned = {seq.seq_id for seq in part.seqs}
+    failed = result.errors.keys()
+    if not token_of.keys() <= sampled or not failed <= planned or sampled - failed - set(token_of):
+        raise ProtocolError(
+            f"attention {result.index}: step {result.step}: the answer does not name the "
+            "sequences that were sampled"
+        )
+    return [token_of.get(seq.seq_id) for seq in part.seqs]
+
+
+def pack_sampled(seqs: list[sequence.Sequence], samples: list[int]) -> bytes:
+    """Return the packed ids of the sequences that are sampled."""
+    return pack_ints(seq.seq_id for seq, sample in zip(seqs, samples, strict=True) if sample)

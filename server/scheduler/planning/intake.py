@@ -1,0 +1,125 @@
+"""Turns a gateway's AddRequest into a Request, or says why it cannot be served.
+
+Owns the limits of a single request. A request that is refused here could never run, or would
+harm others if it did; gateways are not trusted to have checked it.
+Knows no queue and no other requests. Called by policy.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+
+from server.sampling_limits import (
+    MAX_BIAS,
+    MAX_COUNT,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+)
+from server.scheduler.planning.block_pool import HashChain
+from server.scheduler.planning.sequence import Request
+from topspin.errors import InvalidRequest, ProtocolError
+from topspin.messages import AddRequest, SamplingParams, unpack_ints
+
+
+class Intake:
+    """The limits of requests, and the conversion."""
+
+    def __init__(
+        self, *, vocab_size: int, block_size: int, max_model_len: int, max_request_tokens: int
+    ) -> None:
+        """`max_request_tokens`: prompt and output tokens that fit the smallest node's cache."""
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._max_request_tokens = max_request_tokens
+
+    def request(self, message: AddRequest, *, peer: bytes, arrival: int) -> Request:
+        """Return the request; raises InvalidRequest naming the invalid parameter."""
+        prompt = self._prompt(message)
+        sampling = message.sampling
+        _check_sampling(sampling, vocab_size=self._vocab_size)
+        max_length = min(len(prompt) + sampling.max_tokens, self._max_model_len)
+        if max_length > self._max_request_tokens:
+            raise InvalidRequest(
+                f"prompt and output of up to {max_length} tokens do not fit the cache of a node, "
+                f"which holds {self._max_request_tokens}",
+                param="max_tokens",
+            )
+        return Request(
+            request_id=message.request_id,
+            peer=peer,
+            arrival=arrival,
+            sampling=sampling,
+            tokens=prompt,
+            num_prompt_tokens=len(prompt),
+            max_length=max_length,
+            # The last token is returned, not fed: it needs no place in the cache.
+            max_blocks=-(-(max_length - 1) // self._block_size),
+            stop_ids=frozenset(sampling.stop_token_ids) | frozenset(sampling.eos_token_ids),
+            hashes=HashChain(message.cache_salt, self._block_size),
+        )
+
+    def _prompt(self, message: AddRequest) -> array[int]:
+        try:
+            prompt = array("i", unpack_ints(message.prompt))
+        except ProtocolError as error:
+            raise InvalidRequest(f"prompt: {error}", param="prompt") from error
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise InvalidRequest(
+                f"the prompt has token ids outside 0..{self._vocab_size - 1}", param="prompt"
+            )
+        if len(prompt) >= self._max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens; the context of {self._max_model_len} "
+                "leaves no room for output",
+                param="prompt",
+            )
+        return prompt
+
+
+def _check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
+    """Raise InvalidRequest naming the first parameter that is out of its range."""
+    given = sampling
+    _check_range("max_tokens", given.max_tokens, 1, MAX_COUNT)
+    _check_range("min_tokens", given.min_tokens, 0, MAX_COUNT)
+    _check_range("seed", given.seed, 0, MAX_SEED)
+    _check_range("choice", given.choice, 0, MAX_COUNT)
+    _check_range("temperature", given.temperature, 0, MAX_TEMPERATURE)
+    _check_range("top_p", given.top_p, 0, 1)
+    _check_range("top_k", given.top_k, 0, MAX_COUNT)
+    _check_range("min_p", given.min_p, 0, 1)
+    _check_range("presence_penalty", given.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_range("frequency_penalty", given.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_range(
+        "repetition_penalty",
+        given.repetition_penalty,
+        MIN_REPETITION_PENALTY,
+        MAX_REPETITION_PENALTY,
+    )
+    if given.logprobs is not None:
+        # The gateway limits how many a client may ask for; here the vocabulary does.
+        _check_range("logprobs", given.logprobs, 0, vocab_size)
+    for bias in given.logit_bias.values():
+        _check_range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+    _check_ids("logit_bias", given.logit_bias, vocab_size)
+    _check_ids("stop_token_ids", given.stop_token_ids, vocab_size)
+    _check_ids("eos_token_ids", given.eos_token_ids, vocab_size)
+
+
+def _check_range(param: str, value: float, lowest: float, highest: float) -> None:
+    # A NaN is in no range.
+    if not lowest <= value <= highest:
+        raise InvalidRequest(
+            f"{param} is {value}: must be between {lowest} and {highest}", param=param
+        )
+
+
+def _check_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        raise InvalidRequest(f"{param} has token ids outside 0..{vocab_size - 1}", param=param)

@@ -1,0 +1,202 @@
+"""Turns the nodes' batches of a step into tickets and plans.
+
+Owns the packing of StepTicket and StepPlan, and the split into micro-batches. Does not
+choose the sequences. Called by policy.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from server.scheduler.micro_batching.cost import CostModel
+from server.scheduler.micro_batching.cost_fit import StepLoad
+from server.scheduler.micro_batching.split import (
+    DEFAULT_NUM_LAYERS,
+    NodeLoad,
+    choose_num_micro_batches,
+    row_bucket,
+    split_slices,
+)
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.planning.attention_replica import AttentionReplica, NodeBatch
+from server.scheduler.planning.in_flight import NodePart, RunningStep, pack_sampled
+from topspin.messages import MicroBatch, StepPlan, StepTicket, pack_ints
+
+
+class Step(NamedTuple):
+    """The messages of a step: a ticket for every expert node, a plan per attention node."""
+
+    ticket: StepTicket
+    plans: dict[int, StepPlan]
+
+
+class PlannedStep(NamedTuple):
+    """The messages of a step, and its record until it is done."""
+
+    step: Step
+    running: RunningStep
+
+
+class _NodeSplit(NamedTuple):
+    replica: AttentionReplica
+    batch: NodeBatch
+    micro_batches: list[list[int]]
+
+
+class StepBuilder:
+    """Numbers steps and builds their messages."""
+
+    def __init__(
+        self,
+        *,
+        formation: Formation,
+        num_micro_batches: int | None,
+        shares_cores: bool,
+        cost: CostModel,
+        num_layers: int = DEFAULT_NUM_LAYERS,
+    ) -> None:
+        self._formation = formation
+        self._fixed_num_micro_batches = num_micro_batches
+        self._shares_cores = shares_cores
+        self.cost = cost
+        self._num_layers = num_layers
+        self._chosen: int | None = None
+        self._step = 0
+        self._previous = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return the number of micro-batches of the last step, 0 before the first."""
+        return self._chosen or 0
+
+    def begin_chain(self) -> None:
+        """Give the next step no predecessor, as a generation begins."""
+        self._previous = 0
+
+    def build(self, work: list[tuple[AttentionReplica, NodeBatch]], now: float) -> PlannedStep:
+        """Return the next step; `work` holds the participants' batches, none of them empty."""
+        slices_s = [self._slices_s(batch) for _, batch in work]
+        m = self._chosen = self._num_micro_batches(work, slices_s)
+        splits = [
+            _NodeSplit(replica, batch, split_slices(costs, m))
+            for (replica, batch), costs in zip(work, slices_s, strict=True)
+        ]
+        ticket = StepTicket(
+            step=self._step + 1,
+            previous=self._previous,
+            generation=self._formation.generation,
+            table_version=self._formation.table.version,
+            num_micro_batches=m,
+            participants=tuple(replica.index for replica, _ in work),
+            row_buckets=tuple(_bucket(splits, mb) for mb in range(m)),
+        )
+        self._step += 1
+        self._previous = self._step
+        plans: dict[int, StepPlan] = {}
+        parts: dict[int, NodePart] = {}
+        for split in splits:
+            finished, new = split.replica.take_news()
+            plans[split.replica.index] = StepPlan(
+                ticket=ticket,
+                finished=finished,
+                new=new,
+                micro_batches=tuple(_pack(split.batch, idxs) for idxs in split.micro_batches),
+            )
+            parts[split.replica.index] = _part(split.batch, split.micro_batches)
+        running = RunningStep(
+            ticket=ticket,
+            sent_s=now,
+            parts=parts,
+            loads={split.replica.index: _load(split) for split in splits},
+        )
+        return PlannedStep(Step(ticket, plans), running)
+
+    def _slices_s(self, batch: NodeBatch) -> list[float]:
+        if self._fixed_num_micro_batches == 1 or (
+            self._fixed_num_micro_batches is None and self._never_splits
+        ):
+            return [0.0] * len(batch.seqs)  # not split, so not needed
+        cost = self.cost
+        return [
+            cost.slice_s(count, start)
+            for count, start in zip(batch.counts, batch.starts, strict=True)
+        ]
+
+    def _num_micro_batches(
+        self, work: list[tuple[AttentionReplica, NodeBatch]], slices_s: list[list[float]]
+    ) -> int:
+        if self._fixed_num_micro_batches is not None:
+            return self._fixed_num_micro_batches
+        if self._never_splits:
+            return 1
+        loads = [
+            NodeLoad(len(batch.seqs), sum(batch.counts), sum(costs), max(costs))
+            for (_, batch), costs in zip(work, slices_s, strict=True)
+        ]
+        return choose_num_micro_batches(
+            self.cost,
+            loads,
+            shares_cores=self._shares_cores,
+            num_layers=self._num_layers,
+            current=self._chosen,
+        )
+
+    @property
+    def _never_splits(self) -> bool:
+        """Say whether splitting is slower under any load.
+
+        On shared cores it can only hide the link, and reads both sides' weights again.
+        """
+        cost = self.cost
+        reread_s = cost.attention_fixed_s + cost.expert_fixed_s
+        return self._shares_cores and not cost.link_token_s and 2 * cost.link_s <= reread_s
+
+
+def _load(split: _NodeSplit) -> StepLoad:
+    counts, starts = split.batch.counts, split.batch.starts
+    num_tokens = sum(counts)
+    if num_tokens == len(counts):
+        num_pairs = float(sum(starts) + num_tokens)
+    else:
+        num_pairs = sum(
+            count * (start + 0.5 * (count + 1)) for count, start in zip(counts, starts, strict=True)
+        )
+    return StepLoad(sum(1 for idxs in split.micro_batches if idxs), num_tokens, num_pairs)
+
+
+def _bucket(splits: list[_NodeSplit], micro_batch: int) -> int:
+    rows = (
+        sum(split.batch.counts[idx] for idx in split.micro_batches[micro_batch]) for split in splits
+    )
+    return row_bucket(max(rows))
+
+
+def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
+    """Return the message for the slices `indices`, with the blocks new to the node."""
+    seqs = [batch.seqs[idx] for idx in indices]
+    block_counts = [0] * len(seqs)
+    block_ids: list[int] = []
+    for position, seq in enumerate(seqs):
+        if seq.num_planned > seq.sent_capacity:
+            blocks = seq.blocks_to_send()
+            block_counts[position] = len(blocks)
+            block_ids += blocks
+    return MicroBatch(
+        seq_ids=pack_ints([seq.seq_id for seq in seqs]),
+        num_tokens=pack_ints([batch.counts[idx] for idx in indices]),
+        sample=bytes([batch.samples[idx] for idx in indices]),
+        block_counts=pack_ints(block_counts),
+        block_ids=pack_ints(block_ids),
+    )
+
+
+def _part(batch: NodeBatch, micro_batches: list[list[int]]) -> NodePart:
+    """Return the node's slices in the order in which it will answer."""
+    if len(micro_batches) == 1:
+        seqs, counts, samples = batch.seqs, batch.counts, batch.samples
+    else:
+        order = [idx for indices in micro_batches for idx in indices]
+        seqs = [batch.seqs[idx] for idx in order]
+        counts = [batch.counts[idx] for idx in order]
+        samples = [batch.samples[idx] for idx in order]
+    return NodePart(seqs, counts, samples, pack_sampled(seqs, samples))

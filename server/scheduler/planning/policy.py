@@ -1,0 +1,437 @@
+"""The policy of one engine: plans steps, and turns their results into outputs.
+
+Owns every request from add() to its end. Pure: no socket, no clock (`now` is an
+argument), no tensor. Called by service.py, in three lines: `step = policy.schedule(now)`,
+send, `policy.update(result, now)`.
+
+At most two steps are in flight: step k+1 is planned while step k runs, so a decode slice
+names no token; the node feeds the one that it sampled last. If the sequence stops in step k,
+its token of step k+1 is discarded, never emitted nor counted. Blocks are released, and become
+findable as a prefix, only when the last step that writes them has succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from server.scheduler.micro_batching.cost import CostModel
+from server.scheduler.micro_batching.cost_fit import CostFit
+from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.planning.attention_replica import AttentionReplica, NodeBatch
+from server.scheduler.planning.counters import Counters
+from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay
+from server.scheduler.planning.intake import Intake
+from server.scheduler.planning.outbox import Delivery, Outbox, failure
+from server.scheduler.planning.plans import Step, StepBuilder
+from server.scheduler.planning.router import Candidate, choose_replica
+from server.scheduler.planning.sequence import Request
+from server.scheduler.planning.sequence import Sequence as RunningSequence
+from server.scheduler.planning.waiting import WaitingQueue
+from topspin.config import EngineConfig
+from topspin.errors import (
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    NodeLost,
+    TopspinError,
+)
+from topspin.messages import (
+    AddRequest,
+    FinishReason,
+    Progress,
+    RequestFailed,
+    RequestOutput,
+    Stats,
+    StepResult,
+    TokenLogprobs,
+)
+
+# A request that takes part in so many lost generations without a token may be their cause.
+MAX_REPLAYS = 5
+
+
+class Policy:
+    """The scheduler's decisions, for M attention nodes that step together.
+
+    Invariant: a request that add() accepted is in `_requests` until it ends, and ends once:
+    by an output with a finish reason, by a RequestFailed, or by abort().
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        formation: Formation,
+        num_blocks: Sequence[int],
+        vocab_size: int,
+        shares_cores: bool,
+        cost: CostModel,
+        num_layers: int = DEFAULT_NUM_LAYERS,
+    ) -> None:
+        """Serve the attention nodes whose caches have `num_blocks` blocks each."""
+        self._config = config
+        self._formation = formation
+        self._fit = CostFit(cost, num_layers)
+        self._was_idle = True
+        self._block_size = config.cache.block_size
+        self._max_preemptions = config.scheduler.max_preemptions
+        self._replicas = [
+            AttentionReplica(
+                index=index,
+                num_blocks=count,
+                block_size=self._block_size,
+                max_num_seqs=config.batch.max_num_seqs,
+                budget=config.batch.max_num_batched_tokens,
+            )
+            for index, count in enumerate(num_blocks)
+        ]
+        self._intake = Intake(
+            vocab_size=vocab_size,
+            block_size=self._block_size,
+            max_model_len=config.max_model_len,
+            max_request_tokens=self.max_request_tokens,
+        )
+        self._builder = StepBuilder(
+            formation=formation,
+            num_micro_batches=config.scheduler.micro_batches,
+            shares_cores=shares_cores,
+            cost=cost,
+            num_layers=num_layers,
+        )
+        self._requests: dict[tuple[bytes, str], Request] = {}
+        self._waiting = WaitingQueue()
+        self._in_flight = StepsInFlight()
+        self._is_halted = False
+        self._counters = Counters()
+        self._num_arrivals = 0
+        self._num_admissions = 0
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Return the longest request, prompt and output, that fits any one node."""
+        smallest = min(replica.pool.num_blocks for replica in self._replicas)
+        return min(self._config.max_model_len, smallest * self._block_size)
+
+    @property
+    def num_running(self) -> int:
+        """Return how many requests are on a node."""
+        return sum(replica.num_running for replica in self._replicas)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many requests wait for a node, preempted ones too."""
+        return len(self._requests) - self.num_running
+
+    # Requests.
+
+    def add(self, message: AddRequest, *, peer: bytes) -> RequestFailed | None:
+        """Queue a request of gateway `peer`, or return its refusal."""
+        try:
+            if (peer, message.request_id) in self._requests:
+                raise InvalidRequest(f"request id {message.request_id!r} is in use")
+            self._check_queue()
+            request = self._intake.request(message, peer=peer, arrival=self._num_arrivals)
+        except TopspinError as error:
+            return failure(message.request_id, error)
+        self._num_arrivals += 1
+        self._was_idle |= not self._requests
+        self._requests[peer, message.request_id] = request
+        self._waiting.push(request)
+        return None
+
+    def _check_queue(self) -> None:
+        """Raise EngineUnavailable if the queue is full; seats on nodes are not part of it."""
+        limits = self._config.scheduler
+        seats = self._config.batch.max_num_seqs * len(self._replicas)
+        if len(self._requests) >= limits.max_queued_requests + seats:
+            raise EngineUnavailable(
+                f"the queue is full ({limits.max_queued_requests} requests are waiting)"
+            )
+
+    def abort(self, request_id: str, *, peer: bytes) -> bool:
+        """End a request silently; False if it has ended already or is unknown."""
+        request = self._requests.get((peer, request_id))
+        if request is None:
+            return False
+        self._end(request)
+        return True
+
+    def abort_peer(self, peer: bytes) -> int:
+        """End every request of a gateway that has gone; returns how many."""
+        requests = [request for request in self._requests.values() if request.peer == peer]
+        for request in requests:
+            self._end(request)
+        return len(requests)
+
+    def fail_all(self, error: EngineError) -> list[Delivery]:
+        """End every request with `error`; nothing of theirs is emitted afterwards."""
+        outbox = Outbox()
+        for request in list(self._requests.values()):
+            self._end(request)
+            outbox.fail(request, error)
+        return outbox.deliveries()
+
+    def _end(self, request: Request) -> None:
+        """Forget `request`; the results of running steps for it will be discarded."""
+        assert not request.ended
+        request.ended = True
+        del self._requests[request.peer, request.request_id]
+        seq = request.sequence
+        if seq is not None and not seq.closed:
+            self._replicas[seq.replica_idx].close(seq)
+
+    # Planning.
+
+    def schedule(self, now: float) -> Step | None:
+        """Return the next step; None if there is no work, two steps are in flight, or halted."""
+        if self._in_flight.is_full or self._is_halted:
+            return None
+        preempted: list[RunningSequence] = []
+        batches = [replica.plan_running(preempted) for replica in self._replicas]
+        for seq in preempted:
+            self._counters.num_preemptions += 1
+            if not seq.num_in_flight:
+                self._requeue(seq.request)
+        self._admit(batches)
+        work = [
+            (replica, batch)
+            for replica, batch in zip(self._replicas, batches, strict=True)
+            if batch.seqs
+        ]
+        if not work:
+            return None
+        self._builder.cost = self._fit.model
+        planned = self._builder.build(work, now)
+        planned.running.after_idle, self._was_idle = self._was_idle, False
+        self._in_flight.push(planned.running)
+        return planned.step
+
+    def _requeue(self, request: Request) -> None:
+        request.sequence = None
+        self._waiting.push(request)
+
+    def _admit(self, batches: list[NodeBatch]) -> None:
+        """Admit waiting requests, strictly by arrival, until the first one fits no node."""
+        while (request := self._waiting.first()) is not None:
+            open_replicas = [
+                replica
+                for replica in self._replicas
+                if replica.num_free_seats > 0 and batches[replica.index].budget > 0
+            ]
+            if not open_replicas or not self._admit_one(request, open_replicas, batches):
+                return
+
+    def _admit_one(
+        self, request: Request, replicas: list[AttentionReplica], batches: list[NodeBatch]
+    ) -> bool:
+        protect = request.num_preemptions >= self._max_preemptions
+        hashes: list[bytes] = []
+        if self._config.scheduler.prefix_caching:
+            # The last token is always computed: its logits are sampled from.
+            num_blocks = (len(request.tokens) - 1) // self._block_size
+            hashes = request.hashes.first(num_blocks, request.tokens)
+        hits: dict[int, list[int]] = {}
+        candidates = []
+        for replica in replicas:
+            blocks = replica.hit_blocks(hashes)
+            if replica.fits(request, blocks, protect=protect):
+                hits[replica.index] = blocks
+                num_hit_tokens = len(blocks) * self._block_size
+                candidates.append(
+                    Candidate(
+                        replica.index,
+                        num_hit_tokens,
+                        replica.num_pending_tokens,
+                        replica.num_running,
+                    )
+                )
+        if not candidates:
+            return False
+        chosen = choose_replica(candidates, num_tokens=len(request.tokens), cost=self._fit.model)
+        self._waiting.pop()
+        self._num_admissions += 1
+        request.sequence = self._replicas[chosen.replica_idx].admit(
+            request,
+            seq_id=self._num_admissions,
+            hits=hits[chosen.replica_idx],
+            protect=protect,
+            batch=batches[chosen.replica_idx],
+        )
+        if hashes:
+            self._counters.prefix_cache_queries += len(request.tokens)
+            self._counters.prefix_cache_hits += chosen.num_hit_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = chosen.num_hit_tokens
+        return True
+
+    # Failover.
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Return how many steps have been sent and not been answered by all their nodes."""
+        return len(self._in_flight)
+
+    def halt(self) -> list[Delivery]:
+        """Give up the steps in flight; plans no more until resume() of a new generation.
+
+        Every running request returns to its place in the queue and keeps its emitted tokens;
+        the next one is computed again. After more than MAX_REPLAYS replays the request fails.
+        """
+        outbox = Outbox()
+        self._in_flight.clear()
+        self._is_halted = True
+        for replica in self._replicas:
+            for seq in replica.halt():
+                request = seq.request
+                if request.ended:
+                    continue
+                self._counters.num_replays += 1
+                request.num_replays += 1
+                self._requeue(request)
+                if request.num_replays > MAX_REPLAYS:
+                    self._end(request)
+                    outbox.fail(request, NodeLost(f"{request.num_replays} attempts have failed"))
+        return outbox.deliveries()
+
+    def lose(self, index: int) -> None:
+        """Remove attention node `index`; halt() must come before."""
+        self._replicas[index].leave()
+
+    @property
+    def uses_one_table(self) -> bool:
+        """Say whether no step in flight is of an older table than the next one."""
+        head = self._in_flight.head
+        return head is None or head.ticket.table_version == self._formation.table.version
+
+    def resume(self, attention: Iterable[int]) -> None:
+        """Continue with these attention nodes; those that are back have empty caches."""
+        assert self._is_halted
+        self._is_halted = False
+        self._builder.begin_chain()
+        for index in attention:
+            self._replicas[index].is_present = True
+
+    # Results.
+
+    def update(self, result: StepResult, now: float) -> list[Delivery]:
+        """Record one node's result; returns the deliveries of the steps that it completes.
+
+        Raises ProtocolError if no such result was awaited; the state is then unchanged.
+        """
+        if result.generation < self._formation.generation:
+            return []  # it was on its way when its generation was given up
+        self._in_flight.accept(result)
+        outbox = Outbox()
+        for step in self._in_flight.finished(now):
+            self._counters.num_steps += 1
+            self._counters.step_seconds += step.took_s
+            results = {node: part.result for node, part in step.parts.items() if part.result}
+            timings = {node: each.timings for node, each in results.items()}
+            for each in timings.values():
+                self._counters.observe(each, after_idle=step.after_idle)
+            self._fit.add_step(step.loads, timings)
+            for node, result in sorted(results.items()):
+                self._apply(self._replicas[node], step.parts[node], result, outbox)
+        return outbox.deliveries()
+
+    def _apply(
+        self, replica: AttentionReplica, part: NodePart, result: StepResult, outbox: Outbox
+    ) -> None:
+        """Commit one node's slices of a step that has succeeded."""
+        errors, caches = result.errors, self._config.scheduler.prefix_caching
+        for seq, count, token in zip(part.seqs, part.counts, part.tokens, strict=True):
+            seq.num_in_flight -= 1
+            request = seq.request
+            was_closed = seq.closed
+            if not request.ended:
+                if errors and seq.seq_id in errors:
+                    self._end(request)
+                    outbox.fail(request, EngineError(errors[seq.seq_id]))
+                else:
+                    seq.num_committed += count
+                    finish = None
+                    if token is not None:
+                        finish = self._accept(request, token, result, outbox)
+                    if caches and seq.num_committed >= seq.publish_at:
+                        replica.publish(seq)
+                    if finish is not None:
+                        self._end(request)
+            if was_closed and not seq.num_in_flight:
+                replica.drained(seq)
+                if not request.ended:
+                    self._requeue(request)  # it was preempted
+
+    def _accept(
+        self, request: Request, token: int, result: StepResult, outbox: Outbox
+    ) -> FinishReason | None:
+        """Append a sampled token to the output and emit it."""
+        index = request.num_output_tokens
+        request.tokens.append(token)
+        request.num_replays = 0
+        finish = request.finish_reason()
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if result.logprobs and request.sampling.logprobs is not None:
+            assert request.sequence is not None
+            found = result.logprobs.get(request.sequence.seq_id)
+            logprobs = () if found is None else (found,)
+        if index == 0:
+            self._counters.prompt_tokens += request.num_prompt_tokens
+        self._counters.generation_tokens += 1
+        outbox.outputs_of(request.peer).append(
+            RequestOutput(
+                request_id=request.request_id,
+                index=index,
+                token_ids=(token,),
+                logprobs=logprobs,
+                finish_reason=finish,
+                stop_token_id=token if finish == "stop" else None,
+                num_cached_tokens=request.num_cached_tokens or 0,
+            )
+        )
+        return finish
+
+    # Watching.
+
+    def progressed(self, message: Progress, now: float) -> None:
+        """Note that a node makes progress in a step."""
+        self._in_flight.progressed(step=message.step, generation=message.generation, now=now)
+
+    def oldest_step(self) -> StepUnderWay | None:
+        """Return the step that the nodes work on, if there is one."""
+        return self._in_flight.under_way()
+
+    def stats(self, query_id: int, expert_tokens: tuple[tuple[int, ...], ...], now: float) -> Stats:
+        """Return the counters and gauges."""
+        is_busy = self._in_flight.head is not None
+        num_blocks = sum(replica.pool.num_blocks for replica in self._replicas)
+        num_available = sum(replica.pool.num_available for replica in self._replicas)
+        counters = self._counters
+        return Stats(
+            query_id=query_id,
+            num_waiting=self.num_waiting,
+            num_running=self.num_running,
+            kv_cache_usage=1.0 - num_available / num_blocks,
+            num_blocks=num_blocks,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            num_preemptions=counters.num_preemptions,
+            num_replays=counters.num_replays,
+            num_steps=counters.num_steps,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            step_seconds=counters.step_seconds,
+            step_phases=counters.step_phases(),
+            num_micro_batches=self._builder.num_micro_batches,
+            expert_tokens=expert_tokens,
+            progress_age_s=now - self._in_flight.progress_s if is_busy else None,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert the invariants of every block pool and of the requests' states."""
+        for replica in self._replicas:
+            replica.check_integrity()
+        assert not any(request.ended for request in self._requests.values())
+        assert self._waiting.count() + self.num_running + sum(
+            not seq.request.ended for r in self._replicas for seq in r.draining.values()
+        ) == len(self._requests)

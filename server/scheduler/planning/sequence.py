@@ -1,0 +1,104 @@
+"""A request, from add() to its end, and a sequence: one admission of it to a node.
+
+Owns their state and the rule by which a sampled token ends a request. Knows no queue, no
+pool and no step. A preempted request comes back as a new Sequence of the same Request.
+Called by attention_replica.py and policy.py.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from server.scheduler.planning.block_pool import HashChain
+from topspin.messages import FinishReason, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One choice of one client request.
+
+    `tokens` is the prompt and the accepted output; `max_length` the total length at which
+    it ends by "length"; `max_blocks` the most blocks of a node's cache that it can hold;
+    `num_replays` counts lost generations since its last token.
+    """
+
+    request_id: str
+    peer: bytes
+    arrival: int
+    sampling: SamplingParams
+    tokens: array[int]
+    num_prompt_tokens: int
+    max_length: int
+    max_blocks: int
+    stop_ids: frozenset[int]
+    hashes: HashChain
+    num_preemptions: int = 0
+    num_replays: int = 0
+    num_cached_tokens: int | None = None
+    sequence: Sequence | None = None
+    ended: bool = False
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Return how many tokens have been accepted."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    def finish_reason(self) -> FinishReason | None:
+        """Return why the last accepted token ends the request, if it does.
+
+        A stop or eos token counts from output position `min_tokens` on: before, the node
+        masks it.
+        """
+        if self.tokens[-1] in self.stop_ids and self.num_output_tokens > self.sampling.min_tokens:
+            return "stop"
+        return "length" if len(self.tokens) >= self.max_length else None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on an attention node.
+
+    Positions count tokens whose keys and values are in the cache. `num_planned` includes
+    steps in flight, `num_committed` only those that have succeeded. `length` is the
+    request's length after the steps in flight; so the next step can feed
+    positions num_planned..length-1, and never position `position_limit` (the last token
+    is returned, not fed). `closed`: no later step will name it; its blocks are released when
+    the `num_in_flight` steps that name it have succeeded. `publish_at`: committed positions at
+    which its next block is full.
+    """
+
+    request: Request
+    seq_id: int
+    replica_idx: int
+    blocks: list[int]
+    block_size: int
+    num_planned: int
+    num_committed: int
+    length: int
+    position_limit: int
+    num_sent: int
+    publish_at: int = field(init=False)
+    capacity: int = field(init=False)
+    sent_capacity: int = field(init=False)
+    num_in_flight: int = 0
+    closed: bool = False
+    protected: bool = False
+
+    def __post_init__(self) -> None:
+        self.publish_at = (self.num_sent + 1) * self.block_size
+        self.capacity = len(self.blocks) * self.block_size
+        self.sent_capacity = self.num_sent * self.block_size
+
+    def add_block(self, block: int) -> None:
+        """Append a block to the table."""
+        self.blocks.append(block)
+        self.capacity += self.block_size
+
+    def blocks_to_send(self) -> list[int]:
+        """Return the blocks that the planned positions need and the node does not know yet."""
+        needed = -(-self.num_planned // self.block_size)
+        unsent = self.blocks[self.num_sent : needed]
+        self.num_sent = needed
+        self.sent_capacity = needed * self.block_size
+        return unsent

@@ -1,0 +1,180 @@
+"""The stages of a recovery and the tables of the new generations, without messages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.recovery import Recovery, Stage, table_without
+from server.scheduler.nodes.roster import Member
+from topspin.expert_table import ExpertTable, uniform_table
+
+A0, A1 = Member("attention", 0), Member("attention", 1)
+E0, E1 = Member("expert", 0), Member("expert", 1)
+EVERYONE = {A0, A1, E0, E1}
+UNIFORM = uniform_table(num_layers=2, num_experts=4, num_nodes=2)
+REDUNDANT = ExpertTable(7, 4, (((0, 1, 2, 3), (2, 3, 0, 1)),) * 2)
+
+
+class World(NamedTuple):
+    """A recovery and its formation."""
+
+    recovery: Recovery
+    formation: Formation
+
+
+def make(table: ExpertTable = UNIFORM, *, needs_all: bool = False) -> World:
+    formation = Formation(table)
+    recovery = Recovery(
+        formation,
+        places=EVERYONE,
+        halt_deadline_s=2.0,
+        restart_deadline_s=10.0,
+        needs_all=needs_all,
+    )
+    return World(recovery, formation)
+
+
+def halt_all(world: World, now: float) -> None:
+    recovery, formation = world
+    recovery.halt(now)
+    for member in list(recovery.awaited):
+        recovery.halted(member, formation.generation)
+
+
+def test_a_lost_attention_node_leaves_the_others_serving() -> None:
+    recovery, formation = make()
+    recovery.lose(A0)
+    recovery.halt(1.0)
+    assert formation.generation == 2
+    assert recovery.awaited == [A1, E0, E1]
+    recovery.halted(A1, 1)  # of an earlier generation
+    assert recovery.awaited == [A1, E0, E1]
+    for member in (A1, E0, E1):
+        assert not recovery.has_halted
+        recovery.halted(member, 2)
+    assert recovery.has_halted
+    assert recovery.try_form(1.1)
+    assert formation.table is UNIFORM
+    assert recovery.stage is Stage.FORMING
+    assert not recovery.ready(A1, 2, 1.2)
+    assert not recovery.ready(E0, 1, 1.2)
+    assert not recovery.ready(E0, 2, 1.2)
+    assert recovery.ready(E1, 2, 1.3)
+    assert recovery.is_serving
+    assert recovery.absent == [A0]
+
+
+def test_without_replicas_an_expert_node_is_waited_for() -> None:
+    recovery, formation = world = make()
+    recovery.lose(E1)
+    halt_all(world, 0.0)
+    assert not recovery.try_form(0.1)
+    assert recovery.stage is Stage.WAITING
+    recovery.loaded(E1, 3.0)
+    assert recovery.has_halted
+    assert recovery.try_form(3.0)
+    assert formation.table is UNIFORM
+    assert recovery.awaited == [A0, A1, E0, E1]
+
+
+def test_with_replicas_an_expert_node_is_not_waited_for() -> None:
+    recovery, formation = world = make(REDUNDANT)
+    recovery.lose(E1)
+    halt_all(world, 0.0)
+    assert recovery.try_form(0.1)
+    table = formation.table
+    assert (table.version, table.slots) == (8, (((0, 1, 2, 3), ()),) * 2)
+    table.validate()
+    # Then the full table again, with a new version.
+    for member in list(recovery.awaited):
+        recovery.ready(member, 2, 0.2)
+    recovery.loaded(E1, 5.0)
+    assert recovery.stage is Stage.DRAINING
+    halt_all(world, 5.1)
+    assert recovery.try_form(5.2)
+    back = formation.table
+    assert (back.version, back.slots) == (9, REDUNDANT.slots)
+
+
+def test_without_attention_nodes_nothing_forms() -> None:
+    recovery, _ = world = make(REDUNDANT)
+    recovery.lose(A0)
+    recovery.lose(A1)
+    halt_all(world, 0.0)
+    assert not recovery.try_form(0.1)
+
+
+def test_nodes_of_one_process_form_only_together() -> None:
+    recovery, formation = world = make(REDUNDANT, needs_all=True)
+    recovery.lose(A1)
+    halt_all(world, 0.0)
+    assert not recovery.try_form(0.1)
+    recovery.loaded(A1, 1.0)
+    assert recovery.try_form(1.0)
+    assert formation.table is REDUNDANT
+
+
+def test_who_does_not_react_is_overdue() -> None:
+    recovery, _ = make()
+    recovery.halt(0.0)
+    recovery.halted(E0, 2)
+    assert recovery.overdue(1.9) == []
+    assert recovery.overdue(2.1) == [A0, A1, E1]
+    for member in (A0, A1, E1):
+        recovery.halted(member, 2)
+    recovery.try_form(3.0)
+    assert recovery.overdue(12.9) == []
+    recovery.ready(A0, 2, 4.0)
+    assert recovery.overdue(13.1) == [A1, E0, E1]
+
+
+def test_waiting_expires_once_and_is_forgotten_when_the_engine_serves() -> None:
+    recovery, formation = world = make()
+    recovery.lose(E1)
+    halt_all(world, 0.0)
+    recovery.try_form(0.1)
+    recovery.halt(9.0)  # another loss does not extend the wait
+    assert not recovery.expires(9.9)
+    assert recovery.expires(10.1)
+    assert not recovery.expires(10.2)
+    assert recovery.has_expired
+    recovery.loaded(E1, 11.0)
+    for member in list(recovery.awaited):
+        recovery.halted(member, formation.generation)
+    recovery.try_form(11.0)
+    for member in list(recovery.awaited):
+        recovery.ready(member, formation.generation, 11.5)
+    assert recovery.is_serving
+    assert not recovery.has_expired
+    assert not recovery.expires(1000.0)
+
+
+def test_a_node_that_loads_while_others_form_comes_in_with_the_next_generation() -> None:
+    recovery, _ = world = make()
+    recovery.lose(A1)
+    halt_all(world, 0.0)
+    recovery.try_form(0.1)
+    recovery.loaded(A1, 0.2)
+    assert A1 not in recovery.awaited
+    for member in (A0, E0, E1):
+        recovery.ready(member, 2, 0.3)
+    assert recovery.is_serving
+    assert recovery.take_late()
+    assert not recovery.take_late()
+    recovery.drain(0.4)
+    recovery.halt(0.5)
+    assert A1 in recovery.awaited
+
+
+@pytest.mark.parametrize("absent", [{0}, {1}, {0, 1}])
+def test_a_table_without_a_single_copy_is_none(absent: set[int]) -> None:
+    assert table_without(UNIFORM, absent, current=UNIFORM) is None
+
+
+def test_a_table_that_says_the_same_keeps_its_version() -> None:
+    assert table_without(UNIFORM, set(), current=UNIFORM) is UNIFORM
+    dense = ExpertTable(1, 0, ())
+    assert table_without(dense, set(), current=dense) is dense

@@ -1,0 +1,80 @@
+"""The limits of a request, for any gateway."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from server.scheduler.planning.intake import Intake
+from server.scheduler.planning.sequence import Request
+from topspin.errors import InvalidRequest
+from topspin.messages import AddRequest, SamplingParams, pack_ints
+
+VOCAB = 64
+
+
+def take(**sampling: Any) -> Request:
+    fields = {"max_tokens": 8, "seed": 0, **sampling}
+    message = AddRequest(
+        request_id="r", prompt=pack_ints([1, 2, 3]), sampling=SamplingParams(**fields)
+    )
+    intake = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
+    return intake.request(message, peer=b"gateway", arrival=0)
+
+
+OUTSIDE = [
+    ("max_tokens", (0, -1, 2**31)),
+    ("min_tokens", (-1, 2**63)),
+    ("seed", (-1, 2**64)),
+    ("choice", (-1, 2**31)),
+    ("temperature", (-0.1, 2.1, 1e39, math.nan, math.inf)),
+    ("top_p", (-0.1, 1.1, math.nan)),
+    ("top_k", (-1, 2**63)),
+    ("min_p", (-0.1, 1.1, math.nan)),
+    ("presence_penalty", (-2.1, 2.1, math.nan, -math.inf)),
+    ("frequency_penalty", (-2.1, 2.1, math.nan, 1e300)),
+    ("repetition_penalty", (0.0, 1e-38, -1.0, 100.1, math.nan, math.inf)),
+    ("logprobs", (-1, 10_000)),
+    ("logit_bias", ({1: 100.1}, {1: math.nan}, {1: -math.inf}, {-1: 0.0}, {0: 1.0, VOCAB: 0.0})),
+    ("stop_token_ids", ((-1,), (0, VOCAB))),
+    ("eos_token_ids", ((-1,), (0, VOCAB))),
+]
+
+
+def test_a_parameter_out_of_range_is_the_requests_own_fault() -> None:
+    for param, values in OUTSIDE:
+        for value in values:
+            with pytest.raises(InvalidRequest, match=param) as caught:
+                take(**{param: value})
+            assert caught.value.param == param, value
+
+
+def test_the_ends_of_the_ranges_are_served() -> None:
+    highest = {
+        "max_tokens": 2**31 - 1,
+        "min_tokens": 2**31 - 1,
+        "seed": 2**64 - 1,
+        "temperature": 2.0,
+        "top_p": 1.0,
+        "top_k": 2**31 - 1,
+        "min_p": 1.0,
+        "presence_penalty": 2.0,
+        "frequency_penalty": 2.0,
+        "repetition_penalty": 100.0,
+        "logprobs": 20,
+        "logit_bias": {VOCAB - 1: 100.0},
+        "stop_token_ids": (VOCAB - 1,),
+        "eos_token_ids": (VOCAB - 1, 0),
+    }
+    assert take(**highest).stop_ids == {0, VOCAB - 1}
+    lowest = {
+        "temperature": 0.0,
+        "top_p": 0.0,
+        "presence_penalty": -2.0,
+        "frequency_penalty": -2.0,
+        "repetition_penalty": 0.01,
+        "logit_bias": {0: -100.0},
+    }
+    assert take(max_tokens=1, **lowest).max_length == 4

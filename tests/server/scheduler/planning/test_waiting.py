@@ -1,0 +1,39 @@
+"""The order of the waiting queue."""
+
+from __future__ import annotations
+
+from server.scheduler.planning.sequence import Request
+from server.scheduler.planning.waiting import WaitingQueue
+from tests.server.scheduler.planning.test_sequence import make_request
+
+
+def request(arrival: int) -> Request:
+    """Return the request that arrived as number `arrival`."""
+    made = make_request([])
+    made.arrival = arrival
+    return made
+
+
+def test_a_request_that_comes_back_has_its_old_place() -> None:
+    queue = WaitingQueue()
+    first, second, third = request(0), request(1), request(2)
+    queue.push(first)
+    queue.push(second)
+    assert queue.first() is first
+    assert queue.pop() is first
+    queue.push(third)
+    queue.push(first)
+    assert [queue.pop() for _ in range(3)] == [first, second, third]
+
+
+def test_ended_requests_are_passed_over() -> None:
+    queue = WaitingQueue()
+    first, second = request(0), request(1)
+    queue.push(first)
+    queue.push(second)
+    first.ended = True
+    assert queue.count() == 1
+    assert queue.first() is second
+    second.ended = True
+    assert queue.first() is None
+    assert queue.count() == 0
