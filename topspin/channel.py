@@ -1,13 +1,12 @@
 """The control plane's sockets: one ROUTER in the scheduler, a DEALER in every peer.
 
-Owns connection settings (size caps, heartbeats, high-water marks) and turns what ZeroMQ
-reports into three facts: a message came, a peer is gone, a peer sent rubbish. Knows the
-messages' encoding (topspin.messages) but none of their meaning. A closed connection is
-noticed at once and a silent one by libzmq's heartbeat, whose thread keeps answering
-while a node computes; a hung node is found by the scheduler's deadlines, not here.
-Over ipc the scheduler takes connections of its own user only. Peers do not check whose
-socket they connect to: a stranger would have to bind the address before the scheduler, whose
-start then fails and ends the engine.
+Owns connection settings (size caps, heartbeats, high-water marks) and turns what ZeroMQ reports
+into three events: a message came, a peer is gone, a peer sent something malformed. Knows the
+messages' encoding (topspin.messages) but none of their meaning. A closed connection is noticed at
+once and a silent one by libzmq's heartbeat, whose thread keeps answering while a node computes; a
+hung node is found by the scheduler's deadlines, not here. Over ipc the scheduler takes connections
+of its own user only. Peers do not check whose socket they connect to: a stranger would have to bind
+the address before the scheduler, whose start then fails and ends the engine.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ LINGER_MS = 1000
 class Heartbeat(NamedTuple):
     """How often a silent peer is pinged, and after how long without an answer it is gone.
 
-    The peer's own pings count as signs of life. So a link that is dead one way is noticed by
-    the end that hears nothing, whose closing the other one sees: both must ping.
+    The peer's own pings count as signs of life. If a link is dead one way, the end that hears
+    nothing closes the connection, and the other end sees that: both must ping.
     """
 
     interval_ms: int
@@ -72,7 +71,7 @@ Event = Received | Malformed | PeerGone
 
 
 def _configure(socket: zmq.Socket[Any], heartbeat: Heartbeat = RELAXED_HEARTBEAT) -> None:
-    """Set what libzmq leaves unbounded or off by default."""
+    """Set the limits and heartbeats that libzmq leaves unbounded or off by default."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat.interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, heartbeat.timeout_ms)
@@ -85,8 +84,8 @@ def _configure(socket: zmq.Socket[Any], heartbeat: Heartbeat = RELAXED_HEARTBEAT
 class ControlServer:
     """The scheduler's end: one address, many peers.
 
-    Invariant: a peer that has sent something is reported PeerGone exactly once, after all
-    that it sent.
+    Invariant: a peer that has sent something is reported PeerGone exactly once, after all its
+    messages.
     """
 
     def __init__(self, address: str, *, heartbeat: Heartbeat = RELAXED_HEARTBEAT) -> None:
@@ -134,7 +133,7 @@ class ControlServer:
             return Malformed(peer, str(error))
 
     def _register(self, peer: bytes, fd: int, gone: list[PeerGone]) -> None:
-        """Tie a new peer to its descriptor, whose number an older connection may have had."""
+        """Map a new peer to its descriptor; an older connection may have had the same number."""
         self._collect_gone(gone)
         self._fd_of_peer[peer] = fd
         if fd in self._unclaimed_closed_fds and not self._is_reachable(peer):
@@ -198,8 +197,8 @@ class ControlClient:
     def recv(self, timeout_s: float | None = None) -> AnyMessage | None:
         """Return the next message, or None if none came within `timeout_s` (None: wait).
 
-        Raises PeerLost once the connection has closed and all that came before is read,
-        ProtocolError if what came is no control message.
+        Raises PeerLost once the connection has closed and all earlier messages are read,
+        ProtocolError for a malformed message.
         """
         while True:
             try:
@@ -252,7 +251,7 @@ class AsyncControlClient:
             if not data:  # an empty frame is the scheduler's probe
                 continue
             message = decode(data)
-            # libzmq connects again by itself, without a Hello: a refusal may be of that.
+            # libzmq connects again by itself, without a Hello; a refusal may be the answer to that.
             if self._is_lost and isinstance(message, Refused):
                 raise PeerLost("the scheduler closed the control connection")
             return message

@@ -1,10 +1,10 @@
 """The settings of one engine: frozen sections, composed and validated once.
 
-Owns every setting: its field is the one place that gives its type, default, range, help and
-flag. Knows no tensors and no sockets. topspin.cli.flags derives the command line from these
-sections. topspin.resolve checks them and turns every "auto" into a concrete value; it returns a
-new object, and nobody changes a section afterwards. A role receives only its part: nodes get a
-NodeConfig in the scheduler's Welcome.
+Owns every setting: its field is the one place that gives its type, default, range, help and flag.
+Knows no tensors and no sockets. topspin.cli.flags derives the command line from these sections.
+topspin.resolve checks them and turns every "auto" into a concrete value; it returns a new object.
+Sections never change. A role receives only its part: nodes get a NodeConfig in the scheduler's
+Welcome.
 
 None stands for "auto" in a field that is not text. It stays None after resolve() where only the
 node can know (num_threads, a GPU's kv_cache_bytes) or measurement decides (micro_batches).
@@ -40,14 +40,14 @@ QUANTIZATIONS = {"cpu": ("int8", "int4"), "triton": ("int8", "int4", "fp8")}
 
 
 class BatchLimits(NamedTuple):
-    """Sequences that run at once on an attention node, and tokens of a step there."""
+    """The maximum of running sequences and of tokens per step, per attention node."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
 
 
 CPU_BATCH = BatchLimits(64, 512)
-# A GPU is far from its arithmetic's limit at a few hundred rows, and prompts should fill it.
+# A few hundred rows leave a GPU far below its arithmetic limit; prompts should fill it.
 GPU_BATCH = BatchLimits(256, 8192)
 
 
@@ -58,10 +58,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ModelSection(Section, frozen=True, kw_only=True):
     """The model: a checkpoint directory, and how it is read.
 
-    With `quantization` the routed experts, shared experts, dense MLPs and attention projections
-    are kept in so many bits and the LM head in 8, quantised while they are read; embeddings,
-    routers and norms stay in `dtype`, as do activations (except an expert's with fp8 weights,
-    which are fp8 too).
+    With `quantization` the routed experts, shared experts, dense MLPs and attention projections are
+    kept at that precision and the LM head in 8 bits, quantised while they are read; embeddings,
+    routers and norms stay in `dtype`, as do activations (except an expert's with fp8 weights, which
+    are fp8 too).
     """
 
     path: str
@@ -167,7 +167,7 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
     ] = 4
 
     def batch_limits(self, *, is_gpu: bool) -> BatchLimits:
-        """Return the limits of the batch, those that were not set by the device."""
+        """Return the limits of the batch; those not set depend on the device."""
         default = GPU_BATCH if is_gpu else CPU_BATCH
         return BatchLimits(
             default.max_num_seqs if self.max_num_seqs is None else self.max_num_seqs,
@@ -213,9 +213,8 @@ class M2NSection(Section, frozen=True, kw_only=True):
     """The data plane between attention and expert nodes.
 
     `payload` fp8 and int8 compress requests (with a scale per row); answers are bf16. Idle nodes
-    always block, whatever `wait` says. `window_rows` is larger over cuda_ipc, where an expert
-    node reads all weights for each window. `deadline_s` limits one wait for a peer and not the
-    step: a long step that makes progress is fine.
+    always block, regardless of `wait`. `window_rows` is larger over cuda_ipc, where an expert node
+    reads all weights for each window. `deadline_s` limits one wait for a peer, not the step.
     """
 
     transport: Annotated[
@@ -241,7 +240,7 @@ class M2NSection(Section, frozen=True, kw_only=True):
     ] = "auto"
     window_rows: Annotated[
         int | None,
-        # A GPU's kernels have a program per row, of which there can be no more.
+        # A GPU's kernels have one program per row, and this is the most.
         Setting(
             "token rows of a transport window; larger micro-batches go in several; auto: "
             f"{WINDOW_ROWS}, over cuda_ipc {GPU_WINDOW_ROWS}",
@@ -270,9 +269,9 @@ class M2NSection(Section, frozen=True, kw_only=True):
 class ComputeSection(Section, frozen=True, kw_only=True):
     """How nodes compute; a node receives its own device and kernels.
 
-    `deterministic`: a request's logits have the same bits on any layout, in any batch, after
-    any replay; resolve() chooses the kernels that can promise it. `layout`: topspin.cores. A
-    decode step of a GPU is captured once per size and replayed with `cuda_graphs`.
+    `deterministic`: a request's logits have the same bits on any layout, in any batch, after any
+    replay; resolve() chooses kernels that guarantee it. `layout`: topspin.cores. A decode step of a
+    GPU is captured once per size and replayed with `cuda_graphs`.
     """
 
     kernels: Annotated[
@@ -362,14 +361,14 @@ class ComputeSection(Section, frozen=True, kw_only=True):
 
 
 def _kernels_on(device: str, asked: str) -> str:
-    """Return the name by which kernels.dispatch knows the kernels `asked` for on `device`."""
+    """Return kernels.dispatch's name of the kernels `asked` for on `device`."""
     if asked != "auto":
         return asked
     return "cpu" if device == CPU else "triton"
 
 
 class BalanceSection(Section, frozen=True, kw_only=True):
-    """On which nodes routed experts are kept, and when that changes."""
+    """The placement of routed experts on nodes, and when it changes."""
 
     redundant_experts: Annotated[
         int,
@@ -449,9 +448,9 @@ class FailoverSection(Section, frozen=True, kw_only=True):
 class GatewaySection(Section, frozen=True, kw_only=True):
     """The HTTP side.
 
-    `generation_config`: where the defaults of sampling parameters come from: "auto" is the
+    `generation_config`: the source of the defaults of sampling parameters: "auto" is the
     checkpoint's generation_config.json, "none" is OpenAI's, else a directory with that file.
-    `allowed_origins`: of the web pages that browsers let call the server; `*` is any.
+    `allowed_origins`: the origins of web pages that may call the server from a browser; `*` is any.
     """
 
     host: Annotated[str, Setting("address to listen on", flag="--host")] = "127.0.0.1"
@@ -480,7 +479,7 @@ class GatewaySection(Section, frozen=True, kw_only=True):
 class NodeConfig(Section, frozen=True, kw_only=True):
     """The settings of one attention or expert node; sent in Welcome.
 
-    `micro_batches`: how many every step has; None: it differs.
+    `micro_batches`: the number in every step; None: it varies.
     """
 
     model: ModelSection
@@ -557,7 +556,7 @@ def load_config(path: str) -> EngineConfig:
 
 
 def load_settings(path: str) -> dict[str, dict[str, Any]]:
-    """Read those settings that the JSON file at `path` has, by section; they are not checked."""
+    """Return the settings in the JSON file at `path`, by section, unchecked."""
     return _decode(path, dict[str, dict[str, Any]])
 
 

@@ -1,12 +1,12 @@
-"""Which cores and threads each node of one host gets, and how its process is set up: the layout.
+"""The layout: each node's cores and threads on one host, and the setup of its process.
 
 Owns the layouts and the environment of a node process: OpenMP, heap, cores. Knows the numbers of
 nodes and cores, starts no node and measures nothing. topspin.launch.calibrate chooses between
-layouts, topspin.launch.engine gives each node its environment; a node that nobody launched
-(a container of its own) gives itself one, by settle_process().
+layouts, topspin.launch.engine gives each node its environment; a node without a launcher (in its
+own container) sets it by settle_process().
 
-"shared": every node uses all cores and they take turns, so waits block at once. "split":
-every node has cores of its own, so waits spin (a wake-up between cores costs 20 us).
+"shared": every node uses all cores and they take turns, so waits block at once. "split": every node
+has separate cores, so waits spin (a wake-up between cores costs 20 us).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CORES_VARIABLE = "TOPSPIN_CORES"
 """Cores of a node process, with commas; empty: all. Set: its environment is complete."""
 
 SPIN_COUNT = 3000
-"""Looks for work of an idle OpenMP thread before it sleeps.
+"""The number of times that an idle OpenMP thread looks for work before it sleeps.
 
-Short spins between the parallel regions of one layer pay; libgomp's default (milliseconds)
-takes the cores from the node whose turn it is: a step becomes several times slower.
+Short spins between the parallel regions of one layer help; libgomp's default (milliseconds) takes
+the cores from the node whose turn it is: a step becomes several times slower.
 """
 
 
@@ -61,14 +61,14 @@ def node_environment(
     takes_turns: bool = False,
     on_device: bool = False,
 ) -> dict[str, str]:
-    """Return the environment of a node process; variables that `user` has stay.
+    """Return the environment of a node process; variables set in `user` are kept.
 
-    `num_threads` None: what `user` says, else all cores that the process may use; a number wins.
-    `cores`: those that belong to this node alone. Threads of nodes that take turns on the same
-    cores are bound to these, which measured best; not so those of nodes with fewer threads than
-    cores (all would get the same first cores), nor of a process that computes alone (it had
-    better evade other processes). A node `on_device` computes on the host only while it loads:
-    its heap is the usual one.
+    A number in `num_threads` overrides `user`; None: the value in `user`, else all cores that the
+    process may use. `cores`: those that belong to this node alone. Threads of nodes that take turns
+    on the same cores are bound to them, which measured best. Not bound are threads of nodes with
+    fewer threads than cores (all would get the same first cores) and of a process that computes
+    alone (it can avoid cores that other processes use). A node `on_device` computes on the host
+    only while it loads: its heap is the usual one.
     """
     available = len(cores) or len(os.sched_getaffinity(0))
     most = min(num_threads, available) if num_threads and cores else num_threads
@@ -83,9 +83,9 @@ def node_environment(
     return {**kept, CORES_VARIABLE: ",".join(map(str, cores))}
 
 
-# Decoding reads all weights in every step: on huge pages that takes 5 to 10 % less time. glibc
-# asks for them in its heap only, so large blocks are taken from there too; and the heap is not
-# given back and faulted in anew with every large temporary.
+# Decoding reads all weights in every step: on huge pages that takes 5 to 10 % less time. glibc asks
+# for them in its heap only, so large blocks are taken from there too; and heap memory is not
+# returned and faulted in again with every large temporary.
 _HEAP: Final = ":".join(
     f"glibc.malloc.{setting}"
     for setting in ("hugetlb=1", f"mmap_threshold={2**30}", f"trim_threshold={2**28}")
@@ -95,8 +95,8 @@ _HEAP: Final = ":".join(
 def settle_process() -> None:
     """Give this node process its environment and cores; call before torch is imported.
 
-    The libraries read the environment when a process starts: without one (nobody launched this
-    node) the process replaces itself by one that has it, as a node that computes alone.
+    The libraries read the environment when a process starts. So a process without it (no launcher)
+    re-executes itself with the environment of a node that computes alone.
     """
     if CORES_VARIABLE not in os.environ:
         os.environ.update(node_environment(os.environ))
@@ -105,6 +105,6 @@ def settle_process() -> None:
 
 
 def take_cores() -> None:
-    """Move this process to the cores of its own, if it has some; call before threads start."""
+    """Move this process to its own cores, if it has any; call before threads start."""
     if cores := os.environ.get(CORES_VARIABLE):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

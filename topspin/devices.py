@@ -1,9 +1,8 @@
-"""Where nodes compute: which device each one gets, and which nets can join such nodes.
+"""The devices of nodes, and the nets that can connect nodes on such devices.
 
-Pure: knows names and numbers of nodes, opens nothing and looks at no machine (a node finds out
-whether its GPU is there, by kernels.runtime). Called by topspin.resolve and by
-EngineConfig.devices, the one place that assigns devices; the nodes' commands ask where a
-role computes when they compose a net.
+Pure: knows names and numbers of nodes, opens nothing and looks at no machine (each node checks for
+its GPU, by kernels.runtime). Called by topspin.resolve and by EngineConfig.devices, the one place
+that assigns devices; the nodes' commands ask for a role's device when they compose a net.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ class Place(NamedTuple):
 
     @property
     def is_device(self) -> bool:
-        """Say whether tensors live where work is enqueued: on a GPU.
+        """Say whether tensors are on a device to which work is enqueued: a GPU.
 
-        Triton's kernels make a device of the CPU too (they are interpreted there): all that a
-        GPU's nodes do but the calls into its driver can be tried without one.
+        With Triton's kernels the CPU is a device too (they are interpreted there): so all code of
+        GPU nodes except the driver calls can be tested without a GPU.
         """
         return self.is_gpu or self.kernels == TRITON
 
@@ -59,7 +58,7 @@ class Nodes(NamedTuple):
 
     @property
     def share_a_device(self) -> bool:
-        """Say whether both roles compute on one and the same device, as --transport local can.
+        """Say whether both roles compute on the same device, as --transport local can.
 
         "cuda" is then the first GPU for both.
         """
@@ -68,9 +67,9 @@ class Nodes(NamedTuple):
 
 
 def parse_device(option: str, device: str) -> str:
-    """Return the name by which the rest of Topspin knows `device` ("cuda:7" for "cuda:07").
+    """Return the canonical name of `device` ("cuda:7" for "cuda:07").
 
-    Raises ConfigError for any other name; the node finds out whether the machine has the device.
+    Raises ConfigError for an unknown name; the node checks that the machine has the device.
     """
     kind, _, number = device.partition(":")
     if device in (CPU, CUDA):
@@ -83,10 +82,9 @@ def parse_device(option: str, device: str) -> str:
 def assign_devices(nodes: Nodes, *, transport: str) -> Devices:
     """Return each node's device: "cpu" or "cuda:N".
 
-    "cuda:N" is that GPU for all nodes of the role. "cuda" gives every process a GPU of its own:
-    the lowest numbers that neither another node has nor the other role's option names,
-    attention nodes first. With `transport` "local" all nodes are one process, and "cuda" is its
-    first GPU.
+    "cuda:N" is that GPU for all nodes of the role. "cuda" gives every process a separate GPU: the
+    lowest numbers that no other node has and the other role's option does not name, attention nodes
+    first. With `transport` "local" all nodes are one process, and "cuda" is its first GPU.
     """
     attention, experts = nodes.attention.device, nodes.experts.device
     if transport == "local":
@@ -100,7 +98,7 @@ def assign_devices(nodes: Nodes, *, transport: str) -> Devices:
 
 
 def _first(device: str) -> str:
-    """Return `device` with its number; a GPU without one is the first."""
+    """Return `device` with its number; "cuda" is the first GPU."""
     return f"{CUDA}:0" if device == CUDA else device
 
 
@@ -116,9 +114,9 @@ def _of_role(device: str, num_nodes: int, free: Iterator[str]) -> tuple[str, ...
 def auto_transport(nodes: Nodes) -> Literal["local", "cuda_ipc", "shm"]:
     """Return the transport of `--transport auto`.
 
-    One device for everything: one process. GPUs of their own: between these, without a CPU per
-    layer. Everything else goes through shared memory, also several processes on one GPU, whose
-    kernels take turns and had better not wait there.
+    "local" (one process) if everything is on one device; "cuda_ipc" (no CPU work per layer) if
+    every node has a separate GPU; "shm" otherwise, also for several processes on one GPU, whose
+    kernels take turns and should not wait there.
     """
     if not nodes.num_experts:
         return "shm"
@@ -133,10 +131,10 @@ def auto_transport(nodes: Nodes) -> Literal["local", "cuda_ipc", "shm"]:
 
 
 def auto_micro_batches(nodes: Nodes, transport: str, gpu_streams: int) -> int | None:
-    """Return the number of `--micro-batches auto`; None: the scheduler decides by measurement.
+    """Return the value of `--micro-batches auto`; None: the scheduler decides by measurement.
 
-    It measures both roles' times by the host's clock, which sees neither where kernels hand
-    rows over. There two micro-batches are for overlap: between GPUs, or on two streams of one.
+    It measures both roles' times by the host's clock, which sees neither if kernels hand rows over.
+    In that case two micro-batches give overlap: between GPUs, or on two streams of one.
     """
     if not nodes.num_experts:
         return None
@@ -146,7 +144,7 @@ def auto_micro_batches(nodes: Nodes, transport: str, gpu_streams: int) -> int | 
 
 
 def check_transport(nodes: Nodes, transport: str) -> None:
-    """Raise ConfigError if `transport` cannot join such nodes, naming the options and a way out."""
+    """Raise ConfigError, naming the options and a fix, if `transport` cannot connect such nodes."""
     attention, experts = nodes.attention, nodes.experts
     said = (
         f"--transport {transport} with --attention-device {attention.device} and "
@@ -180,7 +178,7 @@ def check_options(
     gpu_streams: int,
     layout: str,
 ) -> None:
-    """Raise ConfigError for an option that would mean nothing between nodes on such devices."""
+    """Raise ConfigError for an option that has no effect between nodes on such devices."""
     in_one = transport == "local" and nodes.num_experts > 0 and nodes.share_a_device
     has_no_link = in_one or transport == "cuda_ipc"
     meaningless = (

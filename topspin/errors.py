@@ -27,14 +27,14 @@ from __future__ import annotations
 
 
 class TopspinError(Exception):
-    """Root of the tree; `code` is the stable machine-readable name of the kind of error."""
+    """Root of the tree; `code` is the stable, machine-readable name of the error's kind."""
 
     code = "internal_error"
     status = 500
 
 
 class ConfigError(TopspinError, ValueError):
-    """A setting, file or model that cannot be served; says which, its value, and a way out."""
+    """A setting, file or model that cannot be served; names it, its value, and a fix."""
 
     code = "invalid_config"
 

@@ -1,4 +1,4 @@
-"""The expert table: which node holds which routed expert, in which slot.
+"""The expert table: the node and the slot of each routed expert.
 
 Owns the mapping (per MoE layer) from logical expert to its replicas and its default,
 uniform form. Pure data: knows no weights, no tensors and no loads. The scheduler makes

@@ -1,9 +1,9 @@
-"""One node's messages from the scheduler: in order, but that a Halt overtakes the rest.
+"""One node's messages from the scheduler: in order, except that a Halt overtakes the rest.
 
-Owns the messages that have been read and not handled, so that a node can look, in the
-middle of a step's wait, whether the step is still wanted. Knows no step and no net;
-topspin.node_life takes messages from it and hands `check` to nets. Questions about traces
-are answered here (topspin.trace_node), from `trace`, and go no further.
+Owns the messages that are read but not yet handled, so that a node waiting in a step can check
+whether the step is still wanted. Knows no step and no net; topspin.node_life takes messages from it
+and hands `check` to nets. Questions about traces are answered here (topspin.trace_node), from
+`trace`, and not passed on.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Inbox:
     def next(self, timeout_s: float | None = None) -> AnyMessage | None:
         """Return the next message, or None if none came within `timeout_s` (None: wait).
 
-        Raises Stopped, ProtocolError if the scheduler has refused this node (it takes it for
-        dead, and another one may have its place), PeerLost if the scheduler is gone.
+        Raises Stopped, ProtocolError if the scheduler has refused this node (which it considers
+        dead and may have replaced), PeerLost if the scheduler is gone.
         """
         self._read()
         while not self._queue:

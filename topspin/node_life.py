@@ -1,8 +1,8 @@
-"""The life of a node, whatever its role: join, load, form, serve, halt and form anew, stop.
+"""The life cycle of a node of any role: join, load, form, serve, halt and form again, stop.
 
-Owns the node's half of every message about its life, from Hello to Goodbye, and the exit status
-of its process. Knows no tensors and no step: a Worker loads, connects and serves. A node of one
-process with others (`--transport local`) lives the same life in a thread. The scheduler's half is
+Owns the node's side of the life-cycle messages, Hello to Goodbye, and the process's exit status.
+Knows no tensors and no step: a Worker loads, connects and serves. Nodes that share a process
+(`--transport local`) have the same life cycle in threads. The scheduler's side is
 server.scheduler.nodes.roster and failover.
 """
 
@@ -59,13 +59,13 @@ class Worker(Protocol):
         """Connect to the peers of the topology, with its expert table."""
 
     def disband(self) -> None:
-        """Leave the generation: its connections and their memory are not used again."""
+        """Leave the generation; its connections and their memory are never used again."""
 
     def wait_s(self) -> float | None:
         """Do work that needs no message; return how long to wait for one (None: until it comes)."""
 
     def idle(self) -> None:
-        """Act on there having been no message for so long."""
+        """Called when no message came within wait_s()."""
 
     def handle(self, message: AnyMessage) -> None:
         """Act on a message about the role's work; raises ProtocolError for any other."""
@@ -74,7 +74,7 @@ class Worker(Protocol):
 class NodeLife:
     """One node's life on one control connection.
 
-    `can_reform` False: this node ends with its generation.
+    If `can_reform` is False, this node ends with its generation.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class NodeLife:
         self._control.send(message)
 
     def check(self) -> None:
-        """Called during long waits: say that this is one, and look whether it is still wanted."""
+        """Called in long waits: report the wait; raise Interrupted if the step is not wanted."""
         self.progress.waiting()
         self.inbox.check()
 
@@ -158,7 +158,7 @@ class NodeLife:
         )
 
     def _reform(self, worker: Worker, welcome: Welcome, ready: Ready) -> None:
-        """Take part in a new generation; if that fails, say so and wait for the next one."""
+        """Join a new generation; if that fails, report it and wait for the next one."""
         worker.disband()
         try:
             self._form(worker, welcome, ready)
@@ -169,7 +169,7 @@ class NodeLife:
             self.send(self._failure(0, welcome.topology.generation, error))
 
     def report_failure(self, ticket: StepTicket, error: Exception) -> None:
-        """Say that the step of `ticket` has failed; raises `error` unless the engine reforms."""
+        """Report that the step of `ticket` has failed; raises `error` unless the engine reforms."""
         self.send(self._failure(ticket.step, ticket.generation, error))
         if not (self._restarts and self._can_reform and isinstance(error, TransportError)):
             raise error

@@ -1,4 +1,4 @@
-"""The life of a role process: it dies with its supervisor, logs, and exits.
+"""The life cycle of a role process: it dies with its supervisor, logs, and exits.
 
 Owns the parent-death link, the logging format, freed memory after loading,
 and the exit statuses. Knows no role.
@@ -15,7 +15,7 @@ import sys
 
 PARENT_PID_VARIABLE = "TOPSPIN_PARENT_PID"
 
-# The exit status of a role, and of the command line, whose settings cannot be served.
+# The exit status of a role, or of the command line, for settings that cannot be served.
 CONFIG_ERROR_STATUS = 2
 
 _PR_SET_PDEATHSIG = 1
@@ -51,15 +51,15 @@ def start_logging(role: str) -> logging.Logger:
 
 
 def new_incarnation() -> int:
-    """Return a number that no other process life has: 63 random bits, never 0."""
+    """Return a number unique to this run of the process: 63 random bits, never 0."""
     return secrets.randbits(62) + 1
 
 
 def release_freed_memory() -> None:
     """Return the heap's free memory to the system, as after loading; glibc only.
 
-    Packing weights frees each original between those that stay, and the C library keeps
-    such holes (over 100 MB of a 320 MB model) until it is asked.
+    Packing weights frees the originals and leaves holes in the heap (over 100 MB for a 320 MB
+    model), which the C library keeps until asked.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,9 +1,9 @@
-"""Tells the scheduler how a node gets on with a long step.
+"""Reports a node's progress on a long step to the scheduler.
 
-Owns the reports and their rate: a step shorter than the interval sends nothing. Knows no
-layers and no net: workers begin a step, its code calls `beat` as it goes, and waits for a peer
-call `waiting`, so that a process which hangs or is frozen reports nothing. Belongs to the
-node's one busy thread. server.scheduler.nodes.watermark judges the reports.
+Owns the reports and their rate: a step shorter than the interval sends nothing. Knows no layers and
+no net: workers begin a step, its code calls `beat` as it proceeds, and waits for a peer call
+`waiting`, so a process that hangs or is frozen reports nothing. Belongs to the node's one busy
+thread. server.scheduler.nodes.watermark judges the reports.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from topspin.messages import Progress, ProgressState, Role, StepTicket
 if TYPE_CHECKING:  # a step runs without sockets too, where their library may be missing
     from topspin.channel import ControlClient
 
-# Far less than the least failover.progress_deadline_s: several words fit into it.
+# Far below the smallest failover.progress_deadline_s: several reports fit into it.
 INTERVAL_S = 0.5
 
-# Called once in a while from within a step.
+# Called from time to time within a step.
 Beat = Callable[[], None]
 
 
 class StepProgress:
     """One node's reports on one control connection.
 
-    Invariant: the last word is "waiting" only while the node waits, for it is taken back at
-    once when the node gets on.
+    Invariant: the last report is "waiting" only while the node waits; it is withdrawn at once when
+    the node continues.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class StepProgress:
         self._said_s = self._moved_s = time.monotonic()
 
     def beat(self) -> None:
-        """Say that the step has got on, unless that was said a moment ago; never waits."""
+        """Report progress on the step, unless reported within the interval; never blocks."""
         self._moved_s = time.monotonic()
         if self._said == "waiting" or self._moved_s >= self._said_s + self._interval_s:
             self._say("working", self._moved_s)
 
     def waiting(self) -> None:
-        """Say that a peer keeps the step waiting, if it has done so for an interval."""
+        """Report that the step waits for a peer, if it has done so for an interval."""
         now_s = time.monotonic()
         is_long = now_s >= max(self._said_s, self._moved_s) + self._interval_s
         if self._ticket is not None and not self._is_done and is_long:
@@ -71,13 +71,13 @@ class StepProgress:
 
     @property
     def owes_end(self) -> bool:
-        """Say whether nobody has been told of the last end, so that idle() should be called."""
+        """Say whether the last end is unreported, so that idle() should be called."""
         return self._is_done and self._said != "done"
 
     def idle(self) -> None:
-        """Say, once, that the step is done, if nothing has come since for an interval.
+        """Report, once, that the step is done, if nothing has come since for an interval.
 
-        A node whose result says so anyway has no need of it.
+        Not needed by a node whose result reports it anyway.
         """
         now_s = time.monotonic()
         if self.owes_end and now_s >= self._moved_s + self._interval_s:

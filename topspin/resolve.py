@@ -1,7 +1,7 @@
-"""From the settings asked for to those of an engine: every "auto" replaced, or a ConfigError.
+"""Turns the settings asked for into an engine's: replaces every "auto", or raises ConfigError.
 
-Pure: knows the checkpoint's facts, and a measured layout, only as arguments. Called by
-`topspin serve` before anything is started; everything behind it takes concrete values.
+Pure: knows the checkpoint's facts, and a measured layout, only as arguments. Called by `topspin
+serve` before anything is started; all later code gets concrete values.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def resolve(
 ) -> EngineConfig:
     """Validate `config` and replace every "auto", by the checkpoint's facts above all.
 
-    `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes
-    an engine without expert nodes. `shares_prefixes`: a token's key and value depend on the
-    tokens before it alone. `measured` is what layout "auto" means (None: the default). Raises
-    ConfigError naming the setting, its value and a way out.
+    `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes an
+    engine without expert nodes. `shares_prefixes`: a token's key and value depend only on the
+    tokens before it. `measured` is the layout for "auto" (None: the default). Raises ConfigError
+    naming the setting, its value and a fix.
     """
     check_ranges(config)
     check_origins(config.gateway.allowed_origins)
@@ -100,7 +100,7 @@ def _model(model: ModelSection, checkpoint_dtype: str, max_positions: int) -> Mo
 
 
 def _topology(topology: TopologySection, num_experts: int) -> TopologySection:
-    """Check that expert nodes have something to hold; a dense model has none."""
+    """Check that every expert node has an expert; a dense model has no expert nodes."""
     if not num_experts:
         if topology.expert_nodes > 1:
             raise ConfigError(
@@ -171,7 +171,7 @@ def _compute(compute: ComputeSection, measured: LayoutChoice | None) -> ComputeS
             "compute.kernels cpu: a GPU has none of these; leave it at auto, or "
             "--attention-device and --expert-device at cpu"
         )
-    # Plain torch looks at tensors from the host, which no graph can hold.
+    # Plain torch reads tensors on the host, which a graph cannot capture.
     is_plain = compute.kernels == "reference" and not on_cpu
     return msgspec.structs.replace(
         compute,
@@ -217,7 +217,7 @@ def _m2n(
 
 
 def _check_quantization(model: ModelSection, nodes: Nodes, *, deterministic: bool) -> None:
-    """Refuse kernels, of either role, that do not know weights in so many bits."""
+    """Raise ConfigError if either role's kernels do not support the quantization."""
     known = [name for name, modes in QUANTIZATIONS.items() if model.quantization in modes]
     roles: list[NodeRole] = ["attention", "expert"] if nodes.num_experts else ["attention"]
     for role in roles:
@@ -232,7 +232,7 @@ def _check_quantization(model: ModelSection, nodes: Nodes, *, deterministic: boo
 
 
 def _check_copies(redundant_experts: int, num_nodes: int, num_experts: int) -> None:
-    """Check the second copies against the slots that expert nodes can have."""
+    """Check that second copies fit the slots that expert nodes can have."""
     most = num_experts * (num_nodes - 1) if num_nodes else 0
     if redundant_experts > most:
         raise ConfigError(

@@ -21,10 +21,10 @@ from topspin.errors import ConfigError
 class Setting:
     """The meaning of a field of a section, its range, and its flag.
 
-    `flag` is the flag and what its value is called ("--port PORT"); None: the setting is in
-    `--config FILE` only. Numbers are `within` two that are allowed too (None: no such bound) and
-    larger than `above`. `parse` reads the flag's text (None: by the field's type) and raises
-    ConfigError. A flag with a `constant` takes no text and sets that value.
+    `flag` is the flag with the name of its value ("--port PORT"); None: the setting is in `--config
+    FILE` only. Numbers are between the two of `within`, inclusive (None: no such bound), and larger
+    than `above`. `parse` reads the flag's text (None: by the field's type) and raises ConfigError.
+    A flag with a `constant` takes no text and sets that value.
     """
 
     help: str
@@ -46,7 +46,7 @@ class Field(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return where it is in a configuration: `section.field`."""
+        """Return its path in a configuration: `section.field`."""
         return f"{self.section}.{self.name}"
 
     @property
@@ -66,7 +66,7 @@ def fields_of(config: type[msgspec.Struct]) -> Iterator[Field]:
 
 
 def check_ranges(config: msgspec.Struct) -> None:
-    """Raise ConfigError for the first number of `config` that is out of its range."""
+    """Raise ConfigError for the first number of `config` that is out of range."""
     for field in fields_of(type(config)):
         value = getattr(getattr(config, field.section), field.name)
         if isinstance(value, int | float) and not _is_within(value, field.setting):

@@ -1,14 +1,13 @@
 """The flight recorder of one node: a ring of stamps, written at near-zero cost.
 
-Owns the kinds of stamps, the record's form and the ring. A stamp is one clock call and one
-pack into memory that was allocated at start; who does not record has None for a ring and
-pays one test. Knows no messages (topspin.trace_node answers queries) and no analysis
-(topspin.cli.trace.report). Written by the node's one busy thread; in a process that runs
-several nodes another thread may dump it, since a record is written under the GIL.
+Owns the kinds of stamps, the record's form and the ring. A stamp is one clock call and one pack
+into memory allocated at start; a node that does not record has None for a ring and pays one test.
+Knows no messages (topspin.trace_node answers queries) and no analysis (topspin.cli.trace.report).
+Written by the node's one busy thread; in a process that runs several nodes another thread may dump
+it, since a record is written under the GIL.
 
-A stamp says that something has *ended*: the time since the stamp before it on the same
-node belongs to it. So a node's timeline has no holes, and waiting is what ends in ARRIVED,
-GATHERED or PLAN_RECEIVED.
+A stamp marks the *end* of an event: the time since the node's previous stamp belongs to it. So a
+node's timeline has no holes, and waits end in ARRIVED, GATHERED or PLAN_RECEIVED.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Ring:
         self.step = 0
 
     def stamp(self, kind: int, layer: int = 0, micro_batch: int = 0, peer: int = 0) -> None:
-        """Record that something of the current `step` has ended now."""
+        """Record that an event of the current `step` has ended now."""
         at = self._next
         _PACK(self._buffer, at, monotonic_ns(), self.step, kind, layer, micro_batch, peer)
         at += RECORD_BYTES

@@ -1,4 +1,4 @@
-"""A node's side of a trace: it tells the time and hands over its stamps, between steps.
+"""A node's side of a trace: sends its time and its stamps, between steps.
 
 Owns the answers to ClockPing and TraceQuery, and whether a node records at all. Knows no
 step. Called by the workers' control loops; the asking half is server.scheduler.traces.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a step runs without sockets too, where their library may be
 
 
 def ring_of(config: NodeConfig) -> Ring | None:
-    """Return a fresh ring, or None if nothing is to be recorded."""
+    """Return a new ring, or None if nothing is to be recorded."""
     return Ring(config.trace.num_stamps) if config.trace.enabled else None
 
 

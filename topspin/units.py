@@ -1,7 +1,7 @@
 """The text forms of values: sizes (`2GiB`), read and printed, switches (`on`), web origins.
 
-Knows no configuration. What cannot be read is a ConfigError that does not name the option: the
-caller knows which one it is.
+Knows no configuration. Text that cannot be read raises a ConfigError without the option's name,
+which the caller adds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FACTORS = {
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes that `text` names, e.g. `2GiB`, `512MiB` or `1000000`.
+    """Return the number of bytes in `text`, e.g. `2GiB`, `512MiB` or `1000000`.
 
     Raises ConfigError when the text is not a positive size.
     """
@@ -69,7 +69,7 @@ def parse_origins(text: str) -> tuple[str, ...]:
 
 
 def check_origins(origins: tuple[str, ...]) -> None:
-    """Raise ConfigError for the first one that no browser would send."""
+    """Raise ConfigError for the first origin that no browser would send."""
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(

@@ -278,7 +278,7 @@ class Conversation:
                 self._screen.tell(f"{name} is no command. {UNKNOWN_HELP}")
 
     def _set(self, name: str = "", text: str = "", *more: str) -> str:
-        """Carry out /set; returns what to tell the user."""
+        """Carry out /set; returns the message for the user."""
         if name and (name not in SETTINGS or not text or more):
             return f"/set NAME VALUE: NAME is one of {', '.join(SETTINGS)}"
         if text == "default":

@@ -1,7 +1,7 @@
 """`topspin collect-env`: the facts about machine and versions that a bug report needs.
 
-Owns gathering and printing; reads no setting and changes nothing. torch is asked in a
-process of its own, so that the command line itself never imports it. Called by topspin.cli.
+Owns gathering and printing; reads no setting and changes nothing. torch is asked in a separate
+process: the command line itself never imports it. Called by topspin.cli.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES = (
     "transformers",
     "triton",
 )
-# Those that decide which matrix kernels torch can use.
+# The flags that decide which matrix kernels torch can use.
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16")
 
 _ASK_TORCH = """
@@ -101,7 +101,7 @@ def _machine() -> list[Fact]:
 
 
 def _gpu_driver() -> str:
-    """Return NVIDIA's kernel module as it describes itself: it is there without torch or CUDA."""
+    """Return the version text of NVIDIA's kernel module, which needs neither torch nor CUDA."""
     for line in _read(Path("/proc/driver/nvidia/version")).splitlines():
         name, _, value = line.partition(":")
         if name.strip() == "NVRM version":
@@ -110,7 +110,7 @@ def _gpu_driver() -> str:
 
 
 def _torch() -> list[Fact]:
-    """Ask torch in a process of its own."""
+    """Return the facts about torch, asked in a separate process."""
     try:
         asked = subprocess.run(
             [sys.executable, "-P", "-c", _ASK_TORCH],

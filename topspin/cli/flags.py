@@ -1,8 +1,8 @@
 """The flags of `topspin serve`, derived from the sections of topspin.config, and their reading.
 
-Owns how a setting becomes a flag, and which value wins: a flag, then `--config FILE`, then the
-default. Knows no particular setting but the model: a setting's name, type, default and help are
-the field's in topspin.config. Called by topspin.cli.main and topspin.cli.serve.
+Owns the mapping from settings to flags, and the precedence: a flag, then `--config FILE`, then the
+default. Knows no particular setting but the model: a setting's name, type, default and help are the
+field's in topspin.config. Called by topspin.cli.main and topspin.cli.serve.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Return the sections that `arguments` mean; `model.path` is the user's name for the model.
+    """Return the sections set by `arguments`; `model.path` is the user's name for the model.
 
-    Raises ConfigError naming the file and the setting that it cannot have.
+    Raises ConfigError naming the file and its invalid setting.
     """
     settings = {} if arguments.config is None else load_settings(arguments.config)
     for field in given(arguments):
@@ -70,7 +70,7 @@ def given(arguments: argparse.Namespace) -> list[Field]:
 
 
 def _argument(field: Field) -> dict[str, Any]:
-    """Return how argparse reads the flag of `field`."""
+    """Return the arguments of add_argument() for the flag of `field`."""
     setting = field.setting
     common = {
         "dest": field.key,
@@ -94,7 +94,7 @@ def _argument(field: Field) -> dict[str, Any]:
 
 
 def _kind(annotated: Any) -> tuple[Any, tuple[str, ...], bool]:
-    """Return the type of a value, the words that it can be, and whether None is one."""
+    """Return the type of a value, its choices if it is a Literal, and whether None is allowed."""
     parts = (
         get_args(annotated) if get_origin(annotated) in (Union, types.UnionType) else (annotated,)
     )
@@ -126,7 +126,7 @@ def _help(field: Field) -> str:
 
 
 def _shown(field: Field) -> str:
-    """Return the default as a user would write it; empty: there is nothing to write."""
+    """Return the default as a user would write it; empty if there is none to show."""
     match field.default:
         case None:
             return AUTO

@@ -1,8 +1,8 @@
 """The `topspin` command: serve, pull, chat, collect-env.
 
-Owns the command line's shape, the check that the installation is sound, and how errors
-become messages and exit statuses (2: what was asked for cannot be, 1: it failed). Loads a
-command's module only when that command is run, and never torch.
+Owns the commands, the check that the installation is sound, and the messages and exit statuses for
+errors (2: the request is invalid, 1: it failed). Loads a command's module only when that command is
+run, and never torch.
 """
 
 from __future__ import annotations

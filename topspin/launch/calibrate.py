@@ -2,12 +2,12 @@
 
 Owns the candidates, the choice, the line that explains it, and the cache of choices (per machine,
 model shape, settings and version, in the user's cache). The candidates are measured by
-topspin.launch.trial, a process of its own. Knows no tensors. Called by `topspin serve` before
-it starts anything.
+topspin.launch.trial, a separate process. Knows no tensors. Called by `topspin serve` before it
+starts anything.
 
-Separate processes are what Topspin is for (a node can be lost, moved or doubled), so one process
-must be MIN_GAIN faster. Nothing is measured, and the default holds, where there is nothing to
-choose or a measurement would mean nothing (see _reason_against); nor if measuring fails.
+Separate processes are the purpose of Topspin (a node can be lost, moved or doubled), so one process
+must be MIN_GAIN faster. The default holds, unmeasured, if there is no choice or a measurement would
+mean nothing (see _reason_against); it also holds if measuring fails.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from topspin.launch.display import CompiledKernels, open_display
 from topspin.launch.engine import import_path, module_argv
 from topspin.process import PARENT_PID_VARIABLE
 
-# Loading takes 2 s. The first time it compiles kernels too, which the nodes need anyway.
+# Loading takes 2 s, and the first time compiles kernels, which the nodes need anyway.
 LOAD_LIMIT_S = 12.0
 MEASURE_LIMIT_S = 3.0
 MIN_GAIN = 0.10
 # Within this the simpler candidate (the earlier one) is taken.
 MARGIN = 0.03
-# With so many cores, half as many threads are tried too: they may be halves of real cores.
+# From this number of cores, half as many threads are tried too: two may share a real core.
 MANY_CORES = 4
-# Beside experts this large a hand-over between processes takes no time, and taking turns on all
-# cores is best; reading them would take long.
+# With experts this large, the time of a hand-over between processes is negligible, and taking turns
+# on all cores is best; reading them would take long.
 MAX_LAYER_BYTES = 256 * 2**20
 
 Settle = Callable[[LayoutChoice | None], EngineConfig]
@@ -116,7 +116,7 @@ def choose_layout(
 
 
 def _reason_against(config: EngineConfig, model: ModelConfig, num_cores: int) -> str | None:
-    """Return why nothing is to be measured."""
+    """Return the reason not to measure, None if there is none."""
     nodes = config.nodes
     if nodes.attention.is_device or nodes.experts.is_device:
         return "only nodes on the CPU are measured"
@@ -148,7 +148,7 @@ def _choices(asked: EngineConfig, num_cores: int) -> list[LayoutChoice]:
         counts.append(num_cores // 2)
     choices = [LayoutChoice("shared", transport, threads) for threads in counts]
     choices.append(LayoutChoice("split", transport))
-    # With --restart on the loss of one node must not be the loss of all.
+    # With --restart on, losing one node must not lose all.
     if asked.m2n.transport == "auto" and not asked.failover.restart:
         choices += [LayoutChoice("shared", "local", threads) for threads in counts]
     return choices
@@ -214,7 +214,7 @@ def measure_all(candidates: Sequence[Candidate]) -> list[float]:
     answers = _Answers(process)
     try:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the answer that does not come says why
+        with contextlib.suppress(BrokenPipeError):  # the missing answer raises the error
             process.stdin.write(msgspec.json.encode(candidates) + b"\n")
         answers.next(LOAD_LIMIT_S)
         return msgspec.json.decode(answers.next(MEASURE_LIMIT_S), type=list[float])
@@ -254,7 +254,7 @@ class _Answers:
         raise CalibrationError("it takes too long on this machine as it is now")
 
     def line(self, text: str) -> None:
-        """Keep a line of the trial's log that is not about a kernel."""
+        """Keep a line of the trial's log that does not report a compiled kernel."""
         self._last_line = text or self._last_line
 
     def finish(self) -> None:

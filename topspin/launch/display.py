@@ -1,10 +1,9 @@
 """The terminal while an engine starts and runs: role output, progress, announcements.
 
-Owns two ways to show it: plain lines, and on a terminal a live status line (rich, loaded
-only there: the supervisor stays small). Role output and progress go to stderr, what the
-engine announces goes to stdout. While the engine starts, the log lines of nodes that compile
-kernels are replaced by a count of these kernels. Knows no processes; topspin.launch.engine calls
-it.
+Owns two ways to show it: plain lines, and on a terminal a live status line (rich, loaded only
+there: the supervisor stays small). Role output and progress go to stderr, announcements to stdout.
+While the engine starts, the log lines of nodes that compile kernels are replaced by a count of
+these kernels. Knows no processes; topspin.launch.engine calls it.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ class Lines(Protocol):
 
 
 class Display(Protocol):
-    """Where the supervisor shows things."""
+    """The interface through which the supervisor shows output."""
 
     def line(self, text: str) -> None:
         """Show one line of a role's output, or of the supervisor's own."""
 
     def progress(self, state: str, elapsed_s: float) -> None:
-        """Show the state that the start waits for; called again and again."""
+        """Show the state that the start waits for; called repeatedly."""
 
     def finish(self) -> None:
         """End the progress; lines may still follow."""
@@ -139,7 +138,7 @@ class CompiledKernels:
         return f"{state}; compiling kernels for this processor, once: {self._count} done"
 
     def finish(self) -> None:
-        """Count no more: the engine has started."""
+        """Stop counting: the engine has started."""
         self._count = None
 
 
@@ -149,8 +148,8 @@ def open_display() -> Display:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    """Write a line. A reader that has gone must not end a server that others use: from
-    then on that stream's lines go nowhere."""
+    """Write a line. If the stream's reader has gone, its lines are dropped: that must not end a
+    server that others use."""
     try:
         stream.write(text + "\n")
         stream.flush()

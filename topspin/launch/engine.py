@@ -1,9 +1,9 @@
 """The composition root: starts an engine's roles as processes and serves until the end.
 
-Owns the table of role commands, what each role inherits (the resolved configuration in a
-memfd, the control address, OpenMP settings) and when the engine counts as ready (the
-gateway answers 200 on /health). Knows roles by module name only and imports none of them;
-topspin.launch.supervisor keeps their processes. Called by `topspin serve`.
+Owns the table of role commands, the state that each role inherits (the resolved configuration in a
+memfd, the control address, OpenMP settings) and the condition for ready (the gateway answers 200 on
+/health). Knows roles by module name only and imports none of them; topspin.launch.supervisor keeps
+their processes. Called by `topspin serve`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchContext:
-    """The common property of one engine's roles: its settings, control plane and inherited files.
+    """The state shared by one engine's roles: settings, control plane and inherited files.
 
-    `config_fd` holds `config` as JSON; the gateway writes its port to `port_fd`, the scheduler
-    the process ids of nodes that it takes for dead to `dead_fd`.
+    `config_fd` holds `config` as JSON; the gateway writes its port to `port_fd`, the scheduler the
+    process ids of nodes that it considers dead to `dead_fd`.
     """
 
     config: EngineConfig
@@ -137,8 +137,8 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
 def _node_environments(config: EngineConfig) -> list[dict[str, str]]:
     """Return each node's environment: the attention nodes first, then the expert nodes.
 
-    A node on a device takes no place among those that share the cores: it computes nothing on
-    the host except while it loads.
+    A node on a device is not counted among those that share the cores: it computes on the host only
+    while it loads.
     """
     nodes, compute = config.nodes, config.compute
     node = partial(
@@ -166,7 +166,7 @@ def _node_environments(config: EngineConfig) -> list[dict[str, str]]:
 
 
 def module_argv(name: str, *arguments: str) -> tuple[str, ...]:
-    # -P: a folder called `models` or `server` in the user's directory is not ours.
+    # -P: do not import a folder called `models` or `server` in the user's directory.
     return (sys.executable, "-P", "-m", name, *arguments)
 
 
@@ -231,7 +231,7 @@ def launch(
 
 
 def _kill_the_dead(supervisor: Supervisor, dead_reader: FileIO) -> None:
-    """Have the nodes killed that the scheduler takes for dead: they must not linger."""
+    """Kill the nodes that the scheduler considers dead: they must not linger."""
 
     def on_readable() -> None:
         data = dead_reader.read()
@@ -245,7 +245,7 @@ def _kill_the_dead(supervisor: Supervisor, dead_reader: FileIO) -> None:
 
 
 def _finish(supervisor: Supervisor, display: Display) -> int:
-    """Say why the engine ends, stop the remaining roles, return the exit status."""
+    """Show why the engine ends, stop the remaining roles, return the exit status."""
     display.finish()
     failed = () if supervisor.signal_number is not None else tuple(supervisor.exits)
     for gone in failed:
@@ -265,7 +265,7 @@ def _finish(supervisor: Supervisor, display: Display) -> int:
 
 @contextmanager
 def _config_file(config: EngineConfig) -> Iterator[int]:
-    """Give a sealed memfd that holds `config` as JSON: no file system knows of it."""
+    """Yield a sealed memfd that holds `config` as JSON; it has no path in a file system."""
     fd = os.memfd_create("topspin-config", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.write(fd, msgspec.json.encode(config))
@@ -279,7 +279,7 @@ class EngineStart:
     """Finds out when the engine is ready: first the gateway's port, then its /health.
 
     `port_reader` is the non-blocking end of the pipe to which the gateway writes its port.
-    `started`: when the start began, as time.monotonic() tells it.
+    `started`: when the start began, by time.monotonic().
     """
 
     def __init__(self, *, config: EngineConfig, port_reader: FileIO, started: float) -> None:
@@ -290,7 +290,7 @@ class EngineStart:
         self._port: int | None = None
 
     def follow(self, supervisor: Supervisor, display: Display, kernels: CompiledKernels) -> bool:
-        """Return True once the engine serves, False if a role or the user ended it before."""
+        """Return True once the engine serves, False if a role or the user ended it."""
         while not supervisor.is_ending:
             state = self._look()
             if state is None:
@@ -349,7 +349,7 @@ class EngineStart:
 
 
 def _describe_health(body: bytes) -> str:
-    """Return the state that a /health body of a gateway which is not ready reports."""
+    """Return the state in the /health body of a gateway that is not ready."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -358,11 +358,11 @@ def _describe_health(body: bytes) -> str:
 
 
 def _reachable_host(host: str) -> str:
-    """Return the address under which this machine reaches a server that listens on `host`."""
+    """Return the address at which this machine reaches a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
 def gateway_url(host: str, port: int) -> str:
-    """Return the URL by which this machine reaches a gateway that listens on `host`."""
+    """Return the URL at which this machine reaches a gateway that listens on `host`."""
     reachable = _reachable_host(host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"

@@ -1,9 +1,9 @@
-"""Whether the GPUs that a configuration names are there, asked before a process is started.
+"""The check, before a process is started, that the GPUs named in a configuration exist.
 
-Owns the two questions that answer it in a moment: was torch built for CUDA (its version file
-says so, without importing it), and how many GPUs does the driver show (asked by a short-lived
-process, so that this one never talks to the driver). What it cannot find out it leaves to the
-nodes, which look again (kernels.runtime). Called by `topspin serve`.
+Owns two quick questions: was torch built for CUDA (read from its version file, without importing
+it), and how many GPUs does the driver show (asked by a short-lived process, so that this one never
+talks to the driver). A question without an answer is left to the nodes, which check again
+(kernels.runtime). Called by `topspin serve`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TorchBuild(NamedTuple):
 
 
 def torch_build() -> TorchBuild | None:
-    """Return how the installed torch was built; None if there is no telling."""
+    """Return the build of the installed torch; None if unknown."""
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
         return None
@@ -60,7 +60,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def driver_answer() -> str:
-    """Return the number of visible GPUs, "none" without a driver, else what went wrong."""
+    """Return the number of visible GPUs, "none" without a driver, else the error."""
     try:
         asked = subprocess.run(
             [sys.executable, "-I", "-c", _ASK_DRIVER],
@@ -80,7 +80,7 @@ def check_gpus(
     build: Callable[[], TorchBuild | None] = torch_build,
     driver: Callable[[], str] = driver_answer,
 ) -> None:
-    """Raise ConfigError if one of `devices` ("cpu", "cuda:N") is surely not on this machine."""
+    """Raise ConfigError if one of `devices` ("cpu", "cuda:N") is known to be missing here."""
     gpus = sorted({int(device.partition(":")[2]) for device in devices if device != CPU})
     if not gpus:
         return

@@ -1,15 +1,14 @@
 """The monolithic node process: attention and experts composed in one process.
 
-Owns the composition for `--transport local`: every role joins the scheduler by its own
-control connection and thread, as if it were a process, but rows are handed over in
-memory and the experts are computed by the attention node's thread: inside combine(), or, if
-both roles share a device, enqueued by dispatch() (m2n_comm.gpu.local). The expert threads lead
-the lives of their nodes: they load, report counts and prepare tables. Where the roles differ in
-device, the one on a GPU gets its rows through pinned memory (m2n_comm.gpu.staged). Knows no
-arithmetic.
+Owns the composition for `--transport local`: every role joins the scheduler by its own control
+connection and thread, as if it were a process, but rows are handed over in memory and the experts
+are computed by the attention node's thread: inside combine(), or, if both roles share a device,
+enqueued by dispatch() (m2n_comm.gpu.local). The expert threads do the rest of their nodes' work:
+they load, report counts and prepare tables. If the roles' devices differ, the one on a GPU gets its
+rows through pinned memory (m2n_comm.gpu.staged). Knows no arithmetic.
 
-On a shared device the experts are loaded one node after the other, and before the attention
-node loads: each looks at what memory is left, and the KV cache gets the remainder.
+On a shared device the experts are loaded one node after the other, and before the attention node
+loads: each checks the free memory, and the KV cache gets the remainder.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from topspin.messages import Role, Welcome
 from topspin.node_life import NodeLife, run_node
 from topspin.process import follow_parent, start_logging
 
-# While experts are read for another table, so long after each millisecond of it: the thread
-# that computes shares the interpreter.
+# The pause after each millisecond of reading experts for another table: the computing thread shares
+# the interpreter.
 PREPARE_PAUSE_S = 0.003
 
 JOIN_TIMEOUT_S = 5.0
@@ -66,7 +65,7 @@ class LocalNode:
         self._sides: dict[int, ExpertSide] = {}
         self._experts: dict[int, Experts] = {}
         self._threads: list[threading.Thread] = []
-        # Set once every expert node has loaded, and once attention nodes may begin to.
+        # Set once every expert node has loaded, and once attention nodes may begin to load.
         self._all_loaded = threading.Event()
         self._may_attend = threading.Event()
         if not expert_nodes:
@@ -117,7 +116,7 @@ class LocalNode:
         return run_node("attention", index, self._address, logger=self._logger, body=body)
 
     def _open_net(self, index: int, shape: NetShape, welcome: Welcome) -> AttentionNet:
-        """Return the net of attention node `index`, whose thread this is, to all experts."""
+        """Return the net from attention node `index` to all experts; runs in that node's thread."""
         config = welcome.config
         nodes = config.compute.nodes(config.topology)
         if nodes.share_a_device:
@@ -166,7 +165,7 @@ class LocalNode:
         config = welcome.config
         if not config.compute.place("expert").is_device:
             return experts.compute
-        # Opened here since a runtime belongs to the thread that uses it.
+        # Opened here because a runtime belongs to the thread that uses it.
         runtime = open_runtime(str(experts.runtime.device))
         staging = ExpertStaging(runtime, shape, num_attention=self._num_attention)
         return lambda batch: staging.to_host(experts.compute(staging.to_device(batch)))
@@ -202,10 +201,10 @@ class LocalNode:
         ).serve("local")
 
     def _load_experts(self, welcome: Welcome, index: int) -> Experts:
-        """Load in a thread that ends, and with it the OpenMP threads it started.
+        """Load in a temporary thread, whose OpenMP threads end with it.
 
-        libgomp counts the threads of all pools: when they are more than the cores, none
-        spins, and every parallel region of the thread that computes wakes its helpers anew.
+        libgomp counts the threads of all pools: if there are more than cores, none spins, and every
+        parallel region of the computing thread has to wake its helpers.
         """
 
         def load() -> Experts:
@@ -217,9 +216,9 @@ class LocalNode:
             self._may_attend.set()
         with self._loading if is_device else nullcontext(), ThreadPoolExecutor(1) as loader:
             experts = loader.submit(load).result()
-        # Steps are computed in another thread, with that one's pool of threads.
+        # Steps are computed in another thread, with its pool of threads.
         torch.set_num_threads(1)
-        # Another table's experts are packed by this thread, for which torch has a GPU of its own.
+        # Another table's experts are packed by this thread, and torch's current GPU is per thread.
         open_runtime(str(experts.runtime.device))
         with self._lock:
             self._experts[index] = experts

@@ -1,9 +1,9 @@
 """The process that starts an engine's roles, watches them and stops them in order.
 
-Owns their processes: output forwarded line by line under the role's name, the first
-exit or signal noticed at once, an orderly stop that ends in SIGKILL, nobody left behind.
-Knows neither what a role does nor how an engine becomes ready (topspin.launch.engine does).
-One thread, the main one: Linux ties the parent-death signal to the thread that forked.
+Owns their processes: output forwarded line by line under the role's name, the first exit or signal
+noticed at once, an orderly stop that ends in SIGKILL and leaves no process. Knows neither the
+roles' work nor when an engine is ready (topspin.launch.engine does). One thread, the main one:
+Linux ties the parent-death signal to the thread that forked.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Part = Literal["front", "coordinator", "worker"]
 class RoleCommand:
     """How to start one role. `environment` is added to the supervisor's own.
 
-    `part` says when the role is asked to stop: the front (gateway) before all others, so that
-    it can finish what it does with their help; then the coordinator (scheduler), which tells
-    the workers (nodes) to stop; a worker only if it has not heard.
+    `part` decides when the role is asked to stop: the front (gateway) first, so that it can finish
+    its requests while the others run; then the coordinator (scheduler), which tells the workers
+    (nodes) to stop; a worker only if it was not told.
     """
 
     name: str
@@ -54,7 +54,7 @@ class RoleCommand:
 
 @dataclass(slots=True)
 class _Restart:
-    """When a role starts again (`due`), and the delay after its next early end."""
+    """The time of a role's next start (`due`), and the delay after its next early end."""
 
     command: RoleCommand
     due: float
@@ -80,8 +80,8 @@ class RoleExit(NamedTuple):
 
 
 class _Child:
-    """A started role. Invariant: while `is_running` its process is not reaped, so that its
-    pid and process group cannot belong to anybody else."""
+    """A started role. Invariant: while `is_running` its process is not reaped, so that no other
+    process can have its pid or process group."""
 
     def __init__(self, command: RoleCommand) -> None:
         environment = {
@@ -93,7 +93,7 @@ class _Child:
         }
         self.command = command
         try:
-            # A process group of its own: Ctrl-C in the terminal reaches the supervisor only.
+            # A separate process group: Ctrl-C in the terminal reaches the supervisor only.
             self.process = subprocess.Popen(
                 command.argv,
                 stdin=subprocess.DEVNULL,
@@ -156,7 +156,7 @@ class _Child:
             os.kill(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the role and whatever it has started in its process group."""
+        """Kill the role and all processes of its process group."""
         if self.is_running:
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -176,8 +176,8 @@ class _Child:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopGraces:
-    """How long roles may take to stop: the front alone, then all after the coordinator was
-    asked, then all after everybody was, then (killed) for the system to clean up."""
+    """Time limits of a stop: for the front alone, then for all after the coordinator was asked,
+    then for all after every role was asked, then for the system to clean up killed ones."""
 
     front_s: float = 2.0
     coordinated_s: float = 2.0
@@ -240,7 +240,7 @@ class Supervisor:
 
     @property
     def exits(self) -> Sequence[RoleExit]:
-        """Return the roles that have ended, in the order in which it was noticed."""
+        """Return the roles that have ended, in the order of detection."""
         return self._exits
 
     @property
@@ -259,14 +259,14 @@ class Supervisor:
         return bool(self._exits or self._signals)
 
     def restart_workers(self) -> None:
-        """From now on start a worker that ends again, instead of reporting its exit.
+        """From now on restart a worker that ends, instead of reporting its exit.
 
         At once after a long life; each early end doubles the delay.
         """
         self._restarting = True
 
     def kill(self, pid: int) -> None:
-        """Kill the worker whose process id this is, if it is one and still runs."""
+        """Kill the running worker with process id `pid`, if there is one."""
         for child in self._running(self._of("worker")):
             if child.process.pid == pid:
                 self._emit(f"{child.command.name} (pid {pid}) is taken for dead and is killed")
@@ -277,7 +277,7 @@ class Supervisor:
         self._selector.register(fd, selectors.EVENT_READ, on_readable)
 
     def forget(self, fd: int) -> None:
-        """Watch `fd` no more."""
+        """Stop watching `fd`."""
         self._selector.unregister(fd)
 
     def start(self, command: RoleCommand) -> None:
@@ -304,7 +304,7 @@ class Supervisor:
                 self._forward(child, child.read_lines())
                 if not child.has_output:
                     self._selector.unregister(child.output_fd)
-        # When several are found at once, the one that a signal killed is the likelier cause.
+        # If several exits are found at once, one killed by a signal is the likelier cause.
         exits = {child: self._collect(child) for child in ended}
         for child, gone in sorted(exits.items(), key=lambda item: item[1].returncode >= 0):
             if self._restarting and child.command.part == "worker":
@@ -314,7 +314,7 @@ class Supervisor:
         self._restart_due()
 
     def _until_restart(self, timeout_s: float | None) -> float | None:
-        """Return how long to wait: `timeout_s`, or less if a role is to be started before."""
+        """Return the time to wait: `timeout_s`, or less if a role's start is due earlier."""
         now = time.monotonic()
         waits = [restart.due - now for restart in self._restarts.values() if restart.due]
         if timeout_s is not None:
@@ -346,7 +346,7 @@ class Supervisor:
         front = self._of("front")
         self._terminate(front)
         self._step_until_ended(front, self._graces.front_s)
-        # A front that is not done goes on as long as the others: it may be answering clients.
+        # A front that is still busy gets as long as the others: it may be answering clients.
         if self._terminate(self._of("coordinator")):
             self._step_until_ended(self._children, self._graces.coordinated_s)
         self._terminate(self._of("worker"))

@@ -2,10 +2,10 @@
 
 Owns a small engine of real parts and no scheduler: a ModelRunner and Experts with the first layers
 of the checkpoint, loaded once, and the plans of a batch that decodes for ever. Each candidate is
-measured in forks, in which the real net joins them: one for the attention node and, unless all is
-one process, one for the expert node, with threads and cores of their own. Reads the candidates
-from stdin, says when it has loaded, and then prints the seconds of a step of each.
-Run as `python -m topspin.launch.trial`.
+measured in forks, connected by the real net: one for the attention node and, unless all is one
+process, one for the expert node, each with its own threads and cores. Reads the candidates from
+stdin, reports when it has loaded, and then prints each one's seconds per step. Run as `python -m
+topspin.launch.trial`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NUM_ROWS = 16
 CONTEXT = 128
 NUM_STEPS = 28
 NUM_WARM_UP = 4
-# Experts beyond the caches of processors, which a whole model's are too.
+# Experts larger than processor caches, as a whole model's are.
 WEIGHT_BYTES = 64 * 2**20
 TIMEOUT_S = 30.0
 
@@ -65,7 +65,7 @@ TIMEOUT_S = 30.0
 class Trial:
     """The first layers of a model, loaded and warmed up. Starts no thread itself.
 
-    OpenMP starts its threads at the first parallel region of several; a fork would lack them.
+    OpenMP starts its threads at the first parallel region with several; a fork would lack them.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -170,7 +170,7 @@ class Trial:
         return ModelRunner(self._model, decoder, num_blocks, self._config)
 
     def _decode(self, net: AttentionNet) -> float:
-        """Time the other steps; the layers count as often as the whole model has them."""
+        """Return the seconds of a step, scaled to the layers of the whole model."""
         found = []
         for step in range(2, NUM_STEPS + 1):
             started = time.perf_counter()
@@ -179,7 +179,7 @@ class Trial:
             step_s = time.perf_counter() - started
             found.append(step_s + (self._whole_over_part - 1) * layers_s)
         net.close()
-        # On a machine that does other things too, the undisturbed steps count.
+        # Other load on the machine only adds time, so the fastest steps count.
         return statistics.quantiles(found[NUM_WARM_UP:], n=4)[0]
 
     def _ticket(self, step: int) -> StepTicket:
@@ -233,7 +233,7 @@ def settle(node: CandidateNode) -> None:
 
 
 def fork(work: Callable[[], float]) -> Callable[[], float]:
-    """Begin `work` in a child process; return the wait for its result."""
+    """Start `work` in a child process; return a function that waits for its result."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -259,7 +259,7 @@ def fork(work: Callable[[], float]) -> Callable[[], float]:
 
 
 def main() -> int:
-    """Measure the candidates that stdin names; print the seconds of a step of each."""
+    """Measure the candidates named on stdin; print each one's seconds per step."""
     follow_parent()
     start_logging("trial")
     torch.set_num_threads(1)

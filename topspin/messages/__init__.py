@@ -1,12 +1,12 @@
 """Every message of the control plane, in one place.
 
-Import them from here; the modules of this package define them by sender and receiver. Owns
-their form: frozen, tagged msgspec structs, encoded as MessagePack maps with a
-`type` field. Knows no sockets (topspin.channel) and no policy. Numeric arrays travel
-as little-endian int32 bytes (`pack_ints`), so that a decode step of 256 sequences is a
-few buffers and not thousands of objects. A change of meaning raises PROTOCOL_VERSION.
+Import them from here; the modules of this package define them by sender and receiver. Owns their
+format: frozen, tagged msgspec structs, encoded as MessagePack maps with a `type` field. Knows no
+sockets (topspin.channel) and no policy. Numeric arrays travel as little-endian int32 bytes
+(`pack_ints`), so that a decode step of 256 sequences is a few buffers and not thousands of objects.
+A change of meaning increments PROTOCOL_VERSION.
 
-Who sends what:
+Senders and receivers:
     node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult
                           (attention), ExpertCounts (experts), StepFailed, Goodbye
     scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
@@ -180,7 +180,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> AnyMessage:
-    """Return the message in `data`; raises ProtocolError if it is none of the above."""
+    """Return the message in `data`; raises ProtocolError if it is malformed or unknown."""
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

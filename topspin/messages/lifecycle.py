@@ -1,4 +1,4 @@
-"""The lives of nodes and gateways: they come, form an engine, form anew after a loss, leave.
+"""The life cycle of nodes and gateways: join, form an engine, form again after a loss, leave.
 
 Sent by every node and gateway and by the scheduler; see topspin.messages.
 """
@@ -15,10 +15,9 @@ from topspin.messages.base import PROTOCOL_VERSION, Message, Role
 class Hello(Message, frozen=True, kw_only=True):
     """A worker or gateway introduces itself.
 
-    `fingerprint` names the checkpoint (empty for gateways), `data_address` where an expert
-    node accepts attention nodes ("unix:@NAME", "tcp:HOST:PORT", either of them behind
-    "nixl:", "local"; empty otherwise).
-    `incarnation` is unique to this process life.
+    `fingerprint` names the checkpoint (empty for gateways), `data_address` the address at which an
+    expert node accepts attention nodes ("unix:@NAME", "tcp:HOST:PORT", either of them behind
+    "nixl:", "local"; empty otherwise). `incarnation` is unique to this run of the process.
     """
 
     role: Role
@@ -32,14 +31,14 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class ExpertPeer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an expert node is reached, and which process life it is."""
+    """An expert node's address and its process's incarnation."""
 
     address: str
     incarnation: int
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who makes up the engine in one generation, by index; None: that node is absent.
+    """The engine's nodes in one generation, by index; None: that node is absent.
 
     Pairs, steps and results belong to a generation. An absent expert node holds no experts
     in `table`.
@@ -54,8 +53,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Welcome(Message, frozen=True, kw_only=True):
     """Sent to every node once all nodes of the engine have said Hello.
 
-    A node that comes later (`joins_late`) gets it at once: it loads what the table gives it,
-    says Loaded, and connects when it is sent a Reform.
+    A node that comes later (`joins_late`) gets it at once: it loads the experts that the table
+    gives it, sends Loaded, and connects on a Reform.
     """
 
     config: NodeConfig
@@ -85,13 +84,13 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """The engine is shutting down in order: finish the current step, close, exit 0."""
+    """Orderly shutdown of the engine: finish the current step, close, exit 0."""
 
     reason: str
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """A node leaves because of an error of its own, named here, before it exits."""
+    """Sent by a node before it exits because of an internal error, named here."""
 
     role: Role
     index: int
@@ -112,9 +111,9 @@ class Loaded(Message, frozen=True, kw_only=True):
 
 
 class Halt(Message, frozen=True, kw_only=True):
-    """Generation `generation` begins: give up all steps and sequences, close the net.
+    """Generation `generation` begins: drop all steps and sequences, close the net.
 
-    Ends a step's waits. Steps that were sent before it are not answered.
+    Ends a step's waits. Steps sent before it are not answered.
     """
 
     generation: int
@@ -130,7 +129,7 @@ class Halted(Message, frozen=True, kw_only=True):
 
 
 class Reform(Message, frozen=True, kw_only=True):
-    """Sent once every node named in `topology` has halted: connect anew and say Ready."""
+    """Sent once every node named in `topology` has halted: connect again and send Ready."""
 
     topology: Topology
 
@@ -139,7 +138,7 @@ class Reform(Message, frozen=True, kw_only=True):
 
 
 class PrepareTable(Message, frozen=True, kw_only=True):
-    """To every node: be able to run steps whose ticket names this table, and say so.
+    """To every node: prepare to run steps whose ticket names this table, then send TablePrepared.
 
     Steps of the table in use go on meanwhile. A newer PrepareTable replaces one that was
     not answered. One of a version that was prepared replaces that table: a node refused it, so
@@ -152,7 +151,7 @@ class PrepareTable(Message, frozen=True, kw_only=True):
 class TablePrepared(Message, frozen=True, kw_only=True):
     """The node can run steps of table `version`: routes are known, or weights are read.
 
-    With a `refusal` it can not, for this reason, and keeps the table in use.
+    With a `refusal` (the reason) it cannot, and keeps the table in use.
     """
 
     role: Role

@@ -1,7 +1,7 @@
 """The messages between gateways and scheduler: requests, their outputs, counters.
 
-Between a gateway and the scheduler only; SamplingParams and TokenLogprobs go on to the
-attention nodes and come from there. See topspin.messages.
+Between a gateway and the scheduler only; SamplingParams and TokenLogprobs also go to and come from
+the attention nodes. See topspin.messages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AddRequest(Message, frozen=True, kw_only=True):
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
-    """The client has gone, or a stop string was found: free the request, send nothing more."""
+    """The client is gone, or a stop string was found: free the request, send no more outputs."""
 
     request_id: str
 
@@ -110,9 +110,9 @@ class StepHistogram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class EngineState(Message, frozen=True, kw_only=True):
     """Sent to a gateway after its Hello and at every change.
 
-    In "recovering" requests are accepted and wait: a lost node is being replaced.
-    `max_request_tokens`: prompt and output together that fit the model and one node's
-    cache; 0 while starting.
+    In state "recovering" requests are accepted and wait: a lost node is being replaced.
+    `max_request_tokens`: prompt and output together that fit the model and one node's cache; 0
+    while starting.
     """
 
     state: Literal["starting", "ready", "recovering", "failed", "stopping"]
@@ -129,13 +129,12 @@ class StatsQuery(Message, frozen=True, kw_only=True):
 class Stats(Message, frozen=True, kw_only=True):
     """The scheduler's counters and gauges, for /metrics.
 
-    `num_replays` counts requests that a lost node or step sent back to the queue.
-    `expert_tokens[layer][expert]` counts routed (token, expert) pairs since start.
-    `expert_balance` is the expert nodes' max/mean of such pairs under the table in use, as
-    served lately; `expert_balance_before` that under the table before, when it was left.
-    `expert_migrations` counts the experts that nodes had to read for new tables.
-    `progress_age_s`: how long ago a node last got on with the oldest step in flight; None if
-    no step is in flight.
+    `num_replays` counts requests that were queued again after the loss of a node or step.
+    `expert_tokens[layer][expert]` counts routed (token, expert) pairs since start. `expert_balance`
+    is the expert nodes' max/mean of such pairs served recently under the table in use;
+    `expert_balance_before` is that of the previous table when it was replaced. `expert_migrations`
+    counts the experts that nodes had to read for new tables. `progress_age_s`: seconds since a node
+    last made progress on the oldest step in flight; None if no step is in flight.
     """
 
     query_id: int

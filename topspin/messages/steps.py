@@ -12,7 +12,7 @@ from topspin.messages.requests import SamplingParams, TokenLogprobs
 
 
 class StepTicket(Message, frozen=True, kw_only=True):
-    """One engine step, as every node of it must see it.
+    """One engine step; the same for all its nodes.
 
     `previous` is the step before it in the chain (0 at the start of a generation);
     `participants` are the attention nodes that take part, ascending; `row_buckets[mb]` is
@@ -29,7 +29,7 @@ class StepTicket(Message, frozen=True, kw_only=True):
 
 
 class NewSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A sequence that the node has not seen, whole.
+    """A complete sequence that is new to the node.
 
     `seq_id` is unique to this admission (a preempted request comes back under another).
     `tokens`: packed prompt and, after a preemption, the output so far; the first
@@ -47,10 +47,10 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sequence slices of one micro-batch on one attention node, as packed arrays.
 
-    Slice i advances sequence `seq_ids[i]` by `num_tokens[i]` positions from its committed
-    length. Its input is the sequence's own next tokens: the known ones (prompt), then
-    whatever the node itself sampled last (LAST). `sample[i]` is 1 if the last position's
-    logits are sampled. `block_counts[i]` new blocks of `block_ids` are appended to its table.
+    Slice i advances sequence `seq_ids[i]` by `num_tokens[i]` positions from its committed length.
+    Its input is the sequence's own next tokens: the known ones (prompt), then the token that the
+    node sampled last (LAST). `sample[i]` is 1 if the last position's logits are sampled.
+    `block_counts[i]` new blocks of `block_ids` are appended to its table.
     """
 
     seq_ids: bytes
@@ -63,8 +63,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class StepPlan(Message, frozen=True, kw_only=True):
     """One attention node's work in a step: the ticket, and its micro-batches.
 
-    `finished` (packed seq ids) are forgotten before anything else; `new` come next;
-    `micro_batches` has ticket.num_micro_batches entries, some perhaps empty.
+    `finished` (packed seq ids) are removed first; `new` are added next; `micro_batches` has
+    ticket.num_micro_batches entries, some perhaps empty.
     """
 
     ticket: StepTicket
@@ -76,10 +76,9 @@ class StepPlan(Message, frozen=True, kw_only=True):
 class StepTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds that one attention node spent in a step, by phase.
 
-    total = prepare (the plan's inputs) + attention + wait (for the experts) + sample.
-    `expert_s` is the busiest expert node's computing time in the step, `link_s` the mean
-    one-way time where it could be told from waiting. `gap_s`: how long the node had no plan
-    before this step.
+    total = prepare (the plan's inputs) + attention + wait (for the experts) + sample. `expert_s` is
+    the busiest expert node's computing time in the step, `link_s` the mean one-way time where it
+    could be separated from waiting. `gap_s`: the time without a plan before this step.
     """
 
     total_s: float
@@ -121,7 +120,7 @@ class StepFailed(Message, frozen=True, kw_only=True):
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """How a node gets on with a long step (topspin.progress).
+    """A node's state in a long step (topspin.progress).
 
     It works, waits for a peer's rows, or (expert nodes, whose results name no step) has done
     its part and nothing has come since.

@@ -18,7 +18,7 @@ class TraceRequest(Message, frozen=True, kw_only=True):
 
 
 class ClockPing(Message, frozen=True, kw_only=True):
-    """To a node: what time is it? Answered between steps."""
+    """To a node: send your clock's time. Answered between steps."""
 
     query_id: int
     sent_ns: int

@@ -1,8 +1,8 @@
 """A trace as Chrome's trace-event JSON, which Perfetto (https://ui.perfetto.dev) opens.
 
-Owns the form: one process per node, one thread per micro-batch, a slice per span named by
-what was done, an arrow per frame, and waits as slices of their own thread. Times are
-microseconds on the scheduler's clock. Called by trace_command.py.
+Owns the form: one process per node, one thread per micro-batch, a slice per span named by its
+activity, an arrow per frame, and waits as slices of a separate thread. Times are microseconds on
+the scheduler's clock. Called by trace_command.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _meta(pid: int, tid: int, name: str, value: str) -> Event:
 
 
 def _arrows(lanes: Sequence[Lane]) -> list[Event]:
-    """Return a flow event pair for every frame whose both ends were recorded."""
+    """Return a flow event pair for every frame that was recorded at both ends."""
     sent: dict[tuple[str, int, int, int, int], tuple[int, int, int]] = {}
     for pid, lane in enumerate(lanes):
         for span in lane.spans:

@@ -1,8 +1,8 @@
 """Replays steps as a dependency graph: how long they would take if a node were faster.
 
-Owns the pipeline's exact recurrence and the what-if over nodes. Pure: durations come in,
-times go out, in any one unit. Called by trace_report.py; the scheduler's model of equal
-micro-batches is tested against it.
+Owns the pipeline's exact recurrence and the what-if analysis of nodes. Pure: maps durations to
+times, in any one unit. Called by trace_report.py; the scheduler's model of equal micro-batches is
+tested against it.
 
 Order, as m2n_comm.net prescribes it: every node serves (layer, micro-batch) in turn; an
 expert node begins one when it is free and every attention node's frame is there, an
@@ -35,7 +35,7 @@ class WhatIf(NamedTuple):
 
 
 def replay(attention: Durations, experts: Durations, link: float) -> float:
-    """Return when the last answer of a step is back, frames taking `link` each way."""
+    """Return the time of a step's last answer if frames take `link` each way."""
     free = dict.fromkeys([*attention, *experts], 0.0)
     first = next(iter(attention.values()))
     num_layers, num_micro_batches = len(first), len(first[0])

@@ -4,9 +4,9 @@ Owns the reading of stamps (topspin.trace) as a timeline on one clock and pure a
 over it. Knows no server, no file and no picture (trace_export.py and trace_plot.py draw).
 Called by trace_command.py and by benchmarks.
 
-T_a: what an attention node does per MoE layer and micro-batch, T_e: what an expert node
-does, T_c: one way over the link, each a median. A bubble is the share of a role's time,
-within steps, spent waiting. MegaScale-Infer (arXiv 2504.02263, section 4.1).
+T_a: an attention node's work per MoE layer and micro-batch, T_e: an expert node's, T_c: one way
+over the link; each is a median. A bubble is the share of a role's time, within steps, spent
+waiting. MegaScale-Infer (arXiv 2504.02263, section 4.1).
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ Tasks = dict[int, list[Task]]
 def tasks_of(lane: Lane) -> Tasks:
     """Return each step's tasks in the order in which the node did them.
 
-    A task ends with DISPATCHED, or the LOCAL after it, on attention nodes and with REPLIED
-    on expert nodes; whatever the node did since the task before belongs to it.
+    A task ends with DISPATCHED, or the LOCAL after it, on attention nodes and with REPLIED on
+    expert nodes; all the node's work since the previous task belongs to it.
     """
     ending = Kind.DISPATCHED if lane.role == "attention" else Kind.REPLIED
     tasks: Tasks = {}
@@ -163,7 +163,7 @@ def busy_of(lane: Lane, steps: Iterable[int]) -> Busy:
 
 
 def link_ns(lanes: Sequence[Lane]) -> float | None:
-    """Return the median one-way time of frames that neither side let lie; None if none.
+    """Return the median one-way time of frames that never waited on either side; None if none.
 
     A frame's way is from DISPATCHED to GATHERED, or from REPLIED to ARRIVED, if the reader
     was waiting for it already.
@@ -190,7 +190,7 @@ def link_ns(lanes: Sequence[Lane]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A trace in numbers. Times are medians in seconds; None where the trace does not tell.
+    """A trace in numbers. Times are medians in seconds; None if the trace lacks the data.
 
     `replay_error`: the replayed graph's mean step time against the recorded one, as a share.
     """
@@ -241,7 +241,7 @@ class _Shape(NamedTuple):
 
 
 def make_report(lanes: Sequence[Lane]) -> Report | None:
-    """Return the numbers of the steps that the stamps hold whole, or None if there are none.
+    """Return the numbers of the steps whose stamps are complete, or None if there are none.
 
     Only steps of the most common shape (layers, micro-batches) count.
     """
