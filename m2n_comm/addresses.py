@@ -1,4 +1,4 @@
-"""Data addresses of expert nodes: their forms, their sockets, and who may be at the other end.
+"""Data addresses of expert nodes: their forms, their sockets, and the peers allowed to connect.
 
 "unix:@NAME" is shm and "tcp:HOST:PORT" tcp; "nixl:" before either and "cuda_ipc:" before the
 first name the address of the handshake. Owns the rule that hosts are loopback ones unless told
@@ -40,9 +40,9 @@ def transport_of(address: str) -> Between:
 
 
 def listen(transport: Between, *, host: str | None, remote: bool) -> tuple[socket.socket, str]:
-    """Return a listening socket that does not block, and the address that leads to it.
+    """Return a non-blocking listening socket and its address.
 
-    Raises ConfigError for a host that is not allowed or cannot be had.
+    Raises ConfigError for a host that is not allowed or not available.
     """
     prefix = {"nixl": NIXL, "cuda_ipc": CUDA_IPC}.get(transport, "")
     if transport in ("shm", "cuda_ipc") or (transport == "nixl" and host is None):
@@ -113,7 +113,7 @@ def connect(address: str, *, expert: int, deadline_s: float, remote: bool = Fals
 
 
 def is_on_this_host(address: str) -> bool:
-    """Return whether the node at `address` surely runs on this host."""
+    """Return whether the node at `address` is known to run on this host."""
     kind, _, rest = address.removeprefix(NIXL).removeprefix(CUDA_IPC).partition(":")
     return kind == "unix" or is_loopback(rest.rpartition(":")[0])
 

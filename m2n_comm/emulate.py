@@ -1,9 +1,9 @@
 """Gives any transport the latency and bandwidth of a link that the machine does not have.
 
-The sender stamps each frame with the time at which the emulated link would have delivered
-it and goes on; the receiver does not look at a frame before its time. Works between
-processes of one host, whose CLOCK_MONOTONIC is the same. Knows no sockets; the two sides
-of M2N call it. Used to measure pipelines for networks that are not there.
+The sender stamps each frame with the time at which the emulated link would have delivered it and
+continues; the receiver does not read a frame before its time. Works between processes of one host,
+whose CLOCK_MONOTONIC is the same. Knows no sockets; the two sides of M2N call it. Used to measure
+pipelines for networks that the machine lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LinkEmulation:
     gbps: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a link that cannot be."""
+        """Raise ConfigError for an impossible link."""
         if not 0 <= self.latency_us < 1e9:
             raise ConfigError(f"link latency {self.latency_us} us: must be in [0, 1e9)")
         if self.gbps is not None and not self.gbps > 0:
@@ -48,7 +48,7 @@ class LinkShaper:
         self._free_ns = 0
 
     def deliver_ns(self, size_bytes: int, *, now_ns: int) -> int:
-        """Return when a frame of `size_bytes` that is sent now is there; occupies the link."""
+        """Return the delivery time of a frame of `size_bytes` sent now; occupies the link."""
         self._free_ns = max(now_ns, self._free_ns) + round(size_bytes * self._ns_per_byte)
         return self._free_ns + self._latency_ns
 
@@ -56,8 +56,8 @@ class LinkShaper:
 def wait_delivery(deliver_ns: int, *, deadline_s: float, spins: bool = False) -> bool:
     """Wait until `deliver_ns`; return False at `deadline_s` if that comes first.
 
-    A node that `spins` does so here too: a core that sleeps for milliseconds comes back slow,
-    which a real link would not cost it.
+    A node that `spins` does so here too: a core that sleeps for milliseconds wakes up slow, a cost
+    that a real link would not cause.
     """
     end_ns = min(deliver_ns, round(deadline_s * 1e9))
     while (left_ns := end_ns - time.monotonic_ns()) > 0:

@@ -1,12 +1,11 @@
-"""How a pair meets: who both ends are, and that they agree on every size.
+"""The handshake of a pair: both ends identify themselves and agree on every size.
 
-Owns how the messages of hello.py travel (schema-checked MessagePack behind a bounded length),
+Owns the transfer of hello.py's messages (schema-checked MessagePack behind a bounded length),
 the accepting loop of an expert node and the asking end of an attention node. Knows sockets but
 not their later use; open.py calls it for all transports.
 
-A peer of a past life (another incarnation), a stranger, and one that stays silent are
-refused without disturbing the others; the right peer with another version or shape can
-never work, so both ends raise.
+A peer of another incarnation, a stranger, and one that stays silent are refused without disturbing
+the others; an expected peer with another version or shape can never work, so both ends raise.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def send_message(
 
 
 class Reader:
-    """Reads one message from a socket, never a byte beyond it. Owns the descriptors it gets."""
+    """Reads one message from a socket and no byte beyond it. Owns the descriptors it receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -78,9 +77,9 @@ class Reader:
         self._data = b""
 
     def advance(self) -> PairHello | PairRefusal | None:
-        """Read available bytes; return the message when it is whole.
+        """Read available bytes; return the message when it is complete.
 
-        Raises FrameError for bytes of no handshake, PeerLost at the end of the stream,
+        Raises FrameError for bytes that are not of a handshake, PeerLost at the end of the stream,
         BlockingIOError or TimeoutError as the socket does.
         """
         needed = _PREFIX.size
@@ -157,9 +156,9 @@ def ask(sock: socket.socket, want: PairHello, *, deadline_s: float, check: Check
 class Reception:
     """Accepts the attention nodes of one expert node, in any order, each once.
 
-    `expected[i]` is the hello that attention node i must send; `trusted` says whether a
-    connection may speak at all (peer credentials). Every pending connection has its
-    own deadline. `check` is called now and then and may end the wait.
+    `expected[i]` is the hello that attention node i must send; `trusted` decides whether a
+    connection is accepted at all (peer credentials). Every pending connection has its own deadline.
+    `check` is called from time to time and may end the wait.
     """
 
     def __init__(
@@ -183,8 +182,8 @@ class Reception:
     def run(self, welcome: Callable[[socket.socket, PairHello], None]) -> dict[int, Meeting]:
         """Return the meeting of each attention node, after `welcome` has answered each.
 
-        Raises DeadlineExceeded naming who is missing and who was refused, and the error of
-        an expected peer that can never fit. On an error every connection is closed.
+        Raises DeadlineExceeded naming the missing and the refused peers, and the error of an
+        expected peer that can never fit. On an error every connection is closed.
         """
         try:
             while len(self._met) < len(self._expected):
@@ -229,7 +228,7 @@ class Reception:
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
-            return  # it left again before it was accepted
+            return  # it closed before it was accepted
         if not self._trusted(sock):
             self._note("a connection of another user")
             sock.close()
@@ -267,7 +266,7 @@ class Reception:
             check_hello(hello, self._expected[hello.attention])
         except (StaleFrame, VersionMismatch, FrameError) as error:
             reader.sock.settimeout(1.0)
-            with contextlib.suppress(OSError):  # it may be gone; the reason is noted here too
+            with contextlib.suppress(OSError):  # it may be gone; the reason is recorded here too
                 send_message(reader.sock, PairRefusal(code=error.code, reason=str(error)))
             self._refuse(fd, reader, str(error))
             if not isinstance(error, StaleFrame):

@@ -1,4 +1,4 @@
-"""Who a node is, and the messages in which both ends of a pair say so before they form it.
+"""The identity of a node, and the messages in which both ends of a pair exchange it first.
 
 Owns Identity, the messages, and the order in which their fields are compared. Knows no socket:
 handshake.py sends them.
@@ -16,7 +16,7 @@ from m2n_comm.net import NetShape
 from topspin import __version__
 from topspin.errors import ConfigError, FrameError, StaleFrame, VersionMismatch
 
-# Of the handshake and of all that follows it.
+# The version of the handshake and of the protocol after it.
 PROTOCOL = 2
 _MAX_INCARNATION = 2**64
 
@@ -29,7 +29,7 @@ def other_role(role: NodeRole) -> NodeRole:
 
 
 class PairShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of NetShape that both ends must have alike."""
+    """The fields of NetShape that must be equal at both ends."""
 
     hidden_size: int
     top_k: int
@@ -42,7 +42,7 @@ class PairShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class PairMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the other end may write with nixl, and how to reach it. `bell`: ring me, I block."""
+    """Where the other end may write with nixl, and how to reach it. `bell`: wake this end."""
 
     agent: str
     metadata: bytes
@@ -62,10 +62,10 @@ class PairRegion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class PairHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """The message of each end about the pair: first the attention node's, then the expert node's.
 
-    `generation` tells the pairs of two process lives apart, of which a reformed engine makes
-    several. The link to emulate and whether tcp payloads carry a checksum are the attention
-    node's choice, which the expert node repeats. `memory` is the sender's own, on nixl only, and
-    so is `region`, on cuda_ipc.
+    `generation` tells apart the pairs that the same two processes form when the engine reforms.
+    The link to emulate and whether tcp payloads carry a checksum are the attention node's
+    choice, which the expert node repeats. `memory` is the sender's, on nixl only; so is
+    `region`, on cuda_ipc only.
     """
 
     protocol: int
@@ -84,12 +84,12 @@ class PairHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def link(self) -> LinkEmulation:
-        """Return the link to emulate. Raises ConfigError for one that cannot be."""
+        """Return the link to emulate. Raises ConfigError for an impossible one."""
         return LinkEmulation(latency_us=self.latency_us, gbps=self.gbps)
 
 
 class PairRefusal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Why the expert node will not form the pair; `code` as in topspin.errors."""
+    """The expert node's reason not to form the pair; `code` as in topspin.errors."""
 
     code: str
     reason: str
@@ -111,10 +111,10 @@ def pair_shape(shape: NetShape) -> PairShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """Who a node is to its peers, and the shape of the frames that it exchanges with them.
+    """A node's identity for its peers, and the shape of the frames that it exchanges with them.
 
-    `incarnation` is of this process life; `generation` of the engine, which may form pairs
-    anew within one life.
+    `incarnation` identifies this run of the process; `generation` is the engine's, which may
+    form pairs again while its processes run.
     """
 
     role: NodeRole
@@ -126,7 +126,7 @@ class Identity:
 
     @property
     def name(self) -> str:
-        """Return what errors call this node."""
+        """Return the node's name in errors."""
         return f"{self.role} {self.index}"
 
     @property
@@ -142,7 +142,7 @@ class Identity:
         link: LinkEmulation | None = None,
         checksum: bool = True,
     ) -> PairHello:
-        """Return the message of the pair with `peer`, which is in that life.
+        """Return the message of the pair with `peer`, which has that `incarnation`.
 
         Raises ConfigError for an incarnation beyond 64 bits.
         """

@@ -1,8 +1,8 @@
 """Routing by an expert table: the rows that go to each expert node, and their slots.
 
 Pure: no memory of a transport, no clock. Called once per dispatch by the host's attention side. A
-token goes at most once to a node; a choice whose expert is elsewhere has slot -1 there. Which
-replica serves which choice of an expert with several is decided by replicas.py.
+token goes at most once to a node; a choice whose expert is elsewhere has slot -1 there. For experts
+with several replicas, replicas.py assigns the choices.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from topspin.expert_table import ExpertTable
 class RouteMap:
     """An expert table as tensors.
 
-    slot_of[layer] is [N, P] int32: the slot of replica p on node n, -1 where it is
-    elsewhere; replicas are numbered by expert, then node, so without redundancy p is the
-    expert. `choices[layer]` is None there.
+    slot_of[layer] is [N, P] int32: the slot of replica p on node n, -1 where it is elsewhere;
+    replicas are numbered by expert, then node, so without redundancy p is the expert.
+    `choices[layer]` is None in that case.
     """
 
     version: int
@@ -35,10 +35,10 @@ class RouteMap:
 
 
 class SendPlan(NamedTuple):
-    """The rows that each expert node gets of one dispatch.
+    """The rows of one dispatch that go to each expert node.
 
     slots [N, T, K] integers, -1 elsewhere; `rows[n]` the ascending token rows of node n,
-    int64, or None for all T in order; `counts[n]` how many they are.
+    int64, or None for all T in order; `counts[n]` their number.
     """
 
     slots: torch.Tensor
@@ -76,7 +76,7 @@ def plan_sends(route: RouteMap, layer: int, experts: torch.Tensor) -> SendPlan:
         check_known(route, layer, chosen)
         chosen = choice.choose(chosen)
     try:
-        # The look-up is the check: it refuses every id that has no column.
+        # The look-up is the check: it fails for every id that has no column.
         flat = torch.index_select(route.slot_of[layer], 1, chosen)
     except (IndexError, RuntimeError):
         check_known(route, layer, chosen)
@@ -110,5 +110,5 @@ def check_known(route: RouteMap, layer: int, experts: torch.Tensor) -> None:
 
 
 def num_parts(count: int, window_rows: int) -> int:
-    """Return in how many windows `count` rows travel; 0 rows travel in one."""
+    """Return the number of windows that `count` rows take; 0 rows take one."""
     return max(1, -(-count // window_rows))

@@ -10,21 +10,20 @@ Call order on an attention node, per step that it takes part in:
         dispatch(mb, layer, hidden, routing)      sends, never waits for an answer
         ... other work ...
         combine(mb, layer, out)                   waits for the answers of that dispatch
-A micro-batch has at most one dispatch in the air. On an expert node:
+A micro-batch has at most one uncombined dispatch. On an expert node:
     begin(ticket)
     for each MoE layer, for each micro-batch: for batch in gather(mb, layer): reply(batch, partial)
     finish()
 
-Rules: every participant sends every expert node one frame per (micro-batch, layer),
-possibly of 0 rows, in one or more parts of at most `window_rows` rows; a token goes at
-most once to an expert node, with the slots and weights of its choices there; the
-expert node returns one weighted partial sum per row, or (NetShape.per_expert_answers) one row per
-choice; the attention side adds the rows of a token in fp32.
-Every wait for a peer ends `deadline_s` after it began: that limits a peer's computing
-between two frames, about a layer, and not a step. Only the first answer of a step that
-follows one of other attention nodes may take longer, since the experts serve that step
-first; the scheduler watches it. A frame that is late, stale, or of the wrong shape raises a
-TransportError, and a failed net stays failed (its memory is not used again).
+Rules: every participant sends every expert node one frame per (micro-batch, layer), possibly of 0
+rows, in one or more parts of at most `window_rows` rows; a token goes at most once to an expert
+node, with the slots and weights of its choices there; the expert node returns one weighted partial
+sum per row, or (NetShape.per_expert_answers) one row per choice; the attention side adds the rows
+of a token in fp32. Every wait for a peer ends `deadline_s` after it began: that limits a peer's
+computing between two frames, about a layer, not a step. Only the first answer of a step that
+follows one of other attention nodes may take longer, since the experts serve that step first; the
+scheduler watches it. A frame that is late, stale, or of the wrong shape raises a TransportError,
+and a failed net stays failed (its memory is not used again).
 
 Threads: a net belongs to the one busy thread of its node.
 """
@@ -50,12 +49,12 @@ _COMPRESSED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 class NetShape:
     """The sizes and dtypes that both ends of a pair agree on; checked in the handshake.
 
-    `payload` is the dtype of hidden rows in both directions, but for `compressed`: then
-    requests travel as float8_e4m3fn or int8 with a scale per row. `compute`: the dtype in
-    which the expert node gets the rows (None: payload). `window_rows`: the rows of a
-    window; `num_micro_batches` the most that a ticket may ask for. `per_expert_answers`: an
-    answer has the unweighted row of each (row, chosen expert), not one weighted sum per row,
-    and the attention side adds them by ascending expert id.
+    `payload` is the dtype of hidden rows in both directions. With `compressed`, requests are
+    instead float8_e4m3fn or int8 with a scale per row. `compute`: the dtype in which the expert
+    node gets the rows (None: payload). `window_rows`: the rows of a window; `num_micro_batches` the
+    most that a ticket may ask for. `per_expert_answers`: an answer has the unweighted row of each
+    (row, chosen expert), not one weighted sum per row, and the attention side adds them by
+    ascending expert id.
     """
 
     hidden_size: int
@@ -111,7 +110,7 @@ def wait_policy(config: NodeConfig) -> WaitPolicy:
 
 
 class ExpertBatch(NamedTuple):
-    """Rows that an expert node computes at once: one part of each participant, joined.
+    """Rows that an expert node computes together: one part of each participant, joined.
 
     hidden [R, H] in the compute dtype; slots [R, K] int32, the expert slots on this node, -1
     where the choice went elsewhere; weights [R, K] fp32. `row_counts[i]` rows came from participant
@@ -136,9 +135,9 @@ Serve = Callable[[ExpertBatch], torch.Tensor]
 class NetTimes(NamedTuple):
     """The times of an attention node's net since begin().
 
-    `wait_s` was spent in combine(); `expert_s` is the busiest expert node's time from having
-    rows to replying; `link_s` is the mean one-way time of the round trips in which neither
-    side let a frame lie, None if there was none.
+    `wait_s` was spent in combine(); `expert_s` is the busiest expert node's time from having rows
+    to replying; `link_s` is the mean one-way time of the round trips in which no frame waited on
+    either side, None if there was none.
     """
 
     wait_s: float
@@ -149,9 +148,9 @@ class NetTimes(NamedTuple):
 class AttentionNet(Protocol):
     """The attention side of all pairs (this node, every expert node).
 
-    `is_graph_safe`: dispatch() and combine() only enqueue work on a device, the same work for
-    the same shapes, so that Runtime.capture() may record them. Recordings stay right as long as
-    `epoch` is the same; ask for it after begin(), which may change it.
+    `is_graph_safe`: dispatch() and combine() only enqueue work on a device, the same work for the
+    same shapes, so that Runtime.capture() may record them. Recordings stay valid as long as `epoch`
+    is the same; read it after begin(), which may change it.
     """
 
     trace: Ring | None
@@ -183,16 +182,16 @@ class AttentionNet(Protocol):
     ) -> None:
         """Send hidden [T, H] with its routing: experts [T, K] int64 logical, weights [T, K] fp32.
 
-        `layer` counts MoE layers. T may be 0. The tensors may be reused after return unless
-        T exceeds window_rows; then they must stay unchanged until combine(). `num_rows`
-        (int64[1] on the device; only for nets that are graph-safe): rows from num_rows[0] on
-        are padding and go to no expert. None: there is none.
+        `layer` counts MoE layers. T may be 0. The tensors may be reused after return unless T
+        exceeds window_rows; then they must stay unchanged until combine(). `num_rows` (int64[1] on
+        the device; only for graph-safe nets): rows from num_rows[0] on are padding and go to no
+        expert. None: no padding.
         """
 
     def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
-        """Return the sum [T, H] of all partials of that dispatch, the caller's to change.
+        """Return the sum [T, H] of all partials of that dispatch, which the caller may change.
 
-        It is out [T, H] fp32, filled, or a net's own tensor where no sum was needed.
+        It is out [T, H] fp32, filled, or the net's tensor where no sum was needed.
         """
 
     def wait_s(self) -> float:
@@ -210,9 +209,9 @@ class ExpertNet(Protocol):
 
     `is_graph_safe`: gather() and reply() only enqueue work on a device, and for tickets with as
     many participants and the same row buckets the same work: a batch per micro-batch and layer,
-    with rows for every participant's bucket, of which those that did not come have slots -1.
-    Then Runtime.capture() may record a whole ticket. Ask after begin(), for the ticket that it
-    has opened. Recordings stay right as long as `epoch` is the same.
+    with rows for every participant's bucket, of which those that did not come have slots -1. Then
+    Runtime.capture() may record a whole ticket. Read both after begin(), for its ticket. Recordings
+    stay valid as long as `epoch` is the same.
     """
 
     trace: Ring | None
@@ -227,7 +226,7 @@ class ExpertNet(Protocol):
         """Open a step."""
 
     def set_table(self, table: ExpertTable) -> None:
-        """Serve tickets of `table` too, beside the newest one known before it.
+        """Serve tickets of `table` too, as well as of the newest earlier one.
 
         Raises ProtocolError if it does not fit.
         """
@@ -239,16 +238,16 @@ class ExpertNet(Protocol):
         """
 
     def reply(self, batch: ExpertBatch, partial: torch.Tensor) -> None:
-        """Send partial [R, H] (any float dtype) back, each row to where it came from.
+        """Send partial [R, H] (any float dtype) back, each row to its sender.
 
         With per_expert_answers partial is [P, H]: a row for each slot that is not -1, by
         ascending (row, choice).
         """
 
     def finish(self) -> None:
-        """After a ticket's last reply(): return once all of it has happened.
+        """After a ticket's last reply(): return once all its work has completed.
 
-        On a device that is a wait; raises the TransportError of a fault there.
+        On a device this waits; raises the TransportError of a fault there.
         """
 
     def close(self) -> None:

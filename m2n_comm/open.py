@@ -1,10 +1,10 @@
-"""Opens the data plane between processes: the only door to shm, tcp, nixl and cuda_ipc.
+"""Opens the data plane between processes: the only entry to shm, tcp, nixl and cuda_ipc.
 
-An expert node listens before it says Hello to the scheduler (the address travels in it)
-and accepts once it knows the attention nodes; an attention node connects to all expert
-nodes. Owns the order of a meeting, which is the same for all transports: each end offers its
-memory, takes the peer's, and proves the line. Knows no scheduler. In one process use
-host.local.LocalHub or gpu.local.DeviceNet instead.
+An expert node listens before it says Hello to the scheduler (the address travels in it) and accepts
+once it knows the attention nodes; an attention node connects to all expert nodes. Owns the order of
+the handshake, which is the same for all transports: each end offers its memory, takes the peer's,
+and proves the line. Knows no scheduler. In one process use host.local.LocalHub or
+gpu.local.DeviceNet instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Formed = TypeVar("Formed", covariant=True)
 
 
 class Forming(Protocol[Formed]):
-    """The pairs of one node while they are formed, by the way of one transport.
+    """The pairs of one node while they are formed, for one transport.
 
     For each peer, in this order: offer(), take() with its hello, then prove(). close()
     undoes everything unless finish() was called.
@@ -65,10 +65,10 @@ class Forming(Protocol[Formed]):
         """Take the memory that the peer offers. Raises FrameError, PeerLost."""
 
     def prove(self, peer: int) -> None:
-        """Prove the line, once both ends have heard each other. Raises as take() does."""
+        """Test the line, once both ends have each other's hello. Raises as take() does."""
 
     def drop(self, peer: int) -> None:
-        """Undo all this for a peer that was lost meanwhile."""
+        """Undo these calls for a peer that was lost meanwhile."""
 
     def finish(self) -> Formed:
         """Return all pairs, which own memory and sockets from now on."""
@@ -80,7 +80,7 @@ class Forming(Protocol[Formed]):
 def _forming(
     transport: Between, me: Identity, waits: Waits, deadline_s: float, *, one_host: bool
 ) -> Forming[Lines]:
-    """Return what forms pairs whose rows are the host's."""
+    """Return the Forming of a transport whose rows are in host memory."""
     if transport == "nixl":
         return NixlForming(me, waits, deadline_s=deadline_s, one_host=one_host)
     if transport == "shm":
@@ -91,8 +91,8 @@ def _forming(
 class ExpertListener:
     """The address at which one expert node waits for its attention nodes.
 
-    Invariant: `address` is reachable from construction until close(), or until accept() has
-    met all of them if it is not to be used again.
+    Invariant: `address` is reachable from construction until close(), or, without reuse, until
+    accept() has met all of them.
     """
 
     def __init__(self, sock: socket.socket, address: str) -> None:
@@ -112,11 +112,11 @@ class ExpertListener:
     ) -> ExpertNet:
         """Wait for all attention nodes (None: an absent one) and return the expert side.
 
-        Its batches are on the device of `runtime` (None: the host). Stops listening once all
-        are there, unless the address is to be used again (`reuse`) for the pairs of a later
-        generation. Raises DeadlineExceeded naming who is missing, VersionMismatch or
-        FrameError naming the field in which a peer differs, ConfigError if a device's memory
-        cannot be had or mapped.
+        Its batches are on the device of `runtime` (None: the host). Stops listening once all are
+        there, unless the address is to be used again (`reuse`) for the pairs of a later generation.
+        Raises DeadlineExceeded naming the missing nodes, VersionMismatch or FrameError naming the
+        field in which a peer differs, ConfigError if a device's memory cannot be allocated or
+        mapped.
         """
         with contextlib.ExitStack() as undo:
             net = self._accept(me, attention_incarnations, table, waits, runtime, undo)
@@ -175,7 +175,7 @@ class ExpertListener:
         return self._sock.family == socket.AF_UNIX
 
     def close(self) -> None:
-        """Stop listening; safe to call twice. Nets that were returned live on."""
+        """Stop listening; safe to call twice. Returned nets stay open."""
         self._sock.close()
 
 
@@ -184,11 +184,10 @@ def listen_expert(
 ) -> ExpertListener:
     """Open the address of an expert node: "unix:@NAME" for shm, "tcp:HOST:PORT" for tcp.
 
-    For cuda_ipc it is "cuda_ipc:unix:@NAME". For nixl the address, "nixl:" and one of both, is
+    For cuda_ipc it is "cuda_ipc:unix:@NAME". For nixl the address, "nixl:" before either form, is
     that of the handshake: tcp if `host` is given. `remote`: `host` may be any IPv4 address, on a
-    network that nobody else uses. Raises ConfigError for another transport, an unsupported
-    machine, a missing package, or a host that is not loopback: frames are neither authenticated
-    nor encrypted.
+    private network. Raises ConfigError for another transport, an unsupported machine, a missing
+    package, or a host that is not loopback: frames are neither authenticated nor encrypted.
     """
     if transport not in ("shm", "tcp", "nixl", "cuda_ipc"):
         raise ConfigError(
@@ -215,13 +214,13 @@ def connect_attention(
 ) -> AttentionNet:
     """Connect to every expert node (None: an absent one) and return the side of all pairs.
 
-    Its rows are on the device of `runtime` (None: the host), `max_rows` of them in a step
-    (None: a window). `link` is emulated in both directions. `checksum`: whether tcp payloads
-    carry one; None: those that leave this host do (on loopback there is no wire, and it costs a
-    quarter). `remote`: expert nodes may be on other hosts, see listen_expert.
-    Raises DeadlineExceeded or PeerLost naming the expert node, StaleFrame if it is not the
-    life that `experts` names, VersionMismatch or FrameError naming the field that differs,
-    ConfigError if expert nodes use several transports or a device's memory cannot be had.
+    Its rows are on the device of `runtime` (None: the host), `max_rows` of them in a step (None: a
+    window). `link` is emulated in both directions. `checksum`: whether tcp payloads carry one;
+    None: those that leave this host do (loopback needs none, and it costs a quarter). `remote`:
+    expert nodes may be on other hosts, see listen_expert. Raises DeadlineExceeded or PeerLost
+    naming the expert node, StaleFrame if it is not the incarnation in `experts`, VersionMismatch or
+    FrameError naming the field that differs, ConfigError if expert nodes use several transports or
+    a device's memory cannot be allocated.
     """
     deadline_s = time.monotonic() + waits.timeout_s
     present = {expert: peer for expert, peer in enumerate(experts) if peer is not None}
@@ -277,7 +276,7 @@ def connect_attention(
 def _receive(
     reception: Reception, forming: Forming[object], undo: contextlib.ExitStack
 ) -> Mapping[int, Meeting]:
-    """Meet all attention nodes; one that leaves meanwhile may return."""
+    """Form pairs with all attention nodes; one that disconnects meanwhile may return."""
 
     def welcome(sock: socket.socket, hello: PairHello) -> None:
         peer = hello.attention
@@ -308,10 +307,10 @@ def _call(
     waits: Waits,
     deadline_s: float,
 ) -> None:
-    """Greet every expert node, then hear them all.
+    """Send every expert node a hello, then read all answers.
 
-    Each pair is proved before the next node is heard, in the order in which every attention
-    node does it, so that no two wait for each other.
+    Each pair is proved before the next answer is read, in the same order on every attention
+    node, so that no two wait for each other.
     """
     offers = {expert: forming.offer(expert, hello)[0] for expert, hello in hellos.items()}
     socks = {}
@@ -329,7 +328,7 @@ def _call(
 
 
 def _without_memory(hello: PairHello) -> PairHello:
-    """Return the hello of an attention node without the memory, which is its own."""
+    """Return the hello of an attention node without its memory."""
     return msgspec.structs.replace(hello, memory=None, region=None)
 
 
@@ -350,5 +349,5 @@ def _device(runtime: Runtime | None) -> Runtime:
 
 
 def _anyone(_: socket.socket) -> bool:
-    """Trust a loopback tcp connection until it has said its incarnations."""
+    """Accept any connection: on loopback tcp the incarnations in its hello are the check."""
     return True

@@ -1,9 +1,9 @@
-"""Rows on their way out in one byte per element: fp8-e4m3 or int8, with a scale per token.
+"""Compressed request rows of one byte per element: fp8-e4m3 or int8, with a scale per token.
 
-Owns the arithmetic (scale = largest magnitude / largest code); knows no windows and no
-frames. host/parts.py packs rows into a request window, host/expert_side.py unpacks them into
-the dtype that experts compute in. Answers travel uncompressed. A row with a NaN or an
-infinity becomes a row of NaN, never finite numbers.
+Owns the arithmetic (scale = largest magnitude / largest code); knows no windows and no frames.
+host/parts.py packs rows into a request window, host/expert_side.py unpacks them into the dtype that
+experts compute in. Answers are not compressed. A row with a NaN or an infinity becomes a row of
+NaN, never finite numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pack_rows(
 def unpack_rows(
     values: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor
 ) -> None:
-    """Write the rows that values [R, H] and scales [R, 1] mean to out [R, H], any float dtype.
+    """Write values [R, H] times scales [R, 1] to out [R, H], any float dtype.
 
     `scratch` [>= R, H] fp32 is overwritten.
     """

@@ -1,12 +1,12 @@
 """The replica of an expert that serves each choice of a micro-batch's tokens.
 
-Pure: a function of the routing and of the table, so that every run of the same step sends
-the same rows to the same nodes. Knows no transport and no load but the micro-batch's own.
-layout.py calls `choose` once per dispatch in layers that hold an expert twice.
+Pure: a function of the routing and of the table, so that every run of the same step sends the same
+rows to the same nodes. Knows no transport and only the load of the micro-batch. layout.py calls
+`choose` once per dispatch in layers that hold an expert twice.
 
-The model of a node's time: each active expert reads its weights once, which costs as much
-as ACTIVATION_ROWS rows, and each row adds one. Choices of experts with one home are fixed;
-the others are spread, the busiest expert first, so that the highest node rises least.
+The model of a node's time: each active expert reads its weights once, which costs as much as
+ACTIVATION_ROWS rows, and each row adds one. Choices of experts with one home are fixed; the others
+are spread, the busiest expert first, to minimise the time of the busiest node.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from topspin.expert_table import Replica
 
-# An expert's time is nearly flat up to about this many rows: reading its weights takes longer.
-# Fewer rows than this are not worth a second reading on another node.
+# An expert's time is nearly constant up to about this many rows: reading its weights dominates.
+# Fewer rows than this do not justify reading the weights on a second node.
 ACTIVATION_ROWS = 8
 
 
@@ -66,7 +66,7 @@ class ReplicaChoice:
         return chosen
 
     def quotas(self, counts: Sequence[int]) -> list[int]:
-        """Return how many choices each replica serves if expert e has counts[e] of them."""
+        """Return the number of choices that each replica serves if expert e has counts[e]."""
         quotas = [0] * self._num_replicas
         load = [0] * self._num_nodes
         for expert, node in self._homes:
@@ -85,7 +85,7 @@ class ReplicaChoice:
 
 
 def spread_rows(count: int, loads: Sequence[int]) -> list[int]:
-    """Split `count` > 0 rows over nodes so that the highest of those used rises least.
+    """Split `count` > 0 rows over nodes so that the highest load of the nodes used is lowest.
 
     The number of nodes used is the one with the lowest peak, the smaller one if equal;
     nodes are taken by load, then position.
@@ -95,7 +95,7 @@ def spread_rows(count: int, loads: Sequence[int]) -> list[int]:
     best_peak, best_used = total + count, 1
     for used, idx in enumerate(order[1:], start=2):
         if loads[idx] + ACTIVATION_ROWS >= best_peak:
-            break  # the others do not rise that high without it
+            break  # using it would not lower the peak
         total += loads[idx] + ACTIVATION_ROWS
         peak = -(-(total + count) // used)
         if peak < best_peak:

@@ -1,7 +1,7 @@
-"""The rules of m2n_comm.net that every net keeps in the same way, whatever carries its rows.
+"""The rules of m2n_comm.net that are the same for every net, on any transport.
 
-Owns whether a net can be used, which tables and tickets fit, the dispatches in the air, and the
-checks of the caller's tensors. Knows no frame, no memory and no device; each side of each
+Owns the usability of a net, the checks of tables, tickets and the caller's tensors, and the
+uncombined dispatches. Knows no frame, no memory and no device; each side of each
 transport has one of these objects.
 """
 
@@ -22,20 +22,21 @@ from topspin.messages import StepTicket
 
 
 def describe(error: BaseException) -> str:
-    """Return kind and text of `error`, without the frames (and windows) its traceback holds."""
+    """Return kind and text of `error`, without its traceback, which holds stack frames (and
+    windows)."""
     return f"{type(error).__name__}: {error}"
 
 
 class NetRules:
-    """The rules of both sides. As a context: an error inside ends the net's life.
+    """The rules of both sides. As a context: an error inside makes the net unusable.
 
-    `on_failure` is called once, when the life ends by an error.
+    `on_failure` is called once, when an error makes the net unusable.
     """
 
     def __init__(
         self, name: str, shape: NetShape, *, on_failure: Callable[[], None] | None = None
     ) -> None:
-        """`name` is what errors call the node, such as "expert 1"."""
+        """`name` is the node's name in errors, such as "expert 1"."""
         self.name = name
         self.shape = shape
         self._failure: str | None = None
@@ -47,14 +48,14 @@ class NetRules:
             raise TransportError(f"{self.name}: this net can not be used any more: {self._failure}")
 
     def fail(self, error: BaseException) -> None:
-        """Let the net be unusable from now on."""
+        """Make the net unusable from now on."""
         if self._failure is None:
             self._failure = describe(error)
         if self._on_failure is not None:
             self._on_failure()
 
     def close(self) -> None:
-        """Let the net be unusable because it is closed."""
+        """Make the net unusable because it is closed."""
         if self._failure is None:
             self._failure = "it is closed"
 
@@ -69,7 +70,7 @@ class NetRules:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let the net be unusable after an error."""
+        """Make the net unusable after an error."""
         if error is not None:
             self.fail(error)
 
@@ -84,7 +85,7 @@ class NetRules:
 
 
 class Flight(Protocol):
-    """A dispatch in the air."""
+    """A dispatch that is not combined yet."""
 
     @property
     def layer(self) -> int: ...
@@ -103,7 +104,7 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
 
     `flights[mb]` is the dispatch of that micro-batch between its dispatch() and the end of its
     combine(). `patience_s` is how long the next wait may last; begin() sets that of the first.
-    `make_route` turns a table into whatever the net routes by.
+    `make_route` turns a table into the net's routing data.
     """
 
     def __init__(
@@ -117,9 +118,9 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
         dtypes: tuple[torch.dtype | None, ...] | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """`absent` expert nodes must hold nothing in any table.
+        """`absent` expert nodes must hold no expert in any table.
 
-        `dtypes` are those that hidden, experts and weights must have; None is any.
+        `dtypes` are the required ones of hidden, experts and weights; None is any.
         """
         super().__init__(f"attention {index}", shape, on_failure=on_failure)
         self.flights: list[FlightT | None] = [None] * shape.num_micro_batches
@@ -157,7 +158,7 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
     def begin(self, ticket: StepTicket) -> Route:
         """Open a step; return the route of its table and forget those of older ones.
 
-        Raises ProtocolError if the ticket does not fit, or a dispatch is still in the air.
+        Raises ProtocolError if the ticket does not fit, or a dispatch is not combined.
         """
         self.check_usable()
         step, version = ticket.step, ticket.table_version
@@ -202,7 +203,7 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
         return flight
 
     def close(self) -> None:
-        """Let the net be unusable because it is closed, and forget its dispatches."""
+        """Make the net unusable because it is closed, and drop its dispatches."""
         super().close()
         self.flights = [None] * len(self.flights)
 
@@ -210,8 +211,8 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
 class ExpertRules(NetRules):
     """The rules of an expert node's side.
 
-    `open` is the batch that reply() owes an answer to, `ticket` that of the step that has begun,
-    `num_slots[layer]` how many slots this node has in the step's table.
+    `open` is the batch without a reply, `ticket` that of the current step, `num_slots[layer]` the
+    number of this node's slots in the step's table.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class ExpertRules(NetRules):
         peers: Collection[int],
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """`peers` are the attention nodes that are there."""
+        """`peers` are the attention nodes that are present."""
         super().__init__(f"expert {index}", shape, on_failure=on_failure)
         self.open: ExpertBatch | None = None
         self._index = index
@@ -232,7 +233,7 @@ class ExpertRules(NetRules):
         self._known: dict[int, list[int]] = {}
 
     def set_table(self, table: ExpertTable) -> list[int]:
-        """Learn and return how many slots each layer has here; the newest two tables are kept.
+        """Store and return the slots of each layer here; the newest two tables are kept.
 
         Raises ProtocolError if it does not fit.
         """
@@ -273,7 +274,7 @@ class ExpertRules(NetRules):
         return ticket
 
     def check_reply(self, batch: ExpertBatch, partial: Tensor, num_rows: int) -> None:
-        """Raise FrameError unless `partial` answers the open batch with so many rows."""
+        """Raise FrameError unless `partial` answers the open batch with `num_rows` rows."""
         assert batch is self.open, "reply() to the batch that gather() yielded last"
         wanted = (num_rows, self.shape.hidden_size)
         if partial.shape != wanted or not partial.is_floating_point():
@@ -295,7 +296,7 @@ def check_rows(shape: NetShape, hidden: Tensor, experts: Tensor, weights: Tensor
 
 
 def check_sum(out: Tensor, size: tuple[int, ...]) -> None:
-    """Raise FrameError unless `out` can take the sum of a dispatch of that size."""
+    """Raise FrameError unless `out` fits the sum of a dispatch of that size."""
     if out.shape != size or out.dtype != torch.float32:
         raise FrameError(
             f"combine into {tuple(out.shape)} {out.dtype}, expected {tuple(size)} torch.float32"

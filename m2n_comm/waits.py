@@ -1,4 +1,4 @@
-"""How a node waits for its peers, and the errors of a wait that ends in vain.
+"""A node's waits for its peers, and the errors of failed waits.
 
 Owns the deadlines and intervals that all transports share. Knows no transport and no frame;
 the nets, the lines and the opener use it.
@@ -12,22 +12,22 @@ from typing import Literal, NamedTuple
 
 from topspin.errors import DeadlineExceeded, PeerLost
 
-# On a core of one's own spinning saves the wake-up; on a shared one it takes the peer's time.
+# On a separate core spinning saves the wake-up; on a shared one it takes the peer's time.
 WaitPolicy = Literal["block", "spin"]
 
-# How often a long wait asks whether it still makes sense.
+# How often a long wait calls its check.
 CHECK_INTERVAL_S = 0.2
 
-# How long to wait for one's turn while the experts serve a step of other attention nodes. The
-# scheduler watches that step, and ends this wait (its check) if it does not go on.
+# How long to wait while the experts serve a step of other attention nodes. The scheduler watches
+# that step, and ends this wait (by its check) if it makes no progress.
 TURN_S = 3600.0
 
-# Called now and then during a wait; raises a TransportError to end it.
+# Called from time to time during a wait; raises a TransportError to end it.
 Check = Callable[[], None]
 
 
 def wait_on() -> None:
-    """Let every wait last until its deadline: the Check of a net that nobody interrupts."""
+    """Let every wait last until its deadline: the Check of a net without interruptions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Waits:
 
 
 class Hop(NamedTuple):
-    """One frame's way: the peer's index, and what errors name.
+    """One frame's transfer: the peer's index, and the fields named in errors.
 
     `deadline_s` (monotonic) is when the wait for it ends, counted from the wait's beginning.
     """

@@ -1,25 +1,25 @@
-"""M2N between GPUs of one host: kernels write into the peer's memory, and no CPU takes part.
+"""M2N between GPUs of one host: kernels write into the peer's memory, without the CPU.
 
-The attention side, which implements AttentionNet; ipc_expert.py has the other, for which all of
-this holds too. Owns the enqueueing of a step: its table, its parts, its words. Rows, counts,
+The attention side, which implements AttentionNet; ipc_expert.py is the other side, and all of
+this holds for it too. Owns the enqueueing of a step: its table, its parts, its words. Rows, counts,
 sequences and headers are the kernels' (kernels.triton.m2n); windows are ipc_pairs', the order of
 calls is m2n_comm.rules'. Opened by m2n_comm.open. With memfds and Triton's interpreter it all
 runs on CPUs too, for tests.
 
-All calls enqueue work on the current stream and return. The differences between steps (step,
-table version, participants, patience) lie in memory, written by begin(); so a recording of
-dispatch and combine, or of gather and reply, can be replayed after any later begin() of a step
-whose micro-batches fit into one window each. is_graph_safe says so of the step that has begun:
-windows should hold the largest micro-batch.
+All calls enqueue work on the current stream and return. The values that differ between steps (step,
+table version, participants, patience) are in memory, written by begin(); so a recording of dispatch
+and combine, or of gather and reply, can be replayed after any later begin() of a step whose
+micro-batches fit into one window each. is_graph_safe tells this for the current step: windows
+should hold the largest micro-batch.
 
 A micro-batch's rows r * window_rows to (r + 1) * window_rows - 1 are its part r, for all nodes
-alike, and the ticket's row bucket says how many parts there are: nobody has to look at a count.
-Work enqueued before the first begin() is a rehearsal: nothing is sent and nothing awaited.
+alike, and the number of parts follows from the ticket's row bucket, so no count has to be read.
+Work enqueued before the first begin() is a rehearsal: it sends nothing and waits for nothing.
 
 Kernels find the errors. They set words in the host's memory; from then on they send nothing, wait
-for nothing, and sums are NaN. The launcher of a step calls check() while it waits for it and once
-more when it has happened, before it uses a result. On the host's runtime, where everything has
-happened when it is enqueued, dispatch(), combine() and reply() call it.
+for nothing, and sums are NaN. The launcher of a step calls check() while it waits for the step and
+once more when it has completed, before it uses a result. On the host's runtime, where work
+completes as it is enqueued, dispatch(), combine() and reply() call it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _MAX_VARIANTS: Final = 12
 def slot_variants(table: ExpertTable, nodes: tuple[int, ...]) -> Tensor:
     """Return i32[L, V, N, E]: the slot of expert e on nodes[n] in variant v, -1 elsewhere.
 
-    In each variant an expert has one home; one with several copies takes them in turn, so that
-    rows, which go by variants in turn, spread over them.
+    In each variant an expert has one home. The variants of an expert with several copies take them
+    in turn, and rows take the variants in turn, so rows spread over the copies.
     """
     replicas = [table.replicas(layer) for layer in range(len(table.slots))]
     counts = {len(found) for layer in replicas for found in layer}
@@ -71,7 +71,7 @@ def slot_variants(table: ExpertTable, nodes: tuple[int, ...]) -> Tensor:
 
 @dataclass(slots=True)
 class _Flight:
-    """A dispatch that was not combined yet, with the tensors of its later parts."""
+    """A dispatch that is not combined yet, with the tensors of its later parts."""
 
     layer: int
     hidden: Tensor
@@ -92,7 +92,7 @@ class IpcAttentionNet:
     def __init__(
         self, me: Identity, *, num_experts: int, table: ExpertTable, pairs: IpcPairs
     ) -> None:
-        """Serve `num_experts` expert nodes, of which `pairs` has those that are there.
+        """Serve `num_experts` expert nodes; `pairs` has those that are present.
 
         The others must have no slots in any table.
         """
@@ -132,12 +132,12 @@ class IpcAttentionNet:
 
     @property
     def is_graph_safe(self) -> bool:
-        """Say whether the step that has begun fits into one window for each micro-batch."""
+        """Say whether each micro-batch of the current step fits into one window."""
         return max(self._parts) == 1
 
     @property
     def epoch(self) -> int:
-        """Return a number that changes whenever recordings are no longer right."""
+        """Return a number that changes whenever recordings become invalid."""
         return self._epoch
 
     @property
@@ -156,7 +156,7 @@ class IpcAttentionNet:
     def begin(self, ticket: StepTicket) -> None:
         """Open a step that this node takes part in; see m2n_comm.net. Enqueues its words.
 
-        Raises ProtocolError if the ticket does not fit, or a dispatch is still in the air.
+        Raises ProtocolError if the ticket does not fit, or a dispatch is not combined.
         """
         self._life.look()
         version, slots = self._rules.begin(ticket)
@@ -240,21 +240,21 @@ class IpcAttentionNet:
     def check(self) -> None:
         """Raise the first fault of completed kernels; never waits.
 
-        Call it while waiting for a step (a Halt ends the step's waits by it), and when it has
-        happened. Raises TransportError, and the errors of the check given at opening.
+        Call it while waiting for a step (a Halt ends the step's waits by it), and when the step has
+        completed. Raises TransportError, and the errors of the check given at opening.
         """
         self._life.look()
 
     def settle(self) -> None:
-        """Wait until all that was enqueued so far has happened, checking meanwhile."""
+        """Wait until all enqueued work has completed, checking meanwhile."""
         self._life.settle()
 
     def wait_s(self) -> float:
-        """Return 0: the host waits for nothing here."""
+        """Return 0: the host never waits here."""
         return 0.0
 
     def times(self) -> NetTimes:
-        """Return that nothing was measured: the host only enqueues."""
+        """Return empty times: the host only enqueues, so nothing is measured."""
         return NetTimes(wait_s=0.0, expert_s=0.0, link_s=None)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The expert side of cuda_ipc: implements ExpertNet; ipc_attention says how it works.
+"""The expert side of cuda_ipc: implements ExpertNet; ipc_attention.py describes the method.
 
-A batch has, for every participant of the ticket, as many rows as the ticket's bucket says (or a
-window, if that is less): where rows lie is known before they come. Those that do not come have
-slots -1, and replies to them go nowhere.
+A batch has, for every participant of the ticket, the rows of the ticket's bucket (or of a
+window, if fewer), so the positions of rows are known before they arrive. Rows that do not
+arrive have slots -1, and replies to them are dropped.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class IpcExpertNet:
 
     @property
     def is_graph_safe(self) -> bool:
-        """Say whether the step that has begun fits into one window for each micro-batch."""
+        """Say whether each micro-batch of the current step fits into one window."""
         return max(self._parts) == 1
 
     @property
     def epoch(self) -> int:
-        """Return a number that changes whenever recordings are no longer right."""
+        """Return a number that changes whenever recordings become invalid."""
         return self._epoch
 
     @property
@@ -75,7 +75,7 @@ class IpcExpertNet:
         return self._pairs.registered_bytes + self._port.nbytes
 
     def set_table(self, table: ExpertTable) -> None:
-        """Serve tickets of `table` too, beside the newest one known before it.
+        """Serve tickets of `table` too, as well as of the newest earlier one.
 
         Raises ProtocolError if it does not fit.
         """
@@ -89,7 +89,7 @@ class IpcExpertNet:
         if version != self._version:
             self._limits.copy_(torch.tensor(self._rules.num_slots))
             self._version = version
-            self._epoch += 1  # a recording has the weights of one version
+            self._epoch += 1  # a recording uses the weights of one version
         self._parts = parts_of(ticket, self.shape.window_rows)
         self._pairs.begin(
             step_words(
@@ -103,7 +103,7 @@ class IpcExpertNet:
     def gather(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
         """Yield the parts of that micro-batch, each joined over the ticket's participants.
 
-        All have a participant's bucket of rows, those beyond its count with slot -1.
+        All have each participant's bucket of rows; rows beyond its count have slots -1.
         """
         return self._rounds(self._rules.check_gather(micro_batch), micro_batch, layer)
 
@@ -127,7 +127,7 @@ class IpcExpertNet:
             yield batch
 
     def reply(self, batch: ExpertBatch, partial: Tensor) -> None:
-        """Enqueue sending partial [R, H] (any float dtype) back, each row to where it came from.
+        """Enqueue sending partial [R, H] (any float dtype) back, each row to its sender.
 
         Raises FrameError for a partial that does not fit.
         """
@@ -142,7 +142,7 @@ class IpcExpertNet:
         self._life.look()
 
     def finish(self) -> None:
-        """Wait until all that was enqueued so far has happened, checking meanwhile."""
+        """Wait until all enqueued work has completed, checking meanwhile."""
         self._life.settle()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Forms the pairs of cuda_ipc: each end makes the memory that the other may write.
 
-The memory's name travels in the hello, over the Unix sockets of the handshake, which stay open
-as the sign of life. Knows no frames; open.py calls it.
+The memory's name travels in the hello, over the Unix sockets of the handshake, which stay open as a
+sign of life. Knows no frames; open.py calls it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from topspin.errors import FrameError
 
 
 class _Theirs(NamedTuple):
-    """A peer's memory, mapped here, and how the peer was met."""
+    """A peer's memory, mapped here, and the peer's handshake."""
 
     address: int
     met: Meeting
@@ -63,10 +63,10 @@ class IpcForming:
         self._theirs[peer] = _Theirs(address, met)
 
     def prove(self, peer: int) -> None:
-        """Do nothing: mapped memory is proof."""
+        """Do nothing: mapping the memory has proved the line."""
 
     def drop(self, peer: int) -> None:
-        """Free the memory for a peer that has not begun to write, and unmap the peer's."""
+        """Free the memory for a peer that has not yet written, and unmap the peer's."""
         if peer in self._theirs:
             self._memory.close(self._theirs.pop(peer).address)
         if peer in self._mine:
@@ -95,6 +95,6 @@ class IpcForming:
         return pairs
 
     def close(self) -> None:
-        """Free all memory; peers have not begun to write."""
+        """Free all memory; no peer has written yet."""
         for peer in list(self._mine):
             self.drop(peer)

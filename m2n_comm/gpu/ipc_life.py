@@ -1,6 +1,6 @@
-"""The life of a cuda_ipc net, whose errors are found by kernels while the host does other work.
+"""The life cycle of a cuda_ipc net, whose errors kernels find while the host does other work.
 
-Owns when the host looks for them. Knows no window and no kernel. Called by ipc_attention.py and
+Owns the host's checks for them. Knows no window and no kernel. Called by ipc_attention.py and
 ipc_expert.py.
 """
 
@@ -17,7 +17,7 @@ _LOOK_S: Final = 50e-6
 
 
 def parts_of(ticket: StepTicket, window_rows: int) -> tuple[int, ...]:
-    """Return in how many parts each micro-batch of a step travels."""
+    """Return the number of parts of each micro-batch of a step."""
     return tuple(max(1, -(-bucket // window_rows)) for bucket in ticket.row_buckets)
 
 
@@ -34,12 +34,12 @@ class IpcLife:
             self._pairs.look()
 
     def look_if_done(self) -> None:
-        """Look, on a runtime where all that was enqueued has happened."""
+        """Call look() on a runtime where enqueued work has already completed."""
         if not self._pairs.runtime.is_asynchronous:
             self.look()
 
     def settle(self) -> None:
-        """Wait until all that was enqueued so far has happened, and raise the first error."""
+        """Wait until all enqueued work has completed, and raise the first error."""
         done = self._pairs.runtime.current_stream().record()
         while not done.is_done():
             self.look()

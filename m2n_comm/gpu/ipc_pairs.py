@@ -1,14 +1,14 @@
-"""The pairs of one cuda_ipc node: memory that peers write, the peers' memory, and who is alive.
+"""The pairs of one cuda_ipc node: memory that peers write, the peers' memory, and liveness.
 
 Owns the windows of all pairs of one node, the words of the step that is enqueued, the watch over
-the connections, and how a fault that a kernel found becomes a typed error. Knows no order of
-calls: that is the nets'.
+the connections, and the typed errors for faults found by kernels. Does not know the order of calls,
+which the nets keep.
 
-A thread sleeps on the connections. When one ends it sets the peer's word, in memory of the host
-that kernels read, and their wait for that peer is over, whatever the busy thread does meanwhile.
+A thread sleeps on the connections. When one ends it sets the peer's word, in host memory that
+kernels read; that ends their wait for the peer without the busy thread.
 
-Memory whose peer has not said that it is gone (its connection is open) may still be written; a
-GPU's is then not freed, but lost to this process.
+Memory may still be written until its peer's connection has ended; GPU memory of an open connection
+is not freed but lost to this process.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from topspin.errors import ConfigError, FrameError, StaleFrame, TransportError
 
 _HANGUP: Final = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _NUM_SLOTS: Final = 8
-"""Steps whose words may be on their way to the device; two are launched at most."""
+"""The number of steps whose words may be in transit to the device; at most two are launched."""
 _FAREWELL_S: Final = 1.0
-"""How long a node that closes waits for its peers to have closed, too."""
+"""How long a closing node waits for its peers to close, too."""
 
 _log = logging.getLogger("m2n")
 
 
 def window_shape(shape: NetShape) -> WindowShape:
-    """Return the windows of `shape`. Raises ConfigError, naming a flag that cannot be served."""
+    """Return the windows of `shape`. Raises ConfigError naming an unsupported flag."""
     if shape.per_expert_answers:
         raise ConfigError("--deterministic: not with --transport cuda_ipc; use shm")
     if shape.compressed not in (None, torch.float8_e4m3fn):
@@ -133,26 +133,26 @@ class IpcPairs:
 
     @property
     def incarnations(self) -> list[int]:
-        """Return those of the peers."""
+        """Return the incarnations of the peers."""
         return [pair.incarnation for pair in self._pairs]
 
     def request(self, place: int, micro_batch: int) -> RequestWindow:
-        """Return the request window of a pair, wherever it lies."""
+        """Return the request window of a pair, in own or peer memory."""
         base = self._base(place, "expert")
         return self.windows.request_at(base + micro_batch * self.windows.request_bytes)
 
     def answer(self, place: int, micro_batch: int) -> AnswerWindow:
-        """Return the answer window of a pair, wherever it lies."""
+        """Return the answer window of a pair, in own or peer memory."""
         base = self._base(place, "attention")
         return self.windows.answer_at(base + micro_batch * self.windows.answer_bytes)
 
     def _base(self, place: int, reader: NodeRole) -> int:
-        """Return where the inbox of the end with role `reader` begins."""
+        """Return the address of the inbox of the end with role `reader`."""
         pair = self._pairs[place]
         return pair.mine.address if reader == self._role else pair.theirs
 
     def begin(self, words: list[int]) -> None:
-        """Enqueue that the words of a step become these, after all that is enqueued now."""
+        """Enqueue an update of the step's words to `words`, after all work enqueued so far."""
         slot = self._num_begun % _NUM_SLOTS
         self._num_begun += 1
         copied = self._copied[slot]
@@ -206,7 +206,7 @@ class IpcPairs:
         return TransportError(f"{origin}: the wait for it was given up")
 
     def close(self) -> None:
-        """Let kernels end, unmap peers' memory, say so, and free memory that no peer has mapped."""
+        """Let kernels end, unmap and tell the peers, and free memory that no peer has mapped."""
         if self._watch is None:
             return
         watch, self._watch = self._watch, None
@@ -236,14 +236,14 @@ class IpcPairs:
 
 
 def _has_ended(sock: socket.socket, timeout_s: float) -> bool:
-    """Wait for the other end of a connection to end, and say whether it did."""
+    """Wait for the other end to close a connection, and say whether it did."""
     poller = select.poll()
     poller.register(sock, _HANGUP)
     return bool(poller.poll(max(timeout_s, 0) * 1000))
 
 
 class PeerWatch:
-    """Calls `lose` with the key of each connection whose other end has ended, in a thread."""
+    """Calls `lose`, in a thread, with the key of each connection that its other end has closed."""
 
     def __init__(self, socks: Mapping[int, socket.socket], lose: Callable[[int], None]) -> None:
         self._lose = lose

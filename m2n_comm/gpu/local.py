@@ -1,31 +1,30 @@
 """M2N within one device: attention and all expert nodes of one process on one GPU.
 
-Implements AttentionNet. No frames and no windows: dispatch() turns logical experts into the
-slots of each expert node, on the device, and enqueues the nodes' computing; combine() joins.
-The host never looks at a tensor, whatever a micro-batch's number of rows, so a graph can hold a
-whole step. Knows no weights: `serves` are Experts.compute of the nodes, in node order. Called by
-attention_nodes.rally; composed by topspin.launch.local_node and benchmarks.
+Implements AttentionNet. No frames and no windows: dispatch() turns logical experts into the slots
+of each expert node, on the device, and enqueues the nodes' computing; combine() joins. The host
+never reads a tensor, for any number of rows, so a graph can hold a whole step. Knows no weights:
+`serves` are Experts.compute of the nodes, in node order. Called by attention_nodes.rally; composed
+by topspin.launch.local_node and benchmarks.
 
-With one stream everything is in order. With two the experts have a stream of their own: the
-attention half of one micro-batch and the experts of another then share the device. A dispatch
-forks (the experts' stream waits for the caller's work so far), combine() of the same
-micro-batch joins (the caller's stream waits for those experts and for no later ones). Inside a
-recording that is a fork and a join of the graph, and the last combine() of a step leaves
-nothing unjoined.
+With one stream everything is in order. With two the experts have a separate stream: the attention
+half of one micro-batch and the experts of another then share the device. A dispatch forks (the
+experts' stream waits for the caller's work so far), combine() of the same micro-batch joins (the
+caller's stream waits for those experts and for no later ones). Inside a recording that is a fork
+and a join of the graph, and after the last combine() of a step everything is joined.
 
 Memory that crosses streams needs no copies and no static buffers, for two reasons. The experts'
 inputs (rows, routing) are held here until combine() has made the caller's stream wait for the
-experts; an allocator that gives them out again on that stream does so behind the wait. The
-experts' own memory is allocated behind the wait of some dispatch, thus behind all that the
-caller had enqueued before, reads of earlier partial sums that have been freed since included.
-The caller's part: tensors handed to dispatch() stay as they are until combine(), and a partial
-sum is read on the stream on which it was combined.
+experts; if the allocator reuses them on that stream, the reuse comes after the wait. The experts'
+own memory is allocated after the wait of some dispatch, so after all work that the caller enqueued
+before it, including reads of earlier partial sums that are freed now. The caller's duty: tensors
+passed to dispatch() stay unchanged until combine(), and a partial sum is read on the stream on
+which it was combined.
 
-On one device a second copy of an expert would be read from memory in vain: of several replicas
-the first, in node order, serves all.
+On one device reading a second copy of an expert gains nothing: the first replica, in node order,
+serves all.
 
-The flight recorder gets no stamps: the host only enqueues here, and when it does says nothing
-about when the device computes.
+The flight recorder gets no stamps: the host only enqueues here, and the time of enqueueing says
+nothing about the time of computing.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ LocalSlots = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def home_slots(table: ExpertTable) -> Tensor:
-    """Return i32[L, N, E]: the slot of an expert on node n if that is its first home, else -1."""
+    """Return i32[L, N, E]: the slot of expert e on node n if n is its first home, else -1."""
     num_layers = len(table.slots)
     slots = torch.full((num_layers, table.num_nodes, table.num_experts), -1, dtype=torch.int32)
     for layer in range(num_layers):
@@ -60,7 +59,7 @@ def home_slots(table: ExpertTable) -> Tensor:
 
 
 def local_slots(experts: Tensor, slot_of: Tensor, num_rows: Tensor | None) -> Tensor:
-    """Return slots i32[N, T, K] of experts i64[T, K]; rows from num_rows[0] on get -1."""
+    """Return slots i32[N, T, K] of experts i64[T, K]; -1 for rows from num_rows[0] on."""
     size = experts.shape
     slots = slot_of.index_select(1, experts.reshape(-1)).view(len(slot_of), *size)
     if num_rows is None:
@@ -78,7 +77,7 @@ class _Route(NamedTuple):
 
 @dataclass(slots=True)
 class _Flight:
-    """A dispatch that was not combined yet. `read` keeps the experts' inputs allocated."""
+    """A dispatch that is not combined yet. `read` keeps the experts' inputs allocated."""
 
     layer: int
     size: torch.Size
@@ -88,7 +87,7 @@ class _Flight:
 
 
 class DeviceNet:
-    """The attention side, and all there is of the expert side.
+    """The attention side, including the complete expert side.
 
     Invariant: a flight exists exactly between a dispatch and its combine. Before the first
     begin() steps are routed by the table given at construction, so that a warm-up can run
@@ -110,9 +109,9 @@ class DeviceNet:
     ) -> None:
         """Compute with `serves`, one per node of `table`, as attention node `index`.
 
-        `num_streams` 2 gives the experts a stream of their own. `slots` turns experts into
-        slots; None: the kernel on a GPU, torch on the host. Raises ConfigError for
-        settings that only make sense between processes, ProtocolError for a wrong table.
+        `num_streams` 2 gives the experts a separate stream. `slots` turns experts into slots; None:
+        the kernel on a GPU, torch on the host. Raises ConfigError for settings that only make sense
+        between processes, ProtocolError for a wrong table.
         """
         assert num_streams in (1, 2)
         _check_shape(shape)
@@ -134,7 +133,7 @@ class DeviceNet:
 
     @property
     def epoch(self) -> int:
-        """Return a number that changes whenever recordings are no longer right."""
+        """Return a number that changes whenever recordings become invalid."""
         return self._epoch
 
     def set_table(self, table: ExpertTable) -> None:
@@ -150,11 +149,11 @@ class DeviceNet:
     def begin(self, ticket: StepTicket) -> None:
         """Open a step that this node takes part in; see m2n_comm.net.
 
-        Raises ProtocolError if the ticket does not fit, or a dispatch is still in the air.
+        Raises ProtocolError if the ticket does not fit, or a dispatch is not combined.
         """
         route = self._rules.begin(ticket)
         if route is not self._route:
-            # Recordings read the slots, and the weights, of the version before.
+            # Recordings read the slots, and the weights, of the previous version.
             self._epoch += 1
             self._route = route
 
@@ -170,8 +169,8 @@ class DeviceNet:
         """Enqueue the experts of hidden [T, H]: experts [T, K] int64 (logical), weights [T, K].
 
         See m2n_comm.net; with two streams the tensors stay as they are until combine(). Raises
-        FrameError for tensors that do not fit, and errors of the experts: then this net can
-        not be used any more.
+        FrameError for tensors that do not fit, and errors of the experts, after which this net
+        cannot be used.
         """
         with self._rules:
             assert self._rules.flights[micro_batch] is None, "combine() the last dispatch first"
@@ -217,8 +216,8 @@ class DeviceNet:
     def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
         """Return the sum of all partials of that dispatch, [T, H].
 
-        That of one node is returned as it is; those of several are added in fp32, in node
-        order, in `out`. Raises FrameError for an `out` that does not fit.
+        A single node's partial is returned as it is; those of several are added in fp32, in
+        node order, in `out`. Raises FrameError for an `out` that does not fit.
         """
         with self._rules:
             flight = self._rules.flight(micro_batch, layer, out)
@@ -234,25 +233,25 @@ class DeviceNet:
         return out
 
     def wait_s(self) -> float:
-        """Return 0: the host waits for nothing here."""
+        """Return 0: the host never waits here."""
         return 0.0
 
     def times(self) -> NetTimes:
-        """Return that nothing was measured: the host only enqueues."""
+        """Return empty times: the host only enqueues, so nothing is measured."""
         return NetTimes(wait_s=0.0, expert_s=0.0, link_s=None)
 
     def close(self) -> None:
         """Release all memory; safe to call twice."""
         for flight in self._rules.flights:
             if flight is not None and flight.done is not None:
-                # The experts may still read tensors that are given up here.
+                # The experts may still read tensors that are released here.
                 self._runtime.current_stream().wait_for(flight.done)
         self._rules.close()
         self._serves = ()
 
 
 def _check_shape(shape: NetShape) -> None:
-    """Raise ConfigError, naming the flag, for what only makes sense between processes."""
+    """Raise ConfigError naming a flag that only makes sense between processes."""
     if shape.compressed is not None or shape.payload != (shape.compute or shape.payload):
         raise ConfigError(
             "--m2n-payload: attention and experts share one device, where nothing travels; leave "

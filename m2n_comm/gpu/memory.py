@@ -4,8 +4,8 @@ One interface, two kinds: memory of an NVIDIA GPU, shared by CUDA's driver (IPC 
 memfds, for nodes whose device is the CPU. A handle is bytes, which the handshake carries. Knows no
 windows: ipc_pairs.py lays them out. Belongs to the node's one busy thread.
 
-The driver is called by ctypes: torch's allocator cannot share its memory when its segments can
-grow, and must not give shared memory to anybody else. Every call is checked.
+The driver is called by ctypes: torch's allocator cannot share its memory if its segments can grow,
+and must not reuse shared memory for other tensors. Every call is checked.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _HOST_HANDLE: Final = struct.Struct("<ii")
 _HANDLE_BYTES: Final = 64
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
-# The driver shares whole pages of its own, with the neighbours of a smaller piece.
+# The driver shares whole pages of this size; a smaller allocation would expose its neighbours.
 _CUDA_PAGE_BYTES: Final = 2 * 2**20
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Return the bytes on a GPU of `num_bytes` that a peer may write."""
+    """Return the GPU memory used for `num_bytes` that a peer may write."""
     return -(-num_bytes // _CUDA_PAGE_BYTES) * _CUDA_PAGE_BYTES
 
 
@@ -43,7 +43,7 @@ class Allocation(NamedTuple):
 
     @property
     def address(self) -> int:
-        """Return where it begins, for kernels of this node."""
+        """Return its first address, for kernels of this node."""
         return self.tensor.data_ptr()
 
 
@@ -58,10 +58,10 @@ class PeerMemory(Protocol):
         """Say whether it may be freed while a peer still has it mapped."""
 
     def allocate(self, num_bytes: int) -> Allocation:
-        """Return zeroed memory. Raises ConfigError if there is not so much."""
+        """Return zeroed memory. Raises ConfigError if there is not enough."""
 
     def free(self, allocation: Allocation) -> None:
-        """Give memory back; kernels that use it have ended."""
+        """Free memory; the kernels that used it must have ended."""
 
     def open(self, handle: bytes, num_bytes: int) -> int:
         """Map a peer's memory and return its address for kernels of this node.
@@ -71,7 +71,7 @@ class PeerMemory(Protocol):
         """
 
     def close(self, address: int) -> None:
-        """Unmap memory of open(); kernels that use it have ended."""
+        """Unmap memory of open(); the kernels that used it must have ended."""
 
 
 def open_memory(device: torch.device) -> PeerMemory:
@@ -90,7 +90,7 @@ class HostMemory:
         self._mapped: dict[int, mmap.mmap] = {}
 
     def allocate(self, num_bytes: int) -> Allocation:
-        """Return zeroed memory that nobody can resize."""
+        """Return zeroed memory, sealed against resizing."""
         fd = os.memfd_create("topspin-m2n", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
@@ -103,7 +103,7 @@ class HostMemory:
         return Allocation(tensor, _HOST_HANDLE.pack(os.getpid(), fd))
 
     def free(self, allocation: Allocation) -> None:
-        """Forget the memory; it is unmapped with the last view of it."""
+        """Drop the memory; it is unmapped with its last view."""
         os.close(self._fds.pop(allocation.address))
 
     def open(self, handle: bytes, num_bytes: int) -> int:
@@ -202,7 +202,7 @@ class CudaDriver:
 class CudaMemory:
     """Memory of one GPU; peers are other processes, on this GPU or one that reaches it.
 
-    A process cannot open a handle of its own. To free memory that a peer has mapped is undefined.
+    A process cannot open its own handles. Freeing memory that a peer has mapped is undefined.
     """
 
     kind: Final = "cuda"
@@ -220,7 +220,7 @@ class CudaMemory:
         self._driver = driver
 
     def allocate(self, num_bytes: int) -> Allocation:
-        """Return zeroed memory in whole pages of the driver; `num_bytes` of it are the tensor."""
+        """Return zeroed memory in whole driver pages; the tensor is its first `num_bytes`."""
         size = whole_pages(num_bytes)
         try:
             address = self._driver.allocate(size)
@@ -238,7 +238,7 @@ class CudaMemory:
         self._driver.free(allocation.address)
 
     def open(self, handle: bytes, num_bytes: int) -> int:
-        """Map a peer's memory; see PeerMemory. Its size was said in the handshake."""
+        """Map a peer's memory; see PeerMemory. The handshake has given its size."""
         if len(handle) != _HANDLE_BYTES:
             raise FrameError(f"memory of a peer: a handle of {len(handle)} bytes is none")
         try:

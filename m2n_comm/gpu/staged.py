@@ -1,17 +1,17 @@
 """Staged nets: a node whose tensors are on a device, over a transport that reads host memory.
 
 Owns pinned buffers and the order of copies: rows that leave the device are in host memory before
-the transport sees them (one event is waited for, never the device), and answers are enqueued for
-the device, whose host goes on. Knows no frame: the inner net keeps every rule of
-m2n_comm.net. Serves hybrid layouts (attention on a GPU, experts on CPUs, or the other way) and
-GPUs of several hosts without GPUDirect. The host takes part in every layer, so no graph can hold
-these nets. Used by both nodes' start-up; belongs to the node's one busy thread.
+the transport reads them (the host waits for one event, never the device), and copies of answers to
+the device are enqueued without waiting. Knows no frame: the inner net keeps every rule of
+m2n_comm.net. Serves hybrid layouts (attention on a GPU, experts on CPUs, or the other way) and GPUs
+of several hosts without GPUDirect. The host takes part in every layer, so no graph can hold these
+nets. Used by both nodes' start-up; belongs to the node's one busy thread.
 
 `StagedNet.dispatch` only enqueues its copies; the frame leaves at the next call of dispatch() or
-combine(), after the copies' event. So the host enqueues what follows (a shared expert) while the
+combine(), after the copies' event. So the host enqueues the next work (a shared expert) while the
 device still computes the rows. Buffers are kept by micro-batch: one's copies overlap another's
-wait. They grow to the largest micro-batch seen, and begin at the size of balanced ones. A net's
-calls are all made on one stream: a wait for its last copy is a wait for all.
+wait. They start at the size of balanced micro-batches and grow to the largest seen. A net's calls
+are all made on one stream: a wait for its last copy is a wait for all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from topspin.trace import Ring
 
 
 def pinned(runtime: Runtime, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return a host tensor [rows, width] that copies to and from the device do not wait for."""
+    """Return a pinned host tensor [rows, width], for asynchronous copies."""
     return runtime.host_buffer(rows * width * dtype.itemsize).view(dtype).view(rows, width)
 
 
@@ -59,7 +59,7 @@ class _Rows:
 
 
 class _Unsent(NamedTuple):
-    """A dispatch whose frame has not left: its copies are done when `copied` is."""
+    """A dispatch whose frame is not sent; its copies are done when `copied` has completed."""
 
     micro_batch: int
     layer: int
@@ -68,10 +68,10 @@ class _Unsent(NamedTuple):
 
 
 class StagedNet:
-    """AttentionNet for tensors on `runtime`'s device, over `inner`, which takes the host's.
+    """AttentionNet for tensors on `runtime`'s device, over `inner`, which takes host tensors.
 
-    `max_rows` is the most rows that all micro-batches of a step have together.
-    Invariant: `_unsent` is the dispatch that `inner` has not seen yet, if there is one.
+    `max_rows` is the maximum of all micro-batches' rows in a step together.
+    Invariant: `_unsent` is the dispatch not yet passed to `inner`, if there is one.
     """
 
     is_graph_safe: Final = False
@@ -82,7 +82,7 @@ class StagedNet:
         self.inner = inner
         self.shape = shape
         self._runtime = runtime
-        # Micro-batch i exists where there are i + 1, of about the same size.
+        # Micro-batch i exists if there are at least i + 1, all of about the same size.
         self._rows = [
             _Rows(runtime, shape, -(-max_rows // (micro_batch + 1)))
             for micro_batch in range(shape.num_micro_batches)
@@ -91,7 +91,7 @@ class StagedNet:
 
     @property
     def trace(self) -> Ring | None:
-        """The inner net's, which stamps the frames."""
+        """The ring of the inner net, which stamps the frames."""
         return self.inner.trace
 
     @trace.setter
@@ -128,7 +128,7 @@ class StagedNet:
     ) -> None:
         """Enqueue the copies of device tensors; see m2n_comm.net and the module's docstring.
 
-        The tensors may be overwritten on their stream after return, however many rows.
+        The tensors may be overwritten on their stream after return, for any number of rows.
         """
         assert num_rows is None, "only graph-safe nets take padded rows"
         self._send()
@@ -147,7 +147,7 @@ class StagedNet:
         self._send()
         staged = self._rows[micro_batch]
         check_sum(out, (staged.rows, self.shape.hidden_size))
-        # The last copy out of it came before the copies that _send() has waited for.
+        # Its last copy to the device precedes the copies that _send() has waited for.
         answer = staged.answer[: staged.rows]
         out.copy_(self.inner.combine(micro_batch, layer, answer), non_blocking=True)
         return out
@@ -166,7 +166,7 @@ class StagedNet:
         self.inner.close()
 
     def _send(self) -> None:
-        """Let the frame go whose rows are on their way to the host."""
+        """Send the frame whose rows are being copied to the host."""
         unsent, self._unsent = self._unsent, None
         if unsent is None:
             return
@@ -183,7 +183,7 @@ class StagedNet:
     def _room(self, micro_batch: int, rows: int) -> _Rows:
         """Return a micro-batch's buffers, of at least `rows` rows.
 
-        Smaller ones stay, in the hands of torch's allocator, until no copy needs them.
+        torch's allocator keeps replaced ones until no copy needs them.
         """
         staged = self._rows[micro_batch]
         if rows > staged.capacity:
@@ -193,10 +193,10 @@ class StagedNet:
 
 
 class ExpertStaging:
-    """The way of an expert node's batches to the device and of its answers back.
+    """Copies an expert node's batches to the device and its answers back.
 
     A batch's device tensors are the same at every call: valid until the next one. Its pinned
-    buffers need no event of their own: to_host() waits for work enqueued after their copies.
+    buffers need no separate event: to_host() waits for work enqueued after their copies.
     """
 
     def __init__(self, runtime: Runtime, shape: NetShape, *, num_attention: int) -> None:
@@ -217,7 +217,7 @@ class ExpertStaging:
         self._answer = pinned(runtime, answers, shape.hidden_size, shape.payload)
 
     def to_device(self, batch: ExpertBatch) -> ExpertBatch:
-        """Return `batch` with its tensors on the device, for work that is enqueued after this."""
+        """Return `batch` with its tensors on the device, for work enqueued afterwards."""
         rows = batch.hidden.shape[0]
         moved = []
         found = (batch.hidden, batch.slots, batch.weights)
@@ -230,7 +230,7 @@ class ExpertStaging:
     def to_host(self, partial: Tensor) -> Tensor:
         """Return `partial` [R, H] on the host, in the payload's dtype, once it is computed.
 
-        Valid until the next call. Raises FrameError for rows that no answer can have.
+        Valid until the next call. Raises FrameError for a size that no answer can have.
         """
         most = self._answer.shape[0]
         fits = partial.ndim == 2 and partial.shape[1] == self._hidden_size
@@ -246,10 +246,10 @@ class ExpertStaging:
 
 
 class StagedExpertNet:
-    """ExpertNet for experts on `runtime`'s device, over `inner`, which has the host's memory.
+    """ExpertNet for experts on `runtime`'s device, over `inner`, which uses host memory.
 
-    Invariant: `_open` is the inner net's batch that reply() owes an answer to, and the one
-    that was made of it, if there are such.
+    Invariant: `_open` is the inner net's batch without a reply and its copy on the device, if
+    there is one.
     """
 
     is_graph_safe: Final = False
@@ -265,7 +265,7 @@ class StagedExpertNet:
 
     @property
     def trace(self) -> Ring | None:
-        """The inner net's."""
+        """The ring of the inner net."""
         return self.inner.trace
 
     @trace.setter

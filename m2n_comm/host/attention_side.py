@@ -1,10 +1,10 @@
 """The attention node's end of M2N, the same for every transport: implements AttentionNet.
 
 Owns the order of frames, the credits, and the measured times; frames are written and answers
-checked and added by native.py (one frame of plain rows for each expert node, the common
-case) or parts.py (all else); what any net may do when is rules.AttentionRules'. Knows no
-socket and no memory mapping: windows come from lines.Lines. Runs in the one busy thread of an
-attention node.
+checked and added by native.py (one frame of plain rows for each expert node, the common case) or
+parts.py (all other cases); rules.AttentionRules has the rules that all nets share. Knows no socket
+and no memory mapping: windows come from lines.Lines. Runs in the one busy thread of an attention
+node.
 
 Credits: a (pair, micro-batch) has one window each way. dispatch() sends part 0 to every
 expert node; combine() receives part r, adds it up, and only then sends part r+1: a window
@@ -49,7 +49,7 @@ _WAITED_NS = 5_000
 
 @dataclass(slots=True)
 class _Flight:
-    """A dispatch whose answers have not all been consumed; `parts` is None if each is one frame."""
+    """A dispatch with answers not yet consumed; `parts` is None if each is one frame."""
 
     layer: int
     size: torch.Size
@@ -164,7 +164,7 @@ class AttentionSide:
     def begin(self, ticket: StepTicket) -> None:
         """Open a step that this node takes part in; see m2n_comm.net.
 
-        Raises ProtocolError if the ticket does not fit, or a dispatch is still in the air.
+        Raises ProtocolError if the ticket does not fit, or a dispatch is not combined.
         """
         self._route = self._rules.begin(ticket)
         self._measured = _Measured(len(self._experts))
@@ -277,7 +277,7 @@ class AttentionSide:
         return sequences[micro_batch]
 
     def _send(self, layer: int, expert: int, micro_batch: int, rows: int, sequence: int) -> None:
-        """Publish what lies in the request window, over the emulated link if there is one."""
+        """Publish the content of the request window, over the emulated link if there is one."""
         shaper = self._shapers[expert]
         if shaper is not None:
             size = HEADER_BYTES + rows * self._request_row_bytes
@@ -320,7 +320,7 @@ class AttentionSide:
         self.lines.close()
 
     def _consume_whole(self, flight: _Flight, micro_batch: int, out: torch.Tensor) -> None:
-        """Receive and add the one answer of every node, each checked and read by one call."""
+        """Receive and add every node's single answer, each checked and read by one call."""
         assert self._records is not None
         everyone = self._everyone
         total = out if _is_at_hand(out) else torch.zeros(out.shape, dtype=torch.float32)
@@ -338,7 +338,7 @@ class AttentionSide:
     def _consume_parts(
         self, flight: _Flight, parts: Parts, micro_batch: int, out: torch.Tensor
     ) -> None:
-        """Receive every part of every node; each received part lets the next one go."""
+        """Receive every part of every node; send the next part after each received one."""
         pending = self._everyone
         part = 0
         while pending:
@@ -357,7 +357,8 @@ class AttentionSide:
     ) -> bytes:
         """Wait for the answer to the last frame to `expert`; return its header, unchecked.
 
-        Counts the wait, the expert's time and, if neither side let the frame lie, the link's.
+        Counts the wait, the expert's time and, if the frame never waited on either side, the
+        link's.
         """
         start_ns = time.monotonic_ns()
         hop = Hop(expert, micro_batch, flight.layer, start_ns * 1e-9 + self._rules.patience_s)
@@ -383,5 +384,5 @@ class AttentionSide:
 
 
 def _is_at_hand(tensor: torch.Tensor) -> bool:
-    """Return whether compiled code may walk over the tensor's memory."""
+    """Return whether compiled code may access the tensor's memory."""
     return tensor.is_cpu and tensor.is_contiguous()

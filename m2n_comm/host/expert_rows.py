@@ -1,4 +1,4 @@
-"""Answers of one row per (token, chosen expert), and their sum in an order that nothing moves.
+"""Answers of one row per (token, chosen expert), and their sum in a fixed order.
 
 With partial sums the bits of a token's sum depend on which experts share a node. Here an
 expert node answers with the unweighted row of every choice that it serves, by ascending
@@ -19,10 +19,10 @@ from m2n_comm.net import NetShape
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Which answer rows come back from each expert node, and how they are added.
+    """The answer rows of each expert node, and their order of addition.
 
-    `places[n]` i64[P], where the rows of node n go among the T * K choices; part r of its
-    answers brings `bounds[n][r] : bounds[n][r + 1]` of them. `order` i64[K, T]: a token's
+    `places[n]` i64[P]: the places of node n's rows among the T * K choices; part r of its
+    answers has `bounds[n][r] : bounds[n][r + 1]` of them. `order` i64[K, T]: a token's
     choices by ascending expert id, the first of all tokens first; `weights` f32[K, T, 1] theirs.
     """
 
@@ -88,18 +88,18 @@ class RowSum:
         """Take the answer rows [P, H] of one part of `node`."""
         num_choices = plan.order.numel()
         if len(self._rows) < num_choices:
-            # Nothing of this dispatch has been put yet, or it would have room.
+            # This is the dispatch's first part: after it the buffer is large enough.
             self._rows = self._rows.new_empty(num_choices, self._rows.shape[1])
         low, high = plan.bounds[node][part : part + 2]
         self._rows.index_copy_(0, plan.places[node][low:high], rows)
 
     def add_up(self, plan: RowPlan, out: torch.Tensor) -> None:
-        """Fill out [T, H] fp32: products and sums are rounded apart, choice after choice."""
+        """Fill out [T, H] fp32: products and sums are rounded separately, choice after choice."""
         out.zero_()
         for order, weights in zip(plan.order, plan.weights, strict=True):
             out.add_(self._rows.index_select(0, order).float().mul_(weights))
 
 
 def count_choices(slots: torch.Tensor) -> int:
-    """Return how many answer rows the request rows with `slots` [R, K] make."""
+    """Return the number of answer rows for request rows with `slots` [R, K]."""
     return int((slots >= 0).sum())

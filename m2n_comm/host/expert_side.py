@@ -1,9 +1,9 @@
 """The expert node's end of M2N, the same for every transport: implements ExpertNet.
 
-Owns the rounds (part r of every participant that has one, joined), the headers and their
-checks, and the way of every answer row back; which tickets and tables fit is
-rules.ExpertRules'. Knows no socket, no memory mapping and no weights. Runs in the one busy
-thread of an expert node; local.py runs it inline.
+Owns the rounds (part r of every participant that has one, joined), the headers and their checks,
+and the return of every answer row to its sender; rules.ExpertRules checks tickets and tables. Knows
+no socket, no memory mapping and no weights. Runs in the one busy thread of an expert node; local.py
+runs it inline.
 
 The check of the slots trusts that a peer (same user, same engine) does not rewrite a window
 after publishing it.
@@ -48,8 +48,7 @@ from topspin.trace import Kind, Ring
 class _Join:
     """Rows of several windows, joined in the compute dtype in buffers allocated at start.
 
-    When only one peer has rows, in the compute dtype, they are read in place, in the window
-    that it wrote.
+    If only one peer has rows, in the compute dtype, they are read in place in its window.
     """
 
     def __init__(self, shape: NetShape, num_peers: int) -> None:
@@ -139,7 +138,7 @@ class ExpertSide:
         self._micro_batch = 0
         self._pending: tuple[int, ...] = ()
         self._row_counts: dict[int, int] = {}
-        # The headers of frames that are not common ones, by sender.
+        # The headers of frames that native.py does not take, by sender.
         self._headers: dict[int, FrameHeader] = {}
         self._gathered_ns = 0
         self._idle_ns = 0
@@ -166,7 +165,7 @@ class ExpertSide:
         return self.lines.registered_bytes + self._join.size_bytes
 
     def set_table(self, table: ExpertTable) -> None:
-        """Serve tickets of `table` too, and refuse slots beyond its; see ExpertNet.set_table.
+        """Serve tickets of `table` too, and refuse slots beyond it; see ExpertNet.set_table.
 
         Raises ProtocolError if it does not fit.
         """
@@ -190,7 +189,7 @@ class ExpertSide:
         return self._rounds(micro_batch, layer)
 
     def reply(self, batch: ExpertBatch, partial: torch.Tensor) -> None:
-        """Send partial [R, H] (any float dtype) back, each row to where it came from."""
+        """Send partial [R, H] (any float dtype) back, each row to its sender."""
         if self.trace is not None:
             self.trace.stamp(Kind.COMPUTED, batch.layer, batch.micro_batch)
         self._rules.check_usable()
@@ -217,7 +216,7 @@ class ExpertSide:
             self.trace.stamp(Kind.REPLIED, batch.layer, batch.micro_batch)
 
     def _answer_whole(self, batch: ExpertBatch, peer: int, share: torch.Tensor, rows: int) -> None:
-        """Answer a frame that take_request() took: rows and header are written by one call."""
+        """Answer a frame that take_request() took: one call writes rows and header."""
         assert self._records is not None
         micro_batch = batch.micro_batch
         partial_at = 0
@@ -242,7 +241,7 @@ class ExpertSide:
     def _answer_part(
         self, batch: ExpertBatch, peer: int, share: torch.Tensor, request: FrameHeader
     ) -> None:
-        """Answer one part, or a frame that needs more than rows copied."""
+        """Answer one part, or a frame that needs more than copying its rows."""
         window = self.lines.outbox(peer, batch.micro_batch)
         if request.rows:
             window.first(request.rows).hidden.copy_(share)
@@ -309,7 +308,7 @@ class ExpertSide:
         return batch
 
     def _take(self, ticket: StepTicket, peer: int, micro_batch: int, layer: int) -> int:
-        """Return the rows of a common frame, all of it checked; -1 if it is not one."""
+        """Return the rows of a common frame, fully checked; -1 if it is another kind."""
         if self._records is None:
             return -1
         rows: int = take_request(
@@ -323,11 +322,11 @@ class ExpertSide:
         return rows
 
     def _hop(self, peer: int, micro_batch: int, layer: int) -> Hop:
-        """Return a frame's way, whose wait begins now."""
+        """Return the hop of a frame whose wait begins now."""
         return Hop(peer, micro_batch, layer, time.monotonic() + self.shape.deadline_s)
 
     def _batch(self, ticket: StepTicket, micro_batch: int, layer: int, part: int) -> ExpertBatch:
-        """Return the rows that lie in the inboxes."""
+        """Return the rows in the inboxes."""
         inbox = self.lines.inbox
         counts = {peer: rows for peer, rows in self._row_counts.items() if rows}
         hidden, slots, weights = self._join.join(
@@ -381,7 +380,7 @@ class ExpertSide:
         )
 
     def _check_slots(self, batch: ExpertBatch) -> None:
-        """Raise FrameError if a slot is not on this node; -1 is a pair that went elsewhere."""
+        """Raise FrameError if a slot is not on this node; -1 is a choice served elsewhere."""
         if not batch.slots.numel():
             return
         low, high = (int(bound) for bound in torch.aminmax(batch.slots))

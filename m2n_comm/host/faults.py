@@ -1,8 +1,8 @@
 """Injects faults at the frame boundary of any transport, for tests.
 
-Owns a script of faults by frame number and the wrapper that carries them out on the frames
-that a node sends. Knows no transport. Each fault must end in a right result or a typed error,
-never in a wrong sum.
+Owns a script of faults by frame number and the wrapper that applies them to the frames that a node
+sends. Knows no transport. Each fault must end in a correct result or a typed error, never in a
+wrong sum.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Fault = Drop | Duplicate | Reorder | Delay | Change | Damage
 
 
 class FaultInjector:
-    """The faults of frame 0, 1, 2... that a node sends; frames not named pass untouched."""
+    """The faults of the frames 0, 1, 2... that a node sends; other frames pass unchanged."""
 
     def __init__(self, faults: dict[int, Fault]) -> None:
         self._faults = dict(faults)
@@ -68,7 +68,7 @@ class FaultInjector:
 
     @property
     def remaining(self) -> int:
-        """Return how many faults have not happened yet."""
+        """Return the number of faults still to come."""
         return len(self._faults)
 
     def next_fault(self) -> Fault | None:
@@ -83,7 +83,7 @@ class FaultInjector:
 
 
 class FaultyLines:
-    """Lines whose send() carries out the injector's script; all else is passed on."""
+    """Lines whose send() applies the injector's script; other calls are passed on."""
 
     def __init__(self, inner: Lines, injector: FaultInjector) -> None:
         self._inner = inner
@@ -108,7 +108,7 @@ class FaultyLines:
         self._inner.begin(ticket)
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
-        """Send the frame, changed as the script says."""
+        """Send the frame with its scripted fault."""
         fault = self._injector.next_fault()
         held, self._held = self._held, []
         header = self._inner.outbox(hop.peer, hop.micro_batch).header

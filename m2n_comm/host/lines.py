@@ -1,4 +1,4 @@
-"""The seam between the rules of M2N and a transport: all lines of one node.
+"""The interface between the rules of M2N and a transport: all lines of one node.
 
 attention_side.py and expert_side.py keep the rules (plans, parts, headers, versions) once,
 for every transport; a transport only moves windows: it publishes one to a peer and waits
@@ -23,7 +23,7 @@ _MAX_POLLERS = 64
 
 
 class Lines(Protocol):
-    """All pairs of one node. A (peer, micro-batch) has at most one frame each way in the air."""
+    """All pairs of one node. A (peer, micro-batch) has at most one frame in flight each way."""
 
     @property
     def registered_bytes(self) -> int:
@@ -36,7 +36,7 @@ class Lines(Protocol):
         """Return the window that receive() waits for."""
 
     def begin(self, ticket: StepTicket) -> None:
-        """Learn that a step begins."""
+        """Begin the step of `ticket`."""
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
         """Publish header and the first `rows` rows of the outbox.
@@ -47,9 +47,9 @@ class Lines(Protocol):
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
         """Wait for the next frame of hop.peer in its inbox, header and rows; return the header.
 
-        `awaited` are the peers whose frame of this micro-batch has not been received yet,
-        hop.peer first: if one of them is gone without having sent it, PeerLost is raised
-        at once. Raises DeadlineExceeded, StaleFrame (out of sequence), FrameError.
+        `awaited` are the peers whose frame of this micro-batch has not been received yet, hop.peer
+        first: if one of them has gone without sending it, PeerLost is raised at once. Raises
+        DeadlineExceeded, StaleFrame (out of sequence), FrameError.
         """
 
     def arrived(self, peer: int, micro_batch: int) -> bool:
@@ -83,14 +83,14 @@ class NodeLines:
         return self._outbox[peer][micro_batch]
 
     def inbox(self, peer: int, micro_batch: int) -> Window:
-        """Return the window that the peer's frames come to."""
+        """Return the window that the peer's frames arrive in."""
         return self._inbox[peer][micro_batch]
 
     def begin(self, ticket: StepTicket) -> None:
         """Do nothing: most transports know no steps."""
 
     def drop_windows(self) -> None:
-        """Forget all views, the last of which may unmap the memory."""
+        """Drop all views; the last one may unmap the memory."""
         self._outbox, self._inbox = {}, {}
 
     def advance(self, hop: Hop, found: int) -> None:
@@ -114,7 +114,8 @@ class Watches:
         self._pollers: dict[tuple[int, ...], select.poll] = {}
 
     def of(self, peers: tuple[int, ...], bells: Iterable[int] = ()) -> select.poll:
-        """Return what polls the sockets of `peers`, and `bells`, which depend on `peers`."""
+        """Return the poll object for the sockets of `peers` and `bells`, which depend on
+        `peers`."""
         poller = self._pollers.get(peers)
         if poller is None:
             if len(self._pollers) >= _MAX_POLLERS:
@@ -132,5 +133,5 @@ class Watches:
         return self._peer_of[fd]
 
     def clear(self) -> None:
-        """Forget all poll objects; the sockets are closed."""
+        """Drop all poll objects; the sockets are closed."""
         self._pollers.clear()

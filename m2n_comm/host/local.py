@@ -1,10 +1,10 @@
 """M2N within one process: attention and expert nodes composed by one hub, no extra threads.
 
-Owns the windows (the same layout as shm), the condition that attention threads wait on,
-and the expert programs, which run inline in whichever attention thread waits for an answer
-first once every participant's frame is there. The rules, versions and errors are those of
-the other transports: the two sides are the same code. With one attention node nothing ever
-waits. This is the reference of the contract, and the monolithic mode.
+Owns the windows (the same layout as shm), the condition that attention threads wait on, and the
+expert programs, which run inline in the first attention thread that waits for an answer once every
+participant's frame is there. The rules, versions and errors are those of the other transports: the
+two sides are the same code. With one attention node nothing ever waits. This is the reference of
+the contract, and the monolithic mode.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class LocalHub:
                 self.changed.wait(left_s)
 
     def close_attention(self, index: int) -> None:
-        """Tell waiting threads that this attention node is gone; drop all memory at the last."""
+        """Tell waiting threads that this attention node is gone; the last one drops all memory."""
         with self.changed:
             self.closed.add(index)
             self.changed.notify_all()
@@ -139,7 +139,7 @@ class LocalHub:
 
 
 class _ExpertProgram:
-    """An expert node's loop, cut where it would have to wait.
+    """An expert node's loop, suspended where it would have to wait.
 
     `turns` yields True after each answered batch, False when a frame or ticket is missing.
     """
@@ -160,8 +160,8 @@ class _ExpertProgram:
     def _next_ticket(self) -> StepTicket | None:
         """Return the next ticket of the chain, or None while an earlier one may still come.
 
-        A node that takes no part in a step may begin the one after it before the
-        participants have begun theirs.
+        A node that does not take part in a step may begin the next one before the participants have
+        begun it.
         """
         if not self._tickets:
             return None

@@ -22,7 +22,7 @@ WORD_BYTES = 8
 
 
 def check_platform() -> None:
-    """Raise ConfigError unless this machine keeps the order that the module promises."""
+    """Raise ConfigError unless this machine guarantees the memory order described above."""
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64") or sys.byteorder != "little" or sys.maxsize < 2**62:
         raise ConfigError(

@@ -1,13 +1,13 @@
 """The common frame in one compiled call: rows, routing and header written, or checked and read.
 
-Owns the record of a (pair, micro-batch) and the functions that work on it. They know frames of
-one part, uncompressed; any other they refuse with -1 and leave as it is, and the sides go the
-plain way (parts.py, wire.py), which serves it or names the error. So no rule is here alone.
-Called by attention_side.py and expert_side.py; publishing and waiting stay theirs.
+Owns the record of a (pair, micro-batch) and the functions that work on it. They handle uncompressed
+frames of one part; for any other they return -1 and leave it unchanged, and the sides use the
+general code (parts.py, wire.py), which serves it or names the error. So no rule is implemented only
+here. Called by attention_side.py and expert_side.py, which publish and wait.
 
-Why compiled: a frame costs some ten tensor operations and a header of twenty fields; in
-Python that is 10 us a side, more than the rows of a small batch. The interpreter's lock is
-kept: a call takes microseconds, and getting the lock back may take milliseconds.
+Why compiled: a frame costs some ten tensor operations and a header of twenty fields; in Python that
+is 10 us a side, more than the rows of a small batch. The interpreter's lock is not released: a call
+takes microseconds, and getting the lock back may take milliseconds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from m2n_comm.host.windows import PairLayout, Window
 from m2n_comm.host.wire import ANSWER, REQUEST, payload_code
 from m2n_comm.net import NetShape
 
-# A record: the header of the newest request, then words that do not change. The loops below rely
-# on the order of the header's fields as far as they name them.
+# A record: the header of the newest request, then words that do not change. The loops below rely #
+# on the order of the header fields that they name.
 _SEQUENCE, _ROWS, _STEP, _VERSION = map(word, ("sequence", "rows", "step", "table_version"))
 _LAYER, _PART, _NUM_PARTS = map(word, ("layer", "part", "num_parts"))
 _WRITER, _READER = map(word, ("incarnation", "reader_incarnation"))
@@ -57,7 +57,7 @@ _IS_ANSWER = np.uint64(ANSWER)
 
 
 class Record:
-    """The words of one (pair, micro-batch) as one end holds it, and where they lie."""
+    """The words of one (pair, micro-batch) at one end, and their address."""
 
     __slots__ = ("_chosen", "address", "words")
 
@@ -71,9 +71,9 @@ class Record:
         inbox: Window,
         sends_all: bool = False,
     ) -> None:
-        """`header` is (attention, expert, micro-batch); `incarnations` are ours and theirs.
+        """`header` is (attention, expert, micro-batch); `incarnations` are own and peer's.
 
-        `sends_all`: rows go to this expert node whether or not they chose an expert there.
+        `sends_all`: all rows go to this expert node, even if they chose no expert there.
         """
         shape = layout.shape
         self.words = array("Q", bytes(8 * _RECORD_WORDS))
@@ -109,7 +109,7 @@ class Record:
 
 
 def serves(shape: NetShape) -> bool:
-    """Return whether frames of `shape` are of the kind that these functions know."""
+    """Return whether these functions support frames of `shape`."""
     return shape.compressed is None and not shape.per_expert_answers
 
 
@@ -149,13 +149,13 @@ _inline = njit(error_model="numpy", inline="always")
 
 
 def _compiled(num_arguments: int) -> Any:
-    """Compile for so many addresses and numbers, once per machine."""
+    """Return a decorator that compiles, once per machine, for so many addresses and numbers."""
     signature = types.int64(*(types.uint64,) * num_arguments)
 
     def compile_it(function: Any) -> Any:
         try:
             return njit(signature, error_model="numpy", cache=True)(function)
-        except RuntimeError:  # there is no directory to keep the code in
+        except RuntimeError:  # there is no cache directory for the code
             return njit(signature, error_model="numpy")(function)
 
     return compile_it
@@ -168,7 +168,7 @@ def _words(address: Any) -> Any:
 
 @_inline  # type: ignore[untyped-decorator]
 def _is_answer(header: Any, words: Any) -> Any:
-    """Return whether `header` is of the answer to the request in `words`."""
+    """Return whether `header` belongs to the answer to the request in `words`."""
     right = (
         (header[_KIND] == _IS_ANSWER)
         & (header[_PAYLOAD] == words[_ANSWER_PAYLOAD])
@@ -248,9 +248,9 @@ def write_request(
 
 @_compiled(4)  # type: ignore[untyped-decorator]
 def add_answer(record: int, out_at: int, num_rows: int, adds: int) -> int:
-    """Add the answer to the newest request to out f32[T, H], or (not `adds`) put it there.
+    """Add the answer to the newest request to out f32[T, H], or (not `adds`) copy it there.
 
-    T is num_rows. Returns the answer's rows, -1 if it is not the answer that was asked for.
+    T is num_rows. Returns the answer's rows, -1 if it does not match the request.
     """
     words = _words(record)
     header = _words(words[_IN_HEADER])
@@ -286,10 +286,10 @@ def add_answer(record: int, out_at: int, num_rows: int, adds: int) -> int:
 def take_request(
     record: int, layer: int, version: int, step: int, sequence: int, num_slots: int
 ) -> int:
-    """Check the request that lies in the inbox and keep its header; return its rows.
+    """Check the request in the inbox and keep its header; return its rows.
 
-    Returns -1 if it is of several parts, not the next one of this step, or names a slot that is not
-    below num_slots.
+    Returns -1 if it has several parts, is not the next one of this step, or names a slot that is
+    not below num_slots.
     """
     words = _words(record)
     header = _words(words[_IN_HEADER])
@@ -322,7 +322,7 @@ def take_request(
 def write_answer(record: int, partial_at: int, compute_ns: int, idle_ns: int) -> int:
     """Write the answer to the request that was taken; returns its payload bytes.
 
-    partial [R, H] in the payload's dtype, contiguous; 0: the rows lie in the window already.
+    partial [R, H] in the payload's dtype, contiguous; 0: the rows are in the window already.
     """
     words = _words(record)
     header = _words(words[_OUT_HEADER])

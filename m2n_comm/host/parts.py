@@ -1,8 +1,8 @@
-"""Dispatches that are more than one frame of plain rows: several windows, codes, expert rows.
+"""Dispatches of more than one frame of plain rows: several windows, compression, expert rows.
 
-Owns how a part is written and how its answer is checked and added, for one attention node:
-in torch, by the rules of layout.py, payload.py, expert_rows.py and wire.py. Knows no transport
-and no credits; attention_side.py says which part goes when, and calls native.py for the rest.
+Owns writing a part, and checking and adding its answer, for one attention node: in torch, by
+the rules of layout.py, payload.py, expert_rows.py and wire.py. Knows no transport and no
+credits; attention_side.py decides when a part is sent, and calls native.py for other dispatches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from m2n_comm.payload import pack_rows
 
 @dataclass(slots=True)
 class Parts:
-    """One dispatch: its plan, how many parts each node gets, and the newest header to each."""
+    """One dispatch: its plan, each node's number of parts, and the newest header to each."""
 
     version: int
     plan: SendPlan
@@ -137,7 +137,7 @@ class PartFrames:
     ) -> None:
         """Check the answer to the newest part of `expert` and add it to out f32[T, H].
 
-        With one expert node the rows are put there; rows of experts wait for finish(). Raises
+        With one expert node the rows are copied there; answers per expert wait for finish(). Raises
         StaleFrame or FrameError.
         """
         sent = parts.sent[expert]
@@ -164,12 +164,12 @@ class PartFrames:
             out.index_add_(0, selected[low : low + rows], wide)
 
     def finish(self, parts: Parts, out: torch.Tensor) -> None:
-        """Add the rows of experts up, if answers are such: all of them have been read."""
+        """Add up the rows of experts, if answers are per expert; all answers have been read."""
         if self._row_sum is not None and parts.rows is not None:
             self._row_sum.add_up(parts.rows, out)
 
     def check_answer(self, header: FrameHeader, sent: FrameHeader, expert: int) -> None:
-        """Raise StaleFrame or FrameError unless `header` is of the answer to `sent`."""
+        """Raise StaleFrame or FrameError unless `header` belongs to the answer to `sent`."""
         origin = f"expert {expert}"
         check_header(header, answer_to(sent, payload=self._answer_payload), origin=origin)
         check_size(
@@ -193,8 +193,8 @@ def write_part(
 ) -> None:
     """Write rows low..high-1 of the node's share into a request window, once.
 
-    hidden [T, H] and weights [T, K] are of the window's dtypes if rows are selected, unless
-    the window is compressed: then hidden is of any, and `scratch` [W, H] fp32 is needed.
+    hidden [T, H] and weights [T, K] have the window's dtypes if rows are selected, unless the
+    window is compressed: then hidden has any dtype, and `scratch` [W, H] fp32 is needed.
     """
     count = high - low
     if count == 0:

@@ -1,14 +1,14 @@
 """M2N between processes of one host: windows in shared memory, wake-ups by eventfd.
 
-Owns one memfd per pair (sealed against resizing, mapped by both ends), two eventfds per
-pair (one rings the expert, one the attention node), and the Unix socket that brought them,
-which stays open as the liveness line: nothing is sent on it, its end is the peer's end.
-Nothing has a name in a file system. Knows no headers and no plans.
+Owns one memfd per pair (sealed against resizing, mapped by both ends), two eventfds per pair (one
+rings the expert, one the attention node), and the Unix socket that carried them, which stays open
+for liveness: nothing is sent on it, and it closes when the peer ends. Nothing has a name in a file
+system. Knows no headers and no plans.
 
-Waiting: look at the flag, then poll the bell and the sockets, then look again. The writer
-always rings, because a "waiter sleeps" flag would need a store-load fence. "spin" looks at
-the flag in a loop instead, and now and then at the sockets: for a core of one's own. Such a
-reader says so once, in its windows, and is not rung for.
+Waiting: look at the flag, then poll the bell and the sockets, then look again. The writer always
+rings, because a "waiter sleeps" flag would need a store-load fence. "spin" reads the flag in a loop
+instead, and sometimes the sockets: for a node with a separate core. Such a reader says so once, in
+its windows, and its bell is not rung.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ShmPair(NamedTuple):
 
 
 def create_handles(layout: PairLayout) -> PairHandles:
-    """Return fresh, zeroed memory of the pair's size that nobody can resize, and its bells."""
+    """Return new, zeroed memory of the pair's size, sealed against resizing, and its bells."""
     with contextlib.ExitStack() as undo:
         memory = os.memfd_create("topspin-m2n", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         undo.callback(os.close, memory)
@@ -106,10 +106,10 @@ class ShmForming:
             raise PeerLost(f"expert {peer}: the handshake brought no memory")
 
     def prove(self, peer: int) -> None:
-        """Do nothing: shared memory is proof."""
+        """Do nothing: mapping the memory has proved the line."""
 
     def drop(self, peer: int) -> None:
-        """Close the descriptors of a pair that does not come about."""
+        """Close the descriptors of a pair that is not formed."""
         for fd in self._fds.pop(peer, ()):
             os.close(fd)
 
@@ -156,7 +156,7 @@ class ShmLines(NodeLines):
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
         """Publish the outbox and ring a peer that may sleep; never waits.
 
-        That a peer is gone shows when its answer is due.
+        A lost peer is noticed when its answer is due.
         """
         window = self._outbox[hop.peer][hop.micro_batch]
         publish(window.flag, sequence)
@@ -210,9 +210,9 @@ class ShmLines(NodeLines):
             awaited = self._poll(hop, awaited, timeout_ms=0)
 
     def _poll(self, hop: Hop, awaited: tuple[int, ...], *, timeout_ms: int) -> tuple[int, ...]:
-        """Sleep until the bell rings or a socket ends; return who is still worth watching.
+        """Sleep until the bell rings or a socket ends; return the peers still worth watching.
 
-        When neither happens, ask whether to wait on.
+        If neither happens, call the check, which may end the wait.
 
         The bell is emptied before the caller looks at the flag again: a frame published
         after that look rings again, one published before it is seen.
@@ -229,7 +229,7 @@ class ShmLines(NodeLines):
             else:
                 gone.append(self._watches.peer_of(fd))
         for peer in gone:
-            # A frame published before the peer ended counts: orderly shutdown is no loss.
+            # A frame published before the peer ended is used: orderly shutdown is no loss.
             if not self.arrived(peer, hop.micro_batch):
                 raise lost(self.peer_role, peer, hop)
         return tuple(peer for peer in awaited if peer not in gone) if gone else awaited

@@ -1,18 +1,16 @@
 """M2N over TCP: one connection per pair, frames read straight into registered windows.
 
-Owns the sockets, the state of the frame that each one is in the middle of, and both
-windows of every pair in private memory. Knows no plans; before it reads a payload it checks the
-header for damage, window, size and sequence. Frames of other micro-batches that arrive first
-go to their own windows.
+Owns the sockets, the state of each one's partly read frame, and both windows of every pair in
+private memory. Knows no plans; before it reads a payload it checks the header for damage, window,
+size and sequence. Frames of other micro-batches that arrive first go to their own windows.
 
-Every wait of a node, to receive and to send, reads from all of its connections. So a send
-that blocks never blocks a peer's send to us, and two ends sending large frames to each
-other both come through.
+Every wait of a node, to receive and to send, reads from all of its connections. So a blocked send
+never blocks a peer's send to this node, and two ends can send large frames to each other.
 
-A frame takes one call to send and, as a rule, one to receive: a reader that waits for a frame
-reads on into the window where its rows would lie if it is the awaited one and as long as the
-last; rows that turn out to belong elsewhere are moved. That window is free until the frame
-comes. With one connection the wait itself is that call.
+A frame takes one call to send and usually one to receive: a reader that waits for a frame reads
+past the header into the window for its rows, assuming that the frame is the awaited one and as long
+as the last; rows that belong elsewhere are moved. That window is free until the frame comes. With
+one connection the wait itself is that call.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from m2n_comm.host.wire import HEADER_BYTES, check_seal, check_size, read_header
 from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
 from topspin.errors import FrameError, StaleFrame
 
-# In the middle of a frame the rest is on its way: look again before sleeping, a wake costs more.
+# The rest of a partly read frame comes soon: poll before sleeping, since a wake-up costs more.
 _MID_FRAME_S = 50e-6
 # A struct timeval.
 _CHECK_INTERVAL = struct.pack("@ll", 0, round(CHECK_INTERVAL_S * 1e6))
@@ -49,7 +47,7 @@ class TcpPair(NamedTuple):
 
 
 class TcpForming:
-    """The pairs of one node while they are formed: a connection is all there is."""
+    """The pairs of one node while they are formed: only a connection each."""
 
     def __init__(self, me: Identity, waits: Waits) -> None:
         self._me = me
@@ -57,7 +55,7 @@ class TcpForming:
         self._pairs: dict[int, TcpPair] = {}
 
     def offer(self, peer: int, hello: PairHello) -> tuple[PairHello, tuple[int, ...]]:
-        """Return `hello` as it is."""
+        """Return `hello` unchanged."""
         return hello, ()
 
     def take(self, peer: int, met: Meeting) -> None:
@@ -65,7 +63,7 @@ class TcpForming:
         self._pairs[peer] = TcpPair(met.sock, met.hello.checksum)
 
     def prove(self, peer: int) -> None:
-        """Do nothing: the handshake was proof."""
+        """Do nothing: the handshake has proved the line."""
 
     def drop(self, peer: int) -> None:
         """Forget the connection."""
@@ -77,7 +75,7 @@ class TcpForming:
         return TcpLines(layout, self._me.role, pairs=self._pairs, waits=self._waits)
 
     def close(self) -> None:
-        """Do nothing: who made the connections closes them."""
+        """Do nothing: the caller closes the connections that it made."""
 
 
 class _Line:
@@ -103,16 +101,16 @@ class _Line:
         self._header = bytearray(HEADER_BYTES)
         self._segments: list[memoryview] = [memoryview(self._header)]
         self._frame: FrameHeader | None = None
-        # Rows that are read with the header, before it says whose they are.
+        # Rows read together with the header, before it is known where they belong.
         self._guessed: list[memoryview] = []
         self._spare = memoryview(b"")
 
     def pump(self, awaited: int | None = None, *, wait: bool = False) -> bool:
         """Read available bytes, up to the end of a frame; return whether there were any.
 
-        `awaited` is a micro-batch whose inbox nobody uses before its next frame. With `wait`
-        sleeps up to CHECK_INTERVAL_S for the first bytes. In the middle of a frame it looks
-        for up to _MID_FRAME_S after the last bytes. Raises FrameError or StaleFrame.
+        `awaited` is a micro-batch whose inbox is free until its next frame. With `wait` sleeps
+        up to CHECK_INTERVAL_S for the first bytes. In the middle of a frame it polls for up to
+        _MID_FRAME_S after the last bytes. Raises FrameError or StaleFrame.
         """
         if awaited is not None and self._frame is None and not self._guessed:
             self._guess(awaited)
@@ -140,14 +138,14 @@ class _Line:
                     return True
 
     def _guess(self, micro_batch: int) -> None:
-        """Read on into that window, if only the (rest of the) header was to be read."""
+        """Add that window's rows to the segments if only the (rest of the) header was left."""
         rows = self._last_rows[micro_batch]
         if rows and len(self._segments) == 1:
             self._guessed = self._inbox[micro_batch].payload(rows)
             self._segments = [*self._segments, *self._guessed]
 
     def _read(self, flags: int) -> int:
-        """Fill the segments with bytes that were read too far, or else from the socket."""
+        """Fill the segments with bytes already read beyond a frame, or else from the socket."""
         if not self._spare:
             return self.sock.recvmsg_into(self._segments, 0, flags)[0]
         segment = self._segments[0]
@@ -157,11 +155,11 @@ class _Line:
         return count
 
     def _has_header(self) -> bool:
-        """Return whether at most guessed rows are left to read."""
+        """Return whether the header is complete, so that at most guessed rows are left to read."""
         return len(self._segments) <= len(self._guessed)
 
     def _begin(self) -> None:
-        """Handle a whole header: read the rows where they belong."""
+        """Handle a complete header: read the rows into their window."""
         frame = self._judge()
         self._frame = frame
         guessed, self._guessed = self._guessed, []
@@ -171,12 +169,12 @@ class _Line:
         self._segments, left = list(payload), self._segments
         if not guessed:
             return
-        # The frame is another one: the bytes read of its rows, and beyond, go there.
+        # The guess was wrong: move the bytes of its rows, and those beyond it.
         count = sum(map(len, guessed)) - sum(map(len, left))
         self._spare = memoryview(b"".join(guessed)[:count])
 
     def _complete(self, frame: FrameHeader) -> None:
-        """Handle a whole frame: it has arrived."""
+        """Handle a complete frame: mark it as arrived."""
         if self.checksum:
             crc = _checksum(self._inbox[frame.micro_batch].payload(frame.rows))
             if crc != frame.payload_crc:
@@ -192,7 +190,7 @@ class _Line:
         self._segments = [memoryview(self._header)]
 
     def _judge(self) -> FrameHeader:
-        """Check a header before a byte of its payload is read."""
+        """Check and return a header before any of its payload is used."""
         check_seal(self._header)
         frame = read_header(self._header)
         if frame.micro_batch >= len(self._inbox):
@@ -228,7 +226,7 @@ class TcpLines(NodeLines):
         attention = role == "attention"
         row_bytes = layout.answer_row_bytes if attention else layout.request_row_bytes
         for peer, pair in pairs.items():
-            # Calls that must not sleep say so; the one that may sleeps no longer than this.
+            # Calls that must not sleep pass a flag; the one that may sleeps no longer than this.
             pair.sock.setblocking(True)
             pair.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _CHECK_INTERVAL)
             self._lines[peer] = _Line(

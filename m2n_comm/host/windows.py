@@ -1,4 +1,4 @@
-"""The memory of one (attention node, expert node) pair: where every window lies.
+"""The memory layout of one (attention node, expert node) pair: the place of every window.
 
 Per micro-batch a request window (flag, header, slots, weights, hidden rows) and an answer
 window (flag, header, hidden rows), each of a fixed number of rows, each field on its own
@@ -19,7 +19,7 @@ from m2n_comm.host.wire import HEADER_BYTES
 from m2n_comm.net import NetShape
 
 _LINE_BYTES = 64
-# A batch has one size for many steps; slicing its views anew costs more than most copies.
+# A batch keeps its size for many steps; slicing its views again costs more than most copies.
 _MAX_CACHED_VIEWS = 64
 
 
@@ -156,9 +156,9 @@ class WindowRows(NamedTuple):
 class Window:
     """Views over one window. slots [W, K] int32 and weights [W, K] fp32 on requests only.
 
-    hidden [W, H] in the dtype that travels, with scales [W, 1] fp32 if it is compressed;
-    `fields` the same memory as bytes, in wire order; `words` the header as 64-bit numbers,
-    which lies at the address `header_at`. `reader_spins` is not 0 if the reader needs no bell.
+    hidden [W, H] in the dtype that is sent, with scales [W, 1] fp32 if it is compressed; `fields`
+    the same memory as bytes, in wire order; `words` the header as 64-bit numbers, at the address
+    `header_at`. `reader_spins` is not 0 if the reader needs no bell.
     """
 
     flag: memoryview

@@ -4,8 +4,8 @@ Owns its packing, its checksum on networks, and the comparison with the header t
 expects; its fields are kernels.frame_header's. Knows no sockets and no memory: both sides write
 and read it through a memoryview or bytes.
 
-Stale fields (incarnations, table version, step, sequence) raise StaleFrame, because the
-frame was right once; every other difference raises FrameError.
+Stale fields (incarnations, table version, step, sequence) raise StaleFrame, because the frame was
+once valid; every other difference raises FrameError.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STALE_FIELDS = ("incarnation", "reader_incarnation", "step", "table_version", "
 
 
 def payload_code(dtype: torch.dtype) -> int:
-    """Return the wire code of `dtype`; raises ConfigError if hidden rows cannot have it."""
+    """Return the wire code of `dtype`; raises ConfigError if hidden rows do not support it."""
     code = _PAYLOAD_CODES.get(dtype)
     if code is None:
         known = ", ".join(str(known) for known in _PAYLOAD_CODES)
@@ -55,7 +55,7 @@ def read_header(raw: bytes | bytearray | memoryview) -> FrameHeader:
 
 
 def answer_to(request: FrameHeader, *, payload: int) -> FrameHeader:
-    """Return the header of the answer to `request`, as far as headers are compared."""
+    """Return the header of the answer to `request`; only the compared fields are valid."""
     return request._replace(
         kind=ANSWER,
         payload=payload,
@@ -65,13 +65,13 @@ def answer_to(request: FrameHeader, *, payload: int) -> FrameHeader:
 
 
 def seal(buffer: memoryview, payload_crc: int = 0) -> None:
-    """Put the checksums of the payload and of the header into a packed header."""
+    """Write the checksums of the payload and of the header into a packed header."""
     _WORD.pack_into(buffer, _PAYLOAD_CRC_AT, payload_crc)
     _WORD.pack_into(buffer, _HEADER_CRC_AT, zlib.crc32(buffer[:_HEADER_CRC_AT]))
 
 
 def check_seal(raw: bytes | bytearray) -> None:
-    """Raise FrameError if a header that crossed a network is damaged, or none at all."""
+    """Raise FrameError if a header from a network is damaged or not a header."""
     (found,) = _WORD.unpack_from(raw, _HEADER_CRC_AT)
     if found != zlib.crc32(memoryview(raw)[:_HEADER_CRC_AT]):
         raise FrameError("frame header: checksum is wrong")
@@ -95,7 +95,7 @@ def check_header(header: FrameHeader, expected: FrameHeader, *, origin: str) -> 
 def check_size(header: FrameHeader, *, window_rows: int, row_bytes: int, origin: str) -> None:
     """Raise FrameError unless rows, parts and payload size fit one window and each other.
 
-    Called before a byte of the payload is read or trusted.
+    Called before any of the payload is read or trusted.
     """
     if header.rows > window_rows:
         raise FrameError(f"frame of {origin}: {header.rows} rows, a window has {window_rows}")

@@ -1,12 +1,12 @@
 """One NIXL agent per node: loading the package, registered memory, prepared writes.
 
-Owns the peculiarities of NIXL and its UCX backend, so that lines.py can speak of windows. All
-descriptors are made here, once, when a pair is formed; a step only posts them. Knows no
-frames, no sequences and no sockets.
+Owns the peculiarities of NIXL and its UCX backend, so that lines.py only handles windows. All
+descriptors are made here, once, when a pair is formed; a step only posts them. Knows no frames, no
+sequences and no sockets.
 
-No progress thread: on few cores it starves the node's own thread (a round trip of 40 us
-became one of 48 ms), so transfers advance whenever the node looks for notifications. Of the
-package only its calls are used, never its pickling helpers.
+No progress thread: on few cores it starves the node's own thread (a round trip of 40 us became 48
+ms), so transfers advance whenever the node polls for notifications. The package's pickling helpers
+are never used.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Agent(Protocol):
         """Return how to reach this agent and the keys of `descs`."""
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Learn of a peer from its metadata; returns its name."""
+        """Add a peer by its metadata; returns its name."""
 
     def remove_remote_agent(self, agent: str) -> None:
-        """Forget a peer and its keys."""
+        """Remove a peer and its keys."""
 
     def prep_xfer_dlist(
         self, agent_name: str, xfer_list: list[tuple[int, int, int]], mem_type: str
@@ -92,7 +92,7 @@ def load_nixl() -> Any:
             "pip install 'topspin[rdma]', or use --transport shm or tcp"
         ) from error
     if "NIXL_LOG_LEVEL" not in os.environ:
-        # The package logs to stdout by default, where our own output is.
+        # The package logs to stdout by default, where Topspin's output goes.
         logging.getLogger("nixl").setLevel(logging.WARNING)
     return package
 
@@ -106,7 +106,7 @@ class PairKeys(NamedTuple):
 
 
 class NixlPeer:
-    """One pair as this end holds it: its memory, and prepared writes to the peer's.
+    """One pair at this end: its memory, and prepared writes to the peer's.
 
     `writes[mb][bucket]` sends the outbox of micro-batch mb, the first `buckets[bucket]` rows.
     """
@@ -133,7 +133,7 @@ class NixlPeer:
         """Prepare every write to the peer of `keys`. Raises FrameError, PeerLost."""
         try:
             self.name = agent.add_remote_agent(keys.metadata).decode()
-        except Exception as error:  # the bindings' exceptions have no common base but this
+        except Exception as error:  # the bindings' exceptions have no other common base
             raise FrameError(f"nixl: the peer's metadata is refused: {error!r}") from error
         if self.name != keys.agent:
             raise FrameError(f"nixl: the peer's metadata is of {self.name}, not of {keys.agent}")
@@ -144,12 +144,12 @@ class NixlPeer:
             raise PeerLost(f"nixl: cannot prepare writes to {self.name}: {error!r}") from error
 
     def close(self, agent: Agent) -> bool:
-        """Free handles and keys; return whether nothing is left that could still be used.
+        """Free handles and keys; return whether nothing is left in use.
 
-        The address range stays reserved, without pages, for the life of the process: a peer
-        that was stopped in the middle of a write may still complete it by address alone
-        (UCX copies between processes of one host without asking for keys), and then must
-        not hit memory that means something else by now.
+        The address range stays reserved, without pages, for the life of the process: a peer that
+        was stopped in the middle of a write may still complete it by address alone (UCX copies
+        between processes of one host without asking for keys), and must not hit memory with another
+        use by then.
         """
         clean = True
         for handle in [handle for writes in self.writes for handle in writes] + self._sides:
@@ -185,7 +185,7 @@ class NodeAgent:
     """The agent of one node and all its pairs.
 
     `one_host`: all peers run on this host. UCX then uses shared memory, which it offers only
-    without its own detection of dead peers; the handshake socket is what detects them.
+    without its own detection of dead peers; the handshake socket detects them.
     """
 
     def __init__(self, name: str, *, one_host: bool) -> None:
@@ -203,12 +203,12 @@ class NodeAgent:
 
     @property
     def agent(self) -> Agent:
-        """Return the agent, which nobody may keep, or close() would not free it."""
+        """Return the agent; callers must not keep it, or close() would not free it."""
         assert self._agent is not None, "it is closed"
         return self._agent
 
     def add_peer(self, layout: PairLayout, *, attention: bool) -> NixlPeer:
-        """Register fresh memory for one pair; `attention`: this end is the attention node."""
+        """Register new memory for one pair; `attention`: this end is the attention node."""
         peer = NixlPeer(self.agent, layout, attention=attention)
         self.peers.append(peer)
         return peer
@@ -262,5 +262,5 @@ def _succeeds(call: Any, *args: Any) -> bool:
 
 
 def _keep_forever(thing: object) -> None:
-    """Never let `thing` be freed, not even at exit."""
+    """Keep `thing` from being freed, even at exit."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -76,7 +76,7 @@ class NixlForming:
     def prove(self, peer: int) -> None:
         """Prepare all writes to `peer` and prove the line by a first write each way.
 
-        Raises FrameError for keys that are none, PeerLost, DeadlineExceeded.
+        Raises FrameError for invalid keys, PeerLost, DeadlineExceeded.
         """
         pair = self._pairs[peer]
         pair.peer.connect(self._node.agent, self._keys[peer])
@@ -90,11 +90,11 @@ class NixlForming:
             raise PeerLost(text) from error
 
     def drop(self, peer: int) -> None:
-        """Forget a peer that was lost; its memory is freed with that of all others."""
+        """Drop a lost peer; its memory is freed with that of all others."""
         self._pairs.pop(peer, None)
 
     def finish(self) -> NixlLines:
-        """Return the lines of all pairs that were formed; they own everything from now on."""
+        """Return the lines of all formed pairs, which own everything from now on."""
         lines = NixlLines(
             self._layout, self._role, node=self._node, pairs=self._pairs, waits=self._waits
         )
@@ -108,9 +108,9 @@ class NixlForming:
         self._node.close()
 
     def _prove(self, peer: int, end: NixlPeer, sock: socket.socket) -> None:
-        """Write to the peer; stay until it has seen our write and we have seen its.
+        """Write to the peer; wait until both ends have seen the other's write.
 
-        UCX sets a connection up while both ends look, so neither may leave before the other.
+        UCX sets up a connection while both ends poll, so neither may stop before the other.
         """
         done = self._node.agent.transfer(end.writes[0][0], _FIRST) == "DONE"
         assert end.name is not None, "connect() first"
@@ -138,7 +138,7 @@ class NixlForming:
             time.sleep(_LOOK_S)
 
     def _is_ready(self, sock: socket.socket, peer: int) -> bool:
-        """Return whether the peer has said that it saw our write."""
+        """Return whether the peer has confirmed this node's write."""
         try:
             said = sock.recv(1)
         except BlockingIOError:

@@ -1,12 +1,12 @@
 """M2N over NIXL: one-sided writes into registered windows, each with a notification.
 
 Owns the posted writes and the arrived frames of all pairs of a node; forming.py forms the pairs.
-Their handshake sockets stay open: the end of one is the peer's end, and a byte on it (the
-bell) wakes a peer that blocks, since NIXL offers nothing to wait on. Knows no headers and no
-plans. The data may cross shared memory, TCP or RDMA, as UCX finds.
+Their handshake sockets stay open: one closes when its peer ends, and a byte on it (the bell) wakes
+a peer that blocks, since NIXL has no blocking wait. Knows no headers and no plans. UCX chooses
+shared memory, TCP or RDMA for the data.
 
-Nothing runs in the background: the node's thread advances its own writes and its inbox
-whenever it waits, and after it has posted a write that did not end at once.
+Nothing runs in the background: the node's thread advances its own writes and its inbox whenever it
+waits, and after it has posted a write that does not complete at once.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from topspin.errors import FrameError, PeerLost
 
 NOTE = struct.Struct("<HQ")
 _BELL = b"b"
-# How long send() stays with a write that did not end at once; RDMA needs a few us of it.
+# How long send() polls a write that did not complete at once; RDMA needs a few us of it.
 _STAY_S = 100e-6
-# How often a sleeper looks although no bell rang: a peer's write may need our progress.
+# How often a sleeper polls without a bell: a peer's write may need this node's progress.
 _NAP_S = 2e-3
-# How long a frame may still be on its way when its sender's socket has ended.
+# How long a frame may still be in transit after its sender's socket has closed.
 _GRACE_S = 20e-3
 _LOOKS_PER_BELL = 64
 _LOOKS_PER_POLL = 256
 
 
 class NixlPair(NamedTuple):
-    """One pair as one end holds it; `sock` does not block. `bell`: the peer wants to be woken."""
+    """One pair at this end; `sock` does not block. `bell`: the peer must be woken."""
 
     peer: NixlPeer
     sock: socket.socket
@@ -48,7 +48,7 @@ class NixlPair(NamedTuple):
 
 
 class Note(NamedTuple):
-    """One notification: a frame of `peer` lies in its window."""
+    """One notification: a frame of `peer` is in its window."""
 
     peer: int
     micro_batch: int
@@ -58,8 +58,8 @@ class Note(NamedTuple):
 class NixlLines(NodeLines):
     """All pairs of one node; implements lines.Lines. Invariants, by (peer, micro-batch):
 
-    `_published` is the newest sequence notified, `_posted` holds the writes that had not ended
-    when last looked at.
+    `_published` is the newest sequence notified, `_posted` holds the writes that were incomplete at
+    the last poll.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class NixlLines(NodeLines):
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
         """Post the prepared write of `rows` rows, with its notification.
 
-        Returns when it has ended or, on an attention node, a moment has passed: combine()
-        will carry it on, while an expert node may not look again before the next step.
-        Raises PeerLost, or DeadlineExceeded if a write did not end in time.
+        Returns when it has completed or, on an attention node, a short time has passed: combine()
+        will advance it, while an expert node may not poll again before the next step. Raises
+        PeerLost, or DeadlineExceeded if a write did not complete in time.
         """
         pair = self._pairs[hop.peer]
         key = (hop.peer, hop.micro_batch)
@@ -122,12 +122,12 @@ class NixlLines(NodeLines):
 
     def arrived(self, peer: int, micro_batch: int) -> bool:
         """Return whether the peer has published since the last receive()."""
-        with contextlib.suppress(PeerLost):  # receive() says so, if it matters
+        with contextlib.suppress(PeerLost):  # receive() raises it, if it matters
             return self._look(peer, Hop(peer, micro_batch, 0, 0.0))
         return False
 
     def file(self, notes: list[Note]) -> None:
-        """Learn that frames lie in their windows. Raises FrameError for a window not there."""
+        """Record the frames that have arrived. Raises FrameError for an unknown window."""
         for note in notes:
             published = self._published[note.peer]
             if note.micro_batch >= len(published):
@@ -140,7 +140,7 @@ class NixlLines(NodeLines):
     def close(self) -> None:
         """Release all keys, memory and sockets; safe to call twice.
 
-        Posted writes get a moment to end, or a peer would miss our last answer.
+        Posted writes get a short time to complete, or a peer would miss the last answer.
         """
         end_s = time.monotonic() + _GRACE_S
         with contextlib.suppress(PeerLost, FrameError):
@@ -156,7 +156,8 @@ class NixlLines(NodeLines):
             sock.close()
 
     def _settle(self, hop: Hop, *, end_s: float) -> None:
-        """Advance until the write of that window has ended; give up at `end_s`, raise if due."""
+        """Advance that window's write until it completes or `end_s`; raise after the hop's
+        deadline."""
         key = (hop.peer, hop.micro_batch)
         started_s = now_s = time.monotonic()
         while key in self._posted and now_s < end_s:
@@ -170,13 +171,13 @@ class NixlLines(NodeLines):
             raise late(self.peer_role, hop, doing="could not write to")
 
     def _ask(self, now_s: float) -> None:
-        """Ask now and then whether to wait on."""
+        """Call the check from time to time; it may end the wait."""
         if now_s >= self._next_check_s:
             self._next_check_s = now_s + CHECK_INTERVAL_S
             self._check()
 
     def _look(self, peer: int, hop: Hop) -> bool:
-        """Return whether a frame of `peer` lies there, advancing everything if not."""
+        """Return whether a frame of `peer` has arrived, advancing everything if not."""
         published, consumed = self._published[peer], self.consumed[peer]
         if published[hop.micro_batch] != consumed[hop.micro_batch]:
             return True
@@ -198,13 +199,13 @@ class NixlLines(NodeLines):
                 self._ring(self._pairs[key[0]])
 
     def _ring(self, pair: NixlPair) -> None:
-        """Wake a peer that blocks; a full socket is a bell that was not heard yet."""
+        """Wake a peer that blocks; if the socket is full, a wake-up is already pending."""
         if pair.bell:
-            with contextlib.suppress(OSError):  # a gone peer shows when its answer is due
+            with contextlib.suppress(OSError):  # a lost peer is noticed when its answer is due
                 pair.sock.send(_BELL)
 
     def _wait(self, hop: Hop, awaited: tuple[int, ...]) -> None:
-        """Look until the frame is there; between looks sleep, unless told to spin."""
+        """Poll until the frame is there; sleep between polls, unless set to spin."""
         looks = _LOOKS_PER_POLL if self._spins else 1
         while True:
             for _ in range(looks):
@@ -228,7 +229,7 @@ class NixlLines(NodeLines):
                 looks = _LOOKS_PER_BELL if rung else 1
 
     def _part(self, peer: int, hop: Hop) -> None:
-        """Accept the end of a peer's socket if its frame is there; raise PeerLost if not."""
+        """Handle a peer's closed socket: raise PeerLost unless its frame has arrived."""
         end_s = time.monotonic() + _GRACE_S
         while not self._look(peer, hop):
             if time.monotonic() >= end_s:
@@ -236,7 +237,7 @@ class NixlLines(NodeLines):
 
 
 def notes_of(notified: dict[str, list[bytes]], peer_named: dict[str | None, int]) -> list[Note]:
-    """Return the notes of known peers; of others, past lives, nothing is believed."""
+    """Return the notes of known peers; those of others (earlier incarnations) are ignored."""
     notes = []
     for name, messages in notified.items():
         peer = peer_named.get(name)
@@ -250,7 +251,7 @@ def notes_of(notified: dict[str, list[bytes]], peer_named: dict[str | None, int]
 
 
 def _hears(sock: socket.socket) -> bool:
-    """Empty the bell; return False if the socket has ended."""
+    """Empty the bell; return False if the socket has closed."""
     try:
         return bool(sock.recv(4096))
     except BlockingIOError:

@@ -30,8 +30,7 @@ def pack_ints(values: Iterable[int]) -> bytes:
 
 
 def unpack_ints(data: bytes) -> Sequence[int]:
-    """Return the int32 values in `data`; raises ProtocolError unless its size is a multiple of
-    4."""
+    """Return the int32 values in `data`; ProtocolError unless its size is a multiple of 4."""
     if len(data) % 4:
         raise ProtocolError(f"packed integers: {len(data)} bytes is not a multiple of 4")
     values = array("i")
