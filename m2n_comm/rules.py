@@ -22,8 +22,7 @@ from topspin.messages import StepTicket
 
 
 def describe(error: BaseException) -> str:
-    """Return kind and text of `error`, without its traceback, which holds stack frames (and
-    windows)."""
+    """Return kind and text of `error`, without the traceback, which keeps windows alive."""
     return f"{type(error).__name__}: {error}"
 
 

@@ -1,9 +1,9 @@
 """A checkpoint's chat template: messages in, prompt text out.
 
-Owns finding the template, and rendering it in a sandbox as transformers does: same
-globals, same whitespace rules, same choice between named templates. Knows no HTTP and no
-tokens (the text is tokenised without adding special tokens); gateways call it. Imports
-no torch. A template comes with the checkpoint: never from a request.
+Owns finding the template, and rendering it in a sandbox as transformers does: same globals, same
+whitespace rules, same choice between named templates. Knows no HTTP and no tokens (the text is
+tokenised without adding special tokens); gateways call it. Imports no torch. A template comes with
+the checkpoint, never from a request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _RESERVED = frozenset(
         *SPECIAL_TOKEN_NAMES,
     }
 )
-# A message's reasoning goes by several names; templates read the first (gpt-oss the second).
+# A message's reasoning has several names; templates read the first (gpt-oss the second).
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -89,7 +89,7 @@ class ChatTemplate:
     def mentions(self, word: str) -> bool:
         """Return whether the code of a template has `word` as a name, a key or a string.
 
-        One that does not mention a role or a member of messages cannot make use of it.
+        A template that does not mention a role or a member of messages cannot use it.
         """
         return word in self._words
 
@@ -103,9 +103,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text of a conversation.
 
-        `variables` are the template's own options, such as enable_thinking. Raises
-        InvalidRequest if one shadows a name of the machinery, if a value is not plain JSON,
-        or if the template refuses the conversation.
+        `variables` are the template's own options, such as enable_thinking. Raises InvalidRequest
+        if one shadows a reserved name, if a value is not plain JSON, or if the template refuses the
+        conversation.
         """
         for name in variables:
             if name in _RESERVED or name.startswith("_"):
@@ -128,7 +128,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"chat template: {error}", param="messages") from error
         except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            # A template is a program: these are what one raises for messages it does not expect.
+            # A template is a program, and raises these errors for unexpected messages.
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
@@ -183,7 +183,7 @@ def _read(file: Path) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a copy of a JSON value: a template gets no object with methods of its own."""
+    """Return a copy of a JSON value: a template gets only objects of built-in types."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -223,7 +223,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without the HTML escapes of Jinja's own filter, which models never saw."""
+    """Return JSON without the HTML escapes of Jinja's filter, which models never saw."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,8 +1,8 @@
 """Reading tensors out of a checkpoint directory without holding its pages.
 
-Owns memory-mapped reading of single and sharded safetensors straight into buffers that
-the caller allocated, with conversion, and the bound on how many mapped bytes stay
-resident. Knows no model: names and shapes come from models.weights. One thread at a time.
+Owns memory-mapped reading of single and sharded safetensors directly into the caller's buffers,
+with conversion, and the bound on how many mapped bytes stay resident. Knows no model: names and
+shapes come from models.weights. One thread at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _RELEASE_AFTER_BYTES = 32 * 2**20
 class Checkpoint:
     """A checkpoint directory open for reading; a context manager.
 
-    Nothing is mapped until the first read. `tensors_read` records every name that was
-    read, in part or whole, which is how a role shows that it read only its own.
+    Nothing is mapped until the first read. `tensors_read` records every name that was read, in part
+    or whole, so a role can show that it read only its tensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Checkpoint:
         return self._entry(name).shape
 
     def read(self, name: str) -> Tensor:
-        """Return a copy of tensor `name` in its own dtype, contiguous, on the CPU.
+        """Return a copy of tensor `name` in its stored dtype, contiguous, on the CPU.
 
         Raises CheckpointError if it is missing, unreadable, or not float32/bfloat16/float16.
         """
@@ -120,15 +120,15 @@ class Checkpoint:
             raise CheckpointError(f"{entry.file}: tensor {name}: {error}") from error
         out.copy_(view)
         self._mapped_bytes += view.numel() * view.element_size()
-        # A view keeps its file mapped, so it must be gone before the handle is.
+        # A view keeps its file mapped, so it must be freed before the handle.
         del view, handle
         if self._mapped_bytes >= _RELEASE_AFTER_BYTES:
             self.close()
 
     def read_ahead(self, name: str, *, index: int | None = None) -> None:
-        """Ask the system to have tensor `name`, or its slice `index`, in memory soon.
+        """Ask the system to load tensor `name`, or its slice `index`, into memory soon.
 
-        Returns at once, and costs no more than the request; reading works without it too.
+        Returns at once, at the cost of the request only; reading works without it too.
         """
         entry = self._entry(name)
         offset, size = entry.offset_bytes, entry.size_bytes

@@ -1,4 +1,4 @@
-"""Which file of a checkpoint holds which tensor, read from safetensors headers alone.
+"""The index of a checkpoint's tensors and their files, read from safetensors headers only.
 
 Owns finding the shards (model.safetensors, or model.safetensors.index.json), parsing and
 checking their headers, and the checkpoint's fingerprint. Reads no tensor data and knows
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from topspin.errors import CheckpointError
 
-# The format's own limit on a header (safetensors README); a larger one is damage.
+# The format's limit on a header (safetensors README); a larger one means a damaged file.
 _MAX_HEADER_BYTES = 100_000_000
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
 class TensorEntry(NamedTuple):
-    """Where one tensor lies: dtype is safetensors' name for it, e.g. "BF16".
+    """The place of one tensor; dtype is safetensors' name for it, e.g. "BF16".
 
     `offset_bytes` counts from the start of the file.
     """
@@ -52,10 +52,10 @@ class _Shard(NamedTuple):
 def read_index(path: Path) -> CheckpointIndex:
     """Return the index of the checkpoint directory `path`.
 
-    The fingerprint is a SHA-256 over config.json and every shard's name and header: it
-    costs no reading of weights and is equal on every node that has the same checkpoint.
-    Raises CheckpointError naming the file or tensor for a missing or truncated shard, a
-    tensor stored twice, or one that the index file promises and no shard holds.
+    The fingerprint is a SHA-256 over config.json and every shard's name and header: it needs no
+    reading of weights and is equal on every node that has the same checkpoint. Raises
+    CheckpointError naming the file or tensor for a missing or truncated shard, a tensor stored
+    twice, or one that is in the index file but in no shard.
     """
     weight_map = _weight_map(path)
     files = sorted({path / _SINGLE} if weight_map is None else set(weight_map.values()))

@@ -59,10 +59,10 @@ class LayerConfig:
 class ModelConfig:
     """Everything about a model that is not a weight.
 
-    dtype is the checkpoint's own (the server may run another). qk_norm: "head" normalises
-    each head after the projection (Qwen3), "full" the whole projection (OLMoE). clip_qkv
-    clamps q, k and v to [-clip, clip] after qk_norm and before RoPE. intermediate_size is
-    the width of a dense MLP layer. eos_token_ids end a generation, in no special order.
+    dtype is the checkpoint's (the server may run another). qk_norm: "head" normalises each head
+    after the projection (Qwen3), "full" the whole projection (OLMoE). clip_qkv clamps q, k and v to
+    [-clip, clip] after qk_norm and before RoPE. intermediate_size is the width of a dense MLP
+    layer. eos_token_ids end a generation, in no special order.
     """
 
     family: str
@@ -99,7 +99,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """Longest sequence the model is made for: with dynamic NTK, factor times its positions."""
+        """Longest supported sequence: with dynamic NTK, factor times its positions."""
         if self.rope.rope_type == "dynamic":
             return int(self.max_position_embeddings * self.rope.factor)
         return self.max_position_embeddings
@@ -189,7 +189,7 @@ def _family(fields: Fields) -> Family:
 
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
-    """Raise for options that change the computation in a way Topspin does not follow."""
+    """Raise ConfigError for options that change the computation in an unsupported way."""
     for option in ("quantization_config", "compression_config"):
         if fields.raw.get(option):
             raise fields.error(option, "supported: unquantised float32, bfloat16, float16 weights")
@@ -227,7 +227,7 @@ def _head_dim(fields: Fields, *, hidden_size: int, num_heads: int) -> int:
 
 
 def _moe(fields: Fields, family: Family) -> MoeConfig | None:
-    """Read the expert options; each family's own names and defaults (see transformers)."""
+    """Read the expert options by each family's names and defaults (see transformers)."""
     if not family.moe_blocks:
         return None
     num_experts = fields.aliased_int("num_local_experts", "num_experts")
@@ -264,7 +264,7 @@ def _moe_flags(
 
 
 def _sliding_windows(fields: Fields, family: Family, *, num_layers: int) -> list[int | None]:
-    """Return per layer the attention window, by each family's own rule."""
+    """Return per layer the attention window, by the family's rule."""
     window = fields.optional_int("sliding_window")
     if family.model_type in ("qwen2_moe", "qwen3_moe") and not fields.flag(
         "use_sliding_window", default=False
@@ -300,7 +300,7 @@ def _qwen2_windows(fields: Fields, *, window: int | None, num_layers: int) -> li
 
 
 def _biases(fields: Fields, family: Family) -> _Biases:
-    """Return which projections carry a bias: only what the family's code reads counts."""
+    """Return which projections have a bias; only options that the family's code reads count."""
     if family.model_type == "mixtral":
         return _Biases(qkv=False, o=False, mlp=False)
     if family.model_type == "qwen2_moe":
@@ -320,7 +320,7 @@ def _clip_qkv(fields: Fields, family: Family) -> float | None:
 
 
 def _dtype(fields: Fields) -> DtypeName:
-    """Return the checkpoint's dtype; float32, torch's own default, when config.json is silent."""
+    """Return the checkpoint's dtype; float32, torch's default, if config.json names none."""
     option = "dtype" if fields.raw.get("dtype") is not None else "torch_dtype"
     value = fields.raw.get(option)
     if value is None:
@@ -334,9 +334,9 @@ def _dtype(fields: Fields) -> DtypeName:
 def _eos_token_ids(path: Path, fields: Fields, *, vocab_size: int) -> tuple[int, ...]:
     """Return the ids that end a generation, without duplicates.
 
-    generation_config.json decides when it names any, as in transformers' generate; a file
-    that names none leaves config.json's, since a server must be able to stop. An id that the
-    model has no logit for is refused: it could never be sampled, nor banned.
+    generation_config.json overrides config.json if it names any, as in transformers' generate;
+    otherwise config.json's hold, since a server must be able to stop. An id without a logit raises
+    ConfigError: it could never be sampled, nor banned.
     """
     source = fields
     generation_path = path / "generation_config.json"

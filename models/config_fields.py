@@ -1,4 +1,4 @@
-"""Typed access to a JSON object whose author we do not know.
+"""Typed access to a JSON object of unknown origin.
 
 Owns turning a missing or ill-typed value of a checkpoint's JSON files into a ConfigError
 that names the file, the option and the value. Knows nothing about models; models.config
@@ -15,7 +15,7 @@ from topspin.errors import ConfigError
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Return the JSON object in `path`; ConfigError if it is missing, unreadable or no object."""
+    """Return the JSON object in `path`; ConfigError if missing, unreadable or not an object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -28,18 +28,18 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 class Fields:
-    """One JSON object and where it came from; every reader names both when it raises."""
+    """One JSON object and its file; errors of every reader name the file and the option."""
 
     def __init__(self, raw: Mapping[str, object], *, source: str) -> None:
         self.raw = raw
         self.source = source
 
     def error(self, option: str, reason: str) -> ConfigError:
-        """Return the error for `option`'s value: what it is and which values work."""
+        """Return the error for `option`: its value and the `reason`."""
         return ConfigError(f"{self.source}: {option} = {self.raw.get(option)!r}: {reason}")
 
     def missing(self, option: str) -> ConfigError:
-        """Return the error for an option that must be there."""
+        """Return the error for a required option that is missing."""
         return ConfigError(f"{self.source}: {option} is missing")
 
     def optional_int(self, option: str) -> int | None:
@@ -63,7 +63,7 @@ class Fields:
         return value
 
     def aliased_int(self, *options: str) -> int:
-        """Return the non-negative integer that any of `options` names; they may not disagree."""
+        """Return the non-negative integer given by any of `options`, which must not disagree."""
         values = {option: self.optional_int(option) for option in options}
         given = {option: value for option, value in values.items() if value is not None}
         if not given:

@@ -1,9 +1,8 @@
 """Reading single experts out of a checkpoint, a little at a time.
 
-Owns the pieces into which reading one expert is cut, so that a node that serves steps can
-read between them, and the request to the system to have the file's pages ready. The names
-and layouts are those of models.weights, which reads a node's whole share at start. Called
-by expert nodes.
+Owns the division of one expert's reading into pieces, so that a node can read between steps, and
+the request to the system to load the file's pages. The names and layouts are those of
+models.weights, which reads a node's whole share at start. Called by expert nodes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class ExpertTensors(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """A matrix in the checkpoint (slice `slice_idx` of a stacked one), and where it goes."""
+    """A matrix in the checkpoint (slice `slice_idx` of a stacked one), and its destination."""
 
     name: str
     slice_idx: int | None
@@ -58,7 +57,7 @@ class ExpertReader:
         self._device = device
 
     def read_ahead(self, layer: int, expert: int) -> None:
-        """Have the pages of an expert of MoE layer `layer` read in the background."""
+        """Start loading the pages of an expert of MoE layer `layer` in the background."""
         for source in self._sources(layer, expert, self._empty("meta")):
             self._checkpoint.read_ahead(source.name, index=source.slice_idx)
 
@@ -115,7 +114,7 @@ class ExpertReader:
         ]
 
     def _block(self, layer_idx: int) -> str:
-        """Return the name of the layer's MoE block, by where its router is."""
+        """Return the name of the layer's MoE block, found by its router."""
         for block in self._family.moe_blocks:
             if layer_name(layer_idx, f"{block}.gate.weight") in self._checkpoint:
                 return block

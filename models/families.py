@@ -1,6 +1,6 @@
-"""The supported model families: their defaults and how their checkpoints name tensors.
+"""The supported model families: their defaults and their checkpoints' tensor names.
 
-Owns the one table in which families differ by name. Knows no tensors and no files (and
+Owns the only table of differences by family name. Knows no tensors and no files (and
 imports no torch): models.config reads the defaults, models.weights the names. Source:
 the config classes and checkpoint layouts of HuggingFace transformers.
 """
@@ -15,14 +15,13 @@ QkNorm = Literal["none", "head", "full"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """The defaults of one `model_type` for a silent config.json, and its tensor names.
+    """The defaults of one `model_type` for options missing in config.json, and its tensor names.
 
-    moe_blocks: names of the MoE block inside a layer, as published first.
-    expert_gate, expert_up, expert_down: the three projections of one routed expert.
-    kv_heads_default_to_heads: whether a missing num_key_value_heads means plain MHA;
-    the other families must say it.
-    rounds_routing_weights: whether the weights of the chosen experts are rounded to the
-    model's dtype before they are used.
+    moe_blocks: names of the MoE block inside a layer, as published first. expert_gate, expert_up,
+    expert_down: the three projections of one routed expert. kv_heads_default_to_heads: whether a
+    missing num_key_value_heads means plain MHA; the other families require it.
+    rounds_routing_weights: whether the weights of the chosen experts are rounded to the model's
+    dtype before they are used.
     """
 
     model_type: str
@@ -111,7 +110,7 @@ def expert_name(layer_idx: int, *, block: str, expert_id: int, projection: str) 
 def fused_expert_name(layer_idx: int, *, block: str, projection: str) -> str:
     """Return the name of a layer's experts stacked in one tensor.
 
-    transformers 5 holds experts so in memory and writes them so when asked not to restore
-    the published format: gate_up_proj [E, 2F, H] (gate rows first), down_proj [E, H, F].
+    transformers 5 has this layout in memory, and writes it when asked not to restore the published
+    format: gate_up_proj [E, 2F, H] (gate rows first), down_proj [E, H, F].
     """
     return layer_name(layer_idx, f"{block}.experts.{projection}")

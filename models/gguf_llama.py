@@ -1,4 +1,4 @@
-"""A dense Llama in one GGUF file, read as HuggingFace would have named and laid it out.
+"""A dense Llama in one GGUF file, read with HuggingFace's names and layout.
 
 Owns the GGUF side of making the default model: dimensions, dequantised weights with q and
 k rows in HuggingFace's order, and the byte-level BPE tokenizer. Knows no MoE; called by
@@ -29,7 +29,7 @@ class GgufLlama:
     """An open GGUF file of architecture `llama`; its data stays mapped while it lives."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path`. Raises ConfigError if it is no GGUF file, or not of a dense Llama."""
+        """Open `path`. Raises ConfigError if it is not a GGUF file of a dense Llama."""
         self._path = path
         try:
             self._reader: Any = gguf.GGUFReader(path)
@@ -46,7 +46,7 @@ class GgufLlama:
         self.num_kv_heads = int(self._field("llama.attention.head_count_kv"))
         self.context_length = int(self._field("llama.context_length"))
         self.rope_theta = float(self._field("llama.rope.freq_base"))
-        # A float32 in the file: its shortest decimal is the number that was meant.
+        # A float32 in the file: its shortest decimal form is the intended number.
         self.rms_norm_eps = float(
             str(np.float32(self._field("llama.attention.layer_norm_rms_epsilon")))
         )
@@ -94,7 +94,7 @@ class GgufLlama:
         return self._read("output_norm.weight")
 
     def layer(self, layer_idx: int, name: str) -> Float32Array:
-        """Return weight `name` of a layer, e.g. `ffn_down`, as GGUF lays it out: [out, in]."""
+        """Return weight `name` of a layer, e.g. `ffn_down`, in GGUF's layout: [out, in]."""
         return self._read(f"blk.{layer_idx}.{name}.weight")
 
     def query(self, layer_idx: int) -> Float32Array:
@@ -106,7 +106,7 @@ class GgufLlama:
         return _rotate_half_order(self.layer(layer_idx, "attn_k"), self.num_kv_heads)
 
     def tokenizer(self) -> tokenizers.Tokenizer:
-        """Return the byte-level BPE tokenizer; digits stand alone, as SmolLM2 was trained.
+        """Return the byte-level BPE tokenizer; each digit is one token, as in SmolLM2's training.
 
         Raises ConfigError for any other kind of vocabulary or pre-tokenizer.
         """
@@ -144,7 +144,7 @@ class GgufLlama:
         if tensor is None:
             raise ConfigError(f"{self._path}: has no tensor {name}")
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        # A copy: what is stored unquantised would be a view of the read-only mapping.
+        # A copy: unquantised data would be a view of the read-only mapping.
         return np.array(values, dtype=np.float32)
 
 

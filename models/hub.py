@@ -1,8 +1,8 @@
 """Resolves a model's name to a checkpoint directory on this machine.
 
-Owns the meaning of a model's name (a directory, the default model, or a HuggingFace hub
-id) and where Topspin keeps the models it makes. Knows no checkpoint's
-contents; the CLI and every node call resolve_model. Imports no torch.
+Owns the meaning of a model's name (a directory, the default model, or a HuggingFace hub id) and the
+place of the models that Topspin makes. Knows no checkpoint's contents; the CLI and every node call
+resolve_model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from topspin.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-moe"
 
-# Safetensors and what describes them: never a pickle, nor a second copy of the weights.
+# Safetensors and their configuration: never a pickle, nor a second copy of the weights.
 _ALLOWED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
 _IGNORED = ["*.bin", "*.pt", "*.pth", "consolidated*", "original/*", "onnx/*"]
 
@@ -40,15 +40,15 @@ def cache_root(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def made_model_path(name: str, root: Path | None = None) -> Path:
-    """Return where a model that Topspin makes lies, whether or not it does."""
+    """Return the path of a model that Topspin makes; it may not exist yet."""
     return (cache_root() if root is None else root) / "models" / name
 
 
 def resolve_model(model: str) -> Path:
-    """Return the checkpoint directory that `model` names, downloading a hub id if need be.
+    """Return the checkpoint directory of `model`, downloading a hub id if necessary.
 
-    A directory wins over every other meaning. Raises ConfigError naming `model` if it is
-    nowhere: not pulled, not on the hub, or not reachable.
+    A directory takes precedence. Raises ConfigError naming `model` if it is not found: not
+    pulled, not on the hub, or not reachable.
     """
     directory = Path(model).expanduser()
     if model and directory.is_dir():

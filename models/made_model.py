@@ -1,7 +1,7 @@
-"""A checkpoint directory that Topspin makes: whole or absent, and checkable.
+"""A checkpoint directory that Topspin makes: complete or absent, and verifiable.
 
-Owns atomic appearance (written beside, renamed at the end), the lock that makes concurrent
-makers wait, the manifest of the written files, and the progress bar. Knows no recipe;
+Owns its atomic creation (written to a temporary directory, renamed at the end), the lock that makes
+concurrent makers wait, the manifest of the written files, and the progress bar. Knows no recipe;
 models.smollm2_moe calls it. Imports no torch.
 """
 
@@ -34,7 +34,7 @@ _SCRATCH = "scratch"
 
 
 class MadeModel:
-    """The directory `path`, made by `recipe` (any text; another recipe's is incomplete)."""
+    """The directory `path`, made by `recipe` (any text; one of another recipe is incomplete)."""
 
     def __init__(self, path: Path, *, recipe: str) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class MadeModel:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the right to make this model; waits while another process has it."""
+        """Hold the lock for making this model; waits while another process has it."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = (self.path.parent / f".{self.path.name}.lock").open("w")
@@ -73,7 +73,7 @@ class MadeModel:
 
     @contextmanager
     def writing(self) -> Iterator[Path]:
-        """Give a temporary directory; on a clean exit it becomes `path`, else it vanishes.
+        """Yield a temporary directory; on a clean exit it becomes `path`, else it is deleted.
 
         A subdirectory `scratch` is not kept. Call while `locked`: leftovers of a killed
         maker are removed first.
@@ -93,7 +93,7 @@ class MadeModel:
             shutil.rmtree(directory, ignore_errors=True)
 
     def _seal(self, directory: Path) -> None:
-        """Write the manifest, and every file to the disk itself."""
+        """Write the manifest, and sync every file to the disk."""
         files = {
             file.name: {"size_bytes": file.stat().st_size, "sha256": _sha256(file)}
             for file in sorted(directory.iterdir())
@@ -106,7 +106,7 @@ class MadeModel:
                 os.fsync(stream.fileno())
 
     def _publish(self, directory: Path) -> None:
-        # mkdtemp's directory is its owner's alone; a model is for whoever may read the cache.
+        # mkdtemp's directory is private; a model gets the cache's usual permissions.
         directory.chmod(0o755)
         if self.path.exists():
             # A directory cannot be replaced in one step: the broken one moves away first.
@@ -119,14 +119,14 @@ class MadeModel:
 
 
 class Report:
-    """Shows the progress of the making, one line per stage; a disabled one shows nothing."""
+    """Shows the progress of making a model, one line per stage; nothing if disabled."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._task: TaskID | None = None
 
     def stage(self, name: str, *, total: int | None = None) -> None:
-        """Finish the stage before and begin one of `total` steps, or of unknown length."""
+        """Finish the previous stage and begin one of `total` steps (None: unknown length)."""
         self.finish()
         self._task = self._bar.add_task(name, total=total)
 
@@ -144,7 +144,7 @@ class Report:
 
 @contextmanager
 def silent_or_bar(visible: bool) -> Iterator[Report]:
-    """Give a Report that draws on standard error while the block runs, if `visible`."""
+    """Yield a Report that draws on standard error while the block runs, if `visible`."""
     columns = (
         TextColumn("{task.description:<9}"),
         BarColumn(),

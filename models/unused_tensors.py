@@ -11,22 +11,22 @@ from collections.abc import Iterable
 from models.config import ModelConfig
 from models.families import FAMILIES, layer_name
 
-# Some old checkpoints store what is computed from the configuration.
+# Some old checkpoints store tensors that are computed from the configuration.
 _COMPUTED = ".rotary_emb.inv_freq"
 
 
 def unused_tensors(names: Iterable[str], config: ModelConfig, *, read: frozenset[str]) -> list[str]:
-    """Return, sorted, the `names` that neither the attention role has `read` nor experts are.
+    """Return, sorted, the `names` not `read` by the attention role and not of routed experts.
 
-    The rest belongs to layers or experts beyond those of `config`, or to parts that its
-    family does not have.
+    They belong to layers or experts beyond those of `config`, or to parts that its family
+    does not have.
     """
     rest = (name for name in names if name not in read and not name.endswith(_COMPUTED))
     return sorted(name for name in rest if not _is_routed_expert(name, config))
 
 
 def describe_unused(unused: list[str], *, num_named: int = 3) -> str:
-    """Return a sentence part that counts `unused` and names the first few."""
+    """Return a phrase that counts `unused` and names the first few."""
     named = ", ".join(unused[:num_named])
     more = len(unused) - num_named
     return f"{len(unused)} tensors: {named}" + (f" and {more} more" if more > 0 else "")

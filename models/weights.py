@@ -1,8 +1,8 @@
 """The weights of each role, read from a checkpoint into their serving layout.
 
-Owns which tensors the attention role and the expert role read and how they are fused:
-q, k and v rows in one matrix, gate above up rows in another. Knows no device policy and
-computes nothing. Each node calls its own loader; neither touches the other's tensors.
+Owns the sets of tensors that the attention and expert roles read, and how they are fused: q, k and
+v rows in one matrix, gate above up rows in another. Knows no device policy and computes nothing.
+Each node calls its role's loader, which never reads the other's tensors.
 
 Shapes: V vocabulary, H hidden, E experts, F an expert's (or the dense MLP's) width,
 q = heads * head_dim, kv = kv_heads * head_dim.
@@ -78,8 +78,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
-    """All but the routed experts: embed [V, H], lm_head [V, H] (the same tensor object as
-    embed when tied), final_norm [H]. Layers that are not a list are read as they are taken."""
+    """All but the routed experts: embed [V, H], lm_head [V, H] (the same tensor object as embed
+    when tied), final_norm [H]. If `layers` is not a list, each is read when it is taken."""
 
     embed: Tensor
     lm_head: Tensor
@@ -115,7 +115,7 @@ class ExpertStream(NamedTuple):
 
 
 def take(items: list[Item] | Iterator[Item]) -> Iterator[Item]:
-    """Yield `items` in order; a list is emptied meanwhile, so that used items can be freed."""
+    """Yield `items` in order, emptying a list meanwhile, so that used items can be freed."""
     if not isinstance(items, list):
         yield from items
         return
@@ -240,7 +240,7 @@ def _expert_reader(
 
 
 class _Reader:
-    """A checkpoint, its configuration and where its tensors go."""
+    """A checkpoint, its configuration, and the destination of its tensors."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class _Reader:
         return out
 
     def moe_block(self, layer_idx: int) -> str:
-        """Return the name of the layer's MoE block, by where its router is."""
+        """Return the name of the layer's MoE block, found by its router."""
         for block in self.family.moe_blocks:
             if layer_name(layer_idx, f"{block}.gate.weight") in self.checkpoint:
                 return block
@@ -386,7 +386,7 @@ def _load_dense(reader: _Reader, layer_idx: int) -> DenseMlpWeights:
 
 
 class _ExpertMatrices(NamedTuple):
-    """How to read the matrices of one layer's experts: (expert id, where it goes)."""
+    """The readers of one layer's expert matrices, called with (expert id, destination)."""
 
     gate_up_shape: tuple[int, int]
     down_shape: tuple[int, int]
@@ -395,7 +395,7 @@ class _ExpertMatrices(NamedTuple):
 
 
 def _expert_matrices(reader: _Reader, layer_idx: int, expert_ids: Sequence[int]) -> _ExpertMatrices:
-    """Check one layer's experts and return how they are read, from either layout."""
+    """Check one layer's experts and return their readers, for either layout."""
     moe = reader.config.moe
     assert moe is not None
     hidden, width = reader.config.hidden_size, moe.intermediate_size

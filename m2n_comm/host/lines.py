@@ -114,8 +114,7 @@ class Watches:
         self._pollers: dict[tuple[int, ...], select.poll] = {}
 
     def of(self, peers: tuple[int, ...], bells: Iterable[int] = ()) -> select.poll:
-        """Return the poll object for the sockets of `peers` and `bells`, which depend on
-        `peers`."""
+        """Return the poll object for sockets of `peers` and `bells`, which depend on `peers`."""
         poller = self._pollers.get(peers)
         if poller is None:
             if len(self._pollers) >= _MAX_POLLERS:

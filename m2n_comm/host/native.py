@@ -71,7 +71,7 @@ class Record:
         inbox: Window,
         sends_all: bool = False,
     ) -> None:
-        """`header` is (attention, expert, micro-batch); `incarnations` are own and peer's.
+        """`header` is (attention, expert, micro-batch); `incarnations` is (own, peer's).
 
         `sends_all`: all rows go to this expert node, even if they chose no expert there.
         """

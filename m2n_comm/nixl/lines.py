@@ -156,8 +156,7 @@ class NixlLines(NodeLines):
             sock.close()
 
     def _settle(self, hop: Hop, *, end_s: float) -> None:
-        """Advance that window's write until it completes or `end_s`; raise after the hop's
-        deadline."""
+        """Advance that window's write to its end or `end_s`; raise after the hop's deadline."""
         key = (hop.peer, hop.micro_batch)
         started_s = now_s = time.monotonic()
         while key in self._posted and now_s < end_s:
