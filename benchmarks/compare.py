@@ -2,14 +2,13 @@
 
 Owns the command: flags, the turns, the table, the JSON and the picture; the arithmetic is in
 benchmarks.load.compare. First every target answers the same few prompts greedily, one at a
-time, so that it is known whether they are the same model; then come the rounds. In a round
-each target has one turn: at each concurrency a run for one output token (prefill) and a run
-of the dataset's own lengths, each after a warm-up. All targets get the same prompts; a made
-dataset is drawn anew for every round and run, so that no prefix cache answers (a file gives
-its prompts again).
+time, to check that they serve the same model; then come the rounds. In a round each target has
+one turn: at each concurrency a run for one output token (prefill) and a run of the dataset's
+lengths, each after a warm-up. All targets get the same prompts; a synthetic dataset is drawn
+again for every round and run, so that prefix caches do not help (a file repeats its prompts).
 
 A target with --start is started before its turn and stopped after it: on few cores even an
-idle server that spins takes part of what is measured.
+idle server that spins takes CPU time from the measured one.
 
     topspin bench compare --target ours=http://127.0.0.1:8000 --target peer=http://127.0.0.1:8080
 """
@@ -48,7 +47,7 @@ from benchmarks.load.view import Progress
 from models.tokenizer import Tokenizer
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 
-# What every target is asked, one at a time, before it is measured.
+# The questions to every target, one at a time, before it is measured.
 QUESTIONS = (
     "The capital of France is",
     "Water boils at a temperature of",
@@ -63,14 +62,14 @@ QUESTIONS = (
 
 @dataclass
 class Comparison:
-    """What has been found so far; each round is concurrency -> target's name -> figures."""
+    """The results so far; each round is concurrency -> target's name -> figures."""
 
     models: dict[str, str] = field(default_factory=dict)
     answers: dict[str, list[str]] = field(default_factory=dict)
     agreements: dict[str, Agreement] = field(default_factory=dict)
     rounds: list[dict[int, dict[str, Figures]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    # The last round's runs of the whole lengths, for the report.
+    # The last round's runs with the dataset's lengths, for the report.
     runs: dict[str, Run] = field(default_factory=dict)
 
     def tables(self, concurrencies: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -89,7 +88,7 @@ class NotEqual(TopspinError):
 def main(flags: Sequence[str] | None = None) -> int:
     """Run the command with `flags` (default: the process's); returns the exit status.
 
-    0 if all rounds were measured, 130 after Ctrl-C; what there is then is written. Raises
+    0 if all rounds were measured, 130 after Ctrl-C, with the results so far written. Raises
     TopspinError, after writing the complete rounds, if a target fails.
     """
     plan = Plan.of(flags)
@@ -118,7 +117,7 @@ def main(flags: Sequence[str] | None = None) -> int:
 def _ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end the process by SystemExit, so that started servers are stopped.
 
-    A SIGHUP that is ignored stays so: the comparison was started under nohup.
+    An ignored SIGHUP stays ignored: the comparison was started under nohup.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -138,9 +137,9 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _turn(plan: Plan, named: Named, found: Comparison) -> Iterator[Target]:
-    """Start the target if need be, and give it as the load tester wants it.
+    """Start the target if necessary, and yield it as the load tester's Target.
 
-    If something fails while a started server is dead, that is what is raised.
+    If something fails while a started server is dead, the server's death is raised.
     """
     parsed = plan.parsed
     server: StartedServer | None = None
@@ -168,7 +167,7 @@ def _turn(plan: Plan, named: Named, found: Comparison) -> Iterator[Target]:
 
 
 def _target(plan: Plan, named: Named, found: Comparison) -> Target:
-    """Return the Target; raises ConfigError if it serves another model than the first does."""
+    """Return the Target; raises ConfigError if its model differs from the first target's."""
     headers = arguments.request_headers(plan.parsed)
     model = named.model or found.models.get(named.name) or first_model(named.url, headers)
     reference = next(iter(found.models.values()), model)
@@ -205,7 +204,7 @@ def _question(text: str, length: int, *, chat: bool) -> BenchRequest:
 
 
 def _judge_answers(plan: Plan, found: Comparison) -> None:
-    """Compare every target's answers with the first one's; raises NotEqual if asked to."""
+    """Compare every target's answers with the first one's; raises NotEqual if --require-equal."""
     if not found.answers:
         return
     first, *others = plan.targets
@@ -243,7 +242,7 @@ def _round(plan: Plan, found: Comparison, number: int) -> dict[int, dict[str, Fi
 def _measure(
     plan: Plan, found: Comparison, named: Named, target: Target, which: tuple[int, int]
 ) -> Figures:
-    """Warm the target up, and measure its prefill and then all of it."""
+    """Warm the target up; measure its prefill, then complete requests."""
     number, at = which
     load = plan.load(at)
     warmups = at if plan.parsed.num_warmups is None else plan.parsed.num_warmups
@@ -268,7 +267,7 @@ def _measure(
 
 
 def _tokenizer(plan: Plan, found: Comparison) -> Tokenizer | None:
-    """Return the tokenizer that is named, or that of a target's model if it is here."""
+    """Return the tokenizer named, or that of a target's model if it is on this machine."""
     for model in found.models.values():
         _, tokenizer = arguments.tokenizer_of(plan.parsed.tokenizer, model)
         if tokenizer is not None:
@@ -281,7 +280,7 @@ def _encoder(tokenizer: Tokenizer) -> Any:
 
 
 def _check(named: Named, run: Run, found: Comparison) -> None:
-    """Raise if requests failed, since a ratio to what was not answered says nothing."""
+    """Raise if requests failed, since ratios with failed requests mean nothing."""
     if run.interrupted:
         raise KeyboardInterrupt
     failed = [record for record in run.records if not record.ok]
@@ -353,7 +352,7 @@ def _write(
     tables: Mapping[int, Mapping[str, Any]],
     failure: TopspinError | None,
 ) -> None:
-    """Write compare.json, and compare.png if matplotlib is here."""
+    """Write compare.json, and compare.png if matplotlib is installed."""
     folder: Path = plan.parsed.result_dir
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "compare.json"

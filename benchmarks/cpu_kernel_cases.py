@@ -1,10 +1,10 @@
 """The calls that benchmarks.cpu_kernels times: the ops of one step, at the shapes of two models.
 
-Owns the shapes, the tensors (random numbers: none of these kernels is faster on others), and
-which of them are cold. Weights and cached keys come in so many copies that a rotation over
-them does not fit in the processor's cache, as in a step, which reads every layer once;
-activations are what the op before has just written, and stay in the cache. Weights are packed
-by the ops themselves, as the nodes do it. Knows no clock.
+Owns the shapes, the tensors (random numbers: the values do not change these kernels' speed), and
+which of them are cold. Weights and cached keys have enough copies that a rotation over them does
+not fit in the processor's cache, as in a step, which reads every layer once; activations were just
+written by the previous op and stay in the cache. Weights are packed by the ops, as in the nodes.
+Knows no clock.
 
 Dimension letters as in `kernels.contracts`.
 """
@@ -32,7 +32,7 @@ CONTEXTS = (160, 1024, 4096)
 PREFILLS = ((128, 128), (512, 512), (128, 1024))
 BLOCK_SIZE = 16
 EPS = 1e-5
-# Copies of what is cold fill the last-level cache so many times, but are no more than this.
+# Copies of cold tensors fill the last-level cache so many times, up to this many copies.
 CACHE_FILLS = 3
 MAX_COPIES = 48
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
@@ -40,7 +40,7 @@ _DEFAULT_CACHE_BYTES = 32 << 20
 
 
 class Shape(NamedTuple):
-    """The sizes of a model that its kernels see."""
+    """The sizes of a model that its kernels depend on."""
 
     model: str
     hidden: int
@@ -62,7 +62,7 @@ SHAPES = (
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One op at one size. `call(i)` runs it on the i-th copy of what is cold."""
+    """One op at one size. `call(i)` runs it on the i-th copy of the cold tensors."""
 
     op: str
     model: str
@@ -79,7 +79,7 @@ Build = Callable[[Shape, Sequence[int]], Iterator[Case]]
 
 
 def cache_bytes() -> int:
-    """Return the size of the last-level cache; 32 MiB if the system does not say."""
+    """Return the size of the last-level cache; 32 MiB if unknown."""
     try:
         text = _CACHE_SIZE.read_text().strip()
     except OSError:
@@ -89,7 +89,7 @@ def cache_bytes() -> int:
 
 
 def num_copies(size_bytes: float) -> int:
-    """Return how many copies of `size_bytes` a cold case rotates over, at least 3."""
+    """Return the number of copies of `size_bytes` that a cold case rotates over, at least 3."""
     return max(3, min(MAX_COPIES, -int(-CACHE_FILLS * cache_bytes() // max(size_bytes, 1))))
 
 
@@ -129,7 +129,7 @@ def projections(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
 
 
 def lm_head(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
-    """The LM head, to fp32; quantised it has 8 bits, whatever the rest has."""
+    """The LM head, to fp32; if quantised, always in 8 bits."""
     num_out, num_in = shape.vocabulary, shape.hidden
     matrix = _random(num_out, num_in)
     for precision in ("bf16", "int8"):
@@ -218,7 +218,7 @@ def decode_attention(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
 
 
 def prefill_attention(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
-    """Many new rows of one sequence; the rows asked for do not matter."""
+    """Many new rows of one sequence; `rows` is ignored."""
     yield from _attention("prefill attention", shape, [([n], context) for n, context in PREFILLS])
 
 
@@ -256,7 +256,7 @@ def _attend(ops: Ops, q: Tensor, cache: _Cache, metas: list[AttentionMeta]) -> C
 
 
 def _metas(new_rows: Sequence[int], context: int, *, num_blocks: int) -> list[AttentionMeta]:
-    """Deal the cache's blocks out, in random order, to as many batches as they suffice for."""
+    """Distribute the cache's blocks, in random order, to as many batches as possible."""
     per_sequence = -(-context // BLOCK_SIZE)
     per_batch = per_sequence * len(new_rows)
     order = torch.randperm(num_blocks).int()
@@ -295,7 +295,7 @@ def _norms(shape: Shape, num_rows: int) -> Iterator[Case]:
     work = roofline.rms_norm(num_rows, hidden)
     yield Case("rms_norm", *about, work, lambda i: ops.rms_norm(x, weight, eps=EPS))
     work = roofline.add_rms_norm(num_rows, hidden)
-    # The residual is added to in every call: zeros keep it in range.
+    # Every call adds to the residual: zeros keep it in range.
     yield Case(
         *("add_rms_norm", *about, work),
         lambda i: ops.add_rms_norm(zeros, residual, weight, eps=EPS),

@@ -1,6 +1,6 @@
-"""How near do the CPU kernels come to what this machine can do?
+"""How close do the CPU kernels come to this machine's limits?
 
-Measures the machine in the same run (read bandwidth of an array beyond the cache; rates of
+Measures the machine in the same run (read bandwidth of an array larger than the cache; rates of
 large matmuls in oneDNN, in bf16 and, the limit of quantised weights, in int8) and every op of
 a step at the shapes of two models and several numbers of rows, and divides the least time that
 an op's bytes and operations take (benchmarks.roofline) by its median time. Cases take turns;
@@ -36,9 +36,9 @@ from benchmarks.load.pictures import COLOURS, can_draw
 from benchmarks.roofline import Roofline, Work
 
 ROWS = (1, 4, 16, 128)
-# The array whose reading gives the bandwidth fills the cache so many times.
+# The array read for the bandwidth is so many times the size of the cache.
 PROBE_FILLS = 4
-# Large enough for the full rate, and short enough to go undisturbed on a busy machine.
+# Large enough for the full rate, and short enough to run undisturbed on a busy machine.
 MATMUL_SIZE = 1536
 # A case's turn ends after this time, or when it has used every copy of its weights once.
 TURN_S = 0.003
@@ -47,7 +47,7 @@ SINGLE_CORE_PROBES = 5
 
 @dataclass
 class Ceilings:
-    """What was measured of the machine: many samples of each rate, in bytes or operations/s."""
+    """The machine's measured rates: many samples of each, in bytes or operations/s."""
 
     bytes_per_s: list[float] = field(default_factory=list)
     bf16_per_s: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Ceilings:
         return Roofline(ceiling(self.bytes_per_s), ceiling(operations))
 
     def as_json(self) -> dict[str, float]:
-        """Return the ceilings as they are written."""
+        """Return the ceilings as written to the result."""
         return {
             "read_gb_per_s": round(ceiling(self.bytes_per_s) / 1e9, 1),
             "bf16_gflop_per_s": round(ceiling(self.bf16_per_s) / 1e9, 1),
@@ -68,9 +68,9 @@ class Ceilings:
 
 
 def ceiling(samples: Sequence[float]) -> float:
-    """Return what the machine can do: the 99th percentile of `samples`.
+    """Return the machine's limit: the 99th percentile of `samples`.
 
-    What slows a probe down is not the machine's limit; the very best may be an accident.
+    Disturbances that slow a probe are not the limit; the maximum may be an accident.
     """
     return float(np.percentile(samples, 99))
 
@@ -81,7 +81,7 @@ class Probe:
     def __init__(self, size_bytes: int, matmul_size: int) -> None:
         """Read `size_bytes` and multiply square matrices of `matmul_size`."""
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # On huge pages, as some weights are; a kernel without them refuses the advice.
+        # On huge pages, as some weights are; a Linux kernel without them refuses the advice.
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
         self._array = torch.frombuffer(pages, dtype=torch.float32).fill_(1)
@@ -91,7 +91,7 @@ class Probe:
         self._num_operations = 2 * matmul_size**3
 
     def read(self, found: Ceilings) -> None:
-        """Read the array once; nothing of anything else is in the cache after it."""
+        """Read the array once, which also evicts all other data from the cache."""
         started = time.perf_counter()
         self._array.sum()
         found.bytes_per_s.append(self._array.nbytes / (time.perf_counter() - started))
@@ -112,7 +112,7 @@ def take_turns(
 ) -> list[list[float]]:
     """Time all cases in turn, `num_rounds` times, after a call of each, which may compile.
 
-    Returns the seconds of each case's calls; what the machine did meanwhile goes to `found`.
+    Returns the seconds of each case's calls; the machine's rates meanwhile are added to `found`.
     """
     seconds: list[list[float]] = [[] for _ in cases]
     next_copy = [0] * len(cases)
@@ -142,7 +142,7 @@ def _turn(case: Case, first: int, seconds: list[float]) -> int:
 
 
 def figures(case: Case, seconds: Sequence[float]) -> dict[str, Any]:
-    """Return what was measured of a case as JSON: the median time and its rates."""
+    """Return a case's measurements as JSON: the median time and its rates."""
     median_s, work = statistics.median(seconds), case.work
     return {
         "model": case.model,
@@ -161,7 +161,7 @@ def figures(case: Case, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def against(roofline: Roofline, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of a case with what limits it, and the share of that it reaches."""
+    """Return the figures of a case with its limit and the share of the limit that it reaches."""
     work = Work(row["bytes"], row["flops"])
     return {
         **row,
@@ -185,7 +185,7 @@ def single_core(probe: Probe) -> Ceilings:
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure what the flags ask for; returns the result's JSON."""
+    """Run the measurements of the flags; returns the result's JSON."""
     torch.manual_seed(0)
     probe, found = Probe(PROBE_FILLS * cache_bytes(), MATMUL_SIZE), Ceilings()
     rows: list[dict[str, Any]] = []
@@ -194,7 +194,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if shape.model not in args.models:
             continue
         for name in args.ops:
-            # The vocabularies are equal, and sampling depends on nothing else of a model.
+            # Sampling depends only on the vocabulary, and both models' are equal.
             if name == "sampling" and shape is not SHAPES[0] and len(args.models) > 1:
                 continue
             with console.status(f"{shape.model}: {name}"):
@@ -218,7 +218,7 @@ def _label(row: Mapping[str, Any]) -> str:
 
 
 def print_table(result: Mapping[str, Any], console: Console) -> None:
-    """Print a line a case, a table a model, and the ceilings."""
+    """Print a table per model with a line per case, and the ceilings."""
     models = dict.fromkeys(row["model"] for row in result["rows"])
     for model in models:
         table = Table(title=f"{model}: share of the roofline", title_justify="left", box=SIMPLE)
@@ -244,7 +244,7 @@ def print_table(result: Mapping[str, Any], console: Console) -> None:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draw the fractions of the ops that read weights or keys, a panel a model, by matplotlib."""
+    """Draw the fractions of the ops that read weights or keys, a panel per model, by matplotlib."""
     from matplotlib.figure import Figure
 
     panels: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))

@@ -1,7 +1,7 @@
-"""What does taking attention and experts apart cost on one machine?
+"""What does separating attention and experts cost on one machine?
 
 Starts `topspin serve MODEL` twice, once over --transport local (everything in one process)
-and once as it would disaggregate (shm, 1x1, unless flags say otherwise), sends both the same
+and once disaggregated (shm, 1x1, unless flags say otherwise), sends both the same
 prompts, taking turns, and compares the decode rate: tokens per second from the last first
 token to the first end, so that neither prefill nor start-up counts. Run as
 `topspin bench disaggregation`.
@@ -26,7 +26,7 @@ from benchmarks.vs_transformers import READY_TIMEOUT_S, TopspinServer
 
 
 class _Stream(threading.Thread):
-    """One request; `arrivals` are the times at which its tokens came."""
+    """One request; `arrivals` are the arrival times of its tokens."""
 
     def __init__(self, server: TopspinServer, prompt: list[int], output_len: int) -> None:
         super().__init__(daemon=True)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for _ in range(args.requests)
             ]
             row: dict[str, Any] = {}
-            # Who goes first alternates, so that a slow moment hits neither side more often.
+            # The order alternates, so that slow moments affect both sides equally.
             for name in sorted(sides, reverse=turn % 2 == 0):
                 rate, _ = run_once(sides[name], prompts, args.output_len)
                 row[name] = round(rate, 1)

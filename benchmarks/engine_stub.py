@@ -1,11 +1,11 @@
 """An engine that computes nothing: it streams tokens to a gateway at a steady rate.
 
-A control-plane peer as the scheduler is one, for benchmarks of the gateway. Every period it
-sends each running request one token: all in one message, as one engine's step does, or in
-several groups, evenly over the period, as engines that are out of step do. Tells when it sent
-each token: at SIGTERM, or when its parent ends, it writes `{seed: [send times]}` as JSON to
-standard output, in seconds of the machine's monotonic clock; a request is known by its
-seed. Run as `python -m benchmarks.engine_stub --control ADDRESS --period-ms 51.2`.
+Takes the scheduler's place on the control plane, for benchmarks of the gateway. Every period it
+sends each running request one token: all in one message, as one engine's step does, or in several
+groups, evenly over the period, as engines that are out of step do. Reports the send time of each
+token: at SIGTERM, or when its parent ends, it writes `{seed: [send times]}` as JSON to standard
+output, in seconds of the machine's monotonic clock; the seed identifies the request. Run as
+`python -m benchmarks.engine_stub --control ADDRESS --period-ms 51.2`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EngineStub:
         self.is_stopping = False
 
     def serve(self) -> None:
-        """Answer until is_stopping; a late step is sent at once and the schedule goes on."""
+        """Answer until is_stopping; a late step is sent at once and does not shift the schedule."""
         next_step_s = time.monotonic()
         group = 0
         while not self.is_stopping:

@@ -1,12 +1,11 @@
 """How many tokens can one gateway process stream, and how late do they come?
 
-A stub engine (benchmarks/engine_stub.py) sends every stream a token per step at a given
-total rate, all streams at once (one group) or spread over the step's time (several groups,
-as engines that are out of step would); one real gateway process turns them into
-server-sent events; this process reads all streams. Added latency is the time from the stub's
-send to this client's read of the token's event, all on one clock, so the client's own
-lateness is in it. A rate counts as sustained if all tokens come at no less than 98 % of it.
-Run as `topspin bench gateway`.
+A stub engine (benchmarks/engine_stub.py) sends every stream a token per step at a given total rate,
+all streams at once (one group) or spread over the step's time (several groups, as engines that are
+out of step would); one real gateway process turns them into server-sent events; this process reads
+all streams. Added latency is the time from the stub's send to this client's read of the token's
+event, all on one clock, so it includes the client's lateness. A rate counts as sustained if all
+tokens come at no less than 98 % of it. Run as `topspin bench gateway`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from topspin.config import EngineConfig, GatewaySection, ModelSection
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SUSTAINED_SHARE = 0.98
 READY_TIMEOUT_S = 30.0
-# One that a text's length alone can exceed, and one that must be tokenised to be compared with.
+# A limit that a text's length alone can exceed, and one that needs tokenisation to check.
 BODY_TOKEN_LIMITS = (8192, 1_000_000)
 TOKEN_IDS = re.compile(rb'"token_ids":\[([0-9,]+)\]')
 
@@ -109,7 +108,7 @@ def _start_stub(control: str, *, period_ms: float, flags: Sequence[str]) -> subp
 def measure_large_bodies(
     model: Path, *, size_bytes: int, max_request_tokens: int
 ) -> list[dict[str, Any]]:
-    """Return the rows of benchmarks.large_bodies for an engine that takes so many tokens."""
+    """Return the rows of benchmarks.large_bodies for an engine with that limit of tokens."""
     control = f"ipc://@topspin-bench-{secrets.token_hex(8)}"
     flags = ("--max-request-tokens", str(max_request_tokens))
     stub = _start_stub(control, period_ms=large_bodies.TOKEN_PERIOD_MS, flags=flags)

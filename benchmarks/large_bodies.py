@@ -1,9 +1,9 @@
-"""How long do large request bodies hold up everyone else at one gateway process?
+"""How long do large request bodies delay other clients of one gateway process?
 
-A stub engine streams a token every 10 ms to one client while another asks `/health` all the
-time; then two large bodies arrive at once. The figures are the longest time between two tokens
-and the slowest `/health`, without and with the bodies, and the gateway's memory before, at its
-peak, and after. Called by benchmarks.gateway, which starts the processes.
+A stub engine streams a token every 10 ms to one client while another keeps asking `/health`; then
+two large bodies arrive at once. The figures are the longest time between two tokens and the slowest
+`/health`, without and with the bodies, and the gateway's memory before, at its peak, and after.
+Called by benchmarks.gateway, which starts the processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import aiohttp
 TOKEN_PERIOD_MS = 10.0
 NUM_BODIES = 2
 SETTLE_S = 1.0
-# Memory is given back when no large body has come for a while.
+# Memory is freed when no large body has come for a while.
 MEMORY_WAIT_S = 5.0
 TEXT = Path(__file__).with_name("payload_text.txt")
 
@@ -93,7 +93,7 @@ async def measure(url: str, pid: int, bodies: dict[str, bytes]) -> list[dict[str
 
 
 def _post(url: str, kind: str, body: bytes) -> int:
-    """Return the status; called in a thread, for writing it would hold up this event loop."""
+    """Return the status; called in a thread, since writing would block this event loop."""
     path = "/v1/completions" if kind == "token ids" else "/v1/chat/completions"
     address = urlsplit(url)
     with closing(HTTPConnection(str(address.hostname), address.port)) as connection:
@@ -123,6 +123,6 @@ async def _ask_health(session: aiohttp.ClientSession, url: str, times: list[floa
     while True:
         asked_s = time.monotonic()
         async with session.get(f"{url}/health") as response:
-            await response.read()  # a gateway that was held up may even say 503
+            await response.read()  # a delayed gateway may even answer 503
         times.append(time.monotonic() - asked_s)
         await asyncio.sleep(0.005)

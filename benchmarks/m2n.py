@@ -1,9 +1,9 @@
 """How fast is M2N, against general-purpose collectives and message queues, in one run?
 
-Owns the grid (backends x M x N x message size), the processes (each pinned to a core), the
-timing, and what is reported: round-trip p50/p99 and throughput with four messages in the
-air, as JSON, a table, ratios, and a plot. benchmarks.m2n_backends does the exchanges.
-Backends take turns within every round. Run as `topspin bench m2n`.
+Owns the grid (backends x M x N x message size), the processes (each pinned to a core), the timing,
+and the report: round-trip p50/p99 and throughput with four messages in flight, as JSON, a table,
+ratios, and a plot. benchmarks.m2n_backends does the exchanges. Backends take turns within every
+round. Run as `topspin bench m2n`.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ TARGET_BYTES = 65536
 TRIPS = 120
 ROUNDS = 3
 WARM_UP = 4 * NUM_LAYERS
-# What all pairs together move in one direction in the trips, and in the burst, of one round.
+# Bytes that all pairs together move in one direction in one round's trips, and in its burst.
 ROUND_BYTES = 32 * 2**20
 
 
 def num_trips(case: Case) -> int:
-    """Return how many round trips are timed in one round."""
+    """Return the number of round trips timed in one round."""
     return _whole_steps(min(TRIPS, ROUND_BYTES // _trip_bytes(case)))
 
 
 def num_bursts(case: Case) -> int:
-    """Return how many turns of DEPTH messages to every peer are timed in one round."""
+    """Return the number of turns of DEPTH messages to every peer timed in one round."""
     return _whole_steps(min(64, ROUND_BYTES // (_trip_bytes(case) * DEPTH)))
 
 
@@ -79,7 +79,7 @@ def _whole_steps(count: int) -> int:
 
 
 class Node:
-    """One node process: opens what it is told to, plays, and says how long it took."""
+    """One node process: opens its net, plays a case, and reports the times."""
 
     def __init__(self, pipe: Connection, core: int) -> None:
         os.sched_setaffinity(0, {core})
@@ -90,7 +90,7 @@ class Node:
         self._listening: Any = None
 
     def run(self) -> None:
-        """Do what comes through the pipe until it says stop."""
+        """Carry out commands from the pipe until stop."""
         while (message := self._pipe.recv()) != "stop":
             name, *arguments = message
             self._pipe.send(getattr(self, name)(*arguments))
@@ -221,7 +221,7 @@ def _row(case: Case, trips: list[float], bursts: list[float]) -> dict[str, Any]:
 
 
 def backends_of(num_attention: int, num_experts: int, wanted: Sequence[str]) -> list[str]:
-    """Return the backends that make sense here: spinning needs a core for each node."""
+    """Return the backends for this topology: spinning needs a core for each node."""
     cores = len(os.sched_getaffinity(0))
     crowded = num_attention + num_experts > cores
     has_nixl = importlib.util.find_spec("nixl") is not None
@@ -239,7 +239,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure the whole grid and return a row per cell; `rounds` are those of 1x1.
 
-    More nodes than that take fewer: they share the cores, and each round has more samples.
+    Larger topologies take fewer rounds: nodes share the cores, and a round has more samples.
     """
     rows = []
     start_s = time.monotonic()
@@ -275,7 +275,7 @@ def _print_row(row: dict[str, Any]) -> None:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the figures that the targets are about, where the grid has them."""
+    """Return the figures that have targets, as far as the grid has them."""
     cell = {(r["topology"], r["message_bytes"], r["backend"]): r for r in rows}
     found: dict[str, float] = {}
 
@@ -318,7 +318,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the grid that the flags name, print it, and write JSON and plot."""
+    """Run the grid of the flags, print it, and write JSON and plot."""
     parser = argparse.ArgumentParser(prog="topspin bench m2n", description=__doc__)
     parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES, metavar="MxN")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, metavar="BYTES")

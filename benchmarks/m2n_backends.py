@@ -1,9 +1,10 @@
 """The two roles of every backend that benchmarks.m2n compares, behind one small interface.
 
-Owns how an attention node and an expert node exchange rows over Topspin's transports, over
-torch.distributed gloo (send/recv, all_to_all) and over plain ZeroMQ. Each trip sends `rows`
-hidden rows to every expert node and brings as many back. Ours also plans the sends, carries
-slots and weights, checks every header and sums in fp32; the others only carry bytes.
+Owns the exchange of rows between an attention node and an expert node over Topspin's
+transports, over torch.distributed gloo (send/recv, all_to_all) and over plain ZeroMQ. Each trip
+sends `rows` hidden rows to every expert node and returns as many. Topspin's also plans the
+sends, carries slots and weights, checks every header and sums in fp32; the others only carry
+bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to measure. `rows` of ROW_BYTES each way between every pair."""
+    """One measurement: `rows` of ROW_BYTES each way between every pair."""
 
     backend: str
     num_attention: int
@@ -48,7 +49,7 @@ class Case:
 
     @property
     def wait(self) -> str:
-        """Return how shm waits."""
+        """Return the wait policy of shm."""
         return "spin" if self.backend.endswith("spin") else "block"
 
 
@@ -56,10 +57,10 @@ class Player(Protocol):
     """One node of a case. `trip` and `burst` mirror each other on both roles."""
 
     def trip(self) -> None:
-        """Send to everyone and take back (attention), or serve one trip (expert)."""
+        """Send to every peer and receive the answers (attention), or serve one trip (expert)."""
 
     def burst(self, count: int) -> None:
-        """Do `count` x DEPTH trips with DEPTH of them in the air."""
+        """Do `count` x DEPTH trips with DEPTH of them in flight."""
 
     def close(self) -> None:
         """Release everything."""
@@ -82,9 +83,9 @@ def _table(num_experts: int) -> ExpertTable:
 
 
 class _Course:
-    """Cuts endless trips into steps of NUM_LAYERS layers; both roles follow the same.
+    """Divides trips into steps of NUM_LAYERS layers, equally in both roles.
 
-    Trips and turns of bursts come in multiples of NUM_LAYERS, so steps are always whole.
+    Trips and turns of bursts come in multiples of NUM_LAYERS, so steps are always complete.
     """
 
     def __init__(self, case: Case) -> None:
@@ -93,7 +94,7 @@ class _Course:
         self._layer = NUM_LAYERS
 
     def next(self, net: Any, micro_batches: int) -> int:
-        """Return the layer of the next trip, opening a step when one is used up."""
+        """Return the layer of the next trip; begins a new step after the last layer."""
         self._layer += 1
         if self._layer >= NUM_LAYERS:
             self._layer = 0
@@ -131,7 +132,7 @@ class OurAttention:
         self._net.combine(0, layer, self._outs[0])
 
     def burst(self, count: int) -> None:
-        """Keep DEPTH micro-batches in the air, as the rally does."""
+        """Keep DEPTH micro-batches in flight, as the rally does."""
         net, last = self._net, [0] * DEPTH
         for turn in range(count):
             closing = turn % NUM_LAYERS == 0
@@ -263,7 +264,7 @@ class GlooPlayer:
                 work.wait()
 
     def burst(self, count: int) -> None:
-        """Exchange with DEPTH slots in the air."""
+        """Exchange with DEPTH slots in flight."""
         posted = [self._receive(slot) for slot in range(DEPTH)]
         sent: list[list[Any]] = [[] for _ in range(DEPTH)]
         if self._attention:
@@ -293,7 +294,7 @@ class AllToAllPlayer:
         to_experts = [0] * m + [case.rows] * n
         to_attention = [case.rows] * m + [0] * n
         nothing = [0] * (m + n)
-        # (what I send, what I get) on the way out, and on the way back.
+        # (sent, received) on the way out, and on the way back.
         self._ways = (
             ((to_experts, nothing), (nothing, to_experts))
             if attention
@@ -322,7 +323,7 @@ class AllToAllPlayer:
         self._start(1, 0).wait()
 
     def burst(self, count: int) -> None:
-        """Go out and back with DEPTH in the air; collectives must start in one order."""
+        """Go out and back with DEPTH in flight; collectives must start in the same order."""
         out = [self._start(0, slot) for slot in range(DEPTH)]
         for turn in range(count):
             back = []
@@ -376,7 +377,7 @@ class ZmqPlayer:
             self._send()
 
     def burst(self, count: int) -> None:
-        """Exchange with DEPTH messages in the air."""
+        """Exchange with DEPTH messages in flight."""
         if not self._attention:
             for _ in range(count * DEPTH):
                 self.trip()
@@ -392,7 +393,7 @@ class ZmqPlayer:
     def close(self) -> None:
         """Close the sockets."""
         for sock in self._sockets:
-            sock.close(1000)  # ms in which the last message still leaves
+            sock.close(1000)  # ms for the last message to leave
 
 
 def zmq_listen(
@@ -421,7 +422,7 @@ def zmq_connect(
 
 
 def open_listener(case: Case) -> ExpertListener:
-    """Listen for the attention nodes of a case of ours."""
+    """Listen for the attention nodes of a case over Topspin."""
     transport = case.backend.split()[0]
     assert transport in get_args(Between)
     return listen_expert(cast(Between, transport))

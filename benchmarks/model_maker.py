@@ -1,9 +1,9 @@
-"""Make a Qwen3-MoE checkpoint with random weights, for speed only: it speaks nonsense.
+"""Make a Qwen3-MoE checkpoint with random weights, for speed only: its output is nonsense.
 
-The shape is that of a small real MoE: 686M parameters, 12 layers, hidden 1024, 32 experts
-of which 4 of size 512 serve a token, 16 query and 4 key/value heads of 64, a tied vocabulary
-of 49152. transformers writes the weights, and the tokenizer is the default model's, so that
-every peer can load the directory. Run as
+The shape is that of a small real MoE: 686M parameters, 12 layers, hidden 1024, 32 experts of size
+512 of which 4 serve a token, 16 query and 4 key/value heads of 64, a tied vocabulary of 49152.
+transformers writes the weights, and the tokenizer is the default model's, so that every peer can
+load the directory. Run as
 
     python -m benchmarks.model_maker DIRECTORY [--dtype bfloat16] [--layers 12]
 """
@@ -29,7 +29,7 @@ def make(directory: Path, *, num_layers: int = 12, dtype: str = "bfloat16", seed
     from models.hub import resolve_model
 
     torch.manual_seed(seed)
-    # transformers 5 declares no head_dim for this family, and takes it.
+    # transformers 5 declares no head_dim for this family, but accepts it.
     make_config: Any = Qwen3MoeConfig
     config = make_config(
         vocab_size=49152,
@@ -59,7 +59,7 @@ def make(directory: Path, *, num_layers: int = 12, dtype: str = "bfloat16", seed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the checkpoint that the flags describe."""
+    """Make the checkpoint of the flags."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.model_maker", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=12)

@@ -1,10 +1,10 @@
 """What does a compressed M2N payload cost in quality?
 
-Runs a text and greedy continuations through the model in transformers, with the rows that
-its routed experts get passed through m2n_comm.payload as on the wire (answers in bf16), and
-compares with the plain model: mean KL divergence of the next token's distribution over all
-positions of benchmarks/payload_text.txt, how often the most likely token is the same, and
-how much of greedy continuations agrees. Run as `topspin bench payload`.
+Runs a text and greedy continuations through the model in transformers, with the input rows of its
+routed experts converted by m2n_comm.payload as on the wire (answers in bf16), and compares with the
+plain model: mean KL divergence of the next token's distribution over all positions of
+benchmarks/payload_text.txt, how often the most likely token is the same, and how much of greedy
+continuations agrees. Run as `topspin bench payload`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def through_wire(rows: torch.Tensor, payload: str) -> torch.Tensor:
-    """Return rows [R, H] as the expert node sees them."""
+    """Return rows [R, H] as the expert node receives them."""
     code = CODES.get(payload)
     if code is None:
         return rows.to(torch.bfloat16).to(rows.dtype)
@@ -43,7 +43,7 @@ def through_wire(rows: torch.Tensor, payload: str) -> torch.Tensor:
 
 @contextmanager
 def payload_of(model: torch.nn.Module, payload: str) -> Iterator[int]:
-    """Let all routed experts of `model` get their rows by `payload`; yields how many layers."""
+    """Convert the input rows of all routed experts by `payload`; yields the number of layers."""
 
     def incoming(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *rest = inputs
@@ -66,7 +66,7 @@ def payload_of(model: torch.nn.Module, payload: str) -> Iterator[int]:
 
 
 def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Return how many sequences are equal and the mean share before the first difference."""
+    """Return the number of equal sequences and the mean share before the first difference."""
     shares = []
     for a, b in zip(ours, theirs, strict=True):
         equal = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))

@@ -1,9 +1,8 @@
 """Topspin against vLLM and llama.cpp on the same machine, model and prompts.
 
-Knows how each peer is started so that the comparison is fair (all cores, the same precision,
-16 places), and leaves the rest to `topspin bench compare`: every server is started for its
-turn and stopped after it, and turns alternate. How to install the peers is in
-benchmarks/README.md. Run as
+Owns the start commands of the peers for a fair comparison (all cores, the same precision, 16
+places), and leaves the rest to `topspin bench compare`: every server is started for its turn and
+stopped after it, and turns alternate. How to install the peers is in benchmarks/README.md. Run as
 
     python -m benchmarks.peers MODEL_DIR --vllm PATH/bin/vllm --llama-server PATH --gguf FILE
 
@@ -28,7 +27,7 @@ NAME = "model"
 
 
 class _Ports(dict[str, int]):
-    """A free port for each name that is asked for."""
+    """A free port for each requested name."""
 
     def __missing__(self, name: str) -> int:
         self[name] = free_port()
@@ -36,7 +35,7 @@ class _Ports(dict[str, int]):
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on now."""
+    """Return a loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -44,7 +43,7 @@ def free_port() -> int:
 
 
 def start_lines(args: argparse.Namespace, ports: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return the command of each target that was asked for, Topspin's first."""
+    """Return the command of each requested target, Topspin's first."""
     cores = str(len(os.sched_getaffinity(0)))
     model = str(args.model)
     lines = {}

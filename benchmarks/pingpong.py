@@ -1,12 +1,11 @@
 """Does the rally overlap as the paper's formula says, and does auto choose well?
 
-One attention node and one expert node, each one thread on a core of its own, spinning over
-shared memory with an emulated link; real kernels on random weights. For a grid of T_c/T_f
-and m = 1..4, with the rows of a micro-batch held constant: the measured step, the formula's
-T_total = (T_a + T_e + 2 T_c) + T_f (m L - 1) with T_a and T_e measured at m = 1, and their
-ratio. Then with the batch held constant: every m, and what auto settles on. Writes
-results/pingpong.json and .png, and pingpong_rally.png, the Gantt chart.
-Run as `topspin bench pingpong`.
+One attention node and one expert node, each one thread on a separate core, spinning over shared
+memory with an emulated link; real kernels on random weights. For a grid of T_c/T_f and m = 1..4,
+with the rows of a micro-batch held constant: the measured step, the formula's T_total =
+(T_a + T_e + 2 T_c) + T_f (m L - 1) with T_a and T_e measured at m = 1, and their ratio. Then with
+the batch held constant: every m, and auto's final choice. Writes results/pingpong.json and .png,
+and pingpong_rally.png, the Gantt chart. Run as `topspin bench pingpong`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def rally_s(timings: StepTimings) -> float:
 
 
 def measure_hops(node: Node, num_steps: int) -> HopTimes:
-    """Return T_a, T_e and the link's own T_c, at m = 1 on a link that adds nothing."""
+    """Return T_a, T_e and the link's T_c, at m = 1 on a link without added latency."""
     node.open(0.0)
     steps = node.measure(1, node.shape.rows, num_steps)
     node.close()
@@ -151,7 +150,7 @@ def constant_batch(
 
 
 def trace_cost(node: Node, hops: HopTimes, *, num_steps: int, rounds: int, png: Path) -> float:
-    """Return a step's time with the recorder on over that with it off; draws the rally.
+    """Return the ratio of a step's time with the recorder on to that with it off; draws the rally.
 
     m = 3 at T_c = 0.5 T_f; on and off take turns step by step.
     """
@@ -173,7 +172,7 @@ def trace_cost(node: Node, hops: HopTimes, *, num_steps: int, rounds: int, png: 
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Plot measured steps beside the formula's; False without matplotlib."""
+    """Plot measured steps against the formula's; returns False without matplotlib."""
     try:
         import matplotlib
     except ImportError:

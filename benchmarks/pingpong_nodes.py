@@ -1,7 +1,7 @@
 """The two nodes of `topspin bench pingpong`: real kernels, random weights, one thread each.
 
-Owns the model's shape, the expert process and the attention node, and how a step is given to
-both. Knows no grid and no statistics (benchmarks.pingpong).
+Owns the model's shape, the expert process and the attention node, and the start of a step on both.
+Knows no grid and no statistics (benchmarks.pingpong).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DTYPE = torch.bfloat16
 
 
 class Shape(NamedTuple):
-    """The model and the load; times of both sides are meant to be near each other."""
+    """The model and the load, chosen for similar times of both sides."""
 
     num_layers: int = 8
     hidden_size: int = 1024
@@ -185,7 +185,7 @@ def blocks_of(shape: Shape) -> int:
 
 @torch.inference_mode()
 def serve(pipe: Connection, shape: Shape, core: int) -> None:
-    """Be the expert process: one net per link, until told None."""
+    """Run the expert process: one net per link, until it receives None."""
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -210,14 +210,14 @@ def serve(pipe: Connection, shape: Shape, core: int) -> None:
 
 
 class Order(NamedTuple):
-    """What the expert process is to do next."""
+    """The expert process's next task."""
 
     ticket: StepTicket
     traced: bool
 
 
 class Node:
-    """The attention node in this process, and the pipe that brings the expert its tickets."""
+    """The attention node in this process, and the pipe for the expert's tickets."""
 
     def __init__(self, shape: Shape, pipe: Connection) -> None:
         torch.manual_seed(2)
@@ -247,7 +247,7 @@ class Node:
         )
 
     def close(self) -> Trace:
-        """Disconnect; returns what was recorded of both nodes, ours since the start."""
+        """Disconnect; returns the trace of both nodes, this one's since the start."""
         self._pipe.send(None)
         assert self._net is not None
         self._net.close()
@@ -261,7 +261,7 @@ class Node:
         )
 
     def begin(self, num_rows: int) -> None:
-        """Forget all sequences; the next step brings `num_rows` new ones."""
+        """Drop all sequences; the next step adds `num_rows` new ones."""
         self._generation += 1
         context, blocks = self.shape.context, blocks_of(self.shape)
         self._new = tuple(

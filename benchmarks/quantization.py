@@ -1,15 +1,15 @@
 """What does --quantization cost in quality?
 
-Runs benchmarks/payload_text.txt through the model in transformers, once as it is (in fp32)
-and once per mode with its attention projections, MLPs, routed experts and LM head computed
-by the kernels that serve them, and compares the next token's distributions at all positions: mean
-and largest KL divergence, how often the most likely token is the same, and the perplexity
-of the text. For a scale, the same for the whole model in bf16, and with the same matrices
-and their inputs rounded as llama.cpp's Q4_0 does (by the gguf package; its embeddings and
-LM head, which llama.cpp rounds too, stay as they are). Run as `topspin bench quantization`.
+Runs benchmarks/payload_text.txt through the model in transformers, once unchanged (in fp32) and
+once per mode with its attention projections, MLPs, routed experts and LM head computed by the
+kernels that serve them, and compares the next token's distributions at all positions: mean and
+largest KL divergence, how often the most likely token is the same, and the perplexity of the text.
+For a scale, the same for the whole model in bf16, and with the same matrices and their inputs
+rounded as llama.cpp's Q4_0 does (by the gguf package; its embeddings and LM head, which llama.cpp
+rounds too, stay as they are). Run as `topspin bench quantization`.
 
 A GPU's formats (gpu-fp8, gpu-int8, gpu-int4) need no GPU: torch multiplies, in fp32, by the
-matrices that the packed ones stand for, and for fp8 the experts' rows are rounded as well.
+unpacked matrices, and for fp8 the experts' rows are rounded as well.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MODES = ("bf16", "int8", "int4", *GPU_MODES, "q4_0")
 
 
 def rounded(x: Tensor, kind: GGMLQuantizationType) -> Tensor:
-    """Return x [R, I] as gguf's format `kind` keeps it, in fp32."""
+    """Return x [R, I] rounded to gguf's format `kind`, in fp32."""
     return torch.from_numpy(quants.dequantize(quants.quantize(x.float().numpy(), kind), kind))
 
 
 def in_fp8(x: Tensor) -> Tensor:
-    """Return x [R, I] as a GPU's fp8 experts multiply it: groups of 128 by their greatest."""
+    """Return x [R, I] rounded as for a GPU's fp8 experts: groups of 128 scaled by their maximum."""
     padded = F.pad(x, (0, -x.shape[1] % GROUP))
     groups = padded.reshape(len(x), padded.shape[1] // GROUP, GROUP)
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / FP8_MAX
@@ -68,15 +68,15 @@ def unchanged(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RoundingOps:
-    """torch's fp32 products of matrices and rows that were rounded somehow."""
+    """torch's fp32 products of rounded matrices and rows."""
 
     weight: Rounding
-    """Of matrices [O, I]: projections and experts' down."""
+    """The rounding of matrices [O, I]: projections and experts' down."""
     gate_up: Rounding
-    """Of a gate above an up projection."""
+    """The rounding of a gate above an up projection."""
     lm_head: Rounding = unchanged
     row: Rounding = unchanged
-    """Of the rows [R, I] that projections and LM head multiply."""
+    """The rounding of the input rows [R, I] of projections and LM head."""
     expert_row: Rounding = unchanged
 
     def pack_projection(self, weight: Tensor) -> LinearWeight:
@@ -114,9 +114,9 @@ class RoundingOps:
 
 
 def peer_ops() -> RoundingOps:
-    """Give the products of llama.cpp's Q4_0: weights in Q4_0, their inputs in Q8_0.
+    """Return the products of llama.cpp's Q4_0: weights in Q4_0, their inputs in Q8_0.
 
-    The LM head stays as it is: the gguf package cannot make the Q6_K that llama.cpp has for it.
+    The LM head is unchanged: the gguf package cannot make the Q6_K that llama.cpp uses for it.
     """
     weight = partial(rounded, kind=GGMLQuantizationType.Q4_0)
     row = partial(rounded, kind=GGMLQuantizationType.Q8_0)
@@ -124,7 +124,7 @@ def peer_ops() -> RoundingOps:
 
 
 def gpu_ops(quantization: str) -> RoundingOps:
-    """Give the products of kernels.triton.ops with a `quantization`, but for fp32 rows."""
+    """Return the products of kernels.triton.ops with a `quantization`, but for fp32 rows."""
 
     def stand_in(weight: Tensor, *, weight_format: str = quantization, halves: int = 1) -> Tensor:
         return unpack_weight(pack_weight(weight, weight_format, halves=halves))
@@ -138,7 +138,7 @@ def gpu_ops(quantization: str) -> RoundingOps:
 
 
 def mode_ops(mode: str) -> Any:
-    """Give the products of one of MODES but bf16."""
+    """Return the products of one of MODES except bf16."""
     if mode == "q4_0":
         return peer_ops()
     if mode in GPU_MODES:
@@ -148,10 +148,10 @@ def mode_ops(mode: str) -> Any:
 
 @contextmanager
 def patched(model: torch.nn.Module, ops: Any) -> Iterator[int]:
-    """Let `ops` do the products that --quantization covers; yields how many modules.
+    """Replace the products that --quantization covers by `ops`; yields the number of modules.
 
-    Attention projections, dense and shared MLPs, routed experts and the LM head: every
-    Linear inside a layer but routers and gates, and every module with stacked experts.
+    Attention projections, dense and shared MLPs, routed experts and the LM head: every Linear
+    inside a layer except routers and gates, and every module with stacked experts.
     """
     changed: list[Any] = []
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""What every benchmark result says about where it came from, and how it is written.
+"""The origin data of every benchmark result, and the writing of results.
 
 Owns the JSON envelope (commit, machine, versions, date) and the results folder. Knows
 no benchmark.
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 def commit() -> str:
     """Return the commit of the working tree, with `+` if it has uncommitted changes.
 
-    TOPSPIN_COMMIT says it for a tree that was copied without its history.
+    TOPSPIN_COMMIT gives it for a tree copied without its history.
     """
     root = Path(__file__).parent.parent
     try:

@@ -1,11 +1,11 @@
-"""The least that an op has to move and compute, and the time that a machine needs for it.
+"""The minimum work of an op in bytes and operations, and the time that a machine needs for it.
 
-Owns the formulas of bytes and floating-point operations of each op, and the roofline: with a
-memory of b bytes/s and arithmetic of f operations/s, no op of B bytes and F operations ends
-before max(B / b, F / f) (Williams, Waterman, Patterson, CACM 2009). Bytes are counted once
-for every number that must be read or written, however often a kernel really does it; what
-fits in the cache beside it (norms' weights, tables of rotations) is counted too, since it is
-little. Knows no kernel and no clock. Called by benchmarks.cpu_kernels.
+Owns the formulas of bytes and floating-point operations of each op, and the roofline: with a memory
+of b bytes/s and arithmetic of f operations/s, no op of B bytes and F operations ends before
+max(B / b, F / f) (Williams, Waterman, Patterson, CACM 2009). Bytes are counted once for every
+number that must be read or written, even if a kernel accesses it more often; small data that stays
+in the cache (norms' weights, tables of rotations) is counted too. Knows no kernel and no clock.
+Called by benchmarks.cpu_kernels.
 
 Dimensions: R rows, H hidden, I inputs, O outputs, F ffn size, E experts, K experts per row,
 N query heads, G key/value heads, D head size.
@@ -19,14 +19,14 @@ from dataclasses import dataclass
 BF16 = 2
 FP32 = 4
 I64 = 8
-# Weights in 4 or 8 bits come in groups of so many inputs, each with a step and a lowest number.
+# Weights in 4 or 8 bits have groups of so many inputs, each with a step and a minimum.
 QUANTISED_GROUP = 32
 QUANTISED_GROUP_EXTRA = 2 * BF16
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one call has to move, in bytes, and to compute, in floating-point operations."""
+    """The minimum work of one call: bytes to move, and floating-point operations."""
 
     num_bytes: float
     flops: float
@@ -34,13 +34,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a machine can do: bytes per second read, operations per second multiplied."""
+    """The limits of a machine: bytes read per second, operations per second."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def least_s(self, work: Work) -> float:
-        """Return the time below which no kernel does `work`, in seconds."""
+        """Return the least possible time of `work`, in seconds."""
         return max(work.num_bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
     def fraction(self, work: Work, measured_s: float) -> float:
@@ -48,7 +48,7 @@ class Roofline:
         return self.least_s(work) / measured_s
 
     def bound(self, work: Work) -> str:
-        """Tell what limits `work`: "memory" or "compute"."""
+        """Return the limit of `work`: "memory" or "compute"."""
         by_memory = work.num_bytes / self.bytes_per_s >= work.flops / self.flops_per_s
         return "memory" if by_memory else "compute"
 
@@ -64,7 +64,7 @@ def weight_bytes(num_out: int, num_in: int, bits: int) -> int:
 def linear(
     num_rows: int, num_in: int, num_out: int, *, bits: int = 16, out_bytes: int = BF16
 ) -> Work:
-    """[R, I] times a weight [O, I] transposed, to numbers of `out_bytes` bytes."""
+    """[R, I] times a transposed weight [O, I], to numbers of `out_bytes` bytes."""
     rows = num_rows * (num_in * BF16 + num_out * out_bytes)
     return Work(weight_bytes(num_out, num_in, bits) + rows, 2 * num_rows * num_in * num_out)
 
@@ -91,10 +91,10 @@ def paged_attention(
     num_kv_heads: int,
     head_dim: int,
 ) -> Work:
-    """Causal attention: sequence s has contexts[s] keys, its last new_rows[s] ask.
+    """Causal attention: sequence s has contexts[s] keys, and its last new_rows[s] rows are queries.
 
-    The j-th of n new rows of a context c sees c - n + j keys (j from 1), each of which takes
-    D multiplications and additions for its score and D for its value, per query head.
+    The j-th of n new rows of a context c sees c - n + j keys (j from 1); each takes D multiply-adds
+    for its score and D for its value, per query head.
     """
     keys = 2 * sum(contexts) * num_kv_heads * head_dim * BF16
     rows = 2 * sum(new_rows) * num_heads * head_dim * BF16
@@ -126,18 +126,18 @@ def rotate_and_store(
 
 
 def route(num_rows: int, num_experts: int, top_k: int) -> Work:
-    """Softmax of logits [R, E] and its K greatest: ids i64 and weights f32 are written."""
+    """Softmax of logits [R, E] and its K greatest values: writes ids i64 and weights f32."""
     written = num_rows * top_k * (I64 + FP32)
     return Work(num_rows * num_experts * BF16 + written, 5 * num_rows * num_experts)
 
 
 def permute(num_rows: int, num_experts: int, top_k: int) -> Work:
-    """Group R * K slots i32 by expert: order, rows, counts and offsets are written as i64."""
+    """Group R * K slots i32 by expert: writes order, rows, counts and offsets as i64."""
     pairs = num_rows * top_k
     return Work(pairs * 4 + (2 * pairs + 2 * num_experts + 1) * I64, 0)
 
 
 def sample(num_rows: int, vocabulary: int, *, draws: bool) -> Work:
-    """Choose from logits f32[R, V]: read once, compared, and for a draw exponentiated and added."""
+    """Choose from logits f32[R, V]: one read, a comparison, and for a draw exp and sum."""
     num_logits = num_rows * vocabulary
     return Work(num_logits * FP32 + num_rows * I64, (4 if draws else 1) * num_logits)

@@ -1,7 +1,7 @@
 """What does the scheduler's policy cost per step?
 
-Times schedule() and update() of decode steps with 1, 16, 256 and 4,096 running sequences on
-one attention node; no sockets, no nodes: results are made up from the plans. Writes
+Times schedule() and update() of decode steps with 1, 16, 256 and 4,096 running sequences on one
+attention node; no sockets, no nodes: results are generated from the plans. Writes
 results/scheduler_overhead.json. Run as `python -m benchmarks.scheduler_overhead`.
 """
 
@@ -68,7 +68,7 @@ def make_policy(num_running: int, num_micro_batches: int, num_steps: int) -> Pol
 
 
 def answer(step: Step) -> StepResult:
-    """Return what node 0 would: a token (never a stop) for every sampled slice."""
+    """Return the result of node 0: a token (never a stop) for every sampled slice."""
     plan = step.plans[0]
     seq_ids = [
         mb.seq_ids[4 * idx : 4 * idx + 4]

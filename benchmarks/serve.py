@@ -1,4 +1,4 @@
-"""Load-test a server of the OpenAI API: `topspin bench serve`, with the habits of vLLM's.
+"""Load-test a server of the OpenAI API: `topspin bench serve`, used like vLLM's.
 
 Owns the command: flags, the order (check all of them, find the server, warm it up, measure,
 report) and the exit status: 0 if every request succeeded, 1 if none did, 130 after Ctrl-C.
@@ -28,7 +28,7 @@ from topspin.errors import ConfigError, TopspinError
 
 
 class WarmUpFailed(TopspinError):
-    """No warm-up request succeeded, so there is nothing to measure; says what went wrong."""
+    """No warm-up request succeeded, so nothing can be measured; the message has the error."""
 
     code = "warm_up_failed"
 
@@ -36,7 +36,7 @@ class WarmUpFailed(TopspinError):
 def main(flags: Sequence[str] | None = None) -> int:
     """Run the command with `flags` (default: the process's); returns the exit status."""
     parsed = _parser().parse_args(flags)
-    # All that can be refused is refused before the server hears anything.
+    # All flags are checked before any request to the server.
     base_url = arguments.base_url_of(parsed)
     load = arguments.load_of(parsed)
     report = arguments.report_of(parsed)
@@ -139,8 +139,8 @@ def warm_up(
 def _other(request: BenchRequest) -> BenchRequest:
     """Return a request of the same size that shares no prefix with `request`.
 
-    A warm-up with the prompt itself would leave it in the server's prefix cache, and the
-    first measured requests would be answered from there.
+    A warm-up with the same prompt would leave it in the server's prefix cache, and make the first
+    measured requests faster.
     """
     alone = replace(request, session=None, turn=0)
     if isinstance(request.prompt, list):

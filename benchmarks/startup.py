@@ -1,10 +1,10 @@
 """Where does the time from `topspin serve` to the first token go, and the memory?
 
-Starts the engine several times and stamps its own log lines as they come: processes started
-(a role has imported its modules and said Hello), weights loaded and packed, ready; then the
-first request and a second one. Memory is the proportional set size (PSS: shared pages count
-once) of each process, idle after these requests. The files are in the page cache from the
-second start on. Run as `topspin bench startup`.
+Starts the engine several times and timestamps its log lines: processes started (a role has imported
+its modules and sent Hello), weights loaded and packed, ready; then the first request and a second
+one. Memory is the proportional set size (PSS: shared pages count once) of each process, idle after
+these requests. The files are in the page cache from the second start on. Run as
+`topspin bench startup`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks import report
 
 TIMEOUT_S = 300.0
 _READY = re.compile(r"Topspin is ready at (\S+)")
-# Phase -> the log line that ends it; a phase ends with the last process that says it.
+# Phase -> the log line that ends it; a phase ends with the last process that logs it.
 _PHASES = (
     ("gateway listens", re.compile(r"gateway: listens")),
     ("nodes imported", re.compile(r"(attention|expert) \d+ joined")),
@@ -47,7 +47,7 @@ _ROLES = {
 
 
 def run_once(model: str, flags: Sequence[str]) -> dict[str, Any]:
-    """Start, ask twice, stop; returns seconds per phase (from the start) and MB per role."""
+    """Start, send two requests, stop; returns seconds by phase (from the start), MB by role."""
     started_s = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "topspin", "serve", model, "--port", "0", *flags],
@@ -72,7 +72,7 @@ def _stamped(lines: Iterator[str], started_s: float) -> Iterator[tuple[float, st
 
 
 def phases(lines: Iterator[tuple[float, str]]) -> tuple[dict[str, float], str]:
-    """Return when each phase ended, in seconds, and the server's URL; reads up to that line.
+    """Return the end of each phase, in seconds, and the server's URL; reads up to that line.
 
     `lines` are (seconds since the start, log line).
     """
@@ -87,7 +87,7 @@ def phases(lines: Iterator[tuple[float, str]]) -> tuple[dict[str, float], str]:
 
 
 def _ask(url: str) -> float:
-    """Return the seconds to the first token of a request for a few."""
+    """Return the seconds to the first token of a short request."""
     body = {"prompt": "The sky is", "max_tokens": 4, "temperature": 0, "stream": True}
     body["model"] = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
     sent_s = time.perf_counter()
@@ -103,7 +103,7 @@ def _ask(url: str) -> float:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return `pid` and all processes below it."""
+    """Return `pid` and all its descendants."""
     found = [pid]
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():

@@ -1,9 +1,9 @@
-"""Try many loads on one server: `topspin bench sweep`; where is its knee, and what is worth it?
+"""Try many loads on one server: `topspin bench sweep`; finds its knee and its Pareto front.
 
 Owns the command: flags, the order of the points, the table, the JSON and the picture. Each
-point is a run as `topspin bench serve` makes it, with prompts of its own (a made dataset is
-drawn anew for each point, so that no prefix cache answers; a file gives its prompts again).
-A point that fails is reported, and the rest goes on. The rules are in benchmarks.load.sweep.
+point is a run like `topspin bench serve`, with its own prompts (a synthetic dataset is drawn
+again for each point, so that prefix caches do not help; a file repeats its prompts). A point
+that fails is reported, and the sweep continues. The rules are in benchmarks.load.sweep.
 
     topspin bench sweep --base-url http://127.0.0.1:8000 --concurrencies 1,2,4,8,16
 """
@@ -57,9 +57,9 @@ _LATENCIES = ("median_tpot_ms", "median_ttft_ms")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for.
+    """The request of the command line.
 
-    `loads` are rates or concurrencies, as `load_name` says; `load` is that of the first.
+    `loads` are rates or concurrencies, by `load_name`; `load` is the Load of the first.
     """
 
     parsed: argparse.Namespace
@@ -87,7 +87,7 @@ class Asked:
 def main(flags: Sequence[str] | None = None) -> int:
     """Run the command with `flags` (default: the process's); returns the exit status.
 
-    0 if a point was measured, 1 if none was, 130 after Ctrl-C (with what there is).
+    0 if a point was measured, 1 if none was, 130 after Ctrl-C (with the points so far).
     """
     asked = read_flags(flags)
     parsed = asked.parsed
@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_flags(flags: Sequence[str] | None) -> Asked:
-    """Return what `flags` ask for; raises ConfigError, naming the flag, for what cannot be."""
+    """Return the request in `flags`; raises ConfigError naming an invalid flag."""
     parsed = _parser().parse_args(flags)
     by_rate = parsed.request_rates is not None
     other = {
@@ -187,7 +187,7 @@ def read_flags(flags: Sequence[str] | None) -> Asked:
 def _measure(
     asked: Asked, target: Target, tokenizer: Tokenizer | None
 ) -> tuple[list[Point], dict[str, Run]]:
-    """Measure the points from the lowest load up; Ctrl-C ends with those that there are."""
+    """Measure the points from the lowest load up; Ctrl-C ends with the points so far."""
     points: list[Point] = []
     runs: dict[str, Run] = {}
     for idx, value in enumerate(asked.loads):
@@ -264,7 +264,7 @@ def _write(
     knee: Knee,
     runs: Mapping[str, Run],
 ) -> None:
-    """Write sweep.json, and the pictures if matplotlib is here."""
+    """Write sweep.json, and the pictures if matplotlib is installed."""
     parsed = asked.parsed
     folder: Path = parsed.result_dir
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""How each benchmark's result is laid out as a markdown table.
+"""The layout of each benchmark's result as a markdown table.
 
-A layout is a function of a result's JSON; it computes nothing that the result does not hold
-but medians and spreads of its rounds. Knows no file. Called by benchmarks.tables.
+A layout is a function of a result's JSON; apart from the result's figures it only computes
+medians and spreads of its rounds. Knows no file. Called by benchmarks.tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Layout = Callable[[Result], str]
 
 
 def number(value: float | None) -> str:
-    """Write a figure with about three digits; "-" for one that there is not."""
+    """Return a figure with about three digits; "-" for None."""
     if value is None:
         return "-"
     if value == 0 or abs(value) >= 100:
@@ -29,18 +29,18 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float) -> str:
-    """Write a share."""
+    """Return a share as a percentage."""
     return f"{share:.0%}"
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a markdown table: the first column to the left, the others to the right."""
+    """Return a markdown table: the first column left-aligned, the others right-aligned."""
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def peers(result: Result) -> str:
-    """Lay `topspin bench compare` out: a table for each number of requests at once."""
+    """Lay out `topspin bench compare`: a table for each concurrency."""
     parts = []
     for at, targets in result["concurrencies"].items():
         rows = [
@@ -73,7 +73,7 @@ def _compared(row: Result | None) -> str:
 
 
 def quantization(result: Result) -> str:
-    """Lay the loss per model and mode out; the model in fp32 is what others are compared with."""
+    """Lay out the loss per model and mode, relative to the model in fp32."""
     return table(
         ["model", "weights", "mean KL", "greatest KL", "same token", "perplexity"],
         (
@@ -89,7 +89,7 @@ def quantization(result: Result) -> str:
 
 
 def payload(result: Result) -> str:
-    """Lay the loss per wire format out."""
+    """Lay out the loss per wire format."""
     return table(
         ["rows on the wire", "mean KL", "greatest KL", "same token", "equal continuations"],
         (
@@ -104,7 +104,7 @@ def payload(result: Result) -> str:
 
 
 def disaggregation(result: Result) -> str:
-    """Lay the decode rates of one process and of two out."""
+    """Lay out the decode rates of one process and of two."""
     rates, ratios = result["median_decode_tokens_per_s"], [r["ratio"] for r in result["rounds"]]
     return table(
         ["", "decode tokens/s"],
@@ -121,7 +121,7 @@ def _ratio_of(ratios: Sequence[float]) -> str:
 
 
 def vs_transformers(result: Result) -> str:
-    """Lay throughput, start and memory out."""
+    """Lay out throughput, start and memory."""
     return table(
         ["", "Topspin", "transformers"],
         [
@@ -138,7 +138,7 @@ def vs_transformers(result: Result) -> str:
 
 
 def m2n(result: Result) -> str:
-    """Lay round trips and throughput out, a column a backend."""
+    """Lay out round trips and throughput, a column per backend."""
     backends = list(dict.fromkeys(row["backend"] for row in result["rows"]))
     found = {(row["topology"], row["message_bytes"], row["backend"]): row for row in result["rows"]}
     sizes = list(dict.fromkeys((topology, size) for topology, size, _ in found))
@@ -160,7 +160,7 @@ def m2n(result: Result) -> str:
 
 
 def pingpong(result: Result) -> str:
-    """Lay the overlap against the formula out, and what `auto` chose."""
+    """Lay out the overlap against the formula, and the choice of `auto`."""
     rows = [
         [
             f"{row['tc_over_tf']:g}",
@@ -198,7 +198,7 @@ def _steps(result: Result) -> list[str]:
 
 
 def scheduler_overhead(result: Result) -> str:
-    """Lay the policy's time per step out."""
+    """Lay out the policy's time per step."""
     return table(
         ["running sequences", "micro-batches", "schedule ms", "update ms", "p50 ms", "p99 ms"],
         (
@@ -213,7 +213,7 @@ def scheduler_overhead(result: Result) -> str:
 
 
 def gateway(result: Result) -> str:
-    """Lay added latency per rate out, and the highest rate sustained."""
+    """Lay out added latency per rate, and the highest rate sustained."""
     rows = [
         [
             *(number(row["rate"]), row["groups"], number(row["achieved"])),
@@ -228,7 +228,7 @@ def gateway(result: Result) -> str:
 
 
 def startup(result: Result) -> str:
-    """Lay seconds until each phase's end, and memory by role, out."""
+    """Lay out seconds until each phase's end, and memory by role."""
     times = [[name, number(value)] for name, value in result["seconds"].items()]
     memory = [[name, number(value)] for name, value in result["pss_mb"].items()]
     return "\n\n".join(
@@ -241,7 +241,7 @@ def startup(result: Result) -> str:
 
 
 def load_client(result: Result) -> str:
-    """Lay the load tester's own speed out."""
+    """Lay out the load tester's own speed."""
     return table(
         ["streams", "events/s", "CPU us/event", "CPU share", "lag p99 ms", "saturated"],
         (
@@ -256,7 +256,7 @@ def load_client(result: Result) -> str:
 
 
 def cpu_kernels(result: Result) -> str:
-    """Lay shares of the roofline out, a column a number of rows; a table each model."""
+    """Lay out shares of the roofline, a table per model with a column per number of rows."""
     parts = []
     for cores, row in result["ceilings"].items():
         parts.append(
@@ -280,7 +280,7 @@ def cpu_kernels(result: Result) -> str:
 
 
 def gpu_decode(result: Result) -> str:
-    """Lay decode and prefill on a GPU out."""
+    """Lay out decode and prefill on a GPU."""
     figures = measured(result)
     rows = [
         (
@@ -308,7 +308,7 @@ def gpu_decode(result: Result) -> str:
 
 
 def gpu_rooflines(result: Result) -> str:
-    """Lay a GPU's kernels out beside its limits."""
+    """Lay out a GPU's kernels with its limits."""
     rows = (
         (
             each["op"],
@@ -325,7 +325,7 @@ def gpu_rooflines(result: Result) -> str:
 
 
 def measured(result: Result) -> Sequence[Mapping[str, Any]]:
-    """Return the figures of a GPU's result; raise ConfigError for one that holds no speeds."""
+    """Return the figures of a GPU's result; raise ConfigError if it has no speeds."""
     if result["quick"] or not result["complete"]:
         raise ConfigError(f"{result['benchmark']}: not a complete run at real sizes")
     figures: Sequence[Mapping[str, Any]] = result["figures"]

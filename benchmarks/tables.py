@@ -1,9 +1,9 @@
-"""The tables of benchmarks/README.md, written from the results beside it.
+"""The tables of benchmarks/README.md, written from the results.
 
-Owns the markers (`<!-- table: NAME -->` to `<!-- end -->`) and replaces what is between them
-by results/NAME.json as benchmarks.table_layouts lays it out (for gpu-NAME by the newest result
-of a GPU), the picture of that name if there is one, and where it was measured; without a result,
-by "not measured". The figures in the README are so always those of the results. Run as
+Owns the markers (`<!-- table: NAME -->` to `<!-- end -->`) and replaces the text between them
+by the layout of results/NAME.json (benchmarks.table_layouts; for gpu-NAME the newest result of
+a GPU), the picture of that name if there is one, and the origin of the result; without a
+result, by "not measured". So the README's figures are always those of the results. Run as
 
     python -m benchmarks.tables [--check]
 
@@ -31,7 +31,7 @@ _END = "<!-- end -->"
 
 
 def render(text: str, results: Path) -> str:
-    """Return `text` with what is between each pair of markers made anew from `results`.
+    """Return `text` with the content between each pair of markers generated from `results`.
 
     Raises ConfigError for a name without a layout, a table without an end or in another
     table, and a result that cannot be laid out.
@@ -81,7 +81,7 @@ def result_path(name: str, results: Path) -> Path | None:
 
 
 def origin(result: Mapping[str, Any], file_name: str) -> str:
-    """Return the line that says when, where and of what a result was measured."""
+    """Return the line with a result's date, machine and commit."""
     machine, versions = result["machine"], result["versions"]
     device = f"{result['device']}, " if "device" in result else ""
     return (

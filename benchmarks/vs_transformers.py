@@ -95,7 +95,7 @@ class TopspinServer:
         return sum(pss_bytes(pid) for pid in descendants(self._process.pid))
 
     def generate(self, prompts: list[list[int]], output_len: int) -> Run:
-        """Send all prompts at once, each in a stream of its own."""
+        """Send all prompts at once, each in a separate stream."""
 
         def stream(prompt: list[int]) -> list[int]:
             tokens: list[int] = []

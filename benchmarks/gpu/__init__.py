@@ -1,1 +1,1 @@
-"""What `make gpu` runs: smoke (is it right?), rooflines (kernels), decode (a whole model)."""
+"""The parts of `make gpu`: smoke (correctness), rooflines (kernels), decode (a whole model)."""

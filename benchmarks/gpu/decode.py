@@ -1,10 +1,10 @@
-"""Decode and prefill of a whole model on one GPU, and where their time goes.
+"""Decode and prefill of a whole model on one GPU, and their time by kernel.
 
-The last part of `make gpu`. Builds Qwen3-30B-A3B's shape with random weights, times greedy
-decode at several batches and the prefill of one prompt, and profiles each. A decode figure says
-milliseconds per step, tokens per second, and the share of the byte floor: the time in which the
-read bandwidth measured in the same process reads the bytes that no step can do without. Engines
-are made by benchmarks.gpu.engine.
+The last part of `make gpu`. Builds Qwen3-30B-A3B's shape with random weights, times greedy decode
+at several batches and the prefill of one prompt, and profiles each. A decode figure has
+milliseconds per step, tokens per second, and the share of the byte floor: the time to read the
+bytes that every step needs at the read bandwidth measured in the same process. Engines are made by
+benchmarks.gpu.engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.gpu.workload import FULL, QUICK, Variant, Workload
 
 SECONDS: Final = 150.0
 GOALS: Final = {1: 0.60, 32: 0.75, 128: 0.75}
-"""The share of the byte floor that the project wants on one H200, by batch."""
+"""The project's goal on one H200 as a share of the byte floor, by batch."""
 TABLE_ROWS: Final = 20
 PROFILED_STEPS: Final = 8
 NAME_WIDTH: Final = 70
@@ -34,34 +34,34 @@ class Engine(Protocol):
     """A model on a device; the part of benchmarks.gpu.engine that is measured."""
 
     def start_decode(self, batch: int, context: int) -> None:
-        """Forget all sequences and begin `batch` ones that have `context` positions cached."""
+        """Drop all sequences and begin `batch` new ones with `context` positions cached."""
 
     def decode_step(self) -> None:
         """Launch one step of all sequences; the step before it may still be running."""
 
     def prefill(self, num_tokens: int) -> None:
-        """Forget all sequences and launch the prefill of one prompt of so many tokens."""
+        """Drop all sequences and launch the prefill of one prompt of `num_tokens` tokens."""
 
     def finish(self) -> None:
-        """Wait until everything that was launched has happened and its tokens are here."""
+        """Wait until all launched steps have completed and their tokens are on the host."""
 
     def decode_floor(self) -> Mapping[str, float]:
-        """Return the bytes, by what they are, that a decode step as the last one must move."""
+        """Return the bytes, by kind, that a decode step like the last one must move."""
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Times of decode steps, and the floor beside them."""
+    """Times of decode steps, and their floor."""
 
     step_s: float
     rounds_s: tuple[float, ...]
-    """Mean step of each round."""
+    """Mean time of a step, by round."""
     floor: Mapping[str, float]
     floor_s: float
 
     @property
     def fraction(self) -> float:
-        """The share of the byte floor that was reached; 1 is the limit."""
+        """The measured share of the byte floor; 1 is the limit."""
         return self.floor_s / self.step_s
 
 
@@ -74,8 +74,8 @@ def time_decode(
 ) -> Decode:
     """Time rounds of decode steps at one batch, after one round that warms up.
 
-    The floor is that of the last step before the timed ones: contexts grow by a token a step,
-    so that it is, if anything, a little less than that of the steps it is compared with.
+    The floor is that of the last step before the timed ones: contexts grow by a token per step, so
+    it is at most slightly below the floor of the timed steps.
     """
     engine.start_decode(batch, workload.context)
     times, floor = [], {}
@@ -94,7 +94,7 @@ def time_decode(
 def time_prefill(
     engine: Engine, workload: Workload, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the median seconds of a prompt's prefill, after one that warms up."""
+    """Return the median seconds of a prompt's prefill, after a warm-up."""
     times = []
     for _ in range(workload.rounds + 1):
         begin = clock()
@@ -107,9 +107,9 @@ def time_prefill(
 def profile_steps(
     engine: Engine, step: Callable[[], None], num_steps: int, *, on_gpu: bool
 ) -> list[dict[str, Any]]:
-    """Profile steps that follow each other; return each kernel's runs and time in one step.
+    """Profile consecutive steps; return each kernel's runs and time in one step.
 
-    On the host the "kernels" are torch's operations, with those inside them.
+    On the host the "kernels" are torch's operations, including nested ones.
     """
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:

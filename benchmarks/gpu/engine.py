@@ -1,12 +1,12 @@
 """One attention node and its experts on one device, without a checkpoint and without sockets.
 
-Owns the composition that benchmarks.gpu.decode times: the nodes' own ModelRunner, Experts and
+Owns the composition that benchmarks.gpu.decode times: the nodes' ModelRunner, Experts and
 DeviceNet, as `topspin serve --transport local` joins them on a GPU, over random weights and
 random cached keys and values; only the scheduler is a simple one (benchmarks.gpu.plans). On the
 CPU the same runs under Triton's interpreter, for tests.
 
-Which experts a step touched is read from the slots that it computed, after it: they are kept
-where the step, or the recording of it, has put them, which costs the step nothing.
+The experts that a step touched are read after it from its computed slots, in the memory where
+the step or its recording has written them, so the step itself takes no longer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Pass:
     """One run of a step's layers by the host: the slots [T, K] of each layer, micro-batch."""
 
     is_recorded: bool
-    """Say whether it can be run again without the host."""
+    """Whether it can be run again without the host."""
     slots: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def rows(self) -> tuple[int, ...]:
@@ -68,8 +68,8 @@ class _Pass:
 class Touched:
     """Keeps the slots of the last step, whether the host ran it or a recording was replayed.
 
-    A recording's slots stay where they are as long as somebody holds them, and each replay
-    writes them anew. Those of every size of step are kept.
+    A recording's slots keep their memory as long as they are referenced, and each replay overwrites
+    them. Those of every size of step are kept.
     """
 
     def __init__(self, is_recording: Callable[[], bool]) -> None:
@@ -78,7 +78,7 @@ class Touched:
         self._last: _Pass | None = None
 
     def watch(self, compute: Callable[[ExpertBatch], Tensor]) -> Callable[[ExpertBatch], Tensor]:
-        """Return `compute`, noting what it is asked."""
+        """Return `compute` with a record of its batches' slots."""
 
         def serve(batch: ExpertBatch) -> Tensor:
             if batch.layer == 0 and batch.micro_batch == 0:
@@ -92,17 +92,17 @@ class Touched:
         return serve
 
     def begin_step(self) -> None:
-        """Forget the step before; recordings stay."""
+        """Forget the previous step; recordings stay."""
         self._last = None
 
     def counts(self, rows: tuple[int, ...]) -> list[int]:
-        """Return how many different slots the last step touched, per layer.
+        """Return the number of different slots that the last step touched, per layer.
 
-        `rows` are the micro-batches' rows without padding. Looks at the device.
+        `rows` are the micro-batches' rows without padding. Reads from the device.
         """
         step = self._last
         if step is None:
-            # Nobody asked the host: the step was the replay of the smallest that fits.
+            # The host did not run it: the step was a replay of the smallest recording that fits.
             fitting = [
                 size
                 for size in self._recorded
@@ -186,7 +186,7 @@ class GpuEngine:
         self.last_result: StepResult | None = None
 
     def start_decode(self, batch: int, context: int) -> None:
-        """Forget all sequences and begin `batch` ones that have `context` positions cached."""
+        """Drop all sequences and begin `batch` new ones with `context` positions cached."""
         self.finish()
         self._plans.start_decode(batch, context)
 
@@ -195,17 +195,17 @@ class GpuEngine:
         self._launch(self._plans.decode())
 
     def prefill(self, num_tokens: int) -> None:
-        """Forget all sequences and launch the prefill of one prompt of so many tokens."""
+        """Drop all sequences and launch the prefill of one prompt of `num_tokens` tokens."""
         for plan in self._plans.prefill(num_tokens):
             self._launch(plan)
 
     def finish(self) -> None:
-        """Wait until everything that was launched has happened and its tokens are here."""
+        """Wait until all launched steps have completed and their tokens are on the host."""
         while self._runner.num_launched:
             self.last_result = self._runner.collect()
 
     def decode_floor(self) -> Mapping[str, float]:
-        """Give the bytes that a decode step as the last one must move; see benchmarks.gpu.floor."""
+        """Return the bytes that a step like the last one must move; see benchmarks.gpu.floor."""
         self.finish()
         return decode_floor(
             self.model,
@@ -232,7 +232,7 @@ class GpuEngine:
 
 
 def _recording_on(runtime: Runtime) -> Callable[[], bool]:
-    """Return what says whether a graph is being recorded; the host runs every replay itself."""
+    """Return a test for a recording in progress; on the CPU the host runs every replay."""
     if runtime.device.type == "cuda":
         return torch.cuda.is_current_stream_capturing
     return lambda: False
@@ -248,7 +248,7 @@ def read_fields(fields: Fields) -> ModelConfig:
 def node_config(
     model: ModelConfig, workload: Workload, device: str, variant: Variant
 ) -> NodeConfig:
-    """Return the settings of a node that has just enough cache for `workload`."""
+    """Return the settings of a node with just enough cache for `workload`."""
     assert model.moe is not None
     per_sequence = -(-workload.max_len // BLOCK_SIZE)
     num_blocks = max(
@@ -291,9 +291,9 @@ def node_config(
 
 
 def open_engine(workload: Workload, device: str, variant: Variant) -> GpuEngine:
-    """Build the engine of one variant. Raises ConfigError for what the machine cannot run."""
+    """Build the engine of one variant. Raises ConfigError if the machine cannot run it."""
     model = read_fields(workload.fields)
     config = node_config(model, workload, device, variant)
     runtime = open_runtime(config.compute.attention_device)
-    # With two streams the experts of one half work while the other half's attention does.
+    # With two streams the experts of one half overlap with the attention of the other half.
     return GpuEngine(model, config, runtime, num_micro_batches=variant.gpu_streams)

@@ -1,7 +1,7 @@
-"""The bytes that a decode step cannot do without: the floor that a benchmark compares with.
+"""The bytes that a decode step needs at least: the floor that a benchmark compares with.
 
-Pure arithmetic over a model's shape, the contexts, and how many experts the routing of that
-very step touched. Every weight that is needed is read once, whatever the batch; keys and
+Pure arithmetic over a model's shape, the contexts, and the number of experts that the step's
+routing touched. Every needed weight is read once, for any batch; keys and
 values are read up to each token's context (or window) and written for the new position.
 Activations are left out: they fit in a cache. Called by benchmarks.gpu.engine.
 """
@@ -14,13 +14,13 @@ from models.config import LayerConfig, ModelConfig
 
 
 def expert_numbers(model: ModelConfig) -> int:
-    """Return how many numbers one routed expert has."""
+    """Return the number of weights of one routed expert."""
     assert model.moe is not None
     return 3 * model.hidden_size * model.moe.intermediate_size
 
 
 def layer_numbers(model: ModelConfig, layer: LayerConfig) -> int:
-    """Return how many numbers of a layer every token takes: all but routed experts."""
+    """Return the number of a layer's weights that every token uses: all but routed experts."""
     hidden = model.hidden_size
     qkv_size = model.q_size + 2 * model.kv_size
     numbers = 2 * hidden + qkv_size * hidden + hidden * model.q_size
@@ -42,10 +42,10 @@ def layer_numbers(model: ModelConfig, layer: LayerConfig) -> int:
 def decode_floor(
     model: ModelConfig, *, itemsize: int, touched: Sequence[int], contexts: Sequence[int]
 ) -> dict[str, float]:
-    """Return the bytes of one decode step, by what they are.
+    """Return the bytes of one decode step, by kind.
 
-    `itemsize` is the bytes of a number, of weights as of keys and values; `touched` the number
-    of different experts that the step's tokens chose, per MoE layer; `contexts` the positions
+    `itemsize` is the bytes of a number, for weights, keys and values; `touched` the number of
+    different experts that the step's tokens chose, per MoE layer; `contexts` the positions
     that each sequence's new token sees, itself included.
     """
     assert len(touched) == len(model.moe_layers)

@@ -1,9 +1,8 @@
 """One part of `make gpu`: its flags, its time, its figures as JSON, and its exit status.
 
-The JSON (gpu-PART-DEVICE.json) is written after every figure, with "complete" false until the
-part has come to its end, so that a part that is stopped leaves what it found. A problem, or
-work that no time was left for, makes the part fail. Knows no part. Called by the scripts beside
-this module.
+The JSON (gpu-PART-DEVICE.json) is written after every figure, with "complete" false until the part
+has ended, so that a stopped part leaves its results so far. A problem, or work skipped for lack of
+time, makes the part fail. Knows no particular part. Called by the scripts beside this module.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ WHY_LENGTH: Final = 300
 
 
 def parser(name: str, seconds: float) -> argparse.ArgumentParser:
-    """Return the parser of the flags that all parts have."""
+    """Return the parser of the flags common to all parts."""
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.gpu.{name}")
     made.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu with --quick")
     made.add_argument("--quick", action="store_true", help="tiny sizes: no speeds")
@@ -37,7 +36,7 @@ def parser(name: str, seconds: float) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the flags; refuse a mixture that would leave a result without speeds."""
+    """Read the flags; refuse a combination whose result would have no speeds."""
     args = made.parse_args(argv)
     if args.device == "cpu" and not args.quick:
         made.error("--device cpu interprets kernels, at tiny sizes only: add --quick")
@@ -80,7 +79,7 @@ class Part:
 
     @property
     def left_s(self) -> float:
-        """The seconds that are left; negative when the time is up."""
+        """Return the seconds left; negative when the time is up."""
         return self._end - self._clock()
 
     def figure(self, line: str, **fields: Any) -> None:
@@ -98,7 +97,7 @@ class Part:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[bool]:
-        """Give whether there is time for `what`; a failure of it is a problem, and others go on."""
+        """Yield whether there is time for `what`; its failure is kept as a problem, not raised."""
         if self.left_s <= 0:
             self.problem(what, "the time was up")
             yield False
@@ -111,7 +110,7 @@ class Part:
             self.problem(what, f"{type(error).__name__}: {error}")
 
     def finish(self) -> int:
-        """Say where the file is and return the exit status."""
+        """Print the file's path and return the exit status."""
         self._result["complete"] = True
         print(self._write(), flush=True)
         return int(bool(self._result["problems"]))
@@ -121,7 +120,7 @@ class Part:
 
 
 def open_part(name: str, args: argparse.Namespace) -> tuple[Part, Runtime]:
-    """Open the device and its part. Raises ConfigError for a device that is not there."""
+    """Open the device and its part. Raises ConfigError if the device is missing."""
     runtime = open_runtime(args.device)
     torch.manual_seed(0)
     return Part(name, args, device_name(runtime)), runtime

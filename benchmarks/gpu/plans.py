@@ -1,7 +1,7 @@
-"""The plans of a node that does nothing but decode a fixed batch, or prefill one prompt.
+"""The plans of a node that only decodes a fixed batch, or prefills one prompt.
 
-Does what the scheduler does for a benchmark's engine, without a queue: numbers steps and
-sequences, gives blocks (in no order, as after a while of serving) and takes them back. Knows
+Replaces the scheduler for a benchmark's engine, without a queue: numbers steps and sequences,
+gives blocks (in random order, as after a while of serving) and takes them back. Knows
 no tensors. Called by benchmarks.gpu.engine.
 """
 
@@ -25,7 +25,7 @@ from topspin.messages import (
 
 @dataclass(eq=False)
 class _Sequence:
-    """A sequence of the batch: how many positions are committed, and its blocks."""
+    """A sequence of the batch: the number of committed positions, and its blocks."""
 
     seq_id: int
     length: int
@@ -61,7 +61,7 @@ class Plans:
 
     @property
     def contexts(self) -> list[int]:
-        """Return the positions of each sequence that the last step left in the cache."""
+        """Return the number of cached positions of each sequence after the last step."""
         return [each.length for each in self._batch]
 
     @property
@@ -70,7 +70,7 @@ class Plans:
         return tuple(len(part) for part in self._split())
 
     def start_decode(self, batch: int, context: int) -> None:
-        """Forget all sequences; begin `batch` with `context` positions cached."""
+        """Drop all sequences; begin `batch` new ones with `context` positions cached."""
         self._forget_all()
         for _ in range(batch):
             self._admit(num_tokens=context + 1, num_computed=context)
@@ -81,7 +81,7 @@ class Plans:
         return self._plan([[(each, 1) for each in part] for part in self._split()])
 
     def prefill(self, num_tokens: int) -> list[StepPlan]:
-        """Forget all sequences; prefill one prompt, in as many steps as the budget makes it."""
+        """Drop all sequences; prefill one prompt, in as many steps as the budget requires."""
         self._forget_all()
         sequence = self._admit(num_tokens=num_tokens, num_computed=0)
         left, plans = num_tokens, []
@@ -98,7 +98,7 @@ class Plans:
         return [self._batch[bounds[idx] : bounds[idx + 1]] for idx in range(m)]
 
     def _forget_all(self) -> None:
-        # One that was not sent yet is not known to the node.
+        # The node does not know a sequence that was not sent yet.
         unsent = {new.seq_id for new in self._new}
         self._finished += [each.seq_id for each in self._batch if each.seq_id not in unsent]
         self._new, self._batch = [], []

@@ -1,10 +1,10 @@
-"""Every kernel beside the limits of the GPU, and beside torch's own kernel where it has one.
+"""Every kernel compared with the limits of the GPU, and with torch's kernel if there is one.
 
 The second part of `make gpu`. A kernel's time comes from CUDA graphs and the device's events
 (benchmarks.gpu.timing), its bytes and operations from benchmarks.roofline; the share is of the
 least time that the bandwidth and matmul rates measured in the same run allow. Weights and cached
-keys that a step finds cold in memory are cold here: calls go through copies that exceed any L2
-cache. Bytes of experts count the experts that the routing touches.
+keys that are cold in a step are cold here: calls rotate over copies larger than any L2 cache. Bytes
+of experts count the experts that the routing touches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EPS: Final = 1e-6
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's layer, and the numbers of rows that are timed."""
+    """The sizes of a model's layer, and the numbers of rows to time."""
 
     heads: int
     kv_heads: int
@@ -56,7 +56,7 @@ class Sizes:
     contexts: tuple[tuple[int, int, int], ...]
     """(sequences, new rows of each, context)."""
     cache_bytes: int
-    """More than the device's last-level cache holds."""
+    """A size larger than the device's last-level cache."""
 
 
 QWEN3_30B: Final = Sizes(
@@ -70,7 +70,7 @@ TINY: Final = Sizes(4, 2, 16, 32, 4, 2, 16, 64, (3,), ((2, 1, 20), (1, 3, 3)), 4
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One kernel at one size. `call(i)` uses copy i % copies of what must be cold."""
+    """One kernel at one size. `call(i)` uses copy i % copies of the cold tensors."""
 
     op: str
     shape: str
@@ -78,11 +78,11 @@ class Case:
     call: Callable[[int], object]
     copies: int = 1
     product: str = "bf16"
-    """The product whose measured rate bounds the operations."""
+    """The kind of product whose measured rate is the limit of the operations."""
     library: Callable[[int], object] | None = None
-    """The same by torch's own kernel."""
+    """The same call by torch's kernel."""
     goal: float | None = None
-    """The share of the roofline that the project wants on one H200."""
+    """The project's goal on one H200, as a share of the roofline."""
 
 
 Cases = Iterator[tuple[str, Callable[[], Case]]]
@@ -90,7 +90,7 @@ Cases = Iterator[tuple[str, Callable[[], Case]]]
 
 
 def num_copies(cold_bytes: float, cache_bytes: int) -> int:
-    """Return the fewest copies of `cold_bytes` that a cache does not hold all of."""
+    """Return the smallest number of copies of `cold_bytes` that exceeds the cache."""
     return int(cache_bytes // max(cold_bytes, 1)) + 1
 
 
@@ -102,7 +102,7 @@ def randn(*shape: int, device: torch.device) -> Tensor:
 def attention_case(
     sizes: Sizes, num_seqs: int, new_rows: int, context: int, device: torch.device
 ) -> Case:
-    """Attend `new_rows` of each sequence to scattered blocks; SDPA has its keys in one piece."""
+    """Attend `new_rows` of each sequence to scattered blocks; SDPA gets contiguous keys."""
     per_seq = -(-context // BLOCK_SIZE)
     tables = torch.randperm(num_seqs * per_seq).view(-1, per_seq)
     meta = AttentionMeta(
@@ -148,14 +148,14 @@ def attention_case(
         ),
         call,
         copies,
-        # SDPA's causal mask is of the first rows; a chunk of a prompt is the last ones.
+        # SDPA's causal mask fits the first rows; a prompt's chunk is its last rows.
         library=library if is_causal or new_rows == 1 else None,
         goal=0.8 if (num_seqs, new_rows) == (64, 1) else 0.6 if new_rows > 1 else None,
     )
 
 
 def expert_bytes(sizes: Sizes, weight_format: str) -> int:
-    """Count the bytes of one expert: its numbers, and their scales or steps and lowest numbers."""
+    """Count the bytes of one expert: its weights, and their scales, or steps and minima."""
     hidden_groups, ffn_groups = (-(-size // GROUP) for size in (sizes.hidden, sizes.ffn))
     numbers = 3 * sizes.hidden * sizes.ffn
     if weight_format == "plain":
@@ -168,12 +168,12 @@ def expert_bytes(sizes: Sizes, weight_format: str) -> int:
 
 
 def draw_routings(sizes: Sizes, num_rows: int, weight_format: str) -> list[Tensor]:
-    """Choose different experts for each row, so often that the weights read exceed the cache."""
+    """Return routings, distinct experts per row, enough that the weights read exceed the cache."""
     scores = torch.rand(num_rows, sizes.experts, generator=torch.Generator().manual_seed(0))
     first = scores.topk(sizes.top_k, dim=-1).indices.int()
     touched_bytes = len(set(first.flatten().tolist())) * expert_bytes(sizes, weight_format)
     copies = num_copies(touched_bytes, sizes.cache_bytes)
-    # The same routing with experts renamed touches as many, and others.
+    # The same routing with experts renamed touches as many, but different ones.
     step = sizes.experts // copies or 1
     return [(first + idx * step) % sizes.experts for idx in range(copies)]
 
@@ -240,7 +240,7 @@ def linear_case(sizes: Sizes, num_rows: int, weight_format: str, device: torch.d
 
 
 def norm_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
-    """Add and norm rows that the kernel before has just written."""
+    """Add and norm rows just written by the previous kernel."""
     residual, x = randn(2, num_rows, sizes.hidden, device=device)
     x.zero_()  # The residual would grow over many calls.
     weight = torch.ones(sizes.hidden, dtype=torch.bfloat16, device=device)
@@ -298,7 +298,7 @@ def route_case(sizes: Sizes, num_rows: int, device: torch.device) -> Case:
 def sampling_case(
     sizes: Sizes, num_rows: int, temperature: float, top_p: float, device: torch.device
 ) -> Case:
-    """Sample from rows of logits that the LM head has just written."""
+    """Sample from rows of logits just written by the LM head."""
     zeros, ones = torch.zeros(num_rows), torch.ones(num_rows)
     batch = SamplingBatch(
         temperature=ones * temperature,
@@ -323,7 +323,7 @@ def sampling_case(
 
 
 def all_cases(sizes: Sizes, device: torch.device) -> Cases:
-    """Give every case, the most telling first: time may be short for the others."""
+    """Yield every case, the most important first: time may be short for the others."""
     formats = ("plain", "fp8", "int8", "int4")
     for num_seqs, new_rows, context in sizes.contexts:
         name = f"attention, {num_seqs} x {new_rows} rows, context {context}"
@@ -344,8 +344,8 @@ def all_cases(sizes: Sizes, device: torch.device) -> Cases:
 
 
 def measure_ceilings(part: Part, runtime: Runtime, *, is_quick: bool) -> dict[str, Roofline]:
-    """Measure the bandwidths, and the rate of each product that the device has."""
-    # Kernels of a decode step read and hardly write: reading may be the faster of the two.
+    """Measure the bandwidths, and the rate of each product that the device supports."""
+    # Kernels of a decode step mostly read, and reading may be faster than copying.
     bytes_per_s = measure_bandwidths(part, runtime, is_quick=is_quick)
     found = {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
@@ -361,7 +361,7 @@ def measure_ceilings(part: Part, runtime: Runtime, *, is_quick: bool) -> dict[st
 
 
 def time_library(runtime: Runtime, case: Case) -> tuple[float | None, str]:
-    """Return the seconds of torch's own kernel, or why there are none."""
+    """Return the seconds of torch's kernel, or the reason why there are none."""
     if case.library is None:
         return None, ""
     try:
@@ -371,7 +371,7 @@ def time_library(runtime: Runtime, case: Case) -> tuple[float | None, str]:
 
 
 def measure(part: Part, runtime: Runtime, case: Case, rooflines: dict[str, Roofline]) -> None:
-    """Time one case and keep what it reached."""
+    """Time one case and keep its figures."""
     limit = rooflines.get(case.product, rooflines["bf16"])
     timed = time_call(runtime, case.call, case.copies)
     library_s, why = time_library(runtime, case)

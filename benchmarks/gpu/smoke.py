@@ -1,9 +1,9 @@
-"""Whether a machine with a GPU can run Topspin, and whether its kernels are right there.
+"""The check that a machine with a GPU can run Topspin, and that kernels are correct on it.
 
-The first part of `make gpu`. Says in a line each what Triton and Topspin need (compiler,
-Python.h, driver, torch, triton, packages), naming what is missing; then runs the tests of
-tests/gpu (one per kernel at the tiles and shapes of real use, and both sides of M2N at once on
-two streams) and cuda_ipc between two processes. Imports nothing that may be missing.
+The first part of `make gpu`. Prints a line for each requirement of Triton and Topspin (compiler,
+Python.h, driver, torch, triton, packages), naming missing ones; then runs the tests of tests/gpu
+(one per kernel at the tiles and shapes of real use, and both sides of M2N at once on two streams)
+and cuda_ipc between two processes. Imports no package that may be missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKAGES: Final = {
     "numba": "cuda_ipc between processes",
     "zmq": "cuda_ipc between processes",
 }
-"""What the parts of `make gpu` import, and for what."""
+"""The packages that the parts of `make gpu` import, and their purposes."""
 
 
 class Fact(NamedTuple):
@@ -44,7 +44,7 @@ class Fact(NamedTuple):
     what: str
     found: str | None
     advice: str
-    """How to get it, if it is not there."""
+    """How to install it, if it is missing."""
 
 
 def installed(package: str) -> str | None:
@@ -58,7 +58,7 @@ def installed(package: str) -> str | None:
 
 
 def driver() -> str | None:
-    """Return the GPUs and their driver's version as nvidia-smi tells them."""
+    """Return the GPUs and their driver's version from nvidia-smi."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -71,7 +71,7 @@ def driver() -> str | None:
 
 
 def facts(*, needs_gpu: bool) -> Iterator[Fact]:
-    """Give the lines of the probe."""
+    """Yield the lines of the probe."""
     compiler, header = find_compiler(), find_header()
     yield Fact("python", f"{platform.python_version()}, {sys.executable}", "")
     yield Fact("C compiler", compiler, "install gcc or clang, or set CC: Triton builds with it")
@@ -94,9 +94,9 @@ def run_tests(arguments: Sequence[str], environment: dict[str, str], limit_s: fl
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--durations=15"]
-        # Versions are those of the machine, and a warning of theirs is no failure.
+        # The machine has its own versions, whose warnings are not failures.
         command += ["-p", "no:cacheprovider", "-W", "default", f"--junitxml={report}"]
-        # A session of its own: its compilers and processes are stopped with it.
+        # In a new session, so that its compilers and processes are stopped with it.
         process = subprocess.Popen(
             [*command, *arguments], cwd=ROOT, env=environment, start_new_session=True
         )
@@ -112,7 +112,7 @@ def run_tests(arguments: Sequence[str], environment: dict[str, str], limit_s: fl
 
 
 class Outcome(NamedTuple):
-    """What became of one test."""
+    """The result of one test."""
 
     test: str
     outcome: str
@@ -120,7 +120,7 @@ class Outcome(NamedTuple):
     seconds: float
     why: str
     properties: dict[str, str]
-    """What the test recorded (record_property)."""
+    """The properties recorded by the test (record_property)."""
 
 
 def read_outcomes(report: str) -> list[Outcome]:

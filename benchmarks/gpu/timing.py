@@ -1,10 +1,10 @@
-"""How long a call takes on a device, and what the device can do at best.
+"""The time of a call on a device, and the device's measured limits.
 
 Owns the clock of the GPU benchmark: calls are recorded into a CUDA graph, as the engine
-replays them, and replays are timed by the device's own events, so that neither launches nor
-the host's noise count; on the host (device cpu, for tests) it is the host's clock, and no
-speed. The ceilings are those of a plain copy and of cuBLAS, measured, not the vendor's.
-Knows no kernel of ours. Called by benchmarks.gpu.rooflines and benchmarks.gpu.decode.
+replays them, and replays are timed by the device's events, so that neither launches nor the
+host's noise count; on the host (device cpu, for tests) it is the host's clock, whose times are
+not speeds. The ceilings are measured by a plain copy and by cuBLAS, not taken from the vendor.
+Knows no kernel of Topspin. Called by benchmarks.gpu.rooflines and benchmarks.gpu.decode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.runtime import Replay, Runtime
 
 REPLAYS: Final = 11
 MIN_REPLAY_S: Final = 2e-3
-"""A replay takes at least so long, if calls are short: an event's resolution is 0.5 us."""
+"""The least time of a replay of short calls: an event's resolution is 0.5 us."""
 MAX_CALLS: Final = 200
 GRAPH: Final = "graph"
 STREAM: Final = "stream"
@@ -35,13 +35,13 @@ class Timed(NamedTuple):
     median_s: float
     least_s: float
     calls: int
-    """Calls of a replay."""
+    """The number of calls in a replay."""
     by: str
-    """"graph", or "stream" where the calls could not be recorded."""
+    """"graph", or "stream" if the calls could not be recorded."""
 
 
 def time_once(runtime: Runtime, enqueue: Callable[[], object]) -> float:
-    """Give the seconds that the device takes for what `enqueue` enqueues."""
+    """Return the device's seconds for the work enqueued by `enqueue`."""
     if not runtime.is_asynchronous:
         begin = time.perf_counter()
         enqueue()
@@ -55,7 +55,7 @@ def time_once(runtime: Runtime, enqueue: Callable[[], object]) -> float:
 
 
 def calls_for(call_s: float, copies: int) -> int:
-    """Give the calls of a replay: enough for the clock, and for every copy to have its turn."""
+    """Return the number of calls in a replay: enough for the clock, and to use every copy."""
     wanted = int(MIN_REPLAY_S / max(call_s, 1e-9)) + 1
     return max(min(wanted, MAX_CALLS), copies)
 
@@ -63,7 +63,7 @@ def calls_for(call_s: float, copies: int) -> int:
 def time_call(
     runtime: Runtime, call: Callable[[int], object], copies: int = 1, replays: int = REPLAYS
 ) -> Timed:
-    """Time call(i) for i = 0, 1, ..: the median and the least of some replays of calls.
+    """Time call(i) for i = 0, 1, ..: the median and the minimum over several replays.
 
     The first call compiles and is not timed.
     """
@@ -74,7 +74,7 @@ def time_call(
     runtime.synchronize()
     num_calls = calls_for(time_once(runtime, lambda: call(1)), copies)
     replay, by = _recorded(runtime, call, num_calls)
-    # A call by itself takes as long as its launch; of what is replayed more may be needed.
+    # A single call takes as long as its launch; a replay may need more calls.
     wanted = calls_for(time_once(runtime, replay) / num_calls, copies)
     if wanted > 2 * num_calls:
         num_calls = wanted
@@ -86,7 +86,7 @@ def time_call(
 def _recorded(
     runtime: Runtime, call: Callable[[int], object], num_calls: int
 ) -> tuple[Replay, str]:
-    """Record the calls, or give them as they are where a graph cannot hold them; run them once."""
+    """Return a recording of the calls, or the calls if they cannot be recorded; run them once."""
 
     def body() -> None:
         for idx in range(num_calls):
@@ -94,7 +94,7 @@ def _recorded(
 
     replay: Replay = body
     by = STREAM
-    # A recording that failed may have left an error behind: the calls themselves will say so.
+    # A failed recording may leave an error behind, which the calls then raise.
     with contextlib.suppress(RuntimeError):
         replay, by = runtime.capture(body), GRAPH
     replay()
@@ -103,7 +103,7 @@ def _recorded(
 
 
 def copy_bandwidth(runtime: Runtime, *, is_quick: bool = False) -> float:
-    """Give the bytes per second, read and written, of a copy far larger than any cache."""
+    """Return the bytes per second, read and written, of a copy far larger than any cache."""
     num_bytes = 1 << (20 if is_quick else 32)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=runtime.device)
     target = torch.empty_like(source)
@@ -112,10 +112,10 @@ def copy_bandwidth(runtime: Runtime, *, is_quick: bool = False) -> float:
 
 
 def read_bandwidth(runtime: Runtime, *, is_quick: bool = False) -> float:
-    """Give the bytes per second of a sum over numbers far larger than any cache."""
+    """Return the bytes per second of a sum over an array far larger than any cache."""
     num_bytes = 1 << (20 if is_quick else 32)
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=runtime.device)
-    # Rows for every processor: the sum of one row alone would be a tree of few programs.
+    # Enough rows for all processors: the sum of a single row would be a tree of few programs.
     rows = source.view(4096, -1)
     out = torch.empty(4096, device=runtime.device)
     timed = time_call(runtime, lambda _: torch.sum(rows, 1, out=out))
@@ -135,12 +135,12 @@ def measure_bandwidths(part: Part, runtime: Runtime, *, is_quick: bool) -> float
 
 
 def matmul_rate(runtime: Runtime, dtype: torch.dtype, *, is_quick: bool = False) -> float:
-    """Give the operations per second of a large square product, of bf16 or of fp8 (e4m3).
+    """Return the operations per second of a large square product, of bf16 or of fp8 (e4m3).
 
-    Raises RuntimeError or NotImplementedError where the device has no such product.
+    Raises RuntimeError or NotImplementedError if the device does not support the product.
     """
     size = 64 if is_quick else 8192
-    # Zeros would take less power, and the clock would be higher than in use.
+    # Zeros would take less power, so the clock would be higher than in real use.
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=runtime.device) for _ in range(2))
     out = torch.empty(size, size, dtype=torch.bfloat16, device=runtime.device)
     multiply: Callable[[int], Tensor]
@@ -155,7 +155,7 @@ def matmul_rate(runtime: Runtime, dtype: torch.dtype, *, is_quick: bool = False)
                 scale_a=one,
                 scale_b=one,
                 out_dtype=torch.bfloat16,
-                # What Hopper's peak is of: sums of less than fp32 between instructions.
+                # Hopper's peak holds for this: sums in less than fp32 between instructions.
                 use_fast_accum=True,
             )
     else:

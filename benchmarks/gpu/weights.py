@@ -1,9 +1,9 @@
 """Random weights of a model, made on the device: a benchmark needs shapes, not a checkpoint.
 
-Owns their distribution: what keeps activations of order one through many layers, and spreads
-the router's choices over all experts. They come layer by layer, in the forms that
-models.weights reads from a checkpoint, so that nodes pack them as they pack a real model's.
-Called by benchmarks.gpu.engine.
+Owns their distribution, which keeps activations of order one through many layers and spreads the
+router's choices over all experts. They come layer by layer, in the forms that models.weights reads
+from a checkpoint, so that nodes pack them as they pack a real model's. Called by
+benchmarks.gpu.engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models.weights import (
 )
 
 STD: Final = 0.02
-"""Of a weight; what most checkpoints were initialised with."""
+"""The standard deviation of a weight, as most checkpoints are initialised."""
 
 
 class RandomWeights:

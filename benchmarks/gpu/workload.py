@@ -1,6 +1,6 @@
 """The shapes that `make gpu` runs end to end, as the fields of a checkpoint's config.json.
 
-Tests make transformers' model of the same fields. Knows no tensors. Called by
+Tests build transformers' model from the same fields. Knows no tensors. Called by
 benchmarks.gpu.engine and benchmarks.gpu.decode.
 """
 
@@ -72,7 +72,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Name it as the table does."""
+        """Return its name in the table."""
         graphs = "graphs" if self.cuda_graphs else "no graphs"
         return f"{graphs}, {self.gpu_streams} stream{'s' if self.gpu_streams > 1 else ''}"
 
@@ -84,18 +84,18 @@ class Workload:
     name: str
     fields: Fields
     context: int
-    """Positions of every sequence whose decoding is timed."""
+    """The number of positions of every sequence whose decoding is timed."""
     batches: tuple[int, ...]
     prefill_tokens: int
-    """Length of the one prompt whose prefill is timed."""
+    """The length of the prompt whose prefill is timed."""
     rounds: int
-    """Timed repetitions; their median counts."""
+    """The number of timed repetitions; the result is their median."""
     steps: int
     """Decode steps of a repetition."""
 
     @property
     def max_len(self) -> int:
-        """Positions that a sequence may need: context, rounds, one to warm up, one to profile."""
+        """The positions that a sequence may need: context, rounds, warm-up and profile."""
         return self.context + (self.rounds + 2) * self.steps
 
 

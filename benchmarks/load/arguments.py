@@ -1,8 +1,8 @@
 """The flags of every command that sends load, in the spelling of `vllm bench serve`.
 
-Owns flags and how they become a Target, a Load and a Report; the dataset's flags are its own
-(benchmarks.load.datasets.settings). Sends nothing, but asks a server that is to be tested for its
-model. Every mistake is a ConfigError that names the flag.
+Owns the flags and their mapping to a Target, a Load and a Report; the dataset's flags are in
+benchmarks.load.datasets.settings. Sends no load, but asks the tested server for its model. Every
+mistake is a ConfigError that names the flag.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from models.hub import made_model_path
 from models.tokenizer import Tokenizer
 from topspin.errors import ConfigError
 
-# Datasets whose output lengths are part of what they ask for.
+# Datasets that set the output lengths.
 EXACT_OUTPUT = ("random", "burstgpt", "mooncake")
 _SAMPLING: dict[str, type] = {
     "top-p": float,
@@ -40,7 +40,7 @@ _SAMPLING: dict[str, type] = {
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add where requests go: --base-url or --host and --port, and how they ask."""
+    """Add the flags of the target: --base-url or --host and --port, and of requests."""
     group = parser.add_argument_group("server")
     group.add_argument("--base-url", metavar="URL", help="the server, if not --host and --port")
     group.add_argument("--host", default=None, help="the server's host (127.0.0.1)")
@@ -49,7 +49,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_request_arguments(group: argparse._ActionsContainer) -> None:
-    """Add how a server is asked, whichever it is."""
+    """Add the flags of requests, for any server."""
     group.add_argument(
         "--backend",
         choices=tuple(ENDPOINTS),
@@ -100,7 +100,7 @@ def add_request_arguments(group: argparse._ActionsContainer) -> None:
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add when requests are sent."""
+    """Add the flags of the load: when requests are sent."""
     group = parser.add_argument_group("load")
     group.add_argument(
         "--request-rate",
@@ -152,7 +152,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what is reported and where it is saved."""
+    """Add the flags of the report and its files."""
     group = parser.add_argument_group("report")
     group.add_argument(
         "--percentile-metrics",
@@ -189,7 +189,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def base_url_of(parsed: argparse.Namespace) -> str:
     """Return the server's address, without a slash at its end.
 
-    Raises ConfigError if it is given twice, or is no address.
+    Raises ConfigError if it is given twice or invalid.
     """
     if parsed.base_url is None:
         host, port = parsed.host or "127.0.0.1", 8000 if parsed.port is None else parsed.port
@@ -207,14 +207,14 @@ def base_url_of(parsed: argparse.Namespace) -> str:
 
 
 def request_headers(parsed: argparse.Namespace) -> dict[str, str]:
-    """Return the headers of every request, the API key's among them."""
+    """Return the headers of every request, including the API key's."""
     key = parsed.api_key or os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return headers | key_values("--header", parsed.header)
 
 
 def target_of(parsed: argparse.Namespace, base_url: str, *, dataset_name: str) -> Target:
-    """Return the Target that the flags describe at `base_url`, asking it for its model if need be.
+    """Return the Target of the flags at `base_url`; asks it for its model if necessary.
 
     Raises ConfigError for fields that cannot be set, ServerUnreachable if it must be asked
     and does not answer.
@@ -248,7 +248,7 @@ def _sampling_fields(parsed: argparse.Namespace, dataset_name: str) -> dict[str,
 
 
 def load_of(parsed: argparse.Namespace) -> Load:
-    """Return the Load that the flags describe; raises ConfigError if they contradict."""
+    """Return the Load of the flags; raises ConfigError if they contradict each other."""
     load = Load(
         request_rate=parsed.request_rate,
         burstiness=parsed.burstiness,
@@ -269,7 +269,7 @@ def load_of(parsed: argparse.Namespace) -> Load:
 
 @dataclass(frozen=True)
 class Report:
-    """What is to be reported of a run."""
+    """The settings of a run's report."""
 
     latencies: tuple[str, ...]
     percentiles: tuple[float, ...]
@@ -278,7 +278,7 @@ class Report:
 
 
 def report_of(parsed: argparse.Namespace) -> Report:
-    """Return what the flags ask to report; raises ConfigError for a name or number it is not."""
+    """Return the Report of the flags; raises ConfigError for an invalid name or number."""
     latencies = tuple(parsed.percentile_metrics.split(","))
     for name in latencies:
         if name not in LATENCIES:
@@ -328,7 +328,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 class Texts(NamedTuple):
-    """What prompts are made with: the tokenizer's name, the tokenizer, and the dataset."""
+    """The sources of prompts: the tokenizer's name, the tokenizer, and the dataset."""
 
     tokenizer_id: str | None
     tokenizer: Tokenizer | None
@@ -336,7 +336,7 @@ class Texts(NamedTuple):
 
 
 def texts_of(parsed: argparse.Namespace, target: Target, dataset: DatasetSettings) -> Texts:
-    """Return the tokenizer that is named or here, and `dataset` with the model's vocabulary.
+    """Return the named or local tokenizer, and `dataset` with the model's vocabulary.
 
     Without a tokenizer the server is asked for its checkpoint's directory, which may be on
     this host, and for the size of its vocabulary, from which token ids can be drawn.
@@ -352,9 +352,9 @@ def texts_of(parsed: argparse.Namespace, target: Target, dataset: DatasetSetting
 
 
 def tokenizer_of(tokenizer: str | None, model: str) -> tuple[str | None, Tokenizer | None]:
-    """Return the tokenizer's name and the tokenizer: the one named, or the model's if it is here.
+    """Return the name and the tokenizer: the one named, or the model's if it is on this machine.
 
-    Nothing is downloaded. Raises ConfigError if the one that was named is not here.
+    Nothing is downloaded. Raises ConfigError if the named one is not on this machine.
     """
     for name in filter(None, (tokenizer, model)):
         for directory in (Path(name).expanduser(), made_model_path(name)):

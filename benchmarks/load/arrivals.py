@@ -1,4 +1,4 @@
-"""When requests arrive: rates, gamma gaps, ramps and replayed timestamps.
+"""The arrival times of requests: rates, gamma gaps, ramps and replayed timestamps.
 
 Owns the arithmetic and the check that a Load makes sense; pure, seeded, sends nothing. The
 gaps follow the convention of `vllm bench serve`: gamma with shape `burstiness` and mean
@@ -88,11 +88,11 @@ def request_rates(num_requests: int, load: Load) -> list[float]:
 
 
 def arrival_times(num_requests: int, load: Load) -> list[float]:
-    """Return when each of `num_requests` arrives, in seconds from the start, ascending.
+    """Return the arrival times of `num_requests` requests, in seconds from the start, ascending.
 
-    The same seed gives the same times. At a constant rate the times are scaled so that the
-    last is exactly num_requests / rate: the offered load is then what was asked for, and
-    seeds differ in their bursts only (as in `vllm bench serve`).
+    The same seed gives the same times. At a constant rate the times are scaled so that the last is
+    exactly num_requests / rate: the offered load is then exact, and seeds change only the bursts
+    (as in `vllm bench serve`).
     """
     rates = np.array(request_rates(num_requests, load))
     if num_requests == 0 or np.isinf(rates).any():
@@ -109,7 +109,7 @@ def arrival_times(num_requests: int, load: Load) -> list[float]:
 
 
 def replayed_times(requests: Sequence[BenchRequest], time_scale: float) -> list[float]:
-    """Return the requests' own arrival times in seconds, stretched by `time_scale`.
+    """Return the requests' recorded arrival times in seconds, times `time_scale`.
 
     Raises ConfigError if a request has none.
     """

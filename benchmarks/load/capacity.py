@@ -1,9 +1,9 @@
-"""How much can the load tester drive from one core? Streams, events/s, CPU share, lag.
+"""How much load can the load tester drive from one core? Streams, events/s, CPU share, lag.
 
-Owns the measurement and its JSON (results/load_client.json): the client of `topspin bench
-serve` against benchmarks.load.flood in another process, one row a rate of events. The server
-is cheap, but where the two share a core its work slows the client; the CPU time per event
-does not depend on that. Run as `python -m benchmarks.load.capacity`.
+Owns the measurement and its JSON (results/load_client.json): the client of `topspin bench serve`
+against benchmarks.load.flood in another process, one row per rate of events. The server is cheap,
+but if both share a core its work slows the client; the CPU time per event does not depend on that.
+Run as `python -m benchmarks.load.capacity`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = list(range(128))
 
 @contextmanager
 def flood(period_s: float) -> Iterator[str]:
-    """Run the server in a process of its own; yields its base URL."""
+    """Run the server in a separate process; yields its base URL."""
     command = [sys.executable, "-P", "-m", "benchmarks.load.flood"]
     with subprocess.Popen(
         [*command, "--period-ms", str(period_s * 1000)],
@@ -58,7 +58,7 @@ def measure(num_streams: int, period_s: float, seconds: float) -> dict[str, Any]
         "peak_streams": peak_concurrency(run.records),
         "failed": sum(not record.ok for record in run.records),
         "events_per_s": num_events / run.duration_s,
-        # All of it, the requests' preparation and connections too.
+        # All CPU time, including the requests' preparation and connections.
         "cpu_us_per_event": cpu_s / max(num_events, 1) * 1e6,
         "cpu_share": run.health.cpu_share,
         "loop_lag_p99_ms": run.health.loop_lag_p99_s * 1000,

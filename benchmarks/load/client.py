@@ -1,8 +1,8 @@
-"""One request over HTTP: send it, read the stream, and record when what came.
+"""One request over HTTP: send it, read the stream, and record the times of arrivals.
 
-Owns the connection pool, the request body, the timeout and the names of what can go wrong.
-Decides neither when a request is sent nor what the figures mean: benchmarks.load.runner calls
-it, one task a request. No request is ever sent twice: an error is a measurement.
+Owns the connection pool, the request body, the timeout and the names of errors. Decides
+neither when a request is sent nor how to evaluate it: benchmarks.load.runner calls it, one
+task per request. No request is ever sent twice: an error is a measurement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OWNED_FIELDS = {
     "n": "one answer a request is measured",
     "best_of": "one answer a request is measured",
 }
-# How long the body may stay open after [DONE] before the connection is given up.
+# How long the body may stay open after [DONE] before the connection is closed.
 AFTER_DONE_S = 1.0
 MAX_ERROR_TEXT = 500
 
@@ -39,9 +39,9 @@ MAX_ERROR_TEXT = 500
 def request_body(
     target: Target, request: BenchRequest, conversation: Sequence[Message] = ()
 ) -> bytes:
-    """Return the JSON body of `request`, its messages after those of `conversation`.
+    """Return the JSON body of `request`, with its messages after those of `conversation`.
 
-    Raises ConfigError if the target's endpoint cannot carry it, or a field is the client's.
+    Raises ConfigError if the target's endpoint does not support it, or sets a client's field.
     """
     body: dict[str, object] = {"model": target.model}
     if target.backend == "openai-chat":
@@ -70,7 +70,7 @@ def request_body(
 
 @dataclass
 class Counters:
-    """What has happened so far, for whoever watches a run."""
+    """Counters of a run so far, for progress displays."""
 
     num_sent: int = 0
     num_completed: int = 0
@@ -80,7 +80,7 @@ class Counters:
 
 @dataclass
 class _Exchange:
-    """What is known of a reply while it comes, also when it breaks off."""
+    """The data of a reply in progress, kept if it breaks off."""
 
     reader: ReplyReader
     http_status: int | None = None
@@ -121,7 +121,7 @@ class Client:
         await self._session.close()
 
     def begin(self) -> None:
-        """Make this moment time 0."""
+        """Set time 0 to now."""
         self._start_s = time.perf_counter()
 
     def now(self) -> float:
@@ -129,10 +129,10 @@ class Client:
         return time.perf_counter() - self._start_s
 
     async def send(self, body: bytes, planned: RequestRecord) -> RequestRecord:
-        """Send `body`, read the reply to its end, and return `planned` with what happened.
+        """Send `body`, read the reply to its end, and return `planned` with the measurements.
 
-        Whatever goes wrong is in the record, a cancellation too, as "interrupted": whoever
-        gets such a record has to stop.
+        Errors are in the record; so is a cancellation, as "interrupted", after which the
+        caller has to stop.
         """
         exchange = _Exchange(ReplyReader())
         sent_s = self.now()
@@ -165,7 +165,7 @@ class Client:
         return record
 
     async def _exchange(self, body: bytes, exchange: _Exchange, deadline: asyncio.Timeout) -> None:
-        """Post and read into `exchange`; raises what went wrong."""
+        """Post and read into `exchange`; raises the errors of both."""
         reader = exchange.reader
         url = self._target.url
         async with self._session.post(url, data=body, allow_redirects=False) as response:
@@ -179,7 +179,7 @@ class Client:
             async for block in response.content.iter_any():
                 self.counters.num_events += reader.feed(block, self.now())
                 if reader.done_s is not None:
-                    # Only the end of the body is still to come; no place is held for it.
+                    # Only the end of the body is still to come; it needs no concurrency place.
                     soon = asyncio.get_running_loop().time() + AFTER_DONE_S
                     deadline.reschedule(min(deadline.when() or soon, soon))
             reader.finish(self.now())
@@ -191,7 +191,7 @@ def _completed(
     arrivals = reader.arrivals
     total = reader.completion_tokens
     counts = tokens_per_arrival(arrivals, total)
-    # An answer that is empty from its first token on (end of sequence) has no arrival.
+    # An answer that ends with its first token (end of sequence) has no arrival.
     first_s = arrivals[0].time_s if arrivals else reader.last_choice_s
     return replace(
         record,
@@ -215,7 +215,7 @@ def _completed(
 
 
 def _error_kind(error: Exception) -> str:
-    """Return the stable name of what went wrong with a connection."""
+    """Return the stable name of a connection's error."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return "client_out_of_files"
     if isinstance(error, aiohttp.ClientConnectorError):

@@ -1,10 +1,10 @@
 """Several servers on the same prompts: medians, ratios with their spread, equal answers.
 
-Owns the arithmetic; sends nothing. Called by benchmarks.compare with what each round gave.
+Owns the arithmetic; sends nothing. Called by benchmarks.compare with each round's figures.
 
 Ratios are taken pair by pair: a target's figure in a round over the first target's figure in
-the same round, which were measured minutes and not hours apart, so that a machine that
-becomes slower takes both with it. Their spread is the least and the greatest round.
+the same round, measured minutes and not hours apart, so that a machine's slowdown affects
+both. Their spread is the least and the greatest round.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Figures:
     decode_throughput: float | None = None
 
 
-# What each figure is called, with its unit, in the order in which they are shown.
+# The name of each figure, with its unit, in the order of display.
 NAMES = {
     "output_throughput": "output throughput (tokens/s)",
     "decode_throughput": "decode rate (tokens/s)",
@@ -88,8 +88,8 @@ def prefill_throughput(run: Run) -> float | None:
 def summarise(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return target -> figure -> its spread and, beside the first target's, the ratios' spread.
 
-    `rounds` holds what each round gave, by target, the first target first. A figure that was
-    measured in no round is left out, and so is a ratio without a round that has both.
+    `rounds` holds each round's figures by target, the first target first. A figure that no round
+    has is left out, and so is a ratio if no round has both of its figures.
     """
     first = next(iter(rounds[0]))
     table: dict[str, dict[str, dict[str, Any]]] = {}
@@ -110,7 +110,7 @@ def summarise(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, dict[str, di
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two targets' greedy answers to the same prompts are the same.
+    """The agreement of two targets' greedy answers to the same prompts.
 
     `identical` is the share of equal answers; the common prefixes are means over all prompts,
     in characters and, with a tokenizer, in tokens of the answers' texts.
@@ -123,7 +123,7 @@ class Agreement:
     first_difference: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the agreement as JSON values."""
         return asdict(self)
 
 
@@ -146,7 +146,7 @@ def agreement(
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Return how many leading items are equal."""
+    """Return the number of equal leading items."""
     for idx, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return idx

@@ -1,4 +1,4 @@
-"""What `topspin bench compare` is asked for: its flags, and the plan that they make.
+"""The flags of `topspin bench compare`, and the plan made from them.
 
 Owns the checks that need no server; sends nothing. Called by benchmarks.compare.
 """
@@ -27,7 +27,7 @@ _REQUESTS_PER_PLACE = 4
 
 @dataclass(frozen=True)
 class Named:
-    """A target as the command line names it; `model` None: the one that it serves first."""
+    """A target of the command line; `model` None: the first one that it lists."""
 
     name: str
     url: str
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command line asks for, checked."""
+    """The checked request of the command line."""
 
     parsed: argparse.Namespace
     targets: tuple[Named, ...]
@@ -109,7 +109,7 @@ class Plan:
 
     @classmethod
     def of(cls, flags: Sequence[str] | None) -> Plan:
-        """Read `flags` (None: the process's) and check all that needs no server."""
+        """Read `flags` (None: the process's); make all checks that need no server."""
         parsed = _parser().parse_args(flags)
         if parsed.rounds < 1:
             raise ConfigError(f"--rounds is {parsed.rounds}; it must be 1 or more")
@@ -146,13 +146,13 @@ class Plan:
         return datasets.load(settings, tokenizer, rng)
 
     def target(self, named: Named, model: str) -> Target:
-        """Return `named`, serving `model`, as the load tester wants it."""
+        """Return the load tester's Target for `named`, serving `model`."""
         asked = argparse.Namespace(**{**vars(self.parsed), "model": model})
         return arguments.target_of(asked, named.url, dataset_name=self.dataset.name)
 
 
 def named_targets(parsed: argparse.Namespace) -> tuple[Named, ...]:
-    """Return the targets; raises ConfigError for a name given twice or a --start of no target."""
+    """Return the targets; raises ConfigError for a duplicate name or a --start without a target."""
     commands = arguments.key_values("--start", parsed.start)
     if len(commands) < len(parsed.start):
         raise ConfigError("--start names a target twice")

@@ -1,7 +1,7 @@
-"""What the load tester's parts hand one another: requests in, records out.
+"""The types that the load tester's parts exchange: requests in, records out.
 
-Owns the types only: a BenchRequest is what a dataset asks for, a Target where it is sent, a
-Load when; a RequestRecord is all that was measured of one request, and a Run all of them.
+Owns the types only: a BenchRequest comes from a dataset, a Target says where it is sent, a
+Load when; a RequestRecord has all measurements of one request, and a Run has all records.
 Datasets make BenchRequests; benchmarks.load.client makes a Run of them; metrics, result,
 report, sweep and compare read a Run. All times are seconds on one monotonic clock, counted
 from the start of the run, unless the name says otherwise.
@@ -25,27 +25,27 @@ ENDPOINTS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request as a dataset asks for it; exactly one of `prompt` and `messages` is set.
+    """One request of a dataset; exactly one of `prompt` and `messages` is set.
 
-    In a session (multi-turn conversation) `messages` holds only what is new in this turn: the
-    user's message, and in turn 0 also a system message. The client sends the conversation so
-    far, with the replies that the model really gave, once the turn before has ended.
+    In a session (multi-turn conversation) `messages` holds only this turn's new messages: the
+    user's, and in turn 0 also a system message. The client sends the conversation so far, with
+    the model's actual replies, once the previous turn has ended.
     """
 
     max_tokens: int
     prompt: str | list[int] | None = None
     messages: list[Message] | None = None
-    # How long the prompt is, where the dataset knows it; usage from the server goes first.
+    # The prompt's length, if the dataset knows it; the server's usage takes precedence.
     prompt_tokens: int | None = None
-    # A replayed timestamp, from the start of the run. In a later turn: not before this.
+    # A replayed timestamp, from the start of the run. For a later turn: its earliest time.
     arrival_s: float | None = None
     session: int | None = None
     turn: int = 0
-    # Fields of this request's body, over those of the Target.
+    # Fields of this request's body, which override those of the Target.
     extra_body: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ValueError if it is not one request."""
+        """Raise ValueError if it is not a valid request."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("a request has either a prompt or messages")
         if self.max_tokens < 1:
@@ -56,7 +56,7 @@ class BenchRequest:
 
 @dataclass(frozen=True)
 class Target:
-    """A server of the OpenAI API: where, which endpoint, which model, with what in every body."""
+    """A server of the OpenAI API: address, endpoint, model, and the fields of every body."""
 
     base_url: str
     model: str
@@ -87,7 +87,7 @@ class Load:
     replay: bool = False
     time_scale: float = 1.0
     max_concurrency: int | None = None
-    # Closed loop: each of so many users sends, reads the reply, thinks, and sends again.
+    # Closed loop: the number of users, who each send, read the reply, think, and send again.
     users: int | None = None
     think_time_s: float = 0.0
     request_timeout_s: float = 600.0
@@ -96,19 +96,19 @@ class Load:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """All that was measured of one request; None where it never came to it.
+    """All measurements of one request; None for a point that it never reached.
 
     intended_s <= admitted_s <= sent_s <= first_token_s <= last_token_s <= end_s.
 
-    `intended_s` is when the schedule wanted it sent: the arrival time in an open loop; in a
-    closed loop (users, or an infinite rate under a concurrency limit) the moment when a user
-    or a place became free. From intended to admitted it waited for a place under
-    --max-concurrency; from admitted to sent the client was late by its own fault.
+    `intended_s` is its scheduled time: the arrival time in an open loop; in a closed loop (users,
+    or an infinite rate under a concurrency limit) the time when a user or a place became free. From
+    intended to admitted it waited for a place under --max-concurrency; from admitted to sent is the
+    client's own delay.
 
-    An arrival is one read from the socket that brought output: events that come in one read
-    have been seen at one time. `arrival_tokens` says how many tokens each brought; exact where
-    the server tells (token ids, logprobs, running usage) or sent one token an event, else the
-    tokens of `usage` shared out by length of text.
+    An arrival is one read from the socket with output: events in one read arrive at the same time.
+    `arrival_tokens` are the tokens of each arrival; exact if the server counts them (token ids,
+    logprobs, running usage) or sent one token per event, else the tokens of `usage` divided by
+    length of text.
     """
 
     index: int
@@ -118,22 +118,22 @@ class RequestRecord:
     first_token_s: float | None = None
     # The last output, or the finish reason if that came later.
     last_token_s: float | None = None
-    # When the reply was complete, or the failure was noticed.
+    # The time when the reply was complete, or the failure was noticed.
     end_s: float | None = None
     arrival_times_s: tuple[float, ...] = ()
     arrival_tokens: tuple[int, ...] = ()
     arrival_tokens_exact: bool = True
-    # How many events carried output.
+    # The number of events with output.
     num_events: int = 0
     prompt_tokens: int | None = None
     output_tokens: int = 0
-    # "usage": the server's count. "events": it gave none; the least that its events can hold.
+    # "usage": the server's count. "events": a lower bound from its events, if it sent no count.
     tokens_from: Literal["usage", "events"] = "usage"
     max_tokens: int = 0
     text: str = ""
     finish_reason: str | None = None
     http_status: int | None = None
-    # None: it succeeded. Else a short stable name, e.g. "http_429", "timeout", "connection".
+    # None if it succeeded, else a short stable name, e.g. "http_429", "timeout", "connection".
     error_kind: str | None = None
     error: str = ""
     session: int | None = None
@@ -141,7 +141,7 @@ class RequestRecord:
 
     @property
     def ok(self) -> bool:
-        """Whether the whole reply came."""
+        """Whether the reply is complete."""
         return self.error_kind is None
 
 
@@ -164,7 +164,7 @@ class ClientHealth:
 
     @property
     def saturated(self) -> bool:
-        """Whether the client, not the server, may be what was measured."""
+        """Whether the figures may be limited by the client instead of the server."""
         return bool(self.reasons)
 
 
@@ -179,8 +179,8 @@ class Run:
     duration_s: float
     # Wall-clock start, ISO 8601 with the time zone.
     started_at: str
-    # How many requests were asked for; more than len(records) if it was interrupted.
+    # The number of planned requests; more than len(records) if it was interrupted.
     num_requested: int
     interrupted: bool = False
-    # The dataset and what else the caller wants written beside the figures.
+    # The dataset and other facts that the caller adds to the result.
     settings: dict[str, Any] = field(default_factory=dict)

@@ -1,9 +1,8 @@
 """A server that streams to thousands at almost no cost, to find the limits of a client.
 
-Answers every POST on any path with max_tokens events, one every period, made beforehand;
-it has no model and parses no more of HTTP than a body's length. `python -m
-benchmarks.load.flood --period-ms 100` prints its port and serves until its stdin closes.
-benchmarks.load.capacity starts it.
+Answers every POST on any path with max_tokens prepared events, one per period; it has no model and
+parses only a body's length from HTTP. `python -m benchmarks.load.flood --period-ms 100` prints its
+port and serves until its stdin closes. benchmarks.load.capacity starts it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from benchmarks.load.files import allow_open_files
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-# As long as a real server's event.
+# The size of a real server's event.
 _EVENT = json.dumps(
     {
         "id": "cmpl-0123456789abcdef",

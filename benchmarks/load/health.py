@@ -1,8 +1,8 @@
 """Is the client itself keeping up? Its CPU share, its event loop's lag, its late sends.
 
-Owns the measuring and the verdict: a saturated client measures itself, and must say so
+Owns the measuring and the verdict: a saturated client measures itself, and must report that
 instead of blaming the server. Knows no HTTP. benchmarks.load.runner runs one Monitor beside
-the requests, in the same event loop: what delays the timer delays the requests as well.
+the requests, in the same event loop, whose delays affect the timer and the requests alike.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from benchmarks.load.contracts import ClientHealth, RequestRecord
 
 # One thread does all the work, so the ceiling is one core; beyond this, queueing begins.
 CPU_SHARE_LIMIT = 0.85
-# Shorter runs are mostly the client's own start, and say nothing about its share.
+# Shorter runs are mostly the client's start, and say nothing about its share.
 SHORTEST_S = 1.0
-# A p99 above this is visible in every latency that a person would report.
+# A p99 above this is visible in all reported latencies.
 LAG_LIMIT_S = 0.05
 PERIOD_S = 0.02
 
@@ -49,10 +49,10 @@ class Monitor:
         self._timer = self._loop.call_later(max(self._due - self._clock(), 0), self._tick)
 
     def note_tick(self, now: float) -> None:
-        """Record that the timer fired at `now`, and every tick it should have fired before.
+        """Record that the timer fired at `now`, and all ticks that it missed before.
 
         A loop that was blocked for 1 s missed 50 ticks: all 50 were late. Counting only the
-        one that fired at last would hide a stall among many good ticks.
+        one that finally fired would hide a stall among many good ticks.
         """
         while self._due <= now:
             self._lags.append(now - self._due)
@@ -75,7 +75,7 @@ class Monitor:
 def judge(
     wall_s: float, cpu_s: float, lags_s: Sequence[float], lateness_s: Sequence[float]
 ) -> ClientHealth:
-    """Return the health that these figures show, with the reasons if it is saturated."""
+    """Return the health for these figures, with the reasons if the client is saturated."""
     cpu_share = cpu_s / max(wall_s, 1e-9)
     lag = _quantiles(lags_s)
     late = _quantiles(lateness_s)

@@ -1,4 +1,4 @@
-"""What the records of a run say: latencies, throughput, goodput, errors. Pure.
+"""The metrics of a run's records: latencies, throughput, goodput, errors. Pure.
 
 Owns the definitions, in seconds (result and view turn them into ms):
 
@@ -8,13 +8,13 @@ queue  sent minus intended: waiting for a place, and the client's own lateness; 
        TTFT and E2EL, and reported apart so that it can be taken off
 TPOT   (last output minus first) / (output tokens - 1), the tokens counted by the server's
        usage; a request of one token has none
-ITL    the wait between two successive arrivals of output at the client, one value a wait
+ITL    the wait between two successive arrivals of output at the client, one value per wait
 
-ITL counts arrivals, not tokens. A chunk of k tokens is one wait: entering k-1 zeros, or k
-values of a k-th, would make a server that bundles tokens look smoother than what its user
-sees. So no bundling improves an ITL percentile, and the cost is that mean ITL is mean TPOT
-times the tokens per arrival, which is reported beside it. `vllm bench serve` does likewise,
-but for events that came in one read, which it counts apart and we as one arrival.
+ITL counts arrivals, not tokens. A chunk of k tokens is one wait: adding k-1 zeros, or k values of
+1/k of the wait, would make a server that bundles tokens look smoother than it is for its user. So
+bundling never improves an ITL percentile, at the cost that mean ITL is mean TPOT times the tokens
+per arrival, which is also reported. `vllm bench serve` does the same, except that it counts events
+in one read separately; here they are one arrival.
 
 Latencies are those of successful requests only; failures are counted by kind.
 """
@@ -66,20 +66,20 @@ class Metrics:
     duration_s: float
     completed: int
     failed: int
-    # Asked for, but neither ended nor failed, because the run was interrupted.
+    # Planned, but neither ended nor failed, because the run was interrupted.
     unfinished: int
     errors: Mapping[str, int]
     total_input_tokens: int
     total_output_tokens: int
     request_throughput: float
-    # Requests/s that kept every goal; None without goals.
+    # Requests/s that met every goal; None without goals.
     request_goodput: float | None
     good_completed: int | None
     output_throughput: float
     total_token_throughput: float
     # The best second, in seconds from the start.
     max_output_tokens_per_s: float
-    # Most requests that were with the server at one time, failed ones included.
+    # The most requests at the server at one time, including failed ones.
     max_concurrent_requests: int
     ttft: Summary
     tpot: Summary
@@ -105,12 +105,12 @@ def e2el_s(record: RequestRecord) -> float | None:
 
 
 def queue_s(record: RequestRecord) -> float | None:
-    """Return how long the request waited in the client."""
+    """Return the request's waiting time in the client."""
     return None if record.sent_s is None else record.sent_s - record.intended_s
 
 
 def tpot_s(record: RequestRecord) -> float | None:
-    """Return the mean time of a token after the first; None below two tokens."""
+    """Return the mean time per token after the first; None below two tokens."""
     if record.output_tokens < 2 or record.first_token_s is None or record.last_token_s is None:
         return None
     return (record.last_token_s - record.first_token_s) / (record.output_tokens - 1)
@@ -127,7 +127,7 @@ def measure_run(
     percentiles: Sequence[float] = (99.0,),
     goodput_s: Mapping[str, float] | None = None,
 ) -> Metrics:
-    """Return the figures of `run`; `goodput_s` maps names of GOODPUT_NAMES to most seconds."""
+    """Return the figures of `run`; `goodput_s` maps names of GOODPUT_NAMES to limits in seconds."""
     good = [record for record in run.records if record.ok]
     failed = [r for r in run.records if not r.ok and r.error_kind != "interrupted"]
     input_tokens = sum(record.prompt_tokens or 0 for record in good)
@@ -167,7 +167,7 @@ def measure_run(
 
 
 def meets_goals(record: RequestRecord, goals_s: Mapping[str, float]) -> bool:
-    """Whether a successful request kept every goal; one token has a TPOT of 0 here."""
+    """Return whether a successful request met every goal; TPOT is 0 for a single token."""
     found = {"ttft": ttft_s(record), "tpot": tpot_s(record) or 0.0, "e2el": e2el_s(record)}
     values = [(found[name], goal) for name, goal in goals_s.items()]
     return all(value is not None and value <= goal for value, goal in values)
@@ -176,7 +176,7 @@ def meets_goals(record: RequestRecord, goals_s: Mapping[str, float]) -> bool:
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     """Return {"ttft": 0.2} (seconds) for ["ttft:200"] (milliseconds).
 
-    Raises ConfigError for an unknown name, one given twice, or a value that is no time.
+    Raises ConfigError for an unknown name, one given twice, or an invalid time.
     """
     goals: dict[str, float] = {}
     for pair in pairs:
@@ -198,7 +198,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
     """Return the most requests that were sent and not ended at one time.
 
-    A reply that ends in the moment when the next is sent does not overlap it.
+    A reply that ends at the time when the next is sent does not overlap it.
     """
     changes: list[tuple[float, int]] = []
     for record in records:

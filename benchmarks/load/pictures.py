@@ -1,8 +1,8 @@
 """The load tester's pictures: a run's latencies and timeline, a sweep's front, a comparison.
 
-Owns how they look and nothing else: numbers come from series, sweep and compare. Each
-function returns a PNG. Needs matplotlib (the extra `plots`), which is imported only when a
-picture is drawn, and draws without its global state.
+Owns only their look: numbers come from series, sweep and compare. Each function returns a PNG.
+Needs matplotlib (the extra `plots`), which is imported only when a picture is drawn, and draws
+without its global state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette: told apart without red and green.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000")
-# Other colours than the first runs have, because both stand in one picture.
+# Different colours from those of the first runs, because both are in one picture.
 _PHASES = {"queued in the client": "#B0B0B0", "prefill": "#E69F00", "decode": "#8C8CC6"}
 _FAILED = "#B00020"
 _DASHES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
@@ -40,14 +40,14 @@ _LATENCIES = {
 _DPI = 110
 _TIMELINES_IN_A_ROW = 3
 _MOST_CURVE_POINTS = 2000
-# Latencies whose greatest is more than so many times their least get a logarithmic axis.
+# Latencies get a logarithmic axis if max / min is larger than this.
 _WIDE_RANGE = 30
 # A concurrency curve with more steps than this is drawn as its mean in each bin.
 _MOST_STEPS = 400
 
 
 class RunPicture(NamedTuple):
-    """What is drawn of one run; `latencies_ms` has the keys ttft, tpot, itl and e2el."""
+    """The data drawn for one run; `latencies_ms` has the keys ttft, tpot, itl and e2el."""
 
     name: str
     run: Run
@@ -265,7 +265,7 @@ def draw_sweep(points: Sequence[Point], knee: Knee, *, title: str, load_name: st
 
 
 def _label_points(axes: Axes, points: Sequence[Point], key: str) -> None:
-    """Write each point's load beside it, but not where an earlier label already stands."""
+    """Write each point's load beside it, unless an earlier label is there."""
     taken: list[tuple[float, float]] = []
     for point, x, y in zip(points, *_xy(points, key), strict=True):
         at_x, at_y = axes.transAxes.inverted().transform(axes.transData.transform((x, y)))
@@ -285,8 +285,8 @@ def _xy(points: Sequence[Point], key: str) -> tuple[list[float], list[float]]:
 def draw_compare(tables: Mapping[int, Mapping[str, Any]], *, title: str) -> bytes:
     """Draw each figure as bars per concurrency and target, with the rounds' least and greatest.
 
-    `tables` is concurrency -> compare.summarise's table. Above a bar stands its median ratio
-    to the first target.
+    `tables` is concurrency -> compare.summarise's table. Above a bar is its median ratio to the
+    first target.
     """
     figure = _figure(14, 8)
     figure.suptitle(title, fontsize=12)
@@ -344,5 +344,5 @@ def _colour(idx: int) -> str:
 
 
 def _style(idx: int) -> Literal["-", "--", ":", "-."]:
-    """Runs beyond the palette repeat its colours with another dash."""
+    """Return a run's line style: runs beyond the palette repeat its colours with another dash."""
     return _DASHES[idx // len(COLOURS) % len(_DASHES)]

@@ -1,8 +1,7 @@
 """One streamed reply of the OpenAI API, read event by event.
 
-Owns what an event means: which carry output, which the count of tokens, which an error, and
-how tokens are laid to the moments when output arrived. Takes bytes and times; knows no socket
-and no clock. benchmarks.load.client feeds it.
+Owns the meaning of events (output, token count or error) and the assignment of tokens to arrival
+times. Takes bytes and times; knows no socket and no clock. benchmarks.load.client feeds it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
-    # Some servers send an error as an object of its own: {"object": "error", "message": ...}.
+    # Some servers send an error as a separate object: {"object": "error", "message": ...}.
     object: str | None = None
     message: Any = None
 
@@ -56,7 +55,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class ReplyError(Exception):
-    """The reply is no stream of the OpenAI API, or says that it failed; `kind` is stable."""
+    """The reply is not a stream of the OpenAI API, or reports an error; `kind` is stable."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -64,10 +63,10 @@ class ReplyError(Exception):
 
 
 class Arrival(NamedTuple):
-    """The output that one read from the socket brought.
+    """The output in one read from the socket.
 
-    `num_tokens` is None where an event did not say; `total_tokens` is the server's running
-    count after it, if it keeps one.
+    `num_tokens` is None if an event does not give it; `total_tokens` is the server's running
+    count after it, if it sends one.
     """
 
     time_s: float
@@ -78,7 +77,7 @@ class Arrival(NamedTuple):
 
 
 class ReplyReader:
-    """Collects one reply; `feed` it every read with its time, then ask for the figures."""
+    """Collects one reply; pass every read with its time to `feed`, then read the figures."""
 
     def __init__(self) -> None:
         self.arrivals: list[Arrival] = []
@@ -96,14 +95,14 @@ class ReplyReader:
         return "".join(self._texts)
 
     def feed(self, block: bytes, time_s: float) -> int:
-        """Take one read that came at `time_s`; return how many events carried output.
+        """Take one read that came at `time_s`; return the number of events with output.
 
-        Raises ReplyError at what is not JSON, or is an error of the server's.
+        Raises ReplyError for invalid JSON and for an error from the server.
         """
         return self._take(self._parser.feed(block), time_s)
 
     def finish(self, time_s: float) -> None:
-        """Take the end of the body; raises ReplyError if the reply is not whole."""
+        """Take the end of the body; raises ReplyError if the reply is incomplete."""
         self._take(self._parser.finish(), time_s)
         if self.last_choice_s is None:
             raise ReplyError("empty", "the reply ended without a single choice")
@@ -176,10 +175,10 @@ def _message(event: _Event) -> str:
 
 
 def _output(choice: _Choice) -> _Output | None:
-    """Return what `choice` adds to the answer, or None if it adds nothing.
+    """Return the output in `choice`, or None if it has none.
 
-    A token may have no text yet (half a character): an empty text is output, unless it only
-    announces the role or the reason of the end.
+    A token may have no text yet (an incomplete character): an empty text is output, unless it
+    only gives the role or the finish reason.
     """
     if choice.index:
         return None
@@ -205,18 +204,18 @@ def _num_tokens(choice: _Choice) -> int | None:
 
 
 class TokenCounts(NamedTuple):
-    """How many tokens each arrival brought, and whether the server said so."""
+    """The number of tokens of each arrival, and whether the server gave it."""
 
     per_arrival: tuple[int, ...]
     exact: bool
 
 
 def tokens_per_arrival(arrivals: Sequence[Arrival], total: int | None) -> TokenCounts:
-    """Lay `total` completion tokens (None: unknown) to the arrivals that brought them.
+    """Assign `total` completion tokens (None: unknown) to the arrivals that brought them.
 
-    In this order: the server's running count; the tokens that each event names; one token an
-    event where their number fits the total, also with one token less, because the one that
-    ends an answer has no text. Else an estimate: the total shared out by length of text.
+    In order of preference: the server's running count; the tokens given in each event; one
+    token per event if their number equals the total, or is one less, because the token that
+    ends an answer has no text. Else an estimate: the total divided by length of text.
     """
     running = [arrival.total_tokens for arrival in arrivals]
     if all(count is not None for count in running):
@@ -233,7 +232,7 @@ def tokens_per_arrival(arrivals: Sequence[Arrival], total: int | None) -> TokenC
 
 
 def _share(total: int, weights: Sequence[int]) -> tuple[int, ...]:
-    """Share `total` by `weights`, rounding the running sum so that the parts add up to it."""
+    """Divide `total` by `weights`, rounding the running sum so that the parts add up to `total`."""
     whole = sum(weights)
     marks = [0]
     reached = 0

@@ -1,7 +1,7 @@
-"""The report of one or several runs: a PNG, or one HTML page that needs nothing beside it.
+"""The report of one or several runs: a PNG, or one self-contained HTML page.
 
-Owns which figures are shown and the page. The pictures are benchmarks.load.pictures', the
-figures those of benchmarks.load.metrics; several runs stand side by side, one column each.
+Owns the page and its choice of figures. The pictures come from benchmarks.load.pictures, the
+figures from benchmarks.load.metrics; several runs are side by side, one column each.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ img { max-width: 100%; }
 
 
 def check_path(path: Path) -> None:
-    """Raise ConfigError if `path` names no kind of report; call it before a long run."""
+    """Raise ConfigError if `path` has an unknown suffix; call it before a long run."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"{path}: a report is a file named {' or '.join(SUFFIXES)}")
 
@@ -181,7 +181,7 @@ def _client_rows(runs: Sequence[Run]) -> list[_Row]:
 
 
 def _setting_rows(runs: Sequence[Run], results: Sequence[Mapping[str, Any]]) -> list[_Row]:
-    """Return where, what and how each run was measured; never keys or headers."""
+    """Return the rows of each run's target, dataset and load; never keys or headers."""
     rows: list[_Row] = [
         ("started", [run.started_at for run in runs]),
         ("url", [run.target.url for run in runs]),

@@ -1,9 +1,9 @@
-"""The JSON of a load test: the keys of `vllm bench serve --save-result`, and ours below "topspin".
+"""The JSON of a load test: the keys of `vllm bench serve --save-result`, others under "topspin".
 
-Owns the keys, the units (ms where the name says so) and the file's name, so that tools which
-read vLLM's results read these. Differences of meaning are those of benchmarks.load.metrics:
-latencies count from the intended send time, and `start_times` are those times, in seconds from
-the run's start; all four latencies are always written; a statistic of nothing is null.
+Owns the keys, the units (ms where the name says so) and the file's name, so that tools which read
+vLLM's results read these. Differences of meaning are those of benchmarks.load.metrics: latencies
+count from the intended send time, and `start_times` are those times, in seconds from the run's
+start; all four latencies are always written; a statistic without values is null.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _lists(records: tuple[RequestRecord, ...]) -> dict[str, Any]:
-    """Return vLLM's lists with an entry per request; what a failure never reached is 0."""
+    """Return vLLM's lists with an entry per request; 0 for points that a failed one missed."""
     return {
         "input_lens": [record.prompt_tokens or 0 for record in records],
         "output_lens": [record.output_tokens if record.ok else 0 for record in records],
@@ -138,7 +138,7 @@ def _finite(load: Load) -> dict[str, Any]:
 
 
 def _request(record: RequestRecord) -> dict[str, Any]:
-    """Return what vLLM's lists do not say of a request."""
+    """Return a request's data that vLLM's lists lack."""
     fields = dataclasses.asdict(record)
     for elsewhere in ("text", "error"):
         del fields[elsewhere]

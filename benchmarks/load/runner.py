@@ -1,8 +1,8 @@
-"""One load test: every request at its time, sessions turn by turn, all of it measured.
+"""One load test: sends every request at its time, sessions turn by turn, and measures them.
 
-Owns the order of things: the open loop (arrival times), the closed loop (users), the limit of
+Owns the sequence: the open loop (arrival times), the closed loop (users), the limit of
 concurrency, conversations that grow by real replies, and the end, also by Ctrl-C. Knows
-neither HTTP (client) nor what the figures mean (metrics). `run_load` is the entry: called by
+neither HTTP (client) nor the evaluation (metrics). `run_load` is the entry: called by
 benchmarks.serve, and by sweep and compare, once for each point.
 """
 
@@ -31,7 +31,7 @@ WATCH_PERIOD_S = 0.25
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where a run stands, for the progress view; `num_events` counts events with output."""
+    """The state of a run, for the progress view; `num_events` counts events with output."""
 
     elapsed_s: float
     num_requests: int
@@ -42,7 +42,7 @@ class Snapshot:
 
     @property
     def num_running(self) -> int:
-        """Requests that are with the server."""
+        """The number of requests at the server."""
         return self.num_sent - self.num_completed - self.num_failed
 
 
@@ -52,10 +52,10 @@ Unit = list[tuple[int, BenchRequest]]
 
 
 class Plan(NamedTuple):
-    """A run before it begins: what is sent as one, when each starts, and the bodies.
+    """A run before it begins: the units, their start times, and the bodies.
 
-    `starts_s` is None in a closed loop, where a free user decides. `bodies` has an entry per
-    request, empty where the conversation is not known yet.
+    `starts_s` is None in a closed loop, where units start when a user is free. `bodies` has an
+    entry per request, empty if the conversation is not known yet.
     """
 
     units: list[Unit]
@@ -71,7 +71,7 @@ def run_load(
     settings: dict[str, Any] | None = None,
     watch: Watch | None = None,
 ) -> Run:
-    """Send all `requests` to `target` as `load` says and return what was measured.
+    """Send all `requests` to `target` by `load` and return the measurements.
 
     `watch` is called about four times a second, in the event loop, so it must be quick. The
     first Ctrl-C ends the run early: requests still running are recorded as "interrupted".
@@ -158,7 +158,7 @@ def sessions_of(requests: Sequence[BenchRequest]) -> list[Unit]:
 
 
 def _unit_starts(units: Sequence[Unit], load: Load) -> list[float] | None:
-    """Return when each unit starts, or None in a closed loop."""
+    """Return the start time of each unit, or None in a closed loop."""
     if load.replay:
         return replayed_times([unit[0][1] for unit in units], load.time_scale)
     if _num_users(load) is not None:
@@ -169,8 +169,8 @@ def _unit_starts(units: Sequence[Unit], load: Load) -> list[float] | None:
 def _num_users(load: Load) -> int | None:
     """Return the size of the closed loop, or None if the load is an open one.
 
-    An infinite rate under a limit of concurrency is a closed loop: every request is due at
-    once, so the only meaningful time to count from is when a place became free.
+    An infinite rate under a limit of concurrency is a closed loop: every request is due at once, so
+    times can only count from when a place became free.
     """
     if load.users is not None:
         return load.users
@@ -179,17 +179,17 @@ def _num_users(load: Load) -> int | None:
 
 
 class Places:
-    """The places of a concurrency limit, in order of arrival; knows since when one was free."""
+    """The places of a concurrency limit, given in FIFO order, and when each became free."""
 
     def __init__(self, number: int) -> None:
         self._free_since = [0.0] * number
         self._waiting: deque[asyncio.Future[float]] = deque()
 
     async def take(self, intended_s: float) -> float:
-        """Wait for a place; return when it could be had, at `intended_s` or later.
+        """Wait for a place; return when it became available, `intended_s` at the earliest.
 
-        That is a time of the schedule and not of the client's clock: a client that comes late
-        to a place that was free has been late by itself, and does not call it queueing.
+        This is a time of the schedule, not of the client's clock: if the client comes late to a
+        free place, the delay is its own and does not count as queueing.
         """
         if self._free_since:
             return max(intended_s, heapq.heappop(self._free_since))
@@ -280,7 +280,7 @@ class _Play:
         return record
 
     def _skip(self, turns: Unit, time_s: float) -> None:
-        """Record the turns that cannot be sent, because there is no reply to go on from."""
+        """Record the turns that cannot be sent because the previous turn failed."""
         for index, request in turns:
             planned = _planned(index, request, time_s)
             reason = "the turn before it failed"
@@ -329,11 +329,11 @@ def _most_connections(num_units: int, load: Load) -> int:
 
 @contextlib.contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Keep the garbage collector's long passes out of what is measured.
+    """Keep the garbage collector's long passes out of the measurement.
 
-    What exists is taken out of its sight, and what survives two passes stays unseen until the
-    end. At 2,000 streams its full passes made the event loop 33 to 75 ms late at p99, without
-    them it was 4 to 16 ms. What that could leave behind is only cycles that live long.
+    Existing objects are excluded from collection, and so are objects that survive two passes,
+    until the end. At 2,000 streams full passes made the event loop 33 to 75 ms late at p99,
+    against 4 to 16 ms without them. Only long-lived cycles stay uncollected.
     """
     thresholds = gc.get_threshold()
     gc.collect()

@@ -1,4 +1,4 @@
-"""What a run looked like over time: bars of requests, throughput, concurrency, decode windows.
+"""The course of a run over time: bars of requests, throughput, concurrency, decode windows.
 
 Pure functions from records to numbers, for pictures and comparisons. Times are seconds from
 the run's start. Knows no picture and no percentile (benchmarks.load.metrics has those).
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float64]
 class Bar(NamedTuple):
     """One request in the timeline: until sent it queued in the client, then prefill, decode.
 
-    Where a request failed, what it did not reach ends with it.
+    The phases that a failed request did not reach end at its end.
     """
 
     start_s: float
@@ -38,7 +38,7 @@ class Curve(NamedTuple):
 
 
 def bars(run: Run) -> list[Bar]:
-    """Return a bar for each request that was begun, in the order of the intended times."""
+    """Return a bar for each started request, in the order of the intended times."""
     found = []
     for record in sorted(run.records, key=lambda record: (record.intended_s, record.index)):
         end_s = run.duration_s if record.end_s is None else record.end_s
@@ -55,7 +55,7 @@ def cdf(values: Iterable[float]) -> Curve:
 
 
 def concurrency(records: Sequence[RequestRecord]) -> Curve:
-    """Return how many requests were with the server (sent, not ended) from each time on."""
+    """Return the number of requests at the server (sent, not ended) over time."""
     spans = [(r.sent_s, r.end_s) for r in records if r.sent_s is not None and r.end_s is not None]
     changes: dict[float, int] = {0.0: 0}
     for sent_s, end_s in spans:
@@ -86,17 +86,17 @@ def bin_width_s(duration_s: float, *, bins: int = 60) -> float:
 def throughput(run: Run, width_s: float) -> Curve:
     """Return output tokens per second in bins of `width_s` from the start.
 
-    A last bin that the run ends in is divided by the time that it really had.
+    A partial last bin is divided by its actual length.
     """
     edges = _edges(run.duration_s, width_s)
     times, tokens = _arrivals(run.records)
-    # Nothing that came is left out, even if it came in the instant of the run's end.
+    # Arrivals at the exact end of the run are counted too.
     totals, _ = np.histogram(np.clip(times, 0.0, edges[-1]), bins=edges, weights=tokens)
     return Curve(edges[:-1], totals / np.diff(edges))
 
 
 def _edges(duration_s: float, width_s: float) -> Floats:
-    """Return the bounds of bins of `width_s`, of which the last ends with the run."""
+    """Return the bounds of bins of `width_s`; the last one ends with the run."""
     duration_s = max(duration_s, 1e-9)
     count = max(1, int(np.ceil(duration_s / width_s - 1e-9)))
     return np.append(np.arange(count) * width_s, duration_s)
@@ -105,9 +105,9 @@ def _edges(duration_s: float, width_s: float) -> Floats:
 def decode_rate(records: Sequence[RequestRecord], *, streams: int) -> float | None:
     """Return output tokens/s while `streams` requests decoded and none was in prefill.
 
-    Counts the arrivals after the begin of each such stretch of time, up to and with its end,
-    over the sum of the stretches. None if there was no such time: the requests are too short
-    or their prefills never leave a gap.
+    Counts the arrivals after the beginning of each such interval, including those at its end, over
+    the sum of the intervals. None if there is none: the requests are too short or their prefills
+    leave no gap.
     """
     changes: list[tuple[float, int, int]] = []
     for record in records:

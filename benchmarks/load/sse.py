@@ -1,15 +1,15 @@
-"""Server-sent events out of bytes that are cut anywhere.
+"""A parser of server-sent events from bytes split at any point.
 
-Owns the parsing of the event stream format (WHATWG HTML, section 9.2.6): line ends of any
-kind, comments, several data lines an event. Knows no JSON and no socket. Only `data` is kept,
-because the OpenAI API uses nothing else. benchmarks.load.reply calls it.
+Owns the parsing of the event stream format (WHATWG HTML, section 9.2.6): line ends of any kind,
+comments, several data lines per event. Knows no JSON and no socket. Only `data` is kept, because
+the OpenAI API uses nothing else. benchmarks.load.reply calls it.
 """
 
 from __future__ import annotations
 
 
 class EventParser:
-    """Bytes in, the data of each event that they complete out."""
+    """Turns bytes into the data of each event that they complete."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -23,7 +23,7 @@ class EventParser:
         if self._starting:
             block = self._without_mark(block)
         if b"\r" in block:
-            # A carriage return at the very end may be the first half of CRLF: it waits.
+            # A carriage return at the very end may be the first half of CRLF, so it is kept back.
             held = block.endswith(b"\r")
             block = (block[:-1] if held else block).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             lines = block.split(b"\n")
@@ -36,7 +36,7 @@ class EventParser:
     def finish(self) -> list[bytes]:
         """Return the last event if the stream ended without the blank line after it.
 
-        The standard drops such an event; servers do end so, and what they said counts.
+        The standard drops such an event, but real servers send it, so it counts.
         """
         lines = [self._rest.rstrip(b"\r"), b""]
         self._rest = b""

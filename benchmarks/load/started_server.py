@@ -1,7 +1,7 @@
 """A server started for a measurement and stopped after it, so that two never share the cores.
 
 Owns one child process group, its log file, the wait until it answers, and its end. Knows no
-engine: the command is the user's, the URL says where it will listen. Called by
+engine: the user gives the command and the URL. Called by
 benchmarks.compare.
 """
 
@@ -27,13 +27,13 @@ _LOG_TAIL_LINES = 10
 
 
 def answers(url: str) -> bool:
-    """Return whether a server at `url` says that it is ready."""
+    """Return whether a server at `url` reports that it is ready."""
     for path in _READY_PATHS:
         try:
             status = httpx.get(url.rstrip("/") + path, timeout=5.0).status_code
         except httpx.HTTPError:
             return False
-        # A server without /health may still list its models; one that is loading says 503.
+        # A server without /health may still list its models; one that is loading answers 503.
         if status != 404:
             return status == 200
     return False
@@ -43,7 +43,7 @@ class StartedServer:
     """Runs `command` while its `with` block runs; ready when the block is entered."""
 
     def __init__(self, command: str, *, url: str, log: Path, ready_timeout_s: float) -> None:
-        """Say what to run; `command` is split as a shell would, but no shell runs it.
+        """Set the command, which is split by shell rules but not run by a shell.
 
         Raises ConfigError for an empty or unbalanced command.
         """
@@ -107,11 +107,11 @@ class StartedServer:
             )
 
     def stop(self) -> None:
-        """End the whole process group: SIGTERM, and SIGKILL for what is left after a while."""
+        """End the whole process group: SIGTERM, then SIGKILL for remaining processes."""
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while time.monotonic() < deadline:
-            # Reap the leader first: until then its group is there, though nothing runs.
+            # Reap the leader first: until then its group exists, though nothing runs.
             if self._process.poll() is not None and not self._group_lives():
                 return
             time.sleep(POLL_S / 2)
@@ -130,7 +130,7 @@ class StartedServer:
             time.sleep(POLL_S)
 
     def _group_lives(self) -> bool:
-        """Return whether a process of the group runs; one that is only unreaped does not."""
+        """Return whether a process of the group runs; an unreaped one does not count."""
         for file in Path("/proc").glob("[0-9]*/stat"):
             try:
                 # The name, in parentheses, may hold spaces: pid (name) state parent group.

@@ -1,15 +1,15 @@
-"""Many loads on one server: where its knee is and which points are worth having.
+"""Many loads on one server: its knee and its Pareto-optimal points.
 
-Owns the rules, on figures alone, and how loads are written; sends nothing and draws nothing.
+Owns the rules, on figures only, and the parsing of loads; sends nothing and draws nothing.
 Called by benchmarks.sweep, with one Point for each load that was tried.
 
-The knee, when latency bounds are given (--goodput): the highest load at which no request
-failed and the p99 of every bounded latency keeps its bound. Otherwise, over the points in
-order of load, with output throughput x and median end-to-end latency y both scaled to 0..1
-from their least to their greatest: the point with the largest x - y, which is the one
-farthest below the chord of the curve (Kneedle, Satopaa et al. 2011). At least three points
-are needed. There is no knee where no point lies below the chord, and none where the greatest
-latency is less than 1.5 times the least: such a server has not been loaded enough.
+The knee, when latency bounds are given (--goodput): the highest load at which no request failed and
+the p99 of every bounded latency is within its bound. Otherwise, over the points in order of load,
+with output throughput x and median end-to-end latency y both scaled to 0..1 from their least to
+their greatest: the point with the largest x - y, which is the one farthest below the chord of the
+curve (Kneedle, Satopaa et al. 2011). At least three points are needed. There is no knee if no point
+lies below the chord, or if the greatest latency is less than 1.5 times the least: the load was too
+low.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from topspin.errors import ConfigError
 
-# Without bounds, a latency that rises less than so many times shows no knee, only noise.
+# Without bounds, a latency that rises by a smaller factor shows only noise, not a knee.
 _LEAST_RISE = 1.5
 
 
 @dataclass(frozen=True)
 class Point:
-    """One load and what was measured at it; `figures` has the keys of the result's JSON.
+    """One load and its measurements; `figures` has the keys of the result's JSON.
 
     `error` is set, and `figures` empty, if the load could not be measured at all.
     """
@@ -43,7 +43,7 @@ class Point:
 
 
 class Knee(NamedTuple):
-    """The chosen load, or None, and in one sentence by which rule."""
+    """The chosen load, or None, and the rule in one sentence."""
 
     load: float | None
     rule: str
@@ -75,7 +75,7 @@ def find_knee(points: Sequence[Point], bounds_ms: Mapping[str, float]) -> Knee:
 def _keeps(point: Point, bounds_ms: Mapping[str, float]) -> bool:
     figures = point.figures
     return figures["failed"] == 0 and all(
-        # Requests for one token have no TPOT, and nothing that could be late.
+        # Requests for one token have no TPOT, so it cannot exceed a bound.
         (figures[f"p99_{name}_ms"] or 0.0) <= bound
         for name, bound in bounds_ms.items()
     )
@@ -87,7 +87,7 @@ def _scaled(values: Sequence[float]) -> list[float]:
 
 
 def pareto(points: Sequence[Point], latency: str) -> list[Point]:
-    """Return the measured points that no other beats in throughput and `latency` both.
+    """Return the measured points that no other beats in both throughput and `latency`.
 
     `latency` is a key of the figures, e.g. median_tpot_ms. Ordered by latency; of equal
     points the one with the lower load is kept.

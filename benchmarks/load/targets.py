@@ -1,4 +1,4 @@
-"""Finding a server: whether it is there yet, and what it serves.
+"""The discovery of a server: whether it is ready, and its models.
 
 Owns the requests that come before a load test. `bench serve`, sweep and compare call it.
 """
@@ -15,18 +15,18 @@ from topspin.errors import TopspinError
 
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 10.0
-# How a server says that it has no /health: unknown path, wrong method, or not for everybody.
+# The statuses of a server without a public /health: unknown path, wrong method, no permission.
 NO_HEALTH = (401, 403, 404, 405, 501)
 
 
 class ServerUnreachable(TopspinError):
-    """The server does not answer, or not as one of the OpenAI API."""
+    """The server does not answer, or not by the OpenAI API."""
 
     code = "server_unreachable"
 
 
 class ServedModel(NamedTuple):
-    """An entry of /v1/models; what a server does not tell is None.
+    """An entry of /v1/models; fields that a server does not send are None.
 
     `root` is a directory on the server's host (vLLM's: or a hub id).
     """
@@ -39,7 +39,7 @@ class ServedModel(NamedTuple):
 def served_models(base_url: str, headers: Mapping[str, str] | None = None) -> list[ServedModel]:
     """Return the models that `base_url` serves.
 
-    Raises ServerUnreachable if it cannot be asked, or its answer is not that of /v1/models.
+    Raises ServerUnreachable if it does not answer, or not as /v1/models should.
     """
     url = base_url.rstrip("/") + "/v1/models"
     try:
@@ -59,7 +59,7 @@ def served_models(base_url: str, headers: Mapping[str, str] | None = None) -> li
 
 
 def first_model(base_url: str, headers: Mapping[str, str] | None = None) -> str:
-    """Return the name of the first model of `base_url`; raises ServerUnreachable if none is."""
+    """Return the name of the first model of `base_url`; ServerUnreachable if there is none."""
     models = served_models(base_url, headers)
     if not models:
         raise ServerUnreachable(f"{base_url} serves no model; name one with --model")
@@ -67,7 +67,7 @@ def first_model(base_url: str, headers: Mapping[str, str] | None = None) -> str:
 
 
 def served_model(base_url: str, name: str, headers: Mapping[str, str] | None = None) -> ServedModel:
-    """Return what the server tells of the model `name`: nothing if it cannot be asked."""
+    """Return the server's entry of the model `name`, empty if it does not answer."""
     try:
         models = served_models(base_url, headers)
     except ServerUnreachable:
@@ -78,8 +78,8 @@ def served_model(base_url: str, name: str, headers: Mapping[str, str] | None = N
 def check_ready(base_url: str, headers: Mapping[str, str] | None = None) -> None:
     """Raise ServerUnreachable, saying why, unless the server is ready for requests.
 
-    A server may list its models while it still loads them, so /health goes first, where there
-    is one. Not every server of the API has it.
+    A server may list its models while it still loads them, so /health is asked first; not every
+    server of the API has it.
     """
     url = base_url.rstrip("/") + "/health"
     try:

@@ -1,7 +1,7 @@
-"""What a person sees of a load test: progress while it runs, and the table at its end.
+"""The display of a load test: progress while it runs, and the table at its end.
 
-Owns both. On a terminal the progress is one live line (rich), elsewhere a plain line now and
-then on stderr; the table goes to stdout. Knows no request: it is given snapshots and metrics.
+Owns both. On a terminal the progress is one live line (rich), elsewhere an occasional plain
+line on stderr; the table goes to stdout. Knows no request: it is given snapshots and metrics.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal and not self._quiet:
-            # No thread that draws: it would take the interpreter lock from the event loop.
+            # No drawing thread: it would take the interpreter lock from the event loop.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         return self
@@ -58,7 +58,7 @@ class Progress:
             self._live.stop()
 
     def show(self, snapshot: Snapshot) -> None:
-        """Show where the run stands."""
+        """Show the state of the run."""
         if self._quiet:
             return
         line = progress_line(snapshot, self._before)
@@ -94,7 +94,7 @@ def print_table(
     run: Run, metrics: Metrics, latencies: Collection[str], console: Console | None = None
 ) -> None:
     """Print the figures, the errors by kind, and whether the client kept up."""
-    # In a file or a pipe there is no width to fit, and a folded table is hard to read.
+    # A file or a pipe has no width to fit, and a folded table is hard to read.
     console = console or Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     title = f"{run.target.model} at {run.target.url}"
     table = Table(title=title, show_header=False, title_justify="left", min_width=60)

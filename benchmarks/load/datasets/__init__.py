@@ -1,4 +1,4 @@
-"""Datasets of the load tester: what is asked of a server, from a seed or a file.
+"""Datasets of the load tester: the requests to a server, from a seed or a file.
 
 Owns the choice by name. `add_arguments` puts the flags on a command line, DatasetSettings.of
 reads them, `load` makes the requests. Knows no server: the same settings, tokenizer and seed
@@ -22,10 +22,10 @@ __all__ = ["NAMES", "DatasetSettings", "add_arguments", "load"]
 def load(
     settings: DatasetSettings, tokenizer: Tokenizer | None, rng: np.random.Generator
 ) -> list[BenchRequest]:
-    """Return the requests that `settings` asks for, in the order in which they are to be sent.
+    """Return the requests of `settings`, in sending order.
 
     Raises ConfigError, naming file, line and reason, if a file is bad or gives no request,
-    and if what was asked for needs a tokenizer or a chat endpoint that is not there.
+    and if a needed tokenizer or chat endpoint is missing.
     """
     if settings.name == "multi-turn" and not settings.chat:
         raise ConfigError("dataset multi-turn needs a chat endpoint: --backend openai-chat")

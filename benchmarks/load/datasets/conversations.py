@@ -1,10 +1,10 @@
 """Datasets of real text: ShareGPT, multi-turn conversations, and custom JSONL.
 
-Owns the three file formats. ShareGPT: a JSON list of {"conversations": [{"from", "value"}]};
-of each conversation the first message is the prompt and the second gives the output's length,
-as vllm bench serve takes it. Multi-turn: a JSON list of {"messages": [{"role", "content"}]},
-or ShareGPT's form; its users' turns are kept and its replies only give lengths, because the
-model's own replies are sent back. Custom: a JSON object a line with `prompt`, `messages` or
+Owns the three file formats. ShareGPT: a JSON list of {"conversations": [{"from", "value"}]}; of
+each conversation the first message is the prompt and the second gives the output's length, as vllm
+bench serve takes it. Multi-turn: a JSON list of {"messages": [{"role", "content"}]}, or ShareGPT's
+form; its users' turns are kept and its replies only give lengths, because the tested model's
+replies are sent back. Custom: one JSON object per line with `prompt`, `messages` or
 `prompt_token_ids`, and optionally `output_tokens` and `timestamp` (seconds).
 """
 
@@ -21,7 +21,7 @@ from benchmarks.load.datasets.settings import DatasetSettings
 from models.tokenizer import Tokenizer
 from topspin.errors import ConfigError, InvalidRequest
 
-# Who speaks, in the spellings that files use.
+# The roles, in the spellings that files use.
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -41,7 +41,7 @@ def sharegpt_requests(
 ) -> list[BenchRequest]:
     """Return the first question of each conversation, with the length of its answer.
 
-    Conversations with fewer than two messages, or out of the bounds of length, are left out.
+    Conversations with fewer than two messages, or with lengths out of bounds, are left out.
     """
     if tokenizer is None:
         raise ConfigError("dataset sharegpt counts tokens: give --tokenizer DIRECTORY")
@@ -51,7 +51,7 @@ def sharegpt_requests(
     for entry in _mixed(list(json_entries(settings.path)), settings, rng):
         if len(found) == settings.num_prompts:
             break
-        # What follows the first two is not used, so it may be of any kind.
+        # Messages after the first two are not used, so they may be of any kind.
         turns = _turns(entry, "conversations", most=2)
         if len(turns) < 2:
             continue
@@ -98,7 +98,7 @@ def _session(
     settings: DatasetSettings,
     tokenizer: Tokenizer | None,
 ) -> list[BenchRequest]:
-    """Return one conversation's user turns, each with the messages that are new in it."""
+    """Return one conversation's user turns, each with its new messages."""
     requests: list[BenchRequest] = []
     new: list[Message] = []
     for idx, message in enumerate(turns):
@@ -131,7 +131,7 @@ def _session(
 def custom_requests(
     settings: DatasetSettings, tokenizer: Tokenizer | None, rng: np.random.Generator
 ) -> list[BenchRequest]:
-    """Return the lines of a custom file; with timestamps in the order of time, else mixed."""
+    """Return the lines of a custom file; by time if it has timestamps, else shuffled."""
     assert settings.path is not None
     entries = list(jsonl_entries(settings.path))
     timed = [entry for entry in entries if entry.fields.get("timestamp") is not None]
@@ -228,7 +228,7 @@ def _turns(entry: Entry, key: str, *, most: int | None = None) -> list[Message]:
 def _mixed(
     entries: Sequence[Entry], settings: DatasetSettings, rng: np.random.Generator
 ) -> list[Entry]:
-    """Return the entries in an order by the seed, or their own with --disable-shuffle."""
+    """Return the entries shuffled by the seed, or in file order with --disable-shuffle."""
     if not settings.shuffle:
         return list(entries)
     return [entries[idx] for idx in rng.permutation(len(entries))]

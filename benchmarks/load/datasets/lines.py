@@ -1,4 +1,4 @@
-"""Reading a dataset's file so that what is wrong with it is said with file, line and reason.
+"""Reads a dataset's file, with errors that name file, line and reason.
 
 Owns the checks of single values. Knows no dataset.
 """
@@ -14,7 +14,7 @@ from topspin.errors import ConfigError
 
 
 class Place(NamedTuple):
-    """Where in a file something stands: a line, or an entry of a JSON list, from 1."""
+    """A place in a file: a line, or an entry of a JSON list, from 1."""
 
     path: Path
     kind: str
@@ -73,7 +73,7 @@ def json_entries(path: Path) -> Iterator[Entry]:
 
 
 def jsonl_entries(path: Path) -> Iterator[Entry]:
-    """Yield the objects of a file that holds one JSON object a line; empty lines are skipped."""
+    """Yield the objects of a file with one JSON object per line; empty lines are skipped."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         place = Place(path, "line", number)
         if not line.strip():

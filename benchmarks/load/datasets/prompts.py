@@ -1,8 +1,8 @@
 """Prompts of an exact number of tokens, as token ids or as text.
 
-Owns which token ids may be drawn and how ids become what is sent. Knows no dataset. A
-passage is a list of token ids; equal passages at the beginning of two prompts make equal
-prefixes, as ids and as text.
+Owns the set of token ids to draw from, and the conversion of ids to prompts. Knows no dataset. A
+passage is a list of token ids; equal passages at the beginning of two prompts make equal prefixes,
+as ids and as text.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MAX_WORDS = 4096
 class PromptMaker:
     """Draws passages of random tokens and turns passages into prompts.
 
-    As ids every ordinary token may come. As text only tokens that are a whole lower-case
-    word behind a space may come, because tokenizers split there: such passages, joined in
-    any order, encode to exactly as many tokens.
+    As ids every ordinary token may be drawn. As text only tokens that are a whole lower-case word
+    after a space may be drawn, because tokenizers split there: such passages, joined in any order,
+    encode to exactly as many tokens.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class PromptMaker:
         """Find the ids to draw from.
 
         Raises ConfigError if there is neither a tokenizer nor `vocab_size`, if text is wanted
-        without a tokenizer, or if the tokenizer has too few whole words to make text of.
+        without a tokenizer, or if the tokenizer has too few whole words for text.
         """
         if as_text and tokenizer is None:
             raise ConfigError(
@@ -77,14 +77,14 @@ class PromptMaker:
 
 
 def _ordinary(tokenizer: Tokenizer, vocab_size: int | None) -> list[int]:
-    """Return the ids that stand for text: neither special nor unused."""
+    """Return the ids of text tokens: neither special nor unused."""
     end = tokenizer.vocab_size if vocab_size is None else min(vocab_size, tokenizer.vocab_size)
     special = tokenizer.special_ids
     return [idx for idx in range(end) if idx not in special and tokenizer.token_bytes(idx)]
 
 
 def _words(tokenizer: Tokenizer, vocab_size: int | None) -> list[int]:
-    """Return ids of whole words that stay one token at the beginning and behind another."""
+    """Return ids of whole words that stay one token at the beginning and after another."""
     found = [idx for idx in _ordinary(tokenizer, vocab_size) if _is_word(tokenizer, idx)]
     step = max(1, len(found) // MAX_WORDS)
     return [idx for idx in found[::step] if _stays_one_token(tokenizer, idx)]

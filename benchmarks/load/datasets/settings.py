@@ -1,4 +1,4 @@
-"""What a dataset can be told, and its flags: in vLLM's spelling where vLLM has the flag.
+"""The settings of a dataset, and its flags: in vLLM's spelling where vLLM has the flag.
 
 Owns DatasetSettings, the command line's dataset flags, and the checks that need no file.
 Knows no file format and sends nothing. Used by every command that sends load.
@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 from topspin.errors import ConfigError
 
 NAMES = ("random", "sharegpt", "prefix-repetition", "multi-turn", "burstgpt", "mooncake", "custom")
-# Made when no file is named: the others are read from --dataset-path.
+# Synthetic if no file is named: the others are read from --dataset-path.
 SYNTHETIC = ("random", "prefix-repetition", "multi-turn")
 DEFAULT_NUM_PROMPTS = 1000
-# vllm bench serve leaves out ShareGPT conversations longer than these, so that numbers compare.
+# The same bounds as vllm bench serve for ShareGPT conversations, so that figures are comparable.
 SHAREGPT_MAX_PROMPT_LEN = 1024
 SHAREGPT_MAX_TOTAL_LEN = 2048
 
 
 class RangeRatio(NamedTuple):
-    """How far lengths may lie from the given ones: from len * (1 - ratio) to len * (1 + ratio)."""
+    """The range of lengths around the given ones: len * (1 - ratio) to len * (1 + ratio)."""
 
     input: float = 0.0
     output: float = 0.0
@@ -33,11 +33,11 @@ class RangeRatio(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSettings:
-    """Which requests to make. Lengths are in tokens, times in seconds of the trace.
+    """The requests to make. Lengths are in tokens, times in seconds of the trace.
 
-    `num_prompts` None means all of a file, or 1,000 made ones; a file that has fewer gives
-    fewer. `chat` asks for messages instead of prompts, `text` for prompts as text instead of
-    token ids. `max_prompt_len` and `max_total_len` (prompt and output) leave out requests.
+    `num_prompts` None: all of a file, or 1,000 synthetic ones; a shorter file gives fewer. `chat`
+    asks for messages instead of prompts, `text` for prompts as text instead of token ids.
+    `max_prompt_len` and `max_total_len` (prompt and output) leave out requests.
     """
 
     name: str = "random"
@@ -93,7 +93,7 @@ class DatasetSettings:
 
     @property
     def lengths_allowed(self) -> tuple[float, float]:
-        """Longest prompt and longest prompt with output; ShareGPT has bounds of its own."""
+        """Longest prompt and longest prompt with output; ShareGPT has separate bounds."""
         prompt, total = self.max_prompt_len, self.max_total_len
         if self.name == "sharegpt":
             prompt = SHAREGPT_MAX_PROMPT_LEN if prompt is None else prompt
@@ -103,7 +103,7 @@ class DatasetSettings:
 
     @classmethod
     def of(cls, parsed: argparse.Namespace | Mapping[str, Any], *, chat: bool) -> DatasetSettings:
-        """Read what add_arguments put on the command line, and its --num-prompts if it has one."""
+        """Read the flags of add_arguments, and the command's --num-prompts if it has one."""
         found = dict(parsed if isinstance(parsed, Mapping) else vars(parsed))
         taken = {
             field: found[_name(flag)]
@@ -225,7 +225,7 @@ def _name(flag: str) -> str:
 
 
 def _dataset_name(text: str) -> str:
-    """Accept vLLM's spelling prefix_repetition as well."""
+    """Return the dataset's name; accepts vLLM's spelling prefix_repetition as well."""
     return text.replace("_", "-")
 
 

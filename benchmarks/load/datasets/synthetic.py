@@ -1,4 +1,4 @@
-"""Datasets that are made, not read: random, prefix-repetition, multi-turn.
+"""Synthetic datasets: random, prefix-repetition, multi-turn.
 
 Pure: settings, a PromptMaker and a generator in, requests out. Knows no file.
 """
@@ -19,8 +19,8 @@ def completion(
 ) -> BenchRequest:
     """Return one request whose prompt is the passages one after the other.
 
-    As a chat the passages are the user's message; the template adds tokens that are not known
-    here, so prompt_tokens is None.
+    As a chat the passages are the user's message; the template adds an unknown number of tokens, so
+    prompt_tokens is None.
     """
     prompt = maker.prompt(passages)
     if chat:
@@ -34,7 +34,7 @@ def random_requests(
 ) -> list[BenchRequest]:
     """Return prompts of random tokens; lengths are uniform within the range ratio, ends included.
 
-    The lengths are drawn before the tokens, so that another vocabulary gives equal lengths.
+    The lengths are drawn before the tokens, so that they do not depend on the vocabulary.
     """
     count = settings.num_prompts or DEFAULT_NUM_PROMPTS
     ratio = settings.random_range_ratio
@@ -61,7 +61,7 @@ def prefix_repetition_requests(
 ) -> list[BenchRequest]:
     """Return prompts that share a few long prefixes, each prefix equally often, in mixed order.
 
-    num_prompts that num_prefixes does not divide gives the first prefixes one prompt more.
+    If num_prefixes does not divide num_prompts, the first prefixes get one prompt more.
     """
     count = settings.num_prompts or DEFAULT_NUM_PROMPTS
     prefixes = [maker.draw(rng, settings.prefix_len) for _ in range(settings.num_prefixes)]

@@ -1,13 +1,13 @@
 """Recorded traffic: BurstGPT's CSV and Mooncake's JSONL give lengths and timestamps.
 
-Neither holds text: prompts are made of random tokens of the recorded lengths. A replay
-begins at the first request taken, and rows keep their recorded distances.
+Neither has text: prompts are random tokens of the recorded lengths. A replay starts at the first
+selected request, and rows keep their recorded distances.
 
-BurstGPT (arXiv 2401.17644): Timestamp in seconds, Request and Response tokens; a row with
-0 response tokens is a failed request and is left out. Mooncake (arXiv 2407.00079): timestamp
-in ms, input_length, output_length, hash_ids; a hash id stands for a block of 512 tokens and
-all before it, the last block may be shorter, and requests that share leading ids share that
-prefix of tokens.
+BurstGPT (arXiv 2401.17644): Timestamp in seconds, Request and Response tokens; a row with 0
+response tokens is a failed request and is left out. Mooncake (arXiv 2407.00079): timestamp in ms,
+input_length, output_length, hash_ids; a hash id identifies a block of 512 tokens and all tokens
+before it, the last block may be shorter, and requests that share leading ids share that prefix of
+tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BURSTGPT_COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")
 
 
 class TraceRow(NamedTuple):
-    """One recorded request: when, in seconds, and how many tokens; hash_ids where recorded."""
+    """One recorded request: its time in seconds and its numbers of tokens; hash_ids if recorded."""
 
     time_s: float
     input_len: int
@@ -64,7 +64,7 @@ def trace_requests(
 
 
 def select(rows: Iterator[TraceRow], settings: DatasetSettings) -> list[TraceRow]:
-    """Return the rows within the window of time and the bounds of length, num_prompts at most."""
+    """Return at most num_prompts rows within the time window and the bounds of length."""
     max_prompt_len, max_total_len = settings.lengths_allowed
     ordered = sorted(rows, key=lambda row: row.time_s)
     if not ordered:
@@ -83,7 +83,7 @@ def select(rows: Iterator[TraceRow], settings: DatasetSettings) -> list[TraceRow
 
 
 def read_burstgpt(path: Path, *, model: str | None) -> Iterator[TraceRow]:
-    """Yield the rows of `model` (None: all) that did not fail; columns go by their names.
+    """Yield the rows of `model` (None: all) that did not fail; columns are found by name.
 
     Releases differ in whether they have Session ID and Elapsed time; neither is needed.
     """
@@ -136,7 +136,7 @@ def _hash_ids(entry: Entry, input_len: int, block_size: int) -> tuple[int, ...]:
 
 
 class Blocks:
-    """The tokens that hash ids stand for: equal ids give equal tokens, in whatever order asked."""
+    """The tokens of hash ids: equal ids give equal tokens, in any order of calls."""
 
     def __init__(self, maker: PromptMaker, *, seed: int, block_size: int) -> None:
         self._maker = maker
