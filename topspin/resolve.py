@@ -1,7 +1,7 @@
 """Turns the settings asked for into an engine's: replaces every "auto", or raises ConfigError.
 
-Pure: knows the checkpoint's facts, and a measured layout, only as arguments. Called by `topspin
-serve` before anything is started; all later code gets concrete values.
+Pure: knows the checkpoint's facts, and a measured layout, only as arguments. Called by
+`topspin serve` before anything is started; all later code gets concrete values.
 """
 
 from __future__ import annotations

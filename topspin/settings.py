@@ -21,10 +21,10 @@ from topspin.errors import ConfigError
 class Setting:
     """The meaning of a field of a section, its range, and its flag.
 
-    `flag` is the flag with the name of its value ("--port PORT"); None: the setting is in `--config
-    FILE` only. Numbers are between the two of `within`, inclusive (None: no such bound), and larger
-    than `above`. `parse` reads the flag's text (None: by the field's type) and raises ConfigError.
-    A flag with a `constant` takes no text and sets that value.
+    `flag` is the flag with the name of its value ("--port PORT"); None: it is only in
+    `--config FILE`. Numbers are between the two of `within`, inclusive (None: no such bound), and
+    larger than `above`. `parse` reads the flag's text (None: by the field's type) and raises
+    ConfigError. A flag with a `constant` takes no text and sets that value.
     """
 
     help: str

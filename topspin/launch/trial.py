@@ -4,8 +4,8 @@ Owns a small engine of real parts and no scheduler: a ModelRunner and Experts wi
 of the checkpoint, loaded once, and the plans of a batch that decodes for ever. Each candidate is
 measured in forks, connected by the real net: one for the attention node and, unless all is one
 process, one for the expert node, each with its own threads and cores. Reads the candidates from
-stdin, reports when it has loaded, and then prints each one's seconds per step. Run as `python -m
-topspin.launch.trial`.
+stdin, reports when it has loaded, and then prints each one's seconds per step. Run as
+`python -m topspin.launch.trial`.
 """
 
 from __future__ import annotations
