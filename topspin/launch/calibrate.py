@@ -36,8 +36,9 @@ from topspin.launch.display import CompiledKernels, open_display
 from topspin.launch.engine import import_path, module_argv
 from topspin.process import PARENT_PID_VARIABLE
 
-# Loading takes 2 s, and the first time compiles kernels, which the nodes need anyway.
-LOAD_LIMIT_S = 12.0
+# Loading takes 2 s. The first time it compiles kernels too, which the nodes need anyway: every
+# compiled kernel is kept and renews the limit, so that no work is lost.
+LOAD_LIMIT_S = 15.0
 MEASURE_LIMIT_S = 3.0
 MIN_GAIN = 0.10
 # Within this the simpler candidate (the earlier one) is taken.
@@ -237,7 +238,10 @@ class _Answers:
         self._started = time.monotonic()
 
     def next(self, limit_s: float) -> bytes:
-        """Return the next answer; raises CalibrationError with the trial's last line."""
+        """Return the next answer, due `limit_s` after the call or the last compiled kernel.
+
+        Raises CalibrationError with the trial's last line.
+        """
         deadline = time.monotonic() + limit_s
         while (left_s := deadline - time.monotonic()) > 0:
             elapsed_s = time.monotonic() - self._started
@@ -245,7 +249,8 @@ class _Answers:
             ready, _, _ = select.select([self._out, self._err], [], [], min(left_s, 0.2))
             text = self._err.readline() if self._err in ready else b""
             if text:
-                self._kernels.line(text.decode(errors="replace").strip())
+                if self._kernels.line(text.decode(errors="replace").strip()):
+                    deadline = time.monotonic() + limit_s
             elif self._out in ready:
                 answer = self._out.readline()
                 if not answer:

@@ -124,12 +124,13 @@ class CompiledKernels:
         self._display = display
         self._count: int | None = 0
 
-    def line(self, text: str) -> None:
-        """Show one line of a role's output, or count it."""
-        if self._count is not None and self._COMPILED.search(text):
-            self._count += 1
-        else:
+    def line(self, text: str) -> bool:
+        """Count a line that reports a compiled kernel and return True, else show it."""
+        if self._count is None or not self._COMPILED.search(text):
             self._display.line(text)
+            return False
+        self._count += 1
+        return True
 
     def state(self, state: str) -> str:
         """Return `state` of the start, with the number of kernels compiled so far, if any."""

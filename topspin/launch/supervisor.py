@@ -193,7 +193,7 @@ class Supervisor:
     one kills all roles at once. `emit` gets each output line, prefixed by the role's name.
     """
 
-    def __init__(self, *, emit: Callable[[str], None], graces: StopGraces | None = None) -> None:
+    def __init__(self, *, emit: Callable[[str], object], graces: StopGraces | None = None) -> None:
         self._emit = emit
         self._graces = StopGraces() if graces is None else graces
         self._children: list[_Child] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from topspin.config import (
 from topspin.cores import LayoutChoice
 from topspin.launch import calibrate
 from topspin.launch.calibrate import CalibrationError, Candidate, choose_layout, measure_all
+from topspin.launch.display import CompiledKernels
 
 SHARED = LayoutChoice("shared", "shm")
 SPLIT = LayoutChoice("split", "shm")
@@ -206,3 +209,34 @@ def test_a_candidate_that_cannot_run_says_why(checkpoint: Path) -> None:
     config = msgspec.structs.replace(candidate.config, model=nowhere)
     with pytest.raises(CalibrationError, match="/nowhere"):
         measure_all([msgspec.structs.replace(candidate, config=config)])
+
+
+def test_a_compiled_kernel_renews_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    count = CompiledKernels.line
+
+    def count_slowly(self: CompiledKernels, text: str) -> bool:
+        nonlocal now_s
+        now_s += 10.0
+        return count(self, text)
+
+    monkeypatch.setattr(calibrate.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(CompiledKernels, "line", count_slowly)
+    kernel = "INFO compiled kernel k for this processor"
+    for log, is_answered in ((kernel, True), ("INFO loading", False)):
+        now_s = 0.0
+        script = f"import sys\nfor _ in range(3): print({log!r}, file=sys.stderr)\nprint('yes')"
+        trial = subprocess.Popen(
+            [sys.executable, "-c", script],
+            bufsize=0,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        with trial:
+            answers = calibrate._Answers(trial)
+            if is_answered:
+                assert answers.next(15.0) == b"yes\n"
+            else:
+                with pytest.raises(CalibrationError, match="too long"):
+                    answers.next(15.0)
+            trial.communicate()
