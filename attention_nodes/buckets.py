@@ -1,11 +1,11 @@
-"""Which sizes a decode step is padded to, so that few recordings serve every batch.
+"""The sizes that decode steps are padded to, so that few recordings serve every batch.
 
-Pure. A step of a GPU's node is recorded per number of micro-batches and size; a batch runs as
-the next larger size, with rows that nobody reads. Called by device_executor.py.
+Pure. A GPU node's steps are recorded per number of micro-batches and size; a batch runs as the
+next larger size, with padding rows that are not read. Called by device_executor.py.
 
-Sizes are 1, 2, 4, then every 8th up to 64, every 16th up to 256, every 32nd beyond. A decode
-step's time is that of reading weights and cache, which padding does not lengthen; each
-recording costs start-up time and device memory, hence not every size.
+Sizes are 1, 2, 4, then multiples of 8 up to 64, of 16 up to 256, of 32 beyond. A decode step's
+time is that of reading weights and cache, which padding does not lengthen; each recording costs
+start-up time and device memory, so not every size is recorded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final
 
-# (up to so many rows, in steps of)
+# (upper bound of rows, step)
 _STEPS: Final = ((64, 8), (256, 16))
 _LARGE_STEP: Final = 32
 
@@ -38,6 +38,6 @@ def _sizes() -> Iterator[int]:
 
 
 def bucket_of(num_rows: int, buckets: tuple[int, ...]) -> int | None:
-    """Return the least of `buckets` that holds `num_rows`; None: they are more than all."""
+    """Return the smallest of `buckets` that holds `num_rows`; None: all are too small."""
     idx = bisect_left(buckets, num_rows)
     return buckets[idx] if idx < len(buckets) else None

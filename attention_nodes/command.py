@@ -18,13 +18,13 @@ from topspin.messages import Welcome
 from topspin.node_life import NodeLife, run_node
 from topspin.process import follow_parent, start_logging
 
-# Experts answer once they have loaded, however long that takes; the scheduler ends the wait if
-# one of them is lost (Inbox.check).
+# Experts accept once they have loaded, which may take long; the scheduler ends the wait if one of
+# them is lost (Inbox.check).
 CONNECT_TIMEOUT_S = 3600.0
 
 
 def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> None:
-    """Run attention node `index`, its experts being in other processes."""
+    """Run attention node `index` with its experts in other processes."""
 
     def connect(welcome: Welcome, runner: ModelRunner, life: NodeLife) -> AttentionNet:
         config, topology = welcome.config, welcome.topology

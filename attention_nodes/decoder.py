@@ -1,7 +1,7 @@
 """The attention half of every layer, and the two ends of the model.
 
 Owns the packed weights of one node and the order of operations inside a layer, for
-all families: what differs between them is in ModelConfig. Knows no experts (rally.py
+all model families: their differences are in ModelConfig. Knows no experts (rally.py
 sends the rows out) and no sequences (step_inputs.py has turned them into indices).
 
 Dimensions: T tokens, H hidden, N query heads, G kv heads, D head size, V vocabulary.
@@ -45,7 +45,7 @@ class Layer:
 
 
 class Decoder:
-    """One runner's layers. Stateless between calls but for the KV cache `kv` that it writes."""
+    """One runner's layers. Its only state between calls is the KV cache `kv`."""
 
     def __init__(
         self, config: ModelConfig, weights: AttentionWeights, ops: Ops, kv_cache: KvCache
@@ -90,7 +90,7 @@ class Decoder:
         )
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the residual stream [T, H] that tokens i64[T] start with."""
+        """Return the initial residual stream [T, H] of tokens i64[T]."""
         return self.ops.embed(tokens, self._embed)
 
     def attention_half(
@@ -98,7 +98,7 @@ class Decoder:
     ) -> Tensor:
         """Add `delta` [T, H] and then attention to `residual`, in place; return it normed.
 
-        What is returned [T, H] is the input of the layer's MLP or experts.
+        The result [T, H] is the input of the layer's MLP or experts.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
         if delta is None:
@@ -129,7 +129,7 @@ class Decoder:
         return ops.add_rms_norm(out, residual, layer.post_norm, eps=eps)
 
     def _project(self, layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [T, N, D], k and v [T, G, D] before norms of single heads and rotation."""
+        """Return q [T, N, D], k and v [T, G, D] before per-head norms and rotation."""
         config, ops = self.config, self.ops
         qkv = ops.linear(normed, layer.qkv, layer.qkv_bias)
         q = qkv[:, : config.q_size]

@@ -1,9 +1,9 @@
-"""How a runner runs a step on a device: enqueued from the host, decode steps by recordings.
+"""Runs a step on a device: enqueued from the host, decode steps by recordings.
 
 Owns the choice between the two: a step in which every sequence advances by one token is padded
-to a bucket and recorded (buckets.py, kernels.recordings) where the net can be; any other is
-enqueued kernel by kernel. Knows no plan. Called by model_runner.py; on a CPU with Triton's
-interpreter it is the same code.
+to a bucket and recorded (buckets.py, kernels.recordings) if the net can be recorded; any other is
+enqueued kernel by kernel. Knows no plan. Called by model_runner.py; also used on a CPU with
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from topspin.trace import Kind, Ring
 
 _log = logging.getLogger("attention")
 
-# A token, its validity and its log-probability with a few others': more makes the buffer grow.
+# A token, its validity and a few log-probabilities; the buffer grows if more are asked for.
 _ANSWER_BYTES: Final = 64
 
 
 class Placed(NamedTuple):
-    """A step on the device; `bucket` None: as it is, else padded, each micro-batch to so many."""
+    """A step on the device; `bucket`: the rows of each padded micro-batch (None: not padded)."""
 
     inputs: PlacedInputs
     bucket: int | None
@@ -52,7 +52,7 @@ class Placed(NamedTuple):
 
 
 class DeviceExecutor:
-    """One device; all work of a step on its current stream, except where nets fork and join."""
+    """Runs steps on one device's current stream; only nets fork to other streams and join."""
 
     keeps_tokens = True
 
@@ -66,7 +66,7 @@ class DeviceExecutor:
         *,
         max_rows: int,
     ) -> None:
-        """Allocate buffers for the largest step; `max_rows` sequences are known at once at most."""
+        """Allocate buffers for the largest step; `max_rows` bounds the sequences known at once."""
         self._decoder = decoder
         self._runtime = runtime
         self._stream = runtime.current_stream()
@@ -91,7 +91,7 @@ class DeviceExecutor:
 
     @property
     def num_recordings(self) -> int:
-        """Return how many sizes are recorded now."""
+        """Return the number of recorded sizes."""
         return len(self._recordings)
 
     def forget(self) -> None:
@@ -125,7 +125,7 @@ class DeviceExecutor:
         self, placed: Placed, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
     ) -> Ran:
         if self._runtime.is_asynchronous and (net is None or net.is_graph_safe):
-            trace = None  # a stamp says when something is done, and here nothing is
+            trace = None  # the host's stamps would not say when the device has finished
         inputs = self._inputs.complete(placed.inputs)
         rows = run_layers(self._decoder, net, inputs, self._combined, trace=trace, beat=beat)
         rallied = self._stream.record(timed=True)
@@ -137,7 +137,7 @@ class DeviceExecutor:
         return Ran(logits, rallied)
 
     def _replay(self, placed: Placed, net: AttentionNet | None) -> None:
-        """Enqueue a padded step, recorded if it was met before."""
+        """Enqueue a padded step through the recordings of its shape."""
         assert placed.bucket is not None
 
         def body() -> None:
@@ -164,8 +164,8 @@ class DeviceExecutor:
     ) -> None:
         """Record every size for each of these numbers of micro-batches, the largest first.
 
-        Before the first begin(): such nets then send nothing to peers. All rows are padding:
-        no sequence and no cache block takes part.
+        Call before the net's first begin(): recordable nets then send nothing to peers. All rows
+        are padding: no sequence and no cache block is used.
         """
         if not self.sizes or not (net is None or net.is_graph_safe):
             return
@@ -181,7 +181,7 @@ class DeviceExecutor:
 
 
 def _sizes(decoder: Decoder, config: NodeConfig) -> tuple[int, ...]:
-    """Return the buckets, none if steps are not to be recorded or kernels cannot be."""
+    """Return the buckets; none if recording is disabled or the kernels cannot be recorded."""
     if not config.compute.cuda_graphs or decoder.ops.name != TRITON:
         return ()
     return row_buckets(config.max_num_seqs)

@@ -1,9 +1,9 @@
 """A step's indices on a device: one transfer into memory whose addresses depend on sizes only.
 
-Owns the layout of that transfer, the padding of steps that are recorded, and what stays on the
-device from step to step: angles by position, block tables, and the token that each sequence
-sampled last, since a step may begin with tokens that the host does not know yet. Knows no layer.
-Called by device_executor.py.
+Owns the layout of that transfer, the padding of recorded steps, and the data that stays on the
+device between steps: angles by position, block tables, and each sequence's last sampled token,
+since a step may begin with tokens that the host does not know yet. Knows no layer. Called by
+device_executor.py.
 
 A step of m micro-batches padded to B rows has m * B rows; those that are padding have token 0,
 position 0, no query, no cache slot (-1) and no expert (MicroBatchInputs.num_rows).
@@ -33,11 +33,11 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, eq=False)
 class PlacedInputs:
-    """What one transfer has brought: m micro-batches of T rows together, R of them sampled.
+    """The tensors of one transfer: m micro-batches of T rows together, R of them sampled.
 
-    A row's token is `literals` + what `last` holds for `last_rows` (its entry of no sequence
-    holds 0). `angles` is (positions i64[T],), or (cos, sin) f32[T, D/2] each where they depend
-    on more than the position. `sampled` i64[R] are the entries of `last` that the step renews.
+    A row's token is `literals` + `last[last_rows]` (the spare last entry of `last` is 0).
+    `angles` is (positions i64[T],), or (cos, sin) f32[T, D/2] each where they depend on more than
+    the position. `sampled` i64[R] are the entries of `last` that the step updates.
     """
 
     literals: Tensor
@@ -52,7 +52,7 @@ class PlacedInputs:
 
 
 class DeviceInputs:
-    """The device memory that steps' indices go to. One step after the other, on one stream."""
+    """The device memory for the indices of steps, which run in order on one stream."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class DeviceInputs:
         device = runtime.device
         table = rotary.table
         self._table = None if table is None else tuple(each.to(device) for each in table)
-        # The last entry is of no sequence.
+        # The last entry belongs to no sequence and stays 0.
         self._last = torch.zeros(max_rows + 1, dtype=torch.int64, device=device)
         max_blocks = -(-limits.max_len // limits.block_size)
         self._block_tables = torch.zeros(max_padded, max_blocks, dtype=torch.int32, device=device)
@@ -182,7 +182,7 @@ class DeviceInputs:
     def _with_static_tables(
         self, sent: PlacedInputs, micro_batches: Sequence[Slices], bucket: int
     ) -> PlacedInputs:
-        """Copy the block tables to where a recording finds them, whatever their width."""
+        """Copy the block tables, of any width, to the fixed memory that recordings read."""
         metas = []
         for idx, meta in enumerate(sent.metas):
             table = self._block_tables[idx * bucket : (idx + 1) * bucket]
@@ -224,12 +224,12 @@ class DeviceInputs:
         return StepInputs(tokens=tokens, parts=parts, sample_rows=placed.sample_rows)
 
     def keep(self, placed: PlacedInputs, tokens: Tensor) -> None:
-        """Enqueue the renewal of the sequences' last tokens by tokens i64[R]."""
+        """Enqueue the update of the sequences' last tokens to tokens i64[R]."""
         self._last.index_copy_(0, placed.sampled[: len(tokens)], tokens)
 
 
 def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
-    """Return `values` [n] and behind them `fill`, [size] together."""
+    """Return `values` [n] padded to [size] with `fill`."""
     if len(values) == size:
         return values
     padded = np.full(size, fill, dtype=values.dtype)
@@ -238,12 +238,12 @@ def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
 
 
 def _grown(query_start: np.ndarray, size: int) -> np.ndarray:
-    """Return query_start i32[n + 1] of `size` sequences, those behind the n having no rows."""
+    """Return query_start i32[n + 1] extended to `size` sequences; the added ones have no rows."""
     return _padded(query_start, size + 1, int(query_start[-1]))
 
 
 def _most_bytes(max_tokens: int, max_seqs: int, table_entries: int, angle_bytes: int) -> int:
-    """Return sizes into which the arrays of any step fit."""
+    """Return a number of bytes in which the arrays of any step fit."""
     per_token = 4 * 8 + 2 * angle_bytes
     per_seq = 2 * 8 + 2 * 4
     others = MAX_MICRO_BATCHES * (8 + 4)

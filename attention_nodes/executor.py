@@ -1,7 +1,7 @@
-"""How a runner runs the layers of a step: the interface, and a node on the CPU.
+"""Runs the layers of a step: the interface, and its implementation on the CPU.
 
-Owns the way from a step's indices to its logits, and of drawn tokens back to the host.
-`HostExecutor` copies nothing; device_executor.py is that of a GPU. Knows no plan and no
+Owns the path from a step's indices to its logits, and of drawn tokens back to the host.
+`HostExecutor` copies nothing; device_executor.py implements it for a GPU. Knows no plan and no
 sequence. Called by model_runner.py.
 """
 
@@ -25,18 +25,18 @@ from topspin.trace import Kind, Ring
 
 
 class Ran(NamedTuple):
-    """The logits f32[R, V] of the rows to sample, and when the layers were done (timed)."""
+    """The logits f32[R, V] of the rows to sample, and the timed event of the layers' end."""
 
     logits: Tensor
     rallied: Event
 
 
 class Receipt(Protocol):
-    """Tensors on their way to the host."""
+    """Tensors that are being copied to the host."""
 
     @property
     def ended(self) -> Event:
-        """When they are there, timed."""
+        """The timed event of the copy's end."""
 
     def arrays(self) -> list[np.ndarray]:
         """Wait for them and return them; valid until the second fetch() after this one."""
@@ -47,7 +47,7 @@ class Executor(Protocol):
 
     @property
     def keeps_tokens(self) -> bool:
-        """Say whether a slice's token may be PENDING: then it is the last that keep() got."""
+        """Return whether tokens may be PENDING: run() then uses the last one given to keep()."""
 
     def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Any:
         """Bring a step's indices to the device, for run() and keep()."""
@@ -92,9 +92,9 @@ def run_layers(
     trace: Ring | None,
     beat: Beat | None,
 ) -> Tensor:
-    """Run a step's micro-batches through all layers; give the finished rows to sample [R, H].
+    """Run a step's micro-batches through all layers; return the final rows to sample [R, H].
 
-    `combined` fp32 [>= T, H] is where the experts' answers are summed.
+    `combined` fp32 [>= T, H] is the buffer for the sums of the experts' answers.
     """
     residual = decoder.embed(inputs.tokens)
     flights = []
@@ -106,7 +106,7 @@ def run_layers(
 
 
 class HostExecutor:
-    """The CPU: calls return when the work is done, and indices are tensors where they are."""
+    """The CPU: calls return when the work is done; indices become tensors without a copy."""
 
     keeps_tokens = False
     sizes = ()

@@ -1,8 +1,7 @@
 """The paged KV cache's memory.
 
-Owns the tensors and the arithmetic of their size. Which block belongs to whom is the
-scheduler's business; what is written where is decoder.py's; memory_budget.py says what a GPU
-has left for it.
+Owns the tensors and the arithmetic of their size. The scheduler assigns blocks to sequences;
+decoder.py writes the cache; memory_budget.py measures how much memory a GPU has for it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from topspin.errors import ConfigError
 from topspin.units import format_size
 
 MIN_BLOCKS: Final = 2
-"""One sequence of one block more than a token."""
+"""The minimum for one sequence that is one token longer than a block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +48,9 @@ def allocate(
 ) -> KvCache:
     """Allocate as many blocks as fit in `size_bytes`, on `runtime`'s device (None: the host).
 
-    `size_bytes` None, not known yet: as few as a step can run with. Raises ConfigError with the
-    numbers when they could not hold one sequence of one block more than a token, or are more
-    than the device has free; a cache smaller than `max_len` is allowed (requests are then
-    shorter).
+    `size_bytes` None (not known yet): the MIN_BLOCKS that a step needs. Raises ConfigError with
+    the numbers when fewer than MIN_BLOCKS fit, or the device has less memory free; a cache
+    smaller than `max_len` is allowed (requests are then shorter).
     """
     if size_bytes is None:
         return of_blocks(config, MIN_BLOCKS, block_size=block_size, dtype=dtype, runtime=runtime)
@@ -93,7 +91,7 @@ def of_blocks(
 
 
 def _available(runtime: Runtime) -> tuple[int, str]:
-    """Return the bytes that can be allocated, on the host without swapping, and of which memory."""
+    """Return the bytes that can be allocated (on the host: without swapping), and their name."""
     if runtime.device.type != "cpu":
         return runtime.memory().free, f"device {runtime.device}"
     for line in Path("/proc/meminfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""A step that a runner has launched and not yet answered for.
+"""A step that a runner has launched and whose result is not sent yet.
 
 Owns its record until the result is sent, and the arithmetic of its timings.
 Called by model_runner.py.
@@ -22,7 +22,7 @@ from topspin.messages import StepResult, StepTicket, StepTimings
 
 @runtime_checkable
 class Checked(Protocol):
-    """A net whose errors are found on the device, and by the host when it looks."""
+    """A net whose errors arise on the device; the host finds them by check()."""
 
     def check(self) -> None:
         """Raise the first fault of completed kernels; never waits."""
@@ -32,9 +32,9 @@ class Checked(Protocol):
 class LaunchedStep:
     """One step; `drawn` are the sampler's arrays once they have come.
 
-    `check` is called while the step is waited for, and when it has ended. The host began with
-    it at `started_s` and enqueued its layers from `prepared_s` on (time.perf_counter); `began`
-    and `rallied` are when the device began and was through them.
+    `check` is called during the wait for the step and at its end. The host began the step at
+    `started_s` and enqueued its layers from `prepared_s` on (time.perf_counter); `began` and
+    `rallied` are the events of the device's begin and end of the layers.
     """
 
     ticket: StepTicket
@@ -60,9 +60,9 @@ class LaunchedStep:
         return self.receipt.arrays()
 
     def result(self, drawn: Drawn, *, previous_s: float | None) -> StepResult:
-        """Return the answer; `previous_s` is when the step before it was answered for.
+        """Return the result; `previous_s` is the time of the previous step's result.
 
-        What the host prepared while the step before ran has cost this step no time.
+        The host's preparation during the previous step does not count as time of this step.
         """
         free_s = self.started_s if previous_s is None else max(self.started_s, previous_s)
         prepare_s = max(0.0, self.prepared_s - free_s)
@@ -78,7 +78,7 @@ class LaunchedStep:
             errors=drawn.errors,
             timings=StepTimings(
                 total_s=prepare_s + layers_s + sample_s,
-                # The host waits for experts while the device may still compute.
+                # The device may still compute while the host waits for experts.
                 attention_s=max(0.0, layers_s - self.times.wait_s),
                 wait_s=self.times.wait_s,
                 sample_s=sample_s,

@@ -1,8 +1,8 @@
-"""How many blocks of KV cache a GPU has room for: measured by a dry run of the largest steps.
+"""The number of KV cache blocks that fit on a GPU: measured by a dry run of the largest steps.
 
-Owns the steps of that run, the measurements and the arithmetic. A prompt that fills the token
-budget takes the most memory in the layers, sampling for every sequence with every filter the
-most beside them. Both run on two blocks, in which all sequences write: only sizes count.
+Owns the steps of that run, the measurements and the arithmetic. The layers need the most memory
+for a prompt that fills the token budget; the sampler for all sequences with every filter. Both
+run on two blocks, which all sequences write to: only sizes matter.
 Knows no weights. Called by model_runner.py while it loads.
 """
 
@@ -38,10 +38,10 @@ from topspin.units import format_size
 _log = logging.getLogger("attention")
 
 GRAPH_BYTES: Final = 16 * 2**20
-"""What a recording takes beside its tensors, with about a thousand kernels: an assumption."""
+"""Memory of a recording of about a thousand kernels, without its tensors: an assumption."""
 
 SHORT_SLICE: Final = 64
-"""Slices up to so long have attention kernels of their own (kernels.triton.attention)."""
+"""Slices up to this length have separate attention kernels (kernels.triton.attention)."""
 
 _COSTLIEST: Final = SamplingParams(
     max_tokens=2, seed=0, temperature=1.0, top_k=5, top_p=0.9, presence_penalty=1.0, logprobs=20
@@ -49,11 +49,11 @@ _COSTLIEST: Final = SamplingParams(
 
 
 class MemoryUse(NamedTuple):
-    """Bytes of a device: all it has, what others take, and what this process needs.
+    """Bytes of a device: the total, the use by other processes, and the needs of this process.
 
-    `weights` is what stays allocated, experts of this process too, with the rests of memory that
-    lie between them; `activations` the most that a step takes beside it, `graphs` what recordings
-    will take, `windows` what expert nodes will write into.
+    `weights` stay allocated: includes experts of this process and fragmentation. `activations`
+    is the peak of a step beyond that, `graphs` the estimate for recordings, `windows` the memory
+    that expert nodes write into.
     """
 
     total: int
@@ -88,7 +88,7 @@ def blocks_that_fit(
 def blocks_to_allocate(
     use: MemoryUse, *, utilization: float, block_bytes: int, block_size: int, max_len: int
 ) -> int:
-    """Return blocks_that_fit(), telling people what memory is for and if that is few."""
+    """Return blocks_that_fit(); logs the uses of memory, and a warning if the blocks are few."""
     per_sequence = -(-max_len // block_size)
     num_blocks = blocks_that_fit(
         use, utilization=utilization, block_bytes=block_bytes, blocks_per_sequence=per_sequence
@@ -107,7 +107,7 @@ def blocks_to_allocate(
 
 @contextmanager
 def fitting(runtime: Runtime, what: str) -> Iterator[None]:
-    """Say with the numbers that `what` does not fit, if the device's memory ends meanwhile."""
+    """Raise ConfigError with the numbers, naming `what`, if the device's memory runs out inside."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -120,7 +120,7 @@ def fitting(runtime: Runtime, what: str) -> Iterator[None]:
 
 
 def describe(use: MemoryUse) -> str:
-    """Return the uses of the device's memory, for people."""
+    """Return a readable summary of the uses of the device's memory."""
     return (
         f"of {format_size(use.total)}, others take {format_size(use.others)}, weights "
         f"{format_size(use.weights)}, the largest step {format_size(use.activations)}, recorded "
@@ -138,10 +138,10 @@ def window_bytes(config: NodeConfig, shape: NetShape) -> int:
 def measure(
     runtime: Runtime, run: Callable[[], None], *, num_graphs: int, windows: int = 0
 ) -> MemoryUse:
-    """Call `run`, which does the largest steps, and return the uses of memory.
+    """Call `run`, which executes the largest steps, and return the uses of memory.
 
-    Recordings have memory of their own for a step's tensors, at most as much as the largest
-    step's, since they are of smaller ones.
+    Recordings keep separate memory for a step's tensors: at most that of the largest step, since
+    recorded steps are smaller.
     """
     runtime.synchronize()
     runtime.reset_peak()
@@ -166,8 +166,8 @@ def measure(
 def largest_steps(config: NodeConfig, *, index: int, table_version: int) -> list[StepPlan]:
     """Return the plans of a dry run for attention node `index`, with every block id 0.
 
-    Prompts that fill a step, a token of every sequence, and a short slice alone: together they
-    take the most memory, and every kernel of steps that are not recorded.
+    Prompts that fill a step, one token of every sequence, and a short slice alone: together they
+    reach the peak of memory and use every kernel of steps that are not recorded.
     """
     max_len = config.model.max_model_len
     assert max_len is not None

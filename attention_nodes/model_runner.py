@@ -2,9 +2,9 @@
 
 Owns the chain of steps (a plan out of order is refused) and joins the parts: plan ->
 indices -> layers -> sample, which launch() enqueues, and -> result, for which collect()
-waits. On the CPU all has happened when launch() returns; on a GPU a second step may be
+waits. On the CPU the work is done when launch() returns; on a GPU a second step may be
 launched while one runs: its slices then begin with tokens that only the device knows.
-Knows no sockets: worker.py brings plans and takes results away, and hands in the net.
+Knows no sockets: worker.py passes plans and the net in, and sends the results.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ from topspin.trace_node import ring_of
 
 _log = logging.getLogger("attention")
 
-# One runs, and the next one is ready to: as many as the scheduler plans ahead.
+# One runs and one is queued: as many as the scheduler plans ahead.
 MAX_LAUNCHED: Final = 2
 
 OpenDryNet = Callable[["ModelRunner"], AttentionNet]
-"""Gives the net by which a runner that is not ready yet reaches the experts beside it."""
+"""Returns the net from a runner that is still loading to the experts of its process."""
 
 
 class ModelRunner:
     """Executes StepPlans, one after the other.
 
     Invariant: a sequence's committed positions are in the cache before a later step reads
-    them, and nothing of a failed step is kept (the node that failed one does not go on).
+    them, and nothing of a failed step is kept (a node stops serving after a failed step).
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ModelRunner:
             self._runtime,
             self._table.limits,
             config,
-            # Steps may end all sequences and begin as many, before their ends are told.
+            # Steps may end all sequences and begin as many before the ends are reported.
             max_rows=4 * config.max_num_seqs,
         )
 
@@ -133,9 +133,10 @@ class ModelRunner:
     ) -> ModelRunner:
         """Read the attention role's weights from `path`, allocate the cache, warm up.
 
-        Without a size of the cache (a GPU's) it is what a dry run leaves, as attention node
-        `index`. `open_net`: gives the net of that run if experts compute on this device, in
-        this process; they must be loaded by then. None: they are elsewhere.
+        Without a configured cache size (on a GPU) the cache takes the memory that a dry run, as
+        attention node `index`, leaves free. `open_net` returns the net of that run if experts
+        compute on this device, in this process; they must be loaded by then. None: they are
+        elsewhere.
         """
         assert config.model.max_model_len is not None
         if config.compute.num_threads is not None:
@@ -186,7 +187,7 @@ class ModelRunner:
     def _measure_blocks(
         self, config: NodeConfig, index: int, table_version: int, open_net: OpenDryNet | None
     ) -> int:
-        """Do the largest steps and return how many blocks of cache there is room for."""
+        """Run the largest steps and return the number of cache blocks that fit."""
         num_graphs = len(self._executor.sizes) * len(_micro_batches(config))
         if self.is_moe and open_net is None and config.m2n.transport != "cuda_ipc":
             num_graphs = 0  # the host takes part in every layer
@@ -211,7 +212,7 @@ class ModelRunner:
     def _rehearse(
         self, config: NodeConfig, index: int, table_version: int, open_net: OpenDryNet | None
     ) -> None:
-        """Do the largest steps, which compiles their kernels: no request shall wait for that."""
+        """Run the largest steps to compile their kernels, so that no request waits for that."""
         net: AttentionNet | None = None
         if self.is_moe:
             net = AbsentExperts() if open_net is None else open_net(self)
@@ -224,16 +225,16 @@ class ModelRunner:
     def record_steps(
         self, net: AttentionNet | None, config: NodeConfig, *, check: Callable[[], None]
     ) -> None:
-        """Record decode steps of every size, if this node does that, before the first begin().
+        """Record decode steps of every size, if this node records; before the net's first begin().
 
-        Takes a while; `check` is called now and then.
+        Takes a while; `check` is called repeatedly meanwhile.
         """
         self._executor.record_all(net, micro_batches=_micro_batches(config), check=check)
 
     def _warm_up(self) -> None:
         """Run a whole step of one token, so that the first request finds code and memory.
 
-        Uses block 0, whose content nobody relies on yet, and leaves no sequence behind.
+        Uses block 0, whose content is not in use yet, and leaves no sequence behind.
         """
         self._table.admit(
             NewSequence(
@@ -272,7 +273,7 @@ class ModelRunner:
         return bool(self._model.moe_layers)
 
     def net_shape(self, config: NodeConfig) -> NetShape:
-        """Return the shape of the pairs that this node takes part in."""
+        """Return the shape of the net between this node and each expert node."""
         assert self._model.moe is not None
         return NetShape.from_config(
             config,
@@ -289,10 +290,10 @@ class ModelRunner:
         index: int,
         beat: Beat | None = None,
     ) -> StepResult:
-        """Do one step as attention node `index`; `beat` as in rally().
+        """Run one step as attention node `index`; `beat` as in rally().
 
-        Raises ProtocolError for a plan that does not follow from what came before,
-        TransportError if the experts' answers do not come.
+        Raises ProtocolError for a plan that contradicts the node's state, TransportError if the
+        experts' answers do not come.
         """
         self.launch(plan, net, index=index, beat=beat)
         return self.collect()
@@ -313,9 +314,9 @@ class ModelRunner:
         return self._launched[0].receipt.ended.is_done()
 
     def runs_ahead(self, net: AttentionNet | None) -> bool:
-        """Say whether the step just launched goes on without the host, which may launch another.
+        """Return whether the step just launched runs without the host, which may launch another.
 
-        A net whose host takes part in every layer has brought it to its end by now.
+        With a net whose host takes part in every layer the step has ended by now.
         """
         return self._runtime.is_asynchronous and (net is None or net.is_graph_safe)
 
@@ -381,17 +382,17 @@ class ModelRunner:
         self._executor.forget()
 
     def _settle(self, launched: LaunchedStep) -> list[np.ndarray]:
-        """Wait for a step's draws, and record them."""
+        """Wait for a step's draws and store them in the table."""
         if launched.drawn is None:
             launched.drawn = launched.wait()
             if launched.drawn:
-                # The failed ones' too: the next step may be planned already, and goes on from a
-                # token that nobody is told.
+                # Failed rows too: the next step may be planned already, and continues from a token
+                # that is not reported.
                 self._table.fill(launched.reserved, launched.drawn[0])
         return launched.drawn
 
     def _settle_for(self, sampled: IntArray) -> None:
-        """See to it that sampling these rows finds the tokens that it looks at."""
+        """Wait for steps under way if sampling these rows needs their tokens."""
         if not self._launched:
             return
         if self._sampler.needs_values(sampled) and self._table.has_pending(sampled):
@@ -422,7 +423,7 @@ class ModelRunner:
             raise ProtocolError(f"step {ticket.step} is not for attention node {index}")
 
     def _slice_up(self, plan: StepPlan) -> list[Slices]:
-        """Turn the plan into indices; its sequences have advanced afterwards."""
+        """Turn the plan into indices and advance its sequences."""
         micro_batches = [slice_up(each, self._table) for each in plan.micro_batches]
         num_tokens = sum(slices.num_tokens for slices in micro_batches)
         if num_tokens > self._max_tokens:
@@ -433,9 +434,9 @@ class ModelRunner:
 
 
 def _micro_batches(config: NodeConfig) -> tuple[int, ...]:
-    """Return the numbers of micro-batches of which decode steps are recorded before they come.
+    """Return the numbers of micro-batches for which decode steps are recorded at start.
 
-    Where steps differ, two pay if attention and experts compute at the same time.
+    Two are faster only if attention and experts compute at the same time.
     """
     if config.micro_batches is not None:
         return (config.micro_batches,)

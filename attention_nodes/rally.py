@@ -23,8 +23,8 @@ from topspin.trace import Kind, Ring
 class Flight:
     """One micro-batch under way: its residual stream [T, H] and the terms to be added to it.
 
-    `combined` [T, H] fp32 is where the experts' answers are summed; `in_air` is the MoE
-    layer whose answer is awaited; `local` this node's own term, computed meanwhile; `delta` is
+    `combined` [T, H] fp32 is the buffer for the sums of the experts' answers; `in_air` the MoE
+    layer whose answer is awaited; `local` the term of this node, computed meanwhile; `delta` is
     added to the residual by the next attention half.
     """
 
@@ -92,7 +92,7 @@ def send_out(
 def run_local(
     decoder: Decoder, micro_batch: int, layer: Layer, normed: Tensor, trace: Ring | None
 ) -> Tensor | None:
-    """Run this node's own part: a dense layer's MLP or the shared expert."""
+    """Run the part computed on this node: a dense layer's MLP or the shared expert."""
     local = decoder.local_mlp(layer, normed)
     if trace is not None and local is not None:
         trace.stamp(Kind.LOCAL, layer.idx, micro_batch)

@@ -16,9 +16,9 @@ from models.rope import inverse_frequencies, is_length_dependent, rope_seq_len
 
 
 class RotaryTable:
-    """Gives cos, sin fp32 [T, D/2] for tokens at given positions.
+    """Computes cos, sin fp32 [T, D/2] for tokens at given positions.
 
-    `table` has them by position, [max_len, D/2] each; None: they depend on more than that.
+    `table` has them by position, [max_len, D/2] each; None: they do not depend on it alone.
     """
 
     def __init__(self, config: ModelConfig, *, max_len: int) -> None:

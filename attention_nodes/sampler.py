@@ -1,8 +1,8 @@
-"""From logits to a step's result: the settings of each row, the draw, the packed answer.
+"""Turns logits into a step's result: the settings of each row, the draw, the packed answer.
 
 Owns the translation of sequences' SamplingParams into one SamplingBatch and of drawn
-tokens into what StepResult carries. Three parts, since on a GPU they happen at three times:
-`ask` needs no logits, `draw` only enqueues, `answer` needs what was drawn on the host. The
+tokens into the fields of StepResult. Three parts, since on a GPU they run at three times:
+`ask` needs no logits, `draw` only enqueues, `answer` needs the draws on the host. The
 arithmetic is that of the kernels (Ops.sample); knows no model.
 """
 
@@ -23,7 +23,7 @@ from topspin.messages import SamplingParams, TokenLogprobs, pack_ints
 
 
 class Drawn(NamedTuple):
-    """What was sampled in a step, as StepResult carries it."""
+    """The samples of a step, in the form of StepResult's fields."""
 
     seq_ids: bytes
     tokens: bytes
@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The sequences that a step samples: by their rows of the table, in order, R of them."""
+    """The R sequences that a step samples, by their rows of the table, in order."""
 
     rows: IntArray
     seq_ids: IntArray
@@ -56,13 +56,13 @@ class Sampler:
         self._ops = ops
 
     def needs_values(self, rows: IntArray) -> bool:
-        """Say whether sampling `rows` looks at tokens that they have, not only at how many."""
+        """Return whether sampling `rows` reads the values of their tokens, not only the count."""
         return any(_has_penalty(self._table.sampling(row)) for row in rows.tolist())
 
     def ask(self, rows: IntArray, seq_ids: IntArray) -> Asked:
-        """Gather how the next token of each row is to be chosen.
+        """Gather the sampling settings for the next token of each row.
 
-        Call after commit() and before reserve(); tokens that needs_values() means are known.
+        Call after commit() and before reserve(); if needs_values(), no token may be PENDING.
         """
         params = [self._table.sampling(row) for row in rows.tolist()]
         wanted = [each.logprobs for each in params if each.logprobs is not None]
@@ -71,13 +71,13 @@ class Sampler:
         )
 
     def draw(self, logits: Tensor, asked: Asked) -> list[Tensor]:
-        """Draw a token for each row of fp32 logits [R, V]; gives the arrays for answer().
+        """Draw a token for each row of fp32 logits [R, V]; return the tensors for answer().
 
-        The first tensor is the tokens, i64[R]. All are where the logits are.
+        The first tensor is the tokens, i64[R]. All are on the device of the logits.
         """
         result = self._ops.sample(logits, asked.batch, num_top_logprobs=asked.num_top_logprobs)
         drawn = [result.tokens, result.valid]
-        # Without processing it is only the model that can have gone wrong.
+        # Without processing only the model itself can be at fault.
         drawn.append(logits.amax(-1).isfinite() if asked.is_processed else result.valid)
         if result.logprobs is not None:
             assert result.top_ids is not None
@@ -87,10 +87,10 @@ class Sampler:
 
     @staticmethod
     def answer(asked: Asked, drawn: Sequence[np.ndarray]) -> Drawn:
-        """Pack the arrays of draw(), on the host now; nothing if no row was asked for.
+        """Pack the arrays of draw(), now on the host; empty if no row was asked for.
 
-        A row without a usable score, the model's or after penalties, bias and bans, fails its
-        own sequence and no other.
+        A row without a usable score (from the model, or after penalties, bias and bans) fails
+        only its sequence.
         """
         if not drawn:
             return Drawn(b"", b"", {}, {})
@@ -155,7 +155,7 @@ class Sampler:
 
 
 def _reason(*, is_number: bool) -> str:
-    """Say why a row gave no token; `is_number`: the greatest of the model's own logits is one."""
+    """Return why a row gave no token; `is_number`: the model's greatest logit is finite."""
     if not is_number:
         return "the model's logits are not numbers"
     return "the request's penalties, logit_bias and banned stop tokens leave no token to choose"

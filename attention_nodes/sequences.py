@@ -1,9 +1,9 @@
-"""What an attention node remembers of each sequence between steps.
+"""An attention node's state of each sequence between steps.
 
 Owns, per admitted sequence, its tokens, how many of them are in the KV cache, its block
 table and its sampling parameters, in arrays indexed by a row so that a micro-batch is
 assembled without a loop over tokens. Knows no tensors, no weights and no scheduling: it
-does what plans say and refuses, by ProtocolError, plans that contradict what it has.
+follows plans and refuses, by ProtocolError, plans that contradict its state.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from topspin.messages import NewSequence, SamplingParams
 IntArray = npt.NDArray[np.int64]
 
 PENDING: Final = -1
-"""In SequenceTable.tokens: sampled by a step whose answer has not come from the device."""
+"""In SequenceTable.tokens: a token that is sampled but not copied from the device yet."""
 
 
 class Limits(NamedTuple):
-    """What ids a plan may name."""
+    """Bounds of the ids in a plan."""
 
     max_len: int
     block_size: int
@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 
 class Reserved(NamedTuple):
-    """Where the tokens of a step under way belong; see SequenceTable.reserve."""
+    """The places for the tokens of a step under way; see SequenceTable.reserve."""
 
     rows: IntArray
     positions: IntArray
@@ -50,10 +50,10 @@ class SequenceTable:
     """All sequences that the scheduler has admitted to this node.
 
     Invariant: positions below `num_committed[row]` are in the cache, or will be before a later
-    step reads them; `tokens[row]` has as many as `num_known[row]` says, the last of which may
-    be PENDING; num_committed < num_known between steps unless a prompt is still being
-    prefilled. Rows are reused (`tenancy` counts their tenants); arrays grow by doubling. The
-    big arrays are zero pages until they are touched.
+    step reads them; `tokens[row]` has `num_known[row]` tokens, the last of which may be PENDING;
+    num_committed < num_known between steps unless a prompt is still being prefilled. Rows are
+    reused (`tenancy` counts the sequences that used a row); arrays grow by doubling. The big
+    arrays take no memory until they are written.
     """
 
     def __init__(self, limits: Limits, *, capacity: int = 64) -> None:
@@ -74,7 +74,7 @@ class SequenceTable:
         return len(self._row_of)
 
     def admit(self, new: NewSequence) -> None:
-        """Take in a sequence that this node has not seen (or not under this id)."""
+        """Add a sequence whose id is not in the table."""
         if new.seq_id in self._row_of:
             raise ProtocolError(f"sequence {new.seq_id} was admitted already")
         tokens = unpack(new.tokens, what=f"sequence {new.seq_id}: tokens")
@@ -165,7 +165,7 @@ class SequenceTable:
         self.num_committed[rows] += counts
 
     def reserve(self, rows: IntArray) -> Reserved:
-        """Make room for the token that is being sampled after the last one of each row.
+        """Append a place for the token that is being sampled for each row.
 
         Its position counts as known from now on; its value is PENDING until fill().
         """
@@ -177,7 +177,7 @@ class SequenceTable:
         return reserved
 
     def fill(self, reserved: Reserved, sampled: IntArray) -> None:
-        """Record sampled tokens; not for sequences that have gone meanwhile."""
+        """Record sampled tokens, except for sequences forgotten meanwhile."""
         rows, positions, tenancy = reserved
         present = self.tenancy[rows] == tenancy
         if not present.all():

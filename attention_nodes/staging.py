@@ -1,7 +1,7 @@
-"""Small arrays to a device and back: each way one transfer a step, through pinned memory.
+"""Copies small arrays to a device and back: one transfer per step each way, by pinned memory.
 
-Owns the pinned buffers and when they may be used again: a ring each way, an event per slot, so
-that none is written while a copy may still read it, nor read before its copy is done. Knows no
+Owns the pinned buffers and their reuse: one ring per direction with an event per slot, so that
+no buffer is written while a copy may still read it, nor read before its copy is done. Knows no
 step. Called by device_executor.py.
 """
 
@@ -18,7 +18,7 @@ from kernels.runtime import Event, Runtime
 
 # Two steps may be under way while a third one's arrays are written.
 NUM_SLOTS: Final = 3
-# What kernels load at once begins at a multiple of it.
+# Addresses of arrays are multiples of it, for vector loads of kernels.
 ALIGNMENT: Final = 16
 
 
@@ -30,12 +30,12 @@ _DTYPES: Final = {
 
 
 def aligned(num_bytes: int) -> int:
-    """Return the least multiple of ALIGNMENT that is not below `num_bytes`."""
+    """Return `num_bytes` rounded up to a multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class _Slot:
-    """A pinned buffer, and the copy that it was last used for."""
+    """A pinned buffer and the event of its last copy."""
 
     def __init__(self, runtime: Runtime, num_bytes: int) -> None:
         self.memory = runtime.host_buffer(num_bytes)
@@ -44,10 +44,11 @@ class _Slot:
 
 
 class Outbound:
-    """Brings arrays to the device, always to the same memory there.
+    """Copies arrays to the device, always to the same memory there.
 
     Arrays of the same shapes in the same order have the same addresses every time, so that a
-    recording can read them. Send the next ones on the same stream, behind what reads these.
+    recording can read them. Send the next ones on the same stream, after the kernels that read
+    these.
     """
 
     def __init__(self, runtime: Runtime, num_bytes: int) -> None:
@@ -57,7 +58,7 @@ class Outbound:
         self._landed = torch.zeros(num_bytes, dtype=torch.uint8, device=runtime.device)
 
     def send(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
-        """Enqueue the copy of `arrays`, which may change after return; give them there."""
+        """Enqueue the copy of `arrays`, which may change after return; return the copies."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % NUM_SLOTS
         if slot.copied is not None:
@@ -75,7 +76,7 @@ class Outbound:
 
 
 class Inbound:
-    """Brings tensors of the device to the host; grows to the largest ones seen."""
+    """Copies tensors of the device to the host; its buffers grow as needed."""
 
     def __init__(self, runtime: Runtime, num_bytes: int) -> None:
         self._runtime = runtime
@@ -83,9 +84,9 @@ class Inbound:
         self._next = 0
 
     def fetch(self, tensors: Sequence[Tensor]) -> DeviceReceipt:
-        """Enqueue one copy of `tensors`, none being wider than 8 bytes."""
+        """Enqueue one copy of `tensors`, whose elements have at most 8 bytes."""
         slot = self._slots[self._next]
-        # In descending order of width all are aligned.
+        # In descending order of element size all are aligned.
         order = sorted(range(len(tensors)), key=lambda idx: -tensors[idx].itemsize)
         num_bytes = sum(each.nbytes for each in tensors)
         if num_bytes > len(slot.array):
@@ -111,6 +112,6 @@ class DeviceReceipt:
         self.ended = ended
 
     def arrays(self) -> list[np.ndarray]:
-        """Wait for the copy; the arrays are those of a slot, used again NUM_SLOTS fetches on."""
+        """Wait for the copy; the arrays are overwritten NUM_SLOTS fetches later."""
         self.ended.wait()
         return self._arrays

@@ -1,8 +1,8 @@
-"""From a planned micro-batch to the indices that its layers need, on the host.
+"""Turns a planned micro-batch into the indices that its layers need, on the host.
 
 Owns the index arithmetic: token ids, positions, cache slots, attention's metadata, rows to
-sample; and, for a node on the CPU, the tensors that all this is (device_inputs.py is that of
-a GPU). Knows no weights and runs no kernel.
+sample; and the tensors of these for a node on the CPU (device_inputs.py: for a GPU). Knows no
+weights and runs no kernel.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from topspin.messages import MicroBatch
 class MicroBatchInputs:
     """One micro-batch of T rows over S sequences, ready to run.
 
-    `start` is its first row among the step's. `num_rows` i64[1]: the rows of T from
-    num_rows[0] on are padding; None: none is.
+    `start` is the index of its first row in the step. `num_rows` i64[1]: rows from num_rows[0] on
+    are padding; None: no padding.
     """
 
     start: int
@@ -43,8 +43,8 @@ class MicroBatchInputs:
 class StepInputs:
     """All micro-batches of a step, their rows one after the other.
 
-    tokens i64[T] are where the residual streams start; sample_rows i64[R] are the rows whose
-    logits are wanted.
+    tokens i64[T] are embedded as the residual stream; sample_rows i64[R] are the rows whose
+    logits are needed.
     """
 
     tokens: Tensor
@@ -55,10 +55,10 @@ class StepInputs:
 class Slices(NamedTuple):
     """One micro-batch as arrays: T tokens over S slices, of which R are sampled.
 
-    `rows` and `counts` [S] name the sequences and how far each advances; of `tokens` [T] may
-    be PENDING what a step under way samples, the last one of the sequence in `row_of_token`;
-    `prompt_lens` [T] are their prompts' lengths. `sample_rows` [R] are the token rows that are
-    sampled, `sampled` and `seq_ids` [R] the sequences' rows and ids.
+    `rows` and `counts` [S] are the sequences' rows and the tokens that each advances by. An entry
+    of `tokens` [T] is PENDING if a step under way samples it: it is then the last token of the
+    sequence in `row_of_token`. `prompt_lens` [T] are the prompts' lengths. `sample_rows` [R] are
+    the token rows that are sampled, `sampled` and `seq_ids` [R] the sequences' rows and ids.
     """
 
     rows: IntArray
@@ -73,7 +73,7 @@ class Slices(NamedTuple):
     context_lens: np.ndarray
     """i32[S]."""
     block_tables: np.ndarray
-    """i32[S, as many as the longest context needs]."""
+    """i32[S, blocks of the longest context]."""
     sample_rows: IntArray
     sampled: IntArray
     seq_ids: IntArray
@@ -85,7 +85,7 @@ class Slices(NamedTuple):
 
 
 def slice_up(plan: MicroBatch, table: SequenceTable) -> Slices:
-    """Turn `plan` into indices, giving its sequences their new blocks.
+    """Turn `plan` into indices and add the new blocks to its sequences.
 
     Raises ProtocolError if the plan contradicts the node's state.
     """
@@ -168,5 +168,5 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
 
 
 def joined(arrays: Sequence[IntArray]) -> IntArray:
-    """Return the arrays one after the other; a single one as it is."""
+    """Return the arrays concatenated; a single array is returned as it is."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

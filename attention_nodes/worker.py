@@ -4,10 +4,9 @@ Owns one step's course; the node's life is topspin.node_life's. The net is opene
 so that the same worker runs alone in its process (shm, tcp, ...) or beside the experts (local).
 Runs in the process's one busy thread.
 
-On a GPU a step runs by itself once it is launched: meanwhile the thread looks for the next
-plan and launches it, then for the end of the first, whose result goes out at once. Results
-are sent in order. When a generation ends, the node waits for the device, then drops what was
-launched.
+On a GPU a launched step runs without the host: meanwhile the thread polls for the next plan and
+launches it, then for the end of the first step, whose result is sent at once. Results are sent
+in order. When a generation ends, the node waits for the device, then drops the launched steps.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class AttentionWorker:
     """One attention node; implements topspin.node_life.Worker.
 
     Invariant: `_is_formed` says whether the node takes part in the engine's generation; then
-    `_net` is usable (None for a model without routed experts). `dry_net` says how experts of
-    this process are reached while the runner still loads (see ModelRunner.load; None: they are
-    not). `can_reform` as in NodeLife.
+    `_net` is usable (None for a model without routed experts). `dry_net` gives the net to experts
+    of this process for the dry run (see ModelRunner.load; None: there are none). `can_reform`
+    as in NodeLife.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class AttentionWorker:
             self._life.progress.end()
 
     def wait_s(self) -> float | None:
-        """Answer for steps that have ended; while one runs, look for the next without waiting."""
+        """Send results of steps that have ended; 0 while a step runs, so that plans are polled."""
         runner = self.runner
         while runner.head is not None:
             if runner.is_done:
@@ -118,7 +117,7 @@ class AttentionWorker:
         pass
 
     def _is_wanted(self) -> bool:
-        """Look whether the step under way is still wanted; else it is given up."""
+        """Return whether the step under way is still wanted; if not, it is given up."""
         ticket = self.runner.head
         assert ticket is not None
         try:
@@ -136,7 +135,7 @@ class AttentionWorker:
             if self._is_formed:  # else it was sent before the scheduler knew of a failed step
                 self._launch(message)
         elif isinstance(message, PrepareTable):
-            if self._net is not None:  # else a Reform is on its way, with a table of its own
+            if self._net is not None:  # else a Reform follows, which brings a table
                 self._net.set_table(message.table)
                 version = message.table.version
                 self._life.send(TablePrepared(role="attention", index=self._index, version=version))
@@ -144,14 +143,14 @@ class AttentionWorker:
             raise ProtocolError(f"expected StepPlan, got {type(message).__name__}")
 
     def _launch(self, plan: StepPlan) -> None:
-        """Begin a step, behind one that runs; answer it too unless it goes on by itself."""
+        """Launch a step behind a running one; also collect it unless it runs without the host."""
         runner, progress = self.runner, self._life.progress
         if runner.head is None:
             progress.begin(plan.ticket)
         try:
             runner.launch(plan, self._net, index=self._index, beat=progress.beat)
         except Exception as error:
-            # The step before it is whole, or it is the one that has failed.
+            # The step before it is complete, or it is the one that failed.
             if runner.head is not None:
                 self._answer()
             if self._is_formed:
@@ -177,6 +176,6 @@ class AttentionWorker:
             progress.end()
 
     def _give_up(self, ticket: StepTicket, error: Exception) -> None:
-        """Report a failed step and leave; steps that were launched behind it go with it."""
+        """Report a failed step and leave; steps launched behind it are dropped."""
         self._life.report_failure(ticket, error)
         self.disband()
