@@ -19,8 +19,8 @@ from topspin.messages import Welcome
 from topspin.node_life import NodeLife, run_node
 from topspin.process import follow_parent, start_logging
 
-# Others may load for as long as their checkpoint takes; the scheduler ends the wait if one of
-# them is lost (Inbox.check).
+# Other nodes connect once their checkpoint is loaded; the scheduler ends the wait if one of them
+# is lost (Inbox.check).
 CONNECT_TIMEOUT_S = 3600.0
 
 
@@ -46,7 +46,7 @@ def accept_attention(
 
 
 def run_worker(control: ControlClient, *, index: int, model_path: Path, transport: Between) -> None:
-    """Run expert node `index`, the attention nodes being in other processes."""
+    """Run expert node `index` with the attention nodes in other processes."""
     listener = listen_expert(transport)
     try:
         ExpertWorker(

@@ -1,9 +1,9 @@
 """The routed experts that one node holds.
 
-Owns their packed weights per table version, MoE layer and slot, how the experts of a new
-version are read and packed, and counts how often each slot is used. Knows no transport: it
-turns an ExpertBatch, whose tensors are where the weights are, into the rows' weighted partial
-sums. On a device that only enqueues work, so a graph can hold it.
+Owns their packed weights per table version, MoE layer and slot, reads and packs the experts of
+a new version, and counts how often each slot is used. Knows no transport: it turns an
+ExpertBatch, whose tensors are on the weights' device, into the rows' weighted partial sums. On
+a GPU this only enqueues work, so a graph can hold it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Experts:
     ) -> None:
         """Pack `weights`, layer by layer; each original is dropped as soon as it is packed.
 
-        `held` lists, per MoE layer, the logical experts of `weights` in slot order, which is
-        what table `version` gives this node. `per_expert_answers` is NetShape's; `ops` are
-        then the deterministic ones. `runtime` is of the device where `weights` are (None: the
-        host). `counts` False: nobody asks how often each slot is used, and nothing is added.
+        `held` lists, per MoE layer, the logical experts of `weights` in slot order: this node's
+        share in table `version`. `per_expert_answers` is NetShape's; `ops` are then the
+        deterministic ones. `runtime` is of the device where `weights` are (None: the host).
+        `counts` False: the uses of slots are not counted.
         """
         assert config.moe is not None
         self._config = config
@@ -73,11 +73,11 @@ class Experts:
 
     @property
     def has_counts(self) -> bool:
-        """Say whether take_counts() may have something to return."""
+        """Return whether take_counts() may have something to return."""
         return self._counts and self._versions.has_counts
 
     def net_shape(self, config: NodeConfig) -> NetShape:
-        """Return the shape of the pairs that this node takes part in."""
+        """Return the shape of the net between this node and each attention node."""
         return NetShape.from_config(
             config,
             hidden_size=self._config.hidden_size,
@@ -98,10 +98,10 @@ class Experts:
         return result.out
 
     def warm_up(self, num_rows: Sequence[int] = (1,)) -> None:
-        """Run every layer on so many rows, so that the first request finds code and memory.
+        """Run every layer on `num_rows` rows, so that the first request finds code and memory.
 
-        With several numbers each layer shape (by its number of experts) gets all of them, and
-        the other layers the last: kernels for a device differ by the rows they are made for.
+        With several numbers the first layer of each shape (by its number of experts) runs all of
+        them, the other layers only the last: a device's kernels differ by the number of rows.
         """
         seen: set[int] = set()
         for experts in self._versions.newest.layers:
@@ -129,7 +129,7 @@ class Experts:
         """Return (per table version, layer and slot) the pairs served since the last call."""
         return self._versions.take_counts()
 
-    # Other tables.
+    # Changes of the table.
 
     def prepare(
         self, version: int, held: Held, reader: ExpertReader
@@ -137,8 +137,8 @@ class Experts:
         """Make table `version` usable, in which this node holds `held`; the one in use stays.
 
         Yields after each piece of about half a millisecond (small experts that are packed
-        together: after each pass over one of a layer's matrices). Slots that hold what they
-        held share memory with the version before.
+        together: after each pass over one of a layer's matrices). Unchanged slots share memory
+        with the previous version.
         """
         base = self._versions.newest
         for layer, (old, new) in enumerate(zip(base.held, held, strict=True)):
@@ -177,7 +177,7 @@ class Experts:
         return lacking(self.runtime, moved, ops=self._ops, model=self._config, dtype=dtype)
 
     def rename(self, version: int, held: Held) -> None:
-        """Call the experts `held`, which are loaded, by a new version, and forget all others.
+        """Assign a new version to the loaded experts `held`, and drop all others.
 
         Raises ProtocolError if others were loaded.
         """

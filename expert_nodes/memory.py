@@ -1,8 +1,8 @@
-"""Whether a node's experts fit into its device's memory, before anything is read.
+"""Checks that a node's experts fit into its device's memory, before anything is read.
 
-Owns the sizes (those of what the kernels really keep: an expert is packed without its numbers
-and counted) and the numbers that a message names. Knows no table; worker.py asks for a share that
-is loaded, experts.py for what moves. The host's memory is not budgeted.
+Owns the sizes (an expert is packed without data, on the meta device, and measured) and the
+numbers in messages. Knows no table; worker.py asks for the share to load, experts.py for experts
+that move. The host's memory is not budgeted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from models.config import ModelConfig
 from topspin.config import NodeConfig
 from topspin.units import format_size
 
-# While a matrix becomes codes there are it, and some fp32 copies of it.
+# Quantising a matrix needs the matrix and some fp32 copies of it.
 _PACKING_COPIES: Final = 6
 
 
 class ExpertSize(NamedTuple):
-    """Bytes of one expert as it is kept, and those needed besides while one is packed."""
+    """Bytes of one packed expert, and the additional bytes needed while one is packed."""
 
     kept: int
     packing: int
 
 
 def measure_expert(ops: Ops, model: ModelConfig, dtype: torch.dtype) -> ExpertSize:
-    """Return the size of one expert of `model` that `ops` has packed; takes no memory."""
+    """Return the size of one expert of `model` packed by `ops`; allocates nothing."""
     assert model.moe is not None
     hidden, width = model.hidden_size, model.moe.intermediate_size
     gate_up = torch.empty(2 * width, hidden, dtype=dtype, device="meta")
@@ -53,8 +53,8 @@ def _nbytes(weight: LinearWeight) -> int:
 def batch_bytes(config: NodeConfig, shape: NetShape) -> int:
     """Return the bytes of attention nodes' rows on an expert node's device.
 
-    That is where they are joined, and over cuda_ipc the windows that they come through; nothing
-    if all nodes share the device.
+    These are the buffer in which they are joined and, over cuda_ipc, the receive windows; 0 if
+    all nodes share the device.
     """
     if config.m2n.transport == "local" and config.compute.nodes(config.topology).share_a_device:
         return 0
@@ -75,7 +75,7 @@ def shortage(
 ) -> str | None:
     """Return the numbers, for a message, if `num_experts` more do not fit; None if they do.
 
-    `batches` are the bytes of rows that have to fit beside them (batch_bytes()).
+    `batches` are the bytes of rows that must fit in addition (batch_bytes()).
     """
     needed = num_experts * size.kept + size.packing + batches
     found = memory.free + memory.cached
@@ -97,7 +97,7 @@ def lacking(
     dtype: torch.dtype,
     batches: int = 0,
 ) -> str | None:
-    """Return `shortage` of `num_experts` more on the runtime's device; None on the host."""
+    """Return shortage() of `num_experts` more on the runtime's device; None on the host."""
     if not runtime.is_asynchronous:
         return None
     size = measure_expert(ops, model, dtype)

@@ -1,9 +1,9 @@
 """Preparing the next expert table while this one is served.
 
 Owns the one change that is under way and how much of it is done at a time: a bounded piece
-after each step, and one after the other while there is nothing else to do. So a step waits
-for a piece at most, and no second thread competes for the interpreter. Knows no channel;
-worker.py brings the tables and sends the answers.
+after each step, and consecutive pieces while the node is idle. So a step waits for one piece at
+most, and no second thread competes for the interpreter. Knows no channel; worker.py passes the
+tables in and sends the answers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from topspin.config import NodeConfig
 from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared
 
-# How long a step that waits may be held up; a piece that has begun is finished.
+# Work stops after this time, so that a step can run; a piece that has begun is finished.
 WORK_S = 0.001
 
 
 class TableChange:
-    """What expert node `index` does for PrepareTable; at most one at a time."""
+    """The preparation of a table (PrepareTable) by expert node `index`; one at a time."""
 
     def __init__(
         self, experts: Experts, *, model_path: Path, config: NodeConfig, index: int
@@ -44,19 +44,19 @@ class TableChange:
         self._logger = logging.getLogger("expert")
         self._pieces: Iterator[None] | None = None
         self._version = 0
-        # Why the table is not prepared, until that is said.
+        # The reason for a refusal, until it is sent.
         self._refusal: str | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Say whether work() has something to do."""
+        """Return whether work() has something to do."""
         return self._pieces is not None or self._refusal is not None
 
     def start(self, table: ExpertTable) -> None:
-        """Begin with `table`; one that was begun before is given up.
+        """Begin to prepare `table`; an unfinished one is cancelled.
 
-        A table that the device has no memory for is refused: the one in use stays. One that was
-        prepared under the same version is forgotten first.
+        A table that the device has no memory for is refused: the one in use stays. A table
+        prepared under the same version is dropped first.
         """
         self.cancel()
         self._version = table.version
@@ -74,7 +74,7 @@ class TableChange:
         self._reader.close()
 
     def work(self) -> TablePrepared | None:
-        """Do about a millisecond's work; returns the answer once there is one.
+        """Work for about a millisecond; returns the answer once the table is ready or refused.
 
         Raises CheckpointError if the checkpoint cannot be read any more.
         """
@@ -87,7 +87,7 @@ class TableChange:
                 if time.monotonic() >= until_s:
                     return None
         except torch.OutOfMemoryError as error:
-            # Others on this device have taken the memory that was free at start().
+            # Other processes have taken the device memory that was free at start().
             self._refuse(str(error))
         self._pieces = None
         return self._answer()

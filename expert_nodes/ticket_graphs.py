@@ -1,8 +1,8 @@
-"""A ticket's whole work on a device as one recording: every layer, gather to reply.
+"""Records all work of a ticket on a device: every layer, from gather to reply.
 
 Owns the conditions under which one ticket's recording serves another:
 how many attention nodes take part, the row buckets of the micro-batches, and the expert table.
-Everything else (who takes part, how many rows came, which step it is) kernels read from memory.
+Kernels read everything else from memory (the participants, their rows, the step).
 Knows no kernel and no frame; the net says whether it can be recorded (m2n_comm.net.ExpertNet).
 Called by worker.py, between a ticket's begin() and finish().
 """
@@ -22,7 +22,7 @@ MAX_TICKETS: Final = 64
 
 
 class TicketShape(NamedTuple):
-    """What a recording is made for; `row_buckets` has one per micro-batch."""
+    """The key of a recording; `row_buckets` has one per micro-batch."""
 
     num_participants: int
     row_buckets: tuple[int, ...]
@@ -30,7 +30,7 @@ class TicketShape(NamedTuple):
 
 
 class TicketGraphs:
-    """The recordings of one node, made for the net and the epoch that it was asked for last."""
+    """The recordings of one node, for the net and epoch of the last serve()."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._recordings: Recordings[TicketShape] = Recordings(runtime, MAX_TICKETS)
@@ -39,7 +39,7 @@ class TicketGraphs:
         return len(self._recordings)
 
     def serve(self, net: ExpertNet, ticket: StepTicket, body: Callable[[], None]) -> None:
-        """Enqueue what `body` does with `net` for `ticket`, which the net has begun."""
+        """Enqueue the work of `body` with `net` for `ticket`, which the net has begun."""
         if not net.is_graph_safe:
             body()
             return

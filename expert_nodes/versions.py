@@ -1,11 +1,11 @@
 """A node's experts by version of the expert table, and how often each slot was used.
 
-Owns the versions that a node holds, their shared weights, and the counts of each. The
-weights of experts that two versions have in common are the same memory. Counts are where the
-experts are and only grow: whoever computes adds and never waits, whoever reports reads them and
-subtracts what it has reported. So a graph that was captured may go on adding to them. Knows no
-transport and no file. Called by experts.py; in one process with the attention node, that one's
-thread computes while another prepares and takes counts.
+Owns the versions that a node holds, their shared weights, and the counts of each. Two versions
+share the memory of the experts that both hold. Counts are on the experts' device and only grow:
+the computing thread adds and never waits; the reporting thread reads them and subtracts the
+counts reported before, so that captured graphs can keep adding. Knows no transport and no file.
+Called by experts.py; in one process with the attention node, the attention thread computes while
+another prepares and takes counts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class SlotCounts(NamedTuple):
 class Version:
     """The experts of one table version: layers[i] holds the experts held[i].
 
-    `counts` [E] by layer are views of `used`, all pairs served; `reported` those of them that
-    have been taken, on the host.
+    `counts` [E] by layer are views of `used`, all pairs served; `reported`, on the host, are the
+    pairs reported so far.
     """
 
     number: int
@@ -55,7 +55,7 @@ def make_version(
     layers: list[ExpertWeights],
     device: torch.device | str = "cpu",
 ) -> Version:
-    """Return a version that nobody has used yet; `device` is where its experts are."""
+    """Return a version with counts of 0; `device` is that of its experts."""
     sizes = [layer.num_experts for layer in layers]
     used = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
     return Version(
@@ -73,16 +73,16 @@ class Versions:
 
     def __init__(self, first: Version) -> None:
         self._versions = {first.number: first}
-        # Of versions that are gone, not yet taken.
+        # Dropped versions whose counts are not reported yet.
         self._left: list[Version] = []
         self._lock = threading.Lock()
         self._is_counted = False
 
     @property
     def has_counts(self) -> bool:
-        """Say whether take_counts() may have something to return.
+        """Return whether take_counts() may have something to return.
 
-        Always on a device: the host does not see a graph's additions.
+        Always true on a GPU: the host does not see a graph's additions.
         """
         return self._is_counted or not self.newest.used.is_cpu
 
@@ -110,7 +110,7 @@ class Versions:
         return version
 
     def add(self, version: Version) -> None:
-        """Hold one more version; one of the same number is replaced."""
+        """Add a version; one of the same number is replaced."""
         with self._lock:
             self._versions = {**self._versions, version.number: version}
 
@@ -139,7 +139,7 @@ class Versions:
             self._versions = {number: again}
 
     def count(self, version: Version, layer: int, counts: Tensor) -> None:
-        """Add the pairs [E] that a batch has brought; does not wait for the device."""
+        """Add the pairs [E] of a batch; does not wait for the device."""
         version.counts[layer].add_(counts)
         self._is_counted = True
 
@@ -155,7 +155,7 @@ class Versions:
         return [found for version in taken if (found := _report(version)) is not None]
 
     def _retire(self, versions: list[Version]) -> None:
-        """Keep the counts of versions that are dropped; their weights go."""
+        """Drop the weights of `versions`; keep their counts."""
         self._left += [replace(version, layers=[]) for version in versions]
         self._is_counted = True
 

@@ -1,6 +1,6 @@
 """The expert node: gather rows, compute the experts, reply.
 
-Owns the order in which (layer, micro-batch) are served, the reports of counts and the turn of
+Owns the order in which (layer, micro-batch) are served, the reports of counts and the times of
 work on the next expert table; the node's life is topspin.node_life's. The net is opened by a
 callable. Runs in the process's one busy thread, or in a thread beside the attention nodes.
 """
@@ -49,7 +49,7 @@ def run_ticket(
 ) -> None:
     """Serve one step: every micro-batch of every MoE layer, in that order.
 
-    `beat` is called at every batch. With `graphs` all of it may be a recording.
+    `beat` is called at every batch. With `graphs` the step may be recorded and replayed.
     """
 
     def serve() -> None:
@@ -74,9 +74,8 @@ def load_experts(
 ) -> Experts:
     """Read and pack the experts that the table gives to node `index`, and warm them up.
 
-    They go to the device of `runtime` (None: the one that the configuration names). Raises
-    ConfigError if there is no such device, or if it is too small: before anything is read, or
-    when even so its memory does not suffice.
+    They go to the device of `runtime` (None: the configured one). Raises ConfigError if there is
+    no such device, or if its memory is too small: before anything is read, or while loading.
     """
     config = welcome.config
     model = load_model_config(model_path)
@@ -99,12 +98,12 @@ def load_experts(
             version=welcome.table.version,
             per_expert_answers=config.compute.deterministic,
             runtime=runtime,
-            # On a device they cost a launch per layer; with one node nothing can be balanced.
+            # Counting costs a launch per layer on a device; one node alone needs no balancing.
             counts=not (place.is_device and config.topology.expert_nodes == 1),
         )
         experts.warm_up(warm_up_rows(config) if runtime.is_asynchronous else (1,))
     except torch.OutOfMemoryError as error:
-        # The sizes fit: others took memory meanwhile, or it is in pieces.
+        # The sizes fit: other processes took memory meanwhile, or it is fragmented.
         raise ConfigError(f"expert node {index}: {error}; use {_WAYS_OUT}") from error
     experts.trace = ring_of(config)
     release_freed_memory()
@@ -141,7 +140,7 @@ def _check_memory(
 
 
 def warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
-    """Return the numbers of rows for which kernels differ, up to the largest batch."""
+    """Return numbers of rows that cover all kernel variants, up to the largest batch."""
     most = config.max_num_batched_tokens
     if config.m2n.transport != "local":
         most = min(most, config.m2n.rows_per_window) * config.topology.attention_nodes
@@ -150,7 +149,7 @@ def warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
 
 
 class InlineNet:
-    """Stands for the net of a node whose tickets attention nodes of its process serve."""
+    """The net of an expert node whose tickets are served by attention nodes of its process."""
 
     def __init__(self, set_table: Callable[[ExpertTable], None]) -> None:
         self.set_table = set_table
@@ -166,8 +165,8 @@ class ExpertWorker:
     """One expert node; implements topspin.node_life.Worker.
 
     Invariant: `_net` is usable exactly while the node takes part in the engine's generation.
-    With an InlineNet other threads compute: then counts are looked for without tickets, and
-    there is a pause of `pause_s` after each piece of work on another table.
+    With an InlineNet other threads compute: then counts are polled without tickets, and each
+    piece of work on another table is followed by a pause of `pause_s`.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class ExpertWorker:
         pause_s: float = 0.0,
         can_reform: bool = True,
     ) -> None:
-        """`load` gives the experts of this node (None: load_experts())."""
+        """`load` returns the experts of this node (None: load_experts())."""
         self._life = NodeLife(control, role="expert", index=index, can_reform=can_reform)
         self._net: ExpertNet | InlineNet | None = None
         self._experts: Experts | None = None
@@ -205,7 +204,7 @@ class ExpertWorker:
         experts = self._experts = self._load(welcome)
         self._life.inbox.trace = experts.trace
         compute = welcome.config.compute
-        # Other kernels may wait for the device.
+        # Kernels other than Triton's may wait for the device.
         if compute.cuda_graphs and compute.place("expert").kernels == TRITON:
             self._graphs = TicketGraphs(experts.runtime)
         self._change = TableChange(
@@ -261,7 +260,7 @@ class ExpertWorker:
             if self.change.is_busy:
                 self._work()
         elif isinstance(message, PrepareTable):
-            if net is not None:  # else a Reform is on its way, with a table of its own
+            if net is not None:  # else a Reform follows, which brings a table
                 net.set_table(message.table)
                 self.change.start(message.table)
         else:
