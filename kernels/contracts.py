@@ -20,20 +20,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class AttentionMeta:
-    """Where each query token of a micro-batch stands; the same for all layers.
+    """The positions of a micro-batch's query tokens; the same for all layers.
 
     Sequence s owns query rows `query_start[s] : query_start[s + 1]`, n of them (n may
     be 0); its row i sits at position `context_lens[s] - n + i`. Keys of positions
     `0 .. context_lens[s] - 1` are in the cache blocks that `block_tables[s]` names.
     Rows from `query_start[S]` on are padding: attention gives 0 for them.
 
-    `tree_mask[t, j]` says whether query row t sees the j-th new position of its own
-    sequence (itself and its ancestors in a draft tree); what is committed is always
+    `tree_mask[t, j]` says whether query row t sees the j-th new position of its
+    sequence (itself and its ancestors in a draft tree); committed positions are always
     visible. A token's distance for a sliding window is then counted along its branch:
     its position is the committed length plus the number of its ancestors.
 
-    `memo` is for kernels only: what they derive from this object for one layer (gather
-    indices, masks) is kept there for the other layers.
+    `memo` is for kernels only: they keep data derived from this object in one layer
+    (gather indices, masks) there for the other layers.
     """
 
     query_start: Tensor
@@ -52,7 +52,7 @@ class AttentionMeta:
 
 
 class HeadRows(NamedTuple):
-    """The heads of T rows on their way into attention, and where their keys and values go.
+    """The heads of T rows before attention, and the cache slots of their keys and values.
 
     q [T, N, D], k and v [T, G, D]; cos and sin [T, D / 2] or [T, D]; the caches
     [B, block size, G, D]; slots i64[T]. `q_norm` and `k_norm` [D] norm each head first.
@@ -75,7 +75,7 @@ class HeadRows(NamedTuple):
 class LinearWeight:
     """A weight [O, I] in the layout of the implementation that packed it.
 
-    Hand it only to the `linear` and `dense_mlp` of that implementation.
+    Only the `linear` and `dense_mlp` of that implementation accept it.
     """
 
     data: Tensor
@@ -84,15 +84,14 @@ class LinearWeight:
     packed: bool
     """True if `data` is in a private layout, False if it is the plain matrix."""
     address: int = field(default=0, kw_only=True)
-    """Where the numbers of `data` lie, for kernels that know its layout; 0: for none."""
+    """The address of `data`, for kernels that know its layout; 0: no kernel knows it."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
-    """The gated MLPs of E local experts, in the layout of who packed them.
+    """The gated MLPs of E local experts, in the layout of the implementation that packed them.
 
-    `rebuild_experts` of the same implementation makes others of them; nothing writes the
-    lists.
+    Its `rebuild_experts` makes changed copies; the lists are never written.
     """
 
     gate_up: list[LinearWeight]
@@ -110,7 +109,7 @@ class ExpertWeights:
 
 
 class ExpertMatrices(NamedTuple):
-    """One expert as a checkpoint has it."""
+    """One expert in a checkpoint's layout."""
 
     gate_up: Tensor
     """[2F, H], gate rows above up rows."""
@@ -141,7 +140,7 @@ class Permutation(NamedTuple):
 
 
 class ExpertOutput(NamedTuple):
-    """What a node's experts contribute to each row, and how busy each of them was."""
+    """The contribution of a node's experts to each row, and the load of each expert."""
 
     out: Tensor
     """[R, H], the weighted partial sums."""

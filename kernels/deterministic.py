@@ -1,12 +1,12 @@
-"""Ops whose result for a row has the same bits whatever is computed beside it.
+"""Ops whose result for a row has the same bits in every batch.
 
 Matrix products always have ROW_GROUP rows: more go in several products, fewer are padded,
 so that one code path of the library, with one order of summation over the inputs, serves
-every batch. What is computed element by element uses only operations that round alike in
-and outside of vector registers (`F.silu` and `torch.sigmoid` in fp32 do not). Attention is
+every batch. Elementwise ops use only operations that round alike in and outside of vector
+registers (`F.silu` and `torch.sigmoid` in fp32 do not). Attention is
 in `kernels.deterministic_attention`. Used by both kinds of nodes under `--deterministic`.
 
-The promise holds between processes that run the same torch build on the same kind of
+This holds between processes that run the same torch build on the same kind of
 processor, with any number of threads. Dimension letters as in `kernels.contracts`.
 """
 
@@ -54,10 +54,10 @@ ROW_GROUP: Final = 16
 
 
 def can_prepack(dtype: torch.dtype) -> bool:
-    """Tell whether this build of torch prepacks weights of `dtype`.
+    """Return whether this build of torch prepacks weights of `dtype`.
 
-    Unlike `kernels.cpu.ops`, fp32 is prepacked too: any order of summation will do, as long as
-    it is always the same, and this one costs half the time.
+    Unlike in `kernels.cpu.ops`, fp32 is prepacked too: any order of summation is allowed if it
+    is always the same, and this one takes half the time.
     """
     ops = torch.ops.mkldnn
     if not (hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight")):
@@ -74,7 +74,7 @@ def pack_linear(weight: Tensor) -> LinearWeight:
     return LinearWeight(packed, num_out, num_in, packed=True)
 
 
-# The matrices that --quantization covers; here they are packed as any other.
+# The matrices that --quantization covers; here they are packed like all others.
 pack_projection = pack_lm_head = pack_linear
 
 
@@ -89,7 +89,7 @@ def _product(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
 def linear(
     x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O]."""
+    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; returns [R, O]."""
     num_rows = x.shape[0]
     x = x.contiguous()
     num_whole = num_rows - num_rows % ROW_GROUP
@@ -109,13 +109,13 @@ def linear(
 
 
 def sigmoid(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Give 1 / (1 + exp(-x)), computed in fp32, in the dtype of x."""
+    """Return 1 / (1 + exp(-x)), computed in fp32, in the dtype of x."""
     result = x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype)
     return result if out is None else out.copy_(result)
 
 
 def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Give silu(gate) * up [R, F] of gate_up [R, 2F]; see `kernels.reference.swiglu`."""
+    """Return silu(gate) * up [R, F] of gate_up [R, 2F]; see `kernels.reference.swiglu`."""
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
     units = wide.neg().exp_().add_(1.0)
@@ -138,7 +138,7 @@ def rebuild_experts(
 
 
 def pair_mlp(hidden: Tensor, slots: Tensor, experts: ExpertWeights) -> ExpertOutput:
-    """Give mlp(slots[r, k], hidden[r]) for every pair whose expert is here, unweighted.
+    """Return mlp(slots[r, k], hidden[r]) for every pair whose expert is here, unweighted.
 
     hidden [R, H], slots i32[R, K] (negative: not here). `out` is [P, H] in the dtype of
     hidden, the P pairs by ascending (row, choice).
@@ -148,7 +148,7 @@ def pair_mlp(hidden: Tensor, slots: Tensor, experts: ExpertWeights) -> ExpertOut
     padded = sizes.add(ROW_GROUP - 1).div_(ROW_GROUP, rounding_mode="floor").mul_(ROW_GROUP)
     ends = padded.cumsum(0)
     num_pairs = int(groups.offsets[-1])
-    # Where each pair, grouped by expert, stands among the padded rows.
+    # The index among the padded rows of each pair, grouped by expert.
     shift = (ends - padded - groups.offsets[:-1]).repeat_interleave(sizes)
     position = torch.arange(num_pairs) + shift
     source = torch.zeros(int(ends[-1]), dtype=torch.int64)
@@ -162,7 +162,7 @@ def pair_mlp(hidden: Tensor, slots: Tensor, experts: ExpertWeights) -> ExpertOut
     results = torch.cat(
         [linear(rows, experts.down[slot]) for (slot, _), rows in zip(busy, parts, strict=True)]
     )
-    # Back to (row, choice) order: `order` names each pair by its place in that order.
+    # Back to (row, choice) order: `order` has each pair's index in that order.
     place = torch.empty(slots.numel(), dtype=torch.int64)
     place[groups.order[:num_pairs]] = position
     here = (slots.reshape(-1) >= 0).nonzero()[:, 0]
@@ -179,8 +179,8 @@ def grouped_mlp(
 ) -> ExpertOutput:
     """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
 
-    The bits depend on which experts are here: a node that must not let them depend on
-    that answers with the rows of `pair_mlp`.
+    The bits depend on which experts are on the node; nodes whose answers must not depend on
+    that send the rows of `pair_mlp` instead.
     """
     rows, counts = pair_mlp(hidden, slots, experts)
     parts = torch.zeros(*slots.shape, experts.hidden_size)

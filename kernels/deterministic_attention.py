@@ -1,10 +1,10 @@
-"""Paged attention whose bits depend on a query's own keys and positions alone.
+"""Paged attention whose bits depend only on a query's keys and positions.
 
-A query's keys are cut into chunks of CHUNK_KEYS by *absolute* position, each chunk is
-attended to by itself, and the chunks are merged in order: whether a token is computed in
-a prompt's chunk, in a decode step or in a draft tree, with whatever beside it and whatever
-block size, the same sums are made in the same order. Every matrix product has UNIT_ROWS
-rows and one size. Knows no model; used through `kernels.deterministic`.
+A query's keys are cut into chunks of CHUNK_KEYS by *absolute* position, attention is
+computed per chunk, and the chunks are merged in order: a token in a prompt's chunk, a
+decode step or a draft tree, with any other rows and any block size, has the same sums in
+the same order. Every matrix product has UNIT_ROWS rows and one size. Knows no model; used
+through `kernels.deterministic`.
 
 Letters beside those of `kernels.contracts`: U units (query positions computed together),
 P positions of a unit, M rows of a unit (position and query head of a group, padded), C
@@ -25,7 +25,7 @@ from kernels.contracts import AttentionMeta
 
 CHUNK_KEYS: Final = 64
 UNIT_ROWS: Final = 16
-# Elements of one cache's gathered keys, in fp32: what stays in the processor's cache.
+# Elements of one cache's gathered keys, in fp32, so that they stay in the processor's cache.
 MAX_GROUP_ELEMENTS: Final = 1 << 20
 # Stands for "no key seen": far below every score, and differences with it are finite.
 _LOWEST: Final = -1e30
@@ -37,11 +37,11 @@ class _Group(NamedTuple):
     """Units that are computed by one call."""
 
     rows: Tensor
-    """i64[U * P], the query row at each position; where there is none, any."""
+    """i64[U * P], the query row at each position; any row where there is none."""
     kept: Tensor
     """i64, the entries of `rows` that are query rows."""
     targets: Tensor
-    """i64, the query rows that those entries give."""
+    """i64, the query rows of those entries."""
     keys: Tensor
     """i64[U * C * G * CHUNK_KEYS], rows of the caches seen as [B * block_size * G, D]."""
     hidden: Tensor
@@ -49,7 +49,7 @@ class _Group(NamedTuple):
 
 
 class _Units(NamedTuple):
-    """All units of a micro-batch as arrays; the positions are logical ones."""
+    """All units of a micro-batch as arrays; positions are logical."""
 
     seq: _Ints
     """[U], the sequence of each unit."""
@@ -162,7 +162,7 @@ def _groups(
     repeat: int,
     sliding_window: int | None,
 ) -> Iterator[_Group]:
-    """Join units of similar numbers of chunks, bounding what is gathered at once."""
+    """Join units of similar numbers of chunks; bounds the keys gathered at once."""
     units = _units(meta, positions_per_unit(repeat))
     if not len(units.seq):
         return
@@ -199,7 +199,7 @@ def _groups(
 def _plan(
     meta: AttentionMeta, q: Tensor, k_cache: Tensor, sliding_window: int | None
 ) -> tuple[_Group, ...]:
-    """Give the groups of this micro-batch, made at the first layer that asks."""
+    """Return the groups of this micro-batch; the first layer's call makes them."""
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
     memo_key = ("deterministic", block_size, num_groups, head_dim, repeat, sliding_window)
@@ -220,7 +220,7 @@ def _plan(
 def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, *, scale: float) -> Tensor:
     """Attend q [U, P, N, D] to keys and values [U * C * G, CHUNK_KEYS, D], all fp32.
 
-    Gives [U, P, N, D]; rows that see nothing give NaN.
+    Returns [U, P, N, D]; rows that see no key are NaN.
     """
     num_units, per_unit, num_heads, head_dim = q.shape
     num_chunks, num_rows = hidden.shape[1], hidden.shape[3]
@@ -237,7 +237,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, *, scale: f
     scores.sub_(highest).exp_()
     mass = scores.sum(-1, keepdim=True)
     summed = torch.bmm(scores.view(-1, num_rows, CHUNK_KEYS), values).view(*shape, head_dim)
-    # Chunks beyond a row's own weigh 0 exactly, so adding them changes no bit.
+    # Chunks that a row does not see weigh exactly 0, so adding them changes no bit.
     weight = (highest - highest.amax(1, keepdim=True)).exp_()
     mass.mul_(weight)
     summed.mul_(weight)

@@ -2,9 +2,9 @@
 
 `Ops` is the interface that the nodes are coded against; `kernels.reference`,
 `kernels.cpu.ops` and `kernels.deterministic` satisfy it as modules, `kernels.triton.ops` with a
-class. Only what is chosen is imported: a host without Triton or without numba can use the
-others. Holds no arithmetic and detects nothing by itself: the configuration names kernels and
-device. Called by the nodes' start-up.
+class. Only the chosen one is imported: a host without Triton or without numba can use the
+others. Has no arithmetic and detects no hardware: the configuration names kernels and device.
+Called by the nodes' start-up.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ __all__ = ["UNQUANTISED", "Ops", "select_ops"]
 UNQUANTISED: Final = "none"
 NAMES: Final = ("cpu", "deterministic", "reference", "triton")
 QUANTIZATIONS: Final = {"cpu": ("int4", "int8"), "triton": ("fp8", "int4", "int8")}
-"""What --quantization may be, by kernels."""
+"""The values of --quantization, by kernels."""
 
 
 class Ops(Protocol):
-    """Every op; `kernels.reference` documents shapes, units and rounding of each."""
+    """All ops; `kernels.reference` documents shapes, units and rounding of each."""
 
     @property
     def name(self) -> str:
-        """Name by which `select_ops` knows this implementation."""
+        """The name of this implementation in `select_ops`."""
 
     def embed(self, tokens: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor: ...
 
@@ -125,19 +125,18 @@ class Ops(Protocol):
     ) -> SampleResult:
         """Choose a token per row of logits [R, V]; see `kernels.sampling.sample`.
 
-        The batch's tensors are on the host, the result's where logits are.
+        The batch's tensors are on the host, the result's on the logits' device.
         """
 
 
 def select_ops(
     name: str, dtype: torch.dtype, quantization: str = UNQUANTISED, device: str = "cpu"
 ) -> Ops:
-    """Give the ops called "cpu", "deterministic", "triton", or "reference" (any device).
+    """Return the ops called "cpu", "deterministic", "triton", or "reference" (any device).
 
-    With a `quantization` (see QUANTIZATIONS) projections and experts are packed and computed
-    in so many bits. `device` is the tensors': "cpu", "cuda" or "cuda:N". Raises ConfigError for
-    a name that there is not, a dtype they do not compute in, a quantization they do not have,
-    or a device they do not run on.
+    With a `quantization` (see QUANTIZATIONS) projections and experts are packed and computed in
+    that format. `device` is that of the tensors: "cpu", "cuda" or "cuda:N". Raises ConfigError
+    for an unknown name, or a dtype, quantization or device that the ops do not support.
     """
     if name not in NAMES:
         raise ConfigError(f"no kernels called {name!r}; choose one of: {', '.join(NAMES)}")

@@ -1,4 +1,4 @@
-"""The header of every M2N frame: one table of 64-bit fields, whatever carries the rows.
+"""The header of every M2N frame: one table of 64-bit fields, the same for all transports.
 
 Owns the order of the fields. Knows no transport: m2n_comm.host.wire packs and compares headers
 in Python, m2n_comm.host.native in compiled code, and kernels.m2n_windows gives its first fields
@@ -11,16 +11,16 @@ from typing import Final, NamedTuple
 
 
 class FrameHeader(NamedTuple):
-    """One frame, described by its sender. Each field is a 64-bit word, in this order.
+    """The sender's description of one frame. Each field is a 64-bit word, in this order.
 
     `sequence` counts the frames of one (pair, micro-batch), from 1; an answer carries the
     sequence of its request. `part` of `num_parts` counts the windows that one dispatch takes.
-    `incarnation` is of the frame's writer. GPUs need no more. `kind` and `payload` are codes of
-    m2n_comm.host.wire. The fields from `payload_bytes` on are not compared. `deliver_ns` is the
-    CLOCK_MONOTONIC time before which an emulated link has not delivered the frame; 0 on a real
-    one. In an answer `compute_ns` is the expert node's time from having the rows to replying,
-    `idle_ns` how long it had waited for them (0: they had waited for it). The checksums are only
-    set where a network carries the frame.
+    `incarnation` is of the frame's writer. GPUs use only the fields up to here. `kind` and
+    `payload` are codes of m2n_comm.host.wire. The fields from `payload_bytes` on are not compared.
+    `deliver_ns` is the CLOCK_MONOTONIC time at which an emulated link delivers the frame; 0 on a
+    real link. In an answer `compute_ns` is the expert node's time from having the rows to
+    replying, `idle_ns` how long it had waited for them (0: the rows were there first). The
+    checksums are only set where a network carries the frame.
     """
 
     sequence: int
@@ -50,9 +50,9 @@ NUM_WORDS: Final = len(FrameHeader._fields)
 
 
 def word(name: str) -> int:
-    """Return the number of a field's word."""
+    """Return the index of a field's word."""
     return FrameHeader._fields.index(name)
 
 
 NUM_DEVICE_WORDS: Final = word("incarnation") + 1
-"""How many of the words kernels on GPUs write and compare."""
+"""The number of words that kernels on GPUs write and compare."""

@@ -1,12 +1,12 @@
-"""The memory that GPUs exchange rows through: what lies where, by address.
+"""The layout, by address, of the memory through which GPUs exchange rows.
 
 Owns the layout of request and answer windows, of a step's words, and of the words in which
 kernels report a fault to the host. Knows no memory (m2n_comm maps it, or the peer's) and no
 kernel: kernels/triton/m2n reads and writes by it, and it needs no Triton.
 
-A window lies in the memory of who reads it. Its header is HEADER_WORDS of i64; word 0, the
-flag, is the sequence of the newest frame and is written last. An answer has the header of its
-request but for the incarnation, which is always that of who wrote the frame.
+A window lies in its reader's memory. Its header is HEADER_WORDS of i64; word 0, the flag, is the
+sequence of the newest frame and is written last. An answer has the header of its request except
+for the incarnation, which is always that of the frame's writer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FLAG, ROWS, STEP, VERSION, LAYER, PART, PARTS, INCARNATION = range(HEADER_WORDS)
 """The words of a header, the first of FrameHeader's; its sequence is the flag."""
 
 PATIENCE: Final = 0
-"""In a step's words, which are a header besides: how many nanoseconds a wait may last."""
+"""In a step's words, which otherwise are a header: how many nanoseconds a wait may last."""
 
 ABORT: Final = 8
-"""In the host's words: not 0 ends every wait. The words behind it: peer p is gone."""
+"""In the host's words: not 0 ends every wait. The words after it, one per peer: it is gone."""
 CODE, PEER, MICRO_BATCH, WHERE, PLACE, FOUND, WANTED = range(7)
 """In the host's words: the first fault. WHERE is its layer, PLACE the wrong word of a header."""
 
@@ -37,7 +37,7 @@ _LINE_BYTES: Final = 128
 
 
 class Fault(IntEnum):
-    """What a kernel found; the first one of a net is kept, and ends all its waits."""
+    """A fault found by a kernel; the first fault of a net is kept, and ends all its waits."""
 
     LATE = 1
     GONE = 2
@@ -50,7 +50,7 @@ class Fault(IntEnum):
 
 
 class RequestWindow(NamedTuple):
-    """Addresses of what one expert node reads: slots i32[W, K], weights f32[W, K], hidden [W, H].
+    """Addresses of an expert node's input: slots i32[W, K], weights f32[W, K], hidden [W, H].
 
     scales f32[W] only if hidden is fp8; header i64[HEADER_WORDS].
     """
@@ -63,7 +63,7 @@ class RequestWindow(NamedTuple):
 
 
 class AnswerWindow(NamedTuple):
-    """Addresses of what one attention node reads: sums [W, H] of the rows in their order."""
+    """Addresses of an attention node's input: sums [W, H] of the rows in their order."""
 
     hidden: int
     header: int
@@ -88,7 +88,7 @@ class WindowShape:
 
     @property
     def is_compressed(self) -> bool:
-        """Say whether requests carry scales."""
+        """Return whether requests carry scales."""
         return self.wire == torch.float8_e4m3fn
 
     @property
@@ -160,9 +160,9 @@ def _views(
 class Control:
     """The words that host and kernels of one net share.
 
-    `host` i64 is memory of the host that the device reads and writes (pinned): the first
-    fault, the abort word and a word per peer. `failed` i32[1] on the device is not 0 once
-    there is a fault; nothing is sent or awaited any more then.
+    `host` i64 is pinned memory of the host that the device reads and writes: the first fault,
+    the abort word and a word per peer. `failed` i32[1] on the device is not 0 after a fault;
+    nothing is sent or awaited then.
     """
 
     def __init__(self, host: Tensor, device: torch.device) -> None:
@@ -186,7 +186,7 @@ class Control:
         return int(self._words[index])
 
     def abort(self) -> None:
-        """End every wait of kernels, those that run now too."""
+        """End every wait of kernels, including running ones."""
         self._words[ABORT] = 1
 
     def lose(self, peer: int) -> None:
@@ -195,14 +195,14 @@ class Control:
 
 
 def host_words(num_peers: int) -> int:
-    """Return how many words of the host a net with so many peers needs."""
+    """Return the number of the host's words for a net with `num_peers` peers."""
     return ABORT + 1 + num_peers
 
 
 def step_words(
     *, patience_ns: int, step: int, version: int, participants: tuple[int, ...] = ()
 ) -> list[int]:
-    """Return the words of a step: a header that frames must match, then who takes part.
+    """Return the words of a step: a header that frames must match, then the participants.
 
     Step 0 is a rehearsal: kernels send nothing and wait for nothing.
     """

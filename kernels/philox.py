@@ -2,7 +2,7 @@
 
 Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011,
 section 3.3) over arrays of names, so that a draw is a pure function of its name: the
-same on every node and device, in any batch, after any replay. Holds no state and needs
+same on every node and device, in any batch, after any replay. Has no state and needs
 no torch. Called by `kernels.sampling` and by drafting.
 """
 
@@ -24,14 +24,14 @@ WORD_BITS: Final = np.uint64(32)
 
 
 class Purpose(IntEnum):
-    """What a uniform is drawn for; draws of different purposes are independent."""
+    """The use of a uniform; draws of different purposes are independent."""
 
     TOKEN = 0
     DRAFT = 1
 
 
 def philox(counters: Words, keys: Words) -> Words:
-    """Give the Philox4x32-10 blocks [4, R] of counters [4, R] and keys [2, R].
+    """Return the Philox4x32-10 blocks [4, R] of counters [4, R] and keys [2, R].
 
     All words are 32-bit values held in uint64.
     """
@@ -53,7 +53,7 @@ def uniforms(
     *,
     purpose: Purpose,
 ) -> NDArray[np.float64]:
-    """Give one uniform in [0, 1), a multiple of 2**-53, for each of R names.
+    """Return one uniform in [0, 1), a multiple of 2**-53, for each of R names.
 
     Choices are below 2**32, positions are not negative. The key is the seed; the counter
     is (position low, position high, choice, purpose). The uniform is the upper 27 bits of
@@ -71,6 +71,6 @@ def uniforms(
 
 
 def as_signed(seed: int) -> int:
-    """Give the int64 that has the bits of an unsigned 64-bit seed, for torch tensors."""
+    """Return the int64 that has the bits of an unsigned 64-bit seed, for torch tensors."""
     assert 0 <= seed < 1 << 64, f"seed {seed} is not an unsigned 64-bit integer"
     return seed - (1 << 64) if seed >= 1 << 63 else seed

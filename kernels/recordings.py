@@ -1,11 +1,11 @@
 """Recordings of a step's work, replayed instead of being enqueued kernel by kernel.
 
-Owns when a recording is made and when it has become wrong. The first step of a size runs as it is
-(its kernels are compiled and loaded then, which a recording must not do, and a net whose peers
-take part needs no step of its own for it), the second is recorded, and those after it are
-replayed. In another state that begins anew: other tables have other numbers of experts, for which
-there are other kernels. Knows no layer and no net: a body enqueues everything, always with the
-same tensors. Called by both kinds of nodes.
+Owns when a recording is made and when it becomes invalid. The first step of a size runs without
+a recording (its kernels are compiled and loaded then, which a recording must not do; so a net
+with peers needs no extra step for it), the second is recorded, later ones are replayed. When the
+state changes this starts again: other tables have other numbers of experts, and so other
+kernels. Knows no layer and no net: a body enqueues everything, always with the same tensors.
+Called by both kinds of nodes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _log = logging.getLogger("recordings")
 
 
 class Recordings(Generic[Key]):
-    """One recording per key, all of them valid for `state`; at most `limit` of them, if given."""
+    """One recording per key, all valid for the same `state`; at most `limit`, if given."""
 
     def __init__(self, runtime: Runtime, limit: int | None = None) -> None:
-        """With a `limit`, the recording that was used longest ago goes for a new one."""
+        """With a `limit`, a new recording replaces the least recently used one."""
         assert limit is None or limit > 0
         self._runtime = runtime
         self._limit = limit
@@ -38,10 +38,10 @@ class Recordings(Generic[Key]):
         return len(self._replays)
 
     def run(self, key: Key, body: Callable[[], None], state: object) -> None:
-        """Enqueue what `body` does, by its recording if there is one for `key` and `state`.
+        """Enqueue the work of `body`, by the recording for `key` and `state` if there is one.
 
-        What recordings rely on beside `key` is `state`: when it differs from the last one's,
-        all are forgotten.
+        Recordings depend on `key` and `state`: when `state` differs from the last call's, all
+        are dropped.
         """
         if state != self._state:
             self.clear()
@@ -55,19 +55,19 @@ class Recordings(Generic[Key]):
             started = time.perf_counter()
             replay = self._replays[key] = self._runtime.capture(body)
             _log.debug("recorded %s in %.2f s", key, time.perf_counter() - started)
-            # Recording has waited for the device: nothing that goes is still running.
+            # Recording waited for the device: no dropped recording is still running.
             self._forget_oldest()
         if self._limit is not None:
             self._replays[key] = self._replays.pop(key)
         replay()
 
     def _forget_oldest(self) -> None:
-        # Its kernels stay compiled: the next step of its size is recorded at once.
+        # Its kernels stay compiled: the next step of its size is recorded immediately.
         while self._limit is not None and len(self._replays) > self._limit:
             del self._replays[next(iter(self._replays))]
 
     def clear(self) -> None:
-        """Forget all recordings, and what has run."""
+        """Drop all recordings, and the memory of which keys have run."""
         self._replays.clear()
         self._has_run.clear()
         self._state = None

@@ -1,8 +1,8 @@
 """Every op in plain torch: the oracle that fast kernels are tested against.
 
 Correct on any device and dtype, with fp32 accumulation and the rounding points of
-HuggingFace transformers; no attention is paid to speed. Knows no model family: what
-differs between families comes as arguments. Called by tests, and by the nodes when
+HuggingFace transformers; not optimised for speed. Knows no model family: differences
+between families are arguments. Called by tests, and by the nodes when
 `reference` is selected in `kernels.dispatch`.
 
 Dimension letters as in `kernels.contracts`.
@@ -41,7 +41,7 @@ def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
 
 
 def embed(tokens: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Look up tokens i64[T] in table [V, H]; gives [T, H]."""
+    """Look up tokens i64[T] in table [V, H]; returns [T, H]."""
     return _deliver(table[tokens], out)
 
 
@@ -69,7 +69,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 
     Rotate-half convention of transformers' Llama. cos and sin are f32 [T, D/2] (the
     same for both halves) or [T, D], already gathered by position, and are rounded to
-    the dtype of q before they multiply, as there.
+    the dtype of q before the multiplication, as in transformers.
     """
     half = q.shape[-1] // 2
     cos, sin = cos.to(q.dtype).unsqueeze(1), sin.to(q.dtype).unsqueeze(1)
@@ -89,9 +89,9 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 def rotate_and_store(heads: HeadRows) -> None:
-    """Norm the heads of q and k [D] each if there are norms, rotate both, write_kv k and v.
+    """Norm each head [D] of q and k if there are norms, rotate both, then write_kv k and v.
 
-    q and k are changed in place; k may be left as it was, as only the cache is read.
+    q is changed in place; k may be changed or not, since only the cache is read later.
     """
     q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps = heads
     if q_norm is not None:
@@ -110,7 +110,7 @@ def visible(
     tree: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Which keys the new rows of one sequence see, bool[num_new, context_len].
+    """Return the mask of the keys that a sequence's new rows see, bool[num_new, context_len].
 
     `tree` is bool[num_new, num_new] or None (causal); see AttentionMeta. A key is in a
     sliding window w iff query position - key position < w, as in transformers.
@@ -172,18 +172,18 @@ def paged_attention(
 
 
 def pack_linear(weight: Tensor) -> LinearWeight:
-    """Take a weight [O, I] into this implementation's layout; here it stays as it is."""
+    """Convert a weight [O, I] to this implementation's layout; here it is unchanged."""
     return LinearWeight(weight, weight.shape[0], weight.shape[1], packed=False)
 
 
-# The matrices that --quantization covers; here they are packed as any other.
+# The matrices that --quantization covers; here they are packed like all others.
 pack_projection = pack_lm_head = pack_linear
 
 
 def linear(
     x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O].
+    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; returns [R, O].
 
     `out` may have a wider dtype than x.
     """
@@ -191,12 +191,12 @@ def linear(
 
 
 def sigmoid(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Give 1 / (1 + exp(-x)), element by element."""
+    """Return 1 / (1 + exp(-x)), element by element."""
     return _deliver(torch.sigmoid(x), out)
 
 
 def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Give silu(gate) * up [R, F] of gate_up [R, 2F], whose first half is the gate."""
+    """Return silu(gate) * up [R, F] of gate_up [R, 2F], whose first half is the gate."""
     gate, up = gate_up.chunk(2, dim=-1)
     return _deliver(F.silu(gate) * up, out)
 
@@ -210,7 +210,7 @@ def dense_mlp(
     down_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Apply a gated MLP to x [R, H]: gate_up [2F, H], swiglu, down [H, F]; gives [R, H]."""
+    """Apply a gated MLP to x [R, H]: gate_up [2F, H], swiglu, down [H, F]; returns [R, H]."""
     return linear(swiglu(linear(x, gate_up, gate_up_bias)), down, down_bias, out)
 
 
@@ -255,7 +255,7 @@ def permute(slots: Tensor, num_experts: int) -> Permutation:
 def pack_experts(
     gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
 ) -> ExpertWeights:
-    """Take E experts' gate_up [2F, H] and down [H, F] into this implementation's layout.
+    """Convert E experts' gate_up [2F, H] and down [H, F] to this implementation's layout.
 
     Both may be stacked tensors [E, 2F, H] and [E, H, F], or any iterables of matrices:
     these are consumed one at a time. There is at least one expert. `share_per_row` is
@@ -289,8 +289,8 @@ def rebuild_experts(
 ) -> Generator[None, None, ExpertWeights]:
     """Return experts whose slot i is old slot slots[i], or the given matrices.
 
-    Yields between pieces of the work, a matrix or less each, so that a caller can do it in
-    passing. `experts` stays as it is, and what does not change is shared with it.
+    Yields after each piece of the work, a matrix or less, so that a caller can interleave it with
+    other work. `experts` is unchanged, and the result shares the memory of unchanged slots.
     """
     return rebuild_slots(experts, slots, pack_linear)
 
@@ -300,7 +300,7 @@ def rebuild_slots(
     slots: Sequence[int | ExpertMatrices],
     pack: Callable[[Tensor], LinearWeight],
 ) -> Generator[None, None, ExpertWeights]:
-    """Do what `rebuild_experts` says for experts that are packed by slot, by `pack`."""
+    """Implement `rebuild_experts` for experts packed by slot, with `pack` for each matrix."""
     gate_up: list[LinearWeight] = []
     down: list[LinearWeight] = []
     for source in slots:
@@ -328,7 +328,7 @@ def grouped_mlp(
 
     hidden [R, H], slots i32[R, K] (negative: not here, contributes nothing), weights
     f32[R, K]. `out` [R, H] may have another dtype than hidden (a wider one keeps the
-    fp32 sum's precision); without it the result has hidden's. The K contributions are
+    fp32 sum's precision); without `out` the result has the dtype of hidden. The K contributions are
     added in fp32 by ascending k. A row without a local expert gives 0.
     """
     num_rows, top_k = slots.shape

@@ -1,10 +1,10 @@
-"""A device as the nodes see it: streams, events, graphs, pinned memory, and how much is free.
+"""The interface to a device: streams, events, graphs, pinned memory, and free memory.
 
-Owns every call into a GPU's runtime that is not a kernel, so that whoever schedules work on a
-device is the same code on a GPU and on the host. `HostRuntime` is the host: what is enqueued
-has happened, and a captured body is run again at each replay (under `NoSync`, which refuses
-what a graph of a GPU could not hold, so that tests without a GPU find it). Knows no op and no
-node. Called by the nodes at start-up, by m2n_comm and by attention_nodes.
+Owns every call into a GPU's runtime that is not a kernel, so that the code which schedules work
+on a device is the same for a GPU and the host. `HostRuntime` is the host: enqueued work is done
+at once, and a captured body is run again at each replay (under `NoSync`, which refuses
+operations that a GPU's graph could not hold, so that tests without a GPU find them). Knows no op
+and no node. Called by the nodes at start-up, by m2n_comm and by attention_nodes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from topspin.errors import ConfigError
 
 Replay = Callable[[], None]
-"""Enqueues on the current stream what was captured."""
+"""Enqueues the captured work on the current stream."""
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes that a device has, those that nobody has taken, and `cached`: those that this
-    process has taken and could use for something else."""
+    """Bytes of a device: in total, free, and `cached`: reserved by this process but not in use."""
 
     total: int
     free: int
@@ -34,26 +33,26 @@ class DeviceMemory(NamedTuple):
 
 
 class Event(Protocol):
-    """A moment in a stream: everything enqueued before it."""
+    """A point in a stream, reached when everything enqueued before it is done."""
 
     def wait(self) -> None:
-        """Wait, on the host, until it has happened."""
+        """Wait, on the host, until the event is reached."""
 
     def is_done(self) -> bool:
-        """Say whether it has happened; never waits."""
+        """Return whether the event is reached; never waits."""
 
     def seconds_since(self, earlier: Event) -> float:
-        """Return the time from `earlier` to this; both were recorded timed and have happened."""
+        """Return the time from `earlier` to this; both must be recorded timed and be reached."""
 
 
 class Stream(Protocol):
-    """Work in order."""
+    """A queue of work that runs in order."""
 
     def record(self, *, timed: bool = False) -> Event:
-        """Mark what has been enqueued here so far; `timed`: for Event.seconds_since."""
+        """Return the event of all work enqueued here so far; `timed`: for Event.seconds_since."""
 
     def wait_for(self, event: Event) -> None:
-        """Let what is enqueued here from now on begin after `event` (of any stream)."""
+        """Make later work of this stream wait for `event` (of any stream)."""
 
 
 class Runtime(Protocol):
@@ -61,11 +60,11 @@ class Runtime(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors go."""
+        """The torch device of its tensors."""
 
     @property
     def is_asynchronous(self) -> bool:
-        """Say whether enqueued work runs while the host goes on."""
+        """Return whether enqueued work runs concurrently with the host."""
 
     def current_stream(self) -> Stream: ...
 
@@ -75,17 +74,17 @@ class Runtime(Protocol):
         """Return a context manager in which kernels are enqueued on `stream`."""
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """Return u8[num_bytes] on the host, pinned, zeroed: copies to and from it do not wait."""
+        """Return pinned, zeroed u8[num_bytes] on the host; copies to and from it do not wait."""
 
     def capture(self, body: Callable[[], None]) -> Replay:
-        """Record what `body` enqueues and return what enqueues it again, with the same tensors.
+        """Record the work that `body` enqueues; return a function that replays it.
 
-        Call `body` once before, so that kernels are compiled. It must not look at a tensor
-        from the host; tensors it makes belong to the recording.
+        The replay uses the same tensors. Call `body` once before, so that kernels are compiled. It
+        must not read a tensor's values on the host; tensors it makes belong to the recording.
         """
 
     def synchronize(self) -> None:
-        """Wait until all that was enqueued has happened."""
+        """Wait until all enqueued work is done."""
 
     def memory(self) -> DeviceMemory: ...
 
@@ -93,13 +92,13 @@ class Runtime(Protocol):
         """Return the bytes that this process's allocator holds, in use or not."""
 
     def release_cached(self) -> None:
-        """Give the device back what this process holds and does not use; may wait for it.
+        """Return cached memory of this process to the device; may wait for the device.
 
-        Pieces of memory of which a part is used stay.
+        Pieces of memory that are partly in use stay.
         """
 
     def reset_peak(self) -> None:
-        """Count the peak from what is allocated now."""
+        """Reset the peak to the memory allocated now."""
 
     def peak_bytes(self) -> int:
         """Return the most bytes that this process has had allocated since reset_peak()."""
@@ -124,7 +123,7 @@ def open_runtime(device: str) -> Runtime:
 
 
 class HostRuntime:
-    """The host as a device on which everything has happened when it is enqueued."""
+    """The host as a device: enqueued work is done at once."""
 
     device: Final = torch.device("cpu")
     is_asynchronous: Final = False
@@ -195,7 +194,7 @@ _HOST_STREAM: Final = _HostStream()
 
 
 class NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations whose shape or course depends on what a tensor holds.
+    """Refuses operations whose shape or control flow depends on a tensor's values.
 
     On a GPU they wait for the device, and a graph cannot hold them.
     """
@@ -256,10 +255,10 @@ class CudaRuntime:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def capture(self, body: Callable[[], None]) -> Replay:
-        # One pool for all graphs: they never run at the same time, and share their memory. A
-        # graph of nothing much keeps it, since torch takes no pool that all have left.
+        # One pool for all graphs: they never run at the same time, and share its memory. A tiny
+        # graph keeps the pool alive, since torch rejects a pool that no graph uses.
         if self._keeper is None:
-            # Torch's own stream for recordings would be of the first device that made one.
+            # Torch's default stream for recordings belongs to the first device that made one.
             self._recorder = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._keeper = self._record(lambda: torch.zeros(1, device=self.device), None)
         graph: torch.cuda.CUDAGraph = self._record(body, self._keeper.pool())
@@ -268,9 +267,9 @@ class CudaRuntime:
     def _record(self, body: Callable[[], object], pool: Any) -> Any:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
-        # Every recording writes a tensor of torch's generator, which the first one makes: if that
-        # was in inference mode (a node's), it can be written in no other.
-        # A recording that fails leaves torch on the stream that it was to be made on.
+        # Every recording writes a tensor of torch's generator, which the first recording creates:
+        # created in inference mode (a node's), it could not be written outside of that mode.
+        # A failed recording would leave its stream as torch's current one.
         with (
             torch.inference_mode(),
             torch.cuda.stream(torch.cuda.current_stream(self.device)),

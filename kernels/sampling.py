@@ -1,12 +1,12 @@
 """Logits to tokens: penalties, bias, filters, and the inverse CDF of a keyed uniform.
 
-A row's token is a function of its own logits, parameters and name (seed, choice,
+A row's token is a function of its logits, parameters and name (seed, choice,
 position) alone: rows are processed one by one, so no other row, batch split or node
 count can change it. Knows no request and no tokenizer. Called by the attention node's
 last stage, on the device where the logits are.
 
 Order of processing, as in vLLM: repetition, frequency and presence penalties, logit
-bias, banned tokens, temperature, min_p, top_k, top_p on what the former two left.
+bias, banned tokens, temperature, min_p, top_k, and top_p on the tokens left by these two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernels.philox import Purpose, uniforms
 
 History = Sequence[int] | Tensor
 
-# Below it a row is greedy: fp32 logits a few ulp apart are all that it could tell apart.
+# Below it a row is greedy: sampling would differ only for fp32 logits a few ulp apart.
 MIN_TEMPERATURE: Final = 1e-5
 
 
@@ -51,7 +51,7 @@ class BannedTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """How each of R rows chooses its token; ranges have been checked by the scheduler.
+    """The sampling settings of R rows; the scheduler has checked their ranges.
 
     Neutral values: temperature 1, top_k 0, top_p 1, min_p 0, presence and frequency
     penalty 0, repetition penalty 1. A temperature below MIN_TEMPERATURE is greedy. Token ids
@@ -75,15 +75,15 @@ class SamplingBatch:
     seeds: Tensor
     """i64[R], bit patterns of unsigned seeds (`kernels.philox.as_signed`)."""
     choices: Tensor
-    """i64[R], which of a request's n choices."""
+    """i64[R], the index among a request's n choices."""
     positions: Tensor
     """i64[R], position of the token that is chosen, prompt included."""
     logit_bias: LogitBias | None = None
     banned: BannedTokens | None = None
     prompts: Sequence[History] | None = None
-    """Per row its prompt's token ids; needed if a row has a repetition penalty."""
+    """The prompt's token ids of each row; needed if a row has a repetition penalty."""
     outputs: Sequence[History] | None = None
-    """Per row the ids generated so far; needed if a row has any penalty."""
+    """The ids generated so far of each row; needed if a row has any penalty."""
 
     @cached_property
     def penalised_rows(self) -> list[int]:
@@ -103,8 +103,8 @@ class SamplingBatch:
 class SampleResult(NamedTuple):
     """The tokens, and log-probabilities if asked for.
 
-    Log-probabilities are natural logarithms of the model's own distribution: of the
-    logits as they came, before any processing.
+    Log-probabilities are natural logarithms of the model's distribution: that of the logits
+    before any processing.
     """
 
     tokens: Tensor
@@ -124,9 +124,9 @@ def sample(
 ) -> SampleResult:
     """Choose one token per row of logits [R, V].
 
-    `num_top_logprobs` None: no log-probabilities; n >= 0: the chosen token's and those of
-    the n best. Logits are not changed. A row is invalid, and no other suffers, if there is a
-    NaN or a +inf among its logits or its processed scores, or if all of them are -inf.
+    `num_top_logprobs` None: no log-probabilities; n >= 0: those of the chosen token and of the n
+    best. Logits are not changed. A row is invalid, without effect on others, if its logits or
+    processed scores contain a NaN or a +inf, or are all -inf.
     """
     tokens, valid = _choose(logits, batch)
     if num_top_logprobs is None:
@@ -154,7 +154,7 @@ def _choose(logits: Tensor, batch: SamplingBatch) -> _Choice:
         tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
         valid = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
     if processed is not logits:
-        # A ban may hide what the model got wrong.
+        # A ban may hide an invalid logit of the model.
         valid &= logits.amax(-1).isfinite()
     if drawn:
         _draw(processed, batch, _Choice(tokens, valid))
@@ -163,7 +163,7 @@ def _choose(logits: Tensor, batch: SamplingBatch) -> _Choice:
 
 def _draw(processed: Tensor, batch: SamplingBatch, choice: _Choice) -> None:
     """Overwrite the entries of the rows that are not greedy in `choice`."""
-    # Who samples on a GPU takes this module's data, and does without numba.
+    # Imported here: the GPU's sampling uses this module's types and must not need numba.
     from kernels.cpu.compiled.sampling import draw_rows
 
     rows = batch.drawn_rows
@@ -181,7 +181,7 @@ def _draw(processed: Tensor, batch: SamplingBatch, choice: _Choice) -> None:
         scores,
         temperature=temperature,
         lowest=_kth_scores(scores, batch.top_k[rows].tolist()),
-        # min_p 0 keeps all.
+        # The logarithm of min_p 0 is -inf, which keeps all.
         relative=temperature * batch.min_p[rows].cpu().double().log(),
         top_p=top_p,
         uniforms=torch.from_numpy(np.asarray(draws, dtype=np.float64)),
@@ -205,7 +205,7 @@ def _draw(processed: Tensor, batch: SamplingBatch, choice: _Choice) -> None:
 
 
 def _kth_scores(scores: Tensor, top_k: Sequence[int]) -> Tensor:
-    """Give each row's k-th greatest score, f64[R]; -inf where k keeps all of scores f32[R, V]."""
+    """Return each row's k-th greatest score, f64[R]; -inf where k keeps all of scores f32[R, V]."""
     lowest = torch.full((len(top_k),), -math.inf, dtype=torch.float64)
     for row, k in enumerate(top_k):
         if 0 < k < scores.shape[1]:
@@ -216,18 +216,18 @@ def _kth_scores(scores: Tensor, top_k: Sequence[int]) -> Tensor:
 def _draw_from_nucleus(
     ids: np.ndarray, exponents: np.ndarray, *, rest: float, top_p: float, uniform: float
 ) -> int:
-    """Draw one of the smallest upper part of probability >= top_p, by inversion in fp64.
+    """Draw from the nucleus, the smallest top part of probability >= top_p, by inversion in fp64.
 
-    ids i32[C], ascending, are tokens among which that part is, of weights exp(exponents f64[C]);
-    all other tokens weigh `rest`. A token stays iff the tokens above it have less than
-    top_p together; the best always stays, and tokens of equal score stay or go together.
+    ids i32[C], ascending, contain the nucleus and have the weights exp(exponents f64[C]); all
+    other tokens weigh `rest` together. A token is kept iff the tokens above it have less than
+    top_p together; the best is always kept, and tokens of equal score are kept or dropped together.
     """
     ordered = np.sort(exponents)[::-1]
     mass = np.exp(ordered).cumsum()
     num_kept = min(1 + int((mass < top_p * (mass[-1] + rest)).sum()), len(mass))
     kept = exponents >= ordered[num_kept - 1]
     cdf = np.exp(exponents[kept]).cumsum()
-    # The first entry above the target: a token of probability 0 raises nothing.
+    # The first entry above the target: a token of probability 0 does not raise the CDF.
     idx = int(np.searchsorted(cdf, cdf[-1] * uniform, side="right"))
     return int(ids[kept][min(idx, len(cdf) - 1)])
 

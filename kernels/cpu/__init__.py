@@ -1,5 +1,5 @@
 """The CPU's kernels: `ops` implements `kernels.contracts.Ops` with them.
 
-`compiled/` holds the kernels that numba compiles, `simd/` the vector operations of which they are
-written. Knows no node and no transport.
+`compiled/` holds the kernels that numba compiles, `simd/` the vector operations that they use.
+Knows no node and no transport.
 """

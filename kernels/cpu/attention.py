@@ -1,9 +1,9 @@
 """Paged attention on the CPU: plan once per micro-batch, then few calls per layer.
 
 The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode
-rows above all, are attended one by one by `kernels.cpu.compiled.attention`, where the keys lie. The
-plan joins other short pieces (draft trees, ends of prompts) to padded groups, and keeps
-for each group which cache slots to gather and which keys each query sees. A layer then gathers
+rows above all, are computed one by one by `kernels.cpu.compiled.attention`, which reads the keys in
+the cache. The plan joins other short pieces (draft trees, ends of prompts) to padded groups, and
+keeps for each group the cache slots to gather and the keys that each query sees. A layer gathers
 keys and values once per group and runs one `scaled_dot_product_attention`. Knows no model
 and no sequence identity; the plan lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
 
@@ -25,17 +25,17 @@ from kernels.cpu.attention_rows import Row, Work, plan_work
 from kernels.cpu.compiled.attention import attend_rows, can_attend
 from kernels.reference import visible
 
-# Pieces up to SINGLE_ROWS query rows are attended row by row: a row costs 5 us at 160 keys, a
+# Pieces up to SINGLE_ROWS query rows are computed row by row: a row takes 5 us at 160 keys, a
 # group 40 us and more.
 SINGLE_ROWS: Final = 8
 # Pieces up to SHORT_ROWS query rows share padded groups; longer slices of a prompt are
-# cut so that early rows do not pay for keys that only later rows see.
+# cut so that early rows do not compute scores of keys that only later rows see.
 SHORT_ROWS: Final = 16
 LONG_ROWS: Final = 128
 # Elements of one cache's gathered keys: beyond 2 MiB in bf16 the copy leaves the cache
-# and its pages are mapped afresh for every layer.
+# and its pages are mapped again in every layer.
 MAX_GROUP_ELEMENTS: Final = 1 << 20
-# Padding is worth as much as the fixed cost of one more group, about 40 us.
+# Padding up to this costs less than one more group, about 40 us.
 MAX_WASTED_ELEMENTS: Final = 100_000
 
 
@@ -64,20 +64,20 @@ class _Group(NamedTuple):
     rows: Tensor | None
     """i64[P * n], query rows; padding repeats a piece's last row. None: all, in order."""
     unpadded: Tensor | None
-    """i64, the entries of `rows` that are no padding; None: all."""
+    """i64, the entries of `rows` that are not padding; None: all."""
     targets: Tensor | None
-    """i64, the query rows that `unpadded` entries give; None: all, in order."""
+    """i64, the query rows of the `unpadded` entries; None: all, in order."""
     mask: Tensor | None
-    """bool, the keys that each row sees, in the shape the call takes; None: all keys."""
+    """bool, the keys that each row sees, in the shape for the call; None: all keys."""
     folded: bool
-    """Whether query heads of a group are laid beside the query rows (short pieces)."""
+    """Whether query heads of a group become further query rows (short pieces)."""
 
 
 class _Plan(NamedTuple):
-    """All groups of a micro-batch, and how many of its query rows are no padding."""
+    """All groups of a micro-batch, and the number of its query rows without padding."""
 
     single: Work | None
-    """The rows that are attended one by one."""
+    """The rows that are computed one by one."""
     groups: tuple[_Group, ...]
     num_rows: int
 
@@ -97,7 +97,7 @@ def _pieces(meta: AttentionMeta, sliding_window: int | None) -> Iterator[_Piece]
 
 
 def _single_rows(piece: _Piece, sliding_window: int | None) -> Iterator[Row]:
-    """Return the rows of a piece that is no tree, and the keys that each of them sees."""
+    """Return the rows of a piece that is not a tree, with the keys that each sees."""
     for idx in range(piece.num_rows):
         key_end = piece.key_end - piece.num_rows + idx + 1
         key_start = 0 if sliding_window is None else max(0, key_end - sliding_window)
@@ -105,7 +105,7 @@ def _single_rows(piece: _Piece, sliding_window: int | None) -> Iterator[Row]:
 
 
 def _join(pieces: Sequence[_Piece], elements_per_key: int) -> list[list[_Piece]]:
-    """Put short pieces of similar length together, bounding padding and group size."""
+    """Join short pieces of similar length; bounds padding and group size."""
     alone = [[piece] for piece in pieces if piece.num_rows > SHORT_ROWS]
     short = [piece for piece in pieces if piece.num_rows <= SHORT_ROWS]
     groups: list[list[_Piece]] = []
@@ -124,7 +124,7 @@ def _join(pieces: Sequence[_Piece], elements_per_key: int) -> list[list[_Piece]]
 def _seen_in_trees(
     pieces: Sequence[_Piece], tree_mask: Tensor, sliding_window: int | None, shape: torch.Size
 ) -> Tensor:
-    """What each row of each piece sees, bool[P, n, L], for rows that are draft trees.
+    """Return the mask of the keys that rows of draft trees see, bool[P, n, L].
 
     Padding rows see no key; their results are dropped.
     """
@@ -193,7 +193,7 @@ def _make_group(
 def _plan(
     meta: AttentionMeta, q: Tensor, k_cache: Tensor, out: Tensor, sliding_window: int | None
 ) -> _Plan:
-    """Return the plan of this micro-batch, made at the first layer that asks."""
+    """Return the plan of this micro-batch; the first layer's call makes it."""
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
     singly = meta.tree_mask is None and can_attend(q, k_cache, meta.block_tables, out)
@@ -222,7 +222,7 @@ def _plan(
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:
-    """Attend q [P * n, N, D] to keys and values [P * L, G, D]; gives [P * n, N, D]."""
+    """Attend q [P * n, N, D] to keys and values [P * L, G, D]; returns [P * n, N, D]."""
     num_heads, head_dim = q.shape[1:]
     num_groups = keys.shape[1]
     shape = (group.num_pieces, group.num_keys, num_groups, head_dim)
@@ -239,7 +239,7 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: fl
         )
         return result.transpose(1, 2).reshape(-1, num_heads, head_dim)
     # All query heads that share a key/value head become rows of one matrix: keys and
-    # values are not repeated, and one row costs hardly less than several.
+    # values are not repeated, and several rows take hardly longer than one.
     queries = q.reshape(group.num_pieces, group.num_rows, num_groups, -1, head_dim)
     queries = queries.transpose(1, 2).reshape(group.num_pieces, num_groups, -1, head_dim)
     result = F.scaled_dot_product_attention(

@@ -1,7 +1,7 @@
-"""Which query rows are attended one by one, and how their keys are cut into pieces.
+"""The query rows that are computed one by one, and the cutting of their keys into pieces.
 
-Pure. `kernels.cpu.attention` names the rows once per micro-batch,
-`kernels.cpu.compiled.attention` does the work for every layer. Knows no caches and no heads.
+Pure. `kernels.cpu.attention` chooses the rows once per micro-batch,
+`kernels.cpu.compiled.attention` computes them in every layer. Knows no caches and no heads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one launch has to do; the same for all layers with one window."""
+    """The tasks of one launch; the same for all layers with the same window."""
 
     pieces: Tensor
     """i64[*, 5]: row, seq_idx, key_start, key_end, and the part to write (-1: the output)."""
@@ -46,7 +46,7 @@ def plan_work(rows: Sequence[Row]) -> Work:
         for start in starts:
             pieces.append((row, seq_idx, start, min(start + SPLIT_KEYS, key_end), num_parts))
             num_parts += 1
-    # The longest first: the last task to end should be a short one.
+    # The longest first, so that the last tasks are short and threads end together.
     pieces.sort(key=lambda piece: piece[2] - piece[3])
     return Work(
         torch.tensor(pieces, dtype=torch.int64).view(-1, 5),

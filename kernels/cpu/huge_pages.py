@@ -1,8 +1,8 @@
-"""Memory for weights on huge pages, which a processor finds without a walk for every 4 KiB.
+"""Memory for weights on huge pages, which saves page walks for every 4 KiB.
 
-Owns chunks of memory from which weights that are loaded together are cut. Where the system
-has no huge pages to give (it is asked, not told) a chunk is ordinary memory. Reading
-weights once per step was 15-17 % faster with them on a virtual machine. Knows no layout.
+Owns chunks of memory from which weights that are loaded together are allocated. If the system
+has no huge pages (they are only advised) a chunk is ordinary memory. Reading weights once per
+step was 15-17 % faster with them on a virtual machine. Knows no layout.
 Used by `kernels.cpu.quantised`.
 """
 
@@ -20,10 +20,10 @@ _ALIGNMENT: Final = 64
 
 
 class Arena:
-    """Cuts zeroed memory out of chunks.
+    """Allocates zeroed memory from chunks.
 
-    A chunk is returned to the system when no tensor cut from it is left, so take from it what
-    lives as long as its neighbours. One thread at a time.
+    A chunk is returned to the system when none of its tensors is left, so allocate tensors of
+    equal lifetime from it. One thread at a time.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Arena:
 
 
 def _map(size: int) -> Tensor:
-    """Map zeroed memory of its own, u8[size]."""
+    """Map a new zeroed region, u8[size]."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without huge pages refuses the advice.
+    # An operating system without huge pages refuses the advice.
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)

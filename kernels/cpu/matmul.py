@@ -1,14 +1,14 @@
 """Matrix products on the CPU: weights prepacked for oneDNN, and the experts' MLPs.
 
-bf16 weights are reordered once to oneDNN's own layout, which replaces the original. Few rows
+bf16 weights are reordered once to oneDNN's layout, which replaces the original. Few rows
 go through compiled kernels that read the same layout (`kernels.cpu.compiled.matmul`), many through
-oneDNN. fp32 weights stay plain: fp32 is run for exactness, and the
-packed product sums in another order. Knows no model; used through `kernels.cpu.ops`.
+oneDNN. fp32 weights stay plain: fp32 is used for exactness, and the packed product sums in
+another order. Knows no model; used through `kernels.cpu.ops`.
 
 Experts have two layouts. By slot: one product per expert and matrix over that expert's
 rows. Joined: all experts as one wide gated MLP whose hidden units are scaled by the
-routing weights (0 where a row does not use the expert), two products in all; it pays
-when experts are so small that calls cost more than the arithmetic that it wastes.
+routing weights (0 where a row does not use the expert), two products in all; it is faster
+when experts are so small that calls take longer than the wasted arithmetic.
 
 Dimension letters as in `kernels.contracts`.
 """
@@ -35,17 +35,17 @@ from kernels.reference import (
     swiglu,
 )
 
-# Join only experts of which a row uses nearly half (else more arithmetic is wasted than
-# calls are saved) and whose matrices are small.
+# Join only experts of which a row uses nearly half (else the wasted arithmetic exceeds the saved
+# calls) and whose matrices are small.
 MIN_JOINED_SHARE: Final = 0.4
 MAX_JOINED_EXPERT_BYTES: Final = 2 << 20
-# Rows computed, and rows summed, at a time: temporaries that stay in the processor's cache.
+# Rows computed, and rows summed, at a time, so that temporaries stay in the processor's cache.
 JOINED_ROWS: Final = 256
 SUMMED_ROWS: Final = 32
 
 
 def can_prepack(dtype: torch.dtype) -> bool:
-    """Tell whether this build of torch prepacks weights of `dtype` with equal results."""
+    """Return whether this build of torch prepacks weights of `dtype` with equal results."""
     return (
         dtype == torch.bfloat16
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -55,7 +55,7 @@ def can_prepack(dtype: torch.dtype) -> bool:
 
 
 def pack_linear(weight: Tensor) -> LinearWeight:
-    """Prepack a weight [O, I] for oneDNN if that pays; the caller drops the original."""
+    """Prepack a weight [O, I] for oneDNN if that is faster; the caller drops the original."""
     num_out, num_in = weight.shape
     if not can_prepack(weight.dtype):
         return LinearWeight(weight, num_out, num_in, packed=False)
@@ -67,7 +67,7 @@ def pack_linear(weight: Tensor) -> LinearWeight:
 def linear(
     x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O]."""
+    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; returns [R, O]."""
     if not weight.packed:
         result = F.linear(x, weight.data, bias)
     elif x.shape[0] == 0:
@@ -84,8 +84,8 @@ def pack_experts(
 ) -> ExpertWeights:
     """Prepack E experts; see `kernels.reference.pack_experts`.
 
-    By slot, originals are consumed one by one: given generators, one of them is resident
-    at a time. Joined, those of one call (one layer of small experts) are.
+    By slot, originals are consumed one by one: with generators only one is in memory at a time.
+    Joined, all originals of the call are (one layer of small experts).
     """
     if share_per_row >= MIN_JOINED_SHARE:
         firsts, seconds = list(gate_up), list(down)
@@ -120,7 +120,7 @@ def rebuild_experts(
 ) -> Generator[None, None, ExpertWeights]:
     """Return experts with some slots changed; see `kernels.reference.rebuild_experts`.
 
-    Joined weights are unpacked, put together anew and packed, one matrix at a time.
+    Joined weights are unpacked, rearranged and packed, one matrix at a time.
     """
     if experts.joined:
         rebuilt = yield from _rebuild_joined(experts, slots)
@@ -168,7 +168,7 @@ def grouped_mlp(
 ) -> ExpertOutput:
     """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
 
-    A few rows go through one kernel that reads their experts only; of joined experts, which are
+    Few rows go through one kernel that reads only their experts; with joined experts, which are
     small, all rows do, a part at a time. Otherwise joined experts are added in slot order
     inside the product, in fp32, and the sum is rounded to the dtype of hidden.
     """
@@ -216,7 +216,7 @@ def _mlp_by_slot(
         inputs = torch.split(units, busy_sizes)
         results = [linear(x, experts.down[s]) for x, s in zip(inputs, busy, strict=True)]
     results.append(hidden.new_zeros(1, experts.hidden_size))
-    # Back to (row, choice) order; pairs that are not here read the row of zeros at the end.
+    # Back to (row, choice) order; pairs of experts elsewhere read the row of zeros at the end.
     position = torch.empty_like(groups.order)
     position[groups.order] = torch.arange(groups.order.numel())
     joined, position = torch.cat(results), position.clamp_(max=num_pairs).view(num_rows, top_k)
@@ -251,7 +251,7 @@ def _joined_mlp(
         scaled = (units * scales[rows, :num_experts, None]).to(hidden.dtype)
         result = linear(scaled.view(-1, num_experts * experts.ffn_size), experts.down[0])
         if not bool(result.isfinite().all()):
-            # 0 * infinity: an expert that a row does not use must not reach it.
+            # 0 * infinity is NaN: an expert that a row does not use must not affect it.
             scaled.masked_fill_(~used[rows, :num_experts, None], 0)
             result = linear(scaled.view(-1, num_experts * experts.ffn_size), experts.down[0])
         out[rows] = result

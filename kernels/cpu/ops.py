@@ -1,9 +1,9 @@
 """Ops for hosts without a GPU: few torch calls per layer, with the reference's rounding.
 
-Gathers the CPU versions to the interface of `kernels.dispatch.Ops`: matrix products from
+Collects the CPU versions to the interface of `kernels.dispatch.Ops`: matrix products from
 `kernels.cpu.matmul`, attention from `kernels.cpu.attention`, the small ops from
-`kernels.cpu.compiled.layer` for bf16 and else from `kernels.cpu.plain`, and the ops that plain
-torch does well from `kernels.reference`. Called by the nodes through `kernels.dispatch`.
+`kernels.cpu.compiled.layer` for bf16 and else from `kernels.cpu.plain`, and ops that are fast in
+plain torch from `kernels.reference`. Called by the nodes through `kernels.dispatch`.
 
 Dimension letters as in `kernels.contracts`.
 """
@@ -52,7 +52,7 @@ __all__ = [
 
 name: Final = "cpu"
 
-# The matrices that --quantization covers; here they are packed as any other.
+# The matrices that --quantization covers; here they are packed like all others.
 pack_projection = pack_lm_head = pack_linear
 
 

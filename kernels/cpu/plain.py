@@ -1,6 +1,7 @@
 """The small ops of a layer in few torch calls, with the reference's bits.
 
-For what compiled kernels do not take (fp32, and `--deterministic`, which has no others).
+For inputs that compiled kernels do not take (fp32), and for `--deterministic`, which uses these
+only.
 Knows no layer; used by `kernels.cpu.ops` and `kernels.deterministic`.
 
 Dimension letters as in `kernels.contracts`.
@@ -19,7 +20,7 @@ from kernels.reference import write_kv
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
     """Normalise each row of x [..., H] and scale it; see `kernels.reference.rms_norm`.
 
-    The weight multiplies apart, since F.rms_norm would round only after it.
+    The weight is multiplied separately, since F.rms_norm rounds only after that.
     """
     normed = F.rms_norm(x, (x.shape[-1],), None, eps)
     return torch.mul(weight, normed, out=out)

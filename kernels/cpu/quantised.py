@@ -1,12 +1,11 @@
 """Weights in 4 or 8 bits for projections and routed experts.
 
 Owns the tensors of a quantised weight, and `QuantisedOps`, which computes with such weights and
-leaves everything else to the ops that it is made of. A weight is quantised when
-it is packed, in groups of 32 inputs of an output, each with its own step and lowest number
-(chosen for a small squared error); rows are quantised to 8 bits as they come, in the same
-groups, each with its own scale (llama.cpp's Q8_0), so that products are sums of
-integers, exact until a group's sum is scaled in fp32. A row's result does not depend on the
-rows beside it. Called by the nodes through `kernels.dispatch`.
+delegates all other ops to its base. A weight is quantised when it is packed, in groups of 32
+inputs of an output, each with a step and a lowest number (chosen for a small squared error);
+rows are quantised to 8 bits in each product, in the same groups, each with a scale (llama.cpp's
+Q8_0), so that products are sums of integers, exact until a group's sum is scaled in fp32. A
+row's result does not depend on the other rows. Called by the nodes through `kernels.dispatch`.
 
 Dimension letters as in `kernels.contracts`.
 """
@@ -44,13 +43,13 @@ class QuantisedWeight(LinearWeight):
 
 @dataclass(frozen=True, eq=False)
 class QuantisedExperts(ExpertWeights):
-    """Experts by slot. The halves of gate_up are padded to whole groups, each by itself."""
+    """Experts by slot. The halves of gate_up are padded to whole groups separately."""
 
     places: Tensor = field(init=False)
-    """i64[E, 2], where the data of gate_up and down begin."""
+    """i64[E, 2], the addresses of the data of gate_up and down."""
 
     def __post_init__(self) -> None:
-        """Note where the weights are."""
+        """Fill the table of addresses."""
         pairs = zip(self.gate_up, self.down, strict=True)
         found = [[a.data.data_ptr(), b.data.data_ptr()] for a, b in pairs]
         object.__setattr__(self, "places", torch.tensor(found, dtype=torch.int64).view(-1, 2))
@@ -59,12 +58,12 @@ class QuantisedExperts(ExpertWeights):
 def quantise(weight: Tensor, bits: int, arena: Arena | None = None) -> QuantisedWeight:
     """Quantise a matrix [O, I], fp32 or bf16, to `bits` (4 or 8) per number, in `arena`.
 
-    With its scales it takes 5 or 9 bits per number.
+    With scales the result has 5 or 9 bits per number.
     """
     num_out, num_in = weight.shape
     groups = -(-num_in // GROUP)
-    # The rows that it is multiplied by have zeros there: any number will do that does not
-    # widen the range of the last group.
+    # The rows are 0 in the padding: any numbers are right that do not widen the range of the last
+    # group.
     ends = weight[:, -1:].expand(-1, groups * GROUP - num_in)
     source = torch.cat((weight, ends), dim=1) if num_in % GROUP else weight.contiguous()
     shape = (-(-num_out // LANES), groups, group_bytes(bits))
@@ -85,7 +84,7 @@ def quantise(weight: Tensor, bits: int, arena: Arena | None = None) -> Quantised
 
 
 def dequantise(weight: QuantisedWeight) -> Tensor:
-    """Return the fp32 matrix [O, I] that a quantised weight stands for."""
+    """Return the fp32 matrix [O, I] that a quantised weight represents."""
     blocks, groups, _ = weight.data.shape
     split = 4 * LANES
     scales = weight.data[:, :, :split].contiguous().view(torch.bfloat16).float()
@@ -102,7 +101,7 @@ def dequantise(weight: QuantisedWeight) -> Tensor:
 def quantised_product(
     x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor | None
 ) -> Tensor:
-    """Multiply x [R, I] by a quantised weight transposed and add bias [O]; gives [R, O]."""
+    """Multiply x [R, I] by a quantised weight transposed and add bias [O]; returns [R, O]."""
     num_rows = x.shape[0]
     rows, groups = _whole_groups(x), weight.data.shape[1]
     is_ours = out is not None and out.is_contiguous() and out.dtype in _DTYPES
@@ -142,8 +141,8 @@ def quantised_mlp(
 ) -> ExpertOutput:
     """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
 
-    The contributions are added in fp32 in slot order, and nothing between the two products
-    is rounded but to codes.
+    The contributions are added in fp32 in slot order; between the two products the only rounding
+    is quantisation.
     """
     num_rows, top_k = slots.shape
     first = experts.gate_up[0]
@@ -203,20 +202,20 @@ def _is_bf16(x: Tensor) -> int:
 
 
 def _whole_groups(x: Tensor) -> Tensor:
-    """Return x [R, I] contiguous, with columns of zeros up to a multiple of GROUP."""
+    """Return x [R, I] contiguous, padded with zeros to a multiple of GROUP columns."""
     missing = -x.shape[1] % GROUP
     return F.pad(x, (0, missing)) if missing else x.contiguous()
 
 
 class QuantisedOps:
-    """The ops of `base`, with quantised projections and experts."""
+    """The ops of `base` with quantised projections and experts."""
 
     def __init__(self, base: Any, quantization: str) -> None:
         """`base` satisfies kernels.dispatch.Ops; `quantization` is a key of BITS."""
         self._base = base
         self._bits = BITS[quantization]
         self.name = base.name
-        # For weights that are packed once; experts of a later table are allocated one by one.
+        # For weights packed at start; experts of a later table are allocated one by one.
         self._arena = Arena()
 
     def __getattr__(self, name: str) -> Any:
@@ -237,7 +236,7 @@ class QuantisedOps:
         bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O]."""
+        """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; returns [R, O]."""
         if isinstance(weight, QuantisedWeight):
             return quantised_product(x, weight, bias, out)
         result: Tensor = self._base.linear(x, weight, bias, out)
@@ -248,7 +247,7 @@ class QuantisedOps:
     ) -> ExpertWeights:
         """Quantise E experts one matrix after the other; see `kernels.reference`.
 
-        `share_per_row` makes no difference: there is one layout.
+        `share_per_row` is ignored: there is one layout.
         """
         dtype = torch.float32
         firsts: list[LinearWeight] = []

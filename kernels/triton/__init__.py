@@ -1,4 +1,4 @@
 """The GPU's kernels, written in Triton: `ops` implements `kernels.contracts.Ops` with them.
 
-In each room `launches` checks and launches, `kernels` holds the compiled functions.
+In each package `launches` checks and launches, `kernels` has the compiled functions.
 """

@@ -106,10 +106,10 @@ def _launch(
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
-    """Do what `kernels.reference.rms_norm` says for x [..., H] and weight [H] of x's dtype.
+    """Return `kernels.reference.rms_norm` of x [..., H], with weight [H] of x's dtype.
 
-    x and out may be views into wider buffers, and the same tensor. Raises ValueError for
-    shapes, dtypes or strides that do not fit.
+    x and out may be views into wider buffers, or the same tensor. Raises ValueError for
+    unsupported shapes, dtypes or strides.
     """
     return _launch(x, None, weight, eps, out)
 

@@ -1,17 +1,17 @@
 """Ops for a GPU: Triton's kernels, and torch's matrix products.
 
-Gathers them to the interface of `kernels.dispatch.Ops`. No op waits for the device or looks
-at a tensor from the host (but packing, and `sample`, which reads its batch there), so all of
-a decode step can be in a CUDA graph. Rows that pad a micro-batch may hold anything: a negative
-slot is not stored, a row without a query is attended to 0, a negative expert slot is skipped.
+Collects them to the interface of `kernels.dispatch.Ops`. No op waits for the device or reads a
+tensor on the host (except packing, and `sample`, whose batch is on the host), so a whole decode
+step can be in a CUDA graph. Padding rows of a micro-batch may hold anything: rows with a negative
+slot are not stored, attention of rows without a query is 0, negative expert slots are skipped.
 
 A layer of a decode step is 12 launches where one node has the experts: add and norm, qkv
 product, rotation and KV write, attention, output product, add and norm, router product, choice
 of experts, their slots, gate_up, down, sum. One more joins the splits of contexts beyond 256
 positions, one groups more than 64 pairs, and quantised products of few rows add their splits.
 
-Called by the nodes through `kernels.dispatch`; runs on host tensors under Triton's interpreter
-alone, which is for tests. Dimension letters as in `kernels.contracts`.
+Called by the nodes through `kernels.dispatch`; runs on host tensors only under Triton's
+interpreter, for tests. Dimension letters as in `kernels.contracts`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TritonOps:
     """Satisfies Ops; see `kernels.reference` for shapes, units and rounding of each.
 
     `weight_format` is one of kernels.triton.grouped_mlp.weights.FORMATS: that of projections,
-    MLPs and experts. The LM head is kept in 8 bits at least.
+    MLPs and experts. The LM head has at least 8 bits.
     """
 
     name: Final = "triton"
@@ -83,7 +83,7 @@ class TritonOps:
     sample = staticmethod(triton_sampling.sample)
 
     def embed(self, tokens: Tensor, table: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Look up tokens i64[T] in table [V, H]; gives [T, H]."""
+        """Look up tokens i64[T] in table [V, H]; returns [T, H]."""
         if out is None:
             return torch.index_select(table, 0, tokens)
         return torch.index_select(table, 0, tokens, out=out)
@@ -105,7 +105,7 @@ class TritonOps:
         rotate_and_store(*heads[:8], q_norm=heads.q_norm, k_norm=heads.k_norm, eps=heads.eps)
 
     def pack_linear(self, weight: Tensor) -> LinearWeight:
-        """Keep a weight [O, I] as it is, on its device."""
+        """Return a weight [O, I] unchanged, on its device."""
         return pack_weight(weight, PLAIN)
 
     def pack_projection(self, weight: Tensor) -> LinearWeight:
@@ -117,7 +117,7 @@ class TritonOps:
         return pack_weight(weight, self._head_format)
 
     def sigmoid(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Give 1 / (1 + exp(-x)), element by element."""
+        """Return 1 / (1 + exp(-x)), element by element."""
         return torch.sigmoid(x) if out is None else torch.sigmoid(x, out=out)
 
     def pack_experts(

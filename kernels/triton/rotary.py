@@ -1,4 +1,4 @@
-"""From a layer's q, k, v to rotated queries and a written cache, in one launch.
+"""Rotates a layer's queries and writes its keys and values to the cache, in one launch.
 
 QK-norm (of each head or of all heads together), rotary embedding and the paged KV write:
 each row of q, k and v is read once and written once. A program owns some heads of one
@@ -77,7 +77,7 @@ def _rotated(
     low = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(x + place + half, mask=inside, other=0.0).to(tl.float32)
     if NORM != 0:
-        # A weight for all heads has their rows one after another, one for each head has one.
+        # A weight for all heads together has a row per head, a weight for single heads one row.
         low_place = column[None, :] + (head * (2 * half * (NORM - 1)))[:, None]
         low, high = _normed(low, high, norm, low_place, inside, half, num_heads, eps, dtype, NORM)
     known = column < half
@@ -182,7 +182,7 @@ def _rotate_and_store(
 
 
 def _norm_kind(norm: Tensor | None, heads: Tensor, what: str) -> int:
-    """Say what a norm's weight spans, checking that it spans a head or all of them."""
+    """Return the kind of a norm; checks that its weight spans one head or all of them."""
     if norm is None:
         return NO_NORM
     num_heads, head_dim = heads.shape[1:]
@@ -239,11 +239,11 @@ def rotate_and_store(
 ) -> None:
     """Norm q [T, N, D] and k [T, G, D], rotate both, store k and v [T, G, D] in the cache.
 
-    Does what `kernels.reference.rotate_and_store` says, and beyond it: a norm's weight is
-    [D] (each head by itself) or [N * D], [G * D] (all heads of a token as one row); a row
-    with a negative slot is not stored (padding); the scales are those of a float8_e4m3fn
-    cache. q is changed in place, k and v are only read. Raises ValueError for tensors that do
-    not fit together.
+    Extends `kernels.reference.rotate_and_store`: a norm's weight is [D] (each head
+    separately) or [N * D], [G * D] (all heads of a token as one row); a row with a
+    negative slot is not stored (padding); the scales are those of a float8_e4m3fn cache. q is
+    changed in place, k and v are only read. Raises ValueError for tensors that do not fit
+    together.
     """
     _check(q, k, v, cos, sin, slots)
     _check_caches(k, k_cache, v_cache)

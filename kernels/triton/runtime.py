@@ -1,10 +1,9 @@
-"""What all Triton kernels share: rounding and products that the interpreter does right.
+"""Helpers of all Triton kernels: rounding and products that are right in the interpreter too.
 
 Triton's interpreter (TRITON_INTERPRET=1 when triton is imported; for hosts without a GPU)
-cuts bits off where a GPU rounds to nearest even, and multiplies bf16 tiles as integers.
+truncates where a GPU rounds to nearest even, and multiplies bf16 tiles as integers.
 Kernels therefore convert by `rounded` and multiply by `dot`; compiled, these are the plain
-operations. Knows no op. Imported by the triton modules alone: triton need not be installed
-where no kernel of theirs runs.
+operations. Knows no op. Imported only by the triton modules: other hosts need not have triton.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FP8_MAX: Final = 448.0
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Convert an fp32 tile to bf16, fp32 or fp8-e4m3, to nearest even; fp8 saturates.
 
-    A NaN stays one, in fp8 too.
+    NaN stays NaN, in fp8 too.
     """
     if dtype == tl.float8e4nv:
         x = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -35,7 +34,7 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
             power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
             magic = tl.maximum(power, 0.015625) * 1572864.0
             x = (x + magic) - magic
-            # The interpreter's own conversion makes a finite number of a NaN.
+            # The interpreter's conversion turns a NaN into a finite number.
             codes = tl.where(x == x, x.to(dtype).to(tl.uint8, bitcast=True), 127)
             return codes.to(tl.uint8).to(dtype, bitcast=True)
     elif INTERPRETED and dtype == tl.bfloat16:
@@ -47,7 +46,7 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def dot(a: tl.tensor, b: tl.tensor, accumulator: tl.tensor) -> tl.tensor:
-    """Give accumulator + a @ b, accumulated in fp32; fp32 tiles are multiplied as such."""
+    """Return accumulator + a @ b, accumulated in fp32; fp32 tiles are multiplied as such."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), accumulator, input_precision="ieee")
     return tl.dot(a, b, accumulator, input_precision="ieee")

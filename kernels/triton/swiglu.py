@@ -1,7 +1,7 @@
 """silu(gate) * up in one pass, where torch takes three launches.
 
-Called by `kernels.triton.ops` for dense MLPs and shared experts (routed experts have it inside
-their products). Rounding points are the reference's: silu is rounded to the rows' dtype before
+Called by `kernels.triton.ops` for dense MLPs and shared experts (for routed experts it is part
+of their products). Rounding points are the reference's: silu is rounded to the rows' dtype before
 it multiplies. Letters as in `kernels.contracts`.
 """
 
@@ -41,9 +41,9 @@ def _swiglu_block(
 
 
 def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Give silu(gate) * up [R, F] of gate_up [R, 2F], whose first half is the gate.
+    """Return silu(gate) * up [R, F] of gate_up [R, 2F], whose first half is the gate.
 
-    Raises ValueError for shapes or strides that do not fit.
+    Raises ValueError for unsupported shapes or strides.
     """
     if gate_up.ndim != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up is {tuple(gate_up.shape)} with strides {gate_up.stride()}")

@@ -1,7 +1,7 @@
-"""The C compiler and the headers with which Triton builds what launches its kernels on a GPU.
+"""Checks for the C compiler and headers with which Triton builds its kernel launchers.
 
-Triton looks for them at its first launch, in the middle of loading a model; here they are looked
-for in the same places at the start. Knows no kernel, and imports neither triton nor torch.
+Triton looks for them at its first launch, in the middle of loading a model; this module looks in
+the same places at the start. Knows no kernel, and imports neither triton nor torch.
 Called by `kernels.triton.ops` and `benchmarks.gpu.smoke`.
 """
 
@@ -24,9 +24,9 @@ def find_compiler() -> str | None:
 
 
 def find_header() -> Path | None:
-    """Return where Python.h of this Python is, None if it is not installed."""
+    """Return the path of this Python's Python.h, None if it is not installed."""
     scheme = sysconfig.get_default_scheme()
-    # Debian's scheme for what users install has no headers of its own.
+    # Debian's scheme for packages installed by users has no headers.
     if scheme == "posix_local":
         scheme = "posix_prefix"
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"

@@ -1,4 +1,4 @@
-"""Paged attention of single query rows, compiled: keys and values are read where they lie.
+"""Paged attention of single query rows, compiled: keys and values are read in the cache.
 
 One task is one query row and one key/value head, with all query heads that share it: scores
 of 16 keys at a time, an online softmax in fp32 over chunks of keys, the weighted sum of the
@@ -50,7 +50,7 @@ _VECTOR: Final = 4 * simd.LANES
 
 
 def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
-    """Tell whether attend_rows knows these shapes, strides and dtypes."""
+    """Return whether attend_rows supports these shapes, strides and dtypes."""
     num_heads, head_dim = q.shape[1:]
     state_bytes = num_heads // k_cache.shape[2] * _part_bytes(head_dim)
     return (
@@ -67,7 +67,7 @@ def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) ->
 
 
 def _lie_whole(x: Tensor) -> bool:
-    """Tell whether the heads of each row of x [T, N, D] lie side by side."""
+    """Return whether the heads of each row of x [T, N, D] are contiguous."""
     return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
 
 
@@ -81,14 +81,14 @@ def attend_rows(
     *,
     scale: float,
 ) -> None:
-    """Write the rows of `work` of out [T, N, D]; q, caches and tables as `paged_attention`'s.
+    """Write the rows of `work` of out [T, N, D]; q, caches and tables as in `paged_attention`.
 
-    Rows of out are whole heads side by side, as q's are.
+    The heads of a row of out are contiguous, as those of q.
     """
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
     num_threads = torch.get_num_threads()
-    # Heads that are done together read each block once; enough tasks matter more.
+    # Heads computed together read each block once; having enough tasks matters more.
     groups_per_task = min(
         max(STATE_BYTES // (repeat * _part_bytes(head_dim)), 1),
         max(work.pieces.shape[0] * num_groups // (4 * num_threads), 1),
@@ -161,7 +161,7 @@ def _slot_bytes(block: int) -> int:
 
 @inlined
 def _run_length(block: int, position: int, stop: int) -> int:
-    """Count the keys from `position` on, at most 16 and below `stop`, of one cache block."""
+    """Count the keys of one cache block from `position` on, at most 16, below `stop`."""
     block_size = simd.read_i64(block + BLOCK_SIZE)
     count: int = min(block_size - position % block_size, stop - position, simd.LANES)
     return count
@@ -180,8 +180,8 @@ def _ask_for_run(block: int, cache: int, seq_idx: int, position: int, stop: int)
 def _ask_ahead(block: int, piece: int, position: int, later: int) -> None:
     """Prefetch the keys and values after a piece's run, whose blocks may lie anywhere in memory.
 
-    That is the run of the same number of piece `later`, if there is one (not 0); else the
-    values of this run and the keys that come AHEAD_KEYS later.
+    They are the run of the same index of piece `later` if that is not 0; else the values of this
+    run and the keys AHEAD_KEYS later.
     """
     keys, values = simd.read_i64(block + K_CACHE), simd.read_i64(block + V_CACHE)
     if later:
@@ -220,7 +220,7 @@ def _score_chunk(
 
 @inlined
 def _soften(num_keys: int, scores: int, state: int, num_vectors: int) -> None:
-    """Turn a head's new scores to weights, and scale its state to the greatest score so far."""
+    """Turn a head's new scores into weights, and rescale its state to the greatest score so far."""
     lowest = np.float32(-np.inf)
     greatest = vectors.splat(lowest)
     for begin in range(0, num_keys, simd.LANES):
@@ -339,7 +339,7 @@ def _do_chunk(
 ) -> int:
     """Add keys start <= p < stop of a piece to the states of up to TILE_HEADS query heads.
 
-    `first` is the first of them, among all heads; they share a key/value head. Gives how many.
+    `first` is the first of these heads; they share a key/value head. Returns their number.
     """
     row, seq_idx = simd.read_i64(piece), simd.read_i64(piece + 8)
     repeat, head_bytes = simd.read_i64(block + REPEAT), _head_bytes(block)

@@ -1,6 +1,6 @@
-"""The routed experts' MLPs of few bf16 rows, compiled: one call that reads no weight in vain.
+"""The routed experts' MLPs of few bf16 rows, compiled: one call that reads only needed weights.
 
-Groups the rows by expert itself, and reads only the weights of experts that have rows. First
+Groups the rows by expert, and reads only the weights of experts that have rows. First
 it computes all hidden units, 64 units of one expert per task; then the sums over experts, 64
 outputs of all rows per task. Results do not depend on the number of threads. Knows no model;
 used by `kernels.cpu.matmul`. Letters as in `kernels.contracts`.
@@ -49,7 +49,7 @@ _VECTOR: Final = 4 * simd.LANES
 
 
 def with_addresses(experts: ExpertWeights) -> ExpertWeights:
-    """Add the addresses that `mlp_of_rows` needs, if the weights have the layout that it reads."""
+    """Add the addresses that `mlp_of_rows` needs, if it supports the layout of the weights."""
     weights = [*experts.gate_up, *experts.down]
     num_experts, ffn_size = experts.num_experts, experts.ffn_size
     known = all(weight.address for weight in weights)
@@ -70,7 +70,7 @@ def with_addresses(experts: ExpertWeights) -> ExpertWeights:
 
 
 def can_run(hidden: Tensor, slots: Tensor, weights: Tensor, out: Tensor) -> bool:
-    """Tell whether `mlp_of_rows` takes this batch."""
+    """Return whether `mlp_of_rows` takes this batch."""
     return (
         0 < hidden.shape[0] <= MAX_ROWS
         and slots.numel() <= MAX_PAIRS
@@ -94,7 +94,7 @@ def mlp_of_rows(
     assert experts.addresses is not None
     num_experts, ffn_size = experts.num_experts, experts.ffn_size
     units = torch.empty(slots.numel(), ffn_size, dtype=torch.bfloat16)
-    # After the experts' counts comes that of the slots that none of them has.
+    # The last entry counts slots beyond the last expert.
     counts = torch.empty(num_experts + 1, dtype=torch.int64)
     arguments = (
         hidden.data_ptr(),
@@ -252,7 +252,7 @@ def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, total
 def _experts(block: int) -> None:
     rows, sums, totals, groups = _row_list(), _sums(), _totals(), _groups()
     num_experts = simd.read_i64(block + NUM_EXPERTS)
-    # Every thread groups the pairs itself: that takes less time than waiting for another.
+    # Every thread groups the pairs itself: faster than waiting for another thread.
     _group(block, groups)
     parts = simd.read_i64(block + FFN_SIZE) // TASK_OUTPUTS
     task = simd.claim(block)

@@ -2,7 +2,7 @@
 
 Normalisation of the residual stream; head norms, rotation and storing of keys and values;
 routing. bf16 rows, rounded where the reference rounds (sums of a row add in another order). A
-task is a row. Knows no layer; used by `kernels.cpu.ops`, which says what happens otherwise.
+task is a row. Knows no layer; used by `kernels.cpu.ops`, which handles all other cases.
 Letters as in `kernels.contracts`.
 """
 
@@ -20,19 +20,19 @@ from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 
 MAX_EXPERTS: Final = 512
-# Fewer rows are done before a second thread has woken.
+# Fewer rows are computed faster than a second thread wakes.
 _ROWS_PER_THREAD: Final = 16
 
 NORM_X, NORM_X_IS_BF16, RESIDUAL, NORM_WEIGHT, NORM_OUT, NORM_ROWS, NORM_WIDTH, NORM_EPS = offsets(
     8
 )
-"""The arguments of `_add_norm`: all rows contiguous; X 0: nothing to add."""
+"""The arguments of `_add_norm`; all rows are contiguous. X 0: nothing to add."""
 
 (
     Q, K, V, QKV_STRIDE, COS, SIN, K_CACHE, V_CACHE, CACHE_SLOTS, ROT_ROWS, NUM_HEADS,
     NUM_KV_HEADS, HEAD_DIM, Q_NORM, K_NORM, ROT_EPS,
 ) = offsets(16)  # fmt: skip
-"""The arguments of `_rotate_and_store`; a norm of 0 is none."""
+"""The arguments of `_rotate_and_store`; a norm of 0: no norm."""
 
 (
     LOGITS, LOGITS_STRIDE, ROUTE_ROWS, NUM_EXPERTS, TOP_K, RENORMALISE, ROUND, EXPERTS_OUT,
@@ -46,7 +46,7 @@ def _threads(num_rows: int) -> int:
 
 
 def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Add x [T, H], bf16 or fp32, to residual [T, H] in place; give the normed sum."""
+    """Add x [T, H], bf16 or fp32, to residual [T, H] in place; return the normed sum."""
     num_rows, width = residual.shape
     out = torch.empty_like(residual)
     arguments = (
@@ -64,7 +64,7 @@ def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, *, eps: float) 
 
 
 def can_norm(x: Tensor | None, residual: Tensor, weight: Tensor) -> bool:
-    """Tell whether `add_norm` takes these."""
+    """Return whether `add_norm` takes these."""
     return (
         residual.dim() == 2
         and residual.dtype == weight.dtype == torch.bfloat16
@@ -81,7 +81,7 @@ def can_norm(x: Tensor | None, residual: Tensor, weight: Tensor) -> bool:
 
 
 def can_rotate(heads: HeadRows) -> bool:
-    """Tell whether `rotate_and_store` takes these: rows of whole heads, equally far apart."""
+    """Return whether `rotate_and_store` takes these: rows of whole heads, equally far apart."""
     q, k, v, cos, k_cache = heads.q, heads.k, heads.v, heads.cos, heads.k_cache
     head_dim = q.shape[-1]
     return (
@@ -92,14 +92,14 @@ def can_rotate(heads: HeadRows) -> bool:
         and head_dim % 2 == 0
         and all(x.stride(2) == 1 for x in (q, k, v))
         and all(x.stride(1) == head_dim or x.shape[1] == 1 for x in (q, k, v))
-        # Of a single row torch may give any distance to the next.
+        # A single row may have any stride in torch.
         and (len(q) == 1 or q.stride(0) == k.stride(0) == v.stride(0))
         and k_cache.is_contiguous()
     )
 
 
 def rotate_and_store(heads: HeadRows) -> None:
-    """Do what `kernels.reference.rotate_and_store` does."""
+    """Norm, rotate and store; see `kernels.reference.rotate_and_store`."""
     q, k, v, cos, sin, k_cache, v_cache, slots, q_norm, k_norm, eps = heads
     num_rows, num_heads, head_dim = q.shape
     arguments = (
@@ -124,7 +124,7 @@ def rotate_and_store(heads: HeadRows) -> None:
 
 
 def can_route(logits: Tensor, top_k: int, weights_dtype: torch.dtype) -> bool:
-    """Tell whether `route_rows` takes these."""
+    """Return whether `route_rows` takes these."""
     return (
         logits.dtype == torch.bfloat16
         and logits.stride(1) == 1
@@ -259,7 +259,7 @@ def _rotate_and_store(block: int) -> None:
 
 @inlined
 def _soften_row(logits: int, num_experts: int, exponentials: int) -> float:
-    """Write exp(logit - the greatest) of all experts; give their sum."""
+    """Write exp(logit - greatest logit) of all experts; return their sum."""
     lowest = np.float32(-np.inf)
     greatest = vectors.splat(lowest)
     for begin in range(0, num_experts, simd.LANES):

@@ -1,9 +1,9 @@
 """Products of few bf16 rows with a weight, compiled: the weight is read once, at memory's speed.
 
-Reads weights in oneDNN's own layout (`kernels.cpu.simd.matmul`), so that one copy of a weight
+Reads weights in oneDNN's layout (`kernels.cpu.simd.matmul`), so that one copy of a weight
 serves these kernels and oneDNN, which computes products of many rows; `address_of` tells
-whether a weight has that layout. Results depend neither on the number of threads nor on the
-rows beside a row. Knows no layer; used by `kernels.cpu.matmul`.
+whether a weight has that layout. Results depend neither on the number of threads nor on other
+rows. Knows no layer; used by `kernels.cpu.matmul`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ X, X_STRIDE, WEIGHT, WIDTH, NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS, BIAS, OUT, OUT_ST
 
 @cache
 def block_width() -> int:
-    """Return the number of outputs in a block of oneDNN's layout; 0: we cannot multiply it.
+    """Return the number of outputs in a block of oneDNN's layout; 0: not supported here.
 
     oneDNN chooses the layout by the processor's instructions and by ONEDNN_MAX_CPU_ISA.
     """
@@ -53,14 +53,14 @@ def block_width() -> int:
 
 @cache
 def max_rows() -> int:
-    """Return up to how many rows `linear_of_rows` is faster than oneDNN."""
+    """Return the largest number of rows for which `linear_of_rows` is faster than oneDNN."""
     return _MAX_ROWS_WITH_TILES if block_width() == TILE_WIDTH else MAX_ROWS
 
 
 def address_of(weight: Tensor, packed: Tensor) -> int:
-    """Return the address of a weight [O, I] that oneDNN packed; 0: leave it to oneDNN.
+    """Return the address of a weight [O, I] that oneDNN packed; 0: only oneDNN can multiply it.
 
-    Compares the first, the middle and the last row with the numbers at their expected places.
+    Compares the first, the middle and the last row with the numbers at their expected addresses.
     """
     num_out, num_in = weight.shape
     width = block_width()
@@ -82,7 +82,7 @@ def address_of(weight: Tensor, packed: Tensor) -> int:
 
 
 def can_multiply(x: Tensor) -> bool:
-    """Tell whether `linear_of_rows` takes these rows, and is faster than oneDNN."""
+    """Return whether `linear_of_rows` takes these rows, and is faster than oneDNN."""
     return (
         x.dim() == 2
         and 0 < x.shape[0] <= max_rows()

@@ -1,9 +1,9 @@
 """The compiled kernels of quantised weights: quantising a matrix, linear, and experts' MLPs.
 
 Owns the order of work inside each kernel and how threads share it; every sum has one order, so
-that a row's result depends neither on the rows beside it nor on the number of threads. The
-layouts are those of `kernels.cpu.simd.integers`. Knows no tensor: `kernels.cpu.quantised` hands
-in addresses. Runs through `kernels.cpu.compiled.runtime`.
+that a row's result depends neither on other rows nor on the number of threads. The layouts are
+those of `kernels.cpu.simd.integers`. Knows no tensor: `kernels.cpu.quantised` passes addresses.
+Runs through `kernels.cpu.compiled.runtime`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from kernels.cpu.simd.vectors import (
     sum_lanes,
 )
 
-# How many blocks a thread claims at a time: enough work to be worth it, in one stretch.
+# Blocks that a thread claims at a time: consecutive, and enough work for one claim.
 LINEAR_BLOCKS: Final = 4
 DOWN_BLOCKS: Final = 4
 MAX_TILE: Final = 8
-# Of the way from the middle of a group to its ends: a narrower range than the whole one
-# rounds the many near the middle more finely and cuts off the few at the ends.
+# Candidate ranges, as parts of a group's range around its middle: a narrower range rounds the many
+# numbers near the middle more finely and clamps the few at the ends.
 NARROWER: Final = (1.0, 0.92, 0.84)
-# A smaller step counts as none: its inverse would overflow.
+# A smaller step counts as 0: its inverse would overflow.
 MIN_STEP: Final = np.float32(1e-30)
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 
@@ -100,7 +100,7 @@ W_SOURCE, W_IS_BF16, W_ROWS, W_GROUPS, W_BITS, W_OUT = offsets(6)
 
 @inlined
 def _refit(first: Any, last: Any, low: Any, step: Any, most: Any) -> tuple[Any, Any]:
-    """Return the (low, step) of least squares for the codes that (low, step) gives."""
+    """Return the least-squares (low, step) for the codes that result from (low, step)."""
     inverse = ONE / step
     a, b = to_codes(first, low, inverse, most), to_codes(last, low, inverse, most)
     mean_code = sum_lanes(add(a, b)) / np.float32(GROUP)
@@ -116,7 +116,7 @@ def _refit(first: Any, last: Any, low: Any, step: Any, most: Any) -> tuple[Any, 
 
 @inlined
 def _error(first: Any, last: Any, low: Any, step: Any, most: Any) -> Any:
-    """Return the sum of squared errors that (low, step) leaves."""
+    """Return the sum of squared errors of (low, step)."""
     inverse = ONE / step
     a = sub(fma(to_codes(first, low, inverse, most), splat(step), splat(low)), first)
     b = sub(fma(to_codes(last, low, inverse, most), splat(step), splat(low)), last)
@@ -135,7 +135,7 @@ def _choose_scales(first: Any, last: Any, most: Any) -> tuple[Any, Any]:
         low = to_bf16(middle - half * np.float32(share))
         step = to_bf16(half * np.float32(2 * share) / most)
         for _ in range(2):
-            # All alike, or too small for a step: each is `low`.
+            # Else all are equal, or nearly: each is `low`.
             if step > MIN_STEP:
                 error = _error(first, last, low, step, most)
                 if error < best_error:
@@ -187,7 +187,7 @@ def _quantise_row(source: int, is_bf16: int, num_groups: int, out: int) -> None:
 
 @inlined
 def _tile(weights: int, num_groups: int, bits: int, rows: int, count: int, out: int) -> None:
-    """Multiply 1 to MAX_TILE rows; those up to the next size of tile must be addresses too."""
+    """Multiply 1 to MAX_TILE rows; `rows` must have valid addresses up to the next tile size."""
     if bits == 4:
         if count == 1:
             _tile_1_4(weights, num_groups, rows, out)

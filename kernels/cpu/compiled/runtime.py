@@ -1,19 +1,19 @@
-"""Where compiled kernels are kept, and how they are run on several threads.
+"""The cache of compiled kernels, and their launch on several threads.
 
 A kernel is a function of one address that numba compiles to machine code. `Kernel` compiles
-it when it is first needed, says so in the log, and keeps the code in the user's cache
-directory, under a name that changes with the sources: the kernel's own module, the modules of
-`kernels.cpu.simd` and this one. The functions that a kernel inlines must come from these.
+it when it is first needed, logs that, and keeps the code in the user's cache directory, under a
+name that changes with the sources: the kernel's module, the modules of `kernels.cpu.simd` and
+this one. The functions that a kernel inlines must come from these.
 `launch` runs it on the threads of torch's own OpenMP pool (GOMP_parallel of the library that
-torch has loaded), so that no second pool competes for the cores; that costs about 2 us on two
+torch has loaded), so that no second pool competes for the cores; that takes about 2 us on two
 threads and half a microsecond on one.
 
 Every thread of a launch gets the same address, of a block of 8-byte words: two counters
-(threads claim tasks by adding to them, so results do not depend on how many threads there
-are), the address of the team's barrier (0: one thread), then the kernel's own arguments.
+(threads claim tasks by adding to them, so results do not depend on the number of threads), the
+address of the team's barrier (0: one thread), then the kernel's arguments.
 
-Knows no tensor and no kernel. Safe for several launching threads, each of which has its own
-team and its own block. Used by the modules of `kernels.cpu.compiled`; a node's warm-up runs
+Knows no tensor and no kernel. Safe for several launching threads: each has a separate team and
+block. Used by the modules of `kernels.cpu.compiled`; a node's warm-up runs
 each kernel once.
 """
 
@@ -56,12 +56,12 @@ def offsets(count: int) -> range:
 
 
 def inlined(function: Function) -> Function:
-    """Let numba compile a function that kernels call; it is kept with each of them."""
+    """Let numba compile a function that kernels call; its code is cached with each kernel."""
     return cast("Function", numba.njit(error_model="numpy")(function))
 
 
 class Kernel:
-    """A function (block: int) -> None, compiled when its address is first asked for."""
+    """A function (block: int) -> None, compiled at the first use of its address."""
 
     def __init__(self, function: Callable[[int], None]) -> None:
         self.name = function.__name__
@@ -83,7 +83,7 @@ class Kernel:
 
 
 def launch(kernel: Kernel, arguments: Sequence[int], *, num_threads: int) -> None:
-    """Run `kernel` with `arguments` on `num_threads` threads, this one among them."""
+    """Run `kernel` with `arguments` on `num_threads` threads, including this one."""
     block = (ctypes.c_int64 * (len(arguments) + 3))(0, 0, 0, *arguments)
     openmp = _openmp()
     if num_threads == 1 or openmp is None:
@@ -100,7 +100,7 @@ def float_word(value: float) -> int:
 
 @inlined
 def wait_for_team(block: int) -> None:
-    """Wait until all threads of the launch have come here."""
+    """Wait until all threads of the launch are here: a barrier."""
     call_address(read_i64(block + BARRIER))
 
 
@@ -121,9 +121,9 @@ class _OpenMP:
 
 @cache
 def _openmp() -> _OpenMP | None:
-    """Find torch's OpenMP library; None: there is none, and launches use one thread."""
+    """Find torch's OpenMP library; None: not found, and launches use one thread."""
     try:
-        # A symbol is also looked for in the libraries that this one was linked to.
+        # Symbols are also looked up in the libraries that this one is linked to.
         return _OpenMP(ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so")))
     except (OSError, AttributeError):
         return None
@@ -136,11 +136,11 @@ def _call(address: int) -> Callable[[int], None]:
 
 
 def _use_cache_directory(module: str) -> bool:
-    """Tell numba where to keep the machine code of `module`; False if there is no place.
+    """Set numba's cache directory for `module`; returns False if none is usable.
 
-    That is $NUMBA_CACHE_DIR, else `numba` in Topspin's cache, and in it a directory named
-    by a digest of the sources that the code comes from: numba itself compares the time
-    of one file only.
+    It is $NUMBA_CACHE_DIR, else `numba` in Topspin's cache, and in it a directory named
+    by a digest of the sources that the code comes from: numba compares the time of one
+    file only.
     """
     directory = _cache_root() / _digest(module)
     try:

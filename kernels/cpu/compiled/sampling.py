@@ -1,11 +1,11 @@
 """Draws from rows of scores, compiled: no row is sorted, and each is read three times.
 
 Per row: the greatest score; weights exp((score - greatest) / temperature) in fp32 with their sum;
-then either the draw itself, or, for a nucleus, the few tokens that can belong to it: all whose
-weight is at least one of a few bounds, the greatest above which there is enough. (Tokens
-that weigh less than (1 - top_p) * sum / V have less than 1 - top_p together, so that is always
-a bound.) A task is a row, and depends on nothing but the row. Knows no requests;
-used by `kernels.sampling`.
+then either the draw, or, for a nucleus, the few tokens that can belong to it: all whose weight
+is at least a bound, the greatest of a few bounds above which the weights suffice. (Tokens that
+weigh less than (1 - top_p) * sum / V have less than 1 - top_p together, so that is always a
+bound.) A task is a row, and depends on nothing else. Knows no requests; used by
+`kernels.sampling`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ BOUNDS: Final = tuple(np.float32(np.exp(-x)) for x in (2, 4, 6, 8, 10, 13))
 
 
 class Drawn(NamedTuple):
-    """What a row gave, f64[R] each but the ids."""
+    """The results of rows, f64[R] each except the ids."""
 
     best: Tensor
     """The greatest score; the row is invalid if that is not finite (NaN if a score is)."""
     rest: Tensor
     """The weight of all tokens that are kept by `lowest` but are not among the ids."""
     counts: Tensor
-    """How many ids there are; 0 where a token was drawn."""
+    """The number of ids; 0 where a token was drawn."""
     tokens: Tensor
     """The tokens drawn; 0 in invalid rows and where there are ids."""
     ids: Tensor
@@ -53,7 +53,7 @@ def draw_rows(
     top_p: Tensor,
     uniforms: Tensor,
 ) -> Drawn:
-    """Draw a token from each row of scores f32[R, V], or give its nucleus's candidates.
+    """Draw a token from each row of scores f32[R, V], or return its nucleus's candidates.
 
     Parameters are f64[R]. Scores below `lowest`, or below the greatest plus `relative`, are not
     kept (-inf: all are). If top_p is 1 the token is drawn: the first at which the sum of
@@ -88,7 +88,7 @@ _above = simd.stack(4 * len(BOUNDS))
 
 @inlined
 def _greatest(scores: int, vocab: int) -> np.float32:
-    """Return the greatest score; NaN if a score is NaN, or both infinities are there."""
+    """Return the greatest score; NaN if a score is NaN, or both infinities occur."""
     lowest = np.float32(-np.inf)
     greatest = vectors.splat(lowest)
     for begin in range(0, vocab, simd.LANES):
@@ -114,7 +114,7 @@ def _weights(scores: int, count: int, shift: Any, inverse: Any, limit: Any) -> A
 def _weigh(
     scores: int, vocab: int, shift: Any, inverse: Any, limit: Any, sums: int, above: int
 ) -> float:
-    """Write the sum of each sixteen weights to `sums`; give that of all.
+    """Write the sum of each sixteen weights to `sums`; return that of all.
 
     Writes to `above`, per bound, the sum of the weights that reach it (fp32).
     """
@@ -156,7 +156,7 @@ def _invert(
 ) -> int:
     """Return the first token at which the sum of the weights passes `target`.
 
-    If rounding lets none pass it, the last one with a weight.
+    If by rounding none passes it, the last token with a weight.
     """
     passed, before, found = 0.0, 0.0, 0
     for begin in range(0, vocab, simd.LANES):
@@ -180,9 +180,9 @@ def _invert(
 
 @inlined
 def _bound(total: float, top_p: float, vocab: int, above: int) -> np.float32:
-    """Return a weight that every token of the nucleus reaches."""
+    """Return a lower bound of the weights of the nucleus."""
     for idx in range(len(BOUNDS)):
-        # Sums in fp32 are rounded, by less than this.
+        # The rounding of fp32 sums is less than this.
         if simd.read_f32(above + 4 * idx) > (top_p + 1e-4) * total:
             return BOUNDS[idx]
     return np.float32(min((1 - top_p) * total / vocab / 2, 1.0))
@@ -200,9 +200,9 @@ def _collect(
     ids: int,
     buffer: int,
 ) -> tuple[int, float]:
-    """Write the ids of the weights from `bound` on; give how many, and their sum.
+    """Write the ids of weights >= `bound`; return their number and the sum of the weights.
 
-    Scores below `low` weigh less than that.
+    Scores below `low` weigh less than `bound`.
     """
     count, together, lowest = 0, 0.0, np.float32(-np.inf)
     for begin in range(0, vocab, simd.LANES):
@@ -242,7 +242,7 @@ def _draw(block: int) -> None:
             if top_p < 1:
                 bound = _bound(total, top_p, vocab, above)
                 ids = simd.read_i64(block + IDS) + 4 * row * vocab
-                # A little less than the score of that weight, which is rounded.
+                # A little less than the score of weight `bound`, because of rounding.
                 low = np.float32(best + (np.log(bound) - 1e-4) * simd.read_f64(given))
                 low -= np.float32(abs(best)) * np.float32(1e-6)
                 count, together = _collect(

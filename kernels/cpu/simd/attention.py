@@ -1,8 +1,8 @@
 """The inner loops of attention, for kernels that numba compiles.
 
 Scores of one query head with up to sixteen keys, and the weighted sum of up to sixteen values
-for up to four query heads. A slice is 64 bytes of a head: 32 numbers in bf16, 16 in fp32; a
-head may end inside one. Sums of bf16 slices are kept as two vectors, of the even and of the
+for up to four query heads. A slice is 64 bytes of a head: 32 numbers in bf16, 16 in fp32; the
+last slice may be partial. Sums of bf16 slices are kept as two vectors, of the even and of the
 odd numbers. Used by `kernels.cpu.compiled.attention`, inside compiled functions only.
 """
 
@@ -103,10 +103,10 @@ def _weigh(heads: int, wide: bool) -> Callable[..., None]:
         count: ir.Value,
         rest: ir.Value,
     ) -> None:
-        """Add to one slice of `heads` heads' sums the values of `count` keys, times weights.
+        """Add the weighted values of `count` keys to one slice of the sums of `heads` heads.
 
-        sums of a head lie `pitch` bytes apart, the weights of a head SCORE_PITCH. `rest` is
-        the number of lanes of the slice that the cache holds (16: all).
+        The sums of heads lie `pitch` bytes apart, their weights SCORE_PITCH. `rest` is the
+        number of lanes of the slice that the cache holds (16: all).
         """
         per_slice = 1 if wide else 2
         places = [

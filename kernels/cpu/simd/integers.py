@@ -50,13 +50,13 @@ GROUP: Final = 32
 SCALE_BYTES: Final = 4 * LANES
 """Scales of one group of a block; also one fp32 row of LANES outputs."""
 ROW_GROUP_BYTES: Final = GROUP + 8
-# A thread that waits for others looks so often before it lets another one run.
+# Polls of a waiting thread before it yields to others.
 SPINS: Final = 2000
-# Weights are prefetched so far ahead of a tile: measured best, and about the bytes that memory
-# delivers within its latency on one core.
+# Distance by which weights are prefetched ahead of a tile: measured best, and about the bytes
+# that memory delivers within its latency on one core.
 AHEAD_BYTES: Final = 4096
 LINE_BYTES: Final = 64
-# A quieter group counts as zeros: the inverse of its scale would overflow.
+# A group with a smaller magnitude becomes zeros: the inverse of its scale would overflow.
 MIN_MAGNITUDE: Final = 1e-30
 
 
@@ -70,7 +70,7 @@ def _at(builder: ir.IRBuilder, address: ir.Value, offset: int) -> ir.Value:
 
 
 def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the cache line at `address`, which need not be memory."""
+    """Prefetch the cache line at `address`, which may be invalid."""
     place = pointer(builder, address, ir.IntType(8))
     hints = [ir.Constant(I32, hint) for hint in (0, 3, 1)]
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, *hints])
@@ -133,8 +133,8 @@ def _tile_group(
 def dot_tile(num_rows: int, bits: int) -> Callable[..., Any]:
     """Make tile(block, num_groups, rows, out), which multiplies rows by one block.
 
-    All are int64: the address of the block, its groups, the address of num_rows addresses of
-    quantised rows, and where the products go, fp32 [num_rows, LANES].
+    All are int64: the address of the block, the number of its groups, the address of num_rows
+    addresses of quantised rows, and the address of the products, fp32 [num_rows, LANES].
     """
 
     def tile(
@@ -171,7 +171,7 @@ def quantise_group(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, group
         builder.and_(builder.bitcast(half, I32_LANES), lanes_of(I32_LANES, 0x7FFFFFFF))
         for half in (first, last)
     ]
-    # Compared as integers, which order as the numbers do, with NaN above all of them.
+    # Compared as integers, which have the same order, with NaN above all numbers.
     larger = call(builder, "llvm.umax.v16i32", I32_LANES, magnitude)
     most = call(builder, "llvm.vector.reduce.umax.v16i32", I32, [larger])
     largest = builder.bitcast(most, F32)
@@ -188,7 +188,7 @@ def quantise_group(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, group
         added = call(builder, "llvm.vector.reduce.add.v16i32", I32, [whole])
         total = builder.add(total, added)
     scale = builder.fmul(largest, ir.Constant(F32, 1 / 127))
-    # A number that is not finite, minus itself, is NaN; its codes mean nothing.
+    # A number that is not finite, minus itself, is NaN; its codes are meaningless.
     scale = builder.fadd(scale, builder.fsub(scale, scale))
     store(builder, _at(builder, group, GROUP), scale)
     store(builder, _at(builder, group, GROUP + 4), builder.fmul(builder.sitofp(total, F32), scale))
@@ -198,7 +198,7 @@ def quantise_group(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, group
 def to_codes(
     builder: ir.IRBuilder, value: ir.Value, low: ir.Value, inverse: ir.Value, most: ir.Value
 ) -> ir.Value:
-    """Return round((value - low) * inverse), held within 0 and `most`, as floats."""
+    """Return round((value - low) * inverse), clamped to 0 .. `most`, as floats."""
     moved = builder.fsub(value, broadcast(builder, low))
     scaled = builder.fmul(moved, broadcast(builder, inverse))
     rounded = call(builder, "llvm.rint.v16f32", F32_LANES, [scaled])
@@ -261,16 +261,16 @@ def copy_bytes(builder: ir.IRBuilder, to: ir.Value, source: ir.Value, num_bytes:
 
 @operation(types.none, [types.int64])
 def finish(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Add 1 to an i64 that threads share, after all that this one wrote before."""
+    """Add 1 to an i64 shared by threads; releases all earlier writes of this thread."""
     builder.atomic_rmw("add", pointer(builder, address, I64), constant(1), "release")
 
 
 @operation(types.none, [types.int64, types.int64])
 def wait_for(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> None:
-    """Wait until an i64 that threads share is `count`; then their earlier writes are visible.
+    """Wait until an i64 shared by threads is `count`; then their earlier writes are visible.
 
-    Unlike a barrier it does not wait for threads that have not come, if there is nothing
-    left for them to do. Between looks it pauses, and after SPINS of them lets others run.
+    Unlike a barrier it does not wait for threads that have not started, if no work is left for
+    them. It pauses between polls, and yields after SPINS of them.
     """
     before = builder.block
     look, again = builder.append_basic_block("look"), builder.append_basic_block("again")

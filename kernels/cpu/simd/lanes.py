@@ -1,13 +1,13 @@
 """Vectors of sixteen lanes for kernels that numba compiles.
 
 Owns two numba types, F32x16 and I32x16, the functions that write operations on them in LLVM
-IR, and the operations on scalars in memory; `kernels.cpu.simd.vectors` has those on vectors. LLVM
+IR, and the operations on scalars in memory (`kernels.cpu.simd.vectors`: those on vectors). LLVM
 splits the vectors on processors with narrower registers, so every kernel runs everywhere;
 only the bf16 dot product has two forms: AVX512-BF16's instruction, and shifts and
-multiplications where the processor lacks it. Memory is named by plain int64 addresses
-(`tensor.data_ptr()`), since a call that unpacks arrays costs more than a small kernel.
+multiplications where the processor lacks it. Memory is given by int64 addresses
+(`tensor.data_ptr()`), since a call that unpacks arrays takes longer than a small kernel.
 
-The lanes of an I32x16 often hold 32 bf16 numbers, two each, the even one in the lower half.
+The lanes of an I32x16 often hold 32 bf16 numbers, two per lane, the even one in the lower half.
 Knows no tensor and no kernel. The operations work inside compiled functions only; used by
 `kernels.cpu.compiled`.
 
@@ -44,7 +44,7 @@ _INDICES = ir.Constant(I32_LANES, list(range(LANES)))
 
 
 class _Bfloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -75,7 +75,7 @@ I32x16 = Vector("I32x16", I32_LANES)
 
 
 def cpu_has(*features: str) -> bool:
-    """Tell whether this processor has all of LLVM's `features` and may use them."""
+    """Return whether this processor has all of LLVM's `features` and may use them."""
     if os.environ.get(PORTABLE_VARIABLE) == "1":
         return False
     present = llvmlite.binding.get_host_cpu_features()
@@ -88,7 +88,7 @@ Emit = Callable[..., ir.Value]
 def operation(
     result: types.Type, operands: Sequence[types.Type]
 ) -> Callable[[Emit], Callable[..., Any]]:
-    """Let compiled code call the IR that a function (builder, *values) -> value writes."""
+    """Return a decorator: compiled code can call the IR that `emit`(builder, *values) writes."""
 
     def register(emit: Emit) -> Callable[..., Any]:
         def lower(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> ir.Value:
@@ -116,7 +116,7 @@ def pointer(builder: ir.IRBuilder, address: ir.Value, to: ir.Type) -> ir.Value:
 
 
 def load(builder: ir.IRBuilder, address: ir.Value, what: ir.Type) -> ir.Value:
-    """Read a value that lies at any multiple of two bytes."""
+    """Read a value at any multiple of two bytes."""
     return builder.load(pointer(builder, address, what), align=2)
 
 
@@ -131,7 +131,7 @@ def constant(number: int) -> ir.Constant:
 
 
 def lanes_of(kind: ir.VectorType, number: float) -> ir.Constant:
-    """Return the vector constant all of whose lanes are `number`."""
+    """Return the vector constant with `number` in all lanes."""
     return ir.Constant(kind, [number] * LANES)
 
 
@@ -157,7 +157,7 @@ def count_up(
     carried: Sequence[ir.Value],
     body: Callable[[ir.Value, list[ir.Value]], Sequence[ir.Value]],
 ) -> list[ir.Value]:
-    """Write a loop over 0 <= index < count (i64) that carries values from turn to turn."""
+    """Write a loop over 0 <= index < count (i64) with values carried between iterations."""
     before = builder.block
     head = builder.append_basic_block("head")
     turn = builder.append_basic_block("turn")
@@ -217,7 +217,7 @@ def first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 def load_first(
     builder: ir.IRBuilder, address: ir.Value, kind: ir.VectorType, count: ir.Value
 ) -> ir.Value:
-    """Read the first `count` lanes of four bytes; the others are 0, their memory not read."""
+    """Read the first `count` lanes of four bytes; the others are 0 and not read from memory."""
     name = "llvm.masked.load.v16f32.p0" if kind is F32_LANES else "llvm.masked.load.v16i32.p0"
     where = pointer(builder, address, kind)
     mask = first_lanes(builder, count)
@@ -235,7 +235,7 @@ def store_first(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, count
 
 
 def rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return the bf16 nearest to each float, i32 lanes with it in the lower half."""
+    """Return the bf16 nearest to each float, in the lower halves of i32 lanes."""
     bits = builder.bitcast(value, I32_LANES)
     last = builder.and_(builder.lshr(bits, lanes_of(I32_LANES, 16)), lanes_of(I32_LANES, 1))
     up = builder.add(builder.add(bits, lanes_of(I32_LANES, 0x7FFF)), last)
@@ -251,9 +251,9 @@ def paired(builder: ir.IRBuilder, even: ir.Value, odd: ir.Value) -> ir.Value:
 
 
 def sum_each(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> ir.Value:
-    """Return the vector whose lane i is the sum of the lanes of vectors[i], of sixteen.
+    """Return the vector whose lane i is the sum of the lanes of vectors[i]; 16 vectors.
 
-    Four rounds halve the number of vectors: each adds two halves of two vectors at once.
+    Each of four rounds halves the number of vectors: it adds two halves of two vectors at once.
     """
     rows = list(vectors)
     width = LANES // 2
@@ -337,14 +337,14 @@ def write_f32(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None
 
 @operation(types.int64, [types.int64])
 def claim(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Add 1 to an i64 that threads share; return its value before."""
+    """Add 1 to an i64 shared by threads; return its previous value."""
     shared = pointer(builder, address, I64)
     return builder.atomic_rmw("add", shared, constant(1), "monotonic")
 
 
 @operation(types.none, [types.int64])
 def call_address(builder: ir.IRBuilder, function: ir.Value) -> None:
-    """Call a C function without arguments, if there is one: at address 0 there is none."""
+    """Call a C function without arguments; does nothing at address 0."""
     with builder.if_then(builder.icmp_signed("!=", function, constant(0))):
         kind = ir.FunctionType(ir.VoidType(), [])
         builder.call(pointer(builder, function, kind), [])
@@ -359,7 +359,7 @@ def call_with(builder: ir.IRBuilder, function: ir.Value, argument: ir.Value) -> 
 
 @operation(types.none, [types.int64, types.int64])
 def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value) -> None:
-    """Ask for the cache lines of some memory, which is read later, or never."""
+    """Prefetch the cache lines of memory that may be read later."""
     lines = builder.sdiv(builder.add(num_bytes, constant(63)), constant(64))
 
     def ask(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
@@ -373,7 +373,7 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value) -> N
 
 
 def stack(num_bytes: int) -> Callable[..., Any]:
-    """Return an operation that reserves memory of the calling kernel, and gives its address.
+    """Return an operation that reserves stack memory in the calling kernel; it returns the address.
 
     The memory is the kernel's until it returns; its content is undefined.
     """

@@ -6,7 +6,7 @@ these kernels and oneDNN. Outputs lie in blocks, of 64 with AVX512-BF16 and of 3
 two numbers of every output. Outputs are padded with zeros to a whole block, inputs to 32.
 
 A task is TASK_OUTPUTS outputs: one block of 64, multiplied with vectors, or two of 32,
-multiplied with AMX tiles. A row's sum does not depend on the rows beside it. Used by
+multiplied with AMX tiles. A row's sum does not depend on the other rows. Used by
 `kernels.cpu.compiled.matmul` and `kernels.cpu.compiled.experts`, inside compiled functions
 only.
 """
@@ -31,25 +31,25 @@ INPUT_MULTIPLE: Final = 32
 SUM_BYTES: Final = 4 * TASK_OUTPUTS
 """Size of one row of the fp32 sums of a task."""
 ROW_MULTIPLE: Final = 16
-"""Sums are written for so many rows at a time, also beyond the last row."""
+"""Sums are written for this many rows at a time, also beyond the last row."""
 _PAIR_BYTES: Final = 4 * TASK_OUTPUTS
 _VECTOR: Final = 4 * simd.LANES
 # A tile of AMX: 16 rows of 64 bytes. A step multiplies one tile of 16 rows and 32 inputs.
 _STEP_PAIRS: Final = 16
 _STEP_BYTES: Final = _STEP_PAIRS * 4 * TILE_WIDTH
-# Rows are copied in parts of so many steps; the distance of two rows is no power of two,
-# so that they do not compete for the same lines of the cache.
+# Rows are copied in parts of this many steps; the distance of two rows is not a power of two,
+# so that they do not compete for the same cache lines.
 _STAGED_STEPS: Final = 16
 _STAGED_ROW_BYTES: Final = (_STAGED_STEPS + 1) * _VECTOR
 
 
 def padded(num_in: int) -> int:
-    """Return the number of inputs including the zeros after them."""
+    """Return the number of inputs with their padding."""
     return -(-num_in // INPUT_MULTIPLE) * INPUT_MULTIPLE
 
 
 def can_multiply_blocks(width: int) -> bool:
-    """Tell whether `multiply` takes blocks of `width` outputs on this processor."""
+    """Return whether `multiply` takes blocks of `width` outputs on this processor."""
     if width == TILE_WIDTH:
         return HAS_TILES
     return width == TASK_OUTPUTS and cpu_has("avx512bf16", "avx512f")
@@ -123,8 +123,8 @@ def _multiply_by_vectors(rows: int, num_rows: int, weight: int, pairs: int, sums
             row += 1
 
 
-# AMX. The tiles are registers that LLVM does not allocate: these operations name them. Tiles
-# 0 to 3 hold the sums of 16 rows and 64 outputs, 4 the rows, the others the weights.
+# AMX. LLVM does not allocate the tile registers: these operations name them. Tiles 0 to 3 hold
+# the sums of 16 rows and 64 outputs, 4 the rows, the others the weights.
 
 _ROWS_TILE: Final = 4
 _WEIGHT_TILES: Final = (5, 6, 7)
@@ -142,7 +142,7 @@ def _pointer(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 @operation(types.none, [types.int64])
 def _open_tiles(builder: ir.IRBuilder, memory: ir.Value) -> None:
-    """Give all tiles 16 rows of 64 bytes; `memory` is 64 bytes to write the settings to."""
+    """Configure all tiles to 16 rows of 64 bytes; `memory`: 64 bytes for the settings."""
     settings = bytearray(64)
     settings[0] = 1  # the palette
     for tile in range(8):
@@ -155,7 +155,7 @@ def _open_tiles(builder: ir.IRBuilder, memory: ir.Value) -> None:
 
 @operation(types.none, [])
 def _close_tiles(builder: ir.IRBuilder) -> None:
-    """Leave the tiles to others; the processor need not keep them any more."""
+    """Release the tiles, so that the processor need not save them any more."""
     _amx(builder, "tilerelease")
 
 
@@ -215,7 +215,7 @@ def _multiply_by_tiles(
                 source = simd.read_i64(rows + 8 * (first + row)) + 4 * begin
                 target = staged + row * _STAGED_ROW_BYTES
                 for pair in range(0, here, simd.LANES):
-                    # Zeros after the last input, as in the weight.
+                    # Padded with zeros after the last input, as in the weight.
                     numbers = vectors.load_first_f32(source + 4 * pair, here - pair)
                     vectors.store_f32(target + 4 * pair, numbers)
             offset = begin * 4 * TILE_WIDTH
@@ -242,23 +242,23 @@ def _multiply_without_tiles(
     _multiply_by_vectors(rows, num_rows, weight, pairs, sums)
 
 
-# Multiplies any number of rows, whose addresses lie at `rows`, by the task at `weight`, of
-# which `second_half` tells `second`; `width` is that of a block. Writes fp32 sums [num_rows, 64],
-# with ROW_MULTIPLE rows at a time; those of outputs that do not exist are arbitrary.
+# Multiplies any number of rows, whose addresses lie at `rows`, by the task at `weight`; `second`
+# comes from `second_half`; `width` is that of a block. Writes fp32 sums [num_rows, 64],
+# ROW_MULTIPLE rows at a time; those of outputs that do not exist are arbitrary.
 multiply = _multiply_by_either if HAS_TILES else _multiply_without_tiles
 
 
 @inlined
 def task_bytes(num_in: int) -> int:
-    """Return the size of a task of a weight with `num_in` inputs; any width gives the same."""
+    """Return the size of a task of a weight with `num_in` inputs; the same for any width."""
     return (num_in + INPUT_MULTIPLE - 1) // INPUT_MULTIPLE * INPUT_MULTIPLE * 2 * TASK_OUTPUTS
 
 
 @inlined
 def second_half(weight: int, num_in: int, num_outputs: int) -> int:
-    """Return where the second block of 32 of the task at `weight` is.
+    """Return the address of the second block of 32 of the task at `weight`.
 
-    The weight ends `num_outputs` after the task's begin: if with the first block, that block
+    The weight ends `num_outputs` after the task's begin: if the first block is the last one, it
     is read twice.
     """
     return weight if num_outputs <= TILE_WIDTH else weight + task_bytes(num_in) // 2

@@ -58,7 +58,7 @@ def load_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 @operation(F32x16, [types.int64, types.int64])
 def load_first_f32(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
-    """Read the first `count` of sixteen floats; the others are 0, their memory not read."""
+    """Read the first `count` of sixteen floats; the others are 0 and not read from memory."""
     return load_first(builder, address, F32_LANES, count)
 
 
@@ -137,7 +137,7 @@ def store_first_f32(
 
 @operation(F32x16, [types.float32])
 def splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
-    """Return the vector all of whose lanes are `scalar`."""
+    """Return the vector with `scalar` in all lanes."""
     return broadcast(builder, scalar)
 
 
@@ -173,7 +173,7 @@ def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Valu
 
 @operation(F32x16, [F32x16, F32x16])
 def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Return the greater; NaN wherever one is."""
+    """Return the greater of each two lanes; NaN if one of them is."""
     greater = builder.fcmp_ordered(">", a, b)
     picked = builder.select(greater, a, b)
     return builder.select(builder.fcmp_unordered("uno", a, a), a, picked)
@@ -229,7 +229,7 @@ def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
     x = n ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7; times 2^n by
     adding n to the exponent. ln 2 is subtracted in two parts (Cody and Waite). Above 88
-    the result is not meant to be used: softmax subtracts the greatest, silu clamps.
+    the result is undefined: softmax subtracts the greatest, silu clamps.
     """
     lowest, greatest = lanes_of(F32_LANES, -87.0), lanes_of(F32_LANES, 88.0)
     too_low = builder.fcmp_ordered("<", x, lowest)

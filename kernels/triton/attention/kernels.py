@@ -4,7 +4,7 @@ A program holds the (query, head) pairs of one key/value head as rows of one til
 query * GROUP + head, so that each key is read once for all heads that share it. It walks a
 range of keys in blocks with an online softmax in base 2 (Dao et al., FlashAttention,
 algorithm 1; Flash-Decoding's split of the keys for short slices). Blocks that all rows see
-whole need no mask; those at the edges of the causal triangle, the window or the tree do.
+completely need no mask; those at the edges of the causal triangle, the window or the tree do.
 
 Numbers about the batch are read from device memory: a launch depends on shapes alone.
 Arguments that differ from batch to batch are not specialised: a kernel is compiled once.
@@ -40,7 +40,7 @@ def _seen(
     tree: tl.tensor, tree_row: tl.tensor, num_new: tl.tensor, committed: tl.tensor,
     window: tl.tensor, WINDOW: tl.constexpr, TREE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Say which of the keys [BLOCK_N] each row [BLOCK_M] sees."""
+    """Return the mask of the keys [BLOCK_N] that each row [BLOCK_M] sees."""
     key_position = keys
     if TREE:
         node = keys - committed
@@ -65,7 +65,7 @@ def _cache_blocks(
     table: tl.tensor, first: tl.tensor, end: tl.tensor,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Give the cache blocks of keys first ..; beyond key end - 1, which the table ends with, its.
+    """Return the cache blocks of keys first ..; for keys past end - 1 the block of key end - 1.
 
     One number if all BLOCK_N keys lie in one cache block, else [BLOCK_N].
     """
@@ -97,9 +97,9 @@ def _fold_keys(
         keys = first + tl.arange(0, BLOCK_N)
         place = block * cache_block + (keys % BLOCK_SIZE) * cache_slot
         place = place[:, None] + column[None, :]
-        # Addresses known a block early do not keep the compiler from copying blocks ahead.
+        # Loading addresses one block early lets the compiler copy blocks ahead.
         block = _cache_blocks(table, first + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)
-        # What lies past the end of a sequence was never written and may be NaN.
+        # Memory past the end of a sequence was never written and may be NaN.
         is_key = is_column & (keys < end)[:, None] if MASKED else is_column
         if MASKED or DIM != BLOCK_D:
             k = tl.load(k_cache + place, mask=is_key, other=0.0)
@@ -118,7 +118,7 @@ def _fold_keys(
         new_best = tl.maximum(best, tl.max(scores, axis=1) * scale)
         # A row that has seen no key yet: its weights are 0, not 2**(-inf + inf).
         shift = tl.where(new_best == float("-inf"), 0.0, new_best) if MASKED else new_best
-        # Scaled and shifted by one instruction.
+        # One instruction scales and shifts.
         weights = tl.exp2(scores * scale - shift[:, None])
         decay = tl.exp2(best - shift)
         total = total * decay + tl.sum(weights, axis=1)
@@ -139,7 +139,7 @@ def _attend_rows(
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     TREE: tl.constexpr, SINKS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Attend rows first_row .. of a sequence to those of keys begin .. end - 1 they see."""
+    """Attend rows first_row .. of a sequence to the visible ones of keys begin .. end - 1."""
     row = first_row + tl.arange(0, BLOCK_M)
     is_row = row < num_new * GROUP
     query, head = row // GROUP, kv_head * GROUP + row % GROUP
@@ -148,12 +148,12 @@ def _attend_rows(
     inside = is_row[:, None] & (column < DIM)[None, :]
     tile = tl.load(q + place + column[None, :], mask=inside, other=0.0)
     if tile.dtype == tl.bfloat16 and k_cache.dtype.element_ty == tl.float8e4nv:
-        # fp8 becomes fp16 by one instruction, bf16 by three; beyond its range no query should be.
+        # fp8 converts to fp16 in one instruction, to bf16 in three; queries should fit its range.
         tile = tl.minimum(tl.maximum(tile.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
     tree += start.to(tl.int64) * tree_row
     last_query = tl.minimum((first_row + BLOCK_M - 1) // GROUP, num_new - 1)
     position = committed + query
-    # Keys before seen_end are seen by all rows, but for the window; none sees one at `end`.
+    # All rows see the keys before seen_end, except for the window; none sees keys from `end` on.
     if TREE:
         seen_end = committed
         if WINDOW:
@@ -219,7 +219,7 @@ def _split(
     committed: tl.tensor, context_len: tl.tensor, window: tl.tensor, min_chunk: tl.tensor,
     SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Give the first key that any row of a sequence sees, and how many keys a split takes."""
+    """Return the first key that any row of a sequence sees, and the number of keys per split."""
     oldest = committed * 0
     if WINDOW:
         oldest = tl.maximum(committed - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -244,7 +244,7 @@ def attend_short(
     """Attend sequences of 1 .. SHORT_LEN new rows, a share of the keys in each program.
 
     Grid (G, S * tiles + 1, SPLITS), tiles of BLOCK_M rows for SHORT_LEN * GROUP rows; the
-    last programs zero the padding. Heads that lie side by side are read at the same time.
+    last programs zero the padding. Adjacent heads are read at the same time.
     With one split the rows of `out` are written, else `partial` f32[S * SHORT_LEN, N, SPLITS, D],
     the mean over each split's keys, and `scores` f32[S * SHORT_LEN, N, SPLITS], the base 2
     logarithm of its weight.
@@ -303,7 +303,7 @@ def combine_splits(
     SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Weigh what the splits of `attend_short` gave; grid (S * SHORT_LEN, N)."""
+    """Combine the splits' results of `attend_short`; grid (S * SHORT_LEN, N)."""
     seq, query = tl.program_id(0) // SHORT_LEN, tl.program_id(0) % SHORT_LEN
     head = tl.program_id(1)
     start = tl.load(query_start + seq)
@@ -344,7 +344,7 @@ def attend_long(
     """Attend sequences of more than SHORT_LEN new rows, all keys of a tile in one program.
 
     Grid (G, T * GROUP // BLOCK_M + S): sequence s owns the tiles from
-    query_start[s] * GROUP // BLOCK_M + s on, which are enough for any lengths.
+    query_start[s] * GROUP // BLOCK_M + s on, which suffice for any lengths.
     """
     # The last tiles of a sequence have the most keys: they begin first.
     slot = tl.num_programs(1) - 1 - tl.program_id(1)

@@ -1,10 +1,10 @@
-"""Paged attention on a GPU: which kernel takes which sequence, and with what tiles.
+"""Paged attention on a GPU: the choice of kernel per sequence, and of tiles.
 
 Short slices (decode, verification of draft trees) go to a kernel that splits their keys
 among programs and one that combines the splits; long ones (chunks of prompts) to a kernel
-that gives each tile of rows all its keys. Both are launched where a batch may hold both, and
-each program sees from device memory whether its sequence is its own: nothing is copied to
-the host, and a launch depends only on shapes and on the bounds in AttentionMeta, so that a
+whose programs read all keys of a tile of rows. Both are launched if a batch may hold both, and
+each program reads from device memory whether its kernel handles the sequence: nothing is copied
+to the host, and a launch depends only on shapes and on the bounds in AttentionMeta, so that a
 CUDA graph of a bucket can be replayed for any batch inside it. Called by attention nodes
 whose device is a GPU. Letters as in `kernels.contracts`.
 """
@@ -24,32 +24,32 @@ from kernels.triton.attention.kernels import attend_long, attend_short, combine_
 
 CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 MAX_HEAD_DIM: Final = 256
-# Rows of a product's tile on a tensor core, and of one warp group's.
+# Rows of a product's tile on a tensor core, and of a tile of one warp group.
 MIN_ROWS: Final = 16
 MAX_SHORT_ROWS: Final = 64
-# The sums of so many rows take the registers of more warps.
+# The sums of this many rows need the registers of more warps.
 MAX_SHORT_ROWS_WARPS: Final = 8
 
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Block sizes, all powers of two; the default ones are for Hopper and were not measured."""
+    """Block sizes, all powers of two; the defaults are for Hopper and were not measured."""
 
     max_short_len: int = 64
-    """A batch of slices up to so long goes to the split kernel as a whole."""
+    """A batch goes completely to the split kernel if its slices are not longer."""
     mixed_splits: int = 8
-    """Splits of short slices beside long ones; a constant, see plan_attention."""
+    """Splits of short slices in batches with long ones; a constant, see plan_attention."""
     short_keys: int = 64
     """Keys of one block in the split kernel."""
     short_warps: int = 4
     short_stages: int = 3
     min_chunk: int = 256
-    """A split takes at least so many keys; a multiple of short_keys."""
+    """The minimum keys of a split; a multiple of short_keys."""
     min_programs: int = 132
-    """With fewer programs splits may be shorter in proportion: most of the device is idle."""
+    """With fewer programs splits may be proportionally shorter: most of the device is idle."""
     max_splits: int = 64
     programs: int = 1056
-    """So many programs keep the device busy to the end: splits are made up to them."""
+    """The number of programs that keeps the device busy: splits are made up to it."""
     long_rows: int = 128
     """(query, head) pairs of one tile in the kernel for long slices."""
     long_keys: int = 128
@@ -58,7 +58,7 @@ class AttentionTiles:
 
 
 def attention_tiles(head_dim: int, cache_dtype: torch.dtype) -> AttentionTiles:
-    """Give the tiles of a shape: smaller ones the wider a row is."""
+    """Return the tiles of a shape: smaller ones for wider rows."""
     row_bytes = triton.next_power_of_2(head_dim) * max(cache_dtype.itemsize, 2)
     if row_bytes > 512:
         return AttentionTiles(short_keys=16, long_rows=32, long_keys=16, long_stages=2)
@@ -68,16 +68,16 @@ def attention_tiles(head_dim: int, cache_dtype: torch.dtype) -> AttentionTiles:
 
 
 class Plan(NamedTuple):
-    """What is launched for a batch, from its shapes and bounds alone."""
+    """The launches for a batch, determined by its shapes and bounds alone."""
 
     short_len: int
-    """Sequences of 1 .. short_len rows belong to the split kernel; a power of two."""
+    """The split kernel handles sequences of 1 .. short_len rows; a power of two."""
     short_rows: int
     """Rows of its tiles."""
     splits: int
     """Programs that share the keys of one tile; a power of two."""
     min_chunk: int
-    """Keys that a split takes at least."""
+    """The minimum keys of a split."""
     has_long: bool
     """Whether there may be a longer sequence."""
 
@@ -93,11 +93,11 @@ def plan_attention(
 ) -> Plan:
     """Cut a batch of S sequences into launches.
 
-    Where prompts and decodes mix, a slice is short if its rows fill at most the smallest
-    tile of a product; where all slices are short, all are. A kernel is compiled for each pair
-    of short_len and splits, for seconds. Decode steps have one length and, since they are
-    recorded before the first request, splits as their batch needs them. All others have one of
-    two lengths, and one number of splits for each: the node's rehearsal compiles both.
+    In a batch with prompts a slice is short if its rows fill at most the smallest tile of a
+    product; in a batch without slices over max_short_len all are. A kernel is compiled, in
+    seconds, for each pair of short_len and splits. Decode steps have one short_len and splits by
+    batch, since they are recorded before the first request. All others have one of two lengths,
+    with one number of splits each: the node's rehearsal compiles both.
     """
     mixed_len = triton.next_power_of_2(max(MIN_ROWS // group, 1))
     short_len = mixed_len
@@ -109,13 +109,13 @@ def plan_attention(
     short_rows = min(max(triton.next_power_of_2(pairs), MIN_ROWS), MAX_SHORT_ROWS)
     has_long = max_query_len > short_len
     if max_query_len > 1:
-        # Partial sums of many rows would take much memory, and rows enough fill the device.
+        # Partial sums of many rows would take much memory, and many rows fill the device.
         splits = min(tiles.mixed_splits, tiles.max_splits) if short_len == mixed_len else 1
         return Plan(short_len, short_rows, splits, tiles.min_chunk, has_long)
     programs = max(num_seqs * num_kv_heads * triton.cdiv(pairs, short_rows), 1)
     span = max_context_len if window is None else min(max_context_len, window + short_len)
     min_chunk = tiles.min_chunk
-    # What is one split does not become several, which would cost another launch.
+    # One split is not divided further, which would cost another launch.
     if span > min_chunk:
         share = triton.cdiv(min_chunk * programs, tiles.min_programs)
         whole_blocks = triton.cdiv(share, tiles.short_keys) * tiles.short_keys
@@ -165,7 +165,7 @@ def paged_attention(
     sliding_window: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Do what `kernels.reference.paged_attention` says; see `attend` for what else there is."""
+    """Implement `kernels.reference.paged_attention`; `attend` has further options."""
     return attend(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, out=out)
 
 
@@ -183,13 +183,13 @@ def attend(
     out: Tensor | None = None,
     tiles: AttentionTiles | None = None,
 ) -> Tensor:
-    """Attend q [T, N, D] to cached keys and values [B, block_size, G, D]; gives [T, N, D].
+    """Attend q [T, N, D] to cached keys and values [B, block_size, G, D]; returns [T, N, D].
 
     Scores, softmax and sums are fp32; weights are rounded to q's dtype before they multiply
     values. `sinks` [N] are logits, one per head, that take part in the softmax but have no
-    value (gpt-oss). A float8_e4m3fn cache holds k / k_scale and v / v_scale; it meets bf16
-    queries in fp16, which has all of its numbers. Raises
-    ValueError for tensors that do not fit together.
+    value (gpt-oss). A float8_e4m3fn cache holds k / k_scale and v / v_scale; with bf16
+    queries products are in fp16, which represents all of its numbers. Raises ValueError for
+    tensors that do not fit together.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     _check(q, k_cache, v_cache, out, sinks)
@@ -232,7 +232,7 @@ def attend(
 
 
 class _Batch(NamedTuple):
-    """The arguments that both kernels have."""
+    """The arguments of both kernels."""
 
     q: Tensor
     k_cache: Tensor

@@ -1,17 +1,17 @@
 """Triton kernels of the grouped expert MLP, for weights in every format.
 
-`gate_up_tile` multiplies rows, gathered where they lie, by an expert's gate and up matrices in
+`gate_up_tile` multiplies gathered rows by an expert's gate and up matrices in
 one loop and writes silu(gate) * up; `down_tile` multiplies those by the expert's down matrix
 and writes one weighted row per (row, choice) pair; `sum_choices` adds a row's pairs by
-ascending choice. So nothing depends on which program ran first, as it would with atomics, at
-the price of writing and reading the pairs once. `quantise_groups` makes fp8 of rows.
+ascending choice. So nothing depends on the order of programs, as it would with atomics, at
+the cost of writing and reading the pairs once. `quantise_groups` converts rows to fp8.
 
-A program's tile is BLOCK_M pairs of one expert by BLOCK_N outputs; which expert and pairs, it
-finds out itself (`kernels.triton.grouped_mlp.pairs`). With SWAP the weights are the left factor
-and rows the right one, for few rows: 64 outputs fill a Hopper matrix instruction, a handful of
-rows does not.
+A program's tile is BLOCK_M pairs of one expert by BLOCK_N outputs; it determines the expert and
+pairs itself (`kernels.triton.grouped_mlp.pairs`). With SWAP the weights are the left factor
+and rows the right one, for few rows: 64 outputs fill a Hopper matrix instruction, a few
+rows do not.
 
-Weights lie where a table of addresses says, so that experts can be replaced one by one.
+A table has the addresses of the weights, so that experts can be replaced one by one.
 Formats (FORMAT): PLAIN; FP8, e4m3 with an fp32 scale per 128 x 128 block and rows in e4m3
 with an fp32 scale per 128 inputs; INT8 and INT4, unsigned codes with a step and a lowest
 number per output and 128 inputs, multiplied as codes: they are exact in bf16, and step and
@@ -36,13 +36,13 @@ INT4: tl.constexpr = tl.constexpr(3)
 
 @triton.jit
 def _address(table_ptr: tl.tensor, place: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Give the pointer at a place of the table; torch aligns what it allocates."""
+    """Return the pointer at a place of the table; torch's allocations are aligned."""
     return tl.multiple_of(tl.load(table_ptr + place).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _spread(by_row: tl.tensor, by_out: tl.tensor, SWAP: tl.constexpr) -> tl.tensor:
-    """Give the outer product of a number per row and one per output."""
+    """Return the outer product of a number per row and one per output."""
     if SWAP:
         products = by_out[:, None] * by_row[None, :]
     else:
@@ -99,7 +99,7 @@ def add_block(
 
     x holds the rows' inputs; in INT4 the lower half of them, and x_high the upper. x_factor is
     the rows' scale in FP8 (1 for rows that are not in fp8), and in INT8 and INT4 the sum of
-    their inputs. step and low are what `load_scales` gave.
+    their inputs. step and low are those of `load_scales`.
     """
     if FORMAT == PLAIN:
         inputs = start + tl.arange(0, BLOCK_K)
@@ -111,7 +111,7 @@ def add_block(
         if FORMAT == FP8:
             inputs = start + tl.arange(0, BLOCK_K)
             w = load_rows(weight_ptr, outputs.to(tl.int64), weight_stride, inputs, num_in, EVEN)
-            # Nothing to do for rows in fp8; bf16 holds every number of fp8.
+            # No conversion for rows in fp8; bf16 represents every number of fp8.
             product = _multiply(x, w.to(x.dtype), product, SWAP)
             factor = x_factor * step
             sums += product * (factor[None, :] if SWAP else factor[:, None])
@@ -144,9 +144,9 @@ def load_block(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Give a block of inputs of rows as `add_block` takes it: x, x_high and x_factor.
+    """Return a block of inputs of rows for `add_block`: x, x_high and x_factor.
 
-    SCALED: the rows that meet weights in FP8 are in fp8 too, with scales.
+    SCALED: with weights in FP8 the rows are in fp8 too, with scales.
     """
     if FORMAT == INT4:
         inputs = start + tl.arange(0, BLOCK_K // 2)
@@ -175,9 +175,9 @@ def scale_offsets(
     num_in: tl.tensor,
     FORMAT: tl.constexpr,
 ) -> tl.tensor:
-    """Give where the scales of outputs first .. of a half of a matrix lie, for the first inputs.
+    """Return the offsets of the scales of outputs first .. of a matrix half, for the first inputs.
 
-    In FP8 that is one place, because a tile's outputs are never of two blocks of 128.
+    In FP8 that is one offset, because a tile's outputs are always in one block of 128.
     """
     if FORMAT == FP8:
         half_blocks = (half_size + GROUP - 1) // GROUP
@@ -197,10 +197,10 @@ def load_scales(
     scale_stride: tl.tensor,
     FORMAT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Give scales, or steps and lowest numbers, of inputs start ..; of the last ones beyond them.
+    """Return scales, or steps and lowest numbers, of inputs start ..; past the end the last ones.
 
-    Loops load those of the next block of inputs before they multiply one, since nobody waits for
-    what is loaded until it is converted. PLAIN has none.
+    Loops load those of the next block of inputs before they multiply one, since a load is only
+    waited for when it is converted. PLAIN has none.
     """
     step, low = 0.0, 0.0
     if FORMAT != PLAIN:
@@ -234,9 +234,9 @@ def multiply_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Give the fp32 sums [BLOCK_M, BLOCK_N] over the inputs begin .. end of rows and outputs.
+    """Return the fp32 sums [BLOCK_M, BLOCK_N] over the inputs begin .. end of rows and outputs.
 
-    `scales` are the places that `scale_offsets` gave.
+    `scales` are the offsets of `scale_offsets`.
     """
     if SWAP:
         sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -307,7 +307,7 @@ def gate_up_tile(
     if expert >= E:
         return
     units = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What lies beyond the last unit is computed twice instead of being masked.
+    # Beyond the last unit that unit is computed again, instead of a mask.
     outputs = tl.minimum(units, F - 1)
     weight_ptr = _address(table_ptr, 4 * expert, WEIGHT)
     scale_ptr = _address(table_ptr, 4 * expert + 1, SCALE)
@@ -418,7 +418,7 @@ def sum_choices(
     K: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ) -> None:
-    """Add the parts of a row's choices that are here, by ascending choice in fp32."""
+    """Add the parts of a row's choices on this node, by ascending choice in fp32."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     total = tl.zeros((BLOCK_H,), tl.float32)
@@ -440,7 +440,7 @@ def quantise_groups(
     num_groups: tl.tensor,
     GROUPS: tl.constexpr,
 ) -> None:
-    """Write GROUPS groups of 128 numbers of a row as fp8, each by its greatest number."""
+    """Write GROUPS groups of 128 numbers of a row as fp8, each scaled by its greatest magnitude."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

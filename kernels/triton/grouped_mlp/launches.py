@@ -1,11 +1,11 @@
-"""The grouped expert MLP on a GPU: which kernels run, over which tiles, into which buffers.
+"""The grouped expert MLP on a GPU: the choice of kernels, tiles and buffers.
 
-Per call: rows to fp8 if the weights are, gate_up with SwiGLU, down, and the sum over choices,
-after the pairs, unless they are few, have been grouped by expert. Contributions are written per
-pair and added in a fixed order, because atomic adds would make a row's last bits depend on
-timing. They are kept in the dtype of the result until they are added in fp32. Nothing waits for
-the device and no launch depends on what the slots are, so a CUDA graph can replay it for so
-many rows.
+Per call: the pairs are grouped by expert unless they are few; then rows to fp8 if the weights
+are, gate_up with SwiGLU, down, and the sum over choices. Contributions are written per pair and
+added in a fixed order, because atomic adds would make a row's last bits depend on timing. They
+are kept in the dtype of the result until they are added in fp32. Nothing waits for the device
+and no launch depends on the slots' values, so a CUDA graph can replay it for the same number of
+rows.
 
 For few rows per expert the weights are the left factor (SWAP), for many the rows are. Called by
 `kernels.triton.ops`. Dimension letters as in `kernels.contracts`, and P = R * K pairs.
@@ -41,7 +41,7 @@ DOWN: Final = "grouped_down"
 SUM_WIDTH: Final = 1024
 QUANTISED_AT_ONCE: Final = 8
 FEW_PAIRS: Final = 64
-"""Up to so many are not grouped: looking through all of them costs a program less than that."""
+"""Up to this many are not grouped: a program scans all of them in less time."""
 _POINTEES: Final = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
@@ -52,7 +52,7 @@ _POINTEES: Final = {
 
 @dataclass(frozen=True)
 class MlpTiles:
-    """A tile of block_m pairs by block_n outputs, and how its program works."""
+    """A tile of block_m pairs by block_n outputs, and its program's settings."""
 
     block_m: int
     block_n: int
@@ -64,7 +64,7 @@ class MlpTiles:
 
 
 class Shape(NamedTuple):
-    """What tiles depend on."""
+    """The parameters that determine the tiles."""
 
     weight_format: str
     dtype: torch.dtype
@@ -76,12 +76,12 @@ class Shape(NamedTuple):
 
 
 def default_tiles(op: str, shape: Shape) -> MlpTiles:
-    """Give the tiles of a product: by reasoning for Hopper, unmeasured.
+    """Return the tiles of a product: chosen by reasoning for Hopper, not measured.
 
-    Few rows per expert: two programs and more on a processor, so that one's start and end are
-    hidden behind the others' copies. Many: as large as the fp32 sums' registers allow, since
-    the bandwidth of the cache is the limit; one program on a processor then, so it may stage
-    what fits. ptxas spills none of them but gate_up of fp8 with 128 rows, a little. Quantised
+    Few rows per expert: two or more programs per multiprocessor, so that others' copies hide the
+    start and end of one. Many: as large as the fp32 sums' registers allow, since the cache's
+    bandwidth is the limit; one program per multiprocessor then, so it may use all of the shared
+    memory for stages. ptxas spills only in gate_up of fp8 with 128 rows, a little. Quantised
     weights have steps of one group, and fp8 tiles outputs of one block of 128.
     """
     rows_per_expert = shape.num_rows * shape.top_k / shape.num_experts
@@ -90,7 +90,7 @@ def default_tiles(op: str, shape: Shape) -> MlpTiles:
     if shape.dtype == torch.float32:
         return MlpTiles(16, GROUP if is_fp8 else 32, 32 if is_plain else GROUP, 1, 0, 4, 2)
     if rows_per_expert <= 32:
-        # Groups of units become fp8 in the program that has all of them.
+        # A program converts groups of units to fp8, so it must have whole groups.
         narrow = GROUP if is_fp8 else 64
         block_m = 16 if rows_per_expert <= 8 else 32
         stages = 3 if is_fp8 or (is_first and block_m == 16) else 2
@@ -105,7 +105,7 @@ def default_tiles(op: str, shape: Shape) -> MlpTiles:
 
 
 class _Launch(NamedTuple):
-    """What both products of a call have in common."""
+    """The data shared by both products of a call."""
 
     is_grouped: bool
     experts: GpuExperts
@@ -122,7 +122,7 @@ class _Launch(NamedTuple):
         num_tiles = num_pairs
         few: dict[str, int] = {"P_PAD": triton.next_power_of_2(num_pairs)}
         if self.is_grouped:
-            # No expert wastes more than one tile, and none that has no pairs has any.
+            # An expert wastes at most one tile, and one without pairs has no tile.
             num_tiles = num_pairs // tiles.block_m + min(num_pairs, shape.num_experts)
             few["P_PAD"] = 0
         if op == GATE_UP:
@@ -137,7 +137,7 @@ class _Launch(NamedTuple):
             experts.ffn_size,
             *strides,
             weight.data.stride(0),
-            # Of the first inputs to the next group's: fp8 has a scale, codes two per output.
+            # Stride from group to group of inputs: fp8 has a scale, codes two per output.
             1 if shape.weight_format == "fp8" else 2 * weight.out_features,
             num_tiles,
             num_blocks,
@@ -158,7 +158,7 @@ class _Launch(NamedTuple):
 
 
 def _ungrouped(slots: Tensor, num_experts: int) -> Permutation:
-    """Give room for the counts of few pairs, which gate_up writes; the rest is not read."""
+    """Return a buffer for the counts of few pairs, which gate_up writes; the rest is not read."""
     num_pairs = slots.numel()
     assert num_pairs <= FEW_PAIRS, f"{num_pairs} pairs are not grouped"
     new = torch.empty if num_pairs else torch.zeros
@@ -167,7 +167,7 @@ def _ungrouped(slots: Tensor, num_experts: int) -> Permutation:
 
 
 def _quantise_rows(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Give hidden [R, H] as e4m3 [R, H] and the scales f32 of its groups of 128."""
+    """Return hidden [R, H] as e4m3 [R, H], and the scales f32 of its groups of 128."""
     num_rows, width = hidden.shape
     num_groups = triton.cdiv(width, GROUP)
     codes = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=hidden.device)
@@ -195,8 +195,8 @@ def grouped_mlp(
 ) -> ExpertOutput:
     """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
 
-    Nothing between the two products is rounded but the units, to hidden's dtype or to fp8.
-    Raises ValueError for shapes, dtypes or strides that do not fit.
+    Between the two products only the units are rounded, to hidden's dtype or to fp8.
+    Raises ValueError for unsupported shapes, dtypes or strides.
     """
     num_rows, top_k = slots.shape
     if out is None:

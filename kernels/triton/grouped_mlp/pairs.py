@@ -1,8 +1,8 @@
-"""How a program of the grouped MLP finds its expert and pairs, on the device.
+"""Finds the expert and pairs of a program of the grouped MLP, on the device.
 
 Pairs that were grouped by expert are found from the offsets of the groups: the grid is an upper
-bound, and programs beyond the last tile leave. Of few pairs each program finds its own among
-the slots, which saves the launch that groups them. Called by the kernels of
+bound, and programs beyond the last tile return. If pairs are few, each program searches the
+slots for its pairs, which saves the launch that groups them. Called by the kernels of
 `kernels.triton.grouped_mlp.kernels`.
 """
 
@@ -16,10 +16,10 @@ import triton.language as tl
 def place(
     num_tiles: tl.tensor, num_blocks: tl.tensor, GROUP_M: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Give this program's tile of pairs and block of outputs.
+    """Return this program's tile of pairs and block of outputs.
 
-    GROUP_M tiles of pairs take the same block of outputs one after the other, and find its
-    weights in the cache.
+    GROUP_M consecutive tiles of pairs use the same block of outputs, whose weights are then in
+    the cache.
     """
     pid = tl.program_id(0)
     first = pid // (GROUP_M * num_blocks) * GROUP_M
@@ -35,7 +35,7 @@ def find_tile(
     BLOCK_M: tl.constexpr,
     E_PAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Give a tile's expert (>= E: none), its first pair and the expert's last, of grouped pairs."""
+    """Return a tile of grouped pairs: expert (>= E: none), first pair, and the expert's last."""
     experts = tl.arange(0, E_PAD)
     begins = tl.load(offsets_ptr + experts, mask=experts < E, other=0).to(tl.int32)
     ends = tl.load(offsets_ptr + experts + 1, mask=experts < E, other=0).to(tl.int32)
@@ -56,10 +56,10 @@ def find_few(
     BLOCK_M: tl.constexpr,
     P_PAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Give a tile's expert (>= E: none), its pairs [BLOCK_M] and which are real, ungrouped.
+    """Return a tile's expert (>= E: none), its pairs [BLOCK_M] and which are real, ungrouped.
 
-    There is a tile per pair; those of every BLOCK_M-th pair of an expert take that pair and
-    the next ones of the expert.
+    There is a tile per pair; the tile of every BLOCK_M-th pair of an expert handles that pair and
+    the next ones of the expert, the other tiles nothing.
     """
     places = tl.arange(0, P_PAD)
     slots = tl.load(slots_ptr + places, mask=places < num_pairs, other=-1)

@@ -1,9 +1,9 @@
-"""Weights as a GPU's kernels read them: plain, fp8, int8 or int4, alone or as experts.
+"""Weights in the formats of a GPU's kernels: plain, fp8, int8 or int4, single or as experts.
 
-Owns the four formats as tensors and how a checkpoint's matrix becomes one. Each expert keeps its
-own tensors and a table has their addresses, so an expert can be replaced while all others stay
-where they are. (The CPU's blocks of `kernels.cpu.quantised`, groups of 32 inputs laid out for
-vector instructions, would have a GPU apply four times as many steps.) Knows no kernel and needs
+Owns the four formats as tensors and the conversion of a checkpoint's matrix. Each expert has
+separate tensors and a table has their addresses, so an expert can be replaced without moving the
+others. (With the CPU's blocks of `kernels.cpu.quantised`, groups of 32 inputs laid out for
+vector instructions, a GPU would apply four times as many steps.) Knows no kernel and needs
 no triton. Called by `kernels.triton.ops`, `kernels.triton.grouped_mlp.launches` and
 `kernels.triton.linear.launches`.
 
@@ -27,12 +27,12 @@ from topspin.errors import ConfigError
 GROUP: Final = 128
 """Inputs that share a scale or a step; in fp8 outputs too."""
 FORMATS: Final = ("plain", "fp8", "int8", "int4")
-"""In the order of the kernels' FORMAT."""
+"""Their indices are the kernels' FORMAT."""
 FP8_MAX: Final = 448.0
 ALIGNMENT: Final = 16
-# A range that leaves out the farthest numbers costs them accuracy, and gives it to the others.
+# A range without the farthest numbers is less accurate for them, and more for the others.
 RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8)
-# An LM head goes in pieces: searching its ranges takes a dozen times its size.
+# An LM head is quantised in pieces: the search of ranges takes a dozen times its size.
 NUMBERS_AT_ONCE: Final = 1 << 25
 
 
@@ -60,7 +60,7 @@ class GpuExperts(ExpertWeights):
     """i64[E, 4], the addresses of gate_up, its scales, down, and its scales."""
 
     def __post_init__(self) -> None:
-        """Note where the weights are."""
+        """Fill the table of addresses."""
         found = []
         for pair in zip(self.gate_up, self.down, strict=True):
             addresses = []
@@ -75,7 +75,7 @@ class GpuExperts(ExpertWeights):
 
 
 def pack_weight(weight: Tensor, weight_format: str, *, halves: int = 1) -> GpuWeight:
-    """Bring a matrix [O, I], bf16 or fp32, into a format, on the device where it is.
+    """Convert a matrix [O, I], bf16 or fp32, to a format, on the matrix's device.
 
     `halves` is 2 for a gate above an up projection. Raises ConfigError for an unknown format.
     """
@@ -106,7 +106,7 @@ def pack_weight(weight: Tensor, weight_format: str, *, halves: int = 1) -> GpuWe
 
 
 def _quantise_fp8(weight: Tensor, halves: int) -> tuple[Tensor, Tensor]:
-    """Scale each block of 128 x 128 numbers so that the greatest is fp8's greatest."""
+    """Scale each block of 128 x 128 numbers so that its greatest magnitude is fp8's greatest."""
     num_out, num_in = weight.shape
     size = num_out // halves
     padding = (0, -num_in % GROUP, 0, -size % GROUP)
@@ -119,9 +119,9 @@ def _quantise_fp8(weight: Tensor, halves: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantise_codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Give codes and, of several ranges per group, the steps of the least squared error."""
+    """Return codes and scales; of several ranges per group that of the least squared error."""
     num_out, num_in = weight.shape
-    # Repeating the last column widens no group's range; rows have zeros there.
+    # Padding with the last column widens no group's range; rows have zeros there.
     ends = weight[:, -1:].expand(-1, -num_in % GROUP)
     groups = torch.cat((weight, ends), dim=1).float().view(num_out, -1, GROUP)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -147,7 +147,7 @@ def _quantise_codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack_weight(weight: GpuWeight) -> Tensor:
-    """Give the fp32 matrix [O, I] that a weight stands for."""
+    """Return the fp32 matrix [O, I] that a weight represents."""
     if weight.scales is None:
         return weight.data.float()
     if weight.weight_format == "fp8":
@@ -174,7 +174,7 @@ def pack_experts(
 ) -> GpuExperts:
     """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`.
 
-    `share_per_row` makes no difference: there is one layout.
+    `share_per_row` is ignored: there is one layout.
     """
     firsts: list[LinearWeight] = []
     seconds: list[LinearWeight] = []

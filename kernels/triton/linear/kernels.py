@@ -1,8 +1,8 @@
-"""Triton kernels of products with one weight, plain or quantised; rows stay as they are.
+"""Triton kernels of products with one weight, plain or quantised; rows are not quantised.
 
-`linear_tile` gives a tile of BLOCK_M rows by BLOCK_N outputs; for few rows the inputs are cut
-into SPLITS parts, one program each, whose fp32 sums `add_splits` adds in a fixed order: with
-few tiles a GPU would else be idle, and with atomic adds the last bits would depend on timing.
+`linear_tile` computes a tile of BLOCK_M rows by BLOCK_N outputs; for few rows the inputs are cut
+into SPLITS parts, one program each, whose fp32 sums `add_splits` adds in a fixed order: few
+tiles alone leave a GPU idle, and with atomic adds the last bits would depend on timing.
 Blocks of 128 inputs are multiplied as in `kernels.triton.grouped_mlp.kernels`: fp8 in the rows'
 dtype (exact) with its scale on a block's fp32 sum, codes of int8 and int4 likewise with their
 steps and lowest numbers. With SWAP the weight is the left factor. Launched by
@@ -44,8 +44,7 @@ def linear_tile(
 ) -> None:
     """Write the products of a tile and of inputs split * split_size .. to out [splits, R, O].
 
-    GROUP_M tiles of rows take the same outputs one after the other, and find the weight in
-    the cache.
+    GROUP_M consecutive tiles of rows use the same outputs, whose weight is then in the cache.
     """
     pid, split = tl.program_id(0), tl.program_id(1)
     num_tiles, num_blocks = tl.cdiv(R, BLOCK_M), tl.cdiv(num_out, BLOCK_N)
@@ -55,7 +54,7 @@ def linear_tile(
     block = pid % (GROUP_M * num_blocks) // width
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What lies beyond the last row and output is computed twice instead of being masked.
+    # Beyond the last row and output these are computed again, instead of a mask.
     sources = tl.minimum(rows, R - 1).to(tl.int64)
     outputs = tl.minimum(columns, num_out - 1)
     scales = scale_offsets(outputs, block * BLOCK_N, 0, num_out, num_in, FORMAT)

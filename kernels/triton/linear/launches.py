@@ -1,8 +1,8 @@
-"""Products of rows with one weight on a GPU: torch's where the weight is plain, else our own.
+"""Products of rows with one weight on a GPU: torch's if the weight is plain, else our kernel.
 
-A quantised weight is read once, as it is kept, and multiplied in the rows' dtype: what memory
-has to deliver is its codes. Few rows: tiles as small as a matrix instruction, and the inputs
-split among programs until the device is busy. Many: tiles that share what they read.
+A quantised weight is read once, as codes, and multiplied in the rows' dtype, so memory delivers
+only codes. Few rows: tiles as small as a matrix instruction, and the inputs split among programs
+until the device is busy. Many: tiles that share their loads.
 
 Called by `kernels.triton.ops`. Dimension letters as in `kernels.contracts`.
 """
@@ -22,17 +22,17 @@ from kernels.triton.grouped_mlp.weights import FORMATS, GROUP, GpuWeight
 from kernels.triton.linear.kernels import add_splits, linear_tile
 
 PROGRAMS: Final = 528
-"""Four on each of Hopper's 132 processors: splits are made up to so many."""
+"""Four on each of Hopper's 132 multiprocessors: splits are made up to this many."""
 SPLIT_GROUPS: Final = 4
-"""A split takes at least so many groups of inputs."""
+"""The minimum groups of inputs of a split."""
 MAX_SPLIT_ROWS: Final = 256
-"""With more rows there are tiles enough, and the splits' sums would be much to write."""
+"""With more rows there are enough tiles, and the splits' sums would take long to write."""
 SUM_WIDTH: Final = 1024
 
 
 @dataclass(frozen=True)
 class LinearTiles:
-    """A tile of block_m rows by block_n outputs, and how its program works.
+    """A tile of block_m rows by block_n outputs, and its program's settings.
 
     `splits` programs share the inputs of a tile. The inputs of a tile's step are one group of a
     quantised weight, and the outputs of an fp8 tile lie in one block of 128.
@@ -49,7 +49,7 @@ class LinearTiles:
 
 
 def default_tiles(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> LinearTiles:
-    """Give the tiles of a quantised weight: by reasoning for Hopper, unmeasured.
+    """Return the tiles of a quantised weight: chosen by reasoning for Hopper, not measured.
 
     (ptxas says that all sums of bf16 rows stay in registers.)
     """
@@ -74,10 +74,10 @@ def default_tiles(weight: GpuWeight, dtype: torch.dtype, num_rows: int) -> Linea
 def linear(
     x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; gives [R, O].
+    """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; returns [R, O].
 
-    `out` in fp32 gets the sums of bf16 products as they are, before any rounding. Raises
-    ValueError for shapes, dtypes or strides that do not fit a quantised weight.
+    `out` in fp32 gets the unrounded sums of bf16 products. Raises ValueError for shapes, dtypes
+    or strides that do not fit a quantised weight.
     """
     assert isinstance(weight, GpuWeight)
     if weight.scales is not None:
@@ -90,7 +90,7 @@ def linear(
             return torch.mm(x, weight.data.t(), out=out)
         return torch.addmm(bias, x, weight.data.t(), out=out)
     if x.is_cuda:
-        # cuBLAS has such products; torch has no name for them but this one, with `out`.
+        # cuBLAS has such products; torch exposes them only by this op with `out`.
         torch.ops.aten.mm.dtype_out(x, weight.data.t(), out.dtype, out=out)
     else:
         torch.mm(x.to(out.dtype), weight.data.t().to(out.dtype), out=out)
@@ -105,7 +105,7 @@ def tiled_linear(
     *,
     tiles: LinearTiles,
 ) -> Tensor:
-    """Do what `linear` does, with a weight in any format, by our kernel with these tiles."""
+    """Compute `linear` with a weight in any format, by our kernel with these tiles."""
     num_rows, num_in, num_out = len(x), weight.in_features, weight.out_features
     if out is None:
         out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
@@ -124,7 +124,7 @@ def tiled_linear(
         x, weight.data, weight.data if weight.scales is None else weight.scales, some_bias,
         target, num_rows, num_out, num_in, split_blocks * tiles.block_k, x.stride(0),
         weight.data.stride(0),
-        # Of the first inputs to the next group's: fp8 has a scale, codes two per output.
+        # Stride from group to group of inputs: fp8 has a scale, codes two per output.
         1 if weight.weight_format == "fp8" else 2 * num_out,
         target.stride(0),
         FORMAT=FORMATS.index(weight.weight_format), SWAP=bool(tiles.swap),

@@ -1,19 +1,19 @@
 """Triton kernels of M2N on an attention node's GPU: rows to their experts' nodes, sums back.
 
-`put_row` has a program per node and row: it finds the row's place among those that the node
-gets, writes slots, weights and the row, in fp8 with a scale if so asked, straight into the
-node's request window, and the node's last program writes the header and releases the flag.
-`await_answer` has a program per node: it acquires the flag of the node's answer, until a
-deadline, and compares its header with what was sent. Only these few wait: programs that wait keep
-their multiprocessors. `combine_row` has a program per row and block of columns, and adds the
-partial sums in fp32 by ascending node. Windows lie wherever the table of addresses says: in this
-device's memory or a peer's that is mapped here. How many rows a node gets, the step, the table's
-version and the sequence are read from memory, so a CUDA graph can replay all. Launched by
-`kernels.triton.m2n.attention_port`; what both sides share is in `kernels.triton.m2n.wait`.
+`put_row` has a program per node and row: it finds the row's place among the node's rows, writes
+slots, weights and the row, in fp8 with a scale if COMPRESSED, directly into the node's request
+window, and the node's last program writes the header and releases the flag. `await_answer` has a
+program per node: it acquires the flag of the node's answer, until a deadline, and compares its
+header with the request's. Only these few wait: waiting programs occupy their multiprocessors.
+`combine_row` has a program per row and block of columns, and adds the partial sums in fp32 by
+ascending node. The table of addresses gives the windows: in this device's memory or in a peer's
+that is mapped here. The rows of a node, the step, the table's version and the sequence are read
+from memory, so a CUDA graph can replay all. Launched by `kernels.triton.m2n.attention_port`;
+`kernels.triton.m2n.wait` has the code of both sides.
 
-A flag is the sequence number of the window's newest frame, an i64 that nothing else touches
-than one writer. The writer's data is visible to whoever has seen the number: a barrier in each
-program, then acquire-release adds to a counter, then a release at system scope.
+A flag is the sequence number of the window's newest frame, an i64 with one writer. A reader that
+has seen the number sees the writer's data: a barrier in each program, then acquire-release adds
+to a counter, then a release at system scope.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _count_rows_above(
     K_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Give how many rows before `row`, and how many of all, have an expert on the node."""
+    """Return the number of rows before `row`, and of all rows, that have an expert on the node."""
     choices = tl.arange(0, K_PAD)[None, :]
     above = 0
     total = 0
@@ -102,7 +102,7 @@ def _write_row(
     x = tl.load(hidden_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if COMPRESSED:
         scale = tl.maximum(tl.max(tl.abs(x), axis=0) / FP8_MAX, SMALLEST_SCALE)
-        # A row with a NaN or an infinity must not become one of finite numbers.
+        # A row with a NaN or an infinity must not become finite.
         is_number = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), axis=0) == H_PAD
         scales = pointer(table_ptr, SCALES, tl.float32)
         tl.store(scales + place, tl.where(is_number, scale, float("nan")))
@@ -151,9 +151,9 @@ def put_row(
 ) -> None:
     """Put one row into one node's window, if the node has any of its experts.
 
-    identity i64[1 + N] is this node's incarnation and the others'; sent i64[N, 8] keeps the
-    header that the answer must have. Row `first` of the micro-batch is row 0 here; of the
-    num_rows[0] that it has no more than `limit` can be sent.
+    identity i64[1 + N] is this node's incarnation and the others'; sent i64[N, 8] gets the
+    expected header of the answer. Row `first` of the micro-batch is row 0 here; at most `limit`
+    of its num_rows[0] rows can be sent.
     """
     node, row = tl.program_id(0), tl.program_id(1)
     num_nodes, num_programs = tl.num_programs(0), tl.num_programs(1)
@@ -195,7 +195,7 @@ def put_row(
         hidden_ptr += row.to(tl.int64) * hidden_stride
         _write_row(hidden_ptr, table_ptr, place, H, WIRE, COMPRESSED, H_PAD)
     tl.debug_barrier()
-    # The programs of a node count themselves; the last one knows that all have written.
+    # The programs of a node are counted; the last one knows that all have written.
     if tl.atomic_add(done_ptr + node, 1, sem="acq_rel") == num_programs - 1:
         tl.store(done_ptr + node, 0)
         if (step != 0) & (is_set(failed_ptr) == 0):
@@ -228,10 +228,9 @@ def await_answer(
     layer: tl.tensor,
     micro_batch: tl.tensor,
 ) -> None:
-    """Wait for one node's answer; ready i32[N] is 1 if it is the one that was asked for.
+    """Wait for one node's answer; ready i32[N] is 1 if it is the expected one.
 
-    All nodes are awaited: the window of one that got no rows is free again only when it has
-    answered, too.
+    All nodes are awaited: even a node without rows must answer before its window is free again.
     """
     node = tl.program_id(0)
     words = tl.arange(0, HEADER_WORDS)
@@ -267,7 +266,7 @@ def combine_row(
     ANSWER: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Add a block of columns of a row's partial sums; NaN if one is not there, or the net failed.
+    """Add a block of columns of a row's partial sums; NaN if one is missing or the net failed.
 
     Runs after `await_answer` on the same stream.
     """

@@ -1,16 +1,16 @@
-"""M2N between GPUs, as one attention node sees it: dispatch, and combine after a wait.
+"""The attention node's side of M2N between GPUs: dispatch, and combine after a wait.
 
-Owns the device's side of one micro-batch: which sequence each expert node was sent, where its
-rows went, what its answer must say of itself, and the tables of addresses of the windows. What
-maps them is the transport's matter (m2n_comm.gpu.ipc_attention); their layout is
-`kernels.m2n_windows`. The rules are those of m2n_comm.layout: a row goes once to each node that
-has any of its experts, in ascending order, with slot -1 for its other experts.
+Owns the device's side of one micro-batch: the sequence sent to each expert node, the places of
+its rows, the expected header of its answer, and the tables of addresses of the windows. The
+transport maps them (m2n_comm.gpu.ipc_attention); their layout is `kernels.m2n_windows`. The
+rules are those of m2n_comm.layout: a row goes once to each node that has any of its experts, in
+ascending order, with slot -1 for its other experts.
 
 The expert node (`kernels.triton.m2n.expert_port`) answers a sequence by writing its rows' sums, the
 request's header with its own incarnation, and then that number into the answer's flag. Sequences
-start at 1; flags, counters and sequences start at 0. Programs of combine that wait keep their
+start at 1; flags, counters and sequences start at 0. Waiting programs of combine occupy their
 multiprocessors: experts on the same device must be ordered before it by an event, or they may
-never get to run.
+never run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TYPES: Final = {
 }
 COMBINE_BLOCK: Final = 1024
 CHUNK: Final = 64
-"""Rows whose experts a program looks at together to find a row's place."""
+"""Rows whose experts a program reads together to find a row's place."""
 
 
 def address_table(windows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -54,8 +54,8 @@ def address_table(windows: Sequence[tuple[int, ...]], device: torch.device) -> T
 class AttentionPort:
     """The pairs of one attention node and micro-batch with all N expert nodes.
 
-    `dispatch` and `combine` take turns, on one stream; neither waits on the host. What goes
-    wrong on the device is kept in `control`; sums are NaN then.
+    `dispatch` and `combine` alternate, on one stream; neither waits on the host. Faults on the
+    device are kept in `control`; sums are NaN then.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class AttentionPort:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that this holds on the device, without windows."""
+        """Return the bytes of its device memory, without windows."""
         mine = (self._requests, self._answers, self._identity, self._places)
         counters = (self._done, self._sequences, self._ready, self._sent)
         return sum(each.nbytes for each in (*mine, *counters))

@@ -1,7 +1,7 @@
 """Triton kernels of M2N on an expert node's GPU: rows of all attention nodes in, sums out.
 
 `await_request` has a program per participant: it acquires the flag of the participant's request,
-until a deadline, and compares the header with what this step must bring. `gather_row` has a
+until a deadline, and compares the header with the one expected in this step. `gather_row` has a
 program per participant and row of the step's bucket: it copies the row, dequantised, to the
 participant's fixed place in one batch; rows beyond the participant's count get slot -1.
 `send_row` has the same programs: it writes the rows' sums into
@@ -64,7 +64,7 @@ def _take_frame(
     part: tl.tensor,
     parts: tl.tensor,
 ) -> tl.tensor:
-    """Wait for a peer's next frame and give its header; ROWS is 0 if it is not right."""
+    """Wait for a peer's next frame and return its header, with ROWS 0 if the header is wrong."""
     words = tl.arange(0, HEADER_WORDS)
     wanted = tl.load(step_ptr + words)
     wanted = tl.where(words == LAYER, layer, wanted)
@@ -108,9 +108,9 @@ def await_request(
     part: tl.tensor,
     parts: tl.tensor,
 ) -> None:
-    """Wait for the frame of participant `place`; headers i64[M, 8] keeps what came.
+    """Wait for the frame of participant `place`; write its header to headers i64[M, 8].
 
-    In a rehearsal (step 0) nothing is awaited and nothing comes.
+    In a rehearsal (step 0) nothing is awaited, and there are no rows.
     """
     place = tl.program_id(0)
     peer = tl.load(step_ptr + HEADER_WORDS + place)
@@ -148,9 +148,9 @@ def gather_row(
     K_PAD: tl.constexpr,
     H_PAD: tl.constexpr,
 ) -> None:
-    """Take row `row` of participant `place`, which becomes row place * bucket + row.
+    """Copy row `row` of participant `place` to row place * bucket + row.
 
-    limits i64[L]: the slots that this node has in each layer. Runs after `await_request` on the
+    limits i64[L]: the number of this node's slots in each layer. Runs after `await_request` on the
     same stream.
     """
     place, row = tl.program_id(0), tl.program_id(1)
@@ -209,7 +209,7 @@ def send_row(
     """Write the sums of row `row` of participant `place` into its answer window.
 
     consumed i64[M * micro-batches] is set to the sequence that was answered; identity i64[1]
-    is this node's incarnation. A net that has failed answers nobody.
+    is this node's incarnation. A failed net sends no answers.
     """
     place, row = tl.program_id(0), tl.program_id(1)
     step = tl.load(step_ptr + STEP)

@@ -1,9 +1,9 @@
-"""M2N between GPUs, as one expert node sees it: gather after a wait, and reply.
+"""The expert node's side of M2N between GPUs: gather after a wait, and reply.
 
 Owns the device's side of all pairs: the sequences that were answered, the headers that came, and
-the buffers in which the rows of all participants are joined. Each participant of a step has as
-many rows in the batch as the step's bucket says, the first of them its own and the others with
-slot -1: where rows lie depends on nothing that the host does not know before. Knows no memory and
+the buffers in which the rows of all participants are joined. Each participant of a step has the
+bucket's number of rows in the batch, first its rows and then padding with slot -1: so the host
+knows the places of rows in advance. Knows no memory and
 no weights; see `kernels.m2n_windows` and `kernels.triton.m2n.attention_port`. Called by
 m2n_comm.gpu.ipc_attention.
 """
@@ -40,8 +40,8 @@ class Joined(NamedTuple):
 class ExpertPort:
     """The pairs of one expert node with all M attention nodes, B micro-batches each.
 
-    `gather` and `reply` take turns, on one stream; neither waits on the host. What goes wrong
-    on the device is kept in `control`; nobody is answered then.
+    `gather` and `reply` alternate, on one stream; neither waits on the host. Faults on the device
+    are kept in `control`; after one no answers are sent.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ExpertPort:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that this holds on the device, without windows."""
+        """Return the bytes of its device memory, without windows."""
         counters = (self._consumed, self._headers, self._done, self._identity)
         tables = (self._requests, self._answers)
         return sum(each.nbytes for each in (*self._joined, *counters, *tables))
@@ -155,7 +155,7 @@ class ExpertPort:
         return joined
 
     def reply(self, partial: Tensor, micro_batch: int, *, num_participants: int) -> None:
-        """Send partial [P * bucket, H] of the last gather() back, each row to where it came from.
+        """Send partial [P * bucket, H] of the last gather() back, each row to its sender.
 
         Raises ValueError for a partial that does not fit.
         """

@@ -1,9 +1,9 @@
-"""What M2N's kernels of both sides share: waiting for a flag, and telling what went wrong.
+"""Shared by M2N's kernels of both sides: waiting for a flag, and reporting faults.
 
-A wait ends when the frame is there, when its time is over, when the host gives it up (the abort
-word, or the one of a peer that is gone; both lie in the host's memory), or when the net has
-failed before. The first fault is kept: who sets `failed` first writes the host's words. Words
-are those of `kernels.m2n_windows`. Called by the kernels alone.
+A wait ends when the frame is there, at its deadline, when the host ends it (by the abort word or
+the word of a lost peer, both in the host's memory), or when the net has failed before. The first
+fault is kept: the program that sets `failed` first writes the host's words. Words are those of
+`kernels.m2n_windows`. Called by the kernels alone.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ ANSWER_HEADER: tl.constexpr = tl.constexpr(1)
 NUM_ANSWER_COLUMNS: tl.constexpr = tl.constexpr(2)
 
 THREADS: tl.constexpr = tl.constexpr(128)
-"""Of a program that waits: four warps."""
+"""Threads of a waiting program: four warps."""
 LOOKS_PER_CHECK: tl.constexpr = tl.constexpr(1 if INTERPRETED.value else 64)
-"""Looks at a flag between looks at the clock and at words in the host's memory, which are slow.
+"""Polls of a flag between reads of the clock and of the host's words, which are slow.
 
-The interpreter's clock sleeps, so that the process that is waited for gets the core."""
+The interpreter's clock sleeps, so that the awaited process gets the core."""
 
 
 @triton.jit
 def pointer(table_ptr: tl.tensor, place: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Give the address that is in a table, as a pointer to `dtype`."""
+    """Return an address in a table as a pointer to `dtype`."""
     return tl.load(table_ptr + place).to(tl.pointer_type(dtype))
 
 
 @triton.jit
 def rows_pointer(table_ptr: tl.tensor, place: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Give the pointer to a window's hidden rows, which begin at a multiple of 16 bytes.
+    """Return the pointer to a window's hidden rows, which begin at a multiple of 16 bytes.
 
-    (Only the operation that makes the pointer can carry that; a call that returns it cannot.)
+    (Only the operation that makes the pointer can carry this hint, not a call that returns it.)
     """
     return tl.multiple_of(tl.load(table_ptr + place).to(tl.pointer_type(dtype)), 16)
 
@@ -70,7 +70,7 @@ if INTERPRETED.value:
 
     @triton.jit
     def now(_: tl.tensor) -> tl.tensor:
-        """Give the host's clock in nanoseconds; who is waited for has the core meanwhile."""
+        """Return the host's clock in nanoseconds; sleeps, so that the awaited process can run."""
         time.sleep(0.0005)
         return tl.full((), time.monotonic_ns(), tl.int64)
 
@@ -78,10 +78,10 @@ else:
 
     @triton.jit
     def now(_: tl.tensor) -> tl.tensor:
-        """Give the device's clock in nanoseconds.
+        """Return the device's clock in nanoseconds.
 
-        Every thread reads a clock of its own, and a loop that threads leave at different times
-        never ends: the greatest of all readings is the same for all of them.
+        Threads read different times, and a loop that they leave at different times never ends:
+        the maximum of all readings is the same for all threads.
         """
         readings = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;",
@@ -96,14 +96,14 @@ else:
 
 @triton.jit
 def is_set(word_ptr: tl.tensor) -> tl.tensor:
-    """Give a word, not negative, that others may write meanwhile: the same for all threads."""
+    """Return a nonnegative word that others may write meanwhile: the same for all threads."""
     same = tl.zeros((THREADS,), tl.int32)
     return tl.max(tl.load(word_ptr + same, volatile=True), axis=0)
 
 
 @triton.jit
 def _is_over(peer: tl.tensor, failed_ptr: tl.tensor, control_ptr: tl.tensor) -> tl.tensor:
-    """Say whether waiting for `peer` makes no sense any more."""
+    """Return whether the wait for `peer` must end: the net failed or the host ended it."""
     abort_ptr = pointer(control_ptr, 1, tl.int64)
     return is_set(abort_ptr) + is_set(abort_ptr + 1 + peer) + is_set(failed_ptr)
 
@@ -117,9 +117,9 @@ def await_flag(
     failed_ptr: tl.tensor,
     control_ptr: tl.tensor,
 ) -> tl.tensor:
-    """Wait until a flag is at least `awaited`, and give its newest value.
+    """Wait until a flag is at least `awaited`, and return its newest value.
 
-    What a peer published before it was gone counts: its word is looked at before the flag.
+    A frame that a lost peer published before counts: its word is read before the flag.
     (Adding 0 is compiled to a load with that order.)
     """
     seen = tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys")
@@ -157,7 +157,7 @@ def report(
         tl.store(words_ptr + 4, place)
         tl.store(words_ptr + 5, found)
         tl.store(words_ptr + 6, wanted)
-        # Who sees the code must see the words: a barrier orders them for this device only.
+        # A reader that sees the code must see the words; a barrier orders them on this device only.
         tl.atomic_xchg(failed_ptr, 1, sem="acq_rel", scope="sys")
         tl.debug_barrier()
         tl.store(words_ptr, code)
@@ -191,7 +191,7 @@ def report_header(
     found: tl.tensor,
     wanted: tl.tensor,
 ) -> None:
-    """Keep the first word in which header `found` is not the `wanted` one."""
+    """Keep the first word in which header `found` differs from `wanted`."""
     words = tl.arange(0, HEADER_WORDS)
     is_wrong = (found != wanted) & (words > FLAG)
     place = tl.min(tl.where(is_wrong, words, HEADER_WORDS), axis=0)

@@ -1,7 +1,7 @@
 """A Triton kernel that groups some thousand (row, choice) pairs by local expert in one launch.
 
-A program per expert looks through all pairs, which lie in the cache: more work in all than
-sorting them in one program, but spread over the device. Launched by
+A program per expert scans all pairs, which are in the cache: more work in total than sorting
+them in one program, but spread over the device. Launched by
 `kernels.triton.router.launches`.
 """
 
@@ -18,7 +18,7 @@ def _load_keys(
     num_pairs: tl.tensor,
     num_slots: tl.tensor,
 ) -> tl.tensor:
-    """Give the slots of pairs; num_slots for those that are not here, more for no pair."""
+    """Return the slots of pairs; num_slots for experts elsewhere, a greater number for no pair."""
     slots = tl.load(slots_ptr + pairs, mask=pairs < num_pairs, other=num_slots + 1)
     return tl.where(slots < 0, num_slots, slots)
 
@@ -37,7 +37,7 @@ def group_slot(
 ) -> None:
     """Write the pairs of slot program_id(0), ascending, after those of the slots before.
 
-    The program num_slots writes the pairs that are not here.
+    The program num_slots writes the pairs of experts elsewhere.
     """
     slot = tl.program_id(0)
     column = tl.arange(0, BLOCK)

@@ -1,8 +1,8 @@
 """Triton kernels of the router: choosing experts, and grouping pairs by local expert.
 
-Launched by `kernels.triton.router.launches`, which says what they do together. A tile has a row per
-token and a column per expert or slot; columns beyond the real ones are never chosen. Pairs
-that are not here have the slot -1 and are placed after all that are.
+Launched by `kernels.triton.router.launches`, which documents their sequence. A tile has a row per
+token and a column per expert or slot; padding columns are never chosen. Pairs of experts
+elsewhere have the slot -1 and are placed last.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _place_pairs(
 ) -> None:
     """Write the pairs of a block; its first one of slot s goes to first_of[s]."""
     columns = tl.arange(0, S_PAD)[None, :]
-    # Where the next pair of each row and slot goes: after those of the rows above.
+    # The place of the next pair of each row and slot: after those of the rows above.
     place = first_of[None, :] + tl.cumsum(counts, axis=0) - counts
     absent = tl.where(rows < R, K - tl.sum(counts, axis=1), 0)
     absent_place = first_absent + tl.cumsum(absent, axis=0) - absent
@@ -72,7 +72,7 @@ def _store_sums(
     offsets_ptr: tl.tensor,
     S_PAD: tl.constexpr,
 ) -> None:
-    """Write the pairs per slot, and where each slot's begin."""
+    """Write the number of pairs and the first index of each slot."""
     columns = tl.arange(0, S_PAD)
     offsets = tl.cumsum(total, axis=0) - total
     tl.store(counts_ptr + columns, total.to(tl.int64), mask=columns < num_slots)
@@ -90,12 +90,12 @@ def _choose(
     K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> tl.tensor:
-    """Give the K experts of each row by descending score, i32[BLOCK_R, K_PAD].
+    """Return the K experts of each row by descending score, i32[BLOCK_R, K_PAD].
 
-    One choice follows the other, so what counts is the latency of each. Integers in the order
-    of the scores are compared, because a warp has one instruction for their maximum.
+    Choices are sequential, so their latency matters. Integers in the order of the scores are
+    compared, because a warp has one instruction for their maximum.
     """
-    # Of equal zeros the sum has one sign.
+    # Turns -0 into +0, so that equal zeros have equal bits.
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     experts = tl.zeros((BLOCK_R, K_PAD), tl.int32)
@@ -129,7 +129,7 @@ def route_block(
     is_real = (rows < R)[:, None] & (columns < E)
     places = logits_ptr + rows.to(tl.int64)[:, None] * row_stride + columns
     logits = tl.load(places, mask=is_real, other=0.0).to(tl.float32)
-    # A NaN or -inf must never lead to a column beyond E: it only goes last among the real.
+    # A NaN or -inf is last among the real columns; it must not lead to a column beyond E.
     scores = tl.where(logits > LOWEST, logits, LOWEST)
     scores = tl.where(columns < E, scores, float("-inf"))
     top = tl.max(tl.where(columns < E, logits, float("-inf")), axis=1)
@@ -137,7 +137,7 @@ def route_block(
     experts = _choose(scores, columns, choices, K, E_PAD, K_PAD, BLOCK_R)
     pairs = rows.to(tl.int64)[:, None] * K + choices
     is_pair = (rows < R)[:, None] & (choices < K)
-    # The cache has just delivered them.
+    # These loads hit the cache.
     places = logits_ptr + rows.to(tl.int64)[:, None] * row_stride + experts
     chosen = tl.load(places, mask=is_pair, other=0.0).to(tl.float32)
     shares = tl.exp(chosen - top[:, None]) / total[:, None]
@@ -180,7 +180,7 @@ def count_block(
     K_PAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ) -> None:
-    """Place the pairs of the only block, or leave the block's histogram."""
+    """Place the pairs if there is only one block, else write the block's histogram."""
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     choices = tl.arange(0, K_PAD)[None, :]
     columns = tl.arange(0, S_PAD)
@@ -265,7 +265,7 @@ def local_slots_block(
     HAS_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write where BLOCK pairs' experts are on node program_id(1); -1: elsewhere, or padding."""
+    """Write the slots of BLOCK pairs' experts on node program_id(1); -1: elsewhere, or padding."""
     node = tl.program_id(1).to(tl.int64)
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_real = pairs < num_pairs

@@ -2,13 +2,13 @@
 
 One Triton kernel chooses the experts of a block of rows. Pairs are grouped by a program per
 expert; very many of them by one kernel that counts each block's pairs and a second one that
-places them (where all fit one block, the first does both). No atomics: the order is that of
-`kernels.reference`, ascending in (row, choice) inside an expert, whatever ran first. Knows no
-model and no node. Called by `kernels.triton.ops` and `kernels.triton.grouped_mlp.launches`.
+places them (if all fit one block, the first does both). No atomics: the order is always that of
+`kernels.reference`, ascending in (row, choice) inside an expert. Knows no model and no node. Called
+by `kernels.triton.ops` and `kernels.triton.grouped_mlp.launches`.
 
-Of equal scores the lowest id goes first. Softmax is chosen by logits, which its probabilities
-follow: where two of them round to the same number (far below the best) the reference takes
-the lower id and this the greater logit. The counts are read on the device only, and no launch
+Of equal scores the lowest id goes first. Experts are chosen by logits, which have the order of
+the probabilities: where two of these round to the same number (far below the best) the reference
+takes the lower id and this the greater logit. The counts are read on the device only, and no launch
 depends on data, so a CUDA graph can replay it for any rows of the same shape.
 
 Dimension letters as in `kernels.contracts`.
@@ -33,12 +33,12 @@ from kernels.triton.router.kernels import (
 
 # Elements of a block of rows times padded experts: two or three such tiles stay in registers.
 BLOCK_ELEMENTS: Final = 4096
-# Up to so many, one program does all rows, and one launch is saved.
+# Up to this many, one program does all rows, and one launch is saved.
 SINGLE_ELEMENTS: Final = 4096
-# Where pairs are not grouped, rows have nothing to do with each other: many small programs,
-# since choosing one expert after the other is a matter of latency.
+# Where pairs are not grouped, rows are independent: many small programs, since sequential
+# choices are bound by latency.
 ROUTE_ELEMENTS: Final = 128
-# Up to so many pairs a program per slot groups them.
+# Up to this many pairs a program per slot groups them.
 SPREAD_PAIRS: Final = 8192
 SPREAD_BLOCK: Final = 1024
 ELEMENTS_PER_WARP: Final = 512
@@ -47,7 +47,7 @@ SLOTS_AT_ONCE: Final = 512
 
 
 class _Grid(NamedTuple):
-    """How rows are cut into blocks."""
+    """The division of rows into blocks."""
 
     block_rows: int
     num_blocks: int
@@ -58,7 +58,7 @@ class _Grid(NamedTuple):
 
 
 def _num_warps(grid: _Grid, width: int) -> int:
-    """Give a warp per ELEMENTS_PER_WARP of a block: a small one's sums need no other warp's."""
+    """Return a warp per ELEMENTS_PER_WARP of a block: sums of a small block stay in one warp."""
     return min(max(grid.block_rows * width // ELEMENTS_PER_WARP, 1), MAX_WARPS)
 
 
@@ -72,7 +72,7 @@ def _cut(num_rows: int, width: int) -> _Grid:
 
 
 class _Pairs(NamedTuple):
-    """Room for a permutation, and for the histograms on the way to it."""
+    """Buffers for a permutation and for the histograms that it is made from."""
 
     groups: Permutation
     hist: Tensor
@@ -82,7 +82,7 @@ class _Pairs(NamedTuple):
         empty = torch.empty(2 * num_pairs, dtype=torch.int64, device=device)
         sums = torch.empty(2 * num_slots + 1, dtype=torch.int64, device=device)
         if num_pairs == 0:
-            # No kernel writes them.
+            # No kernel runs to write them.
             sums.zero_()
         width = triton.next_power_of_2(num_slots)
         hist = torch.empty(
@@ -120,7 +120,7 @@ def route(
 ) -> Routing:
     """Choose top_k experts per token by softmax; see `kernels.reference.route`.
 
-    Raises ValueError for a top_k, a dtype or strides that the kernel does not have.
+    Raises ValueError for a top_k, a dtype or strides that the kernel does not support.
     """
     num_rows, num_experts = logits.shape
     if not 0 < top_k <= num_experts:
@@ -154,7 +154,7 @@ def route(
 
 
 def _spread(slots: Tensor, num_slots: int) -> Permutation:
-    """Group some pairs by as many programs as there are slots."""
+    """Group pairs with one program per slot."""
     num_pairs = slots.numel()
     groups = _Pairs.make(num_pairs, num_slots, _Grid(len(slots), 1), slots.device).groups
     group_slot[(num_slots + 1,)](
@@ -172,7 +172,7 @@ def _spread(slots: Tensor, num_slots: int) -> Permutation:
 def permute(slots: Tensor, num_experts: int) -> Permutation:
     """Group the pairs of slots i32[R, K] by local expert; see `kernels.reference.permute`.
 
-    That slots are below num_experts is the caller's duty: nothing here waits for the device.
+    The caller ensures that slots are below num_experts: a check would wait for the device.
     """
     num_rows, top_k = slots.shape
     num_pairs = num_rows * top_k
@@ -207,12 +207,12 @@ def local_slots(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Give the local slot of each pair's expert on each of N nodes, i32[N, T, K], in one launch.
+    """Return the local slot of each pair's expert on each of N nodes, i32[N, T, K], in one launch.
 
     experts i64[T, K], slot_of i32[N, P] by node and logical expert (negative: not there). -1
-    in the result: the expert is elsewhere, or the row is padding: one from num_rows[0] (i64[1],
-    on the device) on, if that is given. `out` is contiguous. Raises ValueError for tensors that
-    do not fit.
+    in the result: the expert is elsewhere, or the row is padding, which starts at num_rows[0]
+    (i64[1], on the device) if that is given. `out` is contiguous. Raises ValueError for tensors
+    that do not fit.
     """
     (num_tokens, top_k), (num_nodes, num_experts) = experts.shape, slot_of.shape
     if out is None:

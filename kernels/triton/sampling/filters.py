@@ -1,10 +1,10 @@
 """Triton kernels of the filters top_k and top_p: the lowest score that they keep.
 
-A filter keeps an upper part of the scores, so one number describes it, and scores that are
-equal stay or go together. It is found without sorting: per pass over the scores four bits of
-its fp32 pattern, eight passes in all, by counts for top_k and by fp64 weights for top_p. A
-pass is split among programs; each leaves a tally per digit, and the next pass begins with
-joining them. Launched by `kernels.triton.sampling.launches`.
+A filter keeps the top part of the scores, so one number describes it, and equal scores are kept
+or dropped together. It is found without sorting: each pass over the scores finds four bits of
+its fp32 pattern, eight passes in all, by counts for top_k and by fp64 weights for top_p. A pass
+is split among programs; each writes a tally per digit, and the next pass begins by joining them.
+Launched by `kernels.triton.sampling.launches`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PASSES: tl.constexpr = tl.constexpr(8)
 
 @triton.jit
 def _ordered(scores: tl.tensor) -> tl.tensor:
-    """Give numbers i64 below 2**32 in the order of fp32 scores."""
+    """Return numbers i64 below 2**32 in the order of fp32 scores."""
     bits = scores.to(tl.int32, bitcast=True)
     signed = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return signed.to(tl.int64) + 2147483648
@@ -36,7 +36,7 @@ def _is_searched(
     R: tl.tensor,
     MASS: tl.constexpr,
 ) -> tl.tensor:
-    """Tell whether the filter, top_p if MASS and else top_k, applies to a row."""
+    """Return whether the filter, top_p if MASS and else top_k, applies to a row."""
     if MASS:
         applies = tl.load(reals_ptr + TOP_P * R + row) < 1.0
     else:
@@ -59,9 +59,9 @@ def _resolve_digit(
     MASS: tl.constexpr,
     S_PAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Join the tallies of pass `step` and give the prefix, what is above it, and the target.
+    """Join the tallies of pass `step`; return the prefix, the tally above it, and the target.
 
-    The digit is the greatest at which the tally of everything from it on reaches the target.
+    The digit is the greatest at which the tally from it on reaches the target.
     """
     splits = tl.arange(0, S_PAD)[:, None]
     bins = tl.arange(0, BINS)
@@ -82,7 +82,7 @@ def _resolve_digit(
         target = tl.load(sums_ptr + (step % 2 * 2 + 1) * R + row)
     reaches = (tally > 0) & (above + above_bins + tally >= target)
     digit = tl.max(tl.where(reaches, bins, -1), axis=0)
-    # Sums of the parts of a bin may round to less than the bin did.
+    # By rounding, the sum of a bin's parts may be less than the bin.
     last = tl.min(tl.where(tally > 0, bins, BINS - 1), axis=0)
     digit = tl.where(digit < 0, last, digit)
     above += tl.sum(tl.where(bins == digit, above_bins, 0.0), axis=0)
@@ -109,10 +109,10 @@ def tally_digit(
     S_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Resolve the digit of the pass before, and tally the next one's of scores with the prefix.
+    """Resolve the previous pass's digit, and tally the next digit of scores with the prefix.
 
-    Tallies f64[2, R, S, BINS], prefixes i64[2, R] and sums f64[2, 2, R] alternate by pass, as
-    programs of a row may be a pass's first and last to read them.
+    Tallies f64[2, R, S, BINS], prefixes i64[2, R] and sums f64[2, 2, R] alternate by pass, since
+    some programs of a row may still read them when others write.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if not _is_searched(ints_ptr, reals_ptr, valid_ptr, row, R, MASS):
@@ -143,7 +143,7 @@ def tally_digit(
         is_counted = (ids < end) & (ordered // BINS == prefix)
         if MASS:
             is_counted = is_counted & (scores >= lowest)
-        # After the first passes few blocks have any.
+        # After the first passes few blocks have counted scores.
         if tl.max(is_counted.to(tl.int32), axis=0) > 0:
             if MASS:
                 weights = weights_of(scores, is_counted, best, temperature)
@@ -168,7 +168,7 @@ def finish_search(
     MASS: tl.constexpr,
     S_PAD: tl.constexpr,
 ) -> None:
-    """Raise a row's lowest kept score to the one that the passes have found."""
+    """Raise a row's lowest kept score to the one found by the passes."""
     row = tl.program_id(0).to(tl.int64)
     if not _is_searched(ints_ptr, reals_ptr, valid_ptr, row, R, MASS):
         return

@@ -1,8 +1,8 @@
 """Triton kernels that turn logits into tokens: penalties, filters, and the inverse CDF.
 
-A row of V scores is cut into splits, one program each; what they found is joined in a fixed order
-by whoever reads it next, so there are no atomics on floating-point numbers and a row's token
-depends on nothing but the row. Nothing is decided on the host. The filters top_k and top_p are in
+A row of V scores is cut into splits, one program each; the next kernel joins their results in a
+fixed order, so there are no atomics on floating-point numbers and a row's token depends only on
+the row. Nothing is decided on the host. The filters top_k and top_p are in
 `kernels.triton.sampling.filters`. Launched by `kernels.triton.sampling.launches`, whose
 `SamplingPlan` has the columns of `ints` and `reals`.
 """
@@ -124,7 +124,7 @@ def survey_split(
         place = tl.where(here > best, first, place)
         if SUM:
             greatest = tl.maximum(best, here)
-            # Of infinities there is no difference; the row is invalid, or the sum still 0.
+            # inf - inf is NaN: then the row is invalid, or the sum is still 0.
             shift = tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
             sums = sums * tl.exp(best - shift) + tl.exp(scores - shift)
         best = tl.maximum(best, here)
@@ -139,7 +139,7 @@ def survey_split(
 def _join_maxima(
     maxima_ptr: tl.tensor, row: tl.tensor, S: tl.tensor, S_PAD: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Give the splits' maxima, the greatest of them, and whether that is a finite number."""
+    """Return the splits' maxima, the greatest of them, and whether it is finite."""
     splits = tl.arange(0, S_PAD)
     maxima = tl.load(maxima_ptr + row * S + splits, mask=splits < S, other=float("-inf"))
     num_nan = tl.sum((maxima != maxima).to(tl.int32), axis=0)
@@ -150,7 +150,7 @@ def _join_maxima(
 
 @triton.jit
 def _uniform(ints_ptr: tl.tensor, row: tl.tensor, R: tl.tensor) -> tl.tensor:
-    """Give the row's uniform in fp64: Philox4x32-10, as `kernels.philox.uniforms` for tokens."""
+    """Return the row's uniform in fp64: Philox4x32-10, as `kernels.philox.uniforms` for tokens."""
     seed = tl.load(ints_ptr + SEED * R + row)
     position = tl.load(ints_ptr + POSITION * R + row)
     c0, c1 = position & WORD, (position >> 32) & WORD
@@ -219,7 +219,7 @@ def settle_row(
 def weights_of(
     scores: tl.tensor, is_kept: tl.tensor, best: tl.tensor, temperature: tl.tensor
 ) -> tl.tensor:
-    """Give exp((score - best) / temperature) in fp64, 0 for what is not kept."""
+    """Return exp((score - best) / temperature) in fp64, 0 for scores that are not kept."""
     exponents = (scores.to(tl.float64) - best.to(tl.float64)) / temperature
     return tl.where(is_kept, tl.exp(exponents), 0.0)
 
@@ -284,7 +284,7 @@ def invert_row(
     sums = tl.cumsum(masses, axis=0)
     target = tl.max(sums, axis=0) * tl.load(uniform_ptr + row)
     split = tl.min(tl.where((sums > target) & (masses > 0), splits, S_PAD), axis=0)
-    # Rounding may leave nothing above: then it is the last that has any weight.
+    # By rounding no split may pass the uniform: then the last one with any weight is taken.
     split = tl.minimum(split, tl.max(tl.where(masses > 0, splits, 0), axis=0))
     passed = tl.sum(tl.where(splits < split, masses, 0.0), axis=0)
     best, lowest = tl.load(best_ptr + row), tl.load(lowest_ptr + row)

@@ -1,14 +1,14 @@
-"""Sampling on a GPU: what a batch needs there, and which kernels turn its logits into tokens.
+"""Sampling on a GPU: a batch's data on the device, and the launches from logits to tokens.
 
 `plan_sampling` gathers a batch on the host and copies it to the device at once; `draw` then
 launches kernels that depend on the plan's `kind` and sizes only, and waits for nothing, so a
 CUDA graph of one kind can be replayed after the plan's buffer has been written again. `sample`
 is both, with the signature of `kernels.sampling.sample` and its order of processing.
 
-Tokens are those of the inverse CDF in fp64 over ascending ids, from the same Philox uniforms
-bit for bit, and greedy tokens, penalties and validity are the CPU's exactly. A drawn token can
-differ from another fp64 implementation's only if the uniform lies within the rounding of the
-sums, about V * 2**-53 of the whole, of a border of the CDF (or a nucleus of its own border):
+Tokens are those of the inverse CDF in fp64 over ascending ids, with bit-identical Philox
+uniforms; greedy tokens, penalties and validity are exactly the CPU's. A drawn token can differ
+from another fp64 implementation's only if the uniform (or the nucleus's bound) is as near to a
+border of the CDF as the rounding of the sums, about V * 2**-53 of the whole:
 less than once in 10**9 draws of 150,000 tokens. `kernels.sampling` weighs in fp32: it
 differs where the uniform is within about 1e-7 of a border.
 """
@@ -35,7 +35,7 @@ from kernels.triton.sampling.kernels import (
 )
 
 SPLIT_SIZE: Final = 8192
-"""Scores of a row that one program goes through."""
+"""Scores of a row per program."""
 BLOCK: Final = 1024
 TALLY_BLOCK: Final = 256
 HISTORY_BLOCK: Final = 1024
@@ -44,7 +44,7 @@ NUM_REALS: Final = 6
 
 
 class SamplingKind(NamedTuple):
-    """Which kernels a batch needs: what a CUDA graph of it depends on, beside sizes."""
+    """The kernels that a batch needs; a CUDA graph depends on this and on sizes only."""
 
     drawn: bool
     top_k: bool
@@ -53,7 +53,7 @@ class SamplingKind(NamedTuple):
 
 
 class SamplingPlan(NamedTuple):
-    """A batch of R rows on the device. A row that no filter or draw concerns is skipped there."""
+    """A batch of R rows on the device. Filters and draws skip rows that do not need them."""
 
     kind: SamplingKind
     ints: Tensor
@@ -70,12 +70,12 @@ class SamplingPlan(NamedTuple):
 
     @property
     def num_histories(self) -> int:
-        """Rows that have a penalty."""
+        """The number of rows with a penalty."""
         return self.bounds.numel() // 2
 
 
 def plan_sampling(batch: SamplingBatch, vocab: int, device: torch.device) -> SamplingPlan:
-    """Copy a batch, whose tensors are on the host, to the device: all of it in one transfer.
+    """Copy a batch, whose tensors are on the host, to the device in one transfer.
 
     `vocab` is the number of logits in a row.
     """
@@ -126,12 +126,12 @@ def plan_sampling(batch: SamplingBatch, vocab: int, device: torch.device) -> Sam
 
 
 def _as_words(values: Tensor) -> Tensor:
-    """Give f32 values as i64, two in each, the last one beside a 0 if they are odd."""
+    """Return f32 values packed in pairs as i64, padded with a 0 if their number is odd."""
     return torch.nn.functional.pad(values, (0, len(values) % 2)).view(torch.int64)
 
 
 def _move(parts: list[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Enqueue one copy of parts i64 of the host, and give them on the device."""
+    """Enqueue one copy of parts i64 to the device; return them there."""
     joined = torch.cat(parts)
     if device.type == "cuda":
         joined = joined.pin_memory()
@@ -139,7 +139,7 @@ def _move(parts: list[Tensor], device: torch.device) -> tuple[Tensor, ...]:
 
 
 def _histories(batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-    """Give the tokens of the penalised rows' histories, and `SamplingPlan.bounds`."""
+    """Return the tokens of the penalised rows' histories, and `SamplingPlan.bounds`."""
     prompts: list[Tensor] = []
     lengths: list[int] = []
     tokens: list[Tensor] = []
@@ -197,7 +197,7 @@ def draw(
 
 
 def processed(logits: Tensor, plan: SamplingPlan) -> Tensor:
-    """Give logits [R, V] after penalties, bias and bans: f32, or themselves if there are none."""
+    """Return logits [R, V] after penalties, bias and bans: f32, or unchanged if there are none."""
     bias, banned = plan.logit_bias, plan.banned
     if not plan.kind.penalties and bias is None and banned is None:
         return logits
@@ -230,7 +230,7 @@ def processed(logits: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 class _Rows:
-    """The scores of a batch, and what kernel after kernel finds out about each row."""
+    """The scores of a batch, and the results of its kernels for each row."""
 
     def __init__(self, logits: Tensor, scores: Tensor, plan: SamplingPlan) -> None:
         self._logits, self._scores, self._plan = logits, scores, plan
