@@ -310,7 +310,7 @@ class ModelRunner:
 
     @property
     def is_done(self) -> bool:
-        """Say whether the oldest launched step has ended; never waits."""
+        """Return whether the oldest launched step has ended; never waits."""
         return self._launched[0].receipt.ended.is_done()
 
     def runs_ahead(self, net: AttentionNet | None) -> bool:

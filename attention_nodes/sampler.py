@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
     @property
     def is_processed(self) -> bool:
-        """Say whether anything but the temperature and filters changes a row's logits."""
+        """Return whether anything but the temperature and filters changes a row's logits."""
         batch = self.batch
         has_edits = batch.logit_bias is not None or batch.banned is not None
         return has_edits or bool(batch.penalised_rows)

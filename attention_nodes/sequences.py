@@ -185,7 +185,7 @@ class SequenceTable:
         self.tokens[rows, positions] = sampled
 
     def has_pending(self, rows: IntArray) -> bool:
-        """Say whether the last token of any of `rows` is PENDING."""
+        """Return whether the last token of any of `rows` is PENDING."""
         return bool((self.tokens[rows, self.num_known[rows] - 1] == PENDING).any())
 
     def sampling(self, row: int) -> SamplingParams:
