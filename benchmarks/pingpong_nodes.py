@@ -114,7 +114,7 @@ def node_config(shape: Shape) -> NodeConfig:
         model=ModelSection(path="unused", dtype="bfloat16", max_model_len=4096),
         scheduler=SchedulerSection(max_num_seqs=num_rows, max_num_batched_tokens=num_rows),
         cache=CacheSection(block_size=BLOCK_SIZE),
-        m2n=M2NSection(transport="shm", window_rows=num_rows),
+        m2n=M2NSection(transport="shm", payload="bf16", wait="spin", window_rows=num_rows),
         trace=TraceSection(enabled=False),
     ).for_node()
 
