@@ -111,7 +111,11 @@ def test_dense_models_on_a_device(case_of: CaseOf, variant: str) -> None:
 
 @pytest.mark.parametrize(
     ("transport", "variant"),
-    [("local", "qwen2_moe"), ("shm", "qwen3_moe"), pytest.param("tcp", "olmoe", marks=slow)],
+    [
+        pytest.param("local", "qwen2_moe", marks=slow),
+        ("shm", "qwen3_moe"),
+        pytest.param("tcp", "olmoe", marks=slow),
+    ],
 )
 def test_attention_on_a_device_and_experts_on_the_cpu(
     case_of: CaseOf, transport: Any, variant: str

@@ -51,6 +51,7 @@ def test_bytes_of_experts_are_those_that_packing_takes() -> None:
         assert rooflines.expert_bytes(sizes, name) == held
 
 
+@pytest.mark.slow
 def test_decode(tmp_path: Path) -> None:
     status, result = run(decode, tmp_path, "--batch", "1", "--context", "3", "--no-graphs")
     assert (status, result["problems"], result["complete"]) == (0, [], True)

@@ -53,6 +53,7 @@ def test_the_thread_that_loads_experts_ends_and_the_other_one_takes_their_device
     assert opened == [("cuda:1", threading.current_thread())]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets only without a GPU")
 def test_the_cache_gets_what_experts_on_the_same_device_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
