@@ -14,7 +14,7 @@ import msgspec
 
 from topspin.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Role = Literal["attention", "expert", "gateway"]
 FinishReason = Literal["stop", "length", "abort"]

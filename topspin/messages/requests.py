@@ -19,7 +19,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `seed` is always set (the gateway draws and records one for an unseeded request);
     `choice` counts the n choices of one request. `top_k` 0 and `max_tokens` are counts;
     `eos_token_ids` is empty under ignore_eos. Stop strings stay in the gateway.
-    `logprobs` None: none; k >= 0: the chosen token's and the k best.
+    `logprobs` None: none; k >= 0: the chosen token's and the k best. `prompt_logprobs` likewise,
+    of the prompt's tokens from its second on; they are of the model's own distribution.
+    `max_tokens` 0: the prompt is computed and nothing sampled.
     """
 
     max_tokens: int
@@ -37,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class AddRequest(Message, frozen=True, kw_only=True):
@@ -55,18 +58,24 @@ class AbortRequest(Message, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Natural log-probabilities of one sampled token and of the best ones, best first."""
+    """Natural log-probabilities of one token and of the best ones, best first.
+
+    `rank`: 1 for the most likely token; 0: not counted.
+    """
 
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """New tokens of one request. `index` is the output position of the first of them.
 
     `finish_reason` is set on the last output of a request, and only there; `stop_token_id`
-    is the stop or eos token that ended it (it is the last of `token_ids`).
+    is the stop or eos token that ended it (it is the last of `token_ids`). `prompt_logprobs` are
+    of the prompt's next tokens: over a request's outputs, in order and once each, from its second
+    token on.
     """
 
     request_id: str
@@ -76,6 +85,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Outputs(Message, frozen=True, kw_only=True):
