@@ -25,6 +25,7 @@ from topspin.config import NodeConfig
 from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable
 from topspin.messages import (
+    SAMPLE,
     MicroBatch,
     NewSequence,
     SamplingParams,
@@ -197,6 +198,7 @@ def _plan(
             num_prompt_tokens=length,
             num_computed=0,
             blocks=pack_ints([0] * -(-length // block_size)),
+            max_length=length + 1,
             sampling=_COSTLIEST,
         )
         for seq_id, length in zip(ids, lengths, strict=True)
@@ -217,7 +219,7 @@ def _plan(
             MicroBatch(
                 seq_ids=pack_ints(ids),
                 num_tokens=pack_ints(lengths),
-                sample=b"\x01" * len(lengths),
+                wanted=bytes([SAMPLE] * len(lengths)),
                 block_counts=pack_ints([0] * len(lengths)),
                 block_ids=b"",
             ),

@@ -46,6 +46,7 @@ from models.weights import stream_attention_weights
 from topspin.config import NodeConfig
 from topspin.errors import ProtocolError
 from topspin.messages import (
+    SAMPLE,
     MicroBatch,
     NewSequence,
     SamplingParams,
@@ -243,6 +244,7 @@ class ModelRunner:
                 num_prompt_tokens=1,
                 num_computed=0,
                 blocks=pack_ints([0]),
+                max_length=2,
                 sampling=SamplingParams(max_tokens=1, seed=0, temperature=1.0),
             )
         )
@@ -250,7 +252,7 @@ class ModelRunner:
             MicroBatch(
                 seq_ids=pack_ints([0]),
                 num_tokens=pack_ints([1]),
-                sample=b"\x01",
+                wanted=bytes([SAMPLE]),
                 block_counts=pack_ints([0]),
                 block_ids=b"",
             ),

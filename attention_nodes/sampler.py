@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
 
     seq_ids: bytes
     tokens: bytes
-    logprobs: dict[int, TokenLogprobs]
+    logprobs: dict[int, tuple[TokenLogprobs, ...]]
     errors: dict[int, str]
 
 
@@ -180,14 +180,15 @@ def _logit_bias(params: list[SamplingParams]) -> LogitBias | None:
 
 def _logprobs(
     asked: Asked, drawn: Sequence[np.ndarray], valid: np.ndarray
-) -> dict[int, TokenLogprobs]:
+) -> dict[int, tuple[TokenLogprobs, ...]]:
     chosen, top_ids, top_logprobs = drawn[3:]
-    entries = {}
+    entries: dict[int, tuple[TokenLogprobs, ...]] = {}
     for idx, each in enumerate(asked.params):
         if each.logprobs is not None and valid[idx]:
-            entries[int(asked.seq_ids[idx])] = TokenLogprobs(
+            entry = TokenLogprobs(
                 float(chosen[idx]),
                 tuple(top_ids[idx, : each.logprobs].tolist()),
                 tuple(top_logprobs[idx, : each.logprobs].tolist()),
             )
+            entries[int(asked.seq_ids[idx])] = (entry,)
     return entries

@@ -66,6 +66,7 @@ class SequenceTable:
         self.num_known = np.zeros(capacity, dtype=np.int64)
         self.num_committed = np.zeros(capacity, dtype=np.int64)
         self.num_prompt = np.zeros(capacity, dtype=np.int64)
+        self.max_length = np.zeros(capacity, dtype=np.int64)
         self.num_blocks = np.zeros(capacity, dtype=np.int64)
         self.tenancy = np.zeros(capacity, dtype=np.int64)
         self._sampling: list[SamplingParams | None] = [None] * capacity
@@ -83,6 +84,10 @@ class SequenceTable:
                 f"sequence {new.seq_id}: {len(tokens)} tokens, {new.num_prompt_tokens} of them "
                 f"prompt, where 1 to {self.limits.max_len} are possible"
             )
+        if new.max_length < len(tokens):
+            raise ProtocolError(
+                f"sequence {new.seq_id}: {len(tokens)} tokens, more than its {new.max_length}"
+            )
         if not 0 <= new.num_computed < len(tokens):
             raise ProtocolError(
                 f"sequence {new.seq_id}: {new.num_computed} of {len(tokens)} tokens computed"
@@ -95,6 +100,7 @@ class SequenceTable:
         self.num_known[row] = len(tokens)
         self.num_committed[row] = new.num_computed
         self.num_prompt[row] = new.num_prompt_tokens
+        self.max_length[row] = min(new.max_length, self.limits.max_len + 1)
         self.num_blocks[row] = 0
         self._sampling[row] = new.sampling
         self.add_blocks(row, unpack(new.blocks, what=f"sequence {new.seq_id}: blocks"))
@@ -108,6 +114,7 @@ class SequenceTable:
                 "num_known",
                 "num_committed",
                 "num_prompt",
+                "max_length",
                 "num_blocks",
                 "tenancy",
             ):

@@ -19,7 +19,7 @@ from attention_nodes.rotary import RotaryTable
 from attention_nodes.sequences import IntArray, SequenceTable, unpack
 from kernels.contracts import AttentionMeta
 from topspin.errors import ProtocolError
-from topspin.messages import MicroBatch
+from topspin.messages import SAMPLE, MicroBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +91,10 @@ def slice_up(plan: MicroBatch, table: SequenceTable) -> Slices:
     """
     seq_ids = unpack(plan.seq_ids, what="seq_ids")
     counts = unpack(plan.num_tokens, what="num_tokens")
-    sample = np.frombuffer(plan.sample, dtype=np.uint8).astype(bool)
-    if not len(seq_ids) == len(counts) == len(sample):
+    wanted = np.frombuffer(plan.wanted, dtype=np.uint8)
+    if not len(seq_ids) == len(counts) == len(wanted):
         raise ProtocolError("a micro-batch's arrays differ in length")
+    sample = (wanted & SAMPLE).astype(bool)
     rows = table.rows_of(seq_ids)
     _add_blocks(plan, rows, table)
     table.check_advance(rows, counts)

@@ -36,6 +36,7 @@ from topspin.config import (
 )
 from topspin.expert_table import uniform_table
 from topspin.messages import (
+    SAMPLE,
     ExpertPeer,
     MicroBatch,
     NewSequence,
@@ -271,6 +272,7 @@ class Node:
                 num_prompt_tokens=context,
                 num_computed=context - 1,
                 blocks=pack_ints(range(row * blocks, (row + 1) * blocks)),
+                max_length=context + 1000,
                 sampling=SamplingParams(max_tokens=1000, seed=row, temperature=0.0),
             )
             for row in range(num_rows)
@@ -312,7 +314,7 @@ def _slices(rows: list[int]) -> MicroBatch:
     return MicroBatch(
         seq_ids=pack_ints(rows),
         num_tokens=pack_ints([1] * len(rows)),
-        sample=bytes([1] * len(rows)),
+        wanted=bytes([SAMPLE] * len(rows)),
         block_counts=pack_ints([0] * len(rows)),
         block_ids=b"",
     )

@@ -73,8 +73,8 @@ def answer(step: Step) -> StepResult:
     seq_ids = [
         mb.seq_ids[4 * idx : 4 * idx + 4]
         for mb in plan.micro_batches
-        for idx, sample in enumerate(mb.sample)
-        if sample
+        for idx, wanted in enumerate(mb.wanted)
+        if wanted
     ]
     return StepResult(
         step=step.ticket.step,

@@ -14,6 +14,7 @@ import numpy as np
 from server.scheduler.micro_batching.split import row_bucket
 from topspin.errors import ConfigError
 from topspin.messages import (
+    SAMPLE,
     MicroBatch,
     NewSequence,
     SamplingParams,
@@ -125,6 +126,7 @@ class Plans:
                 num_prompt_tokens=num_tokens,
                 num_computed=num_computed,
                 blocks=pack_ints(self._take_blocks(num_blocks)),
+                max_length=2**30,
                 sampling=SamplingParams(max_tokens=2**30, seed=0, temperature=0.0),
             )
         )
@@ -160,7 +162,7 @@ class Plans:
         return MicroBatch(
             seq_ids=pack_ints([sequence.seq_id for sequence, _ in part]),
             num_tokens=pack_ints([count for _, count in part]),
-            sample=bytes([sample] * len(part)),
+            wanted=bytes([SAMPLE * sample] * len(part)),
             block_counts=pack_ints(block_counts),
             block_ids=pack_ints(block_ids),
         )

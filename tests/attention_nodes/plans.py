@@ -11,6 +11,7 @@ import torch
 from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
 from m2n_comm.net import AttentionNet
 from topspin.messages import (
+    SAMPLE,
     MicroBatch,
     NewSequence,
     SamplingParams,
@@ -51,6 +52,7 @@ class Planner:
                 num_prompt_tokens=len(prompt),
                 num_computed=0,
                 blocks=pack_ints(blocks),
+                max_length=BLOCK_SIZE * BLOCKS_EACH + 1,
                 sampling=SamplingParams(**fields),
             )
         )
@@ -68,7 +70,7 @@ class Planner:
                 MicroBatch(
                     seq_ids=pack_ints(slices),
                     num_tokens=pack_ints(slices.values()),
-                    sample=bytes(self._left[seq_id] <= 0 for seq_id in slices),
+                    wanted=bytes(SAMPLE * (self._left[seq_id] <= 0) for seq_id in slices),
                     block_counts=pack_ints([0] * len(slices)),
                     block_ids=b"",
                 )

@@ -49,6 +49,7 @@ def table_of(lengths: list[int], committed: list[int]) -> SequenceTable:
                 num_prompt_tokens=max(1, length // 2),
                 num_computed=done,
                 blocks=pack_ints(range(seq_id * 10 + 9, seq_id * 10 - 1, -1)),
+                max_length=length + 4,
                 sampling=SamplingParams(max_tokens=4, seed=seq_id),
             )
         )
@@ -60,7 +61,7 @@ def slices_of(table: SequenceTable, counts: dict[int, int], sample: list[bool]) 
         MicroBatch(
             seq_ids=pack_ints(counts),
             num_tokens=pack_ints(counts.values()),
-            sample=bytes(sample),
+            wanted=bytes(sample),
             block_counts=pack_ints([0] * len(counts)),
             block_ids=b"",
         ),

@@ -93,7 +93,7 @@ def test_the_largest_steps_fill_every_limit(config: NodeConfig) -> None:
     assert list(unpack_ints(singles.micro_batches[0].num_tokens)) == [1] * 7
     assert list(unpack_ints(short.micro_batches[0].num_tokens)) == [20]
     for plan in (prompts, singles, short):
-        assert set(plan.micro_batches[0].sample) == {1}
+        assert set(plan.micro_batches[0].wanted) == {1}
         for new in plan.new:
             assert set(unpack_ints(new.blocks)) == {0}
 

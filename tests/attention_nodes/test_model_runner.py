@@ -41,7 +41,7 @@ def micro_batch(num_tokens: int) -> MicroBatch:
     return MicroBatch(
         seq_ids=pack_ints([1]),
         num_tokens=pack_ints([num_tokens]),
-        sample=b"\x01",
+        wanted=b"\x01",
         block_counts=pack_ints([0]),
         block_ids=b"",
     )
@@ -54,6 +54,7 @@ def sequence(tokens: list[int]) -> NewSequence:
         num_prompt_tokens=len(tokens),
         num_computed=0,
         blocks=pack_ints(range(8)),
+        max_length=len(tokens) + 8,
         sampling=SamplingParams(max_tokens=8, seed=1, temperature=0.0),
     )
 

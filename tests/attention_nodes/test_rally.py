@@ -27,7 +27,7 @@ from models.checkpoint import Checkpoint
 from models.config import load_model_config
 from models.weights import load_attention_weights, load_expert_weights
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
-from topspin.messages import MicroBatch, NewSequence, SamplingParams, pack_ints
+from topspin.messages import SAMPLE, MicroBatch, NewSequence, SamplingParams, pack_ints
 
 BLOCK_SIZE = 4
 MAX_LEN = 64
@@ -103,6 +103,7 @@ class Model:
                 num_prompt_tokens=num_prompt_tokens,
                 num_computed=0,
                 blocks=pack_ints(blocks),
+                max_length=len(tokens) + 1,
                 sampling=SamplingParams(max_tokens=1, seed=0),
             )
         )
@@ -114,7 +115,7 @@ class Model:
                 MicroBatch(
                     seq_ids=pack_ints(slices),
                     num_tokens=pack_ints(slices.values()),
-                    sample=bytes([1] * len(slices)),
+                    wanted=bytes([SAMPLE] * len(slices)),
                     block_counts=pack_ints([0] * len(slices)),
                     block_ids=b"",
                 ),

@@ -13,7 +13,7 @@ from attention_nodes.sampler import Drawn, Sampler
 from attention_nodes.sequences import Limits, SequenceTable
 from attention_nodes.step_inputs import Slices, slice_up
 from kernels import reference
-from topspin.messages import MicroBatch, NewSequence, SamplingParams, pack_ints, unpack_ints
+from topspin.messages import SAMPLE, MicroBatch, NewSequence, SamplingParams, pack_ints, unpack_ints
 
 VOCAB = 12
 PROMPT = [3, 4, 5]
@@ -34,6 +34,7 @@ class Bench:
                     num_prompt_tokens=len(PROMPT),
                     num_computed=0,
                     blocks=blocks,
+                    max_length=20,
                     sampling=each,
                 )
             )
@@ -45,7 +46,7 @@ class Bench:
             plan = MicroBatch(
                 seq_ids=pack_ints(seq_ids),
                 num_tokens=pack_ints([self._next_count] * len(seq_ids)),
-                sample=bytes([1] * len(seq_ids)),
+                wanted=bytes([SAMPLE] * len(seq_ids)),
                 block_counts=pack_ints([0] * len(seq_ids)),
                 block_ids=b"",
             )
@@ -109,10 +110,10 @@ def test_log_probabilities_only_for_who_asked() -> None:
     drawn = bench.step(logits, [[0, 1, 2]])
     expected = logits.log_softmax(-1)
     assert sorted(drawn.logprobs) == [0, 2]
-    assert drawn.logprobs[0].logprob == pytest.approx(expected[0, 4].item())
-    assert len(drawn.logprobs[0].top_ids) == 2
-    assert drawn.logprobs[0].top_ids[0] == 4
-    assert drawn.logprobs[2].top_ids == ()
+    assert drawn.logprobs[0][0].logprob == pytest.approx(expected[0, 4].item())
+    assert len(drawn.logprobs[0][0].top_ids) == 2
+    assert drawn.logprobs[0][0].top_ids[0] == 4
+    assert drawn.logprobs[2][0].top_ids == ()
 
 
 def test_a_row_without_numbers_fails_alone_and_the_next_step_goes_on() -> None:

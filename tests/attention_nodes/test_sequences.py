@@ -20,6 +20,7 @@ def sequence(seq_id: int = 1, **changes: object) -> NewSequence:
         "num_prompt_tokens": 5,
         "num_computed": 0,
         "blocks": pack_ints([3, 4]),
+        "max_length": 20,
         "sampling": SAMPLING,
     }
     return NewSequence(**{**fields, **changes})  # type: ignore[arg-type]
@@ -51,6 +52,7 @@ def test_a_sequence_advances_through_prompt_and_sampled_tokens() -> None:
         ({"tokens": pack_ints([1, -1]), "num_prompt_tokens": 2}, "vocabulary"),
         ({"num_prompt_tokens": 6}, "6 of them"),
         ({"num_prompt_tokens": 0}, "0 of them"),
+        ({"max_length": 4}, "more than its 4"),
         ({"num_computed": 5}, "5 of 5"),
         ({"num_computed": -1}, "-1 of 5"),
         ({"blocks": pack_ints([10])}, "outside the cache"),

@@ -37,6 +37,7 @@ def table_of(prompts: dict[int, list[int]], *, committed: dict[int, int]) -> Seq
                 num_prompt_tokens=len(prompt),
                 num_computed=committed[seq_id],
                 blocks=pack_ints([seq_id * 3 + 1]),
+                max_length=len(prompt) + 4,
                 sampling=SamplingParams(max_tokens=4, seed=seq_id),
             )
         )
@@ -47,7 +48,7 @@ def micro_batch(**changes: object) -> MicroBatch:
     fields: dict[str, object] = {
         "seq_ids": pack_ints([2, 0]),
         "num_tokens": pack_ints([5, 1]),
-        "sample": bytes([0, 1]),
+        "wanted": bytes([0, 1]),
         "block_counts": pack_ints([2, 0]),
         "block_ids": pack_ints([40, 30]),
     }
@@ -79,7 +80,7 @@ def test_indices_equal_a_loop_over_tokens(rotary: RotaryTable) -> None:
 
 def test_rows_to_sample_count_through_the_micro_batches(rotary: RotaryTable) -> None:
     table = table_of({0: [9, 8, 7], 2: list(range(20))}, committed={0: 2, 2: 3})
-    alone = {"block_counts": pack_ints([0]), "block_ids": b"", "sample": b"\x01"}
+    alone = {"block_counts": pack_ints([0]), "block_ids": b"", "wanted": b"\x01"}
     first = micro_batch(seq_ids=pack_ints([2]), num_tokens=pack_ints([1]), **alone)
     second = micro_batch(seq_ids=pack_ints([0]), num_tokens=pack_ints([1]), **alone)
     inputs = host_inputs([slice_up(first, table), slice_up(second, table)], rotary)
@@ -96,7 +97,7 @@ def test_rows_to_sample_count_through_the_micro_batches(rotary: RotaryTable) -> 
         {"block_counts": pack_ints([3, 0])},
         {"block_counts": pack_ints([-1, 3])},
         {"num_tokens": pack_ints([5, 2])},
-        {"sample": b""},
+        {"wanted": b""},
     ],
 )
 def test_contradictory_plans_are_refused(changes: dict[str, object]) -> None:
@@ -106,7 +107,7 @@ def test_contradictory_plans_are_refused(changes: dict[str, object]) -> None:
 
 
 def test_an_empty_micro_batch_has_no_rows(rotary: RotaryTable) -> None:
-    empty = MicroBatch(seq_ids=b"", num_tokens=b"", sample=b"", block_counts=b"", block_ids=b"")
+    empty = MicroBatch(seq_ids=b"", num_tokens=b"", wanted=b"", block_counts=b"", block_ids=b"")
     (part,) = host_inputs([slice_up(empty, SequenceTable(LIMITS))], rotary).parts
     assert part.num_tokens == 0
     assert part.cos.shape[0] == 0

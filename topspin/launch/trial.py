@@ -43,6 +43,7 @@ from topspin.config import NodeConfig
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.launch.calibrate import Candidate, CandidateNode, expert_layer_bytes
 from topspin.messages import (
+    SAMPLE,
     ExpertPeer,
     MicroBatch,
     NewSequence,
@@ -205,6 +206,7 @@ class Trial:
                 blocks=pack_ints(
                     range(seq_id * self._blocks_each, (seq_id + 1) * self._blocks_each)
                 ),
+                max_length=self._context + NUM_STEPS + 2,
                 sampling=SamplingParams(max_tokens=NUM_STEPS + 1, seed=seq_id),
             )
             for seq_id in ids
@@ -217,7 +219,7 @@ class Trial:
                 MicroBatch(
                     seq_ids=pack_ints(ids),
                     num_tokens=pack_ints([1] * self._num_rows),
-                    sample=b"\x01" * self._num_rows,
+                    wanted=bytes([SAMPLE] * self._num_rows),
                     block_counts=pack_ints([0] * self._num_rows),
                     block_ids=b"",
                 ),

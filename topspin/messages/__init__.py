@@ -61,6 +61,8 @@ from topspin.messages.requests import (
     TokenLogprobs,
 )
 from topspin.messages.steps import (
+    SAMPLE,
+    SCORE,
     ExpertCounts,
     MicroBatch,
     NewSequence,
@@ -83,6 +85,8 @@ from topspin.messages.traces import (
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "SAMPLE",
+    "SCORE",
     "STEP_BUCKETS_S",
     "AbortRequest",
     "AddRequest",

@@ -5,10 +5,17 @@ Between the scheduler and the nodes only. See topspin.messages.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from topspin.messages.base import Message, ProgressState, Role
 from topspin.messages.requests import SamplingParams, TokenLogprobs
+
+SAMPLE: Final = 1
+"""In MicroBatch.wanted: the last certain row, and the draft's rows, are sampled."""
+SCORE: Final = 2
+"""In MicroBatch.wanted: each row before a prompt token gives that token's log-probability."""
 
 
 class StepTicket(Message, frozen=True, kw_only=True):
@@ -33,7 +40,8 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     `seq_id` is unique to this admission (a preempted request comes back under another).
     `tokens`: packed prompt and, after a preemption, the output so far; the first
-    `num_computed` of them are in the cache already, in `blocks` (packed block ids).
+    `num_computed` of them are in the cache already, in `blocks` (packed block ids). The
+    node samples no token beyond `max_length`, the total at which the sequence ends.
     """
 
     seq_id: int
@@ -41,23 +49,27 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_prompt_tokens: int
     num_computed: int
     blocks: bytes
+    max_length: int
     sampling: SamplingParams
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The sequence slices of one micro-batch on one attention node, as packed arrays.
 
-    Slice i advances sequence `seq_ids[i]` by `num_tokens[i]` positions from its committed length.
+    Slice i feeds `num_tokens[i]` positions of sequence `seq_ids[i]` from its committed length on.
     Its input is the sequence's own next tokens: the known ones (prompt), then the token that the
-    node sampled last (LAST). `sample[i]` is 1 if the last position's logits are sampled.
-    `block_counts[i]` new blocks of `block_ids` are appended to its table.
+    node sampled last (LAST). Behind them the node may feed a draft of its own, of at most
+    `max_draft[i]` tokens (empty: none); slots are reserved for them. `wanted[i]`, a byte, joins
+    SAMPLE and SCORE; 0: the slice only fills the cache. `block_counts[i]` new blocks of
+    `block_ids` are appended to its table.
     """
 
     seq_ids: bytes
     num_tokens: bytes
-    sample: bytes
+    wanted: bytes
     block_counts: bytes
     block_ids: bytes
+    max_draft: bytes = b""
 
 
 class StepPlan(Message, frozen=True, kw_only=True):
@@ -92,10 +104,14 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StepResult(Message, frozen=True, kw_only=True):
-    """The tokens that one attention node sampled: packed `seq_ids` and `tokens`, in plan order.
+    """The tokens that one attention node sampled, packed, of the sequences `seq_ids`.
 
-    `logprobs` holds entries for the sequences that asked; `errors` the sequences that
-    could not be sampled, with the reason (their requests fail, the step does not).
+    Sequence i has `counts[i]` of the `tokens`, one after the other (empty: each has one). A
+    sampled slice of n tokens and a draft has so advanced by n - 1 + count; none: the sequence
+    had reached its max_length in the step before. `logprobs` has an entry per token for the
+    sequences that asked, `prompt_logprobs` for the slices with SCORE one per prompt token that
+    follows a row; `errors` the sequences that failed, with the reason (their requests fail, the
+    step does not).
     """
 
     step: int
@@ -104,7 +120,9 @@ class StepResult(Message, frozen=True, kw_only=True):
     seq_ids: bytes
     tokens: bytes
     timings: StepTimings
-    logprobs: dict[int, TokenLogprobs] = msgspec.field(default_factory=dict)
+    counts: bytes = b""
+    logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)
 
 

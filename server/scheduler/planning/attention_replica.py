@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from server.scheduler.planning.block_pool import BlockPool
 from server.scheduler.planning.sequence import Request, Sequence
-from topspin.messages import NewSequence, pack_ints
+from topspin.messages import SAMPLE, NewSequence, pack_ints
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class NodeBatch:
     budget: int
     seqs: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
 
     def add(self, seq: Sequence, count: int) -> None:
@@ -38,7 +38,7 @@ class NodeBatch:
         self.budget -= count
         self.seqs.append(seq)
         self.counts.append(count)
-        self.samples.append(int(sample))
+        self.wanted.append(SAMPLE * sample)
         self.starts.append(start)
 
     def add_decodes(self, seqs: list[Sequence]) -> None:
@@ -52,7 +52,7 @@ class NodeBatch:
         self.seqs += seqs
         self.starts += starts
         self.counts += [1] * len(seqs)
-        self.samples += [1] * len(seqs)
+        self.wanted += [SAMPLE] * len(seqs)
 
 
 class AttentionReplica:
@@ -112,7 +112,7 @@ class AttentionReplica:
 
     def _plan_chunk(self, seq: Sequence, batch: NodeBatch) -> None:
         batch.add(seq, min(batch.budget, seq.length - seq.num_planned))
-        if batch.samples[-1]:
+        if batch.wanted[-1]:
             del self.prefilling[seq.seq_id]
             self.decoding[seq.seq_id] = seq
 
@@ -206,6 +206,7 @@ class AttentionReplica:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed=num_computed,
                 blocks=pack_ints(hits),
+                max_length=request.max_length,
                 sampling=request.sampling,
             )
         )

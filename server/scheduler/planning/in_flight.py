@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from server.scheduler.micro_batching.cost_fit import StepLoad
 from server.scheduler.planning import sequence
 from topspin.errors import ProtocolError
-from topspin.messages import StepResult, StepTicket, pack_ints, unpack_ints
+from topspin.messages import SAMPLE, StepResult, StepTicket, pack_ints, unpack_ints
 
 # Step k+1 is planned while step k runs; a third would be two tokens ahead of the known ones.
 MAX_STEPS_IN_FLIGHT = 2
@@ -24,16 +25,16 @@ MAX_STEPS_IN_FLIGHT = 2
 class NodePart:
     """One node's slices in plan order, as parallel lists, and the packed ids of sampled ones.
 
-    Once the node has answered, `tokens` has each slice's sampled token (None: not sampled, or
+    Once the node has answered, `tokens` has each slice's sampled tokens (None: not sampled, or
     failed).
     """
 
     seqs: list[sequence.Sequence]
     counts: list[int]
-    samples: list[int]
+    wanted: list[int]
     sampled_ids: bytes
     result: StepResult | None = None
-    tokens: Sequence[int | None] = ()
+    tokens: Sequence[tuple[int, ...] | None] = ()
 
 
 class StepUnderWay(NamedTuple):
@@ -144,31 +145,42 @@ class StepsInFlight:
             yield step
 
 
-def _tokens_of(part: NodePart, result: StepResult) -> Sequence[int | None]:
-    """Return the token of each slice of `part`; raises ProtocolError as accept() says."""
+def _tokens_of(part: NodePart, result: StepResult) -> Sequence[tuple[int, ...] | None]:
+    """Return the tokens of each slice of `part`; raises ProtocolError as accept() says."""
     tokens = unpack_ints(result.tokens)
     num_slices = len(part.seqs)
     all_sampled = len(part.sampled_ids) == 4 * num_slices == len(result.tokens)
-    if all_sampled and result.seq_ids == part.sampled_ids and not result.errors:
-        return tokens  # the common decode step, without a dict
+    is_plain = not result.errors and not result.counts
+    if all_sampled and is_plain and result.seq_ids == part.sampled_ids:
+        return list(zip(tokens, strict=True))  # the common decode step, without a dict
     seq_ids = unpack_ints(result.seq_ids)
-    if len(seq_ids) != len(tokens) or len(set(seq_ids)) != len(seq_ids):
+    counts = unpack_ints(result.counts) if result.counts else [1] * len(seq_ids)
+    ends = [0, *accumulate(counts)]
+    is_whole = len(seq_ids) == len(counts) and ends[-1] == len(tokens)
+    if not is_whole or len(set(seq_ids)) != len(seq_ids) or min(counts, default=0) < 0:
         raise ProtocolError(
             f"attention {result.index}: step {result.step}: {len(tokens)} tokens for "
             f"{len(seq_ids)} sequences"
         )
-    token_of = dict(zip(seq_ids, tokens, strict=True))
+    tokens_of = {
+        seq_id: tuple(tokens[begin:end])
+        for seq_id, (begin, end) in zip(seq_ids, pairwise(ends), strict=True)
+    }
     sampled = set(unpack_ints(part.sampled_ids))
     planned = {seq.seq_id for seq in part.seqs}
     failed = result.errors.keys()
-    if not token_of.keys() <= sampled or not failed <= planned or sampled - failed - set(token_of):
+    if (
+        not tokens_of.keys() <= sampled
+        or not failed <= planned
+        or sampled - failed - set(tokens_of)
+    ):
         raise ProtocolError(
             f"attention {result.index}: step {result.step}: the answer does not name the "
             "sequences that were sampled"
         )
-    return [token_of.get(seq.seq_id) for seq in part.seqs]
+    return [tokens_of.get(seq.seq_id) for seq in part.seqs]
 
 
-def pack_sampled(seqs: list[sequence.Sequence], samples: list[int]) -> bytes:
+def pack_sampled(seqs: list[sequence.Sequence], wanted: list[int]) -> bytes:
     """Return the packed ids of the sequences that are sampled."""
-    return pack_ints(seq.seq_id for seq, sample in zip(seqs, samples, strict=True) if sample)
+    return pack_ints(seq.seq_id for seq, want in zip(seqs, wanted, strict=True) if want & SAMPLE)

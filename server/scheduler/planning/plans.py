@@ -184,7 +184,7 @@ def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
     return MicroBatch(
         seq_ids=pack_ints([seq.seq_id for seq in seqs]),
         num_tokens=pack_ints([batch.counts[idx] for idx in indices]),
-        sample=bytes([batch.samples[idx] for idx in indices]),
+        wanted=bytes([batch.wanted[idx] for idx in indices]),
         block_counts=pack_ints(block_counts),
         block_ids=pack_ints(block_ids),
     )
@@ -193,10 +193,10 @@ def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
 def _part(batch: NodeBatch, micro_batches: list[list[int]]) -> NodePart:
     """Return the node's slices in the order in which it will answer."""
     if len(micro_batches) == 1:
-        seqs, counts, samples = batch.seqs, batch.counts, batch.samples
+        seqs, counts, wanted = batch.seqs, batch.counts, batch.wanted
     else:
         order = [idx for indices in micro_batches for idx in indices]
         seqs = [batch.seqs[idx] for idx in order]
         counts = [batch.counts[idx] for idx in order]
-        samples = [batch.samples[idx] for idx in order]
-    return NodePart(seqs, counts, samples, pack_sampled(seqs, samples))
+        wanted = [batch.wanted[idx] for idx in order]
+    return NodePart(seqs, counts, wanted, pack_sampled(seqs, wanted))

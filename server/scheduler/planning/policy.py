@@ -340,7 +340,7 @@ class Policy:
     ) -> None:
         """Commit one node's slices of a step that has succeeded."""
         errors, caches = result.errors, self._config.scheduler.prefix_caching
-        for seq, count, token in zip(part.seqs, part.counts, part.tokens, strict=True):
+        for seq, count, tokens in zip(part.seqs, part.counts, part.tokens, strict=True):
             seq.num_in_flight -= 1
             request = seq.request
             was_closed = seq.closed
@@ -351,8 +351,8 @@ class Policy:
                 else:
                     seq.num_committed += count
                     finish = None
-                    if token is not None:
-                        finish = self._accept(request, token, result, outbox)
+                    if tokens is not None:
+                        finish = self._accept(request, tokens, result, outbox)
                     if caches and seq.num_committed >= seq.publish_at:
                         replica.publish(seq)
                     if finish is not None:
@@ -363,29 +363,35 @@ class Policy:
                     self._requeue(request)  # it was preempted
 
     def _accept(
-        self, request: Request, token: int, result: StepResult, outbox: Outbox
+        self, request: Request, sampled: tuple[int, ...], result: StepResult, outbox: Outbox
     ) -> FinishReason | None:
-        """Append a sampled token to the output and emit it."""
+        """Append sampled tokens to the output, up to the one that ends it, and emit them."""
         index = request.num_output_tokens
-        request.tokens.append(token)
+        finish = None
+        for token in sampled:
+            request.tokens.append(token)
+            finish = request.finish_reason()
+            if finish is not None:
+                break
+        num_tokens = request.num_output_tokens - index
+        if num_tokens < len(sampled):
+            sampled = sampled[:num_tokens]
         request.num_replays = 0
-        finish = request.finish_reason()
         logprobs: tuple[TokenLogprobs, ...] = ()
         if result.logprobs and request.sampling.logprobs is not None:
             assert request.sequence is not None
-            found = result.logprobs.get(request.sequence.seq_id)
-            logprobs = () if found is None else (found,)
+            logprobs = result.logprobs.get(request.sequence.seq_id, ())[:num_tokens]
         if index == 0:
             self._counters.prompt_tokens += request.num_prompt_tokens
-        self._counters.generation_tokens += 1
+        self._counters.generation_tokens += num_tokens
         outbox.outputs_of(request.peer).append(
             RequestOutput(
                 request_id=request.request_id,
                 index=index,
-                token_ids=(token,),
+                token_ids=sampled,
                 logprobs=logprobs,
                 finish_reason=finish,
-                stop_token_id=token if finish == "stop" else None,
+                stop_token_id=sampled[-1] if finish == "stop" else None,
                 num_cached_tokens=request.num_cached_tokens or 0,
             )
         )

@@ -83,7 +83,7 @@ def test_a_long_prompt_is_prefilled_within_the_budget() -> None:
     plans = make_plans()
     parts = [each.micro_batches[0] for each in plans.prefill(39)]
     assert [ints(part.num_tokens) for part in parts] == [[16], [16], [7]]
-    assert [part.sample for part in parts] == [b"\0", b"\0", b"\1"]
+    assert [part.wanted for part in parts] == [b"\0", b"\0", b"\1"]
     assert plans.contexts == [39]
 
 

@@ -174,7 +174,7 @@ class FakeNode:
         slices = zip(
             seq_ids,
             unpack_ints(micro_batch.num_tokens),
-            micro_batch.sample,  # a byte per slice
+            micro_batch.wanted,  # a byte per slice
             unpack_ints(micro_batch.block_counts),
             strict=True,
         )

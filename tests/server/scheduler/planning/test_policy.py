@@ -114,8 +114,8 @@ def test_decodes_first_then_prefill_chunks_up_to_the_budget() -> None:
     assert num_tokens_of(engine.steps[0]) == [3, 5]
     assert num_tokens_of(engine.steps[1]) == [1, 7]  # b's last chunk, and its first token
     assert num_tokens_of(engine.steps[2]) == [1, 1]
-    assert list(engine.steps[1].plans[0].micro_batches[0].sample) == [1, 1]
-    assert list(engine.steps[0].plans[0].micro_batches[0].sample) == [1, 0]
+    assert list(engine.steps[1].plans[0].micro_batches[0].wanted) == [1, 1]
+    assert list(engine.steps[0].plans[0].micro_batches[0].wanted) == [1, 0]
     engine.finish()
 
 
@@ -397,7 +397,7 @@ def test_logprobs_reach_the_request_that_asked() -> None:
         seq_ids=ids,
         tokens=pack_ints([7, 8]),
         timings=TIMINGS,
-        logprobs={unpack_ints(ids)[1]: logprobs},
+        logprobs={unpack_ints(ids)[1]: (logprobs,)},
     )
     ((_, message),) = policy.update(result, 1.0)
     assert isinstance(message, Outputs)
