@@ -218,6 +218,21 @@ class IncrementalDetokenizer:
         return self._stream.flush()
 
 
+def text_before(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool
+) -> str:
+    """Return the text that an IncrementalDetokenizer with these arguments continues.
+
+    It has the prompt's special tokens. A character that the prompt leaves unfinished is not in it:
+    the stream returns that, whatever it becomes.
+    """
+    text = tokenizer.decode(prompt_ids, skip_special_tokens=False)
+    stream = IncrementalDetokenizer(
+        tokenizer, prompt_ids=prompt_ids, skip_special_tokens=skip_special_tokens
+    )
+    return text.removesuffix(stream.flush())
+
+
 class _ByteStream:
     """A byte-level tokenizer's stream: its text is its tokens' bytes, decoded as UTF-8."""
 

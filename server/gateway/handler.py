@@ -19,6 +19,7 @@ from starlette.responses import Response
 from models.chat_template import ChatTemplate
 from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.answers.generation import ChoiceText, Delta
+from server.gateway.answers.prompts import Prompt
 from server.gateway.answers.replies import (
     DONE_EVENT,
     ChatReplies,
@@ -44,6 +45,7 @@ from server.gateway.requests.preparation import PreparationThreads
 from server.gateway.requests.prompts import (
     chat_prompt,
     completion_prompts,
+    echoes,
     num_completion_prompts,
     reasoning_variables,
 )
@@ -53,6 +55,8 @@ from topspin.messages import AddRequest, pack_ints
 
 # Larger bodies are prepared in a thread: a long prompt must not hold up all streams.
 INLINE_BODY_BYTES = 16 * 1024
+# So are answers with the log-probabilities of more tokens than this.
+INLINE_SCORES = 128
 # Names the fields of the request that were accepted and have no effect.
 IGNORED_HEADER = "x-topspin-ignored"
 
@@ -64,7 +68,7 @@ class Prepared(NamedTuple):
     """
 
     params: RequestParams
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     prompt_field: str
     ignored: Sequence[str]
 
@@ -108,7 +112,7 @@ class GenerationHandler:
         )
         if body.reasoning_effort and not reasoning_variables(body, self.template):
             ignored = ("reasoning_effort", *ignored)
-        return Prepared(params, [prompt], "messages", ignored)
+        return Prepared(params, [Prompt(ids=prompt)], "messages", ignored)
 
     def _prepare_completion(self, data: bytes) -> Prepared:
         body, ignored = decode_completion(data)
@@ -120,7 +124,11 @@ class GenerationHandler:
             vocab_size=self.model.vocab_size,
             limit=self.engine.state.max_request_tokens,
         )
-        return Prepared(params, prompts, "prompt", ignored)
+        shown: Sequence[str | None] = [None] * len(prompts)
+        if params.echo:
+            shown = echoes(body, prompts, tokenizer=self.tokenizer)
+        made = [Prompt(ids=ids, echo=echo) for ids, echo in zip(prompts, shown, strict=True)]
+        return Prepared(params, made, "prompt", ignored)
 
     async def _answer(
         self,
@@ -142,8 +150,8 @@ class GenerationHandler:
             id=f"{id_prefix}-{secrets.token_hex(16)}",
             created_at_s=int(time.time()),
             model=params.model,
-            prompts=prepared.prompts,
             num_logprobs=params.text.num_logprobs,
+            num_prompt_logprobs=params.num_prompt_logprobs,
             include_usage=params.include_usage,
             continuous_usage=params.continuous_usage,
             return_token_ids=params.return_token_ids,
@@ -154,26 +162,29 @@ class GenerationHandler:
         if params.stream:
             # Waiting here gives a request that fails before its first token a proper status.
             grown = await run.next()
-            blocks = _event_blocks(run, grown, replies, include_usage=params.include_usage)
+            blocks = self._event_blocks(run, grown, replies, include_usage=params.include_usage)
             response: Response = EventStream(blocks, close=run.close)
         else:
-            response = await _whole_answer(run, replies)
+            response = await self._whole_answer(run, replies)
         if prepared.ignored:
             response.headers[IGNORED_HEADER] = ", ".join(prepared.ignored)
         return response
 
     def _submit(self, prepared: Prepared, *, request_id: str, arrived_at_s: float) -> Run:
-        """Check lengths, then make and send one engine request per choice."""
+        """Check sizes, then make and send one engine request per choice."""
         params = prepared.params
+        params.check_prompt_scores(sum(len(prompt.ids) for prompt in prepared.prompts))
         limit = self.engine.state.max_request_tokens
         budgets = [
-            params.output_budget(len(prompt), limit=limit, param=prepared.prompt_field)
+            params.output_budget(len(prompt.ids), limit=limit, param=prepared.prompt_field)
             for prompt in prepared.prompts
         ]
         requests: list[AddRequest] = []
         choices: list[Choice] = []
-        for prompt_idx, (prompt, budget) in enumerate(zip(prepared.prompts, budgets, strict=True)):
-            packed = pack_ints(prompt)
+        for prompt, budget in zip(prepared.prompts, budgets, strict=True):
+            packed = pack_ints(prompt.ids)
+            if params.sampling.prompt_logprobs is not None:
+                prompt.num_scores = len(prompt.ids) - 1
             for nth in range(params.num_choices):
                 index = len(choices)
                 requests.append(
@@ -186,11 +197,12 @@ class GenerationHandler:
                 )
                 detokenizer = IncrementalDetokenizer(
                     self.tokenizer,
-                    prompt_ids=prompt,
+                    # Without output nothing completes a character that the prompt begins.
+                    prompt_ids=prompt.ids if budget else (),
                     skip_special_tokens=params.text.skip_special_tokens,
                 )
                 text = ChoiceText(params.text, detokenizer)
-                choices.append(Choice(index=index, prompt_idx=prompt_idx, text=text))
+                choices.append(Choice(index=index, prompt=prompt, is_first=nth == 0, text=text))
         return Run(
             self.engine.submit(requests),
             choices=choices,
@@ -199,38 +211,52 @@ class GenerationHandler:
             arrived_at_s=arrived_at_s,
         )
 
+    async def _whole_answer(self, run: Run, replies: Replies) -> Response:
+        """Return the answer once all choices have finished."""
+        while not run.done:
+            for choice, delta in await run.next():
+                choice.shown.append(delta.text)
+                choice.token_ids.extend(delta.token_ids)
+                choice.logprobs.extend(delta.logprobs)
+        run.close()
+        num_scores = sum(each.prompt.num_scores + len(each.logprobs) for each in run.choices)
+        encode = partial(replies.whole, run.choices, run.usage())
+        return Response(await self._encoded(encode, num_scores), media_type="application/json")
 
-async def _whole_answer(run: Run, replies: Replies) -> Response:
-    """Return the answer once all choices have finished."""
-    while not run.done:
-        for choice, delta in await run.next():
-            choice.shown.append(delta.text)
-            choice.token_ids.extend(delta.token_ids)
-            choice.logprobs.extend(delta.logprobs)
-    run.close()
-    return Response(replies.whole(run.choices, run.usage()), media_type="application/json")
+    async def _event_blocks(
+        self,
+        run: Run,
+        grown: list[tuple[Choice, Delta]],
+        replies: Replies,
+        *,
+        include_usage: bool,
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the stream's events, in blocks of all that can be sent at once.
+
+        A failure becomes an error event, as the status has already been sent.
+        """
+        try:
+            while True:
+                num_scores = sum(each.prompt.num_scores for each, delta in grown if delta.is_first)
+                block = await self._encoded(partial(_events, grown, replies), num_scores)
+                if run.done:
+                    break
+                if block:
+                    yield block
+                grown = await run.next()
+        except ClientGone:
+            return
+        except Exception as error:
+            yield error_event(error) + DONE_EVENT
+            return
+        if include_usage:
+            block += replies.usage_event(run.usage())
+        yield block + DONE_EVENT
+
+    async def _encoded(self, encode: Callable[[], bytes], num_scores: int) -> bytes:
+        """Return encode()'s result, which has so many tokens' log-probabilities."""
+        return await self.threads.run(encode) if num_scores > INLINE_SCORES else encode()
 
 
-async def _event_blocks(
-    run: Run, grown: list[tuple[Choice, Delta]], replies: Replies, *, include_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    """Yield the stream's events, in blocks of all that can be sent at once.
-
-    A failure becomes an error event, as the status has already been sent.
-    """
-    try:
-        while True:
-            events = [replies.events(choice, delta) for choice, delta in grown]
-            if run.done:
-                break
-            if block := b"".join(events):
-                yield block
-            grown = await run.next()
-    except ClientGone:
-        return
-    except Exception as error:
-        yield error_event(error) + DONE_EVENT
-        return
-    if include_usage:
-        events.append(replies.usage_event(run.usage()))
-    yield b"".join(events) + DONE_EVENT
+def _events(grown: Sequence[tuple[Choice, Delta]], replies: Replies) -> bytes:
+    return b"".join([replies.events(choice, delta) for choice, delta in grown])

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from models.tokenizer import IncrementalDetokenizer, Tokenizer
+from models.tokenizer import IncrementalDetokenizer, Tokenizer, text_before
 from tests.checkpoints import write_tokenizer
 from topspin.errors import ConfigError, InvalidRequest
 
@@ -248,6 +248,25 @@ def test_random_piece_streams_equal_decoding_whole(
     ids = st.sampled_from([3 + byte for byte in _BYTES]) | st.integers(0, len(vocab) + 1)
     letters = st.sampled_from([vocab["\u2581"], vocab["\u2581the"], vocab["b"], vocab["<s>"]])
     _check(pieces, data.draw(st.lists(letters, max_size=4)), data.draw(_chunked(ids)), skip)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "pieces"])
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_prompts_text_and_the_stream_after_it_are_the_whole(
+    request: pytest.FixtureRequest, kind: str, data: st.DataObject
+) -> None:
+    """Wherever the prompt ends, also within a character; but whole bytes cannot be spoilt later."""
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    alphabet = {tokenizer.token_bytes(idx): idx for idx in reversed(range(tokenizer.vocab_size))}
+    ids = st.sampled_from([alphabet[bytes([byte])] for byte in _BYTES]) | st.integers(0, 260)
+    prompt = data.draw(st.lists(ids, max_size=6))
+    generated = data.draw(st.lists(ids, max_size=12))
+    before = text_before(tokenizer, prompt, skip_special_tokens=False)
+    if before == tokenizer.decode(prompt, skip_special_tokens=False):
+        assume(not all(map(tokenizer.is_lone_byte, prompt[-1:] + generated[:1])))
+    whole = tokenizer.decode(prompt + generated, skip_special_tokens=False)
+    assert before + "".join(_stream(tokenizer, prompt, [generated], skip=False)) == whole
 
 
 def test_pushing_costs_by_its_own_tokens(pieces: Tokenizer, monkeypatch: Any) -> None:

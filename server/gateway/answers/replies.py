@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from models.tokenizer import Tokenizer
 from server.gateway.answers.generation import ChoiceText, Delta
+from server.gateway.answers.prompts import Prompt, encode_prompt_logprobs
 from server.gateway.answers.wire import (
     ChatAnswer,
     ChatChoice,
@@ -32,26 +33,25 @@ from server.gateway.answers.wire import (
     PromptTokensDetails,
     TopLogprob,
     Usage,
+    finite,
 )
 from server.gateway.errors import describe
 from topspin.messages import TokenLogprobs
 
 DONE_EVENT = b"data: [DONE]\n\n"
 
-# OpenAI's value for a negligible probability; JSON has no infinity.
-_LOWEST_LOGPROB = -9999.0
-
 
 @dataclass(kw_only=True, slots=True)
 class Choice:
     """One choice of a request as it grows.
 
-    `shown`, `token_ids` and `logprobs` fill only if the answer is sent whole,
-    `num_streamed_tokens` only if it is streamed.
+    `is_first`: of its prompt's choices. `shown`, `token_ids` and `logprobs` fill only if the answer
+    is sent whole, `num_streamed_tokens` only if it is streamed.
     """
 
     index: int
-    prompt_idx: int
+    prompt: Prompt
+    is_first: bool
     text: ChoiceText
     num_tokens: int = 0
     num_streamed_tokens: int = 0
@@ -71,8 +71,8 @@ class ReplyHead:
     id: str
     created_at_s: int
     model: str
-    prompts: Sequence[Sequence[int]]
     num_logprobs: int | None
+    num_prompt_logprobs: int | None
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
@@ -86,7 +86,7 @@ class ReplyHead:
         """Return the counts of one choice so far; None unless every chunk carries them."""
         if not self.continuous_usage:
             return None
-        num_prompt_tokens = len(self.prompts[choice.prompt_idx])
+        num_prompt_tokens = len(choice.prompt.ids)
         return Usage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=choice.num_streamed_tokens,
@@ -127,7 +127,7 @@ class ChatReplies:
         events: list[bytes] = []
         if delta.is_first:
             role = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-            prompt = list(head.prompts[0]) if head.return_token_ids else UNSET
+            prompt = choice.prompt.ids if head.return_token_ids else UNSET
             usage = head.usage_so_far(choice)
             events.append(self._event(role, usage=usage, prompt_token_ids=prompt))
         choice.num_streamed_tokens += len(delta.token_ids)
@@ -153,14 +153,15 @@ class ChatReplies:
 
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """Return the whole answer."""
-        head = self._head
+        head, prompt = self._head, choices[0].prompt
         answer = ChatAnswer(
             id=head.id,
             created=head.created_at_s,
             model=head.model,
             choices=[self._whole_choice(choice) for choice in choices],
             usage=usage,
-            prompt_token_ids=list(head.prompts[0]) if head.return_token_ids else UNSET,
+            prompt_logprobs=_prompt_logprobs(head, prompt, self._tokenizer, self._encoder),
+            prompt_token_ids=prompt.ids if head.return_token_ids else UNSET,
         )
         return self._encoder.encode(answer)
 
@@ -202,7 +203,7 @@ class ChatReplies:
             content=[
                 ChatLogprob(
                     token=self._tokenizer.token_text(token_id),
-                    logprob=_finite(entry.logprob),
+                    logprob=finite(entry.logprob),
                     bytes=list(self._tokenizer.token_bytes(token_id)),
                     top_logprobs=self._top(entry, num_top),
                 )
@@ -215,7 +216,7 @@ class ChatReplies:
         return [
             TopLogprob(
                 token=self._tokenizer.token_text(token_id),
-                logprob=_finite(logprob),
+                logprob=finite(logprob),
                 bytes=list(self._tokenizer.token_bytes(token_id)),
             )
             for token_id, logprob in best
@@ -231,16 +232,18 @@ class CompletionReplies:
         self._encoder = msgspec.json.Encoder()
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
-        """Return text (if there is any) and finish events."""
+        """Return text (if there is any; the first has an echoed prompt's) and finish events."""
         head = self._head
         events: list[bytes] = []
         choice.num_streamed_tokens += len(delta.token_ids)
         usage = head.usage_so_far(choice)
-        if delta.text or (delta.token_ids and head.shows_tokens):
+        echoes = delta.is_first and choice.prompt.echo is not None
+        shows_tokens = head.shows_tokens and (delta.is_first or delta.token_ids)
+        if delta.text or echoes or shows_tokens:
             grown = CompletionChoice(
                 index=choice.index,
-                text=delta.text,
-                logprobs=self._logprobs(choice, delta.token_ids, delta.logprobs),
+                text=(choice.prompt.echo or "") + delta.text if echoes else delta.text,
+                logprobs=self._logprobs(choice, delta.token_ids, delta.logprobs, echoes=echoes),
                 token_ids=list(delta.token_ids) if head.return_token_ids else UNSET,
                 prompt_token_ids=self._prompt_of(choice) if delta.is_first else UNSET,
             )
@@ -263,25 +266,27 @@ class CompletionReplies:
             id=head.id,
             created=head.created_at_s,
             model=head.model,
-            choices=[
-                CompletionChoice(
-                    index=choice.index,
-                    text="".join(choice.shown),
-                    logprobs=self._logprobs(choice, choice.token_ids, choice.logprobs),
-                    finish_reason=choice.finish_reason,
-                    token_ids=choice.token_ids if head.return_token_ids else UNSET,
-                    prompt_token_ids=self._prompt_of(choice),
-                )
-                for choice in choices
-            ],
+            choices=[self._whole_choice(choice) for choice in choices],
             usage=usage,
         )
         return self._encoder.encode(answer)
 
+    def _whole_choice(self, choice: Choice) -> CompletionChoice:
+        head, prompt = self._head, choice.prompt
+        return CompletionChoice(
+            index=choice.index,
+            text=(prompt.echo or "") + "".join(choice.shown),
+            logprobs=self._logprobs(
+                choice, choice.token_ids, choice.logprobs, echoes=prompt.echo is not None
+            ),
+            finish_reason=choice.finish_reason,
+            token_ids=choice.token_ids if head.return_token_ids else UNSET,
+            prompt_logprobs=_prompt_logprobs(head, prompt, self._tokenizer, self._encoder),
+            prompt_token_ids=self._prompt_of(choice),
+        )
+
     def _prompt_of(self, choice: Choice) -> list[int] | UnsetType:
-        if not self._head.return_token_ids:
-            return UNSET
-        return list(self._head.prompts[choice.prompt_idx])
+        return choice.prompt.ids if self._head.return_token_ids else UNSET
 
     def _event(self, choice: CompletionChoice | None, *, usage: Usage | None = None) -> bytes:
         head = self._head
@@ -295,38 +300,56 @@ class CompletionReplies:
         return b"data: " + self._encoder.encode(chunk) + b"\n\n"
 
     def _logprobs(
-        self, choice: Choice, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+        self,
+        choice: Choice,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        *,
+        echoes: bool,
     ) -> CompletionLogprobs | None:
-        """Return the entries; offsets continue from the end of the choice's last chunk."""
+        """Return the entries, with `echoes` the prompt's before them.
+
+        Offsets continue from the end of the choice's last chunk. A prompt's entries are many, and
+        encoded one by one: one encoding of all would hold the interpreter's lock for long.
+        """
         num_top = self._head.num_logprobs
         if num_top is None:
             return None
-        offsets: list[int] = []
-        texts: list[str] = []
-        tops: list[dict[str, float]] = []
-        for token_id, entry in zip(token_ids, logprobs, strict=True):
+        entries: Sequence[TokenLogprobs | None] = logprobs
+        if echoes:
+            token_ids = [*choice.prompt.ids, *token_ids]
+            entries = [None, *choice.prompt.scores, *logprobs]
+        shown = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+        for token_id, entry in zip(token_ids, entries, strict=True):
             text = self._tokenizer.token_text(token_id)
-            offsets.append(choice.num_logprob_chars)
+            shown.text_offset.append(choice.num_logprob_chars)
             choice.num_logprob_chars += len(text)
-            texts.append(text)
-            tops.append(self._top(text, entry, num_top))
-        return CompletionLogprobs(
-            text_offset=offsets,
-            token_logprobs=[_finite(entry.logprob) for entry in logprobs],
-            tokens=texts,
-            top_logprobs=tops,
-        )
+            shown.tokens.append(text)
+            if entry is None:
+                shown.token_logprobs.append(None)
+                shown.top_logprobs.append(None)
+                continue
+            shown.token_logprobs.append(finite(entry.logprob))
+            top = self._top(text, entry, num_top)
+            shown.top_logprobs.append(Raw(self._encoder.encode(top)) if echoes else top)
+        return shown
 
     def _top(self, chosen: str, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
         """Return the best tokens and the chosen one; of equal texts the likeliest is kept."""
         top: dict[str, float] = {}
         best = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
         for token_id, logprob in best:
-            top.setdefault(self._tokenizer.token_text(token_id), _finite(logprob))
-        top.setdefault(chosen, _finite(entry.logprob))
+            top.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
+        top.setdefault(chosen, finite(entry.logprob))
         return top
 
 
-def _finite(logprob: float) -> float:
-    """Return `logprob`, or the lowest value for minus infinity."""
-    return max(logprob, _LOWEST_LOGPROB)
+def _prompt_logprobs(
+    head: ReplyHead, prompt: Prompt, tokenizer: Tokenizer, encoder: msgspec.json.Encoder
+) -> list[Raw | None] | UnsetType:
+    """Return the log-probabilities of a prompt's tokens if the client asked for them."""
+    if head.num_prompt_logprobs is None:
+        return UNSET
+    return encode_prompt_logprobs(
+        prompt, head.num_prompt_logprobs, tokenizer=tokenizer, encoder=encoder
+    )

@@ -14,11 +14,13 @@ from typing import Literal
 from starlette.types import Receive
 
 from server.gateway.answers.generation import Delta
+from server.gateway.answers.prompts import Prompt
 from server.gateway.answers.replies import Choice
 from server.gateway.answers.streaming import watch_client
 from server.gateway.answers.wire import PromptTokensDetails, Usage
 from server.gateway.engine_client import Arrival, Call, ClientGone
 from server.gateway.operations.metrics import GatewayMetrics
+from topspin.errors import ProtocolError
 
 
 class Run:
@@ -33,7 +35,7 @@ class Run:
         call: Call,
         *,
         choices: list[Choice],
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         metrics: GatewayMetrics,
         arrived_at_s: float,
     ) -> None:
@@ -57,16 +59,19 @@ class Run:
         self._watcher = asyncio.create_task(watch_client(receive, self._call.cancel))
 
     async def next(self) -> list[tuple[Choice, Delta]]:
-        """Wait for outputs; returns the additions to the choices, in order of arrival.
+        """Wait for outputs; returns the additions to the choices, at least one, in order.
 
         Raises ClientGone, or the error by which the request failed.
         """
         try:
-            arrivals = await self._call.next()
+            grown: list[tuple[Choice, Delta]] = []
+            while not grown:
+                for arrival in await self._call.next():
+                    grown += self._take(arrival)
             if not self._started:
                 self._started = True
-                self._metrics.prompt_tokens.inc(sum(map(len, self._prompts)))
-            return [grown for arrival in arrivals if (grown := self._grow(arrival)) is not None]
+                self._metrics.prompt_tokens.inc(self._num_prompt_tokens())
+            return grown
         except (ClientGone, asyncio.CancelledError):
             self.close()
             raise
@@ -74,11 +79,30 @@ class Run:
             self.close("error")
             raise
 
+    def _take(self, arrival: Arrival) -> list[tuple[Choice, Delta]]:
+        """Return what can be shown now that `arrival` is there.
+
+        A prompt's log-probabilities come with its first choice; the others' outputs wait for them.
+        """
+        choice, output = self.choices[arrival.choice_idx], arrival.output
+        prompt = choice.prompt
+        prompt.add_scores(output.prompt_logprobs)
+        if not prompt.is_scored and not choice.is_first:
+            prompt.waiting.append(arrival)
+            return []
+        ready = [arrival] if output.token_ids or output.finish_reason is not None else []
+        if prompt.is_scored and prompt.waiting:
+            ready += (each._replace(at_s=arrival.at_s) for each in prompt.waiting)
+            prompt.waiting = []
+        return [grown for each in ready if (grown := self._grow(each)) is not None]
+
     def _grow(self, arrival: Arrival) -> tuple[Choice, Delta] | None:
         choice = self.choices[arrival.choice_idx]
         if choice.finish_reason is not None:
             return None  # these tokens come after a stop string
         delta = choice.text.push(arrival.output)
+        if not choice.prompt.is_scored:
+            raise ProtocolError("tokens came before all log-probabilities of their prompt")
         if delta.stopped_here:
             self._call.stop_choice(arrival.choice_idx)
         if delta.is_first:
@@ -105,17 +129,19 @@ class Run:
 
     def usage(self) -> Usage:
         """Return the token counts; cached tokens are those of each prompt's first choice."""
-        num_prompt_tokens = sum(map(len, self._prompts))
+        num_prompt_tokens = self._num_prompt_tokens()
         num_output_tokens = sum(choice.num_tokens for choice in self.choices)
-        firsts = {choice.prompt_idx: choice for choice in reversed(self.choices)}
         return Usage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=num_output_tokens,
             total_tokens=num_prompt_tokens + num_output_tokens,
             prompt_tokens_details=PromptTokensDetails(
-                cached_tokens=sum(choice.num_cached_tokens for choice in firsts.values())
+                cached_tokens=sum(each.num_cached_tokens for each in self.choices if each.is_first)
             ),
         )
+
+    def _num_prompt_tokens(self) -> int:
+        return sum(len(prompt.ids) for prompt in self._prompts)
 
     def close(self, reason: Literal["abort", "error"] = "abort") -> None:
         """Free the request in the engine; only the first call has an effect."""

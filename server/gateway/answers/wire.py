@@ -9,9 +9,17 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 FinishReason = Literal["stop", "length"]
+
+# OpenAI's value for a negligible probability; JSON has no infinity.
+_LOWEST_LOGPROB = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """Return `logprob`, or the lowest value for minus infinity."""
+    return max(logprob, _LOWEST_LOGPROB)
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +62,23 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities of a completion choice; offsets count characters of its token texts."""
+    """Log-probabilities of a completion choice; offsets count characters of its token texts.
+
+    An echoed prompt's first token has none. `top_logprobs` may hold encoded items.
+    """
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | Raw | None]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One candidate for a position of the prompt; the most likely one has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class ChatMessageOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +108,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[Raw | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -129,6 +149,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[Raw | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

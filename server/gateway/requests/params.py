@@ -24,6 +24,8 @@ from topspin.errors import InvalidRequest
 from topspin.messages import SamplingParams
 
 MAX_CHOICES_OF_ALL_PROMPTS = 256
+# Log-probabilities of prompts in one answer: each takes some 100 bytes here, and 70 as JSON.
+MAX_PROMPT_SCORES = 2**19
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**64 - 1
 _Number = TypeVar("_Number", int, float)
@@ -51,7 +53,8 @@ class RequestParams:
     """The checked parameters of one request.
 
     If `max_tokens` is None, `default_max_tokens` applies; if both are None, all tokens that fit.
-    `sampling` lacks only max_tokens and choice, which `sampling_of` sets for each choice.
+    `sampling` lacks only max_tokens and choice, which `sampling_of` sets for each choice; its
+    `prompt_logprobs` may be for `echo`, `num_prompt_logprobs` are the client's.
     """
 
     model: str
@@ -64,11 +67,34 @@ class RequestParams:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    num_prompt_logprobs: int | None
+    echo: bool
     cache_salt: str
 
     def sampling_of(self, choice_idx: int, *, max_tokens: int) -> SamplingParams:
-        """Return the sampling parameters of one choice."""
-        return msgspec.structs.replace(self.sampling, choice=choice_idx, max_tokens=max_tokens)
+        """Return the sampling parameters of one choice; the first has the prompt scored."""
+        prompt_logprobs = self.sampling.prompt_logprobs if choice_idx == 0 else None
+        return msgspec.structs.replace(
+            self.sampling,
+            choice=choice_idx,
+            max_tokens=max_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def check_prompt_scores(self, num_prompt_tokens: int) -> None:
+        """Raise InvalidRequest if the answer would have too many prompt log-probabilities."""
+        num_top = self.sampling.prompt_logprobs
+        if num_top is None:
+            return
+        num_scores = num_prompt_tokens * self.num_choices * (num_top + 1)
+        if num_scores > MAX_PROMPT_SCORES:
+            param = "logprobs" if self.num_prompt_logprobs is None else "prompt_logprobs"
+            raise InvalidRequest(
+                f"`{param}`: {num_prompt_tokens} prompt tokens, n = {self.num_choices} and "
+                f"{num_top} candidates beside each token are {num_scores} log-probabilities of "
+                f"prompts; an answer has at most {MAX_PROMPT_SCORES}",
+                param=param,
+            )
 
     def output_budget(self, num_prompt_tokens: int, *, limit: int, param: str) -> int:
         """Return how many tokens may be generated after a prompt of this length.
@@ -128,6 +154,7 @@ def completion_params(body: CompletionBody, model: ServedModel) -> RequestParams
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         num_logprobs=body.logprobs,
+        echo=bool(body.echo),
     )
 
 
@@ -157,6 +184,7 @@ def _params(
     max_tokens: int | None,
     default_max_tokens: int | None,
     num_logprobs: int | None,
+    echo: bool = False,
 ) -> RequestParams:
     if body.model not in model.names:
         raise ModelNotFound(
@@ -164,6 +192,12 @@ def _params(
         )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest(
+            "`prompt_logprobs` is not available in a stream", param="prompt_logprobs"
+        )
+    asked = [body.prompt_logprobs, num_logprobs if echo else None]
+    num_prompt_logprobs = max((num for num in asked if num is not None), default=None)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     options = body.stream_options or StreamOptions()
     return RequestParams(
@@ -171,7 +205,9 @@ def _params(
         num_choices=body.n or 1,
         max_tokens=max_tokens,
         default_max_tokens=default_max_tokens,
-        sampling=_sampling(body, model, num_logprobs=num_logprobs),
+        sampling=_sampling(
+            body, model, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs
+        ),
         text=TextOptions(
             stops=StopStrings(stops) if stops else None,
             min_tokens=body.min_tokens or 0,
@@ -183,12 +219,18 @@ def _params(
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(body.return_token_ids),
+        num_prompt_logprobs=body.prompt_logprobs,
+        echo=echo,
         cache_salt=body.cache_salt or "",
     )
 
 
 def _sampling(
-    body: GenerationBody, model: ServedModel, *, num_logprobs: int | None
+    body: GenerationBody,
+    model: ServedModel,
+    *,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
 ) -> SamplingParams:
     logit_bias = body.logit_bias or {}
     if any(token_id < 0 for token_id in logit_bias):
@@ -216,6 +258,7 @@ def _sampling(
         stop_token_ids=stop_token_ids,
         eos_token_ids=() if body.ignore_eos else model.eos_token_ids,
         logprobs=num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
     )
 
 

@@ -1,7 +1,7 @@
-"""Threads that prepare large requests, and the release of the memory used for them.
+"""Threads that prepare large requests and answers, and the release of the memory used for them.
 
 Owns the threads and keeps their effect on the event loop small. Knows nothing about requests;
-server.gateway.handler decodes, renders and tokenises large bodies here.
+server.gateway.handler decodes, renders and tokenises large bodies here, and encodes large answers.
 """
 
 from __future__ import annotations

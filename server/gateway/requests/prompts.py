@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from models.chat_template import ChatTemplate
-from models.tokenizer import Tokenizer
+from models.tokenizer import Tokenizer, text_before
 from server.gateway.errors import ContextLengthExceeded, truncated
 from server.gateway.requests.params import check_vocabulary
 from server.gateway.requests.schema import ChatBody, ChatMessage, CompletionBody, ToolCall
@@ -101,6 +101,21 @@ def completion_prompts(
             raise InvalidRequest("a prompt is empty", param="prompt")
         check_vocabulary(token_ids, vocab_size=vocab_size, param="prompt")
     return [_last(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
+
+
+def echoes(
+    body: CompletionBody, prompts: Sequence[list[int]], *, tokenizer: Tokenizer
+) -> list[str]:
+    """Return what `echo` shows of each prompt: the text as given, or that of the tokens."""
+    if body.truncate_prompt_tokens is None:
+        if isinstance(body.prompt, str):
+            return [body.prompt]
+        if isinstance(body.prompt[0], str):
+            return [text for text in body.prompt if isinstance(text, str)]
+    if body.max_tokens == 0:
+        return [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
+    skips = body.skip_special_tokens is not False
+    return [text_before(tokenizer, ids, skip_special_tokens=skips) for ids in prompts]
 
 
 def _last(token_ids: list[int], num_tokens: int | None) -> list[int]:

@@ -38,6 +38,7 @@ MAX_NAME_CHARS = 256
 MAX_TEMPLATE_KWARGS = 32
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -82,7 +83,7 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     """The fields that chat and plain completions have in common."""
 
     model: str
-    max_tokens: PositiveCount | None = None
+    max_tokens: Count | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -107,6 +108,7 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     stop_token_ids: Annotated[list[Count], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: PositiveCount | None = None
+    prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -132,10 +134,8 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     stream_interval: Ignored[int] = None
     allowed_token_ids: Refused = _NULL
     bad_words: RefusedList = _NULL
-    echo: RefusedSwitch = _NULL
     kv_transfer_params: RefusedObject = _NULL
     logprob_token_ids: Refused = _NULL
-    prompt_logprobs: Refused = _NULL
     repetition_detection: Refused = _NULL
     return_tokens_as_token_ids: RefusedSwitch = _NULL
     structured_outputs: RefusedObject = _NULL
@@ -212,9 +212,9 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: PositiveCount | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
     reasoning_effort: Name | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -245,6 +245,7 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     # vLLM's
     chat_template: Refused = _NULL
     documents: RefusedList = _NULL
+    echo: RefusedSwitch = _NULL
     media_io_kwargs: RefusedObject = _NULL
     mm_processor_kwargs: RefusedObject = _NULL
     return_prompt_text: RefusedSwitch = _NULL
@@ -254,7 +255,8 @@ class CompletionBody(GenerationBody, kw_only=True, frozen=True):
     """POST /v1/completions."""
 
     prompt: str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
+    echo: bool | None = None
     best_of: Annotated[Raw, neutral(1)] = _NULL
     suffix: Annotated[Raw, neutral("")] = _NULL
 

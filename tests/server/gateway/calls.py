@@ -82,10 +82,19 @@ def usage(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
 
 
 def scored(text: str) -> Script:
-    """Return a script that generates `text`: each token is best (-0.5), `z` second (-infinity)."""
+    """Return a script that generates `text`: each token is best (-0.5), `z` second (-infinity).
+
+    The prompt is scored if asked, by `prompt_score`, a token per output; with max_tokens 0 nothing
+    follows.
+    """
 
     def script(request: AddRequest) -> Iterator[RequestOutput]:
-        token_ids = ids(text)
+        token_ids = ids(text) if request.sampling.max_tokens else []
+        num_top = request.sampling.prompt_logprobs
+        if num_top is not None:
+            for position, token_id in enumerate(unpack_ints(request.prompt)[1:], start=1):
+                score = prompt_score(token_id, position, num_top)
+                yield output(request, [], prompt_logprobs=(score,))
         for index, token_id in enumerate(token_ids):
             entry = TokenLogprobs(
                 logprob=-0.5,
@@ -94,8 +103,21 @@ def scored(text: str) -> Script:
             )
             finish: FinishReason | None = "length" if index == len(token_ids) - 1 else None
             yield output(request, [token_id], index=index, logprobs=(entry,), finish_reason=finish)
+        if not token_ids:
+            yield output(request, [], finish_reason="length")
 
     return script
+
+
+def prompt_score(token_id: int, position: int, num_top: int) -> TokenLogprobs:
+    """Return the score of a token of the prompt: `z` is likelier, all others are less likely."""
+    likeliest = ids("zyxwvutsrqponmlkjihgf")
+    ranked = list(dict.fromkeys([likeliest[0], token_id, *likeliest]))
+    logprobs = [-position - rank / 4 for rank in range(1, num_top + 2)]
+    rank = ranked.index(token_id) + 1
+    return TokenLogprobs(
+        -position - rank / 4, tuple(ranked[:num_top]), tuple(logprobs[:num_top]), rank
+    )
 
 
 def head_of(size_bytes: int, *, path: str = "/v1/completions", version: str = "1.1") -> bytes:

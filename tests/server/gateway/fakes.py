@@ -102,6 +102,7 @@ def output(
     stop_token_id: int | None = None,
     logprobs: tuple[TokenLogprobs, ...] = (),
     num_cached_tokens: int = 0,
+    prompt_logprobs: tuple[TokenLogprobs, ...] = (),
 ) -> RequestOutput:
     """Return an output of `request`."""
     return RequestOutput(
@@ -112,6 +113,7 @@ def output(
         stop_token_id=stop_token_id,
         logprobs=logprobs,
         num_cached_tokens=num_cached_tokens,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -53,6 +53,7 @@ def test_every_parameter_reaches_the_engine() -> None:
         "min_tokens": 3,
         "stop_token_ids": [8, 9],
         "logprobs": 4,
+        "prompt_logprobs": 5,
         "cache_salt": "tenant",
         "n": 1,
     }
@@ -76,7 +77,28 @@ def test_every_parameter_reaches_the_engine() -> None:
         stop_token_ids=(8, 9),
         eos_token_ids=(EOS_ID,),
         logprobs=4,
+        prompt_logprobs=5,
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({"logprobs": 3}, None),
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 2}, 3),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, 2),
+        ({"prompt_logprobs": 0}, 0),
+    ],
+)
+def test_prompts_are_scored_once_and_only_if_asked(
+    fields: dict[str, Any], asked: int | None
+) -> None:
+    fake = FakeEngine(scored("a"))
+    post(PLAIN, {**PLAIN_BODY, "prompt": ["hi", "ho"], "n": 2, **fields}, fake)
+    found = [request.sampling.prompt_logprobs for request in fake.added]
+    assert found == [asked, None, asked, None]
 
 
 def test_defaults_follow_openai() -> None:
