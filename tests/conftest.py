@@ -5,14 +5,31 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+
+def patch_language_once() -> None:
+    """Give Triton's language its interpreted meaning once, for the whole life of this process.
+
+    The interpreter does it at every launch and again at every call of a helper: half of the time of
+    a kernel of many helpers.
+    """
+    from triton import language
+    from triton.runtime import interpreter
+
+    everything = {"tl": language, "core": language.core}
+    interpreter._patch_lang(SimpleNamespace(__globals__=everything))
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+
 
 # Triton reads the variable once, at import. transformers imports Triton too, so it is set here and
 # not next to the tests of kernels.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    patch_language_once()
 
 # A soak test has its own limit. On a GPU a kernel's first launch compiles it.
 LONG_LIMIT_S = 300
