@@ -11,11 +11,12 @@ import pytest
 import torch
 
 
-def patch_language_once() -> None:
-    """Give Triton's language its interpreted meaning once, for the whole life of this process.
+def spare_the_interpreter() -> None:
+    """Take from Triton's interpreter what takes more than half of its time and tests nothing.
 
-    The interpreter does it at every launch and again at every call of a helper: half of the time of
-    a kernel of many helpers.
+    It patches Triton's language at every launch and again at every call of a helper; once is enough
+    for the life of this process. And it computes whether an integer operation overflows, but
+    asserts it in debug mode only.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -23,13 +24,15 @@ def patch_language_once() -> None:
     everything = {"tl": language, "core": language.core}
     interpreter._patch_lang(SimpleNamespace(__globals__=everything))
     interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
 
 
 # Triton reads the variable once, at import. transformers imports Triton too, so it is set here and
 # not next to the tests of kernels.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    patch_language_once()
+    spare_the_interpreter()
 
 # A soak test has its own limit. On a GPU a kernel's first launch compiles it.
 LONG_LIMIT_S = 300
