@@ -55,8 +55,8 @@ from topspin.messages import AddRequest, pack_ints
 
 # Larger bodies are prepared in a thread: a long prompt must not hold up all streams.
 INLINE_BODY_BYTES = 16 * 1024
-# So are answers with the log-probabilities of more tokens than this.
-INLINE_SCORES = 128
+# So are answers with more log-probabilities than this, which takes some milliseconds.
+INLINE_LOGPROBS = 2048
 # Names the fields of the request that were accepted and have no effect.
 IGNORED_HEADER = "x-topspin-ignored"
 
@@ -162,10 +162,10 @@ class GenerationHandler:
         if params.stream:
             # Waiting here gives a request that fails before its first token a proper status.
             grown = await run.next()
-            blocks = self._event_blocks(run, grown, replies, include_usage=params.include_usage)
+            blocks = self._event_blocks(run, grown, replies, params)
             response: Response = EventStream(blocks, close=run.close)
         else:
-            response = await self._whole_answer(run, replies)
+            response = await self._whole_answer(run, replies, params)
         if prepared.ignored:
             response.headers[IGNORED_HEADER] = ", ".join(prepared.ignored)
         return response
@@ -211,7 +211,7 @@ class GenerationHandler:
             arrived_at_s=arrived_at_s,
         )
 
-    async def _whole_answer(self, run: Run, replies: Replies) -> Response:
+    async def _whole_answer(self, run: Run, replies: Replies, params: RequestParams) -> Response:
         """Return the answer once all choices have finished."""
         while not run.done:
             for choice, delta in await run.next():
@@ -219,17 +219,17 @@ class GenerationHandler:
                 choice.token_ids.extend(delta.token_ids)
                 choice.logprobs.extend(delta.logprobs)
         run.close()
-        num_scores = sum(each.prompt.num_scores + len(each.logprobs) for each in run.choices)
+        num_scored = sum(each.prompt.num_scores + len(each.logprobs) for each in run.choices)
         encode = partial(replies.whole, run.choices, run.usage())
-        return Response(await self._encoded(encode, num_scores), media_type="application/json")
+        body = await self._encoded(encode, num_logprobs=num_scored * params.num_candidates)
+        return Response(body, media_type="application/json")
 
     async def _event_blocks(
         self,
         run: Run,
         grown: list[tuple[Choice, Delta]],
         replies: Replies,
-        *,
-        include_usage: bool,
+        params: RequestParams,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the stream's events, in blocks of all that can be sent at once.
 
@@ -237,8 +237,9 @@ class GenerationHandler:
         """
         try:
             while True:
-                num_scores = sum(each.prompt.num_scores for each, delta in grown if delta.is_first)
-                block = await self._encoded(partial(_events, grown, replies), num_scores)
+                num_scored = sum(each.prompt.num_scores for each, delta in grown if delta.is_first)
+                encode = partial(_events, grown, replies)
+                block = await self._encoded(encode, num_logprobs=num_scored * params.num_candidates)
                 if run.done:
                     break
                 if block:
@@ -249,13 +250,13 @@ class GenerationHandler:
         except Exception as error:
             yield error_event(error) + DONE_EVENT
             return
-        if include_usage:
+        if params.include_usage:
             block += replies.usage_event(run.usage())
         yield block + DONE_EVENT
 
-    async def _encoded(self, encode: Callable[[], bytes], num_scores: int) -> bytes:
-        """Return encode()'s result, which has so many tokens' log-probabilities."""
-        return await self.threads.run(encode) if num_scores > INLINE_SCORES else encode()
+    async def _encoded(self, encode: Callable[[], bytes], *, num_logprobs: int) -> bytes:
+        """Return encode()'s result, which has so many log-probabilities."""
+        return await self.threads.run(encode) if num_logprobs > INLINE_LOGPROBS else encode()
 
 
 def _events(grown: Sequence[tuple[Choice, Delta]], replies: Replies) -> bytes:

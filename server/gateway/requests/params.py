@@ -71,6 +71,11 @@ class RequestParams:
     echo: bool
     cache_salt: str
 
+    @property
+    def num_candidates(self) -> int:
+        """Return how many log-probabilities the answer has of one token, at most."""
+        return 1 + max(self.sampling.logprobs or 0, self.sampling.prompt_logprobs or 0)
+
     def sampling_of(self, choice_idx: int, *, max_tokens: int) -> SamplingParams:
         """Return the sampling parameters of one choice; the first has the prompt scored."""
         prompt_logprobs = self.sampling.prompt_logprobs if choice_idx == 0 else None

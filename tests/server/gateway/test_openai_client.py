@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 
+from tests.server.gateway.calls import prompt_score, scored
 from tests.server.gateway.fakes import EOS_ID, FakeEngine, ids, loopback, output, saying
 from topspin.errors import PeerLost
 from topspin.messages import AddRequest, RequestOutput, TokenLogprobs
@@ -94,6 +95,29 @@ def test_completions_streamed_and_whole() -> None:
             assert scores.text_offset == [0, 5, 6]
             stream = await client.completions.create(model="tiny", prompt="a", stream=True)
             assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello "
+
+    asyncio.run(test())
+
+
+def test_scores_of_a_prompt() -> None:
+    async def test() -> None:
+        async with client_of(FakeEngine(scored("a"))) as client:
+            answer = await client.completions.create(
+                model="tiny",
+                prompt="hi",
+                echo=True,
+                logprobs=1,
+                max_tokens=0,
+                extra_body={"prompt_logprobs": 0},
+            )
+            (choice,) = answer.choices
+            assert choice.text == "hi"
+            score = prompt_score(ids("i")[0], 1, 1)
+            assert choice.logprobs is not None
+            assert choice.logprobs.token_logprobs == [None, score.logprob]
+            assert choice.model_extra is not None
+            entry = {"logprob": score.logprob, "rank": 2, "decoded_token": "i"}
+            assert choice.model_extra["prompt_logprobs"] == [None, {str(ids("i")[0]): entry}]
 
     asyncio.run(test())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from server.gateway.handler import INLINE_LOGPROBS
 from tests.server.gateway.calls import (
     CHAT,
     CHAT_BODY,
@@ -282,14 +283,15 @@ def test_too_few_or_too_many_scores_fail_the_request(num_scores: int, max_tokens
 
 @pytest.mark.parametrize("form", ["prompt_logprobs", "echo", "stream"])
 def test_a_long_prompts_scores_are_encoded_in_a_thread_with_the_same_result(form: str) -> None:
-    prompt = "hello wo" * 100
+    prompt = "hello wo" * 250
 
     async def test() -> Any:
         fake = FakeEngine(scored("a"))
         async with gateway(fake) as client:
-            fake.become_ready(max_request_tokens=1000)
+            fake.become_ready(max_request_tokens=2000)
             await fake.settle()
             body = {**PLAIN_BODY, "prompt": prompt}
+            assert len(ids(prompt)) * 3 > INLINE_LOGPROBS
             if form == "prompt_logprobs":
                 response = await client.post(PLAIN, json={**body, "prompt_logprobs": 2})
                 return response.json()["choices"][0]["prompt_logprobs"]
