@@ -28,8 +28,7 @@ def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> N
 
     def connect(welcome: Welcome, runner: ModelRunner, life: NodeLife) -> AttentionNet:
         config, topology = welcome.config, welcome.topology
-        device = config.compute.attention_device
-        is_device = config.compute.place("attention").is_device
+        node = config.attention
         return connect_attention(
             Identity(
                 role="attention",
@@ -41,9 +40,9 @@ def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> N
             topology.experts,
             welcome.table,
             Waits(timeout_s=CONNECT_TIMEOUT_S, policy=wait_policy(config), check=life.check),
-            runtime=open_runtime(device) if is_device else None,
-            max_rows=config.max_num_batched_tokens,
-            link=LinkEmulation(latency_us=config.m2n.link_latency_us, gbps=config.m2n.link_gbps),
+            runtime=open_runtime(node.device) if node.place.is_device else None,
+            max_rows=node.max_num_batched_tokens,
+            link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
         )
 
     worker = AttentionWorker(control, index=index, model_path=model_path, open_net=connect)

@@ -27,8 +27,9 @@ from attention_nodes.step_inputs import Slices, StepInputs
 from kernels.recordings import Recordings
 from kernels.runtime import Runtime
 from m2n_comm.net import AttentionNet
-from topspin.config import MAX_MICRO_BATCHES, NodeConfig
+from topspin.config import MAX_MICRO_BATCHES
 from topspin.devices import TRITON
+from topspin.plan import NodeConfig
 from topspin.progress import Beat
 from topspin.trace import Kind, Ring
 
@@ -71,22 +72,22 @@ class DeviceExecutor:
         self._runtime = runtime
         self._stream = runtime.current_stream()
         self.sizes: Final = _sizes(decoder, config)
-        widest = MAX_MICRO_BATCHES * config.max_num_seqs
+        widest = MAX_MICRO_BATCHES * config.attention.max_num_seqs
         max_padded = widest if self.sizes else 0
         self._inputs = DeviceInputs(
             runtime,
             rotary,
             limits,
-            max_tokens=config.max_num_batched_tokens,
-            max_seqs=config.max_num_seqs,
+            max_tokens=config.attention.max_num_batched_tokens,
+            max_seqs=config.attention.max_num_seqs,
             max_rows=max_rows,
             max_padded=max_padded,
         )
-        self._inbound = Inbound(runtime, config.max_num_seqs * _ANSWER_BYTES)
-        rows = max(config.max_num_batched_tokens, max_padded)
+        self._inbound = Inbound(runtime, config.attention.max_num_seqs * _ANSWER_BYTES)
+        rows = max(config.attention.max_num_batched_tokens, max_padded)
         device, size = runtime.device, decoder.config
         self._combined = torch.empty(rows, size.hidden_size, device=device)
-        self._logits = torch.empty(config.max_num_seqs, size.vocab_size, device=device)
+        self._logits = torch.empty(config.attention.max_num_seqs, size.vocab_size, device=device)
         self._recordings: Recordings[tuple[int, int]] = Recordings(runtime)
 
     @property
@@ -182,9 +183,9 @@ class DeviceExecutor:
 
 def _sizes(decoder: Decoder, config: NodeConfig) -> tuple[int, ...]:
     """Return the buckets; none if recording is disabled or the kernels cannot be recorded."""
-    if not config.compute.cuda_graphs or decoder.ops.name != TRITON:
+    if not config.execution.cuda_graphs or decoder.ops.name != TRITON:
         return ()
-    return row_buckets(config.max_num_seqs)
+    return row_buckets(config.attention.max_num_seqs)
 
 
 def _nothing() -> Slices:

@@ -21,7 +21,6 @@ from kernels.runtime import Runtime
 from m2n_comm.gpu.ipc_pairs import inbox_bytes
 from m2n_comm.gpu.memory import whole_pages
 from m2n_comm.net import NetShape, NetTimes
-from topspin.config import NodeConfig
 from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable
 from topspin.messages import (
@@ -33,6 +32,7 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
+from topspin.plan import NodeConfig
 from topspin.trace import Ring
 from topspin.units import format_size
 
@@ -131,9 +131,9 @@ def describe(use: MemoryUse) -> str:
 
 def window_bytes(config: NodeConfig, shape: NetShape) -> int:
     """Return the bytes of an attention node's windows on its device: those of cuda_ipc."""
-    if config.m2n.transport != "cuda_ipc":
+    if config.link.transport != "cuda_ipc":
         return 0
-    return config.topology.expert_nodes * whole_pages(inbox_bytes(shape, "attention"))
+    return config.num_experts * whole_pages(inbox_bytes(shape, "attention"))
 
 
 def measure(
@@ -170,14 +170,13 @@ def largest_steps(config: NodeConfig, *, index: int, table_version: int) -> list
     Prompts that fill a step, one token of every sequence, and a short slice alone: together they
     reach the peak of memory and use every kernel of steps that are not recorded.
     """
-    max_len = config.model.max_model_len
-    assert max_len is not None
-    lengths = [min(max_len, config.max_num_batched_tokens)]
-    while sum(lengths) < config.max_num_batched_tokens and len(lengths) < config.max_num_seqs:
-        lengths.append(min(max_len, config.max_num_batched_tokens - sum(lengths)))
+    max_len, node = config.model.max_model_len, config.attention
+    lengths = [min(max_len, node.max_num_batched_tokens)]
+    while sum(lengths) < node.max_num_batched_tokens and len(lengths) < node.max_num_seqs:
+        lengths.append(min(max_len, node.max_num_batched_tokens - sum(lengths)))
     prompts = _plan(1, lengths, config, index=index, table_version=table_version)
-    singles = [1] * config.max_num_seqs
-    short = [min(SHORT_SLICE, max_len, config.max_num_batched_tokens)]
+    singles = [1] * node.max_num_seqs
+    short = [min(SHORT_SLICE, max_len, node.max_num_batched_tokens)]
     others = (
         _plan(generation, each, config, index=index, table_version=table_version)
         for generation, each in ((2, singles), (3, short))
@@ -190,7 +189,7 @@ def _plan(
 ) -> StepPlan:
     """Return the first step of a generation: new sequences of these lengths, all sampled."""
     ids = range(len(lengths))
-    block_size = config.cache.block_size
+    block_size = config.kv_cache.block_size
     new = tuple(
         NewSequence(
             seq_id=seq_id,

@@ -43,7 +43,6 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.unused_tensors import describe_unused, unused_tensors
 from models.weights import stream_attention_weights
-from topspin.config import NodeConfig
 from topspin.errors import ProtocolError
 from topspin.messages import (
     SAMPLE,
@@ -55,6 +54,7 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
+from topspin.plan import NodeConfig
 from topspin.process import release_freed_memory
 from topspin.progress import Beat
 from topspin.trace import Kind
@@ -85,14 +85,13 @@ class ModelRunner:
         runtime: Runtime | None = None,
     ) -> None:
         """Serve with `decoder`, whose cache has `num_blocks`; `runtime` None: the host's."""
-        assert config.model.max_model_len is not None
         self._model = model
         self._decoder = decoder
         self.num_blocks = num_blocks
         self._table = SequenceTable(
             Limits(
                 max_len=config.model.max_model_len,
-                block_size=config.cache.block_size,
+                block_size=config.kv_cache.block_size,
                 num_blocks=num_blocks,
                 vocab_size=model.vocab_size,
             )
@@ -100,7 +99,7 @@ class ModelRunner:
         self._sampler = Sampler(self._table, decoder.ops)
         self._runtime = runtime or HostRuntime()
         self._stream = self._runtime.current_stream()
-        self._max_tokens = config.max_num_batched_tokens
+        self._max_tokens = config.attention.max_num_batched_tokens
         self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
         self._generation = 0
@@ -110,7 +109,7 @@ class ModelRunner:
 
     def _make_executor(self, config: NodeConfig) -> Executor:
         rotary = RotaryTable(self._model, max_len=self._table.limits.max_len)
-        if not config.compute.place("attention").is_device:
+        if not config.node.place.is_device:
             return HostExecutor(self._decoder, rotary, self._runtime, max_tokens=self._max_tokens)
         return DeviceExecutor(
             self._decoder,
@@ -119,7 +118,7 @@ class ModelRunner:
             self._table.limits,
             config,
             # Steps may end all sequences and begin as many before the ends are reported.
-            max_rows=4 * config.max_num_seqs,
+            max_rows=4 * config.attention.max_num_seqs,
         )
 
     @classmethod
@@ -139,26 +138,25 @@ class ModelRunner:
         compute on this device, in this process; they must be loaded by then. None: they are
         elsewhere.
         """
-        assert config.model.max_model_len is not None
-        if config.compute.num_threads is not None:
-            torch.set_num_threads(config.compute.num_threads)
-        runtime = open_runtime(config.compute.attention_device)
+        if config.node.num_threads is not None:
+            torch.set_num_threads(config.node.num_threads)
+        runtime = open_runtime(config.node.device)
         model = load_model_config(path)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
-        block_size = config.cache.block_size
+        block_size = config.kv_cache.block_size
         cache = kv_cache.allocate(
             model,
             block_size=block_size,
-            size_bytes=config.cache.kv_cache_bytes,
+            size_bytes=config.attention.kv_cache_bytes,
             dtype=dtype,
             max_len=config.model.max_model_len,
             runtime=runtime,
         )
         ops = select_ops(
-            config.compute.place("attention").kernels,
+            config.node.kernels,
             dtype,
-            config.model.quantization,
-            config.compute.attention_device,
+            config.precision[0].format if config.precision else "none",
+            config.node.device,
         )
         checkpoint = Checkpoint(path)
         with fitting(runtime, "the weights of attention"):
@@ -169,7 +167,7 @@ class ModelRunner:
         unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
         if unused:
             _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
-        if config.cache.kv_cache_bytes is None:
+        if config.attention.kv_cache_bytes is None:
             dry = cls(model, decoder, cache.num_blocks, config, runtime)
             num_blocks = dry._measure_blocks(config, index, table_version, open_net)
             del dry
@@ -190,7 +188,7 @@ class ModelRunner:
     ) -> int:
         """Run the largest steps and return the number of cache blocks that fit."""
         num_graphs = len(self._executor.sizes) * len(_micro_batches(config))
-        if self.is_moe and open_net is None and config.m2n.transport != "cuda_ipc":
+        if self.is_moe and open_net is None and config.link.transport != "cuda_ipc":
             num_graphs = 0  # the host takes part in every layer
         use = measure(
             self._runtime,
@@ -204,7 +202,7 @@ class ModelRunner:
         )
         return blocks_to_allocate(
             use,
-            utilization=config.cache.gpu_memory_utilization,
+            utilization=config.attention.gpu_memory_utilization,
             block_bytes=block_bytes,
             block_size=limits.block_size,
             max_len=limits.max_len,
@@ -442,4 +440,4 @@ def _micro_batches(config: NodeConfig) -> tuple[int, ...]:
     """
     if config.micro_batches is not None:
         return (config.micro_batches,)
-    return (1, 2) if config.compute.gpu_streams == 2 else (1,)
+    return (1, 2) if config.execution.gpu_streams == 2 else (1,)

@@ -32,7 +32,10 @@ from rich.table import Table
 
 from benchmarks import large_bodies, report
 from benchmarks.load.targets import wait_until_ready
+from models.config import load_model_config
+from topspin.cli.serve import resolve_for
 from topspin.config import EngineConfig, GatewaySection, ModelSection
+from topspin.plan import ServeConfig
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 SUSTAINED_SHARE = 0.98
@@ -78,10 +81,9 @@ def _cpu_s(pid: int) -> float:
 
 def _start_gateway(model: Path, control: str) -> tuple[subprocess.Popen[bytes], str]:
     """Start a gateway on a free port; returns it and its URL."""
-    config = EngineConfig(
-        model=ModelSection(path=str(model), served_names=("stub",)),
-        gateway=GatewaySection(port=0),
-    )
+    asked = EngineConfig(model=ModelSection(path=str(model)))
+    gateway = GatewaySection(port=0, served_names=("stub",))
+    config = ServeConfig(plan=resolve_for(asked, load_model_config(model)), gateway=gateway)
     config_reader, config_writer = os.pipe()
     os.write(config_writer, msgspec.json.encode(config))
     os.close(config_writer)

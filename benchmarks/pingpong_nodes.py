@@ -27,10 +27,10 @@ from models.config import LayerConfig, ModelConfig, MoeConfig, RopeConfig
 from models.weights import AttentionWeights, ExpertLayerWeights, ExpertWeights, LayerWeights
 from topspin.config import (
     CacheSection,
+    ComputeSection,
     EngineConfig,
     M2NSection,
     ModelSection,
-    NodeConfig,
     SchedulerSection,
     TraceSection,
 )
@@ -48,6 +48,8 @@ from topspin.messages import (
     Trace,
     pack_ints,
 )
+from topspin.plan import NodeConfig
+from topspin.resolve import ModelFacts, resolve
 from topspin.trace import Ring
 
 MAX_M = 4
@@ -111,13 +113,16 @@ def model_config(shape: Shape) -> ModelConfig:
 def node_config(shape: Shape) -> NodeConfig:
     """Return the settings that both nodes use."""
     num_rows = shape.rows * MAX_M
-    return EngineConfig(
+    asked = EngineConfig(
         model=ModelSection(path="unused", dtype="bfloat16", max_model_len=4096),
         scheduler=SchedulerSection(max_num_seqs=num_rows, max_num_batched_tokens=num_rows),
         cache=CacheSection(block_size=BLOCK_SIZE),
         m2n=M2NSection(transport="shm", payload="bf16", wait="spin", window_rows=num_rows),
+        compute=ComputeSection(layout="shared"),
         trace=TraceSection(enabled=False),
-    ).for_node()
+    )
+    facts = ModelFacts("bfloat16", 4096, shape.num_layers, (0,), shape.num_experts)
+    return resolve(asked, facts).for_node()
 
 
 def random_weight(*size: int) -> torch.Tensor:

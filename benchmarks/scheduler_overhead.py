@@ -28,6 +28,7 @@ from topspin.messages import (
     encode,
     pack_ints,
 )
+from topspin.resolve import ModelFacts, resolve
 
 NUM_RUNNING = (1, 16, 256, 4096)
 NUM_MICRO_BATCHES = (1, 2)
@@ -41,8 +42,8 @@ def make_policy(num_running: int, num_micro_batches: int, num_steps: int) -> Pol
     """Return a policy with `num_running` requests queued that outlast `num_steps` steps."""
     max_tokens = num_steps + 50
     blocks = -(-(PROMPT_TOKENS + max_tokens) // BLOCK_SIZE)
-    config = EngineConfig(
-        model=ModelSection(path="unused", max_model_len=PROMPT_TOKENS + max_tokens),
+    asked = EngineConfig(
+        model=ModelSection(path="unused"),
         cache=CacheSection(block_size=BLOCK_SIZE),
         scheduler=SchedulerSection(
             max_num_seqs=num_running,
@@ -51,7 +52,7 @@ def make_policy(num_running: int, num_micro_batches: int, num_steps: int) -> Pol
         ),
     )
     policy = Policy(
-        config,
+        resolve(asked, ModelFacts("bfloat16", PROMPT_TOKENS + max_tokens, 1, (), 0)),
         formation=Formation(uniform_table(num_layers=0, num_experts=0, num_nodes=1)),
         num_blocks=[num_running * blocks],
         vocab_size=VOCAB_SIZE,

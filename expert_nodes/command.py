@@ -40,7 +40,7 @@ def accept_attention(
         topology.attention_incarnations,
         topology.table,
         Waits(timeout_s=CONNECT_TIMEOUT_S, policy=wait_policy(config), check=life.check),
-        runtime=experts.runtime if config.compute.place("expert").is_device else None,
+        runtime=experts.runtime if config.node.place.is_device else None,
         reuse=config.restart,
     )
 

@@ -24,7 +24,7 @@ from m2n_comm.net import ExpertBatch, NetShape
 from models.config import ModelConfig
 from models.expert_reader import ExpertReader
 from models.weights import ExpertStream, ExpertWeights, take
-from topspin.config import NodeConfig
+from topspin.plan import NodeConfig
 from topspin.trace import Ring
 
 

@@ -18,7 +18,7 @@ from m2n_comm.gpu.ipc_pairs import inbox_bytes
 from m2n_comm.gpu.memory import whole_pages
 from m2n_comm.net import NetShape
 from models.config import ModelConfig
-from topspin.config import NodeConfig
+from topspin.plan import NodeConfig
 from topspin.units import format_size
 
 # Quantising a matrix needs the matrix and some fp32 copies of it.
@@ -56,13 +56,13 @@ def batch_bytes(config: NodeConfig, shape: NetShape) -> int:
     These are the buffer in which they are joined and, over cuda_ipc, the receive windows; 0 if
     all nodes share the device.
     """
-    if config.m2n.transport == "local" and config.compute.nodes(config.topology).share_a_device:
+    if config.shares_device:
         return 0
     per_row = shape.hidden_size * (shape.compute or shape.payload).itemsize + shape.top_k * 8
     one = shape.window_rows * per_row
-    if config.m2n.transport == "cuda_ipc":
+    if config.link.transport == "cuda_ipc":
         one += whole_pages(inbox_bytes(shape, "expert"))
-    return config.topology.attention_nodes * one
+    return config.num_attention * one
 
 
 def shortage(

@@ -19,9 +19,9 @@ from expert_nodes.experts import Experts
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
 from models.expert_reader import ExpertReader
-from topspin.config import NodeConfig
 from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared
+from topspin.plan import NodeConfig
 
 # Work stops after this time, so that a step can run; a piece that has begun is finished.
 WORK_S = 0.001

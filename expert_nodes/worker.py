@@ -25,12 +25,12 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_expert_weights
 from topspin.channel import ControlClient
-from topspin.config import NodeConfig
 from topspin.devices import TRITON
 from topspin.errors import ConfigError, ProtocolError
 from topspin.expert_table import ExpertTable
 from topspin.messages import AnyMessage, ExpertCounts, PrepareTable, StepTicket, Welcome
 from topspin.node_life import NodeLife
+from topspin.plan import NodeConfig
 from topspin.process import release_freed_memory
 from topspin.progress import Beat
 from topspin.trace_node import ring_of
@@ -80,10 +80,15 @@ def load_experts(
     config = welcome.config
     model = load_model_config(model_path)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    if config.compute.num_threads is not None:
-        torch.set_num_threads(config.compute.num_threads)
-    place = config.compute.place("expert")
-    ops = select_ops(place.kernels, dtype, config.model.quantization, device=place.device)
+    if config.node.num_threads is not None:
+        torch.set_num_threads(config.node.num_threads)
+    place = config.node.place
+    ops = select_ops(
+        place.kernels,
+        dtype,
+        config.precision[0].format if config.precision else "none",
+        device=place.device,
+    )
     runtime = runtime or open_runtime(place.device)
     held = welcome.table.experts_of(index)
     _check_memory(runtime, ops, model, config, held=held, index=index)
@@ -96,10 +101,10 @@ def load_experts(
             ops,
             held=held,
             version=welcome.table.version,
-            per_expert_answers=config.compute.deterministic,
+            per_expert_answers=config.execution.deterministic,
             runtime=runtime,
             # Counting costs a launch per layer on a device; one node alone needs no balancing.
-            counts=not (place.is_device and config.topology.expert_nodes == 1),
+            counts=not (place.is_device and config.num_experts == 1),
         )
         experts.warm_up(warm_up_rows(config) if runtime.is_asynchronous else (1,))
     except torch.OutOfMemoryError as error:
@@ -141,9 +146,7 @@ def _check_memory(
 
 def warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
     """Return numbers of rows that cover all kernel variants, up to the largest batch."""
-    most = config.max_num_batched_tokens
-    if config.m2n.transport != "local":
-        most = min(most, config.m2n.rows_per_window) * config.topology.attention_nodes
+    most = config.batch_rows
     powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
     return (*powers, most)
 
@@ -203,9 +206,9 @@ class ExpertWorker:
     def load(self, welcome: Welcome) -> int:
         experts = self._experts = self._load(welcome)
         self._life.inbox.trace = experts.trace
-        compute = welcome.config.compute
+        config = welcome.config
         # Kernels other than Triton's may wait for the device.
-        if compute.cuda_graphs and compute.place("expert").kernels == TRITON:
+        if config.execution.cuda_graphs and config.node.kernels == TRITON:
             self._graphs = TicketGraphs(experts.runtime)
         self._change = TableChange(
             experts, model_path=self._model_path, config=welcome.config, index=self._index

@@ -37,9 +37,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from m2n_comm.waits import WaitPolicy
-from topspin.config import MAX_MICRO_BATCHES, NodeConfig
+from topspin.config import MAX_MICRO_BATCHES
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
+from topspin.plan import NodeConfig
 from topspin.trace import Ring
 
 _COMPRESSED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -88,25 +89,23 @@ class NetShape:
             top_k=top_k,
             num_layers=num_layers,
             payload=payload_dtype(config),
-            window_rows=min(config.m2n.rows_per_window, config.max_num_batched_tokens),
+            window_rows=config.link.window_rows,
             num_micro_batches=MAX_MICRO_BATCHES,
-            deadline_s=config.m2n.deadline_s,
-            per_expert_answers=config.compute.deterministic,
-            compressed=_COMPRESSED.get(config.m2n.payload),
+            deadline_s=config.link.deadline_s,
+            per_expert_answers=config.execution.deterministic,
+            compressed=_COMPRESSED.get(config.link.payload),
             compute=getattr(torch, config.model.dtype),
         )
 
 
 def payload_dtype(config: NodeConfig) -> torch.dtype:
     """Return the dtype of uncompressed rows that --m2n-payload asks for."""
-    assert config.m2n.payload != "auto", "resolve() first"
-    return torch.float32 if config.m2n.payload == "fp32" else torch.bfloat16
+    return torch.float32 if config.link.payload == "fp32" else torch.bfloat16
 
 
 def wait_policy(config: NodeConfig) -> WaitPolicy:
     """Return how a node waits within a step."""
-    assert config.m2n.wait != "auto", "resolve() first"
-    return config.m2n.wait
+    return config.node.wait
 
 
 class ExpertBatch(NamedTuple):

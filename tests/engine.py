@@ -30,6 +30,7 @@ from topspin.channel import (
 )
 from topspin.cli.serve import resolve_for
 from topspin.config import (
+    BalanceSection,
     CacheSection,
     ComputeSection,
     EngineConfig,
@@ -60,6 +61,7 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.node_life import run_node
+from topspin.plan import EnginePlan
 
 TIMEOUT_S = 60.0
 
@@ -102,14 +104,16 @@ def engine_config(
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 48,
     deadline_s: float = TIMEOUT_S,
+    link_latency_us: float = 0.0,
+    balance: BalanceSection | None = None,
     failover: FailoverSection | None = None,
     **scheduler: Any,
-) -> EngineConfig:
-    """Return a resolved configuration for a tiny model; windows are small on purpose."""
+) -> EnginePlan:
+    """Return the plan of equal nodes for a tiny model; windows are small on purpose."""
     model = load_model_config(path)
     if model.moe is None:
         expert_nodes = 1  # more would be refused; this one is not started
-    config = EngineConfig(
+    asked = EngineConfig(
         model=ModelSection(path=str(path), dtype=dtype),
         topology=TopologySection(attention_nodes=attention_nodes, expert_nodes=expert_nodes),
         scheduler=SchedulerSection(
@@ -120,8 +124,13 @@ def engine_config(
         ),
         cache=CacheSection(block_size=block_size, kv_cache_bytes=kv_cache_bytes),
         m2n=M2NSection(
-            transport=transport, payload=payload, window_rows=window_rows, deadline_s=deadline_s
+            transport=transport,
+            payload=payload,
+            window_rows=window_rows,
+            link_latency_us=link_latency_us,
+            deadline_s=deadline_s,
         ),
+        balance=balance or BalanceSection(),
         failover=failover or FailoverSection(),
         compute=ComputeSection(
             kernels=kernels,
@@ -132,9 +141,10 @@ def engine_config(
             gpu_streams=gpu_streams,
             num_threads=num_threads,
             deterministic=deterministic,
+            layout="shared",
         ),
     )
-    return resolve_for(config, model)
+    return resolve_for(asked, model)
 
 
 class Engine:
@@ -149,7 +159,7 @@ class Engine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EnginePlan,
         *,
         external: Sequence[str] = (),
         control_of: Callable[[str, str], str] = lambda name, address: address,
@@ -224,26 +234,26 @@ class Engine:
             self._channel.close()
 
     def _start_nodes(self) -> None:
-        topology = self.config.topology
-        if self.config.m2n.transport == "local":
+        num_experts, num_attention = len(self.config.experts), len(self.config.attention)
+        if self.config.is_one_process:
             node = LocalNode(
                 address=self._address,
                 model_path=self._path,
-                attention_nodes=topology.attention_nodes,
-                expert_nodes=topology.expert_nodes,
+                attention_nodes=num_attention,
+                expert_nodes=num_experts,
             )
             self._start("local", node.run)
             return
-        for index in range(topology.expert_nodes):
+        for index in range(num_experts):
             if f"expert {index}" not in self._external:
                 self._start(f"expert {index}", lambda index=index: self._run_expert(index))
-        for index in range(topology.attention_nodes):
+        for index in range(num_attention):
             if f"attention {index}" not in self._external:
                 self._start(f"attention {index}", lambda index=index: self._run_attention(index))
 
     def _run_expert(self, index: int) -> int:
         def body(control: ControlClient) -> None:
-            transport = self.config.m2n.transport
+            transport = self.config.link.transport
             assert transport in get_args(Between)
             between = cast(Between, transport)
             run_worker(control, index=index, model_path=self._path, transport=between)

@@ -1,25 +1,20 @@
-"""The settings of one engine: frozen sections, composed and validated once.
+"""The settings that a user asks for, in frozen sections, and the policies of an engine plan.
 
 Owns every setting: its field is the one place that gives its type, default, range, help and flag.
-Knows no tensors and no sockets. topspin.cli.flags derives the command line from these sections.
-topspin.resolve checks them and turns every "auto" into a concrete value; it returns a new object.
-Sections never change. A role receives only its part: nodes get a NodeConfig in the scheduler's
-Welcome.
+Knows no tensors and no sockets. topspin.cli.flags derives the command line from these sections;
+topspin.resolve makes the engine plan of them, which is all that later code sees.
 
-None stands for "auto" in a field that is not text. It stays None after resolve() where only the
-node can know (num_threads, a GPU's kv_cache_bytes) or measurement decides (micro_batches).
+None stands for "auto" in a field that is not text.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from topspin.cores import DEFAULT_LAYOUT, SPIN_COUNT, Layout
-from topspin.devices import CPU, Devices, NodeRole, Nodes, Place, assign_devices
-from topspin.errors import ConfigError
+from topspin.devices import CPU, KernelName, NodeRole, Nodes, Place
 from topspin.settings import Setting
 from topspin.units import format_size, parse_origins, parse_size, parse_switch
 
@@ -32,11 +27,8 @@ MAX_MICRO_BATCHES = 4
 Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc"]
 Dtype = Literal["float32", "bfloat16"]
 Payload = Literal["auto", "bf16", "fp32", "fp8", "int8"]
-Kernels = Literal["auto", "cpu", "triton", "reference", "deterministic"]
+Kernels = Literal["auto"] | KernelName
 Quantization = Literal["none", "int8", "int4", "fp8"]
-Decoded = TypeVar("Decoded")
-
-QUANTIZATIONS = {"cpu": ("int8", "int4"), "triton": ("int8", "int4", "fp8")}
 
 
 class BatchLimits(NamedTuple):
@@ -65,13 +57,6 @@ class ModelSection(Section, frozen=True, kw_only=True):
     """
 
     path: str
-    served_names: Annotated[
-        tuple[str, ...],
-        Setting(
-            "names by which clients ask for the model; the first one is shown; none: MODEL",
-            flag="--served-model-name NAME",
-        ),
-    ] = ()
     dtype: Annotated[
         Literal["auto"] | Dtype,
         Setting("type of weights and activations; auto: the checkpoint's", flag="--dtype"),
@@ -116,28 +101,12 @@ class TopologySection(Section, frozen=True, kw_only=True):
     ] = 1
 
 
-class SchedulerSection(Section, frozen=True, kw_only=True):
-    """Limits of the batch and of the queue. Token budgets are per attention node and step."""
+class SchedulingPolicy(Section, frozen=True, kw_only=True):
+    """How steps are planned, and how many requests may wait.
 
-    max_num_seqs: Annotated[
-        int | None,
-        Setting(
-            "sequences that run at once on an attention node; auto: "
-            f"{CPU_BATCH.max_num_seqs} on the CPU, {GPU_BATCH.max_num_seqs} on a GPU",
-            flag="--max-num-seqs N",
-            within=(1, 65536),
-        ),
-    ] = None
-    max_num_batched_tokens: Annotated[
-        int | None,
-        Setting(
-            "tokens per step and attention node; longer prompts go in chunks; auto: "
-            f"{CPU_BATCH.max_num_batched_tokens} on the CPU, "
-            f"{GPU_BATCH.max_num_batched_tokens} on a GPU",
-            flag="--max-num-batched-tokens N",
-            within=(1, 2**20),
-        ),
-    ] = None
+    `micro_batches` None: measured while serving.
+    """
+
     micro_batches: Annotated[
         int | None,
         Setting(
@@ -165,6 +134,30 @@ class SchedulerSection(Section, frozen=True, kw_only=True):
             within=(0, 2**20),
         ),
     ] = 4
+
+
+class SchedulerSection(SchedulingPolicy, frozen=True, kw_only=True):
+    """Limits of the batch and of the queue. Token budgets are per attention node and step."""
+
+    max_num_seqs: Annotated[
+        int | None,
+        Setting(
+            "sequences that run at once on an attention node; auto: "
+            f"{CPU_BATCH.max_num_seqs} on the CPU, {GPU_BATCH.max_num_seqs} on a GPU",
+            flag="--max-num-seqs N",
+            within=(1, 65536),
+        ),
+    ] = None
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Setting(
+            "tokens per step and attention node; longer prompts go in chunks; auto: "
+            f"{CPU_BATCH.max_num_batched_tokens} on the CPU, "
+            f"{GPU_BATCH.max_num_batched_tokens} on a GPU",
+            flag="--max-num-batched-tokens N",
+            within=(1, 2**20),
+        ),
+    ] = None
 
     def batch_limits(self, *, is_gpu: bool) -> BatchLimits:
         """Return the limits of the batch; those not set depend on the device."""
@@ -259,20 +252,47 @@ class M2NSection(Section, frozen=True, kw_only=True):
         Setting("a step in which a node waits longer than this for another has failed", above=0),
     ] = 30.0
 
-    @property
-    def rows_per_window(self) -> int:
-        """Return the rows of a window."""
-        assert self.window_rows is not None, "resolve() first"
-        return self.window_rows
 
-
-class ComputeSection(Section, frozen=True, kw_only=True):
-    """How nodes compute; a node receives its own device and kernels.
+class ExecutionPolicy(Section, frozen=True, kw_only=True):
+    """How all nodes compute.
 
     `deterministic`: a request's logits have the same bits on any layout, in any batch, after any
-    replay; resolve() chooses kernels that guarantee it. `layout`: topspin.cores. A decode step of a
-    GPU is captured once per size and replayed with `cuda_graphs`.
+    replay, with the kernels of that name. A decode step of a GPU is captured once per size and
+    replayed with `cuda_graphs`.
     """
+
+    deterministic: Annotated[
+        bool,
+        Setting(
+            "the same bits of logits on any layout and in any batch; slower", flag="--deterministic"
+        ),
+    ] = False
+    cuda_graphs: Annotated[
+        bool,
+        Setting(
+            "launch every kernel by itself instead of replaying CUDA graphs",
+            flag="--enforce-eager",
+            constant=False,
+        ),
+    ] = True
+    gpu_streams: Annotated[
+        int,
+        Setting(
+            "2: attention and experts that share one GPU overlap, on a stream each and with two "
+            "micro-batches unless told otherwise",
+            within=(1, 2),
+        ),
+    ] = 1
+    spin_count: Annotated[
+        int,
+        Setting(
+            "how often an idle OpenMP thread looks for work before it sleeps", within=(0, 2**31 - 1)
+        ),
+    ] = SPIN_COUNT
+
+
+class ComputeSection(ExecutionPolicy, frozen=True, kw_only=True):
+    """Where nodes compute, and with which threads; `layout`: topspin.cores."""
 
     kernels: Annotated[
         Kernels,
@@ -298,22 +318,6 @@ class ComputeSection(Section, frozen=True, kw_only=True):
             flag="--expert-device DEVICE",
         ),
     ] = CPU
-    cuda_graphs: Annotated[
-        bool,
-        Setting(
-            "launch every kernel by itself instead of replaying CUDA graphs",
-            flag="--enforce-eager",
-            constant=False,
-        ),
-    ] = True
-    gpu_streams: Annotated[
-        int,
-        Setting(
-            "2: attention and experts that share one GPU overlap, on a stream each and with two "
-            "micro-batches unless told otherwise",
-            within=(1, 2),
-        ),
-    ] = 1
     num_threads: Annotated[
         int | None,
         Setting(
@@ -322,12 +326,6 @@ class ComputeSection(Section, frozen=True, kw_only=True):
             within=(1, 4096),
         ),
     ] = None
-    deterministic: Annotated[
-        bool,
-        Setting(
-            "the same bits of logits on any layout and in any batch; slower", flag="--deterministic"
-        ),
-    ] = False
     layout: Annotated[
         Literal["auto"] | Layout,
         Setting(
@@ -336,12 +334,6 @@ class ComputeSection(Section, frozen=True, kw_only=True):
             flag="--layout",
         ),
     ] = "auto"
-    spin_count: Annotated[
-        int,
-        Setting(
-            "how often an idle OpenMP thread looks for work before it sleeps", within=(0, 2**31 - 1)
-        ),
-    ] = SPIN_COUNT
 
     def place(self, role: NodeRole) -> Place:
         """Return where the nodes of `role` compute; Place.is_device chooses their code paths."""
@@ -360,24 +352,16 @@ class ComputeSection(Section, frozen=True, kw_only=True):
         )
 
 
-def _kernels_on(device: str, asked: str) -> str:
+def _kernels_on(device: str, asked: Kernels) -> KernelName:
     """Return kernels.dispatch's name of the kernels `asked` for on `device`."""
     if asked != "auto":
         return asked
     return "cpu" if device == CPU else "triton"
 
 
-class BalanceSection(Section, frozen=True, kw_only=True):
-    """The placement of routed experts on nodes, and when it changes."""
+class BalancePolicy(Section, frozen=True, kw_only=True):
+    """When the placement of routed experts on nodes changes."""
 
-    redundant_experts: Annotated[
-        int,
-        Setting(
-            "slots per MoE layer, over all expert nodes, for second copies",
-            flag="--redundant-experts R",
-            within=(0, 2**20),
-        ),
-    ] = 0
     interval_s: Annotated[
         float,
         Setting(
@@ -398,6 +382,19 @@ class BalanceSection(Section, frozen=True, kw_only=True):
             "half-life of averaged loads, in routed pairs per layer and expert", within=(1, 2**30)
         ),
     ] = 512
+
+
+class BalanceSection(BalancePolicy, frozen=True, kw_only=True):
+    """The placement of routed experts on nodes, and when it changes."""
+
+    redundant_experts: Annotated[
+        int,
+        Setting(
+            "slots per MoE layer, over all expert nodes, for second copies",
+            flag="--redundant-experts R",
+            within=(0, 2**20),
+        ),
+    ] = 0
 
 
 class TraceSection(Section, frozen=True, kw_only=True):
@@ -453,6 +450,13 @@ class GatewaySection(Section, frozen=True, kw_only=True):
     `allowed_origins`: the origins of web pages that may call the server from a browser; `*` is any.
     """
 
+    served_names: Annotated[
+        tuple[str, ...],
+        Setting(
+            "names by which clients ask for the model; the first one is shown; none: MODEL",
+            flag="--served-model-name NAME",
+        ),
+    ] = ()
     host: Annotated[str, Setting("address to listen on", flag="--host")] = "127.0.0.1"
     port: Annotated[
         int, Setting("TCP port; 0 takes a free one", flag="--port", within=(0, 65535))
@@ -476,26 +480,8 @@ class GatewaySection(Section, frozen=True, kw_only=True):
     ] = ()
 
 
-class NodeConfig(Section, frozen=True, kw_only=True):
-    """The settings of one attention or expert node; sent in Welcome.
-
-    `micro_batches`: the number in every step; None: it varies.
-    """
-
-    model: ModelSection
-    topology: TopologySection
-    cache: CacheSection
-    m2n: M2NSection
-    compute: ComputeSection
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    micro_batches: int | None = None
-    restart: bool = False
-    trace: TraceSection = TraceSection()
-
-
 class EngineConfig(Section, frozen=True, kw_only=True):
-    """All settings of one engine."""
+    """All that a user can ask for by flags; topspin.resolve turns it into an EnginePlan."""
 
     model: ModelSection
     topology: TopologySection = TopologySection()
@@ -507,74 +493,3 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     trace: TraceSection = TraceSection()
     gateway: GatewaySection = GatewaySection()
     failover: FailoverSection = FailoverSection()
-
-    @property
-    def batch(self) -> BatchLimits:
-        """Return the limits of an attention node's batch."""
-        return self.scheduler.batch_limits(is_gpu=self.compute.place("attention").is_gpu)
-
-    @property
-    def nodes(self) -> Nodes:
-        """Return how many nodes of each role there are and where they compute."""
-        return self.compute.nodes(self.topology)
-
-    @property
-    def devices(self) -> Devices:
-        """Return each node's own device; resolve() first."""
-        return assign_devices(self.nodes, transport=self.m2n.transport)
-
-    def for_node(self, role: NodeRole = "attention", index: int = 0) -> NodeConfig:
-        """Return the part that node `index` of `role` receives, with its own device."""
-        if role == "attention":
-            own = {"attention_device": self.devices.attention[index]}
-        else:
-            own = {"expert_device": self.devices.experts[index]}
-        compute = msgspec.structs.replace(self.compute, **own)
-        return NodeConfig(
-            model=self.model,
-            topology=self.topology,
-            cache=self.cache,
-            m2n=self.m2n,
-            compute=compute,
-            max_num_seqs=self.batch.max_num_seqs,
-            max_num_batched_tokens=self.batch.max_num_batched_tokens,
-            micro_batches=self.scheduler.micro_batches,
-            restart=self.failover.restart,
-            trace=self.trace,
-        )
-
-    @property
-    def max_model_len(self) -> int:
-        """Return the longest sequence, prompt and output together, in tokens."""
-        assert self.model.max_model_len is not None, "resolve() first"
-        return self.model.max_model_len
-
-
-def load_config(path: str) -> EngineConfig:
-    """Read a whole EngineConfig from the JSON file at `path` (`/dev/fd/N` too)."""
-    return _decode(path, EngineConfig)
-
-
-def load_settings(path: str) -> dict[str, dict[str, Any]]:
-    """Return the settings in the JSON file at `path`, by section, unchecked."""
-    return _decode(path, dict[str, dict[str, Any]])
-
-
-def compose(settings: dict[str, dict[str, Any]], *, source: str) -> EngineConfig:
-    """Return the sections with `settings`, defaults for the others.
-
-    Raises ConfigError, with `source` and the place, for a name or a type that is wrong.
-    """
-    try:
-        return msgspec.convert(settings, EngineConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from error
-
-
-def _decode(path: str, kind: type[Decoded]) -> Decoded:
-    try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=kind)
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: {error}") from error

@@ -1,13 +1,13 @@
 """The devices of nodes, and the nets that can connect nodes on such devices.
 
 Pure: knows names and numbers of nodes, opens nothing and looks at no machine (each node checks for
-its GPU, by kernels.runtime). Called by topspin.resolve and by EngineConfig.devices, the one place
-that assigns devices; the nodes' commands ask for a role's device when they compose a net.
+its GPU, by kernels.runtime). Called by topspin.resolve and by
+topspin.plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Final, Literal, NamedTuple
 
@@ -17,14 +17,15 @@ CPU: Final = "cpu"
 CUDA: Final = "cuda"
 TRITON: Final = "triton"
 
-NodeRole = Literal["attention", "expert"]
+NodeRole = Literal["attention", "expert", "draft"]
+KernelName = Literal["cpu", "triton", "reference", "deterministic"]
 
 
 class Place(NamedTuple):
     """Where the nodes of one role compute, and with which kernels (kernels.dispatch's name)."""
 
     device: str
-    kernels: str
+    kernels: KernelName
 
     @property
     def is_gpu(self) -> bool:
@@ -143,28 +144,39 @@ def auto_micro_batches(nodes: Nodes, transport: str, gpu_streams: int) -> int | 
     return gpu_streams if transport == "local" and nodes.share_a_device else None
 
 
-def check_transport(nodes: Nodes, transport: str) -> None:
+def share_a_device(places: Sequence[Place]) -> bool:
+    """Say whether all of `places` are one device to which work is enqueued."""
+    return all(place.is_device for place in places) and len({p.device for p in places}) == 1
+
+
+def check_transport(attention: Sequence[Place], experts: Sequence[Place], transport: str) -> None:
     """Raise ConfigError, naming the options and a fix, if `transport` cannot connect such nodes."""
-    attention, experts = nodes.attention, nodes.experts
-    said = (
-        f"--transport {transport} with --attention-device {attention.device} and "
-        f"--expert-device {experts.device}"
-    )
-    has_device = attention.is_device or (nodes.num_experts > 0 and experts.is_device)
-    if transport == "local" and nodes.num_attention > 1 and has_device:
+    said = f"--transport {transport} with attention on {_names(attention)}"
+    if experts:
+        said += f" and experts on {_names(experts)}"
+    places = [*attention, *experts]
+    has_device = any(place.is_device for place in places)
+    if transport == "local" and len(attention) > 1 and has_device:
         raise ConfigError(
-            f"--attention-nodes {nodes.num_attention} and {said}: one process drives a GPU for "
-            "one attention node; use --transport cuda_ipc or shm, or one attention node"
+            f"{said}: one process drives a GPU for one attention node; use --transport cuda_ipc "
+            "or shm, or one attention node"
         )
-    if not nodes.num_experts:
+    if transport == "local" and len(set(experts)) > 1:
+        raise ConfigError(f"{said}: the expert nodes of one process compute on the same device")
+    if not experts:
         return
-    both = attention.is_device and experts.is_device
-    if transport == "cuda_ipc" and not (both and attention.is_gpu == experts.is_gpu):
+    are_devices = all(place.is_device for place in places)
+    if transport == "cuda_ipc" and not (are_devices and len({p.is_gpu for p in places}) == 1):
         raise ConfigError(
             f"{said}: it joins GPUs of one host; use --transport shm where one side is a CPU"
         )
-    if transport == "local" and both and not nodes.share_a_device:
+    if transport == "local" and are_devices and not share_a_device(places):
         raise ConfigError(f"{said}: one process drives one GPU; use --transport cuda_ipc or shm")
+
+
+def _names(places: Sequence[Place]) -> str:
+    """Return the devices of nodes, each once: "cuda:0, cuda:1"."""
+    return ", ".join(dict.fromkeys(place.device for place in places))
 
 
 def check_options(

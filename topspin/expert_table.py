@@ -8,7 +8,8 @@ new version; frames carry the version that they were routed by.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -71,16 +72,33 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def uniform_table(
     *, num_layers: int, num_experts: int, num_nodes: int, num_redundant: int = 0
 ) -> ExpertTable:
-    """Return version 1: contiguous runs of experts, sizes differing by at most one.
+    """Return contiguous_table() of equal nodes, which differ by one expert at most.
 
-    `num_redundant` slots per layer, over all nodes, hold second and further copies, going
-    round the experts in order; at most num_experts * (num_nodes - 1), or an expert would
-    be twice on a node.
+    `num_redundant` slots per layer, over all nodes, hold second and further copies.
     """
-    assert 0 <= num_redundant <= num_experts * (num_nodes - 1), "no room for the copies"
-    num_slots = num_experts + num_redundant
-    bounds = [num_slots * node // num_nodes for node in range(num_nodes + 1)]
+    return contiguous_table(
+        num_layers=num_layers,
+        num_experts=num_experts,
+        capacities=even_shares(num_experts + num_redundant, num_nodes),
+    )
+
+
+def contiguous_table(
+    *, num_layers: int, num_experts: int, capacities: Sequence[int]
+) -> ExpertTable:
+    """Return version 1: node i holds a run of `capacities[i]` experts in every layer.
+
+    Slots beyond `num_experts` hold second and further copies, going round the experts in order.
+    """
+    assert max(capacities, default=0) <= num_experts, "an expert would be twice on a node"
     layer = tuple(
-        tuple(place % num_experts for place in range(low, high)) for low, high in pairwise(bounds)
+        tuple(place % num_experts for place in range(low, high))
+        for low, high in pairwise(accumulate(capacities, initial=0))
     )
     return ExpertTable(version=1, num_experts=num_experts, slots=(layer,) * num_layers)
+
+
+def even_shares(total: int, num_nodes: int) -> list[int]:
+    """Return the slots of each node, which differ by one at most."""
+    bounds = [total * node // num_nodes for node in range(num_nodes + 1)]
+    return [high - low for low, high in pairwise(bounds)]

@@ -32,7 +32,9 @@ LM_HEAD_FORMATS: Final = ("none", "int8")
 """With fewer bits the most likely token would often be another."""
 
 
-class PrecisionRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PrecisionRule(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """A format, and the weights that it is for: those of all fields that are not None.
 
     `part`: the attention's projections, the MLPs of dense layers and shared experts, routed

@@ -1,12 +1,14 @@
-"""Turns the settings asked for into an engine's: replaces every "auto", or raises ConfigError.
+"""Turns the settings asked for into an engine plan: replaces every "auto", or raises ConfigError.
 
-Pure: knows the checkpoint's facts, and a measured layout, only as arguments. Called by
-`topspin serve` before anything is started; all later code gets concrete values.
+Pure: knows the checkpoint, the host's cores and a measured layout only as arguments. Called by
+`topspin serve` before anything is started; all later code gets the plan. check_model() is also for
+plans that were read from a file.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -14,88 +16,239 @@ from topspin.config import (
     CPU_KV_CACHE_BYTES,
     DETERMINISTIC_KERNELS,
     GPU_WINDOW_ROWS,
-    QUANTIZATIONS,
     WINDOW_ROWS,
+    BalancePolicy,
     ComputeSection,
     EngineConfig,
+    ExecutionPolicy,
     M2NSection,
     ModelSection,
-    Payload,
     SchedulerSection,
+    SchedulingPolicy,
+    Section,
     TopologySection,
 )
-from topspin.cores import DEFAULT_LAYOUT, LayoutChoice
+from topspin.cores import DEFAULT_LAYOUT, LayoutChoice, split_cores
 from topspin.devices import (
-    CPU,
-    NodeRole,
     Nodes,
+    assign_devices,
     auto_micro_batches,
     auto_transport,
     check_options,
-    check_transport,
     parse_device,
 )
 from topspin.errors import ConfigError
+from topspin.expert_table import even_shares
+from topspin.plan import (
+    AttentionNode,
+    EnginePlan,
+    ExpertNode,
+    KvCacheSpec,
+    LinkSpec,
+    Payload,
+    PlannedModel,
+    Wait,
+)
+from topspin.precision import check_rules, rules_of
 from topspin.settings import check_ranges
-from topspin.units import check_origins
+
+Policy = TypeVar("Policy", bound=Section)
+
+
+class ModelFacts(NamedTuple):
+    """The facts of a checkpoint that a plan depends on.
+
+    `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes an
+    engine without expert nodes. `shares_prefixes`: a token's key and value depend only on the
+    tokens before it.
+    """
+
+    dtype: str
+    max_positions: int
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    shares_prefixes: bool = True
 
 
 def resolve(
     config: EngineConfig,
+    model: ModelFacts,
     *,
-    checkpoint_dtype: str,
-    max_position_embeddings: int,
-    num_experts: int,
-    shares_prefixes: bool = True,
+    cores: Sequence[int] = (0,),
     measured: LayoutChoice | None = None,
-) -> EngineConfig:
-    """Validate `config` and replace every "auto", by the checkpoint's facts above all.
+) -> EnginePlan:
+    """Validate `config` and make the plan, by the checkpoint's facts above all.
 
-    `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes an
-    engine without expert nodes. `shares_prefixes`: a token's key and value depend only on the
-    tokens before it. `measured` is the layout for "auto" (None: the default). Raises ConfigError
-    naming the setting, its value and a fix.
+    `cores` are the host's, for --layout split. `measured` is the layout for "auto" (None: the
+    default). Raises ConfigError naming the setting, its value and a fix.
     """
     check_ranges(config)
-    check_origins(config.gateway.allowed_origins)
-    topology = _topology(config.topology, num_experts)
+    topology = _topology(config.topology, model.num_experts)
     compute = _compute(config.compute, measured)
     nodes = compute.nodes(topology)
-    scheduler = _scheduler(config.scheduler, nodes, shares_prefixes=shares_prefixes)
-    _check_quantization(config.model, nodes, deterministic=compute.deterministic)
-    _check_copies(config.balance.redundant_experts, topology.expert_nodes, num_experts)
-    model = _model(config.model, checkpoint_dtype, max_position_embeddings)
-    m2n = _m2n(config.m2n, nodes, compute, dtype=model.dtype, measured=measured)
-    if scheduler.micro_batches is None:
-        auto = auto_micro_batches(nodes, m2n.transport, compute.gpu_streams)
-        scheduler = msgspec.structs.replace(scheduler, micro_batches=auto)
-    cache = config.cache
-    if cache.kv_cache_bytes is None and compute.attention_device == CPU:
-        cache = msgspec.structs.replace(cache, kv_cache_bytes=CPU_KV_CACHE_BYTES)
+    _check_copies(config.balance.redundant_experts, topology.expert_nodes, model.num_experts)
+    planned = _model(config.model, model)
+    link, wait = _m2n(config.m2n, nodes, compute, dtype=planned.dtype, measured=measured)
+    plan = EnginePlan(
+        model=planned,
+        precision=rules_of(config.model.quantization),
+        kv_cache=KvCacheSpec(block_size=config.cache.block_size),
+        nodes=_nodes(config, compute, nodes, link, wait, model.num_experts, cores),
+        links=(link,),
+        execution=_policy(ExecutionPolicy, compute),
+        scheduling=_scheduling(config.scheduler, nodes, link, compute, model),
+        balance=_policy(BalancePolicy, config.balance),
+        failover=config.failover,
+        trace=config.trace,
+    )
+    plan.check()
+    try:
+        check_precision(plan, model)
+    except ConfigError as error:
+        raise ConfigError(f"--quantization {config.model.quantization}: {error}") from error
+    check_model(plan, model)
+    return plan
+
+
+def check_precision(plan: EnginePlan, model: ModelFacts) -> None:
+    """Raise ConfigError if a rule does not fit the checkpoint, or a node's kernels."""
+    for node in plan.nodes:
+        check_rules(
+            plan.precision,
+            num_layers=model.num_layers,
+            moe_layers=model.moe_layers,
+            num_experts=model.num_experts,
+            kernels={node.role: node.kernels},
+        )
+
+
+def check_model(plan: EnginePlan, model: ModelFacts) -> None:
+    """Raise ConfigError, naming the field, if `plan` does not fit the checkpoint."""
+    if plan.model.max_model_len > model.max_positions:
+        raise ConfigError(
+            f"model.max_model_len {plan.model.max_model_len}: the model has positions up to "
+            f"{model.max_positions}"
+        )
+    if plan.scheduling.prefix_caching and not model.shares_prefixes:
+        raise ConfigError(
+            "scheduling.prefix_caching: this model rotates a key by its own prompt's length, so "
+            "prompts cannot share keys; set it to false"
+        )
+    if plan.experts and not model.num_experts:
+        raise ConfigError(f"nodes: {len(plan.experts)} expert nodes for a dense model")
+    if model.num_experts and not plan.experts:
+        raise ConfigError(
+            f"nodes: no expert node for a model with {model.num_experts} routed experts per layer"
+        )
+    held = [node.experts for node in plan.experts]
+    for node in plan.experts:
+        if node.experts > model.num_experts:
+            raise ConfigError(
+                f"{node}: experts {node.experts}: the model has {model.num_experts} per layer, and "
+                "a node holds no second copy"
+            )
+    if sum(held) < model.num_experts:
+        raise ConfigError(
+            f"nodes: expert nodes hold {' + '.join(map(str, held))} experts per layer of the "
+            f"model's {model.num_experts}"
+        )
+    check_precision(plan, model)
+
+
+def _policy(kind: type[Policy], section: Section) -> Policy:
+    """Return the settings of `section` that `kind`, one of its bases, has."""
+    return kind(**{name: getattr(section, name) for name in kind.__struct_fields__})
+
+
+def _nodes(
+    config: EngineConfig,
+    compute: ComputeSection,
+    nodes: Nodes,
+    link: LinkSpec,
+    wait: Wait,
+    num_experts: int,
+    cores: Sequence[int],
+) -> tuple[AttentionNode | ExpertNode, ...]:
+    """Return equal nodes of each role, attention first."""
+    num_nodes = nodes.num_attention + nodes.num_experts
+    own: list[tuple[int, ...]] = [()] * num_nodes
+    if compute.layout == "split" and link.transport != "local":
+        own = split_cores(cores, num_nodes)
+    devices = assign_devices(nodes, transport=link.transport)
+    limits = config.scheduler.batch_limits(is_gpu=nodes.attention.is_gpu)
+    cache_bytes = config.cache.kv_cache_bytes
+    if cache_bytes is None and not nodes.attention.is_gpu:
+        cache_bytes = CPU_KV_CACHE_BYTES
+    attention = [
+        AttentionNode(
+            index=index,
+            device=device,
+            kernels=nodes.attention.kernels,
+            num_threads=compute.num_threads,
+            cores=own[index],
+            wait=wait,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            kv_cache_bytes=cache_bytes,
+            gpu_memory_utilization=config.cache.gpu_memory_utilization,
+        )
+        for index, device in enumerate(devices.attention)
+    ]
+    slots = num_experts + config.balance.redundant_experts
+    shares = even_shares(slots, nodes.num_experts) if nodes.num_experts else []
+    experts = [
+        ExpertNode(
+            index=index,
+            device=device,
+            kernels=nodes.experts.kernels,
+            num_threads=compute.num_threads,
+            cores=own[nodes.num_attention + index],
+            wait=wait,
+            experts=share,
+        )
+        for index, (device, share) in enumerate(zip(devices.experts, shares, strict=True))
+    ]
+    return (*attention, *experts)
+
+
+def _scheduling(
+    scheduler: SchedulerSection,
+    nodes: Nodes,
+    link: LinkSpec,
+    compute: ComputeSection,
+    model: ModelFacts,
+) -> SchedulingPolicy:
+    limits = scheduler.batch_limits(is_gpu=nodes.attention.is_gpu)
+    if limits.max_num_batched_tokens < limits.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {limits.max_num_batched_tokens} is less than "
+            f"--max-num-seqs {limits.max_num_seqs}: not every running sequence could "
+            "advance by a token in a step"
+        )
+    policy = _policy(SchedulingPolicy, scheduler)
+    micro_batches = policy.micro_batches
+    if micro_batches is None:
+        micro_batches = auto_micro_batches(nodes, link.transport, compute.gpu_streams)
     return msgspec.structs.replace(
-        config,
-        model=model,
-        topology=topology,
-        scheduler=scheduler,
-        compute=compute,
-        cache=cache,
-        m2n=m2n,
+        policy,
+        micro_batches=micro_batches,
+        prefix_caching=policy.prefix_caching and model.shares_prefixes,
     )
 
 
-def _model(model: ModelSection, checkpoint_dtype: str, max_positions: int) -> ModelSection:
-    dtype = model.dtype
+def _model(asked: ModelSection, model: ModelFacts) -> PlannedModel:
+    dtype = asked.dtype
     if dtype == "auto":
         # float16 checkpoints run in bfloat16: CPUs have no fast float16 matmul.
-        dtype = "float32" if checkpoint_dtype == "float32" else "bfloat16"
-    max_model_len = model.max_model_len or max_positions
-    if max_model_len > max_positions:
+        dtype = "float32" if model.dtype == "float32" else "bfloat16"
+    if asked.max_model_len is not None and asked.max_model_len > model.max_positions:
         raise ConfigError(
-            f"--max-model-len {max_model_len}: the model has positions up to {max_positions}"
+            f"--max-model-len {asked.max_model_len}: the model has positions up to "
+            f"{model.max_positions}"
         )
-    names = model.served_names or (Path(model.path).name,)
-    return msgspec.structs.replace(
-        model, dtype=dtype, max_model_len=max_model_len, served_names=names
+    return PlannedModel(
+        path=asked.path, dtype=dtype, max_model_len=asked.max_model_len or model.max_positions
     )
 
 
@@ -113,23 +266,6 @@ def _topology(topology: TopologySection, num_experts: int) -> TopologySection:
             "layer, so that many nodes at most have something to do"
         )
     return topology
-
-
-def _scheduler(
-    scheduler: SchedulerSection, nodes: Nodes, *, shares_prefixes: bool
-) -> SchedulerSection:
-    limits = scheduler.batch_limits(is_gpu=nodes.attention.is_gpu)
-    if limits.max_num_batched_tokens < limits.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {limits.max_num_batched_tokens} is less than "
-            f"--max-num-seqs {limits.max_num_seqs}: not every running sequence could "
-            "advance by a token in a step"
-        )
-    return msgspec.structs.replace(
-        scheduler,
-        **limits._asdict(),
-        prefix_caching=scheduler.prefix_caching and shares_prefixes,
-    )
 
 
 def _compute(compute: ComputeSection, measured: LayoutChoice | None) -> ComputeSection:
@@ -188,14 +324,14 @@ def _m2n(
     *,
     dtype: str,
     measured: LayoutChoice | None,
-) -> M2NSection:
+) -> tuple[LinkSpec, Wait]:
+    """Return the link, and how nodes wait."""
     transport = m2n.transport
     if transport == "auto":
         transport = auto_transport(nodes) if measured is None else measured.transport
-    check_transport(nodes, transport)
     plain: Payload = "fp32" if dtype == "float32" else "bf16"
     payload = plain if m2n.payload == "auto" else m2n.payload
-    natural_wait = "spin" if compute.layout == "split" else "block"
+    natural_wait: Wait = "spin" if compute.layout == "split" else "block"
     check_options(
         nodes,
         transport,
@@ -207,28 +343,15 @@ def _m2n(
         layout=compute.layout,
     )
     rows = GPU_WINDOW_ROWS if transport == "cuda_ipc" else WINDOW_ROWS
-    return msgspec.structs.replace(
-        m2n,
+    link = LinkSpec(
         transport=transport,
         payload=payload,
-        wait=natural_wait if m2n.wait == "auto" else m2n.wait,
         window_rows=rows if m2n.window_rows is None else m2n.window_rows,
+        latency_us=m2n.link_latency_us,
+        gbps=m2n.link_gbps,
+        deadline_s=m2n.deadline_s,
     )
-
-
-def _check_quantization(model: ModelSection, nodes: Nodes, *, deterministic: bool) -> None:
-    """Raise ConfigError if either role's kernels do not support the quantization."""
-    known = [name for name, modes in QUANTIZATIONS.items() if model.quantization in modes]
-    roles: list[NodeRole] = ["attention", "expert"] if nodes.num_experts else ["attention"]
-    for role in roles:
-        place = nodes.attention if role == "attention" else nodes.experts
-        if model.quantization != "none" and place.kernels not in known:
-            asked = "--deterministic" if deterministic else f"compute.kernels {place.kernels}"
-            raise ConfigError(
-                f"--quantization {model.quantization} with {asked} on {role} nodes: only the "
-                f"kernels {' and '.join(known)} compute with such weights; leave one of the two "
-                "out"
-            )
+    return link, natural_wait if m2n.wait == "auto" else m2n.wait
 
 
 def _check_copies(redundant_experts: int, num_nodes: int, num_experts: int) -> None:

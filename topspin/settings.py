@@ -21,8 +21,8 @@ from topspin.errors import ConfigError
 class Setting:
     """The meaning of a field of a section, its range, and its flag.
 
-    `flag` is the flag with the name of its value ("--port PORT"); None: it is only in
-    `--config FILE`. Numbers are between the two of `within`, inclusive (None: no such bound), and
+    `flag` is the flag with the name of its value ("--port PORT"); None: it is only in an
+    engine plan. Numbers are between the two of `within`, inclusive (None: no such bound), and
     larger than `above`. `parse` reads the flag's text (None: by the field's type) and raises
     ConfigError. A flag with a `constant` takes no text and sets that value.
     """
@@ -56,22 +56,29 @@ class Field(NamedTuple):
 
 
 def fields_of(config: type[msgspec.Struct]) -> Iterator[Field]:
-    """Yield the settings of all sections of `config`, a struct of structs, in their order."""
+    """Yield the settings of all sections of `config`, a struct, in their order."""
     for section in msgspec.structs.fields(config):
+        if not (isinstance(section.type, type) and issubclass(section.type, msgspec.Struct)):
+            continue
         for field in msgspec.structs.fields(section.type):
             if get_origin(field.type) is not Annotated:
                 continue
             plain, setting = get_args(field.type)
-            yield Field(section.name, field.name, plain, field.default, setting)
+            if isinstance(setting, Setting):
+                yield Field(section.name, field.name, plain, field.default, setting)
 
 
-def check_ranges(config: msgspec.Struct) -> None:
-    """Raise ConfigError for the first number of `config` that is out of range."""
+def check_ranges(config: msgspec.Struct, *, by_flag: bool = True) -> None:
+    """Raise ConfigError for the first number of `config` that is out of range.
+
+    It is named by its flag, if it has one, or by its key.
+    """
     for field in fields_of(type(config)):
         value = getattr(getattr(config, field.section), field.name)
         if isinstance(value, int | float) and not _is_within(value, field.setting):
             shown = format(value, "g") if isinstance(value, float) else value
-            raise ConfigError(f"{field.shown_name} {shown}: must be {_range(field.setting)}")
+            name = field.shown_name if by_flag else field.key
+            raise ConfigError(f"{name} {shown}: must be {_range(field.setting)}")
 
 
 def _is_within(value: float, setting: Setting) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from topspin.config import NodeConfig
 from topspin.messages import AnyMessage, ClockPing, ClockPong, TraceDump, TraceQuery
+from topspin.plan import NodeConfig
 from topspin.trace import Ring
 
 if TYPE_CHECKING:  # a step runs without sockets too, where their library may be missing

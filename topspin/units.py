@@ -64,18 +64,13 @@ def parse_origins(text: str) -> tuple[str, ...]:
     except ValueError as error:
         raise ConfigError(f"{text!r} is not a JSON list: {error}") from None
     origins = tuple(str(origin).strip() for origin in listed)
-    check_origins(origins)
-    return origins
-
-
-def check_origins(origins: tuple[str, ...]) -> None:
-    """Raise ConfigError for the first origin that no browser would send."""
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(
                 f"{origin!r} is not an origin such as https://ui.example.com (nothing follows the "
                 "host and port), nor *"
             )
+    return origins
 
 
 def format_size(size_bytes: int) -> str:

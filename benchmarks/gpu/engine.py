@@ -35,18 +35,18 @@ from kernels.runtime import Runtime, open_runtime
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch, NetShape
 from models.config import ModelConfig, load_model_config
+from topspin.cli.serve import resolve_for
 from topspin.config import (
     CacheSection,
     ComputeSection,
     EngineConfig,
     ModelSection,
-    NodeConfig,
     SchedulerSection,
     TraceSection,
 )
 from topspin.expert_table import uniform_table
 from topspin.messages import StepPlan, StepResult
-from topspin.resolve import resolve
+from topspin.plan import NodeConfig
 
 BLOCK_SIZE = 16
 SEED = 0
@@ -128,19 +128,17 @@ class GpuEngine:
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._itemsize = dtype.itemsize
         ops = select_ops(
-            config.compute.place("attention").kernels,
+            config.node.kernels,
             dtype,
-            device=config.compute.attention_device,
+            device=config.node.device,
         )
-        assert config.cache.kv_cache_bytes is not None
-        assert config.model.max_model_len is not None
         assert model.moe is not None
         with torch.inference_mode():
             weights = RandomWeights(model, device=runtime.device, dtype=dtype, seed=SEED)
             cache = kv_cache.allocate(
                 model,
-                block_size=config.cache.block_size,
-                size_bytes=config.cache.kv_cache_bytes,
+                block_size=config.kv_cache.block_size,
+                size_bytes=config.attention.kv_cache_bytes,
                 dtype=dtype,
                 max_len=config.model.max_model_len,
                 runtime=runtime,
@@ -173,13 +171,13 @@ class GpuEngine:
             table=uniform_table(
                 num_layers=len(model.moe_layers), num_experts=model.moe.num_experts, num_nodes=1
             ),
-            num_streams=config.compute.gpu_streams,
+            num_streams=config.execution.gpu_streams,
         )
         self._plans = Plans(
-            block_size=config.cache.block_size,
+            block_size=config.kv_cache.block_size,
             num_blocks=cache.num_blocks,
             vocab_size=model.vocab_size,
-            max_tokens=config.max_num_batched_tokens,
+            max_tokens=config.attention.max_num_batched_tokens,
             num_micro_batches=num_micro_batches,
             seed=SEED,
         )
@@ -281,19 +279,13 @@ def node_config(
         ),
         trace=TraceSection(enabled=False),
     )
-    settled = resolve(
-        config,
-        checkpoint_dtype=model.dtype,
-        max_position_embeddings=model.max_position_embeddings,
-        num_experts=model.moe.num_experts,
-    )
-    return settled.for_node()
+    return resolve_for(config, model).for_node()
 
 
 def open_engine(workload: Workload, device: str, variant: Variant) -> GpuEngine:
     """Build the engine of one variant. Raises ConfigError if the machine cannot run it."""
     model = read_fields(workload.fields)
     config = node_config(model, workload, device, variant)
-    runtime = open_runtime(config.compute.attention_device)
+    runtime = open_runtime(config.node.device)
     # With two streams the experts of one half overlap with the attention of the other half.
     return GpuEngine(model, config, runtime, num_micro_batches=variant.gpu_streams)

@@ -32,9 +32,9 @@ from server.gateway.requests.params import ServedModel
 from server.gateway.requests.sampling_defaults import load_sampling_defaults
 from topspin import __version__
 from topspin.channel import AsyncControlClient
-from topspin.config import EngineConfig, load_config
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 from topspin.messages import Hello
+from topspin.plan import ServeConfig, load_serve_config
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation, start_logging
 
 DRAIN_S = 1.0
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the gateway; returns the exit status."""
     follow_parent()
     parser = argparse.ArgumentParser(prog="python -m server.gateway", description=__doc__)
-    parser.add_argument("--config", required=True, help="resolved EngineConfig as JSON")
+    parser.add_argument("--config", required=True, help="the ServeConfig, JSON")
     parser.add_argument("--control", required=True, help="address of the scheduler")
     parser.add_argument("--index", type=int, default=0, help="which gateway of the engine")
     parser.add_argument("--port-fd", type=int, help="descriptor to write the bound port to")
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(
                 serve(
-                    load_config(args.config),
+                    load_serve_config(args.config),
                     control=args.control,
                     index=args.index,
                     port_fd=args.port_fd,
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(
-    config: EngineConfig,
+    config: ServeConfig,
     *,
     control: str,
     index: int = 0,
@@ -134,13 +134,13 @@ async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> 
         engine.connection.send(_hello(index))
 
 
-def build_app(config: EngineConfig, engine: EngineClient) -> FastAPI:
+def build_app(config: ServeConfig, engine: EngineClient) -> FastAPI:
     """Return the application; reads the checkpoint's configuration, tokenizer and template."""
-    path = Path(config.model.path)
+    path = Path(config.plan.model.path)
     model_config = load_model_config(path)
     model = ServedModel(
-        names=config.model.served_names,
-        root=config.model.path,
+        names=config.gateway.served_names,
+        root=config.plan.model.path,
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         created_at_s=int(time.time()),
@@ -151,7 +151,7 @@ def build_app(config: EngineConfig, engine: EngineClient) -> FastAPI:
         model=model,
         tokenizer=Tokenizer.from_directory(path),
         template=ChatTemplate.find(path),
-        progress_deadline_s=config.m2n.deadline_s + PROGRESS_MARGIN_S,
+        progress_deadline_s=config.plan.link.deadline_s + PROGRESS_MARGIN_S,
         allowed_origins=config.gateway.allowed_origins,
     )
 

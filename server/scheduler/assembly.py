@@ -1,4 +1,4 @@
-"""The parts of one engine's scheduler, made from its configuration and model.
+"""The parts of one engine's scheduler, made from its plan and model.
 
 Owns the values that follow from both together, computed once: at the start, or when the
 nodes' sizes are known. Pure. Called by service.py.
@@ -12,8 +12,8 @@ from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.watermark import Watermark
 from server.scheduler.planning.policy import Policy
-from topspin.config import EngineConfig
-from topspin.expert_table import ExpertTable, uniform_table
+from topspin.expert_table import ExpertTable, contiguous_table
+from topspin.plan import EnginePlan
 
 # How long all nodes of a step may wait for one another, in addition to the links' latency,
 # before the awaited rows count as lost. They report waiting after topspin.progress.INTERVAL_S:
@@ -21,46 +21,43 @@ from topspin.expert_table import ExpertTable, uniform_table
 STANDSTILL_S = 1.5
 
 
-def places(config: EngineConfig) -> list[Member]:
+def places(plan: EnginePlan) -> list[Member]:
     """Return the places of the engine's nodes."""
-    topology = config.topology
-    attention = [Member("attention", index) for index in range(topology.attention_nodes)]
-    return attention + [Member("expert", index) for index in range(topology.expert_nodes)]
+    attention = [Member("attention", node.index) for node in plan.attention]
+    return attention + [Member("expert", node.index) for node in plan.experts]
 
 
-def first_table(config: EngineConfig, facts: EngineFacts) -> ExpertTable:
+def first_table(plan: EnginePlan, facts: EngineFacts) -> ExpertTable:
     """Return the expert table with which the engine starts."""
-    return uniform_table(
+    return contiguous_table(
         num_layers=facts.num_moe_layers,
         num_experts=facts.num_experts,
-        num_nodes=max(1, config.topology.expert_nodes),
-        num_redundant=config.balance.redundant_experts,
+        capacities=[node.experts for node in plan.experts],
     )
 
 
-def make_watermark(config: EngineConfig) -> Watermark:
+def make_watermark(plan: EnginePlan) -> Watermark:
     """Return the detector of nodes that make no progress."""
     # Without restarts the waits' own deadline decides: a short stall must not end the engine.
-    standstill_s = STANDSTILL_S + 2e-6 * config.m2n.link_latency_us
+    standstill_s = STANDSTILL_S + 2e-6 * plan.link.latency_us
     return Watermark(
-        silent_limit_s=config.failover.progress_deadline_s,
-        standstill_limit_s=standstill_s if config.failover.restart else None,
+        silent_limit_s=plan.failover.progress_deadline_s,
+        standstill_limit_s=standstill_s if plan.failover.restart else None,
     )
 
 
 def make_policy(
-    config: EngineConfig, facts: EngineFacts, roster: Roster, formation: Formation
+    plan: EnginePlan, facts: EngineFacts, roster: Roster, formation: Formation
 ) -> Policy:
     """Return the policy over the roster's nodes, all of which are ready."""
-    m2n = config.m2n
     return Policy(
-        config,
+        plan,
         formation=formation,
         num_blocks=roster.num_blocks(),
         vocab_size=facts.vocab_size,
-        shares_cores=shares_cores(config, roster.expert_addresses(), facts.num_cores),
+        shares_cores=shares_cores(plan, roster.expert_addresses(), facts.num_cores),
         num_layers=facts.num_moe_layers,
         cost=linked_cost_model(
-            latency_us=m2n.link_latency_us, gbps=m2n.link_gbps, hidden_size=facts.hidden_size
+            latency_us=plan.link.latency_us, gbps=plan.link.gbps, hidden_size=facts.hidden_size
         ),
     )

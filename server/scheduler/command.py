@@ -1,7 +1,7 @@
 """The scheduler's command line and process: `python -m server.scheduler`.
 
 Owns arguments, signals and the exit status; everything else is service.py's. The parent
-process passes a resolved configuration.
+process passes the engine plan.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import FrameType
 from server.scheduler.engine_facts import read_facts
 from server.scheduler.service import Service
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlServer
-from topspin.config import load_config
 from topspin.errors import ConfigError
+from topspin.plan import load_serve_config
 from topspin.process import CONFIG_ERROR_STATUS, follow_parent, start_logging
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     """Run one engine's scheduler; returns its exit status."""
     follow_parent()
     parser = argparse.ArgumentParser(prog="python -m server.scheduler", description=__doc__)
-    parser.add_argument("--config", required=True, help="the resolved engine configuration, JSON")
+    parser.add_argument("--config", required=True, help="the ServeConfig, JSON")
     parser.add_argument("--control", required=True, help="address to listen on, as ZeroMQ names it")
     parser.add_argument("--dead-fd", type=int, help="where to write the pids of lost nodes")
     args = parser.parse_args()
@@ -48,9 +48,9 @@ def serve(
     supervisor to end it: a node that counts as dead must not keep running.
     """
     relax_garbage_collection()
-    config = load_config(config_path)
-    facts = read_facts(config.model.path, len(os.sched_getaffinity(0)))
-    heartbeat = FAILOVER_HEARTBEAT if config.failover.restart else RELAXED_HEARTBEAT
+    plan = load_serve_config(config_path).plan
+    facts = read_facts(plan.model.path, len(os.sched_getaffinity(0)))
+    heartbeat = FAILOVER_HEARTBEAT if plan.failover.restart else RELAXED_HEARTBEAT
     channel = ControlServer(control, heartbeat=heartbeat)
 
     def report_dead(pid: int) -> None:
@@ -60,7 +60,7 @@ def serve(
 
     service = Service(
         channel,
-        config,
+        plan,
         facts,
         clock=time.monotonic,
         logger=logger,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from models.config import load_model_config
-from topspin.config import EngineConfig
+from topspin.plan import EnginePlan
 
 
 class EngineFacts(NamedTuple):
@@ -36,28 +36,24 @@ def read_facts(model_path: str, num_cores: int) -> EngineFacts:
     )
 
 
-def shares_cores(config: EngineConfig, expert_addresses: Sequence[str], num_cores: int) -> bool:
+def shares_cores(plan: EnginePlan, expert_addresses: Sequence[str], num_cores: int) -> bool:
     """Say whether attention and expert nodes compute on the same cores, and so take turns.
 
-    They do when all run on this host and ask for more threads together than it has cores,
-    and always in one process, where the experts run while the attention node waits. With
-    `--layout split` every node has its own cores. A GPU shares nothing with a CPU; GPU nodes
-    share if both roles use a common device.
+    They do when all run on this host, have no cores of their own and more threads together than it
+    has cores; and always in one process, where the experts run while the attention node waits. A
+    GPU shares nothing with a CPU; GPU nodes share if both roles use a common device.
     """
-    nodes = config.nodes
-    if nodes.attention.is_gpu != nodes.experts.is_gpu:
-        return False
-    if nodes.attention.is_gpu:
-        return not set(config.devices.attention).isdisjoint(config.devices.experts)
+    nodes = [*plan.attention, *plan.experts]
+    if any(node.place.is_gpu for node in nodes):
+        devices = {node.device for node in plan.attention if node.place.is_gpu}
+        return not devices.isdisjoint(node.device for node in plan.experts)
     if "local" in expert_addresses:
         return True
-    if config.compute.layout == "split":
-        return False
     if not all(_is_local(address) for address in expert_addresses):
         return False
-    num_threads = config.compute.num_threads
-    num_nodes = config.topology.attention_nodes + config.topology.expert_nodes
-    return num_threads is None or num_threads * num_nodes > num_cores
+    if all(node.cores for node in nodes):
+        return False
+    return sum(node.num_threads or num_cores for node in nodes) > num_cores
 
 
 def _is_local(address: str) -> bool:

@@ -28,7 +28,6 @@ from server.scheduler.planning.policy import Policy
 from server.scheduler.traces import Tracer
 from topspin import __version__, errors
 from topspin.channel import Event, Malformed, PeerGone, Received
-from topspin.config import EngineConfig
 from topspin.errors import (
     ConfigError,
     EngineError,
@@ -59,6 +58,7 @@ from topspin.messages import (
     TraceDump,
     Welcome,
 )
+from topspin.plan import EnginePlan
 from topspin.process import CONFIG_ERROR_STATUS
 
 # How often a loop with nothing to do looks at the clock and at stop requests.
@@ -92,7 +92,7 @@ class Service:
     def __init__(
         self,
         channel: Channel,
-        config: EngineConfig,
+        plan: EnginePlan,
         facts: EngineFacts,
         *,
         clock: Callable[[], float],
@@ -101,21 +101,21 @@ class Service:
     ) -> None:
         """`report_dead` gets the process id of each lost node (`--restart on`)."""
         self._channel = channel
-        self._config = config
+        self._plan = plan
         self._facts = facts
         self._clock = clock
         self._log = _Log(logger)
         self._report_dead = report_dead
-        tracer = Tracer(config.trace)
+        tracer = Tracer(plan.trace)
         self._nodes = NodeSide(
-            Roster(places(config), revision=__version__),
+            Roster(places(plan), revision=__version__),
             send=channel.send,
             tracer=tracer,
             log=self._log,
-            experts_follow_tickets=config.m2n.transport != "local",
+            experts_follow_tickets=not plan.is_one_process,
         )
-        self.formation = Formation(first_table(config, facts))
-        self.balancer = ExpertBalancer(self.formation, config.balance)
+        self.formation = Formation(first_table(plan, facts))
+        self.balancer = ExpertBalancer(self.formation, plan.balance)
         self._gateways = GatewaySide(
             self._nodes,
             balancer=self.balancer,
@@ -124,7 +124,7 @@ class Service:
             log=self._log,
             clock=clock,
         )
-        self._watermark = make_watermark(config)
+        self._watermark = make_watermark(plan)
         self._policy: Policy | None = None
         self._faults: Faults = FailStop(self._nodes.roster)
         self._events: deque[Event] = deque()
@@ -279,7 +279,7 @@ class Service:
         topology = roster.topology(roster.places, formation.table, generation=formation.generation)
         for member in roster.places:
             assert member.role != "gateway"
-            config = self._config.for_node(member.role, member.index)
+            config = self._plan.for_node(member.role, member.index)
             if not self._nodes.tell(member, Welcome(config=config, topology=topology)):
                 raise NodeLost(f"{member} cannot be sent Welcome")
 
@@ -339,11 +339,11 @@ class Service:
         if not roster.is_ready:
             self._gateways.set_state("starting", roster.awaited())
             return
-        policy = make_policy(self._config, self._facts, roster, self.formation)
+        policy = make_policy(self._plan, self._facts, roster, self.formation)
         self._policy = self._gateways.policy = policy
-        if self._config.failover.restart:
+        if self._plan.failover.restart:
             self._faults = Failover(
-                self._config,
+                self._plan,
                 formation=self.formation,
                 nodes=self._nodes,
                 gateways=self._gateways,

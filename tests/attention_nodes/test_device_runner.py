@@ -32,8 +32,9 @@ from tests.attention_nodes.plans import (
 )
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
-from topspin.config import NodeConfig
+from tests.structs import changed
 from topspin.expert_table import ExpertTable, uniform_table
+from topspin.plan import NodeConfig
 
 PROMPTS = {1: [5, 9, 200, 31], 2: [17, 3], 3: [40, 41, 42, 43, 44, 45, 46], 4: [250]}
 # Triton's interpreter runs one program at a time: few heads, few layers.
@@ -81,11 +82,14 @@ def oracle(checkpoint: Path) -> dict[int, list[int]]:
 
 
 def config_of(path: Path, *, cuda_graphs: bool, max_num_seqs: int = 4) -> NodeConfig:
-    config = engine_config(
-        path, kernels="triton", block_size=BLOCK_SIZE, max_num_batched_tokens=32
+    return engine_config(
+        path,
+        kernels="triton",
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=32,
+        cuda_graphs=cuda_graphs,
     ).for_node()
-    compute = msgspec.structs.replace(config.compute, cuda_graphs=cuda_graphs)
-    return msgspec.structs.replace(config, compute=compute, max_num_seqs=max_num_seqs)
 
 
 class Node:
@@ -205,9 +209,8 @@ def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
     assert node.num_recordings == len(node.runner._executor.sizes) == 3
     assert all(map(torch.equal, before, (*cache.keys, *cache.values)))
     assert all((each == -1).all() for experts in node.experts for each in experts.seen)
-    compute = msgspec.structs.replace(node.config.compute, gpu_streams=2)
     with torch.inference_mode():
-        config = msgspec.structs.replace(node.config, compute=compute, micro_batches=None)
+        config = changed(node.config, {"execution.gpu_streams": 2, "micro_batches": None})
         node.runner.record_steps(node.net, config, check=lambda: None)
         assert node.num_recordings == 6
         node.runner._executor.forget()

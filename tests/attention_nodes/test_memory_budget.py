@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -26,9 +25,10 @@ from m2n_comm.net import NetTimes
 from models.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
-from topspin.config import NodeConfig
+from tests.structs import changed
 from topspin.errors import ConfigError
 from topspin.messages import StepPlan, unpack_ints
+from topspin.plan import NodeConfig
 
 GIB = 2**30
 
@@ -75,14 +75,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(checkpoint: Path) -> NodeConfig:
-    config = engine_config(checkpoint, max_num_batched_tokens=48).for_node()
-    return msgspec.structs.replace(
-        config,
-        model=msgspec.structs.replace(config.model, max_model_len=20),
-        cache=msgspec.structs.replace(config.cache, kv_cache_bytes=None),
-        compute=msgspec.structs.replace(config.compute, kernels="triton"),
-        max_num_seqs=7,
-    )
+    plan = engine_config(checkpoint, max_num_batched_tokens=48)
+    fields = {
+        "model.max_model_len": 20,
+        "node.kv_cache_bytes": None,
+        "node.kernels": "triton",
+        "node.max_num_seqs": 7,
+    }
+    return changed(plan.for_node(), fields)
 
 
 def test_the_largest_steps_fill_every_limit(config: NodeConfig) -> None:
@@ -174,11 +174,7 @@ def test_windows_of_expert_nodes_are_inside_the_budget(
     checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
 ) -> None:
     runtime.memory_of = DeviceMemory(total=100 * 2**20, free=100 * 2**20)
-    between = msgspec.structs.replace(
-        config,
-        m2n=msgspec.structs.replace(config.m2n, transport="cuda_ipc"),
-        topology=msgspec.structs.replace(config.topology, expert_nodes=3),
-    )
+    between = changed(config, {"link.transport": "cuda_ipc", "num_experts": 3})
     runner = load(checkpoint, between)
     inbox = inbox_bytes(runner.net_shape(between), "attention")
     assert 0 < inbox < 2 * 2**20  # the driver gives whole pages
@@ -195,8 +191,7 @@ def test_a_cache_for_less_than_a_sequence_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
-    cache = msgspec.structs.replace(config.cache, gpu_memory_utilization=1.0)
-    config = msgspec.structs.replace(config, cache=cache)
+    config = changed(config, {"node.gpu_memory_utilization": 1.0})
     runtime.reserved = runtime.allocated + 4 * block_bytes - 1
     runtime.memory_of = DeviceMemory(total=runtime.reserved, free=0)
     with caplog.at_level(logging.WARNING, "attention"):
@@ -224,8 +219,7 @@ def test_a_cache_of_a_given_size_is_rehearsed_with_on_a_gpu(
 
     monkeypatch.setattr("attention_nodes.model_runner.largest_steps", steps)
     block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
-    cache = msgspec.structs.replace(config.cache, kv_cache_bytes=9 * block_bytes)
-    config = msgspec.structs.replace(config, cache=cache)
+    config = changed(config, {"node.kv_cache_bytes": 9 * block_bytes})
     load(checkpoint, config)
     assert rehearsed == []
     monkeypatch.setattr(runtime, "is_asynchronous", True)

@@ -12,6 +12,7 @@ import torch
 from attention_nodes.model_runner import ModelRunner
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
+from tests.structs import changed
 from topspin.errors import ConfigError, ProtocolError
 from topspin.messages import (
     MicroBatch,
@@ -117,7 +118,7 @@ def test_plans_that_do_not_follow_are_refused(
 
 
 def test_more_tokens_than_a_step_may_have_are_refused(checkpoint: Path) -> None:
-    config = msgspec.structs.replace(engine_config(checkpoint).for_node(), max_num_batched_tokens=3)
+    config = changed(engine_config(checkpoint).for_node(), {"node.max_num_batched_tokens": 3})
     with torch.inference_mode():
         small = ModelRunner.load(checkpoint, config)
     with pytest.raises(ProtocolError, match="4 tokens in a step, more than 3"):

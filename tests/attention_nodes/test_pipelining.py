@@ -25,8 +25,9 @@ from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.attention_nodes.plans import BLOCK_SIZE, Planner, ahead, one_by_one, tokens_of
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
-from topspin.config import NodeConfig
+from tests.structs import changed
 from topspin.messages import StepResult
+from topspin.plan import NodeConfig
 
 NUM_BLOCKS = 64
 
@@ -37,9 +38,8 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def config_of(path: Path, kernels: str) -> NodeConfig:
-    config = engine_config(path, block_size=BLOCK_SIZE, max_num_batched_tokens=32).for_node()
-    compute = msgspec.structs.replace(config.compute, kernels=kernels)
-    return msgspec.structs.replace(config, compute=compute)
+    plan = engine_config(path, block_size=BLOCK_SIZE, max_num_batched_tokens=32)
+    return changed(plan.for_node(), {"node.kernels": kernels})
 
 
 def runner_on(path: Path, runtime: Runtime, kernels: str) -> ModelRunner:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.attention_nodes.plans import BLOCK_SIZE, Planner, one_by_one
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
-from topspin.config import NodeConfig
+from tests.structs import changed
 from topspin.errors import DeadlineExceeded
 from topspin.expert_table import uniform_table
 from topspin.messages import (
@@ -39,6 +38,7 @@ from topspin.messages import (
     Welcome,
 )
 from topspin.node_life import Stopped
+from topspin.plan import NodeConfig
 
 
 class World:
@@ -139,8 +139,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(checkpoint: Path) -> NodeConfig:
     config = engine_config(checkpoint, block_size=BLOCK_SIZE, max_num_batched_tokens=32)
-    compute = msgspec.structs.replace(config.compute, kernels="triton")
-    return msgspec.structs.replace(config.for_node(), compute=compute, restart=True)
+    return changed(config.for_node(), {"node.kernels": "triton", "restart": True})
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +27,8 @@ from models.weights import load_expert_weights, stream_expert_weights
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import taken
 from tests.expert_nodes.test_tables import node_config
-from topspin.config import ComputeSection, TopologySection, Transport
+from tests.structs import changed
+from topspin.config import Transport
 from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared
 
@@ -266,13 +266,13 @@ def test_what_is_missing_is_named_in_bytes() -> None:
 def test_rows_take_memory_beside_experts_unless_nodes_share_it(
     path: Path, transport: Transport, kernels: str, want: int
 ) -> None:
-    config = node_config(path)
-    config = msgspec.structs.replace(
-        config,
-        m2n=msgspec.structs.replace(config.m2n, transport=transport),
-        topology=TopologySection(attention_nodes=2, expert_nodes=2),
-        compute=ComputeSection(kernels=kernels, expert_device="cpu"),
-    )
+    fields = {
+        "link.transport": transport,
+        "num_attention": 2,
+        "node.kernels": kernels,
+        "shares_device": (transport, kernels) == ("local", "triton"),
+    }
+    config = changed(node_config(path), fields)
     shape = NetShape(
         hidden_size=64,
         top_k=2,

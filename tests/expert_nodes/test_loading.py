@@ -21,7 +21,9 @@ from m2n_comm.waits import Waits
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_tables import node_config
 from tests.m2n_comm.gpu.ipc_fleet import NEEDS_INTERPRETER
-from topspin.config import ComputeSection, M2NSection, TopologySection
+from tests.server.scheduler.engine import make_config
+from tests.structs import changed
+from topspin.config import Transport
 from topspin.errors import CheckpointError, ConfigError
 from topspin.expert_table import uniform_table
 from topspin.messages import Topology, Welcome
@@ -29,12 +31,9 @@ from topspin.messages import Topology, Welcome
 pytestmark = NEEDS_INTERPRETER
 
 
-def welcome_of(path: Path, *, num_nodes: int = 1, **compute: str) -> Welcome:
-    config = msgspec.structs.replace(
-        node_config(path),
-        compute=ComputeSection(**compute),  # type: ignore[arg-type]
-        topology=TopologySection(expert_nodes=num_nodes),
-    )
+def welcome_of(path: Path, *, num_nodes: int = 1, **node: str) -> Welcome:
+    fields = {f"node.{name}": value for name, value in node.items()}
+    config = changed(node_config(path), {**fields, "num_experts": num_nodes})
     topology = Topology(
         generation=1,
         table=uniform_table(num_layers=2, num_experts=8, num_nodes=num_nodes),
@@ -126,7 +125,7 @@ def test_memory_that_runs_out_all_the_same_is_a_setting_that_cannot_be_served(
 def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "mixtral")
     with pytest.raises(ConfigError, match=r"cuda:61"):
-        load_experts(path, welcome_of(path, expert_device="cuda:61"), 0)
+        load_experts(path, welcome_of(path, device="cuda:61", kernels="triton"), 0)
 
 
 @pytest.mark.parametrize(
@@ -140,19 +139,21 @@ def test_a_device_that_is_not_there_is_refused(tmp_path: Path) -> None:
 )
 def test_every_power_of_two_up_to_the_largest_batch_is_warmed_up(
     tmp_path: Path,
-    transport: str,
+    transport: Transport,
     window_rows: int,
     tokens: int,
     attention_nodes: int,
     rows: tuple[int, ...],
 ) -> None:
-    config = msgspec.structs.replace(
-        node_config(tmp_path),
-        m2n=M2NSection(transport=transport, window_rows=window_rows),  # type: ignore[arg-type]
-        topology=TopologySection(attention_nodes=attention_nodes),
+    plan = make_config(
+        transport=transport,
+        num_nodes=attention_nodes,
+        max_num_seqs=1,
         max_num_batched_tokens=tokens,
     )
-    assert warm_up_rows(config) == rows
+    link = msgspec.structs.replace(plan.link, window_rows=window_rows)
+    plan = msgspec.structs.replace(plan, links=(link,))
+    assert warm_up_rows(plan.for_node("expert", 0)) == rows
 
 
 class FakeListener:
@@ -177,10 +178,7 @@ def test_experts_on_a_device_get_their_rows_there(
 ) -> None:
     path = make_checkpoint(tmp_path, "mixtral")
     welcome = welcome_of(path, kernels=kernels)
-    m2n = msgspec.structs.replace(welcome.config.m2n, transport=transport)
-    welcome = msgspec.structs.replace(
-        welcome, config=msgspec.structs.replace(welcome.config, m2n=m2n)
-    )
+    welcome = changed(welcome, {"config.link.transport": transport})
     listener = FakeListener()
     life: Any = SimpleNamespace(incarnation=1, check=None)
     experts = load_experts(path, welcome, 0)

@@ -21,17 +21,12 @@ from models.expert_reader import ExpertReader
 from models.weights import load_expert_weights
 from tests.checkpoints import make_checkpoint
 from tests.expert_nodes.test_experts import batch_of, taken
-from topspin.config import (
-    CacheSection,
-    ComputeSection,
-    M2NSection,
-    ModelSection,
-    NodeConfig,
-    TopologySection,
-)
+from tests.server.scheduler.engine import make_config
+from tests.structs import changed
 from topspin.errors import ProtocolError
 from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared
+from topspin.plan import NodeConfig
 
 FIRST = ((0, 1, 2), (5, 6, 7))
 SECOND = ((0, 4, 2), (5, 6, 7))
@@ -141,15 +136,8 @@ def test_a_table_that_begins_anew_must_be_loaded_already(tmp_path: Path) -> None
 
 
 def node_config(path: Path) -> NodeConfig:
-    return NodeConfig(
-        model=ModelSection(path=str(path), dtype="float32"),
-        topology=TopologySection(expert_nodes=2),
-        cache=CacheSection(),
-        m2n=M2NSection(payload="fp32", wait="block", window_rows=512),
-        compute=ComputeSection(),
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-    )
+    plan = make_config(num_expert_nodes=2)
+    return changed(plan, {"model.path": str(path)}).for_node("expert", 0)
 
 
 def test_a_change_does_a_little_at_a_time_and_answers_at_the_end(

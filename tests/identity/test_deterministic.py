@@ -19,8 +19,9 @@ from tests.checkpoints import MOE_VARIANTS, VOCAB_SIZE, oracle_model
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.pairwise import cover_pairs
-from topspin.config import BalanceSection, EngineConfig
+from topspin.config import BalanceSection
 from topspin.messages import TokenLogprobs
+from topspin.plan import EnginePlan
 
 slow = pytest.mark.slow
 DTYPES = ("float32", "bfloat16")
@@ -39,13 +40,10 @@ class Answer(NamedTuple):
 
 def settings_of(
     case: Case, *, max_num_seqs: int = 16, max_num_batched_tokens: int = 48, **settings: Any
-) -> EngineConfig:
-    """Return a configuration; the budget may be less than tests.engine's 16 sequences."""
-    config = engine_config(case.path, deterministic=True, **(PLAIN | settings))
-    scheduler = msgspec.structs.replace(
-        config.scheduler, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-    )
-    return msgspec.structs.replace(config, scheduler=scheduler)
+) -> EnginePlan:
+    """Return a plan; the budget may be less than tests.engine's 16 sequences."""
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    return engine_config(case.path, deterministic=True, **(PLAIN | settings | limits))
 
 
 def ask(engine: Engine, prompts: Iterable[list[int]], **sampling: Any) -> list[Answer]:

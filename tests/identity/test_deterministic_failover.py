@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.checkpoints import VOCAB_SIZE
@@ -17,7 +16,8 @@ from tests.engine import Engine
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.identity.test_deterministic import Answer, ask, run, settings_of
-from topspin.config import BalanceSection, EngineConfig, FailoverSection
+from topspin.config import BalanceSection, FailoverSection
+from topspin.plan import EnginePlan
 
 VARIANT = "qwen2_moe"
 NUM_EXPERTS = 8
@@ -43,8 +43,8 @@ def undisturbed(case: Case) -> Callable[[str], list[Answer]]:
     return get
 
 
-def config_of(case: Case, transport: str, dtype: str, *, redundant: int) -> EngineConfig:
-    config = settings_of(
+def config_of(case: Case, transport: str, dtype: str, *, redundant: int) -> EnginePlan:
+    return settings_of(
         case,
         transport=transport,
         dtype=dtype,
@@ -53,9 +53,8 @@ def config_of(case: Case, transport: str, dtype: str, *, redundant: int) -> Engi
         micro_batches=2,
         max_num_batched_tokens=24,
         failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+        balance=BalanceSection(redundant_experts=redundant, interval_s=0.0),
     )
-    balance = BalanceSection(redundant_experts=redundant, interval_s=0.0)
-    return msgspec.structs.replace(config, balance=balance)
 
 
 def disturbed(engine: Engine, case: Case, injector: OnDemand) -> list[Answer]:

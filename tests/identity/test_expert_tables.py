@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -22,9 +21,10 @@ from server.scheduler.experts.balance import balance
 from tests.checkpoints import oracle_generate
 from tests.engine import TIMEOUT_S, Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, Case, CaseOf
-from topspin.config import BalanceSection, EngineConfig
+from topspin.config import BalanceSection
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import Stats
+from topspin.plan import EnginePlan
 
 slow = pytest.mark.slow
 NUM_EXPERTS = 8
@@ -33,9 +33,10 @@ NUM_LAYERS = 2
 
 def config_of(
     path: Path, topology: tuple[int, int], *, balance: BalanceSection, **settings: Any
-) -> EngineConfig:
-    config = engine_config(path, attention_nodes=topology[0], expert_nodes=topology[1], **settings)
-    return msgspec.structs.replace(config, balance=balance)
+) -> EnginePlan:
+    return engine_config(
+        path, attention_nodes=topology[0], expert_nodes=topology[1], balance=balance, **settings
+    )
 
 
 def only_copies(redundant: int) -> BalanceSection:

@@ -6,7 +6,6 @@ Owns starting the command on a free port, waiting for its output, and reading it
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+
+from tests.structs import changed
+from topspin.cli.flags import read_config
+from topspin.cli.main import _parser
+from topspin.cli.serve import plan_of
+from topspin.plan_file import print_plan
 
 READY = re.compile(r"ready at (http://\S+)")
 READY_TIMEOUT_S = 300.0
@@ -31,20 +36,23 @@ ROLES = {
 Settings = Mapping[str, Mapping[str, object]]
 
 
-def config_flags(directory: Path, settings: Settings | None) -> list[str]:
-    """Write `settings`, by section and name, for --config; return the flags for the file."""
-    if settings is None:
-        return []
-    path = directory / f"settings-{time.monotonic_ns()}.json"
-    path.write_text(json.dumps(settings))
-    return ["--config", str(path)]
+def plan_flags(directory: Path, settings: Settings, *flags: str) -> list[str]:
+    """Write the plan of `topspin serve` with `flags` and settings without a flag; return --plan."""
+    parsed = _parser(["serve"]).parse_args(["serve", *flags])
+    asked = read_config(parsed)
+    for section, fields in settings.items():
+        asked = changed(asked, {f"{section}.{name}": value for name, value in fields.items()})
+    path = directory / f"plan-{time.monotonic_ns()}.yaml"
+    path.write_text(print_plan(plan_of(asked)))
+    return ["--plan", str(path)]
 
 
 class Server:
     """`python -m topspin serve` with its output in a file. Use as a context manager.
 
-    `module` may be another module with the same flags; `settings` are passed by --config, `env` is
-    added to our environment. No layout is measured unless a flag asks for it.
+    `module` may be another module with the same flags; with `settings`, which have no flags, it is
+    started by a plan; `env` is added to our environment. No layout is measured unless a flag asks
+    for it.
     """
 
     def __init__(
@@ -57,9 +65,11 @@ class Server:
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.output_path = directory / f"serve-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", module, "serve", str(model), "--port", "0"]
-        command += ["--served-model-name", "tiny", "--kv-cache-memory", "8MiB"]
-        command += ["--layout", "shared", *config_flags(directory, settings), *flags]
+        engine = [str(model), "--kv-cache-memory", "8MiB", "--layout", "shared", *flags]
+        if settings is not None:
+            engine = plan_flags(directory, settings, *engine)
+        command = [sys.executable, "-m", module, "serve", *engine]
+        command += ["--port", "0", "--served-model-name", "tiny"]
         with self.output_path.open("w") as output:
             self.process = subprocess.Popen(
                 command,

@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from expert_nodes import command
@@ -29,7 +28,8 @@ from tests.system.conftest import NUM_TOKENS, Tiny
 from tests.system.links import Link, measured_lateness
 from tests.system.test_failover import expert_process, with_replicas
 from topspin.channel import FAILOVER_HEARTBEAT
-from topspin.config import EngineConfig, FailoverSection
+from topspin.config import FailoverSection
+from topspin.plan import EnginePlan
 
 CLOSED_S, FROZEN_S, PARTITION_S = 1.0, 2.0, 3.0
 PROGRESS_DEADLINE_S = 2.0
@@ -39,8 +39,8 @@ NUM_WAKE_UPS = 4
 
 def make_config(
     tiny: Tiny, transport: Any, *, num_nodes: int = 1, progress_deadline_s: float = 60.0
-) -> EngineConfig:
-    """Return a configuration in which only the tested detector is quick."""
+) -> EnginePlan:
+    """Return a plan in which only the tested detector is quick."""
     return engine_config(
         tiny.path,
         transport=transport,
@@ -238,10 +238,10 @@ def test_a_long_step_is_no_hang(tmp_path: Path) -> None:
     config = engine_config(
         path,
         transport="shm",
+        link_latency_us=1e6 * latency_s,
         failover=FailoverSection(restart=True, progress_deadline_s=deadline_s),
     )
-    m2n = msgspec.structs.replace(config.m2n, link_latency_us=1e6 * latency_s)
-    with Engine(msgspec.structs.replace(config, m2n=m2n)) as engine:
+    with Engine(config) as engine:
         started_s = time.monotonic()
         tokens = engine.generate([[5, 9, 200]], max_tokens=1)
         assert time.monotonic() - started_s >= 8 * latency_s > deadline_s

@@ -13,7 +13,7 @@ import torch
 from tests.system import chaos
 from tests.system.chaos import Streams, check_identical, wait_until_whole
 from tests.system.conftest import Tiny
-from tests.system.server import Server, config_flags
+from tests.system.server import Server, plan_flags
 from tests.system.test_serve import complete
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -54,12 +54,12 @@ def test_devices_serve_transformers_tokens(
         assert tokens == tiny.tokens[0][:NUM_TOKENS]
 
 
-def serve(tiny: Tiny, *flags: str) -> subprocess.CompletedProcess[str]:
+def serve(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run `topspin serve` until it ends by itself."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.run(
-        [sys.executable, "-m", "topspin", "serve", str(tiny.path), "--port", "0", *SHARED, *flags],
+        [sys.executable, "-m", "topspin", "serve", "--port", "0", *flags],
         env=environment,
         capture_output=True,
         text=True,
@@ -80,7 +80,7 @@ def serve(tiny: Tiny, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_without_the_gpu_nothing_starts_and_one_line_says_why(
     tiny: Tiny, flags: tuple[str, ...], device: str
 ) -> None:
-    ended = serve(tiny, *flags)
+    ended = serve(str(tiny.path), *SHARED, *flags)
     assert ended.returncode == 2
     [line] = ended.stderr.splitlines()
     assert line.startswith(f"topspin serve: error: device {device}: ")
@@ -90,7 +90,8 @@ def test_without_the_gpu_nothing_starts_and_one_line_says_why(
 def test_a_device_that_only_the_nodes_find_wrong_ends_the_start_with_status_2(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    ended = serve(tiny, *config_flags(tmp_path, TRITON))
+    flags = plan_flags(tmp_path, TRITON, str(tiny.path), *SHARED)
+    ended = serve(*flags)
     assert ended.returncode == 2, ended.stderr
     assert "compute.kernels triton on the CPU: they are for GPUs" in ended.stderr
     assert "Traceback" not in ended.stderr

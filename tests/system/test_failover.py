@@ -20,8 +20,10 @@ from m2n_comm.host.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
 from models.config import load_model_config
 from tests.engine import Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
+from tests.structs import changed, with_nodes
 from tests.system.conftest import NUM_TOKENS, Tiny
-from topspin.config import BalanceSection, EngineConfig, FailoverSection
+from topspin.config import FailoverSection
+from topspin.plan import EnginePlan
 
 slow = pytest.mark.slow
 DEADLINE_S = 0.5
@@ -42,7 +44,7 @@ def make_config(
     *,
     deadline_s: float = DEADLINE_S,
     num_nodes: int = 1,
-) -> EngineConfig:
+) -> EnginePlan:
     return engine_config(
         tiny.path,
         transport=transport,
@@ -83,12 +85,12 @@ def test_every_fault_of_a_frame_is_recovered_from(
     assert engine.states.count("recovering") >= len(FAULTS) - 2
 
 
-def with_replicas(tiny: Tiny, config: EngineConfig) -> EngineConfig:
+def with_replicas(tiny: Tiny, config: EnginePlan) -> EnginePlan:
     """Return `config` with every expert on both nodes."""
     model = load_model_config(tiny.path)
     assert model.moe is not None
-    balance = BalanceSection(redundant_experts=model.moe.num_experts, interval_s=0.0)
-    return msgspec.structs.replace(config, balance=balance)
+    plan = with_nodes(config, "expert", experts=model.moe.num_experts)
+    return changed(plan, {"balance.interval_s": 0.0})
 
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=slow)])

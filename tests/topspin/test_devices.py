@@ -15,6 +15,7 @@ from topspin.devices import (
     check_options,
     check_transport,
     parse_device,
+    share_a_device,
 )
 from topspin.errors import ConfigError
 
@@ -28,6 +29,16 @@ def place(device: str) -> Place:
     if device == "interpreted":
         return Place("cpu", "triton")
     return Place(device, "cpu" if device == "cpu" else "triton")
+
+
+def join(asked: Nodes, transport: str) -> None:
+    """Check whether `transport` joins the devices that the nodes get."""
+    devices = assign_devices(asked, transport=transport)
+    check_transport(
+        [Place(device, asked.attention.kernels) for device in devices.attention],
+        [Place(device, asked.experts.kernels) for device in devices.experts],
+        transport,
+    )
 
 
 def test_devices_have_one_name_each() -> None:
@@ -90,7 +101,7 @@ def test_auto_takes_what_joins_the_devices() -> None:
     for attention, experts, counts, want in cases:
         asked = nodes(attention, experts, num_attention=counts[0], num_experts=counts[1])
         assert auto_transport(asked) == want
-        check_transport(asked, want)
+        join(asked, want)
 
 
 def test_devices_that_a_transport_joins() -> None:
@@ -105,35 +116,52 @@ def test_devices_that_a_transport_joins() -> None:
         ("interpreted", "interpreted", "cuda_ipc"),
     ]
     for attention, experts, transport in cases:
-        check_transport(nodes(attention, experts), transport)
+        join(nodes(attention, experts), transport)
 
 
 def test_devices_that_a_transport_cannot_join_are_refused_with_a_way_out() -> None:
     cases: list[tuple[str, str, str, int, str]] = [
-        ("cuda", "cuda", "local", 2, "^--attention-nodes 2 .*one attention node"),
-        ("cuda", "cpu", "local", 2, "^--attention-nodes 2 .*one attention node"),
-        ("interpreted", "cpu", "local", 2, "^--attention-nodes 2 .*one attention node"),
+        ("cuda", "cuda", "local", 2, "a GPU for one attention node"),
+        ("cuda", "cpu", "local", 2, "a GPU for one attention node"),
+        ("interpreted", "cpu", "local", 2, "a GPU for one attention node"),
         ("cuda:0", "cuda:1", "local", 1, "one process drives one GPU"),
         ("cuda", "interpreted", "local", 1, "one process drives one GPU"),
-        ("cpu", "cuda", "local", 2, "^--attention-nodes 2 .*one attention node"),
-        ("cpu", "interpreted", "local", 2, "^--attention-nodes 2 .*one attention node"),
-        ("cuda", "cpu", "cuda_ipc", 1, "--expert-device cpu: it joins GPUs of one host"),
-        ("cpu", "cuda", "cuda_ipc", 1, "--attention-device cpu and .*: it joins GPUs"),
+        ("cpu", "cuda", "local", 2, "a GPU for one attention node"),
+        ("cpu", "interpreted", "local", 2, "a GPU for one attention node"),
+        ("cuda", "cpu", "cuda_ipc", 1, "on cuda:0 and experts on cpu: it joins GPUs of one host"),
+        ("cpu", "cuda", "cuda_ipc", 1, "attention on cpu and experts on cuda:0: it joins GPUs"),
         ("cpu", "cpu", "cuda_ipc", 1, "it joins GPUs of one host"),
         ("cuda", "interpreted", "cuda_ipc", 1, "it joins GPUs of one host"),
     ]
     for attention, experts, transport, num_attention, reason in cases:
         asked = nodes(attention, experts, num_attention=num_attention)
         with pytest.raises(ConfigError, match=reason) as raised:
-            check_transport(asked, transport)
-        assert f"--transport {transport}" in str(raised.value)
+            join(asked, transport)
+        assert str(raised.value).startswith(f"--transport {transport} with attention on ")
         assert "use --transport" in str(raised.value)
 
 
+def test_nodes_of_a_role_may_be_unequal() -> None:
+    gpus = [place(f"cuda:{number}") for number in range(3)]
+    check_transport([place("cpu"), gpus[0]], [gpus[1], place("cpu")], "shm")
+    check_transport(gpus[:2], gpus[2:], "cuda_ipc")
+    with pytest.raises(ConfigError, match="attention on cuda:0, cpu and experts on cuda:1"):
+        check_transport([gpus[0], place("cpu")], [gpus[1]], "cuda_ipc")
+    with pytest.raises(ConfigError, match="expert nodes of one process compute on the same dev"):
+        check_transport(gpus[:1], [gpus[0], place("cpu")], "local")
+
+
+def test_one_device_is_shared_by_those_that_enqueue_work_to_it() -> None:
+    assert share_a_device([place("cuda:1")] * 3)
+    assert share_a_device([place("interpreted")] * 2)
+    assert not share_a_device([place("cpu")] * 2)
+    assert not share_a_device([place("cuda:1"), place("cuda:2")])
+
+
 def test_a_dense_model_on_a_gpu_has_one_attention_node_per_process() -> None:
-    check_transport(nodes("cuda", "cpu", num_experts=0), "local")
-    with pytest.raises(ConfigError, match="--attention-nodes 2"):
-        check_transport(nodes("cuda", "cpu", num_attention=2, num_experts=0), "local")
+    join(nodes("cuda", "cpu", num_experts=0), "local")
+    with pytest.raises(ConfigError, match=r"attention on cuda:0: .*for one attention node"):
+        join(nodes("cuda", "cpu", num_attention=2, num_experts=0), "local")
 
 
 def test_micro_batches_are_for_overlap_where_nobody_measures() -> None:

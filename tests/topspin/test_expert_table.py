@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topspin.errors import ProtocolError
-from topspin.expert_table import ExpertTable, Replica, uniform_table
+from topspin.expert_table import (
+    ExpertTable,
+    Replica,
+    contiguous_table,
+    even_shares,
+    uniform_table,
+)
 
 
 @given(
@@ -69,3 +75,22 @@ def test_redundant_slots_hold_second_copies_spread_over_the_nodes() -> None:
         assert max(copies) - min(copies) <= 1
         sizes = [len(table.experts_of(node)[0]) for node in range(num_nodes)]
         assert max(sizes) - min(sizes) <= 1
+
+
+def test_unequal_nodes_hold_runs_of_their_own_lengths() -> None:
+    cases: list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]] = [
+        ((3, 1), ((0, 1, 2), (3,))),
+        ((1, 4, 2), ((0,), (1, 2, 3, 0), (1, 2))),  # second copies begin with the first expert
+        ((4, 4), ((0, 1, 2, 3), (0, 1, 2, 3))),
+    ]
+    for capacities, layer in cases:
+        table = contiguous_table(num_layers=2, num_experts=4, capacities=capacities)
+        table.validate()
+        assert table.slots == (layer, layer)
+    with pytest.raises(AssertionError, match="twice on a node"):
+        contiguous_table(num_layers=1, num_experts=4, capacities=(5,))
+
+
+def test_even_shares_differ_by_one_at_most() -> None:
+    for total, num_nodes, shares in ((8, 3, [2, 3, 3]), (6, 3, [2, 2, 2]), (1, 2, [0, 1])):
+        assert even_shares(total, num_nodes) == shares

@@ -11,15 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.topspin.plans import plan
 from topspin import messages
-from topspin.config import (
-    CacheSection,
-    ComputeSection,
-    M2NSection,
-    ModelSection,
-    NodeConfig,
-    TopologySection,
-)
+from topspin.config import ComputeSection, M2NSection, ModelSection
 from topspin.errors import ProtocolError
 from topspin.expert_table import uniform_table
 from topspin.messages import (
@@ -70,6 +64,8 @@ from topspin.messages import (
     pack_ints,
     unpack_ints,
 )
+from topspin.plan import NodeSpec
+from topspin.precision import PrecisionRule
 
 SAMPLING = SamplingParams(
     max_tokens=5,
@@ -109,15 +105,11 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     ),
     Hello(role="expert", index=1, incarnation=2**62, revision="0.1.0", data_address="unix:@x"),
     Welcome(
-        config=NodeConfig(
-            model=ModelSection(path="/m", served_names=("m",), dtype="float32", max_model_len=9),
-            topology=TopologySection(),
-            cache=CacheSection(),
+        config=plan(
+            model=ModelSection(path="/m", dtype="float32", max_model_len=9, quantization="int8"),
             m2n=M2NSection(transport="tcp", link_gbps=1.5),
             compute=ComputeSection(num_threads=2),
-            max_num_seqs=3,
-            max_num_batched_tokens=4,
-        ),
+        ).for_node("expert"),
         topology=TOPOLOGY,
         joins_late=True,
     ),
@@ -236,10 +228,20 @@ def test_every_message_is_read_and_written_as_another_msgpack_does() -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as a map of its fields by name, tuples as arrays."""
+    """Return `value` as a map of its fields by name, tuples as arrays.
+
+    The nodes and the precision rules of an engine plan leave their defaults out.
+    """
     if isinstance(value, msgspec.Struct):
         tag = {"type": type(value).__name__} if isinstance(value, messages.Message) else {}
-        return tag | {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+        if isinstance(value, NodeSpec):
+            tag = {"role": value.role}
+        is_short = isinstance(value, NodeSpec | PrecisionRule)
+        return tag | {
+            field.name: _plain(getattr(value, field.name))
+            for field in msgspec.structs.fields(value)
+            if not (is_short and getattr(value, field.name) == field.default)
+        }
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

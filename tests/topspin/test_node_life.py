@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
+from tests.topspin.plans import plan
 from topspin.channel import ControlClient, ControlServer, Received
-from topspin.config import EngineConfig, ModelSection
+from topspin.config import FailoverSection
 from topspin.errors import (
     CheckpointError,
     ConfigError,
@@ -111,8 +111,7 @@ def topology(generation: int) -> Topology:
 
 
 def welcome(*, restart: bool = True, joins_late: bool = False) -> Welcome:
-    config = EngineConfig(model=ModelSection(path="unused", max_model_len=8)).for_node()
-    config = msgspec.structs.replace(config, restart=restart)
+    config = plan(failover=FailoverSection(restart=restart)).for_node()
     return Welcome(config=config, topology=topology(1), joins_late=joins_late)
 
 

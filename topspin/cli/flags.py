@@ -1,8 +1,8 @@
 """The flags of `topspin serve`, derived from the sections of topspin.config, and their reading.
 
-Owns the mapping from settings to flags, and the precedence: a flag, then `--config FILE`, then the
-default. Knows no particular setting but the model: a setting's name, type, default and help are the
-field's in topspin.config. Called by topspin.cli.main and topspin.cli.serve.
+Owns the mapping from settings to flags, and the flags that an engine plan excludes. Knows no
+particular setting but the model: a setting's name, type, default and help are the field's in
+topspin.config. Called by topspin.cli.main and topspin.cli.serve.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from models.hub import DEFAULT_MODEL
-from topspin.config import EngineConfig, compose, load_settings
+from topspin.config import EngineConfig
 from topspin.errors import ConfigError
 from topspin.settings import Field, fields_of
 
@@ -32,36 +32,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{DEFAULT_MODEL}, which `topspin pull` makes",
     )
     parser.add_argument(
-        "--config",
+        "--plan",
         metavar="FILE",
-        help="settings of all sections below as JSON, {section: {name: value}}; null is auto; "
-        "flags, and MODEL, win over it",
+        help="run the engine plan in this YAML file (--print-plan writes one, with the settings "
+        "that have no flag); only the flags of the gateway go with it",
+    )
+    parser.add_argument(
+        "--print-plan",
+        action="store_true",
+        help="print the engine plan that would run, and start nothing",
     )
     fields = list(fields_of(EngineConfig))
     for section in msgspec.structs.fields(EngineConfig):
-        own = [field for field in fields if field.section == section.name]
-        in_file = [f"{field.name}: {_help(field)}" for field in own if not field.setting.flag]
         summary = (section.type.__doc__ or "").splitlines()[0]
-        more = f" In --config alone: {'; '.join(in_file)}." if in_file else ""
-        group = parser.add_argument_group(section.name, summary + more)
-        for field in own:
-            if field.setting.flag is not None:
+        group = parser.add_argument_group(section.name, summary)
+        for field in fields:
+            if field.section == section.name and field.setting.flag is not None:
                 group.add_argument(field.shown_name, **_argument(field))
 
 
 def read_config(arguments: argparse.Namespace) -> EngineConfig:
     """Return the sections set by `arguments`; `model.path` is the user's name for the model.
 
-    Raises ConfigError naming the file and its invalid setting.
+    Raises ConfigError if `--plan` and a flag of the engine are both there.
     """
-    settings = {} if arguments.config is None else load_settings(arguments.config)
+    settings: dict[str, dict[str, Any]] = {"model": {"path": arguments.model or DEFAULT_MODEL}}
     for field in given(arguments):
         settings.setdefault(field.section, {})[field.name] = getattr(arguments, field.key)
-    model = settings.setdefault("model", {})
-    if arguments.model is not None:
-        model["path"] = arguments.model
-    model.setdefault("path", DEFAULT_MODEL)
-    return compose(settings, source=f"--config {arguments.config}")
+    if arguments.plan is not None:
+        others = [each.shown_name for each in given(arguments) if each.section != "gateway"]
+        if arguments.model is not None:
+            others.insert(0, f"MODEL {arguments.model}")
+        if others:
+            raise ConfigError(
+                f"--plan {arguments.plan} with {', '.join(others)}: the plan says that already; "
+                "change it there"
+            )
+    return msgspec.convert(settings, EngineConfig)
 
 
 def given(arguments: argparse.Namespace) -> list[Field]:

@@ -29,11 +29,12 @@ import msgspec
 from models.config import ModelConfig
 from models.hub import cache_root
 from topspin import __version__
-from topspin.config import EngineConfig, NodeConfig
+from topspin.config import EngineConfig
 from topspin.cores import DEFAULT_LAYOUT, Between, LayoutChoice, node_environment, split_cores
 from topspin.errors import TopspinError
 from topspin.launch.display import CompiledKernels, open_display
 from topspin.launch.engine import import_path, module_argv
+from topspin.plan import EnginePlan, NodeConfig
 from topspin.process import PARENT_PID_VARIABLE
 
 # Loading takes 2 s. The first time it compiles kernels too, which the nodes need anyway: every
@@ -49,7 +50,7 @@ MANY_CORES = 4
 # on all cores is best; reading them would take long.
 MAX_LAYER_BYTES = 256 * 2**20
 
-Settle = Callable[[LayoutChoice | None], EngineConfig]
+Settle = Callable[[LayoutChoice | None], EnginePlan]
 Measure = Callable[[Sequence["Candidate"]], list[float]]
 
 
@@ -75,6 +76,7 @@ class Candidate(msgspec.Struct, frozen=True):
 def choose_layout(
     asked: EngineConfig,
     model: ModelConfig,
+    path: Path,
     settle: Settle,
     *,
     emit: Callable[[str], None],
@@ -84,7 +86,8 @@ def choose_layout(
 ) -> LayoutChoice | None:
     """Return the layout for the settings `asked`, None for the default; `emit` gets one line.
 
-    `settle` gives the resolved settings of a choice (None: the default).
+    `path` is the checkpoint's directory, `model` its shapes. `settle` gives the plan of a choice
+    (None: the default).
     """
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
     choices = _choices(asked, len(cores))
@@ -92,14 +95,15 @@ def choose_layout(
         emit(f"layout: {DEFAULT_LAYOUT}, the default ({reason})")
         return None
     cache = (cache_root() / "layouts.json") if cache is None else cache
-    key = _key(asked, cores)
+    key = _key(asked, path, cores)
     known = _read(cache)
     if (chosen := known.get(key)) is not None:
         emit(f"layout: {_describe(chosen, cores)} (measured before: {cache})")
         return chosen
     started = time.monotonic()
     try:
-        times = (measure or measure_all)([_candidate(each, settle, cores) for each in choices])
+        candidates = [_candidate(each, settle, path, cores) for each in choices]
+        times = (measure or measure_all)(candidates)
     except CalibrationError as error:
         emit(f"layout: {DEFAULT_LAYOUT}, the default (not measured: {error})")
         return None
@@ -116,20 +120,19 @@ def choose_layout(
     return chosen
 
 
-def _reason_against(config: EngineConfig, model: ModelConfig, num_cores: int) -> str | None:
+def _reason_against(plan: EnginePlan, model: ModelConfig, num_cores: int) -> str | None:
     """Return the reason not to measure, None if there is none."""
-    nodes = config.nodes
-    if nodes.attention.is_device or nodes.experts.is_device:
+    if any(node.place.is_device for node in plan.nodes):
         return "only nodes on the CPU are measured"
-    if (nodes.num_attention, nodes.num_experts) != (1, 1):
+    if (len(plan.attention), len(plan.experts)) != (1, 1):
         return "measured for one attention and one expert node only"
-    if config.m2n.transport not in ("shm", "tcp"):
-        return f"nothing to choose with --transport {config.m2n.transport}"
-    if config.m2n.link_latency_us or config.m2n.link_gbps:
+    if plan.link.transport not in ("shm", "tcp"):
+        return f"nothing to choose with --transport {plan.link.transport}"
+    if plan.link.latency_us or plan.link.gbps:
         return "the link is emulated"
     if num_cores < 2:
         return "one core"
-    if expert_layer_bytes(config.model.dtype, model) > MAX_LAYER_BYTES:
+    if expert_layer_bytes(plan.model.dtype, model) > MAX_LAYER_BYTES:
         return "the experts are so large that hand-overs do not count"
     return None
 
@@ -155,11 +158,13 @@ def _choices(asked: EngineConfig, num_cores: int) -> list[LayoutChoice]:
     return choices
 
 
-def _candidate(choice: LayoutChoice, settle: Settle, cores: Sequence[int]) -> Candidate:
+def _candidate(choice: LayoutChoice, settle: Settle, path: Path, cores: Sequence[int]) -> Candidate:
     config = settle(choice).for_node()
+    model = msgspec.structs.replace(config.model, path=str(path))
+    config = msgspec.structs.replace(config, model=model)
     if choice.layout == "split":
         first, second = (
-            CandidateNode(min(config.compute.num_threads or len(share), len(share)), share)
+            CandidateNode(min(config.node.num_threads or len(share), len(share)), share)
             for share in split_cores(cores, 2)
         )
         return Candidate(choice, config, (first, second))
@@ -197,7 +202,7 @@ def _describe(choice: LayoutChoice, cores: Sequence[int]) -> str:
 
 def measure_all(candidates: Sequence[Candidate]) -> list[float]:
     """Return the seconds of a decode step of each candidate; raises CalibrationError."""
-    spin_count = candidates[0].config.compute.spin_count
+    spin_count = candidates[0].config.execution.spin_count
     process = subprocess.Popen(
         module_argv("topspin.launch.trial"),
         bufsize=0,
@@ -267,8 +272,8 @@ class _Answers:
         self._display.finish()
 
 
-def _key(asked: EngineConfig, cores: Sequence[int]) -> str:
-    shapes = (Path(asked.model.path) / "config.json").read_bytes()
+def _key(asked: EngineConfig, path: Path, cores: Sequence[int]) -> str:
+    shapes = (path / "config.json").read_bytes()
     facts = (
         hashlib.sha256(shapes).hexdigest(),
         (asked.model.dtype, asked.model.quantization),

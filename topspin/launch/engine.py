@@ -1,6 +1,6 @@
 """The composition root: starts an engine's roles as processes and serves until the end.
 
-Owns the table of role commands, the state that each role inherits (the resolved configuration in a
+Owns the table of role commands, the state that each role inherits (the engine plan in a
 memfd, the control address, OpenMP settings) and the condition for ready (the gateway answers 200 on
 /health). Knows roles by module name only and imports none of them; topspin.launch.supervisor keeps
 their processes. Called by `topspin serve`.
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,11 @@ from typing import Any
 import msgspec
 
 import topspin
-from topspin.config import EngineConfig
-from topspin.cores import node_environment, split_cores
+from topspin.cores import node_environment
 from topspin.errors import EngineError
 from topspin.launch.display import CompiledKernels, Display, open_display
 from topspin.launch.supervisor import RoleCommand, Supervisor
+from topspin.plan import EnginePlan, NodeSpec, ServeConfig
 from topspin.process import CONFIG_ERROR_STATUS
 
 HEALTH_INTERVAL_S = 0.1
@@ -49,7 +48,7 @@ class LaunchContext:
     process ids of nodes that it considers dead to `dead_fd`.
     """
 
-    config: EngineConfig
+    config: ServeConfig
     control: str
     config_fd: int
     port_fd: int
@@ -94,75 +93,49 @@ def role_commands(context: LaunchContext) -> list[RoleCommand]:
 
 
 def _node_commands(context: LaunchContext) -> list[RoleCommand]:
-    config = context.config
-    topology = config.topology
-    environments = _node_environments(config)
-    environment = environments[0]
-    common = ("--control", context.control, "--model", config.model.path)
-    if config.m2n.transport == "local":
+    plan = context.config.plan
+    common = ("--control", context.control, "--model", plan.model.path)
+    if plan.is_one_process:
         argv = module_argv(
             "topspin.launch.local_node",
             *common,
             "--attention-nodes",
-            str(topology.attention_nodes),
+            str(len(plan.attention)),
             "--expert-nodes",
-            str(topology.expert_nodes),
+            str(len(plan.experts)),
         )
+        environment = _node_environment(plan, plan.attention[0])
         return [RoleCommand(name="local node", argv=argv, environment=environment)]
-    watched = ("--failover",) if config.failover.restart else ()
-    experts = [
-        RoleCommand(
-            name=f"expert {index}",
-            argv=module_argv(
-                "expert_nodes",
-                *common,
-                *("--index", str(index), "--transport", config.m2n.transport),
-                *watched,
-            ),
-            environment=environments[topology.attention_nodes + index],
+    watched = ("--failover",) if plan.failover.restart else ()
+    commands = []
+    for node in (*plan.experts, *plan.attention):
+        own = ("--transport", plan.link.transport) if node.role == "expert" else ()
+        argv = module_argv(
+            f"{node.role}_nodes", *common, "--index", str(node.index), *own, *watched
         )
-        for index in range(topology.expert_nodes)
-    ]
-    attention = [
-        RoleCommand(
-            name=f"attention {index}",
-            argv=module_argv("attention_nodes", *common, "--index", str(index), *watched),
-            environment=environments[index],
-        )
-        for index in range(topology.attention_nodes)
-    ]
-    return experts + attention
+        environment = _node_environment(plan, node)
+        commands.append(RoleCommand(name=str(node), argv=argv, environment=environment))
+    return commands
 
 
-def _node_environments(config: EngineConfig) -> list[dict[str, str]]:
-    """Return each node's environment: the attention nodes first, then the expert nodes.
+def _node_environment(plan: EnginePlan, node: NodeSpec) -> dict[str, str]:
+    """Return the environment of the process of `node`.
 
     A node on a device is not counted among those that share the cores: it computes on the host only
     while it loads.
     """
-    nodes, compute = config.nodes, config.compute
-    node = partial(
-        node_environment,
+    on_device = node.place.is_device
+    if plan.is_one_process:
+        on_device = plan.shares_device or (on_device and not plan.experts)
+    environment = node_environment(
         os.environ,
-        num_threads=compute.num_threads,
-        spin_count=compute.spin_count,
+        num_threads=node.num_threads,
+        spin_count=plan.execution.spin_count,
+        cores=node.cores,
+        takes_turns=not (plan.is_one_process or node.cores or on_device),
+        on_device=on_device,
     )
-    num_nodes = nodes.num_attention + nodes.num_experts
-    if config.m2n.transport == "local":
-        is_attention_alone = nodes.share_a_device or not nodes.num_experts
-        environments = [
-            node(on_device=nodes.attention.is_device and is_attention_alone)
-        ] * num_nodes
-    elif compute.layout == "split":
-        shares = split_cores(sorted(os.sched_getaffinity(0)), num_nodes)
-        environments = [node(cores=share) for share in shares]
-    else:
-        attention, experts = (
-            node(takes_turns=not place.is_device, on_device=place.is_device)
-            for place in (nodes.attention, nodes.experts)
-        )
-        environments = [attention] * nodes.num_attention + [experts] * nodes.num_experts
-    return [{**import_path(os.environ), **environment} for environment in environments]
+    return {**import_path(os.environ), **environment}
 
 
 def module_argv(name: str, *arguments: str) -> tuple[str, ...]:
@@ -183,12 +156,12 @@ def import_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def launch(
-    config: EngineConfig,
+    config: ServeConfig,
     *,
     roles: RoleTable = role_commands,
     display: Display | None = None,
 ) -> int:
-    """Run the engine that the resolved `config` describes, until a signal or a failure.
+    """Run the engine of `config`, until a signal or a failure.
 
     Must run in the main thread. Returns the exit status: 0 after an orderly stop, 1 after
     a role has ended by itself, 2 if one did because its configuration cannot be served,
@@ -222,7 +195,7 @@ def launch(
         if start.follow(supervisor, display, kernels):
             kernels.finish()
             display.announce(start.announcement())
-            if config.failover.restart:
+            if config.plan.failover.restart:
                 supervisor.restart_workers()
                 _kill_the_dead(supervisor, dead_reader)
         while not supervisor.is_ending:
@@ -264,7 +237,7 @@ def _finish(supervisor: Supervisor, display: Display) -> int:
 
 
 @contextmanager
-def _config_file(config: EngineConfig) -> Iterator[int]:
+def _config_file(config: ServeConfig) -> Iterator[int]:
     """Yield a sealed memfd that holds `config` as JSON; it has no path in a file system."""
     fd = os.memfd_create("topspin-config", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -282,7 +255,7 @@ class EngineStart:
     `started`: when the start began, by time.monotonic().
     """
 
-    def __init__(self, *, config: EngineConfig, port_reader: FileIO, started: float) -> None:
+    def __init__(self, *, config: ServeConfig, port_reader: FileIO, started: float) -> None:
         self._config = config
         self._port_reader = port_reader
         self._started = started
@@ -303,19 +276,19 @@ class EngineStart:
 
     def announcement(self) -> str:
         """Return the text that tells a person how to reach the engine."""
-        topology, model = self._config.topology, self._config.model.served_names[0]
+        plan, model = self._config.plan, self._config.gateway.served_names[0]
         assert self._port is not None, "follow() first"
         url = gateway_url(self._config.gateway.host, self._port)
         example = msgspec.json.encode(
             {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
         ).decode()
-        nodes = f"{topology.attention_nodes} attention + {topology.expert_nodes} expert nodes"
-        places = self._config.nodes
-        if places.attention.is_gpu or places.experts.is_gpu:
-            nodes += f" on {places.attention.device} + {places.experts.device}"
+        nodes = f"{len(plan.attention)} attention + {len(plan.experts)} expert nodes"
+        devices = dict.fromkeys(node.device for node in plan.nodes)
+        if any(node.place.is_gpu for node in plan.nodes):
+            nodes += f" on {' + '.join(devices)}"
         return (
             f"Topspin is ready at {url} (model {model}, {nodes} over "
-            f"{self._config.m2n.transport}), started in {self._elapsed_s():.1f} s\n"
+            f"{plan.link.transport}), started in {self._elapsed_s():.1f} s\n"
             f"Try: curl {url}/v1/chat/completions -H 'Content-Type: application/json' "
             f"-d {shlex.quote(example)}"
         )

@@ -64,6 +64,8 @@ class LocalNode:
         self._hub: LocalHub | None = None
         self._sides: dict[int, ExpertSide] = {}
         self._experts: dict[int, Experts] = {}
+        # The expert nodes whose experts are on a device.
+        self._on_device: set[int] = set()
         self._threads: list[threading.Thread] = []
         # Set once every expert node has loaded, and once attention nodes may begin to load.
         self._all_loaded = threading.Event()
@@ -118,52 +120,51 @@ class LocalNode:
     def _open_net(self, index: int, shape: NetShape, welcome: Welcome) -> AttentionNet:
         """Return the net from attention node `index` to all experts; runs in that node's thread."""
         config = welcome.config
-        nodes = config.compute.nodes(config.topology)
-        if nodes.share_a_device:
+        node = config.attention
+        if config.shares_device:
             return DeviceNet(
-                open_runtime(config.compute.attention_device),
+                open_runtime(node.device),
                 shape,
                 index=index,
-                serves=[self._experts[node].compute for node in range(self._num_experts)],
+                serves=[self._experts[each].compute for each in range(self._num_experts)],
                 table=welcome.table,
-                num_streams=config.compute.gpu_streams,
+                num_streams=config.execution.gpu_streams,
             )
         net = self._get_hub(shape, welcome).attention_net(index, welcome.table)
-        if not nodes.attention.is_device:
+        if not node.place.is_device:
             return net
-        runtime = open_runtime(config.compute.attention_device)
-        return StagedNet(net, runtime, shape=shape, max_rows=config.max_num_batched_tokens)
+        runtime = open_runtime(node.device)
+        return StagedNet(net, runtime, shape=shape, max_rows=node.max_num_batched_tokens)
 
     def _dry_net(self, index: int, welcome: Welcome) -> OpenDryNet | None:
         """Return an opener of the net for the dry run, if experts share the cache's device."""
         config = welcome.config
-        if not config.compute.nodes(config.topology).share_a_device:
+        if not config.shares_device:
             return None
         return lambda runner: self._open_net(index, runner.net_shape(config), welcome)
 
     def _get_hub(self, shape: NetShape, welcome: Welcome) -> LocalHub:
         """Return the hub, with all experts attached; the first attention node makes it."""
-        m2n = welcome.config.m2n
+        link = welcome.config.link
         with self._lock:
             if self._hub is None:
                 hub = LocalHub(
                     shape,
                     num_attention=self._num_attention,
                     num_experts=self._num_experts,
-                    link=LinkEmulation(latency_us=m2n.link_latency_us, gbps=m2n.link_gbps),
+                    link=LinkEmulation(latency_us=link.latency_us, gbps=link.gbps),
                 )
                 for node, experts in self._experts.items():
-                    serve = self._serve_of(experts, shape, welcome)
+                    serve = self._serve_of(node, experts, shape)
                     side = hub.attach_expert(node, serve, table=welcome.table)
                     side.trace = experts.trace
                     self._sides[node] = side
                 self._hub = hub
             return self._hub
 
-    def _serve_of(self, experts: Experts, shape: NetShape, welcome: Welcome) -> Serve:
+    def _serve_of(self, node: int, experts: Experts, shape: NetShape) -> Serve:
         """Return the function that computes a batch whose tensors are the host's."""
-        config = welcome.config
-        if not config.compute.place("expert").is_device:
+        if node not in self._on_device:
             return experts.compute
         # Opened here because a runtime belongs to the thread that uses it.
         runtime = open_runtime(str(experts.runtime.device))
@@ -211,7 +212,7 @@ class LocalNode:
             with torch.inference_mode():
                 return load_experts(self._model_path, welcome, index)
 
-        is_device = welcome.config.compute.place("expert").is_device
+        is_device = welcome.config.node.place.is_device
         if not is_device:
             self._may_attend.set()
         with self._loading if is_device else nullcontext(), ThreadPoolExecutor(1) as loader:
@@ -222,6 +223,8 @@ class LocalNode:
         open_runtime(str(experts.runtime.device))
         with self._lock:
             self._experts[index] = experts
+            if is_device:
+                self._on_device.add(index)
             is_last = len(self._experts) == self._num_experts
         if is_last:
             self._all_loaded.set()

@@ -39,7 +39,6 @@ from m2n_comm.waits import Waits
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_attention_weights, stream_expert_weights
-from topspin.config import NodeConfig
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.launch.calibrate import Candidate, CandidateNode, expert_layer_bytes
 from topspin.messages import (
@@ -52,6 +51,7 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
+from topspin.plan import NodeConfig
 from topspin.process import follow_parent, start_logging
 
 NUM_ROWS = 16
@@ -83,10 +83,9 @@ class Trial:
         self._table: ExpertTable = uniform_table(
             num_layers=num_moe, num_experts=whole.moe.num_experts, num_nodes=1
         )
-        self._num_rows = min(NUM_ROWS, config.max_num_seqs)
-        assert config.model.max_model_len is not None
+        self._num_rows = min(NUM_ROWS, config.attention.max_num_seqs)
         self._context = max(1, min(CONTEXT, config.model.max_model_len - NUM_STEPS - 1))
-        self._blocks_each = -(-(self._context + NUM_STEPS + 1) // config.cache.block_size)
+        self._blocks_each = -(-(self._context + NUM_STEPS + 1) // config.kv_cache.block_size)
         # Compiled kernels are kept, so the two halves are compiled side by side, as by the nodes.
         compiled = fork(lambda: self._load_experts().num_layers)
         self._runner = self._load_runner()
@@ -144,7 +143,9 @@ class Trial:
 
     def _ops(self) -> Ops:
         return select_ops(
-            self._config.compute.kernels, self._dtype, self._config.model.quantization
+            self._config.node.kernels,
+            self._dtype,
+            self._config.precision[0].format if self._config.precision else "none",
         )
 
     def _load_experts(self) -> Experts:
@@ -156,7 +157,7 @@ class Trial:
             ),
             self._ops(),
             held=held,
-            per_expert_answers=self._config.compute.deterministic,
+            per_expert_answers=self._config.execution.deterministic,
         )
         experts.warm_up((1, self._num_rows))
         return experts
@@ -164,7 +165,7 @@ class Trial:
     def _load_runner(self) -> ModelRunner:
         num_blocks = self._num_rows * self._blocks_each
         cache = kv_cache.of_blocks(
-            self._model, num_blocks, block_size=self._config.cache.block_size, dtype=self._dtype
+            self._model, num_blocks, block_size=self._config.kv_cache.block_size, dtype=self._dtype
         )
         weights = stream_attention_weights(Checkpoint(self._path), self._model, dtype=self._dtype)
         decoder = Decoder(self._model, weights, self._ops(), cache)

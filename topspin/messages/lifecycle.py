@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from topspin.config import NodeConfig
 from topspin.expert_table import ExpertTable
 from topspin.messages.base import PROTOCOL_VERSION, Message, Role
+from topspin.plan import NodeConfig
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from server.scheduler.experts.load import ExpertLoad
 from server.scheduler.experts.placement import migrations, plan_table
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member
-from topspin.config import BalanceSection
+from topspin.config import BalancePolicy
 from topspin.expert_table import ExpertTable
 
 MAX_DOUBLINGS: Final = 10
@@ -41,7 +41,7 @@ class BalanceStats(NamedTuple):
 class ExpertBalancer:
     """The changes of one engine's expert table, and the measured load."""
 
-    def __init__(self, formation: Formation, config: BalanceSection) -> None:
+    def __init__(self, formation: Formation, config: BalancePolicy) -> None:
         self.load = ExpertLoad(formation, half_life_pairs=config.half_life_pairs)
         self._config = config
         self._formation = formation

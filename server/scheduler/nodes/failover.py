@@ -18,9 +18,9 @@ from server.scheduler.nodes.roster import Member
 from server.scheduler.nodes.side import Log, NodeSide
 from server.scheduler.planning.outbox import Delivery
 from server.scheduler.planning.policy import Policy
-from topspin.config import EngineConfig
 from topspin.errors import NodeLost, TopspinError
 from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Welcome
+from topspin.plan import EnginePlan
 
 # How often a loop that waits for nodes checks its deadlines.
 POLL_S = 0.1
@@ -49,7 +49,7 @@ class Failover:
 
     def __init__(
         self,
-        config: EngineConfig,
+        plan: EnginePlan,
         *,
         formation: Formation,
         nodes: NodeSide,
@@ -59,7 +59,7 @@ class Failover:
         log: Log,
         report_dead: Callable[[int], None],
     ) -> None:
-        self._config = config
+        self._plan = plan
         self._formation = formation
         self._nodes = nodes
         self._roster = nodes.roster
@@ -71,9 +71,9 @@ class Failover:
         self._recovery = Recovery(
             formation,
             places=self._roster.places,
-            halt_deadline_s=config.failover.halt_deadline_s,
-            restart_deadline_s=config.failover.restart_deadline_s,
-            needs_all=config.m2n.transport == "local",
+            halt_deadline_s=plan.failover.halt_deadline_s,
+            restart_deadline_s=plan.failover.restart_deadline_s,
+            needs_all=plan.is_one_process,
         )
         self._form_after_s = 0.0
         self._reason = ""
@@ -102,7 +102,7 @@ class Failover:
 
     def lose(self, member: Member, error: TopspinError) -> None:
         """Continue without a node that is gone or must count as dead."""
-        if self._config.m2n.transport == "local":
+        if self._plan.is_one_process:
             lost = self._roster.members
         else:
             lost = [member]
@@ -134,7 +134,7 @@ class Failover:
         formation = self._formation
         topology = self._roster.topology((), formation.full_table, generation=formation.generation)
         assert member.role != "gateway"
-        config = self._config.for_node(member.role, member.index)
+        config = self._plan.for_node(member.role, member.index)
         self._tell(member, Welcome(config=config, topology=topology, joins_late=True))
 
     def answered(self, member: Member, message: Halted | Loaded | Ready) -> None:
@@ -159,7 +159,7 @@ class Failover:
         if self._recovery.has_halted and now >= self._form_after_s:
             self._form(now)
         if self._recovery.expires(now):
-            limit_s = self._config.failover.restart_deadline_s
+            limit_s = self._plan.failover.restart_deadline_s
             error = NodeLost(f"{self._waiting_for()} did not come back within {limit_s:g} s")
             self._gateways.deliver(self._policy.fail_all(error))
             self._announce(str(error))

@@ -28,7 +28,6 @@ from server.scheduler.planning.router import Candidate, choose_replica
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.waiting import WaitingQueue
-from topspin.config import EngineConfig
 from topspin.errors import (
     EngineError,
     EngineUnavailable,
@@ -46,6 +45,7 @@ from topspin.messages import (
     StepResult,
     TokenLogprobs,
 )
+from topspin.plan import EnginePlan
 
 # A request that takes part in so many lost generations without a token may be their cause.
 MAX_REPLAYS = 5
@@ -60,7 +60,7 @@ class Policy:
 
     def __init__(
         self,
-        config: EngineConfig,
+        plan: EnginePlan,
         *,
         formation: Formation,
         num_blocks: Sequence[int],
@@ -70,31 +70,31 @@ class Policy:
         num_layers: int = DEFAULT_NUM_LAYERS,
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each."""
-        self._config = config
+        self._plan = plan
         self._formation = formation
         self._fit = CostFit(cost, num_layers)
         self._was_idle = True
-        self._block_size = config.cache.block_size
-        self._max_preemptions = config.scheduler.max_preemptions
+        self._block_size = plan.kv_cache.block_size
+        self._max_preemptions = plan.scheduling.max_preemptions
         self._replicas = [
             AttentionReplica(
                 index=index,
                 num_blocks=count,
                 block_size=self._block_size,
-                max_num_seqs=config.batch.max_num_seqs,
-                budget=config.batch.max_num_batched_tokens,
+                max_num_seqs=node.max_num_seqs,
+                budget=node.max_num_batched_tokens,
             )
-            for index, count in enumerate(num_blocks)
+            for index, (node, count) in enumerate(zip(plan.attention, num_blocks, strict=True))
         ]
         self._intake = Intake(
             vocab_size=vocab_size,
             block_size=self._block_size,
-            max_model_len=config.max_model_len,
+            max_model_len=plan.model.max_model_len,
             max_request_tokens=self.max_request_tokens,
         )
         self._builder = StepBuilder(
             formation=formation,
-            num_micro_batches=config.scheduler.micro_batches,
+            num_micro_batches=plan.scheduling.micro_batches,
             shares_cores=shares_cores,
             cost=cost,
             num_layers=num_layers,
@@ -111,7 +111,7 @@ class Policy:
     def max_request_tokens(self) -> int:
         """Return the longest request, prompt and output, that fits any one node."""
         smallest = min(replica.pool.num_blocks for replica in self._replicas)
-        return min(self._config.max_model_len, smallest * self._block_size)
+        return min(self._plan.model.max_model_len, smallest * self._block_size)
 
     @property
     def num_running(self) -> int:
@@ -142,8 +142,8 @@ class Policy:
 
     def _check_queue(self) -> None:
         """Raise EngineUnavailable if the queue is full; seats on nodes are not part of it."""
-        limits = self._config.scheduler
-        seats = self._config.batch.max_num_seqs * len(self._replicas)
+        limits = self._plan.scheduling
+        seats = sum(node.max_num_seqs for node in self._plan.attention)
         if len(self._requests) >= limits.max_queued_requests + seats:
             raise EngineUnavailable(
                 f"the queue is full ({limits.max_queued_requests} requests are waiting)"
@@ -227,7 +227,7 @@ class Policy:
     ) -> bool:
         protect = request.num_preemptions >= self._max_preemptions
         hashes: list[bytes] = []
-        if self._config.scheduler.prefix_caching:
+        if self._plan.scheduling.prefix_caching:
             # The last token is always computed: its logits are sampled from.
             num_blocks = (len(request.tokens) - 1) // self._block_size
             hashes = request.hashes.first(num_blocks, request.tokens)
@@ -339,7 +339,7 @@ class Policy:
         self, replica: AttentionReplica, part: NodePart, result: StepResult, outbox: Outbox
     ) -> None:
         """Commit one node's slices of a step that has succeeded."""
-        errors, caches = result.errors, self._config.scheduler.prefix_caching
+        errors, caches = result.errors, self._plan.scheduling.prefix_caching
         for seq, count, tokens in zip(part.seqs, part.counts, part.tokens, strict=True):
             seq.num_in_flight -= 1
             request = seq.request

@@ -94,7 +94,7 @@ def test_tokens_are_transformers(monkeypatch: pytest.MonkeyPatch, variant: Varia
     monkeypatch.setattr(gpu_engine, "RandomWeights", LoudWeights)
     model = read_fields(WORKLOAD.fields)
     config = node_config(model, WORKLOAD, DEVICE, variant)
-    runtime = open_runtime(config.compute.attention_device)
+    runtime = open_runtime(config.node.device)
     engine = GpuEngine(model, config, runtime, num_micro_batches=1)
     plans = engine._plans.prefill(PROMPT)
     prompt = np.frombuffer(plans[0].new[0].tokens, dtype="<i4").tolist()

@@ -22,9 +22,11 @@ import pytest
 
 from server.gateway.http.listener import bind
 from tests.server.gateway.fakes import FakeEngine, backend, ids, output
+from tests.server.scheduler.engine import make_config
+from tests.structs import changed
 from topspin import __version__
 from topspin.channel import ControlServer, Heartbeat, PeerGone, Received
-from topspin.config import EngineConfig, GatewaySection, ModelSection
+from topspin.config import GatewaySection
 from topspin.errors import ConfigError
 from topspin.messages import (
     AddRequest,
@@ -35,6 +37,7 @@ from topspin.messages import (
     Refused,
     StatsQuery,
 )
+from topspin.plan import ServeConfig
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 20.0
@@ -133,9 +136,10 @@ class Gateway:
 def start(
     checkpoint: Path, control: str, *, port: int = 0, port_fd: int | None = None
 ) -> subprocess.Popen[str]:
-    config = EngineConfig(
-        model=ModelSection(path=str(checkpoint), served_names=("tiny",), max_model_len=128),
-        gateway=GatewaySection(port=port),
+    plan = make_config()
+    config = ServeConfig(
+        plan=changed(plan, {"model.path": str(checkpoint)}),
+        gateway=GatewaySection(port=port, served_names=("tiny",)),
     )
     file = checkpoint / "engine.json"
     file.write_bytes(msgspec.json.encode(config))

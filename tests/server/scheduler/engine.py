@@ -18,13 +18,7 @@ from server.scheduler.planning.outbox import Delivery
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate
-from topspin.config import (
-    CacheSection,
-    EngineConfig,
-    ModelSection,
-    SchedulerSection,
-    TopologySection,
-)
+from topspin.config import FailoverSection, SchedulingPolicy, Transport
 from topspin.expert_table import uniform_table
 from topspin.messages import (
     AddRequest,
@@ -35,6 +29,14 @@ from topspin.messages import (
     StepResult,
     pack_ints,
     unpack_ints,
+)
+from topspin.plan import (
+    AttentionNode,
+    EnginePlan,
+    ExpertNode,
+    KvCacheSpec,
+    LinkSpec,
+    PlannedModel,
 )
 
 GATEWAY = b"gateway"
@@ -52,15 +54,37 @@ def make_config(
     max_queued_requests: int = 1000,
     max_preemptions: int = 4,
     num_nodes: int = 1,
-) -> EngineConfig:
-    """Return a resolved configuration with small limits."""
-    return EngineConfig(
-        model=ModelSection(path="unused", max_model_len=max_model_len, dtype="float32"),
-        topology=TopologySection(attention_nodes=num_nodes),
-        cache=CacheSection(block_size=block_size),
-        scheduler=SchedulerSection(
+    num_expert_nodes: int = 1,
+    transport: Transport = "shm",
+    deadline_s: float = 30.0,
+    failover: FailoverSection | None = None,
+) -> EnginePlan:
+    """Return the plan of equal nodes with small limits; expert nodes hold 2 experts each."""
+    attention = [
+        AttentionNode(
+            index=index,
+            device="cpu",
+            kernels="cpu",
+            wait="block",
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_bytes=2**20,
+        )
+        for index in range(num_nodes)
+    ]
+    experts = [
+        ExpertNode(index=index, device="cpu", kernels="cpu", wait="block", experts=2)
+        for index in range(num_expert_nodes)
+    ]
+    return EnginePlan(
+        model=PlannedModel(path="unused", max_model_len=max_model_len, dtype="float32"),
+        kv_cache=KvCacheSpec(block_size=block_size),
+        nodes=(*attention, *experts),
+        links=(
+            LinkSpec(transport=transport, payload="fp32", window_rows=16, deadline_s=deadline_s),
+        ),
+        failover=failover or FailoverSection(),
+        scheduling=SchedulingPolicy(
             micro_batches=micro_batches,
             prefix_caching=prefix_caching,
             max_queued_requests=max_queued_requests,
@@ -70,13 +94,13 @@ def make_config(
 
 
 def make_policy(
-    config: EngineConfig, num_blocks: int = 32, formation: Formation | None = None
+    config: EnginePlan, num_blocks: int = 32, formation: Formation | None = None
 ) -> Policy:
     """Return a policy over nodes of `num_blocks` blocks each, on separate cores."""
     return Policy(
         config,
         formation=formation or Formation(TABLE),
-        num_blocks=[num_blocks] * config.topology.attention_nodes,
+        num_blocks=[num_blocks] * len(config.attention),
         vocab_size=VOCAB_SIZE,
         shares_cores=False,
         cost=CostModel(),
@@ -142,7 +166,7 @@ class Engine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EnginePlan,
         *,
         num_blocks: int = 32,
         fails: Callable[[int], bool] = lambda seq_id: False,
@@ -155,7 +179,7 @@ class Engine:
         self._tenants: dict[int, str] = {}
         self._num_blocks = num_blocks
         self._fails = fails
-        self.nodes = [self._new_node(index) for index in range(config.topology.attention_nodes)]
+        self.nodes = [self._new_node(index) for index in range(len(config.attention))]
         self.present = set(range(len(self.nodes)))
         # Results of abandoned generations, which may still come.
         self.late: list[StepResult] = []
@@ -169,9 +193,9 @@ class Engine:
         return FakeNode(
             index=index,
             num_blocks=self._num_blocks,
-            block_size=self.config.cache.block_size,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
-            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            block_size=self.config.kv_cache.block_size,
+            max_num_seqs=self.config.attention[index].max_num_seqs,
+            max_num_batched_tokens=self.config.attention[index].max_num_batched_tokens,
             tenant_of=lambda seed: self._tenants[seed],
             fails=self._fails,
         )
@@ -297,7 +321,7 @@ class Engine:
         for client in self.clients.values():
             message = client.message
             expected = generate(
-                unpack_ints(message.prompt), message.sampling, self.config.max_model_len
+                unpack_ints(message.prompt), message.sampling, self.config.model.max_model_len
             )
             assert client.ended
             if client.aborted or client.failure:

@@ -9,15 +9,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.service import Service
 from tests.server.scheduler.engine import make_config
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode
 from topspin import __version__
 from topspin.channel import Event, Received
-from topspin.config import M2NSection, TopologySection, Transport
+from topspin.config import Transport
 from topspin.messages import (
     AnyMessage,
     EngineState,
@@ -76,12 +74,10 @@ class World:
     """A service and its peers: two attention nodes, two expert nodes and a gateway."""
 
     def __init__(self, *, transport: Transport = "shm", facts: EngineFacts = FACTS) -> None:
-        config = msgspec.structs.replace(
-            make_config(num_nodes=2),
-            topology=TopologySection(
-                attention_nodes=2, expert_nodes=2 if facts.num_moe_layers else 0
-            ),
-            m2n=M2NSection(transport=transport, deadline_s=30.0),
+        config = make_config(
+            num_nodes=2,
+            num_expert_nodes=2 if facts.num_moe_layers else 0,
+            transport=transport,
         )
         self.channel = FakeChannel()
         self.service = Service(

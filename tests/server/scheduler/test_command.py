@@ -17,19 +17,20 @@ from tests.server.scheduler.engine import make_config
 from tests.server.scheduler.test_engine_facts import MIXTRAL, write_config
 from topspin import __version__
 from topspin.channel import ControlClient
-from topspin.config import EngineConfig, ModelSection
 from topspin.errors import PeerLost
 from topspin.messages import EngineState, Hello, Refused, Role
+from topspin.plan import ServeConfig
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30.0
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> EngineConfig:
-    """Return an engine's configuration with a model whose config.json exists."""
-    model = ModelSection(path=write_config(tmp_path, MIXTRAL), max_model_len=64, dtype="float32")
-    return msgspec.structs.replace(make_config(), model=model)
+def config(tmp_path: Path) -> ServeConfig:
+    """Return an engine's plan with a model whose config.json exists."""
+    plan = make_config()
+    model = msgspec.structs.replace(plan.model, path=write_config(tmp_path, MIXTRAL))
+    return ServeConfig(plan=msgspec.structs.replace(plan, model=model))
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def address() -> str:
 
 
 @pytest.fixture
-def process(config: EngineConfig, address: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def process(config: ServeConfig, address: str, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a scheduler; kill it if the test leaves it running."""
     path = tmp_path / "engine.json"
     path.write_bytes(msgspec.json.encode(config))

@@ -13,7 +13,7 @@ import pytest
 
 from server.scheduler.engine_facts import EngineFacts, read_facts, shares_cores
 from tests.server.scheduler.engine import make_config
-from topspin.config import ComputeSection, M2NSection, TopologySection
+from tests.structs import with_nodes
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,12 +68,8 @@ def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
     ],
 )
 def test_shared_cores(addresses: list[str], num_threads: int | None, shared: bool) -> None:
-    config = msgspec.structs.replace(
-        make_config(),
-        topology=TopologySection(attention_nodes=2, expert_nodes=1),
-        compute=ComputeSection(num_threads=num_threads),
-    )
-    assert shares_cores(config, addresses, 6) == shared
+    plan = with_nodes(make_config(num_nodes=2), num_threads=num_threads)
+    assert shares_cores(plan, addresses, 6) == shared
 
 
 def test_the_scheduler_imports_no_torch() -> None:
@@ -86,31 +82,30 @@ def test_the_scheduler_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
 
 
-def test_split_nodes_share_no_cores_except_in_one_process() -> None:
-    config = msgspec.structs.replace(make_config(), compute=ComputeSection(layout="split"))
-    assert not shares_cores(config, ["unix:@x"], 2)
-    assert shares_cores(config, ["local"], 2)
+def test_nodes_with_cores_of_their_own_share_none() -> None:
+    plan = with_nodes(make_config(), cores=(0,))
+    assert not shares_cores(plan, ["unix:@x"], 2)
 
 
 @pytest.mark.parametrize(
     ("attention", "experts", "transport", "shared"),
     [
-        ("cuda", "cpu", "shm", False),
-        ("cuda", "cpu", "local", False),
+        ("cuda:0", "cpu", "shm", False),
+        ("cuda:0", "cpu", "local", False),
         ("cpu", "cuda:1", "tcp", False),
-        ("cuda", "cuda", "local", True),
+        ("cuda:0", "cuda:0", "local", True),
         ("cuda:0", "cuda:0", "shm", True),
-        ("cuda", "cuda", "shm", False),
         ("cuda:0", "cuda:1", "cuda_ipc", False),
     ],
 )
 def test_a_gpu_is_shared_with_itself_alone(
     attention: str, experts: str, transport: Any, shared: bool
 ) -> None:
-    config = msgspec.structs.replace(
-        make_config(),
-        m2n=M2NSection(transport=transport),
-        compute=ComputeSection(attention_device=attention, expert_device=experts),
-    )
+    plan = make_config(transport=transport)
+    nodes = [
+        msgspec.structs.replace(node, device=device)
+        for node, device in zip(plan.nodes, (attention, experts), strict=True)
+    ]
     address = "local" if transport == "local" else "unix:@a"
-    assert shares_cores(config, [address], 6) == shared
+    plan = msgspec.structs.replace(plan, nodes=tuple(nodes))
+    assert shares_cores(plan, [address], 6) == shared

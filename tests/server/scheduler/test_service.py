@@ -61,7 +61,7 @@ def test_welcome_waits_for_all_and_goes_to_all() -> None:
     assert peers == [b"attention 0", b"attention 1", b"expert 0", b"expert 1"]
     (welcome,) = world.channel.to(b"expert 0", Welcome)
     assert welcome.table.slots == (((0, 1), (2, 3)),) * 2
-    assert welcome.config.topology.expert_nodes == 2
+    assert welcome.config.num_experts == 2
     first_state = world.channel.to(GATEWAY, EngineState)[0]
     assert first_state.detail.startswith("waiting for attention 0")
     assert first_state.max_request_tokens == 0
@@ -106,7 +106,7 @@ def test_a_dense_model_has_no_expert_nodes() -> None:
     assert world.service.run() == 0
     (welcome,) = world.channel.to(b"attention 0", Welcome)
     assert welcome.topology.experts == ()
-    assert welcome.config.topology.expert_nodes == 0
+    assert welcome.config.num_experts == 0
     (stats,) = world.channel.to(GATEWAY, Stats)
     assert (stats.generation_tokens, stats.expert_tokens) == (2, ())
 

@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.topspin.cli.checkpoint import MIXTRAL, write_checkpoint
+from tests.topspin.plans import with_setting
 from topspin.cli import serve as serve_command
 from topspin.cli.flags import add_arguments, read_config
 from topspin.cli.main import main
-from topspin.cli.serve import engine_config, without_effect
+from topspin.cli.serve import plan_of, serve_config, without_effect
 from topspin.config import EngineConfig, ModelSection
-from topspin.errors import ConfigError
-from topspin.settings import fields_of
 
-# A new flag needs a line here. Flags are few: settings for few users belong in --config.
+# A new flag needs a line here. Flags are few: settings for few users belong in --plan.
 FLAGS = [
-    "--config",
-    "--served-model-name",
+    "--plan",
+    "--print-plan",
     "--dtype",
     "--max-model-len",
     "--quantization",
     "--attention-nodes",
     "--expert-nodes",
-    "--max-num-seqs",
-    "--max-num-batched-tokens",
     "--micro-batches",
     "--enable-prefix-caching",
     "--max-queued-requests",
+    "--max-num-seqs",
+    "--max-num-batched-tokens",
     "--block-size",
     "--kv-cache-memory",
     "--gpu-memory-utilization",
     "--transport",
     "--m2n-payload",
+    "--deterministic",
+    "--enforce-eager",
     "--attention-device",
     "--expert-device",
-    "--enforce-eager",
     "--num-threads",
-    "--deterministic",
     "--layout",
     "--redundant-experts",
+    "--served-model-name",
     "--host",
     "--port",
     "--generation-config",
@@ -54,7 +52,7 @@ FLAGS = [
 ]
 
 SETTINGS: list[tuple[str, str, Any]] = [
-    ("--served-model-name a b", "model.served_names", ("a", "b")),
+    ("--served-model-name a b", "gateway.served_names", ("a", "b")),
     ("--dtype float32", "model.dtype", "float32"),
     ("--max-model-len 100", "model.max_model_len", 100),
     ("--max-model-len auto", "model.max_model_len", None),
@@ -105,88 +103,30 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def with_setting(key: str, value: Any) -> EngineConfig:
-    """Return the defaults with one setting changed."""
-    section, name = key.split(".")
-    default = EngineConfig(model=ModelSection(path="m"))
-    changed = msgspec.structs.replace(getattr(default, section), **{name: value})
-    return msgspec.structs.replace(default, **{section: changed})
-
-
-def settings_file(directory: Path, settings: object) -> str:
-    path = directory / "settings.json"
-    path.write_text(json.dumps(settings))
-    return str(path)
-
-
 def test_the_flags_are_these() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
     assert flags == FLAGS
-    assert {flag.split()[0].replace("--no-", "--") for flag, _, _ in SETTINGS} == set(FLAGS[1:])
-
-
-def test_every_setting_says_what_it_is() -> None:
-    fields = {
-        f"{section.name}.{field.name}"
-        for section in msgspec.structs.fields(EngineConfig)
-        for field in msgspec.structs.fields(section.type)
-    }
-    assert {field.key for field in fields_of(EngineConfig)} == fields - {"model.path"}
+    assert len(flags) <= 36
+    assert {flag.split()[0].replace("--no-", "--") for flag, _, _ in SETTINGS} == set(FLAGS[2:])
 
 
 def test_a_flag_sets_its_setting_and_no_other() -> None:
-    assert read_config(parse("m")) == EngineConfig(model=ModelSection(path="m"))
+    assert read_config(parse("tiny")) == EngineConfig(model=ModelSection(path="tiny"))
     for flags, key, value in SETTINGS:
-        assert read_config(parse("m", *flags.split())) == with_setting(key, value), flags
+        assert read_config(parse("tiny", *flags.split())) == with_setting(key, value), flags
 
 
-def test_a_file_sets_what_flags_do_not_and_flags_win(checkpoint: Path, tmp_path: Path) -> None:
-    file = settings_file(
-        tmp_path,
-        {
-            "model": {"path": str(checkpoint), "served_names": ["from-file"]},
-            "m2n": {"window_rows": 70, "link_latency_us": 5},
-            "scheduler": {"micro_batches": 3, "max_num_seqs": 9},
-        },
-    )
-    flags = ("--config", file, "--micro-batches", "auto", "--max-num-seqs", "8")
-    config = engine_config(parse(*flags, "--layout", "shared"))
-    assert (config.m2n.window_rows, config.m2n.link_latency_us) == (70, 5.0)
-    assert (config.scheduler.micro_batches, config.scheduler.max_num_seqs) == (None, 8)
-    assert config.model.served_names == ("from-file",)
-    assert config.model.path == str(checkpoint.resolve())
-    other = write_checkpoint(tmp_path / "other")
-    named = engine_config(parse(str(other), *flags, "--layout", "shared"))
-    assert named.model.path == str(other.resolve())
-
-
-def test_a_file_that_names_what_there_is_not_is_refused(tmp_path: Path) -> None:
-    cases: list[tuple[object, str]] = [
-        ({"m2n": {"colour": 1}}, r"unknown field `colour`.*m2n"),
-        ({"colours": {}}, "unknown field `colours`"),
-        ({"m2n": {"window_rows": "many"}}, "m2n.window_rows"),
-        ({"compute": {"kernels": "fast"}}, r"'fast'.*compute.kernels"),
-        ({"m2n": 3}, r"\$"),
-    ]
-    for settings, reason in cases:
-        file = settings_file(tmp_path, settings)
-        with pytest.raises(ConfigError, match=f"--config {file}: .*{reason}"):
-            read_config(parse("--config", file))
-
-
-def test_options_that_change_nothing_are_named(checkpoint: Path, tmp_path: Path) -> None:
-    triton = ("--config", settings_file(tmp_path, {"compute": {"kernels": "triton"}}))
+def test_options_that_change_nothing_are_named(checkpoint: Path) -> None:
     useless = ("--gpu-memory-utilization", "0.9", "--enforce-eager")
     for flags, named in (
         ((), []),
         (useless, ["--gpu-memory-utilization", "--enforce-eager"]),
         (("--attention-device", "cuda", *useless), []),
-        ((*triton, *useless), []),
     ):
         arguments = parse(str(checkpoint), "--layout", "shared", *flags)
-        assert without_effect(arguments, engine_config(arguments)) == named
+        assert without_effect(arguments, plan_of(read_config(arguments))) == named
 
 
 def test_the_help_shows_the_sections_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,17 +153,22 @@ def test_a_dense_model_is_served_without_expert_nodes(tmp_path: Path) -> None:
         "model_type": "llama",
     }
     path = write_checkpoint(tmp_path / "dense", dense)
-    assert engine_config(parse(str(path))).topology.expert_nodes == 0
+    assert not plan_of(read_config(parse(str(path)))).experts
 
 
-def test_the_default_model_is_named_as_users_name_it(
+def test_a_model_is_named_as_users_name_it(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_command, "resolve_model", lambda name: checkpoint)
-    shared = ("--layout", "shared")
-    assert engine_config(parse(*shared)).model.served_names == ("smollm2-moe",)
-    hub = engine_config(parse("organisation/model", *shared))
-    assert hub.model.served_names == ("organisation/model",)
+    for model, name in (
+        ((), "smollm2-moe"),
+        (("organisation/model",), "organisation/model"),
+        ((str(checkpoint),), "tiny-moe"),
+    ):
+        asked = read_config(parse(*model, "--layout", "shared"))
+        config = serve_config(plan_of(asked), asked.gateway)
+        assert config.gateway.served_names == (name,)
+        assert config.plan.model.path == str(checkpoint.resolve())
 
 
 @pytest.mark.parametrize(
@@ -242,7 +187,7 @@ def test_the_default_model_is_named_as_users_name_it(
         ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
         ("--block-size big", "argument --block-size: 'big' is not int"),
         ("--generation-config /nowhere", "there is no /nowhere/generation_config.json"),
-        ("--config none.json", "--config none.json: No such file"),
+        ("--config f.json", "unrecognized arguments: --config f.json"),
         ("--kernels cpu", "unrecognized arguments: --kernels cpu"),
         ("--max-num 3", "unrecognized arguments: --max-num 3"),
     ],

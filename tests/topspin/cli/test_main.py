@@ -14,15 +14,19 @@ from typing import Any
 import pytest
 
 import topspin
+from models.config import load_model_config
 from tests.topspin.cli.checkpoint import write_checkpoint
 from tests.topspin.launch.roles import ROOT
 from topspin.cli import collect_env
 from topspin.cli import pull as pull_command
 from topspin.cli import serve as serve_command
 from topspin.cli.main import main
+from topspin.cli.serve import resolve_for
 from topspin.config import ComputeSection, EngineConfig, GatewaySection, ModelSection
 from topspin.errors import ConfigError, EngineError
-from topspin.resolve import resolve
+from topspin.plan import EnginePlan, ServeConfig
+from topspin.plan_file import print_plan, read_plan
+from topspin.precision import rules_of
 
 
 @pytest.fixture
@@ -71,7 +75,7 @@ def test_a_transport_whose_package_is_missing_is_refused_at_start(
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--attention-device", "cuda"), "the triton kernels, which cuda needs"),
+        (("--attention-device", "cuda"), "the triton kernels, which cuda:0 needs"),
         (("--expert-device", "cuda:1"), "the triton kernels, which cuda:1 needs"),
     ],
 )
@@ -91,25 +95,97 @@ def test_a_gpu_without_triton_is_refused_at_start(
     assert f"{named}: the triton package is not installed" in capsys.readouterr().err
 
 
-def test_serve_launches_the_configuration_and_returns_its_status(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched: list[EngineConfig] = []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
+    """Return the list of configurations that are launched; their status is 7."""
+    configs: list[ServeConfig] = []
 
-    def launch(config: EngineConfig) -> int:
-        launched.append(config)
+    def launch(config: ServeConfig) -> int:
+        configs.append(config)
         return 7
 
     monkeypatch.setattr(serve_command, "launch", launch)
-    assert main(["serve", str(checkpoint), "--layout", "shared", "--port", "7"]) == 7
-    config = EngineConfig(
-        model=ModelSection(path=str(checkpoint)),
-        compute=ComputeSection(layout="shared"),
-        gateway=GatewaySection(port=7),
+    return configs
+
+
+def plan_for(checkpoint: Path, path: Path, **sections: Any) -> EnginePlan:
+    """Return the plan of `sections`, as printed: the model is called `path`."""
+    asked = EngineConfig(
+        model=ModelSection(path=str(path)), compute=ComputeSection(layout="shared"), **sections
     )
-    assert launched == [
-        resolve(config, checkpoint_dtype="bfloat16", max_position_embeddings=256, num_experts=8)
-    ]
+    return resolve_for(asked, load_model_config(checkpoint))
+
+
+def test_serve_launches_the_plan_and_returns_its_status(
+    checkpoint: Path, launched: list[ServeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    assert main(["serve", "tiny-moe", "--layout", "shared", "--port", "7"]) == 7
+    gateway = GatewaySection(port=7, served_names=("tiny-moe",))
+    plan = plan_for(checkpoint, checkpoint.resolve())
+    assert launched == [ServeConfig(plan=plan, gateway=gateway)]
+
+
+def test_a_plan_is_printed_and_not_started_and_runs_as_printed(
+    checkpoint: Path,
+    tmp_path: Path,
+    launched: list[ServeConfig],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--attention-nodes", "2", "--quantization", "int8"]
+    assert main(["serve", str(checkpoint), "--layout", "shared", *flags, "--print-plan"]) == 0
+    assert not launched
+    printed = capsys.readouterr().out
+    plan = read(tmp_path, printed)
+    assert (len(plan.attention), plan.precision) == (2, rules_of("int8"))
+    told = ["--plan", str(tmp_path / "plan.yaml")]
+    assert main(["serve", *told, "--print-plan"]) == 0
+    assert capsys.readouterr().out == printed
+    gateway = ["--port", "7", "--served-model-name", "a", "b"]
+    assert main(["serve", *told, *gateway]) == 7
+    [config] = launched
+    assert config == ServeConfig(plan=plan, gateway=GatewaySection(port=7, served_names=("a", "b")))
+
+
+def read(directory: Path, text: str) -> EnginePlan:
+    """Write `text` as plan.yaml into `directory`; return the plan."""
+    (directory / "plan.yaml").write_text(text)
+    return read_plan(str(directory / "plan.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        (("", ""), "--dtype float32 --port 7", "{file} with --dtype: the plan says that already"),
+        (
+            ("", ""),
+            "MODEL --micro-batches auto --layout split",
+            "{file} with MODEL MODEL, --micro-batches, --layout: the plan says",
+        ),
+        (("", ""), "--port 70000", "error: --port 70000: must be between 0 and 65535"),
+        (("", ""), "--generation-config /nowhere", "there is no /nowhere/generation_config.json"),
+        (("role: expert", "role: exprt"), "", "{file}: Invalid value 'exprt'"),
+        (("experts: 8", "experts: 4"), "", "nodes: expert nodes hold 4 experts per layer of the"),
+        (("wait: block", "wait: block\n  cores: [0, 4095]"), "", "attention 0: cores [4095]: this"),
+        (("path: ", "path: /nowhere"), "", "/nowhere"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_before_a_process_is_started(
+    checkpoint: Path,
+    tmp_path: Path,
+    launched: list[ServeConfig],
+    capsys: pytest.CaptureFixture[str],
+    change: tuple[str, str],
+    flags: str,
+    message: str,
+) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(print_plan(plan_for(checkpoint, checkpoint)).replace(*change, 1))
+    assert main(["serve", "--plan", str(file), *flags.split()]) == 2
+    assert not launched
+    error = capsys.readouterr().err
+    assert error.startswith("topspin serve: error: ")
+    assert message.format(file=f"--plan {file}") in error
 
 
 @pytest.mark.parametrize(("error", "status"), [(EngineError("broke"), 1), (ConfigError("no"), 2)])
@@ -120,7 +196,7 @@ def test_errors_have_statuses(
     error: Exception,
     status: int,
 ) -> None:
-    def launch(config: EngineConfig) -> int:
+    def launch(config: ServeConfig) -> int:
         raise error
 
     monkeypatch.setattr(serve_command, "launch", launch)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from topspin.config import load_config
+from topspin.plan import load_serve_config
 from topspin.process import follow_parent
 
 
@@ -134,7 +134,7 @@ def inherited() -> None:
 
 def gateway(config_path: str, control: str, port_fd: str, num_refusals: str = "1") -> None:
     """Serve /health on a free port: 503 `num_refusals` times, then 200."""
-    config = load_config(config_path)
+    config = load_serve_config(config_path)
     refusals = int(num_refusals)
 
     class Health(http.server.BaseHTTPRequestHandler):
@@ -151,7 +151,7 @@ def gateway(config_path: str, control: str, port_fd: str, num_refusals: str = "1
             say(f"{self.path}")
 
     server = http.server.HTTPServer((config.gateway.host, config.gateway.port), Health)
-    say(f"model {config.model.path} control {control}")
+    say(f"model {config.plan.model.path} control {control}")
     on_terminate(lambda: sys.exit(0))
     os.write(int(port_fd), f"{server.server_port}\n".encode())
     os.close(int(port_fd))

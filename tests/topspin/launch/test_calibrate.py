@@ -68,6 +68,7 @@ class Chooser:
         return choose_layout(
             asked,
             model,
+            self._path,
             lambda choice: resolve_for(asked, model, measured=choice),
             emit=self.lines.append,
             measure=self._measure,
@@ -156,14 +157,15 @@ def test_the_default_holds_where_nothing_is_measured(
 
 def test_gpus_and_large_experts_are_not_measured(checkpoint: Path) -> None:
     model = load_model_config(checkpoint)
-    config = resolve_for(EngineConfig(model=ModelSection(path=str(checkpoint))), model)
-    gpu = msgspec.structs.replace(config.compute, attention_device="cuda", kernels="triton")
-    on_gpu = msgspec.structs.replace(config, compute=gpu)
+    asked = EngineConfig(model=ModelSection(path=str(checkpoint)))
+    gpu = ComputeSection(attention_device="cuda")
+    on_gpu = resolve_for(msgspec.structs.replace(asked, compute=gpu), model)
     assert "only nodes on the CPU" in str(calibrate._reason_against(on_gpu, model, 2))
-    assert calibrate._reason_against(config, model, 2) is None
+    plan = resolve_for(asked, model)
+    assert calibrate._reason_against(plan, model, 2) is None
     assert model.moe is not None
     large = replace(model, moe=replace(model.moe, num_experts=10**5))
-    assert "so large" in str(calibrate._reason_against(config, large, 2))
+    assert "so large" in str(calibrate._reason_against(plan, large, 2))
 
 
 def test_a_trial_that_fails_leaves_the_default_and_is_not_remembered(
@@ -190,7 +192,9 @@ def candidates(
     model = load_model_config(path)
     cores = sorted(os.sched_getaffinity(0))
     return [
-        calibrate._candidate(each, lambda choice: resolve_for(asked, model, measured=choice), cores)
+        calibrate._candidate(
+            each, lambda choice: resolve_for(asked, model, measured=choice), path, cores
+        )
         for each in choices
     ]
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
+from tests.structs import changed
 from tests.topspin.launch.roles import ROOT, dummy, wait_until_gone
+from tests.topspin.plans import plan
 from topspin.config import (
     ComputeSection,
-    EngineConfig,
-    FailoverSection,
     GatewaySection,
     M2NSection,
     ModelSection,
@@ -37,7 +37,7 @@ from topspin.launch.engine import (
     role_commands,
 )
 from topspin.launch.supervisor import RoleCommand
-from topspin.resolve import resolve
+from topspin.plan import ServeConfig
 
 
 class RecordingDisplay:
@@ -85,9 +85,9 @@ def engine(
     threads: int | None = None,
     devices: tuple[str, str] = ("cpu", "cpu"),
     layout: Layout = "shared",
-) -> EngineConfig:
-    config = EngineConfig(
-        model=ModelSection(path="/models/it's tiny", served_names=("it's tiny",)),
+) -> ServeConfig:
+    made = plan(
+        model=ModelSection(path="/models/it's tiny"),
         topology=TopologySection(attention_nodes=attention, expert_nodes=experts),
         m2n=M2NSection(transport=transport),
         compute=ComputeSection(
@@ -96,9 +96,8 @@ def engine(
             expert_device=devices[1],
             layout=layout,
         ),
-        gateway=GatewaySection(port=0),
     )
-    return resolve(config, checkpoint_dtype="float32", max_position_embeddings=128, num_experts=8)
+    return ServeConfig(plan=made, gateway=GatewaySection(port=0, served_names=("it's tiny",)))
 
 
 def gateway(context: LaunchContext, *, num_refusals: int = 1) -> RoleCommand:
@@ -131,7 +130,7 @@ def test_the_announcement_names_the_devices_of_nodes_on_gpus() -> None:
     display = StoppingDisplay()
     config = engine(devices=("cuda", "cpu"))
     assert launch(config, roles=with_gateway(dummy("expert 0", "wait")), display=display) == 0
-    assert "2 expert nodes on cuda + cpu over shm)" in display.announcements[0]
+    assert "2 expert nodes on cuda:0 + cpu over shm)" in display.announcements[0]
 
 
 def test_an_engine_is_announced_when_it_is_healthy_and_stops_with_status_0() -> None:
@@ -241,6 +240,7 @@ def test_a_gateway_that_reports_rubbish_is_an_error_and_all_are_stopped() -> Non
 DRIVER = """
 import sys
 from tests.topspin.launch.test_engine import engine, with_gateway
+from tests.structs import changed
 from tests.topspin.launch.roles import dummy
 from topspin.launch.engine import launch
 roles = with_gateway(dummy("scheduler", "wait"), dummy("expert 0", "wait"))
@@ -310,7 +310,7 @@ def test_a_launcher_whose_output_nobody_reads_goes_on() -> None:
         assert all(wait_until_gone(pid, timeout_s=0) for pid in pids.values())
 
 
-def names_and_arguments(config: EngineConfig) -> dict[str, tuple[str, ...]]:
+def names_and_arguments(config: ServeConfig) -> dict[str, tuple[str, ...]]:
     context = LaunchContext(config=config, control="ipc://@c", config_fd=7, port_fd=8, dead_fd=9)
     commands = role_commands(context)
     assert all(command.argv[:3] == (sys.executable, "-P", "-m") for command in commands)
@@ -340,11 +340,10 @@ def test_the_commands_of_separate_nodes(transport: Transport) -> None:
 
 
 def test_nodes_that_are_restarted_notice_a_silent_scheduler_soon() -> None:
-    failover = FailoverSection(restart=True)
     for transport, told in (("shm", True), ("local", False)):
         config = engine(transport=transport, attention=1, experts=1)  # type: ignore[arg-type]
         plain = names_and_arguments(config)
-        restarting = names_and_arguments(msgspec.structs.replace(config, failover=failover))
+        restarting = names_and_arguments(changed(config, {"plan.failover.restart": True}))
         nodes = {name for name, arguments in restarting.items() if "--failover" in arguments}
         assert nodes == ({"attention 0", "expert 0"} if told else set())
         assert not any("--failover" in arguments for arguments in plain.values())
@@ -404,6 +403,28 @@ def test_only_nodes_get_openmp_settings(monkeypatch: pytest.MonkeyPatch) -> None
     }
 
 
+def test_every_node_gets_its_own_threads_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    made = engine(attention=2, experts=1).plan
+    own: list[tuple[tuple[int, ...], int | None]] = [((0,), None), ((1, 2, 3), 2), ((4, 5), None)]
+    nodes = tuple(
+        replace(node, cores=cores, num_threads=threads)
+        for node, (cores, threads) in zip(made.nodes, own, strict=True)
+    )
+    config = ServeConfig(plan=replace(made, nodes=nodes))
+    context = LaunchContext(config=config, control="c", config_fd=7, port_fd=8, dead_fd=9)
+    given = {
+        c.name: (c.environment[CORES_VARIABLE], c.environment["OMP_NUM_THREADS"])
+        for c in role_commands(context)
+        if c.part == "worker"
+    }
+    assert given == {
+        "attention 0": ("0", "1"),
+        "attention 1": ("1,2,3", "2"),
+        "expert 0": ("4,5", "2"),
+    }
+
+
 def test_only_nodes_get_heaps_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     context = LaunchContext(config=engine(), control="c", config_fd=7, port_fd=8, dead_fd=9)
@@ -413,10 +434,8 @@ def test_only_nodes_get_heaps_on_huge_pages(monkeypatch: pytest.MonkeyPatch) -> 
         assert ("glibc.malloc.hugetlb=1" in tunables.split(":")) == is_node
 
 
-def test_a_split_pins_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+def test_a_split_pins_nodes() -> None:
     config = engine(layout="split")
-    assert config.m2n.wait == "spin"
     context = LaunchContext(config=config, control="c", config_fd=7, port_fd=8, dead_fd=9)
     cores = {c.name: c.environment.get(CORES_VARIABLE) for c in role_commands(context)}
     assert cores == {

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.host.local import Serve
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
-from topspin.config import CacheSection
+from tests.structs import with_nodes
 from topspin.launch import local_node
 from topspin.launch.local_node import LocalNode
 
@@ -69,7 +68,7 @@ def test_the_cache_gets_what_experts_on_the_same_device_leave(
     monkeypatch.setattr(local_node, "DeviceNet", open_net)
     monkeypatch.setattr(HostRuntime, "memory", lambda self: memory)
     path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1)
-    config = engine_config(
+    made = engine_config(
         path,
         kernels="triton",
         expert_nodes=2,
@@ -77,9 +76,9 @@ def test_the_cache_gets_what_experts_on_the_same_device_leave(
         max_num_batched_tokens=16,
         cuda_graphs=False,
     )
-    cache = CacheSection(block_size=4, kv_cache_bytes=None, gpu_memory_utilization=0.75)
-    config = msgspec.structs.replace(config, cache=cache)
-    with Engine(config) as engine:
+    with Engine(
+        with_nodes(made, "attention", kv_cache_bytes=None, gpu_memory_utilization=0.75)
+    ) as engine:
         [tokens] = engine.generate([[3, 1, 4]], max_tokens=2)
         assert len(tokens) == 2
         # Three quarters of 2 MiB minus the half that is taken, at 2 KiB a block.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import msgspec
 import pytest
 
 from server.scheduler.gateways import StateName
@@ -16,7 +15,7 @@ from server.scheduler.nodes.side import NodeSide
 from server.scheduler.planning.outbox import Delivery
 from server.scheduler.traces import Tracer
 from tests.server.scheduler.engine import GATEWAY, make_config, make_policy, make_request
-from topspin.config import FailoverSection, M2NSection, TopologySection, Transport
+from topspin.config import FailoverSection, Transport
 from topspin.errors import NodeLost, ProtocolError, StepFailed
 from topspin.expert_table import ExpertTable
 from topspin.messages import (
@@ -43,10 +42,10 @@ class World:
     """A failover over two attention and two expert nodes, which answer when `react` is called."""
 
     def __init__(self, table: ExpertTable = REDUNDANT, *, transport: Transport = "shm") -> None:
-        config = msgspec.structs.replace(
-            make_config(num_nodes=2),
-            topology=TopologySection(attention_nodes=2, expert_nodes=2),
-            m2n=M2NSection(transport=transport),
+        config = make_config(
+            num_nodes=2,
+            num_expert_nodes=2,
+            transport=transport,
             failover=FailoverSection(restart=True, restart_deadline_s=30.0, halt_deadline_s=5.0),
         )
         self.roster = Roster([A0, A1, E0, E1], revision="r")

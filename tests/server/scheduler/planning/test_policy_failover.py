@@ -26,7 +26,7 @@ def test_outputs_survive_any_losses(seed: int) -> None:
         prefix_caching=rng.random() < 0.8,
         max_preemptions=rng.choice((0, 1, 4)),
     )
-    num_blocks = -(-40 // config.cache.block_size) + rng.choice((0, 3, 100))
+    num_blocks = -(-40 // config.kv_cache.block_size) + rng.choice((0, 3, 100))
     engine = Engine(config, num_blocks=num_blocks)
     number = num_losses = 0
     is_halted = False

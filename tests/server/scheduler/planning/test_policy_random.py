@@ -53,7 +53,7 @@ def test_outputs_equal_direct_generation(seed: int) -> None:
         num_nodes=rng.choice((1, 1, 2, 3)),
     )
     # From "one request just fits" to "no pressure".
-    num_blocks = -(-40 // config.cache.block_size) + rng.choice((0, 2, 10, 100))
+    num_blocks = -(-40 // config.kv_cache.block_size) + rng.choice((0, 2, 10, 100))
     engine = Engine(config, num_blocks=num_blocks)
     for number in range(20):
         assert engine.add(random_request(rng, number, max_total=40)) is None

@@ -1,0 +1,29 @@
+"""Changed copies of nested frozen structs, such as an engine plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from topspin.plan import EnginePlan
+
+Changed = TypeVar("Changed", bound=msgspec.Struct)
+
+
+def changed(struct: Changed, fields: Mapping[str, object]) -> Changed:
+    """Return `struct` with other values of some fields, named by path ("node.kernels")."""
+    for path, value in fields.items():
+        name, _, rest = path.partition(".")
+        new = changed(getattr(struct, name), {rest: value}) if rest else value
+        struct = msgspec.structs.replace(struct, **{name: new})
+    return struct
+
+
+def with_nodes(plan: EnginePlan, role: str | None = None, **fields: object) -> EnginePlan:
+    """Return `plan` with these fields in every node (of `role`)."""
+    nodes = tuple(
+        changed(node, fields) if role in (None, node.role) else node for node in plan.nodes
+    )
+    return msgspec.structs.replace(plan, nodes=nodes)

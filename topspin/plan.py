@@ -1,0 +1,349 @@
+"""The engine plan: one file that describes an engine whole, its nodes, links and policies.
+
+Owns the plan's structure, the checks that need no model and no machine, and each node's part of
+it. Flags become a plan in topspin.resolve; topspin.plan_file reads and prints one. Launch,
+scheduler and nodes know no other description of the engine.
+
+Limits and policies are in the plan (`micro_batches: null` is "measured while serving"); facts of
+a run are not: block counts, the current number of micro-batches, expert tables, sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+
+from topspin.config import (
+    BalancePolicy,
+    Dtype,
+    ExecutionPolicy,
+    FailoverSection,
+    GatewaySection,
+    SchedulingPolicy,
+    Section,
+    TraceSection,
+    Transport,
+)
+from topspin.devices import (
+    KernelName,
+    NodeRole,
+    Place,
+    check_transport,
+    parse_device,
+    share_a_device,
+)
+from topspin.errors import ConfigError
+from topspin.precision import PrecisionRule
+from topspin.settings import check_ranges
+
+LOCALHOST = "localhost"
+# A plan travels as JSON, which has no infinity.
+FINITE = 1e9
+
+Count = Annotated[int, Meta(ge=1, le=2**20)]
+Index = Annotated[int, Meta(ge=0, le=1023)]
+Payload = Literal["bf16", "fp32", "fp8", "int8"]
+Wait = Literal["block", "spin"]
+
+
+class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaults=True):
+    """One node.
+
+    `device` is "cpu" or "cuda:N". `cores` are those that belong to this node alone (empty: it
+    shares all cores of the host), `num_threads` None: as many threads as its cores. `wait`: how it
+    waits within a step. Not served yet, and refused unless left out: another `host`, an `address`
+    of its own, a `key`, a device group (`tp`), a range of `layers`, a single one of the `phases`.
+    """
+
+    role: ClassVar[NodeRole]
+
+    index: Index
+    device: str
+    kernels: KernelName
+    wait: Wait
+    num_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    cores: tuple[Annotated[int, Meta(ge=0)], ...] = ()
+    host: str = LOCALHOST
+    address: str | None = None
+    key: str | None = None
+    tp: Count = 1
+    layers: tuple[int, int] | None = None
+    phases: Literal["both", "prefill", "decode"] = "both"
+
+    @property
+    def place(self) -> Place:
+        """Return where it computes, and with which kernels."""
+        return Place(self.device, self.kernels)
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+class AttentionNode(NodeSpec, frozen=True, kw_only=True, tag="attention"):
+    """A replica of everything but the routed experts, with a KV cache of its own.
+
+    `max_num_seqs` sequences run at once, with `max_num_batched_tokens` tokens per step.
+    `kv_cache_bytes` null, on a GPU: what `gpu_memory_utilization` of its memory leaves.
+    """
+
+    role: ClassVar[NodeRole] = "attention"
+
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536)]
+    max_num_batched_tokens: Count
+    kv_cache_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = None
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+
+
+class ExpertNode(NodeSpec, frozen=True, kw_only=True, tag="expert"):
+    """Holds `experts` of the routed experts of each MoE layer; which ones, the table says."""
+
+    role: ClassVar[NodeRole] = "expert"
+
+    experts: Count
+
+
+class DraftNode(NodeSpec, frozen=True, kw_only=True, tag="draft"):
+    """A draft model's node; not served yet."""
+
+    role: ClassVar[NodeRole] = "draft"
+
+
+class LinkSpec(Section, frozen=True, kw_only=True):
+    """The data plane between all attention and all expert nodes; fields as in M2NSection."""
+
+    between: tuple[Literal["attention"], Literal["expert"]] = ("attention", "expert")
+    transport: Transport
+    payload: Payload
+    window_rows: Annotated[int, Meta(ge=1, le=2**16 - 1)]
+    latency_us: Annotated[float, Meta(ge=0, le=FINITE)] = 0.0
+    gbps: Annotated[float, Meta(gt=0, le=FINITE)] | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=FINITE)] = 30.0
+
+
+class PlannedModel(Section, frozen=True, kw_only=True):
+    """The checkpoint (a directory, a hub id, or the default model's name) and how it is served."""
+
+    path: str
+    dtype: Dtype
+    max_model_len: Annotated[int, Meta(ge=1, le=2**24)]
+
+
+class KvCacheSpec(Section, frozen=True, kw_only=True):
+    """The paged KV cache, the same on all attention nodes.
+
+    `dtypes` gives layers another dtype than the model's, {layer: dtype}; not served yet.
+    """
+
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    dtypes: dict[int, str] = msgspec.field(default_factory=dict)
+
+
+class NodeConfig(Section, frozen=True, kw_only=True):
+    """The part of the plan that one node gets in its Welcome.
+
+    `batch_rows`: the most token rows that reach an expert node in one batch. `shares_device`: all
+    nodes of the engine are one process on one device. `micro_batches`: the number in every step;
+    None: it varies.
+    """
+
+    node: AttentionNode | ExpertNode
+    model: PlannedModel
+    precision: tuple[PrecisionRule, ...]
+    kv_cache: KvCacheSpec
+    link: LinkSpec
+    execution: ExecutionPolicy
+    num_attention: int
+    num_experts: int
+    batch_rows: int
+    shares_device: bool
+    micro_batches: int | None = None
+    restart: bool = False
+    trace: TraceSection = TraceSection()
+
+    @property
+    def attention(self) -> AttentionNode:
+        """Return the node's spec, for attention nodes."""
+        assert isinstance(self.node, AttentionNode), f"{self.node} is no attention node"
+        return self.node
+
+
+class EnginePlan(Section, frozen=True, kw_only=True):
+    """One engine. `check()` must hold before anything is started."""
+
+    version: Literal[1] = 1
+    model: PlannedModel
+    precision: tuple[PrecisionRule, ...] = ()
+    kv_cache: KvCacheSpec = KvCacheSpec()
+    nodes: tuple[AttentionNode | ExpertNode | DraftNode, ...]
+    links: tuple[LinkSpec, ...]
+    execution: ExecutionPolicy = ExecutionPolicy()
+    scheduling: SchedulingPolicy = SchedulingPolicy()
+    balance: BalancePolicy = BalancePolicy()
+    failover: FailoverSection = FailoverSection()
+    trace: TraceSection = TraceSection()
+
+    @property
+    def attention(self) -> list[AttentionNode]:
+        """Return the attention nodes by index."""
+        return [node for node in self.nodes if isinstance(node, AttentionNode)]
+
+    @property
+    def experts(self) -> list[ExpertNode]:
+        """Return the expert nodes by index; none for a dense model."""
+        return [node for node in self.nodes if isinstance(node, ExpertNode)]
+
+    @property
+    def link(self) -> LinkSpec:
+        """Return the link between attention and expert nodes."""
+        return self.links[0]
+
+    @property
+    def is_one_process(self) -> bool:
+        """Say whether all nodes are threads of one process."""
+        return self.link.transport == "local"
+
+    @property
+    def shares_device(self) -> bool:
+        """Say whether all nodes are one process on one device (topspin.devices.Place)."""
+        places = [node.place for node in (*self.attention, *self.experts)]
+        return self.is_one_process and bool(self.experts) and share_a_device(places)
+
+    def for_node(self, role: NodeRole = "attention", index: int = 0) -> NodeConfig:
+        """Return the part that node `index` of `role` gets."""
+        own = self.attention[index] if role == "attention" else self.experts[index]
+        tokens = [node.max_num_batched_tokens for node in self.attention]
+        window = min(self.link.window_rows, max(tokens))
+        rows = max(tokens) if self.is_one_process else sum(min(each, window) for each in tokens)
+        return NodeConfig(
+            node=own,
+            model=self.model,
+            precision=self.precision,
+            kv_cache=self.kv_cache,
+            link=msgspec.structs.replace(self.link, window_rows=window),
+            execution=self.execution,
+            num_attention=len(self.attention),
+            num_experts=len(self.experts),
+            batch_rows=rows,
+            shares_device=self.shares_device,
+            micro_batches=self.scheduling.micro_batches,
+            restart=self.failover.restart,
+            trace=self.trace,
+        )
+
+    def check(self) -> None:
+        """Raise ConfigError, naming the field, for a plan that no engine could run."""
+        check_ranges(self, by_flag=False)
+        for idx, node in enumerate(self.nodes):
+            _check_node(node, where=f"nodes[{idx}] ({node})")
+        _check_indices("attention", self.attention)
+        _check_indices("expert", self.experts)
+        if not self.attention:
+            raise ConfigError("nodes: an engine needs an attention node")
+        if len(self.links) != 1:
+            raise ConfigError(
+                f"links: {len(self.links)} of them; one link joins all attention and expert nodes"
+            )
+        if self.kv_cache.dtypes:
+            raise ConfigError("kv_cache.dtypes: all layers keep the model's dtype; leave it empty")
+        self._check_cores()
+        self._check_threads()
+        check_transport(
+            [node.place for node in self.attention],
+            [node.place for node in self.experts],
+            self.link.transport,
+        )
+        self._check_kernels()
+
+    def _check_cores(self) -> None:
+        """Check that cores belong to one node only, of a process of its own."""
+        owner: dict[int, NodeSpec] = {}
+        for node in self.nodes:
+            if node.cores and self.is_one_process:
+                raise ConfigError(f"{node}: cores {list(node.cores)}: all nodes are one process")
+            for core in node.cores:
+                if core in owner:
+                    raise ConfigError(f"{node}: core {core} belongs to {owner[core]} already")
+                owner[core] = node
+
+    def _check_threads(self) -> None:
+        """Check that nodes of one process, whose threads are counted once, agree on the number."""
+        first = self.nodes[0]
+        for node in self.nodes:
+            if self.is_one_process and node.num_threads != first.num_threads:
+                raise ConfigError(
+                    f"{node}: num_threads {node.num_threads}: all nodes are one process, and "
+                    f"{first} has num_threads {first.num_threads}"
+                )
+
+    def _check_kernels(self) -> None:
+        """Check that all nodes add in a fixed order, or none."""
+        for node in self.nodes:
+            if (node.kernels == "deterministic") != self.execution.deterministic:
+                raise ConfigError(
+                    f"{node}: kernels {node.kernels} with execution.deterministic "
+                    f"{str(self.execution.deterministic).lower()}: the kernels `deterministic` and "
+                    "that setting need each other"
+                )
+
+
+class ServeConfig(Section, frozen=True, kw_only=True):
+    """All that the processes of `topspin serve` are given: the engine, and its HTTP side."""
+
+    plan: EnginePlan
+    gateway: GatewaySection = GatewaySection()
+
+
+def load_serve_config(path: str) -> ServeConfig:
+    """Read a ServeConfig from the JSON file at `path` (`/dev/fd/N` too); raises ConfigError."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=ServeConfig)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+
+
+def _check_node(node: NodeSpec, *, where: str) -> None:
+    """Refuse the fields that the engine does not act on yet."""
+    neutral: dict[str, tuple[Any, str]] = {
+        "host": (LOCALHOST, "all nodes run on this host"),
+        "address": (None, "nodes of one host find each other by themselves"),
+        "key": (None, "nodes of one host need no keys"),
+        "tp": (1, "a node is one device"),
+        "layers": (None, "a node serves all layers"),
+        "phases": ("both", "a node serves prefill and decode"),
+    }
+    if isinstance(node, DraftNode):
+        raise ConfigError(f"{where}: draft nodes are not served yet")
+    for name, (only, reason) in neutral.items():
+        value = getattr(node, name)
+        if value != only:
+            shown = "null" if only is None else only
+            raise ConfigError(f"{where}: {name} {value!r}: {reason} for now; leave it at {shown}")
+    device = parse_device(f"{where}: device", node.device)
+    if device == "cuda" or device != node.device:
+        number = "cuda:0" if device == "cuda" else device
+        raise ConfigError(f"{where}: device {node.device}: give its number, for example {number}")
+    if node.place.is_gpu and node.kernels in ("cpu", "deterministic"):
+        raise ConfigError(f"{where}: kernels {node.kernels} compute on the CPU only")
+    if node.place.is_gpu and node.cores:
+        raise ConfigError(f"{where}: cores: a node on a GPU needs none of its own")
+    if isinstance(node, AttentionNode):
+        if node.kv_cache_bytes is None and not node.place.is_gpu:
+            raise ConfigError(f"{where}: kv_cache_bytes: a node on the CPU needs a size")
+        if node.max_num_batched_tokens < node.max_num_seqs:
+            raise ConfigError(
+                f"{where}: max_num_batched_tokens {node.max_num_batched_tokens} is less than "
+                f"max_num_seqs {node.max_num_seqs}: not every running sequence could advance by a "
+                "token in a step"
+            )
+
+
+def _check_indices(role: str, nodes: Sequence[NodeSpec]) -> None:
+    found = [node.index for node in nodes]
+    if found != list(range(len(nodes))):
+        raise ConfigError(f"nodes: {role} nodes have the indices {found}, not 0, 1, ... in order")

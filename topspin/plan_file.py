@@ -1,0 +1,69 @@
+"""The text form of an engine plan: YAML, read and printed.
+
+Owns the form: fields in the order of the structs, without those of a node or a precision rule that
+hold their defaults. A plan that is printed, read and printed again is the same text. Knows no
+field.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from topspin.errors import ConfigError
+from topspin.plan import EnginePlan
+
+WIDTH = 100
+
+
+def read_plan(path: str) -> EnginePlan:
+    """Return the plan in the YAML file at `path`.
+
+    Raises ConfigError naming the file and the field for a plan that is no plan, or that no
+    engine could run (EnginePlan.check).
+    """
+    try:
+        tree = yaml.load(Path(path).read_text(), Loader=_StrictLoader)
+        plan = msgspec.convert(tree, EnginePlan)
+        plan.check()
+    except OSError as error:
+        raise ConfigError(f"--plan {path}: {error.strerror}") from error
+    # ValueError: no UTF-8, a date that is none, a ConfigError of the check.
+    except (yaml.YAMLError, msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"--plan {path}: {error}") from error
+    return plan
+
+
+def print_plan(plan: EnginePlan) -> str:
+    """Return `plan` as YAML."""
+    tree = msgspec.to_builtins(plan)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=WIDTH)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML libraries keep the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for idx, key in enumerate(keys):
+            if key in keys[:idx]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is there twice", node.value[idx][0].start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Prints lists of numbers and names on one line."""
+
+    def represent_sequence(
+        self, tag: str, sequence: Any, flow_style: bool | None = None
+    ) -> yaml.SequenceNode:
+        is_short = not any(isinstance(each, dict | list) for each in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=is_short or None)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
