@@ -115,7 +115,7 @@ def constant_batch(
     switches = 0
     node.begin(shape.rows)
     for _ in range(max(40, num_steps)):
-        cost = fit.model
+        cost = fit.of(0)
         slice_s = cost.slice_s(1, shape.context)
         load = NodeLoad(shape.rows, shape.rows, shape.rows * slice_s, slice_s)
         before, chosen = (
@@ -127,7 +127,7 @@ def constant_batch(
         switches += before is not None and before != chosen
         timings = node.step(chosen)
         pairs = float(shape.rows * (shape.context + 1))
-        fit.add_attention(StepLoad(chosen, shape.rows, pairs), timings.attention_s)
+        fit.add_attention(0, StepLoad(chosen, shape.rows, pairs), timings.attention_s)
         fit.add_expert(chosen, shape.rows, timings.expert_s)
         if timings.link_s is not None:
             fit.add_link(shape.rows / chosen, timings.link_s)

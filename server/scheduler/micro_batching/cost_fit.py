@@ -154,25 +154,38 @@ def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float] 
 
 
 class CostFit:
-    """The cost model of one engine, per MoE layer; the time of dense layers is included."""
+    """The cost model of each attention node, per MoE layer; the time of dense layers is included.
+
+    Nodes differ in their own times; experts and link are common to all.
+    """
 
     def __init__(self, prior: CostModel, num_layers: int) -> None:
         self._num_layers = max(1, num_layers)
-        self._model = prior
-        self._attention = LinearFit(
-            (prior.attention_fixed_s, prior.attention_token_s, prior.attention_pair_s)
-        )
+        self._prior = prior
+        self._common = prior
+        self._attention: dict[int, LinearFit] = {}
         self._expert = LinearFit((prior.expert_fixed_s, prior.expert_token_s))
+        self._models: dict[int, CostModel] = {}
 
-    @property
-    def model(self) -> CostModel:
-        """Return the model that fits the steps seen so far."""
-        return self._model
+    def of(self, node: int) -> CostModel:
+        """Return the model of attention node `node` that fits the steps seen so far."""
+        model = self._models.get(node)
+        if model is None:
+            fit, common = self._attention.get(node), self._common
+            fixed, token, pair = self._own_prior() if fit is None else fit.coefficients
+            model = self._models[node] = replace(
+                common, attention_fixed_s=fixed, attention_token_s=token, attention_pair_s=pair
+            )
+        return model
+
+    def _own_prior(self) -> tuple[float, float, float]:
+        prior = self._prior
+        return prior.attention_fixed_s, prior.attention_token_s, prior.attention_pair_s
 
     def add_step(self, loads: Mapping[int, StepLoad], timings: Mapping[int, StepTimings]) -> None:
         """Learn from a step: each attention node's load, and its timings."""
         for node, load in loads.items():
-            self.add_attention(load, timings[node].attention_s)
+            self.add_attention(node, load, timings[node].attention_s)
         if not loads:
             return
         m = max(load.num_micro_batches for load in loads.values())
@@ -183,23 +196,26 @@ class CostFit:
             widest = max(load.num_tokens for load in loads.values()) / m
             self.add_link(widest, sum(links) / len(links))
 
-    def add_attention(self, load: StepLoad, attention_s: float) -> None:
+    def add_attention(self, node: int, load: StepLoad, attention_s: float) -> None:
         """Learn from one attention node's computing time in a step, all layers."""
-        self._attention.add(load, attention_s / self._num_layers)
-        fixed, token, pair = self._attention.coefficients
-        self._model = replace(
-            self._model, attention_fixed_s=fixed, attention_token_s=token, attention_pair_s=pair
-        )
+        if node not in self._attention:
+            self._attention[node] = LinearFit(self._own_prior())
+        self._attention[node].add(load, attention_s / self._num_layers)
+        self._models.pop(node, None)
 
     def add_expert(self, num_micro_batches: int, num_tokens: int, expert_s: float) -> None:
         """Learn from the busiest expert node's computing time in a step, all layers."""
         self._expert.add((num_micro_batches, num_tokens), expert_s / self._num_layers)
         fixed, token = self._expert.coefficients
-        self._model = replace(self._model, expert_fixed_s=fixed, expert_token_s=token)
+        self._share(replace(self._common, expert_fixed_s=fixed, expert_token_s=token))
 
     def add_link(self, widest_rows: float, link_s: float) -> None:
         """Learn from a step's mean one-way time, of micro-batches of `widest_rows` rows."""
-        fixed = max(0.0, link_s - self._model.link_token_s * widest_rows)
-        self._model = replace(
-            self._model, link_s=self._model.link_s + _LINK_RATE * (fixed - self._model.link_s)
-        )
+        common = self._common
+        fixed = max(0.0, link_s - common.link_token_s * widest_rows)
+        link = common.link_s + _LINK_RATE * (fixed - common.link_s)
+        self._share(replace(common, link_s=link))
+
+    def _share(self, common: CostModel) -> None:
+        self._common = common
+        self._models.clear()

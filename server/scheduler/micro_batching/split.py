@@ -23,12 +23,16 @@ DEFAULT_NUM_LAYERS = 30
 
 
 class NodeLoad(NamedTuple):
-    """The load of one attention node in a step; `largest_s` is its longest slice."""
+    """The load of one attention node in a step, by its own times; `largest_s`: its longest slice.
+
+    `fixed_s` is the node's time for reading weights (None: the cost model's).
+    """
 
     num_slices: int
     num_tokens: int
     slices_s: float
     largest_s: float = 0.0
+    fixed_s: float | None = None
 
 
 class HopTimes(NamedTuple):
@@ -42,18 +46,20 @@ class HopTimes(NamedTuple):
 def hop_times(cost: CostModel, loads: Sequence[NodeLoad], num_micro_batches: int) -> HopTimes:
     """Return the predicted times of the largest of `num_micro_batches` micro-batches."""
     m = num_micro_batches
-    token_s = cost.attention_token_s + cost.expert_token_s
     num_tokens = sum(load.num_tokens for load in loads)
     widest = max(load.num_tokens for load in loads)
     # slices_s includes the experts' time per token, which is subtracted here.
     # A slice is never cut: one that is longer than its share determines the time.
-    attention_s = max(
-        max(load.slices_s / m, load.largest_s)
-        - load.num_tokens / m * (token_s - cost.attention_token_s)
+    t_a = max(
+        (cost.attention_fixed_s if load.fixed_s is None else load.fixed_s)
+        + max(
+            0.0,
+            max(load.slices_s / m, load.largest_s) - load.num_tokens / m * cost.expert_token_s,
+        )
         for load in loads
     )
     return HopTimes(
-        t_a=cost.attention_fixed_s + max(0.0, attention_s),
+        t_a=t_a,
         t_e=cost.expert_fixed_s + cost.expert_token_s * num_tokens / m,
         t_c=cost.link_s + cost.link_token_s * widest / m,
     )

@@ -62,9 +62,7 @@ class AttentionReplica:
     `decoding` and `draining` (closed, in a step that runs), or holds no blocks.
     """
 
-    def __init__(
-        self, *, index: int, num_blocks: int, block_size: int, max_num_seqs: int, budget: int
-    ) -> None:
+    def __init__(self, *, index: int, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
         self.index = index
         self.is_present = True
         self.pool = BlockPool(num_blocks)
@@ -76,7 +74,6 @@ class AttentionReplica:
         self._new: list[NewSequence] = []
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
-        self._budget = budget
 
     @property
     def num_running(self) -> int:
@@ -95,9 +92,12 @@ class AttentionReplica:
 
     # Planning.
 
-    def plan_running(self, preempted: list[Sequence]) -> NodeBatch:
-        """Return the next step's slices of running sequences; appends victims to `preempted`."""
-        batch = NodeBatch(budget=self._budget)
+    def plan_running(self, preempted: list[Sequence], budget: int) -> NodeBatch:
+        """Return the next step's slices of running sequences, of `budget` tokens at most.
+
+        Appends victims to `preempted`.
+        """
+        batch = NodeBatch(budget=budget)
         ready = [seq for seq in self.decoding.values() if seq.num_planned < seq.position_limit]
         short = [seq for seq in ready if seq.num_planned == seq.capacity]
         if short:
@@ -160,6 +160,8 @@ class AttentionReplica:
         protected sequences may still ask for; with `protect`, its reservation must fit too.
         """
         pool = self.pool
+        if request.max_blocks > pool.num_blocks:
+            return False
         if protect and self._reserved() + request.max_blocks > pool.num_blocks:
             return False
         known_blocks = -(-(len(request.tokens) + 1) // self._block_size)

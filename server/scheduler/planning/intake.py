@@ -31,7 +31,7 @@ class Intake:
     def __init__(
         self, *, vocab_size: int, block_size: int, max_model_len: int, max_request_tokens: int
     ) -> None:
-        """`max_request_tokens`: prompt and output tokens that fit the smallest node's cache."""
+        """`max_request_tokens`: prompt and output tokens that fit the largest node's cache."""
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._max_model_len = max_model_len

@@ -6,6 +6,7 @@ choose the sequences. Called by policy.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from server.scheduler.micro_batching.cost import CostModel
@@ -52,13 +53,13 @@ class StepBuilder:
         formation: Formation,
         num_micro_batches: int | None,
         shares_cores: bool,
-        cost: CostModel,
+        costs: Callable[[int], CostModel],
         num_layers: int = DEFAULT_NUM_LAYERS,
     ) -> None:
         self._formation = formation
         self._fixed_num_micro_batches = num_micro_batches
         self._shares_cores = shares_cores
-        self.cost = cost
+        self._costs = costs
         self._num_layers = num_layers
         self._chosen: int | None = None
         self._step = 0
@@ -75,8 +76,8 @@ class StepBuilder:
 
     def build(self, work: list[tuple[AttentionReplica, NodeBatch]], now: float) -> PlannedStep:
         """Return the next step; `work` holds the participants' batches, none of them empty."""
-        slices_s = [self._slices_s(batch) for _, batch in work]
-        m = self._chosen = self._num_micro_batches(work, slices_s)
+        m, slices_s = self._divide(work)
+        self._chosen = m
         splits = [
             _NodeSplit(replica, batch, split_slices(costs, m))
             for (replica, batch), costs in zip(work, slices_s, strict=True)
@@ -111,43 +112,43 @@ class StepBuilder:
         )
         return PlannedStep(Step(ticket, plans), running)
 
-    def _slices_s(self, batch: NodeBatch) -> list[float]:
-        if self._fixed_num_micro_batches == 1 or (
-            self._fixed_num_micro_batches is None and self._never_splits
-        ):
-            return [0.0] * len(batch.seqs)  # not split, so not needed
-        cost = self.cost
-        return [
-            cost.slice_s(count, start)
-            for count, start in zip(batch.counts, batch.starts, strict=True)
+    def _divide(
+        self, work: list[tuple[AttentionReplica, NodeBatch]]
+    ) -> tuple[int, list[list[float]]]:
+        """Return the number of micro-batches, and the predicted times of each node's slices."""
+        fixed = self._fixed_num_micro_batches
+        models = [self._costs(replica.index) for replica, _ in work]
+        if fixed == 1 or (fixed is None and all(map(self._never_splits, models))):
+            return 1, [[0.0] * len(batch.seqs) for _, batch in work]  # not split, so not needed
+        slices_s = [
+            [
+                model.slice_s(count, start)
+                for count, start in zip(batch.counts, batch.starts, strict=True)
+            ]
+            for model, (_, batch) in zip(models, work, strict=True)
         ]
-
-    def _num_micro_batches(
-        self, work: list[tuple[AttentionReplica, NodeBatch]], slices_s: list[list[float]]
-    ) -> int:
-        if self._fixed_num_micro_batches is not None:
-            return self._fixed_num_micro_batches
-        if self._never_splits:
-            return 1
+        if fixed is not None:
+            return fixed, slices_s
         loads = [
-            NodeLoad(len(batch.seqs), sum(batch.counts), sum(costs), max(costs))
-            for (_, batch), costs in zip(work, slices_s, strict=True)
+            NodeLoad(
+                len(batch.seqs), sum(batch.counts), sum(costs), max(costs), model.attention_fixed_s
+            )
+            for (_, batch), costs, model in zip(work, slices_s, models, strict=True)
         ]
-        return choose_num_micro_batches(
-            self.cost,
+        chosen = choose_num_micro_batches(
+            models[0],
             loads,
             shares_cores=self._shares_cores,
             num_layers=self._num_layers,
             current=self._chosen,
         )
+        return chosen, slices_s
 
-    @property
-    def _never_splits(self) -> bool:
+    def _never_splits(self, cost: CostModel) -> bool:
         """Say whether splitting is slower under any load.
 
         On shared cores it can only hide the link, and reads both sides' weights again.
         """
-        cost = self.cost
         reread_s = cost.attention_fixed_s + cost.expert_fixed_s
         return self._shares_cores and not cost.link_token_s and 2 * cost.link_s <= reread_s
 

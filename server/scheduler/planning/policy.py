@@ -19,6 +19,7 @@ from server.scheduler.micro_batching.cost_fit import CostFit
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.attention_replica import AttentionReplica, NodeBatch
+from server.scheduler.planning.budgets import Speed, token_budgets
 from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay
 from server.scheduler.planning.intake import Intake
@@ -82,7 +83,6 @@ class Policy:
                 num_blocks=count,
                 block_size=self._block_size,
                 max_num_seqs=node.max_num_seqs,
-                budget=node.max_num_batched_tokens,
             )
             for index, (node, count) in enumerate(zip(plan.attention, num_blocks, strict=True))
         ]
@@ -96,7 +96,7 @@ class Policy:
             formation=formation,
             num_micro_batches=plan.scheduling.micro_batches,
             shares_cores=shares_cores,
-            cost=cost,
+            costs=self._fit.of,
             num_layers=num_layers,
         )
         self._requests: dict[tuple[bytes, str], Request] = {}
@@ -109,9 +109,9 @@ class Policy:
 
     @property
     def max_request_tokens(self) -> int:
-        """Return the longest request, prompt and output, that fits any one node."""
-        smallest = min(replica.pool.num_blocks for replica in self._replicas)
-        return min(self._plan.model.max_model_len, smallest * self._block_size)
+        """Return the longest request, prompt and output, that fits the largest node."""
+        largest = max(replica.pool.num_blocks for replica in self._replicas)
+        return min(self._plan.model.max_model_len, largest * self._block_size)
 
     @property
     def num_running(self) -> int:
@@ -188,7 +188,10 @@ class Policy:
         if self._in_flight.is_full or self._is_halted:
             return None
         preempted: list[RunningSequence] = []
-        batches = [replica.plan_running(preempted) for replica in self._replicas]
+        batches = [
+            replica.plan_running(preempted, budget)
+            for replica, budget in zip(self._replicas, self._budgets(), strict=True)
+        ]
         for seq in preempted:
             self._counters.num_preemptions += 1
             if not seq.num_in_flight:
@@ -201,26 +204,46 @@ class Policy:
         ]
         if not work:
             return None
-        self._builder.cost = self._fit.model
         planned = self._builder.build(work, now)
         planned.running.after_idle, self._was_idle = self._was_idle, False
         self._in_flight.push(planned.running)
         return planned.step
+
+    def _budgets(self) -> list[int]:
+        if len(self._replicas) == 1:
+            return [self._plan.attention[0].max_num_batched_tokens]
+        return token_budgets(
+            [
+                Speed(node.max_num_batched_tokens, node.max_num_seqs, self._fit.of(node.index))
+                for node in self._plan.attention
+            ]
+        )
 
     def _requeue(self, request: Request) -> None:
         request.sequence = None
         self._waiting.push(request)
 
     def _admit(self, batches: list[NodeBatch]) -> None:
-        """Admit waiting requests, strictly by arrival, until the first one fits no node."""
+        """Admit waiting requests by arrival, until the first one fits no node now.
+
+        One that fits only nodes that are absent keeps its place and holds up nobody.
+        """
+        present = [replica for replica in self._replicas if replica.is_present]
+        largest = max((replica.pool.num_blocks for replica in present), default=0)
+        aside: list[Request] = []
         while (request := self._waiting.first()) is not None:
+            if request.max_blocks > largest:
+                aside.append(self._waiting.pop())
+                continue
             open_replicas = [
                 replica
                 for replica in self._replicas
                 if replica.num_free_seats > 0 and batches[replica.index].budget > 0
             ]
             if not open_replicas or not self._admit_one(request, open_replicas, batches):
-                return
+                break
+        for request in aside:
+            self._waiting.push(request)
 
     def _admit_one(
         self, request: Request, replicas: list[AttentionReplica], batches: list[NodeBatch]
@@ -244,11 +267,12 @@ class Policy:
                         num_hit_tokens,
                         replica.num_pending_tokens,
                         replica.num_running,
+                        self._fit.of(replica.index),
                     )
                 )
         if not candidates:
             return False
-        chosen = choose_replica(candidates, num_tokens=len(request.tokens), cost=self._fit.model)
+        chosen = choose_replica(candidates, num_tokens=len(request.tokens))
         self._waiting.pop()
         self._num_admissions += 1
         request.sequence = self._replicas[chosen.replica_idx].admit(

@@ -17,17 +17,16 @@ DECODE_HORIZON_TOKENS = 64
 
 
 class Candidate(NamedTuple):
-    """A node that has a seat, budget and blocks for the request."""
+    """A node that has a seat, budget and blocks for the request; `cost` has its own times."""
 
     replica_idx: int
     num_hit_tokens: int
     num_pending_tokens: int
     num_running: int
+    cost: CostModel
 
 
-def choose_replica(
-    candidates: Sequence[Candidate], *, num_tokens: int, cost: CostModel
-) -> Candidate:
+def choose_replica(candidates: Sequence[Candidate], *, num_tokens: int) -> Candidate:
     """Return the candidate with the least predicted work; the lowest index among equals.
 
     Work is the prefill still queued there, this request's own uncached part, and the
@@ -35,6 +34,7 @@ def choose_replica(
     """
 
     def work_s(candidate: Candidate) -> float:
+        cost = candidate.cost
         own_s = cost.slice_s(num_tokens - candidate.num_hit_tokens, candidate.num_hit_tokens)
         queued_s = cost.slice_s(candidate.num_pending_tokens, 0)
         decoding_s = cost.slice_s(candidate.num_running * DECODE_HORIZON_TOKENS, 0)

@@ -94,13 +94,15 @@ def make_config(
 
 
 def make_policy(
-    config: EnginePlan, num_blocks: int = 32, formation: Formation | None = None
+    config: EnginePlan, num_blocks: int | Sequence[int] = 32, formation: Formation | None = None
 ) -> Policy:
-    """Return a policy over nodes of `num_blocks` blocks each, on separate cores."""
+    """Return a policy over nodes of `num_blocks` blocks (each, or by node), on separate cores."""
+    if isinstance(num_blocks, int):
+        num_blocks = [num_blocks] * len(config.attention)
     return Policy(
         config,
         formation=formation or Formation(TABLE),
-        num_blocks=[num_blocks] * len(config.attention),
+        num_blocks=num_blocks,
         vocab_size=VOCAB_SIZE,
         shares_cores=False,
         cost=CostModel(),
@@ -168,7 +170,7 @@ class Engine:
         self,
         config: EnginePlan,
         *,
-        num_blocks: int = 32,
+        num_blocks: int | Sequence[int] = 32,
         fails: Callable[[int], bool] = lambda seq_id: False,
     ) -> None:
         self.config = config
@@ -177,7 +179,6 @@ class Engine:
         self.clients: dict[str, Received] = {}
         self.now = 0.0
         self._tenants: dict[int, str] = {}
-        self._num_blocks = num_blocks
         self._fails = fails
         self.nodes = [self._new_node(index) for index in range(len(config.attention))]
         self.present = set(range(len(self.nodes)))
@@ -192,7 +193,7 @@ class Engine:
     def _new_node(self, index: int) -> FakeNode:
         return FakeNode(
             index=index,
-            num_blocks=self._num_blocks,
+            num_blocks=self.policy._replicas[index].pool.num_blocks,
             block_size=self.config.kv_cache.block_size,
             max_num_seqs=self.config.attention[index].max_num_seqs,
             max_num_batched_tokens=self.config.attention[index].max_num_batched_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -45,7 +46,7 @@ def learn(fit: CostFit, model: CostModel, *, steps: int, seed: int, outliers: fl
         noise = [rng.gauss(1.0, 0.05) for _ in range(2)]
         if rng.random() < outliers:
             noise = [20.0, 20.0]
-        fit.add_attention(load, attention_s(model, load) * noise[0])
+        fit.add_attention(0, load, attention_s(model, load) * noise[0])
         m, tokens = load.num_micro_batches, load.num_tokens
         fit.add_expert(m, tokens, expert_s(model, m, tokens) * noise[1])
         fit.add_link(tokens, model.link_s * noise[0])
@@ -66,8 +67,8 @@ def assert_close(found: CostModel, model: CostModel, tolerance: float) -> None:
 def test_it_converges_to_the_true_coefficients(seed: int) -> None:
     fit = CostFit(CostModel(), NUM_LAYERS)
     learn(fit, TRUE, steps=300, seed=seed)
-    assert_close(fit.model, TRUE, 0.05)
-    found = fit.model
+    assert_close(fit.of(0), TRUE, 0.05)
+    found = fit.of(0)
     assert found.attention_fixed_s == pytest.approx(TRUE.attention_fixed_s, rel=0.1)
     assert found.attention_token_s == pytest.approx(TRUE.attention_token_s, rel=0.25)
     assert found.attention_pair_s == pytest.approx(TRUE.attention_pair_s, rel=0.1)
@@ -80,14 +81,14 @@ def test_outliers_hardly_move_it() -> None:
     fit = CostFit(CostModel(), NUM_LAYERS)
     learn(fit, TRUE, steps=100, seed=1)
     learn(fit, TRUE, steps=300, seed=2, outliers=0.03)
-    assert_close(fit.model, TRUE, 0.2)
+    assert_close(fit.of(0), TRUE, 0.2)
 
 
 def test_it_follows_a_machine_that_has_become_slower() -> None:
     fit = CostFit(CostModel(), NUM_LAYERS)
     learn(fit, CostModel(), steps=300, seed=1)
     learn(fit, TRUE, steps=1000, seed=2)
-    assert_close(fit.model, TRUE, 0.1)
+    assert_close(fit.of(0), TRUE, 0.1)
 
 
 def test_coefficients_are_never_negative() -> None:
@@ -105,9 +106,9 @@ def test_a_load_that_never_changes_scales_the_default() -> None:
     fit = CostFit(default, NUM_LAYERS)
     load = StepLoad(1, 16, 16 * 160.0)
     for _ in range(100):
-        fit.add_attention(load, 3 * attention_s(default, load))
+        fit.add_attention(0, load, 3 * attention_s(default, load))
         fit.add_expert(1, 16, 5 * expert_s(default, 1, 16))
-    found = fit.model
+    found = fit.of(0)
     assert found.attention_fixed_s == pytest.approx(3 * default.attention_fixed_s, rel=0.01)
     assert found.attention_pair_s == pytest.approx(3 * default.attention_pair_s, rel=0.01)
     assert found.expert_token_s == pytest.approx(5 * default.expert_token_s, rel=0.01)
@@ -116,10 +117,10 @@ def test_a_load_that_never_changes_scales_the_default() -> None:
 @pytest.mark.parametrize("duration_s", [0.0, -1.0, float("nan")])
 def test_what_is_no_time_is_ignored(duration_s: float) -> None:
     fit = CostFit(CostModel(), NUM_LAYERS)
-    fit.add_attention(StepLoad(1, 1, 1.0), duration_s)
+    fit.add_attention(0, StepLoad(1, 1, 1.0), duration_s)
     fit.add_expert(1, 1, duration_s)
-    fit.add_attention(StepLoad(0, 0, 0.0), 1.0)
-    assert fit.model == CostModel()
+    fit.add_attention(0, StepLoad(0, 0, 0.0), 1.0)
+    assert fit.of(0) == CostModel()
 
 
 def test_a_links_bandwidth_is_not_counted_twice() -> None:
@@ -127,4 +128,18 @@ def test_a_links_bandwidth_is_not_counted_twice() -> None:
     fit = CostFit(model, NUM_LAYERS)
     for _ in range(200):
         fit.add_link(64, model.link_s + 64 * model.link_token_s)
-    assert fit.model.link_s == pytest.approx(model.link_s)
+    assert fit.of(0).link_s == pytest.approx(model.link_s)
+
+
+def test_nodes_of_different_speed_have_their_own_times_and_common_experts() -> None:
+    fit, slow = CostFit(CostModel(), NUM_LAYERS), replace(TRUE, attention_token_s=4e-5)
+    rng = random.Random(1)
+    for _ in range(80):
+        load = random_load(rng)
+        fit.add_attention(0, load, attention_s(TRUE, load))
+        fit.add_attention(1, load, attention_s(slow, load))
+        fit.add_expert(1, load.num_tokens, expert_s(TRUE, 1, load.num_tokens))
+    assert_close(fit.of(0), TRUE, 0.05)
+    assert_close(fit.of(1), slow, 0.05)
+    assert fit.of(2).attention_token_s == CostModel().attention_token_s
+    assert fit.of(2).expert_token_s == fit.of(0).expert_token_s

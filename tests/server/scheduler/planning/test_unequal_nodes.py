@@ -1,0 +1,86 @@
+"""Nodes that differ in seats, tokens per step, cache and speed."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from tests.server.scheduler.engine import Engine, make_config, make_request
+from tests.server.scheduler.planning.test_policy_random import random_request
+from topspin.plan import EnginePlan
+
+SMALL, LARGE = 4, 12
+
+
+def unequal(plan: EnginePlan, **fields: list[object]) -> EnginePlan:
+    """Return `plan` whose attention nodes have these values, in order."""
+    nodes = list(plan.nodes)
+    for name, values in fields.items():
+        for idx, value in enumerate(values):
+            nodes[idx] = msgspec.structs.replace(nodes[idx], **{name: value})
+    return msgspec.structs.replace(plan, nodes=tuple(nodes))
+
+
+def two_nodes() -> Engine:
+    return Engine(make_config(num_nodes=2), num_blocks=[SMALL, LARGE])
+
+
+def test_a_request_that_only_the_larger_node_can_hold_runs_there() -> None:
+    engine = two_nodes()
+    assert engine.policy.max_request_tokens == LARGE * 4
+    assert engine.add(make_request("long", [1] * 30, max_tokens=8)) is None
+    assert engine.schedule()
+    assert set(engine.steps[-1].plans) == {1}
+    engine.finish()
+
+
+def test_while_the_larger_node_is_gone_its_requests_hold_up_nobody() -> None:
+    engine = two_nodes()
+    engine.halt([1])
+    engine.resume([])
+    assert engine.add(make_request("long", [1] * 30, max_tokens=8)) is None
+    assert engine.add(make_request("short", [2] * 5, max_tokens=3, seed=1)) is None
+    while engine.schedule():
+        engine.answer(0)
+    assert engine.clients["short"].ended
+    assert not engine.clients["long"].outputs
+    engine.halt()
+    engine.resume([1])
+    engine.finish()
+    assert engine.clients["long"].ended
+
+
+def test_each_node_has_its_own_seats_and_tokens() -> None:
+    plan = unequal(make_config(num_nodes=2), max_num_seqs=[1, 3], max_num_batched_tokens=[2, 40])
+    engine = Engine(plan, num_blocks=64)
+    for number in range(6):
+        assert engine.add(make_request(f"r{number}", [number] * 8, seed=number)) is None
+    assert engine.schedule()
+    plans = engine.steps[-1].plans
+    slices = {node: len(each.micro_batches[0].seq_ids) // 4 for node, each in plans.items()}
+    assert slices == {0: 1, 1: 3}
+    engine.finish()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_outputs_equal_direct_generation_on_any_mix(seed: int) -> None:
+    rng = random.Random(seed)
+    num_nodes = rng.choice((2, 3))
+    seats = [rng.randrange(1, 6) for _ in range(num_nodes)]
+    plan = unequal(
+        make_config(block_size=2, max_model_len=40, num_nodes=num_nodes, micro_batches=None),
+        max_num_seqs=list(seats),
+        max_num_batched_tokens=[each + rng.randrange(0, 20) for each in seats],
+    )
+    # One node holds the longest request; others may be too small for it.
+    num_blocks = [20 + rng.choice((0, 5)), *(rng.randrange(2, 30) for _ in seats[1:])]
+    engine = Engine(plan, num_blocks=num_blocks)
+    for number in range(20):
+        assert engine.add(random_request(rng, number, max_total=40)) is None
+        for _ in range(rng.randrange(3)):
+            engine.schedule()
+            engine.answer(rng.randrange(num_nodes))
+        engine.policy.check_integrity()
+    engine.finish()
