@@ -20,6 +20,7 @@ from tests.structs import changed
 from topspin.cli.flags import read_config
 from topspin.cli.main import _parser
 from topspin.cli.serve import plan_of
+from topspin.plan import EnginePlan
 from topspin.plan_file import print_plan
 
 READY = re.compile(r"ready at (http://\S+)")
@@ -42,8 +43,13 @@ def plan_flags(directory: Path, settings: Settings, *flags: str) -> list[str]:
     asked = read_config(parsed)
     for section, fields in settings.items():
         asked = changed(asked, {f"{section}.{name}": value for name, value in fields.items()})
+    return write_plan(directory, plan_of(asked))
+
+
+def write_plan(directory: Path, plan: EnginePlan) -> list[str]:
+    """Write `plan`; return the flags that run it."""
     path = directory / f"plan-{time.monotonic_ns()}.yaml"
-    path.write_text(print_plan(plan_of(asked)))
+    path.write_text(print_plan(plan))
     return ["--plan", str(path)]
 
 
@@ -51,8 +57,8 @@ class Server:
     """`python -m topspin serve` with its output in a file. Use as a context manager.
 
     `module` may be another module with the same flags; with `settings`, which have no flags, it is
-    started by a plan; `env` is added to our environment. No layout is measured unless a flag asks
-    for it.
+    started by a plan, as with a `plan`, which names the model itself. `env` is added to our
+    environment. No layout is measured unless a flag asks for it.
     """
 
     def __init__(
@@ -62,12 +68,15 @@ class Server:
         *flags: str,
         module: str = "topspin",
         settings: Settings | None = None,
+        plan: EnginePlan | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.output_path = directory / f"serve-{time.monotonic_ns()}.log"
         engine = [str(model), "--kv-cache-memory", "8MiB", "--layout", "shared", *flags]
         if settings is not None:
             engine = plan_flags(directory, settings, *engine)
+        if plan is not None:
+            engine = [*write_plan(directory, plan), *flags]
         command = [sys.executable, "-m", module, "serve", *engine]
         command += ["--port", "0", "--served-model-name", "tiny"]
         with self.output_path.open("w") as output:

@@ -1,0 +1,70 @@
+"""Every example plan starts as it is, but for the model, and answers as one node of each does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.engine import Engine
+from tests.structs import changed
+from tests.system.server import Server
+from tests.system.test_serve import complete
+from topspin.plan import EnginePlan
+from topspin.plan_file import print_plan, read_plan
+
+PLANS = Path(__file__).parents[2] / "docs" / "plans"
+PROMPT = [5, 9, 200, 17, 33, 64]
+NUM_TOKENS = 12
+# The one with every kind of difference runs by default.
+BY_DEFAULT = ("unequal",)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint with as many layers, experts and positions as the plans' model."""
+    return make_checkpoint(
+        tmp_path_factory.mktemp("sixteen"),
+        "mixtral",
+        num_hidden_layers=30,
+        num_local_experts=16,
+        max_position_embeddings=8192,
+    )
+
+
+def on(plan: EnginePlan, checkpoint: Path) -> EnginePlan:
+    """Return `plan` for the test's model, in fp32."""
+    link = msgspec.structs.replace(plan.link, payload="fp32")
+    fields = {"model.path": str(checkpoint), "model.dtype": "float32", "links": (link,)}
+    return changed(plan, fields)
+
+
+def one_of_each(plan: EnginePlan) -> EnginePlan:
+    """Return the plan of one attention node and one expert node with all experts."""
+    expert = msgspec.structs.replace(plan.experts[0], experts=16)
+    return changed(plan, {"nodes": (plan.attention[0], expert)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[] if path.stem in BY_DEFAULT else [pytest.mark.slow])
+        for path in sorted(PLANS.glob("*.yaml"))
+    ],
+)
+def test_an_example_plan_starts_and_answers(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    plan = on(read_plan(str(PLANS / f"{name}.yaml")), checkpoint)
+    with Engine(one_of_each(plan)) as engine:
+        (expected,) = engine.generate([PROMPT], max_tokens=NUM_TOKENS)
+    with Server(checkpoint, tmp_path, plan=plan) as server:
+        assert complete(server.url, PROMPT, max_tokens=NUM_TOKENS) == expected
+
+
+def test_the_examples_are_printed_plans() -> None:
+    """A user who prints one gets the same lines, without the comment."""
+    for path in PLANS.glob("*.yaml"):
+        lines = path.read_text().splitlines(keepends=True)
+        text = "".join(line for line in lines if not line.startswith("#"))
+        assert print_plan(read_plan(str(path))) == text, path
