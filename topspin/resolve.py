@@ -8,7 +8,7 @@ plans that were read from a file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -180,6 +180,8 @@ def _nodes(
     cache_bytes = config.cache.kv_cache_bytes
     if cache_bytes is None and not nodes.attention.is_gpu:
         cache_bytes = CPU_KV_CACHE_BYTES
+    # Meaningless on the CPU, where printed plans leave it out.
+    share: dict[str, Any] = {"gpu_memory_utilization": config.cache.gpu_memory_utilization}
     attention = [
         AttentionNode(
             index=index,
@@ -191,7 +193,7 @@ def _nodes(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             kv_cache_bytes=cache_bytes,
-            gpu_memory_utilization=config.cache.gpu_memory_utilization,
+            **(share if nodes.attention.is_gpu else {}),
         )
         for index, device in enumerate(devices.attention)
     ]

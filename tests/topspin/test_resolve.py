@@ -54,7 +54,7 @@ def test_what_is_asked_for_is_in_the_plan() -> None:
         model=ModelSection(path="x", dtype="float32", max_model_len=100, quantization="int8"),
         topology=TopologySection(attention_nodes=2, expert_nodes=3),
         scheduler=SchedulerSection(max_num_seqs=7, micro_batches=3, max_queued_requests=0),
-        cache=CacheSection(block_size=32, kv_cache_bytes=2**20, gpu_memory_utilization=0.5),
+        cache=CacheSection(block_size=32, kv_cache_bytes=2**20),
         m2n=M2NSection(
             transport="tcp",
             payload="int8",
@@ -74,7 +74,7 @@ def test_what_is_asked_for_is_in_the_plan() -> None:
     assert made.kv_cache.block_size == 32
     for node in made.attention:
         assert (node.max_num_seqs, node.max_num_batched_tokens) == (7, 512)
-        assert (node.kv_cache_bytes, node.gpu_memory_utilization) == (2**20, 0.5)
+        assert node.kv_cache_bytes == 2**20
     assert {(node.num_threads, node.wait) for node in made.nodes} == {(2, "spin")}
     assert [node.experts for node in made.experts] == [3, 3, 4]  # with 2 second copies
     assert made.link == LinkSpec(
@@ -127,10 +127,10 @@ def test_prefixes_are_not_shared_where_keys_depend_on_the_length() -> None:
 
 def test_gpus_run_larger_batches_in_larger_windows_and_size_their_caches() -> None:
     compute = ComputeSection(attention_device="cuda:0", expert_device="cuda:1")
-    made = plan(compute=compute)
+    made = plan(compute=compute, cache=CacheSection(gpu_memory_utilization=0.5))
     [node] = made.attention
     assert (node.max_num_seqs, node.max_num_batched_tokens) == (256, 8192)
-    assert node.kv_cache_bytes is None
+    assert (node.kv_cache_bytes, node.gpu_memory_utilization) == (None, 0.5)
     assert (made.link.transport, made.link.window_rows) == ("cuda_ipc", 2048)
     assert made.scheduling.micro_batches == 2
     assert plan(compute=compute, m2n=M2NSection(window_rows=70)).link.window_rows == 70
