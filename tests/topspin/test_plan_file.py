@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from tests.topspin.plans import DENSE, plan
+from tests.topspin.plans import DENSE, FACTS, plan
 from topspin.config import ComputeSection, M2NSection, ModelSection, TopologySection
 from topspin.errors import ConfigError
 from topspin.plan import EnginePlan
 from topspin.plan_file import print_plan, read_plan
 from topspin.precision import PrecisionRule
+from topspin.resolve import check_model
 
 
 def unequal() -> EnginePlan:
@@ -66,6 +67,7 @@ def test_the_text_is_short_where_nothing_is_said() -> None:
     )
     assert "num_threads" not in nodes.partition("index: 1")[2]
     assert "tp:" not in nodes
+    assert "gpu_memory_utilization" not in nodes
     precision = print_plan(unequal()).partition("precision:\n")[2].partition("kv_cache:\n")[0]
     assert precision.startswith(
         "- format: int8\n- format: int4\n  part: experts\n  layers: [0, 1, "
@@ -87,6 +89,15 @@ def test_a_plan_may_leave_out_what_has_a_default(tmp_path: Path) -> None:
         """
     )
     assert read_plan(str(file)) == plan()
+
+
+def test_the_plan_in_the_readme_is_one(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    file = tmp_path / "plan.yaml"
+    file.write_text(readme.partition("```yaml\n")[2].partition("```")[0])
+    made = read_plan(str(file))
+    check_model(made, FACTS._replace(num_experts=16))
+    assert len({node.max_num_seqs for node in made.attention}) == 2
 
 
 REFUSED = [
