@@ -179,36 +179,13 @@ def _names(places: Sequence[Place]) -> str:
     return ", ".join(dict.fromkeys(place.device for place in places))
 
 
-def check_options(
-    nodes: Nodes,
-    transport: str,
-    *,
-    payload: str,
-    wait: str,
-    link_latency_us: float,
-    link_gbps: float | None,
-    gpu_streams: int,
-    layout: str,
-) -> None:
-    """Raise ConfigError for an option that has no effect between nodes on such devices."""
+def check_options(nodes: Nodes, transport: str, *, payload: str, layout: str) -> None:
+    """Raise ConfigError for a flag that has no effect between nodes on such devices."""
     in_one = transport == "local" and nodes.num_experts > 0 and nodes.share_a_device
-    has_no_link = in_one or transport == "cuda_ipc"
-    meaningless = (
-        (in_one and payload != "auto", f"--m2n-payload {payload}"),
-        (in_one and wait != "auto", f"m2n.wait {wait}"),
-        (has_no_link and link_latency_us > 0, f"m2n.link_latency_us {link_latency_us:g}"),
-        (has_no_link and link_gbps is not None, f"m2n.link_gbps {link_gbps}"),
-    )
-    for is_set, option in meaningless:
-        if is_set:
-            raise ConfigError(
-                f"{option} with --transport {transport}: kernels of GPUs hand rows over in "
-                "memory, where there is no such thing; leave it out, or use --transport shm"
-            )
-    if gpu_streams > 1 and not in_one:
+    if in_one and payload != "auto":
         raise ConfigError(
-            f"compute.gpu_streams {gpu_streams}: only attention and experts on one GPU, with "
-            "--transport local, overlap on two streams"
+            f"--m2n-payload {payload} with --transport {transport}: kernels of GPUs hand rows over "
+            "in memory, where there is no such thing; leave it out, or use --transport shm"
         )
     if layout == "split" and (nodes.attention.is_gpu or nodes.experts.is_gpu):
         raise ConfigError(

@@ -338,10 +338,6 @@ def _m2n(
         nodes,
         transport,
         payload="auto" if payload == plain else payload,
-        wait="auto" if m2n.wait == natural_wait else m2n.wait,
-        link_latency_us=m2n.link_latency_us,
-        link_gbps=m2n.link_gbps,
-        gpu_streams=compute.gpu_streams,
         layout=compute.layout,
     )
     rows = GPU_WINDOW_ROWS if transport == "cuda_ipc" else WINDOW_ROWS

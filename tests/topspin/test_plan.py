@@ -55,6 +55,11 @@ def made_of(*nodes: Any, link: LinkSpec = LINK, **fields: Any) -> EnginePlan:
     return EnginePlan(model=plan().model, nodes=nodes, links=(link,), **fields)
 
 
+def on_one_gpu(*, link: LinkSpec = LOCAL, **fields: Any) -> EnginePlan:
+    nodes = replace(ATTENTION, **ON_GPU, **fields), replace(EXPERT, **ON_GPU)
+    return made_of(*nodes, link=link, execution=ExecutionPolicy(gpu_streams=2))
+
+
 def changed(*, link: LinkSpec = LINK, **fields: Any) -> EnginePlan:
     """Return a plan whose attention node has these `fields`."""
     return made_of(replace(ATTENTION, **fields), EXPERT, link=link)
@@ -135,6 +140,8 @@ def test_one_process_on_one_device_shares_it() -> None:
         ),
         changed(**ON_GPU, kv_cache_bytes=None),
         changed(max_num_batched_tokens=8),
+        on_one_gpu(),
+        changed(link=replace(LOCAL, gbps=5.0, latency_us=1.0, payload="int8"), wait="spin"),
         changed(link=LOCAL, num_threads=None),
         made_of(ATTENTION, link=LOCAL),
         made_of(
@@ -188,6 +195,18 @@ REFUSED: list[tuple[EnginePlan, str]] = [
         made_of(ATTENTION, EXPERT, replace(EXPERT, index=1, **ON_GPU), link=LOCAL),
         r"--transport local .*expert nodes of one process compute on the same device",
     ),
+    (on_one_gpu(link=replace(LOCAL, payload="fp8")), r"links\[0\]: payload fp8 with transport loc"),
+    (on_one_gpu(link=replace(LOCAL, gbps=5.0)), r"links\[0\]: gbps 5\.0 with transport local"),
+    (on_one_gpu(wait="spin"), r"attention 0: wait spin with transport local: .*no such thing"),
+    (
+        made_of(
+            replace(ATTENTION, **ON_GPU),
+            replace(EXPERT, **ON_GPU),
+            link=replace(LINK, transport="cuda_ipc", latency_us=2.5),
+        ),
+        r"links\[0\]: latency_us 2\.5 with transport cuda_ipc",
+    ),
+    (on_one_gpu(link=LINK), r"execution\.gpu_streams 2: only attention and experts on one GPU"),
     (
         changed(kernels="deterministic"),
         r"attention 0: kernels deterministic with execution\.det.*f",
