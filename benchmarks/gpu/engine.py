@@ -35,7 +35,6 @@ from kernels.runtime import Runtime, open_runtime
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch, NetShape
 from models.config import ModelConfig, load_model_config
-from topspin.cli.serve import resolve_for
 from topspin.config import (
     CacheSection,
     ComputeSection,
@@ -47,6 +46,7 @@ from topspin.config import (
 from topspin.expert_table import uniform_table
 from topspin.messages import StepPlan, StepResult
 from topspin.plan import NodeConfig
+from topspin.resolve import ModelFacts, resolve
 
 BLOCK_SIZE = 16
 SEED = 0
@@ -279,7 +279,14 @@ def node_config(
         ),
         trace=TraceSection(enabled=False),
     )
-    return resolve_for(config, model).for_node()
+    facts = ModelFacts(
+        dtype=model.dtype,
+        max_positions=model.context_length,
+        num_layers=model.num_layers,
+        moe_layers=tuple(model.moe_layers),
+        num_experts=0 if model.moe is None else model.moe.num_experts,
+    )
+    return resolve(config, facts).for_node()
 
 
 def open_engine(workload: Workload, device: str, variant: Variant) -> GpuEngine:
