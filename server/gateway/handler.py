@@ -46,7 +46,7 @@ from server.gateway.requests.prompts import (
     chat_prompt,
     completion_prompts,
     echoes,
-    num_completion_prompts,
+    given_prompts,
     reasoning_variables,
 )
 from server.gateway.requests.schema import decode_chat, decode_completion
@@ -98,7 +98,7 @@ class GenerationHandler:
         )
 
     def _prepare_chat(self, data: bytes) -> Prepared:
-        body, ignored = decode_chat(data)
+        body, messages, ignored = decode_chat(data)
         params = chat_params(body, self.model)
         if self.template is None:
             raise InvalidRequest(
@@ -106,6 +106,7 @@ class GenerationHandler:
             )
         prompt = chat_prompt(
             body,
+            messages,
             template=self.template,
             tokenizer=self.tokenizer,
             limit=self.engine.state.max_request_tokens,
@@ -117,16 +118,13 @@ class GenerationHandler:
     def _prepare_completion(self, data: bytes) -> Prepared:
         body, ignored = decode_completion(data)
         params = completion_params(body, self.model)
-        check_choices(num_completion_prompts(body), params.num_choices)
-        prompts = completion_prompts(
-            body,
-            tokenizer=self.tokenizer,
-            vocab_size=self.model.vocab_size,
-            limit=self.engine.state.max_request_tokens,
-        )
+        limit = self.engine.state.max_request_tokens
+        given = given_prompts(body, vocab_size=self.model.vocab_size, limit=limit)
+        check_choices(len(given), params.num_choices)
+        prompts = completion_prompts(body, given, tokenizer=self.tokenizer, limit=limit)
         shown: Sequence[str | None] = [None] * len(prompts)
         if params.echo:
-            shown = echoes(body, prompts, tokenizer=self.tokenizer)
+            shown = echoes(body, given, prompts, tokenizer=self.tokenizer)
         made = [Prompt(ids=ids, echo=echo) for ids, echo in zip(prompts, shown, strict=True)]
         return Prepared(params, made, "prompt", ignored)
 

@@ -8,6 +8,7 @@ thread.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +18,35 @@ import msgspec
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer, text_before
 from server.gateway.errors import ContextLengthExceeded, truncated
+from server.gateway.requests.decoding import decode, decode_each, decode_pieces
 from server.gateway.requests.params import check_vocabulary
-from server.gateway.requests.schema import ChatBody, ChatMessage, CompletionBody, ToolCall
+from server.gateway.requests.schema import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    Count,
+    NonEmptyList,
+    ToolCall,
+)
+from server.sampling_limits import MAX_COUNT
 from topspin.errors import InvalidRequest
 
 # Parameters of ChatTemplate.render that have their own request fields or are refused; `render`
 # refuses the names that the template machinery itself uses.
 _NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+# A list of numbers, by its first item.
+_FLAT_LIST = re.compile(rb"\[\s*[-0-9]")
 
 
 def chat_prompt(
-    body: ChatBody, *, template: ChatTemplate, tokenizer: Tokenizer, limit: int
+    body: ChatBody,
+    given: Sequence[ChatMessage],
+    *,
+    template: ChatTemplate,
+    tokenizer: Tokenizer,
+    limit: int,
 ) -> list[int]:
-    """Return the prompt of a chat request; raises InvalidRequest naming the field.
+    """Return the prompt of a chat request with these messages; raises InvalidRequest.
 
     Raises ContextLengthExceeded, before tokenising, for text that cannot fit in `limit` tokens.
     """
@@ -41,8 +58,8 @@ def chat_prompt(
                 param="chat_template_kwargs",
             )
     kwargs = reasoning_variables(body, template) | kwargs
-    _check_tool_use(body.messages, template)
-    messages = [_plain(message, idx) for idx, message in enumerate(body.messages)]
+    _check_tool_use(given, template)
+    messages = [_plain(message, idx) for idx, message in enumerate(given)]
     if body.continue_final_message:
         text = _continued(body, messages, template=template, kwargs=kwargs)
     else:
@@ -70,48 +87,80 @@ def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str
     return {name: value for name, value in values.items() if template.mentions(name)}
 
 
-def completion_prompts(
-    body: CompletionBody, *, tokenizer: Tokenizer, vocab_size: int, limit: int
-) -> list[list[int]]:
-    """Return the prompts of a completion request, at least one, none of them empty.
+def given_prompts(
+    body: CompletionBody, *, vocab_size: int, limit: int
+) -> list[str] | list[list[int]]:
+    """Return the prompts of a completion request as they were given, at least one.
 
-    Raises InvalidRequest for mixed lists, empty prompts and ids outside the vocabulary, and
-    ContextLengthExceeded, before tokenising, for text that cannot fit in `limit` tokens.
+    Raises InvalidRequest for mixed lists and ids outside the vocabulary, and ContextLengthExceeded,
+    before decoding, for ids that do not fit in `limit` tokens.
     """
-    prompt = body.prompt
-    special = body.add_special_tokens is not False
-    for text in [prompt] if isinstance(prompt, str) else prompt:
-        if isinstance(text, str) and body.truncate_prompt_tokens is None:
-            _check_size(text, tokenizer=tokenizer, limit=limit, param="prompt")
-    if isinstance(prompt, str):
-        prompts = [tokenizer.encode(prompt, add_special_tokens=special)]
-    elif all(isinstance(item, int) for item in prompt):
-        prompts = [[item for item in prompt if isinstance(item, int)]]
-    elif all(isinstance(item, str) for item in prompt):
-        texts = [item for item in prompt if isinstance(item, str)]
-        prompts = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
-    elif all(isinstance(item, list) for item in prompt):
-        prompts = [item for item in prompt if isinstance(item, list)]
-    else:
+    data = bytes(body.prompt)
+    items = [body.prompt]
+    if data.startswith(b"[") and not _FLAT_LIST.match(data):
+        items = decode(body.prompt, NonEmptyList, param="prompt")
+    kinds = {bytes(item)[:1] for item in items}
+    if kinds == {b'"'}:
+        return decode_each(items, str, param="prompt")
+    if kinds != {b"["}:
         raise InvalidRequest(
-            "`prompt` mixes strings, token ids and lists of them; give one kind", param="prompt"
+            "`prompt` is neither a string nor a list of only strings, token ids or lists of these",
+            param="prompt",
         )
-    for token_ids in prompts:
-        if not token_ids:
-            raise InvalidRequest("a prompt is empty", param="prompt")
-        check_vocabulary(token_ids, vocab_size=vocab_size, param="prompt")
+    if body.truncate_prompt_tokens is not None:
+        limit = MAX_COUNT
+    prompts = []
+    for idx, item in enumerate(items):
+        param = "prompt" if item is body.prompt else f"prompt[{idx}]"
+        prompts.append(_given_ids(bytes(item), vocab_size=vocab_size, limit=limit, param=param))
+    return prompts
+
+
+def _given_ids(data: bytes, *, vocab_size: int, limit: int, param: str) -> list[int]:
+    _check_fewest(data.count(b",") + 1, limit=limit, param="prompt")
+    ids: list[int] = []
+    for piece in decode_pieces(data, list[Count], param=param):
+        check_vocabulary(piece, vocab_size=vocab_size, param="prompt")
+        ids += piece
+    return ids
+
+
+def completion_prompts(
+    body: CompletionBody,
+    given: list[str] | list[list[int]],
+    *,
+    tokenizer: Tokenizer,
+    limit: int,
+) -> list[list[int]]:
+    """Return the prompts' tokens; raises InvalidRequest for an empty prompt.
+
+    Raises ContextLengthExceeded, before tokenising, for text that cannot fit in `limit` tokens.
+    """
+    texts = [text for text in given if isinstance(text, str)]
+    if body.truncate_prompt_tokens is None:
+        for text in texts:
+            _check_size(text, tokenizer=tokenizer, limit=limit, param="prompt")
+    special = body.add_special_tokens is not False
+    prompts = [
+        tokenizer.encode(each, add_special_tokens=special) if isinstance(each, str) else each
+        for each in given
+    ]
+    if not all(prompts):
+        raise InvalidRequest("a prompt is empty", param="prompt")
     return [_last(token_ids, body.truncate_prompt_tokens) for token_ids in prompts]
 
 
 def echoes(
-    body: CompletionBody, prompts: Sequence[list[int]], *, tokenizer: Tokenizer
+    body: CompletionBody,
+    given: list[str] | list[list[int]],
+    prompts: Sequence[list[int]],
+    *,
+    tokenizer: Tokenizer,
 ) -> list[str]:
     """Return what `echo` shows of each prompt: the text as given, or that of the tokens."""
-    if body.truncate_prompt_tokens is None:
-        if isinstance(body.prompt, str):
-            return [body.prompt]
-        if isinstance(body.prompt[0], str):
-            return [text for text in body.prompt if isinstance(text, str)]
+    texts = [text for text in given if isinstance(text, str)]
+    if texts and body.truncate_prompt_tokens is None:
+        return texts
     if body.max_tokens == 0:
         return [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
     skips = body.skip_special_tokens is not False
@@ -125,20 +174,16 @@ def _last(token_ids: list[int], num_tokens: int | None) -> list[int]:
 
 def _check_size(text: str, *, tokenizer: Tokenizer, limit: int, param: str) -> None:
     """Raise ContextLengthExceeded if the text's size alone proves that it has too many tokens."""
-    fewest = tokenizer.fewest_tokens(text)
+    _check_fewest(tokenizer.fewest_tokens(text), limit=limit, param=param)
+
+
+def _check_fewest(fewest: int, *, limit: int, param: str) -> None:
     if fewest >= limit:
         raise ContextLengthExceeded(
             f"the prompt has at least {fewest} tokens; this server takes at most {limit} tokens, "
             "prompt and output together, and at least one is output",
             param=param,
         )
-
-
-def num_completion_prompts(body: CompletionBody) -> int:
-    """Return how many prompts the request has, without reading them."""
-    if isinstance(body.prompt, str) or isinstance(body.prompt[0], int):
-        return 1
-    return len(body.prompt)
 
 
 def _check_tool_use(messages: Sequence[ChatMessage], template: ChatTemplate) -> None:

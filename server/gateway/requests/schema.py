@@ -10,7 +10,6 @@ fields their meaning, docs/api.md explains them (a test compares it with the str
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, get_args
 
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from server.gateway.errors import truncated
+from server.gateway.requests.decoding import decode, decode_each
 from server.gateway.requests.sampling_defaults import (
     MinP,
     PositiveCount,
@@ -50,6 +50,7 @@ _NULL = Raw(b"null")
 # A field of this type is checked for its JSON type and has no effect on the answer.
 Ignored = Annotated[_Value | None, _IGNORED]
 Object = dict[str, Raw]
+NonEmptyList = Annotated[list[Raw], Meta(min_length=1)]
 
 
 def neutral(*values: object) -> Meta:
@@ -211,7 +212,7 @@ class ChatMessage(Fields, kw_only=True, frozen=True):
 class ChatBody(GenerationBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Raw  # may be long: decode_chat decodes it message by message
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -254,7 +255,7 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
 class CompletionBody(GenerationBody, kw_only=True, frozen=True):
     """POST /v1/completions."""
 
-    prompt: str | Annotated[list[str | Count | list[Count]], Meta(min_length=1)]
+    prompt: Raw  # may be long: server.gateway.requests.prompts decodes it piece by piece
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[Raw, neutral(1)] = _NULL
@@ -283,26 +284,31 @@ def field_classes(kind: type[Fields]) -> FieldClasses:
     return FieldClasses(tuple(ignored), refused)
 
 
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$", re.DOTALL)
-_FIELD = re.compile(
-    r"Object (?:contains unknown|missing required) field `(.*?)`(?: - at `\$|$)", re.DOTALL
-)
-
 _Body = TypeVar("_Body", bound=GenerationBody)
 
 
 class Decoded(NamedTuple, Generic[_Body]):
-    """A body, and the ignored fields that it sets (`messages.cache_control`)."""
+    """A body, and the ignored fields that it sets (`user`)."""
 
     body: _Body
     ignored: tuple[str, ...]
 
 
-def decode_chat(data: bytes) -> Decoded[ChatBody]:
+class DecodedChat(NamedTuple):
+    """A chat's body, its messages, and the ignored fields of both (`messages.cache_control`)."""
+
+    body: ChatBody
+    messages: list[ChatMessage]
+    ignored: tuple[str, ...]
+
+
+def decode_chat(data: bytes) -> DecodedChat:
     """Return the chat request in `data`; raises InvalidRequest naming the field."""
-    body = _decode(data, ChatBody)
+    body = decode(data, ChatBody)
     ignored = _ignored(body)
-    for idx, message in enumerate(body.messages):
+    items = decode(body.messages, NonEmptyList, param="messages")
+    messages = decode_each(items, ChatMessage, param="messages")
+    for idx, message in enumerate(messages):
         param = f"messages[{idx}]"
         ignored.update(_check(message, param=f"{param}.", shown="messages."))
         for call_idx, call in enumerate(message.tool_calls or ()):
@@ -314,22 +320,13 @@ def decode_chat(data: bytes) -> Decoded[ChatBody]:
             )
         if isinstance(message.content, list):
             ignored.update(_check_parts(message.content, param=f"{param}.content"))
-    return Decoded(body, tuple(ignored))
+    return DecodedChat(body, messages, tuple(ignored))
 
 
 def decode_completion(data: bytes) -> Decoded[CompletionBody]:
     """Return the completion request in `data`; raises InvalidRequest naming the field."""
-    body = _decode(data, CompletionBody)
+    body = decode(data, CompletionBody)
     return Decoded(body, tuple(_ignored(body)))
-
-
-def _decode(data: bytes, kind: type[_Body]) -> _Body:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
 
 
 def _ignored(body: GenerationBody) -> dict[str, None]:
@@ -375,20 +372,3 @@ def _check_parts(parts: list[ContentPart], *, param: str) -> dict[str, None]:
             raise InvalidRequest("a text part needs `text`", param=f"{param}[{idx}].text")
         ignored.update(_check(part, param=f"{param}[{idx}].", shown="messages.content."))
     return ignored
-
-
-def _invalid(message: str) -> InvalidRequest:
-    """Return an InvalidRequest for msgspec's message; the path becomes `param`."""
-    found = _PATH.search(message)
-    path = found.group(1).removesuffix("[...]") if found else ""
-    reason = message[: found.start()] if found else message
-    named = _FIELD.match(message)
-    if named is None:
-        param = truncated(path, 128)
-        return InvalidRequest(
-            f"`{param}`: {reason}" if param else f"the request body: {reason}", param=param or None
-        )
-    field = truncated(named.group(1), 64)
-    param = f"{path}.{field}" if path else field
-    what = "missing required" if "missing required" in message[:24] else "unknown or unsupported"
-    return InvalidRequest(f"{what} field `{param}`", param=param)

@@ -51,6 +51,11 @@ PLAIN_ERRORS: list[tuple[dict[str, object], str]] = [
     ({"prompt": ["a", 1]}, "prompt"),
     ({"prompt": [[1], "a"]}, "prompt"),
     ({"prompt": [10**6]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": {}}, "prompt"),
+    ({"prompt": [None]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt[1]"),
+    ({"prompt": [[1], [2, -1]]}, "prompt[1][1]"),
     ({"prompt": [-1]}, "prompt[0]"),
     ({"prompt": [1.5]}, "prompt[0]"),
     ({"prompt": None}, "prompt"),
@@ -251,6 +256,20 @@ def test_text_that_cannot_fit_is_refused_without_tokenising_it(
     error = error_of(post(path, {"model": "tiny", **fields}), 400)
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert "at least 10" in error["message"]
+
+
+@pytest.mark.parametrize("prompt", [[1] * 100, [[1], [1] * 100]])
+def test_token_ids_that_cannot_fit_are_refused_without_decoding_them(
+    prompt: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pieces(data: bytes, *_: object, **__: object) -> list[list[int]]:
+        assert len(data) < 100, "was decoded"
+        return [[1]]
+
+    monkeypatch.setattr("server.gateway.requests.prompts.decode_pieces", pieces)
+    error = error_of(post(PLAIN, {"model": "tiny", "prompt": prompt}), 400)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert "at least 100 tokens" in error["message"]
 
 
 def test_a_long_chat_prompt_read_in_a_thread_is_refused_too() -> None:

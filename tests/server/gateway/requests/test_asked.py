@@ -222,14 +222,16 @@ def test_a_prompt_is_truncated_to_its_last_tokens() -> None:
     assert prompts == [ids("hi there")[-3:], [2, 3], [4], ids("\nassistant: ")[-11:]]
 
 
-def test_a_large_body_is_read_in_a_thread_with_the_same_result() -> None:
+@pytest.mark.parametrize("form", ["text", "ids"])
+def test_a_large_body_is_read_in_a_thread_with_the_same_result(form: str) -> None:
     async def test() -> None:
         fake = FakeEngine(saying("a"))
         async with gateway(fake) as client:
             fake.become_ready(max_request_tokens=100_000)
             await fake.settle()
-            text = "hello " * 5000
-            response = await client.post(PLAIN, json={**PLAIN_BODY, "prompt": text})
+            text = "hello " * 20_000
+            prompt = ids(text) if form == "ids" else text
+            response = await client.post(PLAIN, json={**PLAIN_BODY, "prompt": prompt})
             assert response.status_code == 200
             assert prompt_of(fake.added[0]) == text
 
