@@ -109,8 +109,8 @@ def test_any_stream_equals_brute_force(
 def test_random_tokens_without_stops_equal_their_decoding(token_ids: list[int]) -> None:
     whole = tokenizer().decode(token_ids, skip_special_tokens=True)
     assert joined(feed(choice(TextOptions()), token_ids)) == whole
-    # A stop string that cannot occur takes the other code path to the same text.
-    options = TextOptions(stops=StopStrings(["\x00\x00\x00"]))
+    # A stop string of more tokens, which cannot occur, takes the other code path to the same text.
+    options = TextOptions(stops=StopStrings(["\x00" * 21]))
     assert joined(feed(choice(options), token_ids)) == whole
 
 
