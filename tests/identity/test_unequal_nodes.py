@@ -1,13 +1,26 @@
-"""Nodes that differ in threads, seats, tokens, caches and experts serve the same tokens."""
+"""Nodes that differ in threads, seats, tokens, caches and experts serve the same tokens.
+
+Experts of one layer differ in precision too: a token does not depend on the copy that served it.
+"""
 
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from tests.engine import Engine, engine_config
-from tests.identity.conftest import NUM_TOKENS, CaseOf
+from tests.faults import OnDemand, faulty_nets
+from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from topspin.config import BalanceSection, FailoverSection
 from topspin.plan import EnginePlan
+from topspin.precision import PrecisionRule
+
+MIXED = (
+    PrecisionRule(format="int8", part="experts", layers=(0,)),
+    PrecisionRule(format="int8", part="experts", experts=(5, 7)),
+    PrecisionRule(format="int4", part="experts", layers=(1,), experts=(2,)),
+    PrecisionRule(format="int8", part="attention", layers=(1,)),
+)
 
 
 def unequal(plan: EnginePlan) -> EnginePlan:
@@ -24,26 +37,49 @@ def unequal(plan: EnginePlan) -> EnginePlan:
     return replace(plan, nodes=nodes)
 
 
-def test_tokens_are_transformers_also_after_tables_change_and_a_node_is_lost(
-    case_of: CaseOf,
+def one_of_each(plan: EnginePlan) -> EnginePlan:
+    """Return the plan of the first attention node and the first expert node, which has all."""
+    return msgspec.structs.replace(plan, nodes=(plan.attention[0], plan.experts[0]))
+
+
+def lose(engine: Engine, case: Case, injector: OnDemand) -> list[list[int]]:
+    """Crash a node once every stream has some tokens; return the whole streams."""
+    ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
+    engine.collect(until=lambda: all(len(engine.requests[each].tokens) >= 4 for each in ids))
+    injector.fault = RuntimeError("a crash")
+    engine.collect()
+    assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
+    return [engine.requests[each].tokens for each in ids]
+
+
+@pytest.mark.parametrize("precision", [(), MIXED], ids=["fp32", "mixed"])
+def test_tokens_are_those_of_one_node_each_also_after_changes_and_losses(
+    case_of: CaseOf, precision: tuple[PrecisionRule, ...]
 ) -> None:
     case = case_of("mixtral")
-    plan = unequal(
-        engine_config(
-            case.path,
-            attention_nodes=2,
-            expert_nodes=2,
-            transport="shm",
-            micro_batches=None,
-            balance=BalanceSection(interval_s=0.0),
-            failover=FailoverSection(restart=True, restart_deadline_s=60.0),
-        )
+    plan = engine_config(
+        case.path,
+        attention_nodes=2,
+        expert_nodes=2,
+        transport="shm",
+        micro_batches=None,
+        balance=BalanceSection(interval_s=0.0),
+        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
     )
-    with Engine(plan) as engine:
-        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+    plan = unequal(msgspec.structs.replace(plan, precision=precision))
+    expected = case.tokens
+    if precision:
+        with Engine(one_of_each(plan)) as engine:
+            expected = engine.generate(case.prompts, max_tokens=NUM_TOKENS)
+    injectors = {("expert", 1): OnDemand(), ("attention", 1): OnDemand()}
+    with faulty_nets(lambda role, index: injectors.get((role, index))), Engine(plan) as engine:
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == expected
         table = engine.service.formation.table
         assert [len(experts) for experts in table.slots[0]] == [8, 3]
         others = tuple((layer[0][::-1], (5, 6, 7)) for layer in table.slots)
         engine.service.request_balance(msgspec.structs.replace(table, slots=others))
-        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == expected
         assert engine.stats().expert_table_version == 2
+        for injector in injectors.values():
+            assert lose(engine, case, injector) == expected
+        assert len(engine.dead) == 2
