@@ -109,7 +109,7 @@ class GenerationHandler:
             messages,
             template=self.template,
             tokenizer=self.tokenizer,
-            limit=self.engine.state.max_request_tokens,
+            check_fewest=self._check_fewest(params, param="messages"),
         )
         if body.reasoning_effort and not reasoning_variables(body, self.template):
             ignored = ("reasoning_effort", *ignored)
@@ -118,15 +118,19 @@ class GenerationHandler:
     def _prepare_completion(self, data: bytes) -> Prepared:
         body, ignored = decode_completion(data)
         params = completion_params(body, self.model)
-        limit = self.engine.state.max_request_tokens
-        given = given_prompts(body, vocab_size=self.model.vocab_size, limit=limit)
+        check = self._check_fewest(params, param="prompt")
+        given = given_prompts(body, vocab_size=self.model.vocab_size, check_fewest=check)
         check_choices(len(given), params.num_choices)
-        prompts = completion_prompts(body, given, tokenizer=self.tokenizer, limit=limit)
+        prompts = completion_prompts(body, given, tokenizer=self.tokenizer, check_fewest=check)
         shown: Sequence[str | None] = [None] * len(prompts)
         if params.echo:
             shown = echoes(body, given, prompts, tokenizer=self.tokenizer)
         made = [Prompt(ids=ids, echo=echo) for ids, echo in zip(prompts, shown, strict=True)]
         return Prepared(params, made, "prompt", ignored)
+
+    def _check_fewest(self, params: RequestParams, *, param: str) -> Callable[[int], None]:
+        limit = self.engine.state.max_request_tokens
+        return partial(params.check_prompt, limit=limit, param=param, at_least=True)
 
     async def _answer(
         self,

@@ -101,19 +101,30 @@ class RequestParams:
                 param=param,
             )
 
+    def check_prompt(
+        self, num_tokens: int, *, limit: int, param: str, at_least: bool = False
+    ) -> None:
+        """Raise ContextLengthExceeded if a prompt of this length does not fit `limit`.
+
+        `at_least`: it may be longer. Unless nothing is to be generated, one token is output.
+        """
+        has_output = self.max_tokens != 0
+        if num_tokens + has_output > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {'at least ' if at_least else ''}{num_tokens} tokens; this server "
+                f"takes at most {limit} tokens, prompt and output together"
+                f"{', and at least one is output' if has_output else ''}",
+                param=param,
+            )
+
     def output_budget(self, num_prompt_tokens: int, *, limit: int, param: str) -> int:
         """Return how many tokens may be generated after a prompt of this length.
 
         Raises ContextLengthExceeded if the prompt, or prompt and requested output together,
         do not fit `limit`; InvalidRequest if min_tokens cannot be reached.
         """
+        self.check_prompt(num_prompt_tokens, limit=limit, param=param)
         room = limit - num_prompt_tokens
-        if room < 1:
-            raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens; this server takes at most "
-                f"{limit} tokens, prompt and output together, and at least one is output",
-                param=param,
-            )
         if self.max_tokens is not None and self.max_tokens > room:
             raise ContextLengthExceeded(
                 f"{num_prompt_tokens} prompt tokens and {self.max_tokens} requested output "

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer, text_before
-from server.gateway.errors import ContextLengthExceeded, truncated
+from server.gateway.errors import truncated
 from server.gateway.requests.decoding import decode, decode_each, decode_pieces
 from server.gateway.requests.params import check_vocabulary
 from server.gateway.requests.schema import (
@@ -28,7 +28,6 @@ from server.gateway.requests.schema import (
     NonEmptyList,
     ToolCall,
 )
-from server.sampling_limits import MAX_COUNT
 from topspin.errors import InvalidRequest
 
 # Parameters of ChatTemplate.render that have their own request fields or are refused; `render`
@@ -44,11 +43,11 @@ def chat_prompt(
     *,
     template: ChatTemplate,
     tokenizer: Tokenizer,
-    limit: int,
+    check_fewest: Callable[[int], None],
 ) -> list[int]:
     """Return the prompt of a chat request with these messages; raises InvalidRequest.
 
-    Raises ContextLengthExceeded, before tokenising, for text that cannot fit in `limit` tokens.
+    `check_fewest` is called with a lower bound of its tokens before the text is tokenised.
     """
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     for name in kwargs:
@@ -67,7 +66,7 @@ def chat_prompt(
             messages, add_generation_prompt=body.add_generation_prompt is not False, **kwargs
         )
     if body.truncate_prompt_tokens is None:
-        _check_size(text, tokenizer=tokenizer, limit=limit, param="messages")
+        check_fewest(tokenizer.fewest_tokens(text))
     # The template writes the special tokens itself.
     token_ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
@@ -88,12 +87,12 @@ def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str
 
 
 def given_prompts(
-    body: CompletionBody, *, vocab_size: int, limit: int
+    body: CompletionBody, *, vocab_size: int, check_fewest: Callable[[int], None]
 ) -> list[str] | list[list[int]]:
     """Return the prompts of a completion request as they were given, at least one.
 
-    Raises InvalidRequest for mixed lists and ids outside the vocabulary, and ContextLengthExceeded,
-    before decoding, for ids that do not fit in `limit` tokens.
+    Raises InvalidRequest for mixed lists and ids outside the vocabulary. `check_fewest` is called
+    with a lower bound of the tokens in a list before that is decoded.
     """
     data = bytes(body.prompt)
     items = [body.prompt]
@@ -107,17 +106,16 @@ def given_prompts(
             "`prompt` is neither a string nor a list of only strings, token ids or lists of these",
             param="prompt",
         )
-    if body.truncate_prompt_tokens is not None:
-        limit = MAX_COUNT
     prompts = []
     for idx, item in enumerate(items):
+        if body.truncate_prompt_tokens is None:
+            check_fewest(bytes(item).count(b",") + 1)
         param = "prompt" if item is body.prompt else f"prompt[{idx}]"
-        prompts.append(_given_ids(bytes(item), vocab_size=vocab_size, limit=limit, param=param))
+        prompts.append(_given_ids(bytes(item), vocab_size=vocab_size, param=param))
     return prompts
 
 
-def _given_ids(data: bytes, *, vocab_size: int, limit: int, param: str) -> list[int]:
-    _check_fewest(data.count(b",") + 1, limit=limit, param="prompt")
+def _given_ids(data: bytes, *, vocab_size: int, param: str) -> list[int]:
     ids: list[int] = []
     for piece in decode_pieces(data, list[Count], param=param):
         check_vocabulary(piece, vocab_size=vocab_size, param="prompt")
@@ -130,16 +128,15 @@ def completion_prompts(
     given: list[str] | list[list[int]],
     *,
     tokenizer: Tokenizer,
-    limit: int,
+    check_fewest: Callable[[int], None],
 ) -> list[list[int]]:
     """Return the prompts' tokens; raises InvalidRequest for an empty prompt.
 
-    Raises ContextLengthExceeded, before tokenising, for text that cannot fit in `limit` tokens.
+    `check_fewest` is called with a lower bound of a text's tokens before any is tokenised.
     """
-    texts = [text for text in given if isinstance(text, str)]
-    if body.truncate_prompt_tokens is None:
-        for text in texts:
-            _check_size(text, tokenizer=tokenizer, limit=limit, param="prompt")
+    for text in given:
+        if isinstance(text, str) and body.truncate_prompt_tokens is None:
+            check_fewest(tokenizer.fewest_tokens(text))
     special = body.add_special_tokens is not False
     prompts = [
         tokenizer.encode(each, add_special_tokens=special) if isinstance(each, str) else each
@@ -170,20 +167,6 @@ def echoes(
 def _last(token_ids: list[int], num_tokens: int | None) -> list[int]:
     """Return the last `num_tokens` ids; None: all."""
     return token_ids if num_tokens is None else token_ids[-num_tokens:]
-
-
-def _check_size(text: str, *, tokenizer: Tokenizer, limit: int, param: str) -> None:
-    """Raise ContextLengthExceeded if the text's size alone proves that it has too many tokens."""
-    _check_fewest(tokenizer.fewest_tokens(text), limit=limit, param=param)
-
-
-def _check_fewest(fewest: int, *, limit: int, param: str) -> None:
-    if fewest >= limit:
-        raise ContextLengthExceeded(
-            f"the prompt has at least {fewest} tokens; this server takes at most {limit} tokens, "
-            "prompt and output together, and at least one is output",
-            param=param,
-        )
 
 
 def _check_tool_use(messages: Sequence[ChatMessage], template: ChatTemplate) -> None:

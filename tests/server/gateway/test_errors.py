@@ -220,6 +220,7 @@ def test_an_unknown_model_is_a_404() -> None:
     ("fields", "numbers"),
     [
         ({"prompt": [1] * 100}, ("100",)),
+        ({"prompt": [1] * 101, "max_tokens": 0}, ("101", "100")),
         ({"prompt": [1] * 5000}, ("5000", "100")),
         ({"prompt": [1] * 60, "max_tokens": 41}, ("60", "41", "101", "100")),
     ],

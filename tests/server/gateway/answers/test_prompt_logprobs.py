@@ -24,7 +24,14 @@ from tests.server.gateway.calls import (
     usage,
     without_head,
 )
-from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, tokenizer
+from tests.server.gateway.fakes import (
+    MAX_REQUEST_TOKENS,
+    FakeEngine,
+    gateway,
+    ids,
+    output,
+    tokenizer,
+)
 from topspin.messages import AddRequest, RequestOutput
 
 
@@ -202,6 +209,14 @@ def test_a_completion_may_be_empty(prompt: str | list[int]) -> None:
     assert [event["choices"][0]["text"] for event in events] == ["", ""]
     num_tokens = len(prompt)
     assert len(events[0]["choices"][0]["prompt_token_ids"]) == num_tokens
+
+
+def test_a_prompt_without_output_may_fill_the_context() -> None:
+    prompt: list[int] | str
+    for prompt in ([1] * MAX_REQUEST_TOKENS, "z" * MAX_REQUEST_TOKENS):
+        body = {**PLAIN_BODY, "prompt": prompt, "max_tokens": 0}
+        answer = post(PLAIN, body, FakeEngine(scored("a"))).json()
+        assert answer["usage"] == usage(MAX_REQUEST_TOKENS, 0)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
