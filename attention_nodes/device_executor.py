@@ -21,6 +21,7 @@ from attention_nodes.decoder import Decoder
 from attention_nodes.device_inputs import DeviceInputs, PlacedInputs
 from attention_nodes.executor import Ran, Receipt, run_layers
 from attention_nodes.rotary import RotaryTable
+from attention_nodes.scores import score
 from attention_nodes.sequences import Limits
 from attention_nodes.staging import Inbound
 from attention_nodes.step_inputs import Slices, StepInputs
@@ -110,7 +111,7 @@ class DeviceExecutor:
         """Return the rows that each micro-batch is padded to; None: the step is not recorded."""
         if not self.sizes or not (net is None or net.is_graph_safe):
             return None
-        if any((slices.counts != 1).any() for slices in micro_batches):
+        if any(slices.scored or (slices.counts != 1).any() for slices in micro_batches):
             return None
         return bucket_of(max(slices.num_tokens for slices in micro_batches), self.sizes)
 
@@ -120,7 +121,7 @@ class DeviceExecutor:
         if placed.bucket is None:
             return self._enqueue(placed, net, trace=trace, beat=beat)
         self._replay(placed, net)
-        return Ran(self._logits[: placed.num_sampled], self._stream.record(timed=True))
+        return Ran(self._logits[: placed.num_sampled], self._stream.record(timed=True), [])
 
     def _enqueue(
         self, placed: Placed, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
@@ -128,14 +129,16 @@ class DeviceExecutor:
         if self._runtime.is_asynchronous and (net is None or net.is_graph_safe):
             trace = None  # the host's stamps would not say when the device has finished
         inputs = self._inputs.complete(placed.inputs)
-        rows = run_layers(self._decoder, net, inputs, self._combined, trace=trace, beat=beat)
+        residual = run_layers(self._decoder, net, inputs, self._combined, trace=trace, beat=beat)
         rallied = self._stream.record(timed=True)
         if trace is not None:
             trace.stamp(Kind.RALLIED)
         logits = self._logits[: placed.num_sampled]
+        if len(logits) < placed.num_sampled:  # drafts have more rows than sequences
+            logits = logits.new_empty(placed.num_sampled, logits.shape[1])
         if placed.num_sampled:
-            self._decoder.logits(rows, out=logits)
-        return Ran(logits, rallied)
+            self._decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
+        return Ran(logits, rallied, score(self._decoder.logits, residual, inputs.to_score))
 
     def _replay(self, placed: Placed, net: AttentionNet | None) -> None:
         """Enqueue a padded step through the recordings of its shape."""
@@ -143,7 +146,8 @@ class DeviceExecutor:
 
         def body() -> None:
             inputs = self._inputs.complete(placed.inputs)
-            rows = run_layers(self._decoder, net, inputs, self._combined, trace=None, beat=None)
+            residual = run_layers(self._decoder, net, inputs, self._combined, trace=None, beat=None)
+            rows = residual.index_select(0, inputs.sample_rows)
             self._decoder.logits(rows, out=self._logits[: len(rows)])
 
         key = (placed.num_micro_batches, placed.bucket)
@@ -193,6 +197,7 @@ def _nothing() -> Slices:
     none = np.zeros(0, dtype=np.int64)
     return Slices(
         rows=none,
+        certain=none,
         counts=none,
         tokens=none,
         row_of_token=none,

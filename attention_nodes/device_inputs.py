@@ -22,7 +22,15 @@ from torch import Tensor
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sequences import PENDING, IntArray, Limits
 from attention_nodes.staging import ALIGNMENT, Outbound
-from attention_nodes.step_inputs import MicroBatchInputs, Slices, StepInputs, joined
+from attention_nodes.step_inputs import (
+    MicroBatchInputs,
+    Slices,
+    StepInputs,
+    ToScore,
+    joined,
+    mask_of,
+    to_score,
+)
 from kernels.contracts import AttentionMeta
 from kernels.runtime import Runtime
 from topspin.config import MAX_MICRO_BATCHES
@@ -49,6 +57,7 @@ class PlacedInputs:
     num_rows: Tensor | None
     metas: list[AttentionMeta]
     starts: list[int]
+    to_score: ToScore | None
 
 
 class DeviceInputs:
@@ -73,7 +82,7 @@ class DeviceInputs:
         self._max_seqs = max_seqs
         self._max_rows = max_rows
         self._max_len = limits.max_len
-        device = runtime.device
+        device = self._device = runtime.device
         table = rotary.table
         self._table = None if table is None else tuple(each.to(device) for each in table)
         # The last entry belongs to no sequence and stays 0.
@@ -135,12 +144,15 @@ class DeviceInputs:
                     block_tables=table,
                     max_query_len=int(slices.counts.max(initial=0)),
                     max_context_len=int(slices.context_lens.max(initial=0)),
+                    tree_mask=mask_of(slices, self._device),
                 )
                 for query_start, context_lens, table, slices in zip(
                     pairs[::2], pairs[1::2], sent[-len(tables) :], micro_batches, strict=True
                 )
             ],
             starts=starts,
+            # These, and the masks, are not worth a place in the one transfer.
+            to_score=to_score(micro_batches, starts[:-1], self._device),
         )
 
     def _arrays(
@@ -221,7 +233,9 @@ class DeviceInputs:
                 )
             )
         tokens = placed.literals + self._last.index_select(0, placed.last_rows)
-        return StepInputs(tokens=tokens, parts=parts, sample_rows=placed.sample_rows)
+        return StepInputs(
+            tokens=tokens, parts=parts, sample_rows=placed.sample_rows, to_score=placed.to_score
+        )
 
     def keep(self, placed: PlacedInputs, tokens: Tensor) -> None:
         """Enqueue the update of the sequences' last tokens to tokens i64[R]."""
@@ -244,8 +258,8 @@ def _grown(query_start: np.ndarray, size: int) -> np.ndarray:
 
 def _most_bytes(max_tokens: int, max_seqs: int, table_entries: int, angle_bytes: int) -> int:
     """Return a number of bytes in which the arrays of any step fit."""
-    per_token = 4 * 8 + 2 * angle_bytes
-    per_seq = 2 * 8 + 2 * 4
+    per_token = 6 * 8 + 2 * angle_bytes
+    per_seq = 2 * 4
     others = MAX_MICRO_BATCHES * (8 + 4)
     num_arrays = 8 + 3 * MAX_MICRO_BATCHES
     return (

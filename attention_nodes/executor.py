@@ -17,6 +17,7 @@ from torch import Tensor
 from attention_nodes.decoder import Decoder
 from attention_nodes.rally import Flight, rally
 from attention_nodes.rotary import RotaryTable
+from attention_nodes.scores import score
 from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
 from kernels.runtime import Event, Runtime
 from m2n_comm.net import AttentionNet
@@ -25,10 +26,12 @@ from topspin.trace import Kind, Ring
 
 
 class Ran(NamedTuple):
-    """The logits f32[R, V] of the rows to sample, and the timed event of the layers' end."""
+    """The logits f32[R, V] of the rows to sample, the timed event of the layers' end, scores."""
 
     logits: Tensor
     rallied: Event
+    scores: list[Tensor]
+    """As scores.score() returns them."""
 
 
 class Receipt(Protocol):
@@ -92,7 +95,7 @@ def run_layers(
     trace: Ring | None,
     beat: Beat | None,
 ) -> Tensor:
-    """Run a step's micro-batches through all layers; return the final rows to sample [R, H].
+    """Run a step's micro-batches through all layers; return the final rows [T, H].
 
     `combined` fp32 [>= T, H] is the buffer for the sums of the experts' answers.
     """
@@ -102,7 +105,7 @@ def run_layers(
         rows = slice(part.start, part.start + part.num_tokens)
         flights.append(Flight(inputs=part, residual=residual[rows], combined=combined[rows]))
     rally(decoder, net, flights, trace, beat=beat)
-    return residual.index_select(0, inputs.sample_rows)
+    return residual
 
 
 class HostExecutor:
@@ -140,11 +143,12 @@ class HostExecutor:
     def run(
         self, placed: StepInputs, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
     ) -> Ran:
-        rows = run_layers(self._decoder, net, placed, self._combined, trace=trace, beat=beat)
+        residual = run_layers(self._decoder, net, placed, self._combined, trace=trace, beat=beat)
         rallied = self._stream.record(timed=True)
         if trace is not None:
             trace.stamp(Kind.RALLIED)
-        return Ran(self._decoder.logits(rows), rallied)
+        logits = self._decoder.logits(residual.index_select(0, placed.sample_rows))
+        return Ran(logits, rallied, score(self._decoder.logits, residual, placed.to_score))
 
     def keep(self, placed: StepInputs, tokens: Tensor) -> None:
         pass

@@ -31,6 +31,12 @@ class KvCache:
     block_size: int
     num_blocks: int
 
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots `sources` i64[n] of all layers to slots `targets`, as if all at once."""
+        for cache in (*self.keys, *self.values):
+            slots = cache.flatten(0, 1)
+            slots.index_copy_(0, targets, slots.index_select(0, sources))
+
 
 def bytes_per_block(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of a block, keys and values of all layers."""

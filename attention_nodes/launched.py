@@ -13,8 +13,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from attention_nodes.executor import Receipt
-from attention_nodes.sampler import Asked, Drawn
+from attention_nodes.sampler import NO_VERDICT, Asked, Drawn, Verdict
+from attention_nodes.scores import NO_SCORES, Scores
 from attention_nodes.sequences import Reserved
+from attention_nodes.step_inputs import Scored
 from kernels.runtime import Event
 from m2n_comm.net import NetTimes
 from topspin.messages import StepResult, StepTicket, StepTimings
@@ -30,8 +32,10 @@ class Checked(Protocol):
 
 @dataclass(eq=False)
 class LaunchedStep:
-    """One step; `drawn` are the sampler's arrays once they have come.
+    """One step; `arrays` are the `num_drawn` of the sampler, then the scores, once they have come.
 
+    `verdict` is set with them. `scored` are the slices that have scores, `ended` the sequences
+    that had nothing to feed.
     `check` is called during the wait for the step and at its end. The host began the step at
     `started_s` and enqueued its layers from `prepared_s` on (time.perf_counter); `began` and
     `rallied` are the events of the device's begin and end of the layers.
@@ -47,11 +51,15 @@ class LaunchedStep:
     began: Event
     rallied: Event
     times: NetTimes
+    num_drawn: int = 0
+    scored: tuple[Scored, ...] = ()
+    ended: tuple[int, ...] = ()
     check: Callable[[], None] | None = None
-    drawn: list[np.ndarray] | None = None
+    arrays: list[np.ndarray] | None = None
+    verdict: Verdict = NO_VERDICT
 
     def wait(self) -> list[np.ndarray]:
-        """Wait for the end of the step and return its draws; raises as check()."""
+        """Wait for the end of the step and return its arrays; raises as check()."""
         if self.check is None:
             return self.receipt.arrays()
         while not self.receipt.ended.is_done():
@@ -59,7 +67,9 @@ class LaunchedStep:
         self.check()
         return self.receipt.arrays()
 
-    def result(self, drawn: Drawn, *, previous_s: float | None) -> StepResult:
+    def result(
+        self, drawn: Drawn, scores: Scores = NO_SCORES, *, previous_s: float | None
+    ) -> StepResult:
         """Return the result; `previous_s` is the time of the previous step's result.
 
         The host's preparation during the previous step does not count as time of this step.
@@ -73,9 +83,11 @@ class LaunchedStep:
             generation=self.ticket.generation,
             index=self.index,
             seq_ids=drawn.seq_ids,
+            counts=drawn.counts,
             tokens=drawn.tokens,
             logprobs=drawn.logprobs,
-            errors=drawn.errors,
+            prompt_logprobs=scores.prompt_logprobs,
+            errors=drawn.errors | scores.errors,
             timings=StepTimings(
                 total_s=prepare_s + layers_s + sample_s,
                 # The device may still compute while the host waits for experts.

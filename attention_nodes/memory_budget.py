@@ -25,6 +25,7 @@ from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable
 from topspin.messages import (
     SAMPLE,
+    SCORE,
     MicroBatch,
     NewSequence,
     SamplingParams,
@@ -45,7 +46,14 @@ SHORT_SLICE: Final = 64
 """Slices up to this length have separate attention kernels (kernels.triton.attention)."""
 
 _COSTLIEST: Final = SamplingParams(
-    max_tokens=2, seed=0, temperature=1.0, top_k=5, top_p=0.9, presence_penalty=1.0, logprobs=20
+    max_tokens=2,
+    seed=0,
+    temperature=1.0,
+    top_k=5,
+    top_p=0.9,
+    presence_penalty=1.0,
+    logprobs=20,
+    prompt_logprobs=20,
 )
 
 
@@ -187,7 +195,7 @@ def largest_steps(config: NodeConfig, *, index: int, table_version: int) -> list
 def _plan(
     generation: int, lengths: Sequence[int], config: NodeConfig, *, index: int, table_version: int
 ) -> StepPlan:
-    """Return the first step of a generation: new sequences of these lengths, all sampled."""
+    """Return the first step of a generation: new sequences, all sampled and scored."""
     ids = range(len(lengths))
     block_size = config.kv_cache.block_size
     new = tuple(
@@ -218,7 +226,7 @@ def _plan(
             MicroBatch(
                 seq_ids=pack_ints(ids),
                 num_tokens=pack_ints(lengths),
-                wanted=bytes([SAMPLE] * len(lengths)),
+                wanted=bytes([SAMPLE | SCORE] * len(lengths)),
                 block_counts=pack_ints([0] * len(lengths)),
                 block_ids=b"",
             ),

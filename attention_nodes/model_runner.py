@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,7 @@ import torch
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
 from attention_nodes.device_executor import DeviceExecutor
+from attention_nodes.drafts import Draft, Drafter, draft_requests, take_drafts
 from attention_nodes.executor import Executor, HostExecutor
 from attention_nodes.launched import Checked, LaunchedStep
 from attention_nodes.memory_budget import (
@@ -33,9 +35,10 @@ from attention_nodes.memory_budget import (
     window_bytes,
 )
 from attention_nodes.rotary import RotaryTable
-from attention_nodes.sampler import Sampler
+from attention_nodes.sampler import Sampled, Sampler
+from attention_nodes.scores import report
 from attention_nodes.sequences import IntArray, Limits, SequenceTable, unpack
-from attention_nodes.step_inputs import Slices, joined, slice_up
+from attention_nodes.step_inputs import Slices, slice_up
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime, Runtime, open_runtime
 from m2n_comm.net import AttentionNet, NetShape, NetTimes
@@ -83,8 +86,12 @@ class ModelRunner:
         num_blocks: int,
         config: NodeConfig,
         runtime: Runtime | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """Serve with `decoder`, whose cache has `num_blocks`; `runtime` None: the host's."""
+        """Serve with `decoder`, whose cache has `num_blocks`; `runtime` None: the host's.
+
+        `drafter` None: nothing is drafted, whatever plans allow.
+        """
         self._model = model
         self._decoder = decoder
         self.num_blocks = num_blocks
@@ -97,6 +104,7 @@ class ModelRunner:
             )
         )
         self._sampler = Sampler(self._table, decoder.ops)
+        self._drafter = drafter
         self._runtime = runtime or HostRuntime()
         self._stream = self._runtime.current_stream()
         self._max_tokens = config.attention.max_num_batched_tokens
@@ -130,6 +138,7 @@ class ModelRunner:
         index: int = 0,
         table_version: int = 1,
         open_net: OpenDryNet | None = None,
+        drafter: Drafter | None = None,
     ) -> ModelRunner:
         """Read the attention role's weights from `path`, allocate the cache, warm up.
 
@@ -178,7 +187,7 @@ class ModelRunner:
             dry = cls(model, decoder, cache.num_blocks, config, runtime)
             dry._rehearse(config, index, table_version, open_net)
             del dry
-        runner = cls(model, decoder, decoder.kv.num_blocks, config, runtime)
+        runner = cls(model, decoder, decoder.kv.num_blocks, config, runtime, drafter)
         runner._warm_up()
         release_freed_memory()
         return runner
@@ -263,7 +272,7 @@ class ModelRunner:
             if layer.router is not None:
                 self._decoder.route(layer, normed)
             self._decoder.local_mlp(layer, normed)
-        asked = self._sampler.ask(slices.sampled, slices.seq_ids)
+        asked = self._sampler.ask(Sampled.of([slices]))
         self._sampler.draw(self._decoder.logits(residual), asked)
         self._table.clear()
 
@@ -331,11 +340,11 @@ class ModelRunner:
             trace.step = plan.ticket.step
             trace.stamp(Kind.PLAN_RECEIVED)
         self._follow(plan, index)
-        micro_batches = self._slice_up(plan)
-        sampled = joined([slices.sampled for slices in micro_batches])
-        self._settle_for(sampled)
-        asked = self._sampler.ask(sampled, joined([slices.seq_ids for slices in micro_batches]))
-        reserved = self._table.reserve(sampled)
+        micro_batches = self._slice_up(plan, self._drafts(plan))
+        sampled = Sampled.of(micro_batches)
+        self._settle_for(sampled.rows)
+        asked = self._sampler.ask(sampled)
+        reserved = self._table.reserve(sampled.rows[sampled.roots])
         if net is not None:
             net.trace = trace
             net.begin(plan.ticket)
@@ -345,7 +354,7 @@ class ModelRunner:
         prepared = time.perf_counter()
         began = self._stream.record(timed=True)
         ran = self._executor.run(placed, net, trace=trace, beat=beat)
-        drawn = self._sampler.draw(ran.logits, asked) if len(sampled) else []
+        drawn = self._sampler.draw(ran.logits, asked) if len(sampled.rows) else []
         if drawn:
             self._executor.keep(placed, drawn[0])
         launched = LaunchedStep(
@@ -353,12 +362,15 @@ class ModelRunner:
             index=index,
             asked=asked,
             reserved=reserved,
-            receipt=self._executor.fetch(drawn),
+            receipt=self._executor.fetch([*drawn, *ran.scores]),
             started_s=started,
             prepared_s=prepared,
             began=began,
             rallied=ran.rallied,
             times=net.times() if net is not None else NetTimes(0.0, 0.0, None),
+            num_drawn=len(drawn),
+            scored=tuple(chain.from_iterable(slices.scored for slices in micro_batches)),
+            ended=tuple(chain.from_iterable(slices.ended for slices in micro_batches)),
             check=net.check if isinstance(net, Checked) else None,
         )
         self._launched.append(launched)
@@ -368,12 +380,15 @@ class ModelRunner:
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""
         launched = self._launched.popleft()
-        drawn = self._sampler.answer(launched.asked, self._settle(launched))
+        arrays = self._settle(launched)
+        num_drawn, asked = launched.num_drawn, launched.asked
+        drawn = self._sampler.answer(asked, arrays[:num_drawn], launched.verdict, launched.ended)
+        scores = report(launched.scored, arrays[num_drawn:])
         if self.trace is not None:
             self.trace.step = launched.ticket.step
             self.trace.stamp(Kind.STEP_ENDED)
         previous_s, self._finished_s = self._finished_s, time.perf_counter()
-        return launched.result(drawn, previous_s=previous_s)
+        return launched.result(drawn, scores, previous_s=previous_s)
 
     def discard(self) -> None:
         """Forget launched and recorded steps, once all have ended; their generation is over."""
@@ -383,13 +398,49 @@ class ModelRunner:
 
     def _settle(self, launched: LaunchedStep) -> list[np.ndarray]:
         """Wait for a step's draws and store them in the table."""
-        if launched.drawn is None:
-            launched.drawn = launched.wait()
-            if launched.drawn:
+        if launched.arrays is None:
+            launched.arrays = launched.wait()
+            drawn, sampled = launched.arrays[: launched.num_drawn], launched.asked.sampled
+            if drawn:
+                launched.verdict = self._sampler.judge(launched.asked, drawn)
                 # Failed rows too: the next step may be planned already, and continues from a token
                 # that is not reported.
-                self._table.fill(launched.reserved, launched.drawn[0])
-        return launched.drawn
+                self._table.fill(launched.reserved, drawn[0][sampled.roots])
+            if sampled.drafted:
+                self._keep_accepted(launched, drawn[0])
+        return launched.arrays
+
+    def _keep_accepted(self, launched: LaunchedStep, tokens: np.ndarray) -> None:
+        """Append the accepted tokens of drafts, and bring their keys and values into order."""
+        rows, counts = launched.verdict
+        drafted = {each.first: each for each in launched.asked.sampled.drafted}
+        sources, targets = [], []
+        for idx, mine in enumerate(np.split(rows, np.cumsum(counts)[:-1])):
+            each = drafted.get(int(mine[0]))
+            path, places = mine[1:] - mine[0] - 1, np.arange(len(mine) - 1)
+            if each is None or not self._table.extend(launched.reserved, idx, tokens[mine[1:]]):
+                continue
+            moved = path != places
+            sources.append(self._table.slots(each.row, each.storage + path[moved]))
+            targets.append(self._table.slots(each.row, each.storage + places[moved]))
+        device = self._runtime.device
+        moves = [torch.from_numpy(np.concatenate(each)).to(device) for each in (sources, targets)]
+        if len(moves[0]):
+            self._decoder.kv.move(*moves)
+
+    def _drafts(self, plan: StepPlan) -> dict[int, Draft]:
+        """Return the drafts for a step, by sequence id.
+
+        Waits for a step under way that has some itself: this one's slices begin where it ends.
+        """
+        may_draft = self._drafter is not None and any(mb.max_draft for mb in plan.micro_batches)
+        for launched in self._launched:
+            if may_draft or launched.asked.sampled.drafted:
+                self._settle(launched)
+        if self._drafter is None or not may_draft:
+            return {}
+        requests = [draft_requests(each, self._table) for each in plan.micro_batches]
+        return take_drafts(self._drafter, list(chain.from_iterable(requests)))
 
     def _settle_for(self, sampled: IntArray) -> None:
         """Wait for steps under way if sampling these rows needs their tokens."""
@@ -422,14 +473,14 @@ class ModelRunner:
         if index not in ticket.participants:
             raise ProtocolError(f"step {ticket.step} is not for attention node {index}")
 
-    def _slice_up(self, plan: StepPlan) -> list[Slices]:
+    def _slice_up(self, plan: StepPlan, drafts: dict[int, Draft]) -> list[Slices]:
         """Turn the plan into indices and advance its sequences."""
-        micro_batches = [slice_up(each, self._table) for each in plan.micro_batches]
+        micro_batches = [slice_up(each, self._table, drafts) for each in plan.micro_batches]
         num_tokens = sum(slices.num_tokens for slices in micro_batches)
         if num_tokens > self._max_tokens:
             raise ProtocolError(f"{num_tokens} tokens in a step, more than {self._max_tokens}")
         for slices in micro_batches:
-            self._table.commit(slices.rows, slices.counts)
+            self._table.commit(slices.rows, slices.certain)
         return micro_batches
 
 

@@ -2,20 +2,22 @@
 
 Owns the translation of sequences' SamplingParams into one SamplingBatch and of drawn
 tokens into the fields of StepResult. Three parts, since on a GPU they run at three times:
-`ask` needs no logits, `draw` only enqueues, `answer` needs the draws on the host. The
+`ask` needs no logits, `draw` only enqueues, `judge` and `answer` need the draws on the host. The
 arithmetic is that of the kernels (Ops.sample); knows no model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attention_nodes.drafts import accepted
 from attention_nodes.sequences import IntArray, SequenceTable
+from attention_nodes.step_inputs import Drafted, Slices, joined
 from kernels.dispatch import Ops
 from kernels.philox import as_signed
 from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
@@ -26,16 +28,60 @@ class Drawn(NamedTuple):
     """The samples of a step, in the form of StepResult's fields."""
 
     seq_ids: bytes
+    counts: bytes
     tokens: bytes
     logprobs: dict[int, tuple[TokenLogprobs, ...]]
     errors: dict[int, str]
 
 
-class Asked(NamedTuple):
-    """The R sequences that a step samples, by their rows of the table, in order."""
+class Sampled(NamedTuple):
+    """The R token rows that a step samples, in order: their sequences' rows of the table and ids.
+
+    A sequence has one, and one per token of its draft behind it. `drafted` are the drafts.
+    """
 
     rows: IntArray
     seq_ids: IntArray
+    drafted: tuple[Drafted, ...] = ()
+
+    @classmethod
+    def of(cls, micro_batches: Sequence[Slices]) -> Sampled:
+        """Return the sampled rows of a step."""
+        drafted: list[Drafted] = []
+        begin = 0
+        for slices in micro_batches:
+            drafted += [each._replace(first=begin + each.first) for each in slices.drafted]
+            begin += len(slices.sampled)
+        return cls(
+            joined([slices.sampled for slices in micro_batches]),
+            joined([slices.seq_ids for slices in micro_batches]),
+            tuple(drafted),
+        )
+
+    @property
+    def roots(self) -> IntArray:
+        """Return the first row of each sequence."""
+        is_root = np.ones(len(self.rows), dtype=bool)
+        for each in self.drafted:
+            is_root[each.first + 1 : each.first + 1 + len(each.draft.tokens)] = False
+        return np.flatnonzero(is_root)
+
+
+class Verdict(NamedTuple):
+    """The rows whose tokens are the sequences' next ones, and how many rows each sequence has."""
+
+    rows: IntArray
+    counts: IntArray
+
+
+NO_VERDICT: Final = Verdict(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+"""Of a step that samples nothing."""
+
+
+class Asked(NamedTuple):
+    """The R rows that a step samples, and their settings."""
+
+    sampled: Sampled
     params: list[SamplingParams]
     batch: SamplingBatch
     num_top_logprobs: int | None
@@ -59,16 +105,15 @@ class Sampler:
         """Return whether sampling `rows` reads the values of their tokens, not only the count."""
         return any(_has_penalty(self._table.sampling(row)) for row in rows.tolist())
 
-    def ask(self, rows: IntArray, seq_ids: IntArray) -> Asked:
+    def ask(self, sampled: Sampled) -> Asked:
         """Gather the sampling settings for the next token of each row.
 
         Call after commit() and before reserve(); if needs_values(), no token may be PENDING.
         """
-        params = [self._table.sampling(row) for row in rows.tolist()]
+        params = [self._table.sampling(row) for row in sampled.rows.tolist()]
         wanted = [each.logprobs for each in params if each.logprobs is not None]
-        return Asked(
-            rows, seq_ids, params, self._batch(rows, params), max(wanted) if wanted else None
-        )
+        batch = self._batch(sampled.rows, params, _paths(sampled))
+        return Asked(sampled, params, batch, max(wanted) if wanted else None)
 
     def draw(self, logits: Tensor, asked: Asked) -> list[Tensor]:
         """Draw a token for each row of fp32 logits [R, V]; return the tensors for answer().
@@ -86,28 +131,66 @@ class Sampler:
         return drawn
 
     @staticmethod
-    def answer(asked: Asked, drawn: Sequence[np.ndarray]) -> Drawn:
-        """Pack the arrays of draw(), now on the host; empty if no row was asked for.
+    def judge(asked: Asked, drawn: Sequence[np.ndarray]) -> Verdict:
+        """Return which rows of draw(), now on the host, give their sequences' next tokens.
+
+        All of them, without drafts; else of each sequence the rows of the root and of the tokens
+        accepted behind it.
+        """
+        rows, drafted = asked.sampled.roots, {each.first: each for each in asked.sampled.drafted}
+        if not drafted:
+            return Verdict(rows, np.ones_like(rows))
+        tokens, valid = drawn[:2]
+        chosen: list[int] = []
+        counts = []
+        for first in rows.tolist():
+            path: list[int] = []
+            if first in drafted:
+                draft = drafted[first].draft
+                mine = slice(first, first + 1 + len(draft.tokens))
+                path = accepted(draft, tokens[mine].tolist(), valid[mine].tolist())
+            chosen += [first, *(first + 1 + each for each in path)]
+            counts.append(1 + len(path))
+        return Verdict(np.array(chosen, dtype=np.int64), np.array(counts, dtype=np.int64))
+
+    @staticmethod
+    def answer(
+        asked: Asked, drawn: Sequence[np.ndarray], verdict: Verdict, ended: Sequence[int] = ()
+    ) -> Drawn:
+        """Pack the arrays of draw(), now on the host; the sequences `ended` get no token.
 
         A row without a usable score (from the model, or after penalties, bias and bans) fails
         only its sequence.
         """
         if not drawn:
-            return Drawn(b"", b"", {}, {})
+            return Drawn(pack_ints(ended), pack_ints([0] * len(ended)), b"", {}, {})
         tokens, valid, is_number = drawn[:3]
-        seq_ids = asked.seq_ids
+        rows, counts = verdict
+        owners = np.repeat(np.arange(len(counts)), counts)
+        is_whole = np.ones(len(counts), dtype=bool)
+        is_whole[owners[~valid[rows]]] = False
+        seq_ids = asked.sampled.seq_ids
+        errors = {
+            int(seq_ids[row]): _reason(is_number=bool(is_number[row]))
+            for row in rows[~valid[rows]].tolist()
+        }
+        rows, owners, counts = rows[is_whole[owners]], owners[is_whole[owners]], counts[is_whole]
+        firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+        is_plain = not ended and bool((counts == 1).all())
         return Drawn(
-            seq_ids=pack_ints(seq_ids[valid].tolist()),
-            tokens=pack_ints(tokens[valid].tolist()),
-            logprobs=_logprobs(asked, drawn, valid) if len(drawn) > 3 else {},
-            errors={
-                int(seq_ids[idx]): _reason(is_number=bool(is_number[idx]))
-                for idx in (~valid).nonzero()[0].tolist()
-            },
+            seq_ids=pack_ints([*seq_ids[rows[firsts]].tolist(), *ended]),
+            counts=b"" if is_plain else pack_ints([*counts.tolist(), *(0 for _ in ended)]),
+            tokens=pack_ints(tokens[rows].tolist()),
+            logprobs=_logprobs(asked, drawn, rows) if len(drawn) > 3 else {},
+            errors=errors,
         )
 
-    def _batch(self, rows: IntArray, params: list[SamplingParams]) -> SamplingBatch:
+    def _batch(
+        self, rows: IntArray, params: list[SamplingParams], paths: dict[int, tuple[int, ...]]
+    ) -> SamplingBatch:
         positions = self._table.num_known[rows]
+        for idx, path in paths.items():
+            positions[idx] += len(path)
         return SamplingBatch(
             temperature=torch.tensor([each.temperature for each in params]),
             top_k=torch.tensor([each.top_k for each in params]),
@@ -120,14 +203,16 @@ class Sampler:
             choices=torch.tensor([each.choice for each in params]),
             positions=torch.from_numpy(positions),
             logit_bias=_logit_bias(params),
-            banned=self._banned(rows, params),
-            prompts=self._histories(rows, params, outputs=False),
-            outputs=self._histories(rows, params, outputs=True),
+            banned=self._banned(rows, positions, params),
+            prompts=self._histories(rows, params, paths, outputs=False),
+            outputs=self._histories(rows, params, paths, outputs=True),
         )
 
-    def _banned(self, rows: IntArray, params: list[SamplingParams]) -> BannedTokens | None:
+    def _banned(
+        self, rows: IntArray, positions: IntArray, params: list[SamplingParams]
+    ) -> BannedTokens | None:
         """Return the stop tokens of the sequences that have not reached min_tokens."""
-        num_outputs = self._table.num_known[rows] - self._table.num_prompt[rows]
+        num_outputs = positions - self._table.num_prompt[rows]
         pairs = [
             (idx, token)
             for idx, (each, count) in enumerate(zip(params, num_outputs.tolist(), strict=True))
@@ -140,17 +225,25 @@ class Sampler:
         return BannedTokens(columns[:, 0], columns[:, 1])
 
     def _histories(
-        self, rows: IntArray, params: list[SamplingParams], *, outputs: bool
+        self,
+        rows: IntArray,
+        params: list[SamplingParams],
+        paths: dict[int, tuple[int, ...]],
+        *,
+        outputs: bool,
     ) -> list[Tensor] | None:
         """Return each row's prompt or output token ids, if any row has a penalty."""
         if not any(_has_penalty(each) for each in params):
             return None
         table = self._table
         histories = []
-        for row in rows.tolist():
+        for idx, row in enumerate(rows.tolist()):
             start = int(table.num_prompt[row]) if outputs else 0
             end = int(table.num_known[row] if outputs else table.num_prompt[row])
-            histories.append(torch.from_numpy(table.tokens[row, start:end]))
+            history = table.tokens[row, start:end]
+            if outputs and idx in paths:
+                history = np.append(history, np.array(paths[idx], dtype=history.dtype))
+            histories.append(torch.from_numpy(history))
         return histories
 
 
@@ -179,16 +272,27 @@ def _logit_bias(params: list[SamplingParams]) -> LogitBias | None:
 
 
 def _logprobs(
-    asked: Asked, drawn: Sequence[np.ndarray], valid: np.ndarray
+    asked: Asked, drawn: Sequence[np.ndarray], rows: IntArray
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
     chosen, top_ids, top_logprobs = drawn[3:]
     entries: dict[int, tuple[TokenLogprobs, ...]] = {}
-    for idx, each in enumerate(asked.params):
-        if each.logprobs is not None and valid[idx]:
+    for row in rows.tolist():
+        num_top = asked.params[row].logprobs
+        if num_top is not None:
             entry = TokenLogprobs(
-                float(chosen[idx]),
-                tuple(top_ids[idx, : each.logprobs].tolist()),
-                tuple(top_logprobs[idx, : each.logprobs].tolist()),
+                float(chosen[row]),
+                tuple(top_ids[row, :num_top].tolist()),
+                tuple(top_logprobs[row, :num_top].tolist()),
             )
-            entries[int(asked.seq_ids[idx])] = (entry,)
+            seq_id = int(asked.sampled.seq_ids[row])
+            entries[seq_id] = (*entries.get(seq_id, ()), entry)
     return entries
+
+
+def _paths(sampled: Sampled) -> dict[int, tuple[int, ...]]:
+    """Return, by row, the draft tokens after which a draft's row samples."""
+    return {
+        each.first + 1 + idx: each.draft.path(idx)
+        for each in sampled.drafted
+        for idx in range(len(each.draft.tokens))
+    }

@@ -167,6 +167,13 @@ class SequenceTable:
         if (ends > self.num_blocks[rows] * self.limits.block_size).any():
             raise ProtocolError("a slice goes past the blocks of its sequence")
 
+    def check_reserved(self, rows: IntArray, counts: IntArray, max_draft: IntArray) -> None:
+        """Raise ProtocolError unless drafts behind `counts` positions have slots reserved."""
+        ends = self.num_committed[rows] + counts
+        ends = np.maximum(ends, np.minimum(ends + max_draft, self.max_length[rows] - 1))
+        if (ends > self.num_blocks[rows] * self.limits.block_size).any():
+            raise ProtocolError("a draft goes past the blocks of its sequence")
+
     def commit(self, rows: IntArray, counts: IntArray) -> None:
         """Record that the next `counts` positions of `rows` are in the cache."""
         self.num_committed[rows] += counts
@@ -190,6 +197,25 @@ class SequenceTable:
         if not present.all():
             rows, positions, sampled = rows[present], positions[present], sampled[present]
         self.tokens[rows, positions] = sampled
+
+    def extend(self, reserved: Reserved, idx: int, tokens: IntArray) -> bool:
+        """Append tokens behind entry `idx` of `reserved`, which is filled; all but the last are
+        in the cache. Returns False if the sequence was forgotten meanwhile.
+        """
+        row, position = int(reserved.rows[idx]), int(reserved.positions[idx])
+        if self.tenancy[row] != reserved.tenancy[idx]:
+            return False
+        assert self.num_known[row] == position + 1, "a later step was launched before"
+        self.tokens[row, position + 1 : position + 1 + len(tokens)] = tokens
+        self.num_known[row] += len(tokens)
+        self.num_committed[row] += len(tokens)
+        return True
+
+    def slots(self, row: int, places: IntArray) -> IntArray:
+        """Return the cache slots of a sequence's `places`, counted from its beginning."""
+        size = self.limits.block_size
+        blocks: IntArray = self.block_tables[row, places // size].astype(np.int64)
+        return blocks * size + places % size
 
     def has_pending(self, rows: IntArray) -> bool:
         """Return whether the last token of any of `rows` is PENDING."""

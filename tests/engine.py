@@ -72,6 +72,7 @@ class Collected:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     failed: RequestFailed | None = None
     num_cached_tokens: int = 0
@@ -336,6 +337,7 @@ class Engine:
             assert output.index == len(request.tokens) or output.request_id not in self.requests
             request.tokens += output.token_ids
             request.logprobs += output.logprobs
+            request.prompt_logprobs += output.prompt_logprobs
             request.finish_reason = output.finish_reason
             request.num_cached_tokens = max(request.num_cached_tokens, output.num_cached_tokens)
 

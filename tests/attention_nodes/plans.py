@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
 from m2n_comm.net import AttentionNet
 from topspin.messages import (
     SAMPLE,
+    SCORE,
     MicroBatch,
     NewSequence,
     SamplingParams,
@@ -38,7 +39,14 @@ class Planner:
     _free: list[int] = field(default_factory=lambda: list(range(8)))
     _place: dict[int, int] = field(default_factory=dict)
 
-    def add(self, seq_id: int, prompt: Sequence[int], **sampling: Any) -> None:
+    def add(
+        self,
+        seq_id: int,
+        prompt: Sequence[int],
+        *,
+        max_length: int = BLOCK_SIZE * BLOCKS_EACH + 1,
+        **sampling: Any,
+    ) -> None:
         """Admit a sequence with the next step."""
         place = self._place[seq_id] = self._free.pop(0)
         # Descending, so that a wrongly read table shows.
@@ -52,13 +60,22 @@ class Planner:
                 num_prompt_tokens=len(prompt),
                 num_computed=0,
                 blocks=pack_ints(blocks),
-                max_length=BLOCK_SIZE * BLOCKS_EACH + 1,
+                max_length=max_length,
                 sampling=SamplingParams(**fields),
             )
         )
 
-    def step(self, *micro_batches: dict[int, int], finished: Sequence[int] = ()) -> None:
-        """Plan a step that advances sequences by the given numbers of tokens; see MicroBatch."""
+    def step(
+        self,
+        *micro_batches: dict[int, int],
+        finished: Sequence[int] = (),
+        drafts: Mapping[int, int] | None = None,
+        score: bool = False,
+    ) -> None:
+        """Plan a step that advances sequences by the given numbers of tokens; see MicroBatch.
+
+        `drafts` has the greatest drafts behind them, `score` asks for the prompts' scores.
+        """
         for seq_id in finished:
             self._free.insert(0, self._place.pop(seq_id))
         number = len(self.plans) + 1
@@ -70,7 +87,12 @@ class Planner:
                 MicroBatch(
                     seq_ids=pack_ints(slices),
                     num_tokens=pack_ints(slices.values()),
-                    wanted=bytes(SAMPLE * (self._left[seq_id] <= 0) for seq_id in slices),
+                    wanted=bytes(
+                        SAMPLE * (self._left[seq_id] <= 0) | SCORE * score for seq_id in slices
+                    ),
+                    max_draft=pack_ints(drafts.get(seq_id, 0) for seq_id in slices)
+                    if drafts
+                    else b"",
                     block_counts=pack_ints([0] * len(slices)),
                     block_ids=b"",
                 )
@@ -126,8 +148,10 @@ def tokens_of(results: Sequence[StepResult]) -> dict[int, list[int]]:
     """Return each sequence's tokens over all steps."""
     tokens: dict[int, list[int]] = {}
     for result in results:
-        for seq_id, token in zip(
-            unpack_ints(result.seq_ids), unpack_ints(result.tokens), strict=True
-        ):
-            tokens.setdefault(seq_id, []).append(token)
+        seq_ids, flat = unpack_ints(result.seq_ids), list(unpack_ints(result.tokens))
+        counts = unpack_ints(result.counts) if result.counts else [1] * len(seq_ids)
+        for seq_id, count in zip(seq_ids, counts, strict=True):
+            tokens.setdefault(seq_id, []).extend(flat[:count])
+            del flat[:count]
+        assert not flat
     return tokens

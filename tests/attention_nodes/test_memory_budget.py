@@ -27,7 +27,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
 from tests.structs import changed
 from topspin.errors import ConfigError
-from topspin.messages import StepPlan, unpack_ints
+from topspin.messages import SAMPLE, SCORE, StepPlan, unpack_ints
 from topspin.plan import NodeConfig
 
 GIB = 2**30
@@ -93,7 +93,7 @@ def test_the_largest_steps_fill_every_limit(config: NodeConfig) -> None:
     assert list(unpack_ints(singles.micro_batches[0].num_tokens)) == [1] * 7
     assert list(unpack_ints(short.micro_batches[0].num_tokens)) == [20]
     for plan in (prompts, singles, short):
-        assert set(plan.micro_batches[0].wanted) == {1}
+        assert set(plan.micro_batches[0].wanted) == {SAMPLE | SCORE}
         for new in plan.new:
             assert set(unpack_ints(new.blocks)) == {0}
 

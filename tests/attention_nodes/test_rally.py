@@ -125,9 +125,10 @@ class Model:
         ]
         inputs = host_inputs(parts, self.rotary)
         combined = torch.full((len(inputs.tokens), self.config.hidden_size), torch.nan)
-        rows = run_layers(
+        residual = run_layers(
             self.decoder, self.net, inputs, combined, trace=None, beat=self.count_beat
         )
+        rows = residual[inputs.sample_rows]
         for part in parts:
             self.table.commit(part.rows, part.counts)
         seq_ids = np.concatenate([part.seq_ids for part in parts])

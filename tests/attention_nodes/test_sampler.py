@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention_nodes.sampler import Drawn, Sampler
+from attention_nodes.sampler import Drawn, Sampled, Sampler
 from attention_nodes.sequences import Limits, SequenceTable
 from attention_nodes.step_inputs import Slices, slice_up
 from kernels import reference
@@ -53,13 +53,15 @@ class Bench:
             parts.append(slice_up(plan, self.table))
             self.table.commit(parts[-1].rows, parts[-1].counts)
         self._next_count = 1
-        rows = np.concatenate([part.sampled for part in parts])
-        asked = self.sampler.ask(rows, np.concatenate([part.seq_ids for part in parts]))
+        sampled = Sampled.of(parts)
+        rows = sampled.rows
+        asked = self.sampler.ask(sampled)
         reserved = self.table.reserve(rows)
         drawn = [each.numpy() for each in self.sampler.draw(logits, asked)] if len(rows) else []
         if drawn:
             self.table.fill(reserved, drawn[0])
-        return self.sampler.answer(asked, drawn)
+        verdict = self.sampler.judge(asked, drawn)
+        return self.sampler.answer(asked, drawn, verdict)
 
 
 def greedy(**changes: Any) -> SamplingParams:
@@ -79,7 +81,7 @@ def test_rows_follow_micro_batches_and_sequences() -> None:
     assert list(unpack_ints(drawn.tokens)) == [7, 8, 9]
     rows = bench.table.rows_of(np.array([0, 1, 2]))
     assert bench.table.tokens[rows, 3].tolist() == [8, 9, 7]
-    assert bench.step(torch.empty(0, VOCAB), [[]]) == Drawn(b"", b"", {}, {})
+    assert bench.step(torch.empty(0, VOCAB), [[]]) == Drawn(b"", b"", b"", {}, {})
 
 
 def test_stop_tokens_are_banned_until_min_tokens() -> None:

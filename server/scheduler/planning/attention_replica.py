@@ -10,43 +10,72 @@ sequences have reserved all blocks that they can ever need, so they always get t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from server.scheduler.planning.block_pool import BlockPool
 from server.scheduler.planning.sequence import Request, Sequence
-from topspin.messages import SAMPLE, NewSequence, pack_ints
+from topspin.messages import SAMPLE, SCORE, NewSequence, pack_ints
+
+DraftTokens = Callable[[Request], int]
+"""Returns how many tokens a node may draft for a request in a step."""
 
 
 @dataclass(slots=True)
 class NodeBatch:
-    """The work of one node in a step: parallel lists of slices, and the token budget left."""
+    """The work of one node in a step: parallel lists of slices, and the token budget left.
+
+    `drafts` has the greatest number of draft tokens of the slices that have any, by their
+    index; `scored`, by sequence id, the first position of each slice with SCORE.
+    """
 
     budget: int
     seqs: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    drafts: dict[int, int] = field(default_factory=dict)
+    scored: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[int]:
+        """Return the most rows of each slice."""
+        if not self.drafts:
+            return self.counts
+        return [count + self.drafts.get(idx, 0) for idx, count in enumerate(self.counts)]
 
     def add(self, seq: Sequence, count: int) -> None:
-        """Plan the next `count` positions of `seq`; samples if its last known token is included."""
-        start = seq.num_planned
-        end = start + count
-        sample = end == seq.length
-        seq.num_planned = end
-        seq.length += sample
-        seq.num_in_flight += 1
-        self.budget -= count
+        """Plan `count` known positions of `seq`; samples after the last one."""
+        request = seq.request
+        start, end = seq.num_planned, seq.num_planned + count
+        wanted = SAMPLE if end == seq.length and request.samples else 0
+        if request.num_scored < end and start < request.num_to_score:
+            wanted |= SCORE
+            self.scored[seq.seq_id] = start
+        self._append(seq, count, wanted)
+
+    def _append(self, seq: Sequence, count: int, wanted: int) -> None:
         self.seqs.append(seq)
         self.counts.append(count)
-        self.wanted.append(SAMPLE * sample)
-        self.starts.append(start)
+        self.wanted.append(wanted)
+        self.starts.append(seq.num_planned)
+        seq.num_planned += count
+        seq.num_in_flight += 1
+        self.budget -= count
+
+    def add_draft(self, seq: Sequence, draft: int) -> None:
+        """Plan one position of `seq`, which has one to feed, and up to `draft` more behind it."""
+        self.drafts[len(self.seqs)] = draft
+        self._append(seq, 1, SAMPLE)
+        seq.num_planned += draft
+        seq.num_unsure += draft
+        self.budget -= draft
 
     def add_decodes(self, seqs: list[Sequence]) -> None:
         """Plan one position of each of `seqs`, all of which have exactly one to feed."""
         starts = [seq.num_planned for seq in seqs]
         for seq, start in zip(seqs, starts, strict=True):
             seq.num_planned = start + 1
-            seq.length = start + 2
             seq.num_in_flight += 1
         self.budget -= len(seqs)
         self.seqs += seqs
@@ -59,10 +88,20 @@ class AttentionReplica:
     """The sequences and blocks of one attention node.
 
     Invariant: a sequence is in exactly one of `prefilling` (known tokens left to feed),
-    `decoding` and `draining` (closed, in a step that runs), or holds no blocks.
+    `decoding` (none left; without output it only waits for its end) and `draining` (closed, in a
+    step that runs), or holds no blocks.
     """
 
-    def __init__(self, *, index: int, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        *,
+        index: int,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        draft_tokens: DraftTokens | None = None,
+    ) -> None:
+        """`draft_tokens` None: no drafts."""
         self.index = index
         self.is_present = True
         self.pool = BlockPool(num_blocks)
@@ -74,6 +113,7 @@ class AttentionReplica:
         self._new: list[NewSequence] = []
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
+        self._draft_tokens = draft_tokens
 
     @property
     def num_running(self) -> int:
@@ -98,11 +138,17 @@ class AttentionReplica:
         Appends victims to `preempted`.
         """
         batch = NodeBatch(budget=budget)
-        ready = [seq for seq in self.decoding.values() if seq.num_planned < seq.position_limit]
-        short = [seq for seq in ready if seq.num_planned == seq.capacity]
+        ready = [
+            seq
+            for seq in self.decoding.values()
+            if seq.num_planned < seq.position_limit or seq.can_advance
+        ]
+        short = [seq for seq in ready if seq.num_planned == seq.capacity < seq.position_limit]
         if short:
             stalled = self._grow(short, preempted)
             ready = [seq for seq in ready if not seq.closed and seq.seq_id not in stalled]
+        if self._draft_tokens is not None:
+            ready = self._plan_drafts(ready, batch, self._draft_tokens)
         batch.add_decodes(ready)
         for seq in list(self.prefilling.values()):
             if batch.budget == 0:
@@ -112,9 +158,37 @@ class AttentionReplica:
 
     def _plan_chunk(self, seq: Sequence, batch: NodeBatch) -> None:
         batch.add(seq, min(batch.budget, seq.length - seq.num_planned))
-        if batch.wanted[-1]:
+        if seq.num_planned == seq.length:
             del self.prefilling[seq.seq_id]
             self.decoding[seq.seq_id] = seq
+
+    def _plan_drafts(
+        self, ready: list[Sequence], batch: NodeBatch, draft_tokens: DraftTokens
+    ) -> list[Sequence]:
+        """Plan those of `ready` that get a draft; return the others."""
+        others = []
+        room = batch.budget - len(ready)
+        for seq in ready:
+            draft = self._reserve_draft(seq, min(room, draft_tokens(seq.request)))
+            if draft > 0:
+                room -= draft
+                batch.add_draft(seq, draft)
+            else:
+                others.append(seq)
+        return others
+
+    def _reserve_draft(self, seq: Sequence, draft: int) -> int:
+        """Give `seq` the blocks that `draft` more tokens need, and return how many tokens fit.
+
+        Takes only blocks that nobody holds: others are not preempted for a draft.
+        """
+        draft = min(draft, seq.position_limit - 1 - (seq.num_planned - seq.num_unsure))
+        if draft <= 0:
+            return 0
+        end = min(seq.num_planned + 1 + draft, seq.position_limit)
+        while seq.capacity < end and self.pool.num_available:
+            seq.add_block(self.pool.acquire(1)[0])
+        return draft if seq.capacity >= end else seq.capacity - seq.num_planned - 1
 
     def _grow(self, short: list[Sequence], preempted: list[Sequence]) -> set[int]:
         """Give each of `short` a block, in order of arrival; returns the ids that must wait."""
@@ -194,7 +268,7 @@ class AttentionReplica:
             num_planned=num_computed,
             num_committed=num_computed,
             length=num_tokens,
-            position_limit=request.max_length - 1,
+            position_limit=request.position_limit,
             num_sent=len(hits),
             protected=protect,
         )
@@ -224,7 +298,8 @@ class AttentionReplica:
     def publish(self, seq: Sequence) -> None:
         """Make the blocks that a step has filled findable for others."""
         request = seq.request
-        num_full = seq.num_committed // self._block_size
+        # Tokens behind the one that ended a request were fed too, but are nobody's.
+        num_full = min(seq.num_committed, len(request.tokens)) // self._block_size
         for idx in range(seq.publish_at // self._block_size - 1, num_full):
             self.pool.publish(seq.blocks[idx], request.hashes.at(idx, request.tokens))
         seq.publish_at = (num_full + 1) * self._block_size

@@ -25,13 +25,15 @@ MAX_STEPS_IN_FLIGHT = 2
 class NodePart:
     """One node's slices in plan order, as parallel lists, and the packed ids of sampled ones.
 
-    Once the node has answered, `tokens` has each slice's sampled tokens (None: not sampled, or
-    failed).
+    `counts` are the positions fed for certain, `drafts` the most tokens of a draft behind them;
+    `scored` has, by sequence id, the first position of each slice with SCORE. Once the node has
+    answered, `tokens` has each slice's sampled tokens (None: not sampled, or failed).
     """
 
     seqs: list[sequence.Sequence]
     counts: list[int]
-    wanted: list[int]
+    drafts: list[int]
+    scored: dict[int, int]
     sampled_ids: bytes
     result: StepResult | None = None
     tokens: Sequence[tuple[int, ...] | None] = ()
@@ -133,7 +135,9 @@ class StepsInFlight:
             raise ProtocolError(
                 f"attention {result.index}: a result of step {result.step} was not awaited"
             )
-        part.tokens = _tokens_of(part, result)
+        tokens = _tokens_of(part, result)
+        _check_scores(part, result)
+        part.tokens = tokens
         part.result = result
 
     def finished(self, now: float) -> Iterator[RunningStep]:
@@ -150,7 +154,7 @@ def _tokens_of(part: NodePart, result: StepResult) -> Sequence[tuple[int, ...] |
     tokens = unpack_ints(result.tokens)
     num_slices = len(part.seqs)
     all_sampled = len(part.sampled_ids) == 4 * num_slices == len(result.tokens)
-    is_plain = not result.errors and not result.counts
+    is_plain = not result.counts and not result.errors
     if all_sampled and is_plain and result.seq_ids == part.sampled_ids:
         return list(zip(tokens, strict=True))  # the common decode step, without a dict
     seq_ids = unpack_ints(result.seq_ids)
@@ -178,7 +182,33 @@ def _tokens_of(part: NodePart, result: StepResult) -> Sequence[tuple[int, ...] |
             f"attention {result.index}: step {result.step}: the answer does not name the "
             "sequences that were sampled"
         )
-    return [tokens_of.get(seq.seq_id) for seq in part.seqs]
+    answers = [tokens_of.get(seq.seq_id) for seq in part.seqs]
+    for seq, draft, answer in zip(part.seqs, part.drafts, answers, strict=True):
+        # None only where drafts of the step before may have completed the sequence.
+        least = 0 if seq.num_planned >= seq.position_limit else 1
+        if answer is not None and not least <= len(answer) <= 1 + draft:
+            raise ProtocolError(
+                f"attention {result.index}: step {result.step}: {len(answer)} tokens for sequence "
+                f"{seq.seq_id}, where {least} to {1 + draft} are possible"
+            )
+    return answers
+
+
+def _check_scores(part: NodePart, result: StepResult) -> None:
+    """Raise ProtocolError unless every slice with SCORE has its log-probabilities, or failed."""
+    if not part.scored and not result.prompt_logprobs:
+        return
+    expected = {}
+    for seq, count in zip(part.seqs, part.counts, strict=True):
+        start = part.scored.get(seq.seq_id)
+        if start is not None and seq.seq_id not in result.errors:
+            expected[seq.seq_id] = min(count, seq.request.num_to_score - start)
+    found = {seq_id: len(each) for seq_id, each in result.prompt_logprobs.items()}
+    if found != expected:
+        raise ProtocolError(
+            f"attention {result.index}: step {result.step}: log-probabilities of prompt tokens "
+            f"by sequence: {found}, where {expected} were wanted"
+        )
 
 
 def pack_sampled(seqs: list[sequence.Sequence], wanted: list[int]) -> bytes:

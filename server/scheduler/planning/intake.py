@@ -39,10 +39,12 @@ class Intake:
 
     def request(self, message: AddRequest, *, peer: bytes, arrival: int) -> Request:
         """Return the request; raises InvalidRequest naming the invalid parameter."""
-        prompt = self._prompt(message)
+        prompt = self._prompt(message, has_output=message.sampling.max_tokens > 0)
         sampling = message.sampling
         _check_sampling(sampling, vocab_size=self._vocab_size)
         max_length = min(len(prompt) + sampling.max_tokens, self._max_model_len)
+        # The last token is returned, not fed: it needs no place in the cache.
+        position_limit = max_length - 1 if sampling.max_tokens else max_length
         if max_length > self._max_request_tokens:
             raise InvalidRequest(
                 f"prompt and output of up to {max_length} tokens do not fit the cache of a node, "
@@ -57,13 +59,13 @@ class Intake:
             tokens=prompt,
             num_prompt_tokens=len(prompt),
             max_length=max_length,
-            # The last token is returned, not fed: it needs no place in the cache.
-            max_blocks=-(-(max_length - 1) // self._block_size),
+            position_limit=position_limit,
+            max_blocks=-(-position_limit // self._block_size),
             stop_ids=frozenset(sampling.stop_token_ids) | frozenset(sampling.eos_token_ids),
             hashes=HashChain(message.cache_salt, self._block_size),
         )
 
-    def _prompt(self, message: AddRequest) -> array[int]:
+    def _prompt(self, message: AddRequest, *, has_output: bool) -> array[int]:
         try:
             prompt = array("i", unpack_ints(message.prompt))
         except ProtocolError as error:
@@ -74,7 +76,7 @@ class Intake:
             raise InvalidRequest(
                 f"the prompt has token ids outside 0..{self._vocab_size - 1}", param="prompt"
             )
-        if len(prompt) >= self._max_model_len:
+        if len(prompt) + has_output > self._max_model_len:
             raise InvalidRequest(
                 f"the prompt has {len(prompt)} tokens; the context of {self._max_model_len} "
                 "leaves no room for output",
@@ -86,7 +88,7 @@ class Intake:
 def _check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
     """Raise InvalidRequest naming the first parameter that is out of its range."""
     given = sampling
-    _check_range("max_tokens", given.max_tokens, 1, MAX_COUNT)
+    _check_range("max_tokens", given.max_tokens, 0, MAX_COUNT)
     _check_range("min_tokens", given.min_tokens, 0, MAX_COUNT)
     _check_range("seed", given.seed, 0, MAX_SEED)
     _check_range("choice", given.choice, 0, MAX_COUNT)
@@ -105,6 +107,8 @@ def _check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
     if given.logprobs is not None:
         # The gateway limits how many a client may ask for; here the vocabulary does.
         _check_range("logprobs", given.logprobs, 0, vocab_size)
+    if given.prompt_logprobs is not None:
+        _check_range("prompt_logprobs", given.prompt_logprobs, 0, vocab_size)
     for bias in given.logit_bias.values():
         _check_range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
     _check_ids("logit_bias", given.logit_bias, vocab_size)

@@ -123,7 +123,7 @@ class StepBuilder:
         slices_s = [
             [
                 model.slice_s(count, start)
-                for count, start in zip(batch.counts, batch.starts, strict=True)
+                for count, start in zip(batch.rows, batch.starts, strict=True)
             ]
             for model, (_, batch) in zip(models, work, strict=True)
         ]
@@ -131,7 +131,7 @@ class StepBuilder:
             return fixed, slices_s
         loads = [
             NodeLoad(
-                len(batch.seqs), sum(batch.counts), sum(costs), max(costs), model.attention_fixed_s
+                len(batch.seqs), sum(batch.rows), sum(costs), max(costs), model.attention_fixed_s
             )
             for (_, batch), costs, model in zip(work, slices_s, models, strict=True)
         ]
@@ -154,7 +154,7 @@ class StepBuilder:
 
 
 def _load(split: _NodeSplit) -> StepLoad:
-    counts, starts = split.batch.counts, split.batch.starts
+    counts, starts = split.batch.rows, split.batch.starts
     num_tokens = sum(counts)
     if num_tokens == len(counts):
         num_pairs = float(sum(starts) + num_tokens)
@@ -166,10 +166,11 @@ def _load(split: _NodeSplit) -> StepLoad:
 
 
 def _bucket(splits: list[_NodeSplit], micro_batch: int) -> int:
-    rows = (
-        sum(split.batch.counts[idx] for idx in split.micro_batches[micro_batch]) for split in splits
-    )
-    return row_bucket(max(rows))
+    num_rows = []
+    for split in splits:
+        rows = split.batch.rows
+        num_rows.append(sum(rows[idx] for idx in split.micro_batches[micro_batch]))
+    return row_bucket(max(num_rows))
 
 
 def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
@@ -188,16 +189,19 @@ def _pack(batch: NodeBatch, indices: list[int]) -> MicroBatch:
         wanted=bytes([batch.wanted[idx] for idx in indices]),
         block_counts=pack_ints(block_counts),
         block_ids=pack_ints(block_ids),
+        max_draft=pack_ints([batch.drafts.get(idx, 0) for idx in indices]) if batch.drafts else b"",
     )
 
 
 def _part(batch: NodeBatch, micro_batches: list[list[int]]) -> NodePart:
     """Return the node's slices in the order in which it will answer."""
-    if len(micro_batches) == 1:
-        seqs, counts, wanted = batch.seqs, batch.counts, batch.wanted
-    else:
+    seqs, counts, wanted, drafts = batch.seqs, batch.counts, batch.wanted, [0] * len(batch.seqs)
+    for idx, draft in batch.drafts.items():
+        drafts[idx] = draft
+    if len(micro_batches) > 1:
         order = [idx for indices in micro_batches for idx in indices]
-        seqs = [batch.seqs[idx] for idx in order]
-        counts = [batch.counts[idx] for idx in order]
-        wanted = [batch.wanted[idx] for idx in order]
-    return NodePart(seqs, counts, wanted, pack_sampled(seqs, wanted))
+        seqs = [seqs[idx] for idx in order]
+        counts = [counts[idx] for idx in order]
+        wanted = [wanted[idx] for idx in order]
+        drafts = [drafts[idx] for idx in order]
+    return NodePart(seqs, counts, drafts, batch.scored, pack_sampled(seqs, wanted))

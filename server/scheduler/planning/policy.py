@@ -18,7 +18,11 @@ from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.micro_batching.cost_fit import CostFit
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
-from server.scheduler.planning.attention_replica import AttentionReplica, NodeBatch
+from server.scheduler.planning.attention_replica import (
+    AttentionReplica,
+    DraftTokens,
+    NodeBatch,
+)
 from server.scheduler.planning.budgets import Speed, token_budgets
 from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay
@@ -69,8 +73,13 @@ class Policy:
         shares_cores: bool,
         cost: CostModel,
         num_layers: int = DEFAULT_NUM_LAYERS,
+        draft_tokens: DraftTokens | None = None,
     ) -> None:
-        """Serve the attention nodes whose caches have `num_blocks` blocks each."""
+        """Serve the attention nodes whose caches have `num_blocks` blocks each.
+
+        Nodes may draft as many tokens for a request as `draft_tokens` says; None: they have no
+        drafter.
+        """
         self._plan = plan
         self._formation = formation
         self._fit = CostFit(cost, num_layers)
@@ -83,6 +92,7 @@ class Policy:
                 num_blocks=count,
                 block_size=self._block_size,
                 max_num_seqs=node.max_num_seqs,
+                draft_tokens=draft_tokens,
             )
             for index, (node, count) in enumerate(zip(plan.attention, num_blocks, strict=True))
         ]
@@ -253,6 +263,9 @@ class Policy:
         if self._plan.scheduling.prefix_caching:
             # The last token is always computed: its logits are sampled from.
             num_blocks = (len(request.tokens) - 1) // self._block_size
+            if request.num_scored < request.num_to_score:
+                # So are those whose next token's log-probability is still wanted.
+                num_blocks = min(num_blocks, request.num_scored // self._block_size)
             hashes = request.hashes.first(num_blocks, request.tokens)
         hits: dict[int, list[int]] = {}
         candidates = []
@@ -364,7 +377,9 @@ class Policy:
     ) -> None:
         """Commit one node's slices of a step that has succeeded."""
         errors, caches = result.errors, self._plan.scheduling.prefix_caching
-        for seq, count, tokens in zip(part.seqs, part.counts, part.tokens, strict=True):
+        varies = bool(result.counts) or any(part.drafts)
+        slices = zip(part.seqs, part.counts, part.drafts, part.tokens, strict=True)
+        for seq, count, draft, tokens in slices:
             seq.num_in_flight -= 1
             request = seq.request
             was_closed = seq.closed
@@ -374,9 +389,14 @@ class Policy:
                     outbox.fail(request, EngineError(errors[seq.seq_id]))
                 else:
                     seq.num_committed += count
+                    if varies and tokens is not None:
+                        seq.correct(draft, len(tokens) - 1)
+                    scores = self._new_scores(seq, part, result) if part.scored else ()
                     finish = None
-                    if tokens is not None:
-                        finish = self._accept(request, tokens, result, outbox)
+                    if tokens:
+                        finish = self._accept(seq, tokens, scores, result, outbox)
+                    elif scores or not request.samples:
+                        finish = self._accept_prompt(seq, scores, outbox)
                     if caches and seq.num_committed >= seq.publish_at:
                         replica.publish(seq)
                     if finish is not None:
@@ -386,28 +406,47 @@ class Policy:
                 if not request.ended:
                     self._requeue(request)  # it was preempted
 
+    @staticmethod
+    def _new_scores(
+        seq: RunningSequence, part: NodePart, result: StepResult
+    ) -> tuple[TokenLogprobs, ...]:
+        """Return the prompt's log-probabilities in `result` that were not delivered before."""
+        start = part.scored.get(seq.seq_id)
+        if start is None:
+            return ()
+        request = seq.request
+        assert start <= request.num_scored, "a prompt token was skipped"
+        scores = result.prompt_logprobs[seq.seq_id][request.num_scored - start :]
+        request.num_scored += len(scores)
+        return scores
+
     def _accept(
-        self, request: Request, sampled: tuple[int, ...], result: StepResult, outbox: Outbox
+        self,
+        seq: RunningSequence,
+        sampled: tuple[int, ...],
+        scores: tuple[TokenLogprobs, ...],
+        result: StepResult,
+        outbox: Outbox,
     ) -> FinishReason | None:
         """Append sampled tokens to the output, up to the one that ends it, and emit them."""
-        index = request.num_output_tokens
-        finish = None
-        for token in sampled:
-            request.tokens.append(token)
+        request = seq.request
+        tokens = request.tokens
+        index = len(tokens) - request.num_prompt_tokens
+        tokens.append(sampled[0])
+        finish = request.finish_reason()
+        num_tokens = 1
+        while finish is None and num_tokens < len(sampled):
+            tokens.append(sampled[num_tokens])
             finish = request.finish_reason()
-            if finish is not None:
-                break
-        num_tokens = request.num_output_tokens - index
-        if num_tokens < len(sampled):
-            sampled = sampled[:num_tokens]
+            num_tokens += 1
         request.num_replays = 0
         logprobs: tuple[TokenLogprobs, ...] = ()
         if result.logprobs and request.sampling.logprobs is not None:
-            assert request.sequence is not None
-            logprobs = result.logprobs.get(request.sequence.seq_id, ())[:num_tokens]
+            logprobs = result.logprobs.get(seq.seq_id, ())[:num_tokens]
         if index == 0:
             self._counters.prompt_tokens += request.num_prompt_tokens
         self._counters.generation_tokens += num_tokens
+        sampled = sampled[:num_tokens]  # what follows was fed in vain
         outbox.outputs_of(request.peer).append(
             RequestOutput(
                 request_id=request.request_id,
@@ -417,8 +456,32 @@ class Policy:
                 finish_reason=finish,
                 stop_token_id=sampled[-1] if finish == "stop" else None,
                 num_cached_tokens=request.num_cached_tokens or 0,
+                prompt_logprobs=scores,
             )
         )
+        return finish
+
+    def _accept_prompt(
+        self, seq: RunningSequence, scores: tuple[TokenLogprobs, ...], outbox: Outbox
+    ) -> FinishReason | None:
+        """Emit log-probabilities of the prompt, and the end of a request without output."""
+        request = seq.request
+        is_done = not request.samples and seq.num_committed == request.position_limit
+        finish: FinishReason | None = "length" if is_done else None
+        if is_done:
+            self._counters.prompt_tokens += request.num_prompt_tokens
+        if scores or is_done:
+            request.num_replays = 0
+            outbox.outputs_of(request.peer).append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    index=request.num_output_tokens,
+                    token_ids=(),
+                    finish_reason=finish,
+                    num_cached_tokens=request.num_cached_tokens or 0,
+                    prompt_logprobs=scores,
+                )
+            )
         return finish
 
     # Watching.

@@ -19,8 +19,10 @@ class Request:
     """One choice of one client request.
 
     `tokens` is the prompt and the accepted output; `max_length` the total length at which
-    it ends by "length"; `max_blocks` the most blocks of a node's cache that it can hold;
-    `num_replays` counts lost generations since its last token.
+    it ends by "length"; `position_limit` the positions that are fed at most (the last token
+    is returned, not fed), for which it can hold `max_blocks` blocks of a node's cache;
+    `num_scored` the log-probabilities of prompt tokens that were delivered; `num_replays`
+    counts lost generations since its last token.
     """
 
     request_id: str
@@ -30,9 +32,11 @@ class Request:
     tokens: array[int]
     num_prompt_tokens: int
     max_length: int
+    position_limit: int
     max_blocks: int
     stop_ids: frozenset[int]
     hashes: HashChain
+    num_scored: int = 0
     num_preemptions: int = 0
     num_replays: int = 0
     num_cached_tokens: int | None = None
@@ -43,6 +47,16 @@ class Request:
     def num_output_tokens(self) -> int:
         """Return how many tokens have been accepted."""
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Return whether it has any output."""
+        return self.max_length > self.num_prompt_tokens
+
+    @property
+    def num_to_score(self) -> int:
+        """Return how many prompt tokens get a log-probability: all but the first, if asked."""
+        return 0 if self.sampling.prompt_logprobs is None else self.num_prompt_tokens - 1
 
     def finish_reason(self) -> FinishReason | None:
         """Return why the last accepted token ends the request, if it does.
@@ -60,12 +74,12 @@ class Sequence:
     """A request on an attention node.
 
     Positions count tokens whose keys and values are in the cache. `num_planned` includes
-    steps in flight, `num_committed` only those that have succeeded. `length` is the
-    request's length after the steps in flight; so the next step can feed
-    positions num_planned..length-1, and never position `position_limit` (the last token
-    is returned, not fed). `closed`: no later step will name it; its blocks are released when
-    the `num_in_flight` steps that name it have succeeded. `publish_at`: committed positions at
-    which its next block is full.
+    all that steps in flight may add, of which `num_unsure` are tokens of drafts;
+    `num_committed` only what succeeded. It may count drafts past `position_limit`, which
+    nodes do not feed. `length` is the number of tokens known at its admission: they are fed
+    first. `closed`: no later step will name it; its blocks are released when the
+    `num_in_flight` steps that name it have succeeded. `publish_at`: committed positions at which
+    its next block is full.
     """
 
     request: Request
@@ -82,6 +96,7 @@ class Sequence:
     capacity: int = field(init=False)
     sent_capacity: int = field(init=False)
     num_in_flight: int = 0
+    num_unsure: int = 0
     closed: bool = False
     protected: bool = False
 
@@ -90,6 +105,20 @@ class Sequence:
         self.capacity = len(self.blocks) * self.block_size
         self.sent_capacity = self.num_sent * self.block_size
 
+    @property
+    def can_advance(self) -> bool:
+        """Return whether a token is left to feed if the drafts in flight are all refused."""
+        return self.num_planned - self.num_unsure < self.position_limit
+
+    def correct(self, draft: int, accepted: int) -> None:
+        """Give back what a step that could draft `draft` tokens did not use.
+
+        `accepted` -1: there was not even a token to feed; the step counts as committed.
+        """
+        self.num_committed += accepted
+        self.num_planned -= draft - accepted
+        self.num_unsure -= draft
+
     def add_block(self, block: int) -> None:
         """Append a block to the table."""
         self.blocks.append(block)
@@ -97,7 +126,7 @@ class Sequence:
 
     def blocks_to_send(self) -> list[int]:
         """Return the blocks that the planned positions need and the node does not know yet."""
-        needed = -(-self.num_planned // self.block_size)
+        needed = -(-min(self.num_planned, self.position_limit) // self.block_size)
         unsent = self.blocks[self.num_sent : needed]
         self.num_sent = needed
         self.sent_capacity = needed * self.block_size

@@ -14,10 +14,11 @@ import msgspec
 
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
+from server.scheduler.planning.attention_replica import DraftTokens
 from server.scheduler.planning.outbox import Delivery
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
-from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate
+from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate, score
 from topspin.config import FailoverSection, SchedulingPolicy, Transport
 from topspin.expert_table import uniform_table
 from topspin.messages import (
@@ -27,6 +28,7 @@ from topspin.messages import (
     RequestOutput,
     SamplingParams,
     StepResult,
+    TokenLogprobs,
     pack_ints,
     unpack_ints,
 )
@@ -94,7 +96,10 @@ def make_config(
 
 
 def make_policy(
-    config: EnginePlan, num_blocks: int | Sequence[int] = 32, formation: Formation | None = None
+    config: EnginePlan,
+    num_blocks: int | Sequence[int] = 32,
+    formation: Formation | None = None,
+    draft_tokens: DraftTokens | None = None,
 ) -> Policy:
     """Return a policy over nodes of `num_blocks` blocks (each, or by node), on separate cores."""
     if isinstance(num_blocks, int):
@@ -106,6 +111,7 @@ def make_policy(
         vocab_size=VOCAB_SIZE,
         shares_cores=False,
         cost=CostModel(),
+        draft_tokens=draft_tokens,
     )
 
 
@@ -119,6 +125,7 @@ def make_request(
     stop_token_ids: tuple[int, ...] = (),
     eos_token_ids: tuple[int, ...] = (),
     salt: str = "",
+    prompt_logprobs: int | None = None,
 ) -> AddRequest:
     """Return a request with the given prompt."""
     sampling = SamplingParams(
@@ -127,6 +134,7 @@ def make_request(
         min_tokens=min_tokens,
         stop_token_ids=stop_token_ids,
         eos_token_ids=eos_token_ids,
+        prompt_logprobs=prompt_logprobs,
     )
     return AddRequest(
         request_id=request_id, prompt=pack_ints(prompt), sampling=sampling, cache_salt=salt
@@ -152,6 +160,7 @@ class Received:
 
     message: AddRequest
     tokens: list[int] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
     failure: RequestFailed | None = None
     aborted: bool = False
@@ -172,14 +181,17 @@ class Engine:
         *,
         num_blocks: int | Sequence[int] = 32,
         fails: Callable[[int], bool] = lambda seq_id: False,
+        draft_tokens: DraftTokens | None = None,
+        accepts: Callable[[int], int] = lambda at_most: 0,
     ) -> None:
         self.config = config
         self.formation = Formation(TABLE)
-        self.policy = make_policy(config, num_blocks, self.formation)
+        self.policy = make_policy(config, num_blocks, self.formation, draft_tokens)
         self.clients: dict[str, Received] = {}
         self.now = 0.0
         self._tenants: dict[int, str] = {}
         self._fails = fails
+        self._accepts = accepts
         self.nodes = [self._new_node(index) for index in range(len(config.attention))]
         self.present = set(range(len(self.nodes)))
         # Results of abandoned generations, which may still come.
@@ -199,6 +211,7 @@ class Engine:
             max_num_batched_tokens=self.config.attention[index].max_num_batched_tokens,
             tenant_of=lambda seed: self._tenants[seed],
             fails=self._fails,
+            accepts=self._accepts,
         )
 
     def halt(self, lost: Sequence[int] = ()) -> None:
@@ -291,6 +304,7 @@ class Engine:
                     assert not client.ended, "an output after the end"
                     assert output.index == len(client.tokens)
                     client.tokens += output.token_ids
+                    client.scores += output.prompt_logprobs
                     client.outputs.append(output)
             else:
                 client = self.clients[message.request_id]
@@ -321,21 +335,25 @@ class Engine:
         """Compare all received outputs with direct generation."""
         for client in self.clients.values():
             message = client.message
-            expected = generate(
-                unpack_ints(message.prompt), message.sampling, self.config.model.max_model_len
-            )
+            prompt = unpack_ints(message.prompt)
+            expected = generate(prompt, message.sampling, self.config.model.max_model_len)
+            scores = [score(prompt, position) for position in range(1, len(prompt))]
+            if message.sampling.prompt_logprobs is None:
+                scores = []
             assert client.ended
             if client.aborted or client.failure:
                 assert client.tokens == expected[: len(client.tokens)]
+                assert client.scores == scores[: len(client.scores)]
             else:
                 assert client.tokens == expected
+                assert client.scores == scores
                 self._check_end(client)
 
     def _check_end(self, client: Received) -> None:
         sampling = client.message.sampling
         last = client.outputs[-1]
         stops = {*sampling.stop_token_ids, *sampling.eos_token_ids}
-        stopped = client.tokens[-1] in stops and len(client.tokens) > sampling.min_tokens
+        stopped = len(client.tokens) > sampling.min_tokens and client.tokens[-1] in stops
         assert last.finish_reason == ("stop" if stopped else "length")
         assert last.stop_token_id == (client.tokens[-1] if stopped else None)
         assert all(output.finish_reason is None for output in client.outputs[:-1])

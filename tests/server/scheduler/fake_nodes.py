@@ -3,7 +3,8 @@
 A node keeps, per cache position, which token of which prefix was written there and for which
 tenant, and checks at every slice that the sequence's block table holds exactly its own prefix. Its
 model is deterministic: the next token is a hash of the whole prefix and the seed, so that
-`generate` below is an oracle for any schedule.
+`generate` below is an oracle for any schedule. Where a draft is allowed, some of it is right, as
+the test says, and all slots reserved for the rest are overwritten.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from topspin.messages import (
+    SAMPLE,
+    SCORE,
     MicroBatch,
     NewSequence,
     SamplingParams,
     StepPlan,
     StepResult,
     StepTimings,
+    TokenLogprobs,
     pack_ints,
     unpack_ints,
 )
@@ -64,6 +68,11 @@ def generate(prompt: Sequence[int], sampling: SamplingParams, max_model_len: int
     return output
 
 
+def score(prompt: Sequence[int], position: int) -> TokenLogprobs:
+    """Return what the model says of a prompt's token."""
+    return TokenLogprobs(-float(position), (prompt[position],), (-float(position),), rank=1)
+
+
 def unmasked(token: int, stops: set[int]) -> int:
     """Return the next token id that is no stop: the effect of masking before min_tokens."""
     while token in stops:
@@ -83,7 +92,10 @@ class NodeSequence:
 
 
 class FakeNode:
-    """One attention node. `fails(seq_id)` makes a sampled sequence fail permanently."""
+    """One attention node. `fails(seq_id)` makes a sampled sequence fail permanently.
+
+    `accepts(n)` says how many of at most n draft tokens are right.
+    """
 
     def __init__(
         self,
@@ -95,6 +107,7 @@ class FakeNode:
         max_num_batched_tokens: int,
         tenant_of: Callable[[int], str] = lambda seed: "",
         fails: Callable[[int], bool] = lambda seq_id: False,
+        accepts: Callable[[int], int] = lambda at_most: 0,
     ) -> None:
         self.index = index
         self.sequences: dict[int, NodeSequence] = {}
@@ -106,6 +119,9 @@ class FakeNode:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._tenant_of = tenant_of
         self._fails = fails
+        self._accepts = accepts
+        self._may_draft = False
+        self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         self._seen_ids: set[int] = set()
         self._last_step = 0
         self._generation = 1
@@ -128,12 +144,14 @@ class FakeNode:
             self._admit(new)
         assert len(self.sequences) <= self._max_num_seqs
         assert len(plan.micro_batches) == ticket.num_micro_batches == len(ticket.row_buckets)
-        sampled: dict[int, int] = {}
+        sampled: dict[int, list[int]] = {}
+        self._scores = {}
         errors: dict[int, str] = {}
         seen: list[int] = []
         num_rows = 0
         for micro_batch, bucket in zip(plan.micro_batches, ticket.row_buckets, strict=True):
             rows = sum(unpack_ints(micro_batch.num_tokens))
+            rows += sum(unpack_ints(micro_batch.max_draft))
             assert rows <= bucket
             num_rows += rows
             seen += self._run(micro_batch, sampled, errors)
@@ -145,8 +163,10 @@ class FakeNode:
             generation=ticket.generation,
             index=self.index,
             seq_ids=pack_ints(sampled.keys()),
-            tokens=pack_ints(sampled.values()),
+            counts=pack_ints(map(len, sampled.values())) if self._may_draft else b"",
+            tokens=pack_ints(token for tokens in sampled.values() for token in tokens),
             timings=TIMINGS,
+            prompt_logprobs=self._scores,
             errors=errors,
         )
 
@@ -167,18 +187,21 @@ class FakeNode:
         seq.prefixes.append(extend(seq.prefixes[-1] if seq.prefixes else b"", token))
 
     def _run(
-        self, micro_batch: MicroBatch, sampled: dict[int, int], errors: dict[int, str]
+        self, micro_batch: MicroBatch, sampled: dict[int, list[int]], errors: dict[int, str]
     ) -> list[int]:
         block_ids = list(unpack_ints(micro_batch.block_ids))
         seq_ids = list(unpack_ints(micro_batch.seq_ids))
+        max_draft = unpack_ints(micro_batch.max_draft)
+        self._may_draft |= bool(max_draft)
         slices = zip(
             seq_ids,
             unpack_ints(micro_batch.num_tokens),
+            max_draft or [0] * len(seq_ids),
             micro_batch.wanted,  # a byte per slice
             unpack_ints(micro_batch.block_counts),
             strict=True,
         )
-        for seq_id, num_tokens, sample, num_blocks in slices:
+        for seq_id, num_tokens, draft, wanted, num_blocks in slices:
             assert num_tokens > 0
             seq = self.sequences[seq_id]
             seq.table += block_ids[:num_blocks]
@@ -186,8 +209,21 @@ class FakeNode:
             assert all(0 <= block < self._num_blocks for block in seq.table)
             assert len(set(seq.table)) == len(seq.table)
             failed = self._fails(seq_id)
+            if wanted & SAMPLE and self._may_draft and len(seq.tokens) >= seq.new.max_length:
+                sampled[seq_id] = []  # a draft has completed it, and this plan did not know
+                continue
+            start = seq.num_committed
             self._feed(seq, num_tokens, garbage=failed)
-            assert sample == (seq.num_committed >= len(seq.tokens))
+            is_last = seq.num_committed >= len(seq.tokens)
+            sample = is_last and len(seq.tokens) < seq.new.max_length
+            assert bool(wanted & SAMPLE) == sample
+            assert sample or not draft
+            if wanted & SCORE and not failed:
+                self._scores[seq_id] = tuple(
+                    score(seq.tokens, position)
+                    for position in range(start + 1, seq.num_committed + 1)
+                    if position < seq.new.num_prompt_tokens
+                )
             if failed:
                 errors[seq_id] = "not a number"
                 # The plan after next does not know of the failure yet: keep the lengths that it
@@ -195,7 +231,8 @@ class FakeNode:
                 if sample:
                     self._append(seq, 0)
             elif sample:
-                sampled[seq_id] = self._sample(seq)
+                sampled[seq_id] = [self._sample(seq)]
+                sampled[seq_id] += self._draft(seq, draft)
         assert not block_ids
         return seq_ids
 
@@ -205,7 +242,7 @@ class FakeNode:
         end = seq.num_committed + num_tokens
         assert end <= len(seq.tokens), "a token is fed that is not known"
         assert end <= len(seq.table) * size, "no block for a position"
-        assert len(seq.table) == -(-end // size), "a block too many"
+        assert self._may_draft or len(seq.table) == -(-end // size), "a block too many"
         for position in range(seq.num_committed, end):
             prefix = b"garbage" if garbage else seq.prefixes[position]
             self._cache[seq.table[position // size], position % size] = Written(prefix, tenant)
@@ -214,6 +251,21 @@ class FakeNode:
                 found = self._cache[seq.table[position // size], position % size]
                 assert found == Written(seq.prefixes[position], tenant), "another's cache"
         seq.num_committed = end
+
+    def _draft(self, seq: NodeSequence, at_most: int) -> list[int]:
+        """Feed right draft tokens, sample behind each; the other slots get something else."""
+        at_most = min(at_most, seq.new.max_length - 1 - seq.num_committed)
+        first, end = seq.num_committed, seq.num_committed + at_most
+        assert end <= len(seq.table) * self._block_size, "no block for a draft"
+        more = []
+        for _ in range(self._accepts(at_most)):
+            self._feed(seq, 1, garbage=False)
+            more.append(self._sample(seq))
+        assert len(more) <= at_most
+        for position in range(first + len(more), end):
+            place = seq.table[position // self._block_size], position % self._block_size
+            self._cache[place] = Written(b"refused", "")
+        return more
 
     def _sample(self, seq: NodeSequence) -> int:
         sampling = seq.new.sampling

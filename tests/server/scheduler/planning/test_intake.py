@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from server.scheduler.planning.intake import Intake
@@ -25,7 +26,7 @@ def take(**sampling: Any) -> Request:
 
 
 OUTSIDE = [
-    ("max_tokens", (0, -1, 2**31)),
+    ("max_tokens", (-1, 2**31)),
     ("min_tokens", (-1, 2**63)),
     ("seed", (-1, 2**64)),
     ("choice", (-1, 2**31)),
@@ -37,6 +38,7 @@ OUTSIDE = [
     ("frequency_penalty", (-2.1, 2.1, math.nan, 1e300)),
     ("repetition_penalty", (0.0, 1e-38, -1.0, 100.1, math.nan, math.inf)),
     ("logprobs", (-1, 10_000)),
+    ("prompt_logprobs", (-1, 10_000)),
     ("logit_bias", ({1: 100.1}, {1: math.nan}, {1: -math.inf}, {-1: 0.0}, {0: 1.0, VOCAB: 0.0})),
     ("stop_token_ids", ((-1,), (0, VOCAB))),
     ("eos_token_ids", ((-1,), (0, VOCAB))),
@@ -78,3 +80,18 @@ def test_the_ends_of_the_ranges_are_served() -> None:
         "logit_bias": {0: -100.0},
     }
     assert take(max_tokens=1, **lowest).max_length == 4
+
+
+def test_a_prompt_without_output_may_fill_the_context() -> None:
+    request = AddRequest(
+        request_id="r",
+        prompt=pack_ints([1] * 32),
+        sampling=SamplingParams(max_tokens=0, seed=0, prompt_logprobs=0),
+    )
+    intake = Intake(vocab_size=VOCAB, block_size=4, max_model_len=32, max_request_tokens=32)
+    taken = intake.request(request, peer=b"gateway", arrival=0)
+    assert (taken.max_length, taken.position_limit, taken.max_blocks) == (32, 32, 8)
+    assert taken.num_to_score == 31
+    with_output = msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=1, seed=0))
+    with pytest.raises(InvalidRequest, match="leaves no room for output"):
+        intake.request(with_output, peer=b"gateway", arrival=0)

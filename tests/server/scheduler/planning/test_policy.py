@@ -248,7 +248,7 @@ def refusal(engine: Engine, message: AddRequest) -> tuple[str, int, str]:
         (make_request("r", []), "empty"),
         (make_request("r", [VOCAB_SIZE]), "0..49"),
         (make_request("r", [-1]), "0..49"),
-        (make_request("r", [1], max_tokens=0), "max_tokens is 0"),
+        (make_request("r", [1], max_tokens=-1), "max_tokens is -1"),
         (make_request("r", [1] * 64), "leaves no room"),
         (make_request("r", [1] * 20, max_tokens=13), "do not fit the cache of a node"),
         (

@@ -8,7 +8,7 @@ import pytest
 
 from server.scheduler.planning.policy import MAX_REPLAYS
 from tests.server.scheduler.engine import Engine, make_config, make_request
-from tests.server.scheduler.planning.test_policy_random import random_request
+from tests.server.scheduler.planning.test_policy_random import random_drafts, random_request
 
 
 @pytest.mark.parametrize("seed", range(80))
@@ -27,7 +27,7 @@ def test_outputs_survive_any_losses(seed: int) -> None:
         max_preemptions=rng.choice((0, 1, 4)),
     )
     num_blocks = -(-40 // config.kv_cache.block_size) + rng.choice((0, 3, 100))
-    engine = Engine(config, num_blocks=num_blocks)
+    engine = Engine(config, num_blocks=num_blocks, **random_drafts(rng))
     number = num_losses = 0
     is_halted = False
     for _ in range(500):

@@ -8,6 +8,7 @@ holds the reader's own prefix, and no block is lost.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ def random_request(rng: random.Random, number: int, *, max_total: int) -> AddReq
     prompt = shared[: rng.randrange(0, 17)] + [
         rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 9))
     ]
-    max_tokens = rng.randrange(1, max_total - len(prompt) + 1)
+    max_tokens = rng.randrange(1, max_total - len(prompt) + 1) if rng.random() < 0.9 else 0
     min_tokens = rng.choice((0, 0, 3))
     return make_request(
         f"r{number}",
@@ -35,7 +36,19 @@ def random_request(rng: random.Random, number: int, *, max_total: int) -> AddReq
         stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice((0, 2, 5)))),
         eos_token_ids=rng.choice(((), (5,))),
         salt=rng.choice(("a", "b")),
+        prompt_logprobs=rng.choice((None, None, 1)),
     )
+
+
+def random_drafts(rng: random.Random) -> dict[str, Any]:
+    """Return an Engine's settings: no drafts, short ones or ones of several blocks, of any luck."""
+    longest = rng.choice((None, 1, 3, 9))
+    if longest is None:
+        return {}
+    return {
+        "draft_tokens": lambda request: request.arrival % (longest + 1),
+        "accepts": lambda at_most: rng.randint(0, at_most),
+    }
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -54,7 +67,7 @@ def test_outputs_equal_direct_generation(seed: int) -> None:
     )
     # From "one request just fits" to "no pressure".
     num_blocks = -(-40 // config.kv_cache.block_size) + rng.choice((0, 2, 10, 100))
-    engine = Engine(config, num_blocks=num_blocks)
+    engine = Engine(config, num_blocks=num_blocks, **random_drafts(rng))
     for number in range(20):
         assert engine.add(random_request(rng, number, max_total=40)) is None
         for _ in range(rng.randrange(3)):
@@ -76,7 +89,9 @@ def test_any_order_of_events(seed: int) -> None:
         max_preemptions=rng.choice((0, 2)),
     )
     broken = rng.sample(range(1, 60), 8)
-    engine = Engine(config, num_blocks=16, fails=lambda seq_id: seq_id in broken)
+    engine = Engine(
+        config, num_blocks=16, fails=lambda seq_id: seq_id in broken, **random_drafts(rng)
+    )
     number = 0
     for _ in range(400):
         action = rng.choice(("add", "schedule", "schedule", "answer", "answer", "abort"))
@@ -106,7 +121,13 @@ def test_integrity_under_any_sequence_of_actions(data: st.DataObject) -> None:
         max_preemptions=data.draw(st.integers(0, 2)),
         num_nodes=data.draw(st.integers(1, 2)),
     )
-    engine = Engine(config, num_blocks=data.draw(st.integers(8, 12)))
+    longest = data.draw(st.integers(0, 5))
+    engine = Engine(
+        config,
+        num_blocks=data.draw(st.integers(8, 12)),
+        draft_tokens=None if longest == 0 else lambda request: longest,
+        accepts=lambda at_most: data.draw(st.integers(0, at_most)),
+    )
     number = 0
     actions = st.sampled_from(("add", "add", "schedule", "answer", "abort"))
     for action in data.draw(st.lists(actions, max_size=40)):
@@ -115,8 +136,9 @@ def test_integrity_under_any_sequence_of_actions(data: st.DataObject) -> None:
             message = make_request(
                 f"r{number}",
                 [data.draw(st.integers(0, 1)) for _ in range(length)],
-                max_tokens=data.draw(st.integers(1, 16 - length)),
+                max_tokens=data.draw(st.integers(0, 16 - length)),
                 seed=number,
+                prompt_logprobs=data.draw(st.sampled_from((None, 0))),
                 stop_token_ids=tuple(range(10)),
             )
             assert engine.add(message) is None

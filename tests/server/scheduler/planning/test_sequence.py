@@ -21,6 +21,7 @@ def make_request(output: list[int], *, min_tokens: int = 0, max_length: int = 10
         tokens=array("i", [9, 9, *output]),
         num_prompt_tokens=2,
         max_length=max_length,
+        position_limit=max_length - 1,
         max_blocks=3,
         stop_ids=frozenset({9}),
         hashes=HashChain("", 4),
