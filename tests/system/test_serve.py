@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from tests.system.conftest import NUM_TOKENS, Tiny
+from tests.system.scores import check_echo, check_prompt_logprobs
 from tests.system.server import Server, cpu_seconds
 
 LAYOUTS = [
@@ -55,7 +56,7 @@ def test_processes_give_transformers_tokens(
 
 
 def test_one_server_as_its_users_meet_it(tiny: Tiny, tmp_path: Path) -> None:
-    """Tokens, chat, streaming, n, errors, metrics, disconnect and idleness, in one start."""
+    """Tokens, chat, streaming, n, scores, errors, metrics, disconnect, idleness, in one start."""
     with Server(tiny.path, tmp_path, "--transport", "shm", "--micro-batches", "2") as server:
         assert complete_at_once(server.url, tiny.prompts) == tiny.tokens
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -95,6 +96,9 @@ def test_one_server_as_its_users_meet_it(tiny: Tiny, tmp_path: Path) -> None:
             client.completions.create(model="other", prompt="x")
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.completions.create(model="tiny", prompt="x", temperature=9)
+        check_echo(server.url, tiny)
+        check_prompt_logprobs(server.url, tiny, "completions")
+        check_prompt_logprobs(server.url, tiny, "chat/completions")
         check_disconnect_frees_the_request(server.url)
         metrics = httpx.get(f"{server.url}/metrics").text
         assert "topspin_generation_tokens_total" in metrics
