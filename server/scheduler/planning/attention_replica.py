@@ -3,9 +3,10 @@
 Owns seats, block reservations, preemption and the choice of a node's slices in a step.
 Knows no other node, no queue and no messages but NewSequence. Called by policy.py.
 
-Order of a step: decodes first, then prefill chunks, then (by the policy) admissions. When
-blocks run out, the latest arrival that is not protected gives up its blocks. Protected
-sequences have reserved all blocks that they can ever need, so they always get them.
+Order of a step: decodes first, with the drafts for which tokens and blocks are left, then
+prefill chunks, then (by the policy) admissions. When blocks run out, the latest arrival that
+is not protected gives up its blocks. Protected sequences have reserved all blocks that they can
+ever need, so they always get them.
 """
 
 from __future__ import annotations

@@ -6,8 +6,10 @@ send, `policy.update(result, now)`.
 
 At most two steps are in flight: step k+1 is planned while step k runs, so a decode slice
 names no token; the node feeds the one that it sampled last. If the sequence stops in step k,
-its token of step k+1 is discarded, never emitted nor counted. Blocks are released, and become
-findable as a prefix, only when the last step that writes them has succeeded.
+its token of step k+1 is discarded, never emitted nor counted. A slice whose node may draft
+reserves blocks for the longest advance; its result says how long it was, and the rest is given
+back. Step k+1 needs no such verdict: it begins wherever the node has got to. Blocks are
+released, and become findable as a prefix, only when the last step that writes them has succeeded.
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""What is reserved for drafts, and given back; answers that do not fit what was planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.server.scheduler.engine import GATEWAY, Engine, make_config, make_policy, make_request
+from tests.server.scheduler.fake_nodes import TIMINGS, generate, score
+from topspin.errors import ProtocolError
+from topspin.messages import SAMPLE, SCORE, StepResult, pack_ints, unpack_ints
+
+
+def slices_of(engine: Engine, step: int) -> list[tuple[int, int, int]]:
+    """Return (sequence, certain positions, most draft tokens) of each slice of a step."""
+    (part,) = engine.steps[step].plans[0].micro_batches
+    seq_ids, counts = unpack_ints(part.seq_ids), unpack_ints(part.num_tokens)
+    drafts = unpack_ints(part.max_draft) if part.max_draft else [0] * len(seq_ids)
+    return list(zip(seq_ids, counts, drafts, strict=True))
+
+
+def test_the_next_step_is_planned_while_a_draft_is_under_way() -> None:
+    engine = Engine(
+        make_config(), draft_tokens=lambda request: 3, accepts=lambda most: min(2, most)
+    )
+    engine.add(make_request("r", [1, 2, 3], max_tokens=20))
+    while engine.schedule() or engine.answer(0):
+        pass
+    engine.finish()
+    # The prompt and its token, then three a step; the last steps have less room.
+    assert slices_of(engine, 0) == [(1, 3, 0)]
+    assert slices_of(engine, 1) == [(1, 1, 3)]
+    assert slices_of(engine, 2) == [(1, 1, 3)]
+    sizes = [len(output.token_ids) for output in engine.clients["r"].outputs]
+    assert sizes == [1, 3, 3, 3, 3, 3, 3, 1]
+
+
+def test_refused_drafts_are_given_back() -> None:
+    engine = Engine(make_config(block_size=2), draft_tokens=lambda request: 5)
+    engine.add(make_request("r", [1, 2, 3], max_tokens=30))
+    for _ in range(6):
+        engine.turn()
+    request = engine.policy._requests[GATEWAY, "r"]
+    assert request.sequence is not None
+    # Two steps under way or planned may each add six; what is refused adds nothing.
+    assert request.sequence.num_planned - request.sequence.num_committed <= 12
+    assert len(request.sequence.blocks) <= (len(request.tokens) + 12) // 2 + 1
+    engine.finish()
+
+
+def test_no_sequence_is_preempted_for_a_draft() -> None:
+    """Two requests fill the cache but for a block; a draft takes that one, and no more."""
+    engine = Engine(
+        make_config(max_num_batched_tokens=64), num_blocks=9, draft_tokens=lambda request: 9
+    )
+    engine.add(make_request("a", [1] * 15, max_tokens=2, seed=0))
+    engine.add(make_request("b", [2] * 13, max_tokens=8, seed=1))
+    engine.finish()
+    assert engine.policy.stats(0, (), 0.0).num_preemptions == 0
+
+
+def test_a_stop_token_in_an_accepted_draft_ends_the_request_there() -> None:
+    prompt = [4, 5, 6]
+    message = make_request("r", prompt, max_tokens=20, seed=2)
+    output = generate(prompt, message.sampling, 64)
+    stop = output[5]
+    length = output.index(stop) + 1
+    engine = Engine(make_config(), draft_tokens=lambda request: 9, accepts=lambda at_most: at_most)
+    engine.add(make_request("r", prompt, max_tokens=20, seed=2, stop_token_ids=(stop,)))
+    engine.finish()
+    client = engine.clients["r"]
+    assert client.tokens == output[:length]
+    assert client.outputs[-1].stop_token_id == stop
+    assert engine.policy.stats(0, (), 0.0).generation_tokens == length
+    # What was fed behind the stop token is found by nobody.
+    engine.add(make_request("again", [*prompt, *output], max_tokens=1, seed=3))
+    engine.finish()
+    assert engine.clients["again"].outputs[0].num_cached_tokens <= 3 + length
+
+
+def answer(changes: dict[str, Any], *, draft: int = 0) -> None:
+    """Answer the first step of two prompts, the second of which wants scores."""
+    policy = make_policy(make_config(), draft_tokens=lambda request: draft)
+    policy.add(make_request("a", [1, 2], seed=0), peer=GATEWAY)
+    policy.add(make_request("b", [3, 4, 5], seed=1, prompt_logprobs=0), peer=GATEWAY)
+    step = policy.schedule(0.0)
+    assert step is not None
+    (part,) = step.plans[0].micro_batches
+    assert list(part.wanted) == [SAMPLE, SAMPLE | SCORE]
+    result = StepResult(
+        step=1,
+        generation=step.ticket.generation,
+        index=0,
+        seq_ids=part.seq_ids,
+        tokens=pack_ints([7, 8]),
+        timings=TIMINGS,
+        prompt_logprobs={2: (score([3, 4, 5], 1), score([3, 4, 5], 2))},
+    )
+    try:
+        policy.update(msgspec.structs.replace(result, **changes), 0.0)
+    finally:
+        policy.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"counts": pack_ints([1])}, "2 tokens for 2 sequences"),
+        ({"counts": pack_ints([2, 1])}, "2 tokens for 2 sequences"),
+        ({"counts": pack_ints([3, -1])}, "2 tokens for 2 sequences"),
+        ({"counts": pack_ints([0, 2])}, "0 tokens for sequence 1, where 1 to 1 are possible"),
+        ({"counts": pack_ints([1, 2]), "tokens": pack_ints([7, 8, 9])}, "2 tokens for sequence 2"),
+        ({"prompt_logprobs": {}}, "by sequence: {}, where {2: 2} were wanted"),
+        ({"prompt_logprobs": {1: (score([1, 2], 1),)}}, "{1: 1}, where {2: 2}"),
+        ({"prompt_logprobs": {2: (score([3, 4], 1),)}}, "{2: 1}, where {2: 2}"),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        answer(changes)
+
+
+def test_answers_that_fit_are_taken() -> None:
+    answer({})
+    answer({"counts": pack_ints([1, 1])})
+    failed = {"seq_ids": pack_ints([1]), "tokens": pack_ints([7]), "errors": {2: "no number"}}
+    answer({**failed, "prompt_logprobs": {}})
