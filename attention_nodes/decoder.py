@@ -21,6 +21,7 @@ from kernels.dispatch import Ops
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.weights import AttentionWeights, LayerWeights, take
+from topspin.precision import Rules, format_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,13 @@ class Decoder:
     """One runner's layers. Its only state between calls is the KV cache `kv`."""
 
     def __init__(
-        self, config: ModelConfig, weights: AttentionWeights, ops: Ops, kv_cache: KvCache
+        self,
+        config: ModelConfig,
+        weights: AttentionWeights,
+        ops: Ops,
+        kv_cache: KvCache,
+        *,
+        precision: Rules = (),
     ) -> None:
         """Pack `weights`, layer by layer; each original is dropped as soon as it is packed."""
         self.config = config
@@ -57,15 +64,19 @@ class Decoder:
         self._scale = config.head_dim**-0.5
         self._embed = weights.embed
         self._final_norm = weights.final_norm
-        self._lm_head = ops.pack_lm_head(weights.lm_head)
+        self._lm_head = ops.pack_linear(weights.lm_head, format_of(precision, "lm_head"))
         moe_idx = {layer: idx for idx, layer in enumerate(config.moe_layers)}
         self.layers = [
-            self._pack(idx, moe_idx.get(idx), layer)
+            self._pack(idx, moe_idx.get(idx), layer, precision)
             for idx, layer in enumerate(take(weights.layers))
         ]
 
-    def _pack(self, idx: int, moe_idx: int | None, weights: LayerWeights) -> Layer:
-        pack, project = self.ops.pack_linear, self.ops.pack_projection
+    def _pack(
+        self, idx: int, moe_idx: int | None, weights: LayerWeights, precision: Rules
+    ) -> Layer:
+        pack = self.ops.pack_linear
+        of_attention = format_of(precision, "attention", idx)
+        of_mlp = format_of(precision, "mlp", idx)
         mlp = weights.dense if weights.dense is not None else weights.shared
         return Layer(
             idx=idx,
@@ -73,14 +84,14 @@ class Decoder:
             sliding_window=self.config.layers[idx].sliding_window,
             input_norm=weights.input_norm,
             post_norm=weights.post_norm,
-            qkv=project(weights.qkv),
+            qkv=pack(weights.qkv, of_attention),
             qkv_bias=weights.qkv_bias,
-            o=project(weights.o),
+            o=pack(weights.o, of_attention),
             o_bias=weights.o_bias,
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
             router=pack(weights.router) if weights.router is not None else None,
-            mlp=(project(mlp.gate_up), project(mlp.down)) if mlp is not None else None,
+            mlp=(pack(mlp.gate_up, of_mlp), pack(mlp.down, of_mlp)) if mlp is not None else None,
             mlp_biases=(
                 (weights.dense.gate_up_bias, weights.dense.down_bias)
                 if weights.dense is not None

@@ -58,6 +58,7 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan import NodeConfig
+from topspin.precision import formats
 from topspin.process import release_freed_memory
 from topspin.progress import Beat
 from topspin.trace import Kind
@@ -164,7 +165,7 @@ class ModelRunner:
         ops = select_ops(
             config.node.kernels,
             dtype,
-            config.precision[0].format if config.precision else "none",
+            formats(config.precision, "attention"),
             config.node.device,
         )
         checkpoint = Checkpoint(path)
@@ -172,7 +173,7 @@ class ModelRunner:
             weights = stream_attention_weights(
                 checkpoint, model, dtype=dtype, device=runtime.device
             )
-            decoder = Decoder(model, weights, ops, cache)
+            decoder = Decoder(model, weights, ops, cache, precision=config.precision)
         unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
         if unused:
             _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))

@@ -22,11 +22,13 @@ from torch import Tensor
 from benchmarks import roofline
 from benchmarks.roofline import Work
 from kernels.contracts import AttentionMeta, ExpertWeights, HeadRows, LinearWeight
-from kernels.dispatch import UNQUANTISED, Ops, select_ops
+from kernels.dispatch import Ops, select_ops
 from kernels.reference import permute
 from kernels.sampling import SamplingBatch, sample
+from topspin.precision import UNQUANTISED, Format
 
 PRECISIONS = {"bf16": 16, "int8": 8, "int4": 4}
+FORMATS: dict[str, Format] = {"bf16": UNQUANTISED, "int8": "int8", "int4": "int4"}
 CONTEXTS = (160, 1024, 4096)
 # New rows and context of one sequence: whole prompts, and the last chunk of a longer one.
 PREFILLS = ((128, 128), (512, 512), (128, 1024))
@@ -95,8 +97,7 @@ def num_copies(size_bytes: float) -> int:
 
 def ops_of(precision: str) -> Ops:
     """Return the CPU's ops with weights in `precision`, a key of PRECISIONS."""
-    quantization = UNQUANTISED if precision == "bf16" else precision
-    return select_ops("cpu", torch.bfloat16, quantization)
+    return select_ops("cpu", torch.bfloat16, {FORMATS[precision]} - {UNQUANTISED})
 
 
 def _random(*shape: int) -> Tensor:
@@ -115,7 +116,7 @@ def projections(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
         for precision, bits in PRECISIONS.items():
             ops = ops_of(precision)
             copies = num_copies(roofline.weight_bytes(num_out, num_in, bits))
-            packed = [ops.pack_projection(matrix.clone()) for _ in range(copies)]
+            packed = [ops.pack_linear(matrix.clone(), FORMATS[precision]) for _ in range(copies)]
             for num_rows in rows:
                 x = _random(num_rows, num_in)
                 yield Case(
@@ -135,7 +136,7 @@ def lm_head(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
     for precision in ("bf16", "int8"):
         ops, bits = ops_of(precision), PRECISIONS[precision]
         copies = num_copies(roofline.weight_bytes(num_out, num_in, bits))
-        packed = [ops.pack_lm_head(matrix.clone()) for _ in range(copies)]
+        packed = [ops.pack_linear(matrix.clone(), FORMATS[precision]) for _ in range(copies)]
         for num_rows in rows:
             x, out = _random(num_rows, num_in), torch.empty(num_rows, num_out)
             yield Case(
@@ -159,8 +160,9 @@ def experts(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
         size = roofline.grouped_mlp(
             0, shape.hidden, shape.ffn, num_pairs=0, num_touched=shape.num_experts, bits=bits
         )
+        formats = [FORMATS[precision]] * shape.num_experts
         packed = [
-            ops.pack_experts(gate_up.clone(), down.clone(), share_per_row=share)
+            ops.pack_experts(gate_up.clone(), down.clone(), formats=formats, share_per_row=share)
             for _ in range(num_copies(size.num_bytes))
         ]
         for num_rows in rows:

@@ -37,10 +37,21 @@ from kernels.cpu import ops as cpu
 from kernels.dispatch import select_ops
 from kernels.triton.grouped_mlp.weights import FP8_MAX, GROUP, pack_weight, unpack_weight
 from models.hub import DEFAULT_MODEL, resolve_model
+from topspin.precision import (
+    UNQUANTISED,
+    Format,
+    Part,
+    PrecisionRule,
+    Rules,
+    format_of,
+    formats,
+    rules_of,
+)
 
 TEXT = Path(__file__).with_name("payload_text.txt")
-GPU_MODES = ("gpu-fp8", "gpu-int8", "gpu-int4")
-MODES = ("bf16", "int8", "int4", *GPU_MODES, "q4_0")
+GPU_MODES: dict[str, Format] = {"gpu-fp8": "fp8", "gpu-int8": "int8", "gpu-int4": "int4"}
+CPU_MODES: dict[str, Format] = {"int8": "int8", "int4": "int4"}
+MODES = ("bf16", *CPU_MODES, *GPU_MODES, "q4_0")
 
 
 def rounded(x: Tensor, kind: GGMLQuantizationType) -> Tensor:
@@ -59,6 +70,7 @@ def in_fp8(x: Tensor) -> Tensor:
 
 
 Rounding = Callable[[Tensor], Tensor]
+WeightRounding = Callable[[Tensor, Format], Tensor]
 
 
 def unchanged(x: Tensor) -> Tensor:
@@ -70,31 +82,28 @@ def unchanged(x: Tensor) -> Tensor:
 class RoundingOps:
     """torch's fp32 products of rounded matrices and rows."""
 
-    weight: Rounding
-    """The rounding of matrices [O, I]: projections and experts' down."""
-    gate_up: Rounding
+    weight: WeightRounding
+    """The rounding of matrices [O, I] but for experts' gate_up."""
+    gate_up: WeightRounding
     """The rounding of a gate above an up projection."""
-    lm_head: Rounding = unchanged
     row: Rounding = unchanged
     """The rounding of the input rows [R, I] of projections and LM head."""
     expert_row: Rounding = unchanged
 
-    def pack_projection(self, weight: Tensor) -> LinearWeight:
+    def pack_linear(self, weight: Tensor, weight_format: Format) -> LinearWeight:
         """Round a weight [O, I]."""
-        return reference.pack_linear(self.weight(weight))
-
-    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
-        """Round the LM head [V, H]."""
-        return reference.pack_linear(self.lm_head(weight))
+        return reference.pack_linear(self.weight(weight, weight_format))
 
     def linear(self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
         """Multiply the rounded x [R, I] by a weight."""
         return reference.linear(self.row(x), weight, bias)
 
-    def pack_experts(self, gate_up: Sequence[Tensor], down: Sequence[Tensor]) -> ExpertWeights:
+    def pack_experts(
+        self, gate_up: Sequence[Tensor], down: Sequence[Tensor], *, formats: Sequence[Format]
+    ) -> ExpertWeights:
         """Round all experts of a layer."""
         return reference.pack_experts(
-            [self.gate_up(matrix) for matrix in gate_up], [self.weight(matrix) for matrix in down]
+            map(self.gate_up, gate_up, formats), map(self.weight, down, formats)
         )
 
     def grouped_mlp(
@@ -118,36 +127,41 @@ def peer_ops() -> RoundingOps:
 
     The LM head is unchanged: the gguf package cannot make the Q6_K that llama.cpp uses for it.
     """
-    weight = partial(rounded, kind=GGMLQuantizationType.Q4_0)
     row = partial(rounded, kind=GGMLQuantizationType.Q8_0)
+
+    def weight(matrix: Tensor, weight_format: Format) -> Tensor:
+        is_plain = weight_format == UNQUANTISED
+        return matrix if is_plain else rounded(matrix, GGMLQuantizationType.Q4_0)
+
     return RoundingOps(weight, weight, row=row, expert_row=row)
 
 
-def gpu_ops(quantization: str) -> RoundingOps:
+def gpu_ops(quantization: Format) -> RoundingOps:
     """Return the products of kernels.triton.ops with a `quantization`, but for fp32 rows."""
 
-    def stand_in(weight: Tensor, *, weight_format: str = quantization, halves: int = 1) -> Tensor:
+    def stand_in(weight: Tensor, weight_format: Format, *, halves: int = 1) -> Tensor:
         return unpack_weight(pack_weight(weight, weight_format, halves=halves))
 
     return RoundingOps(
         stand_in,
         partial(stand_in, halves=2),
-        lm_head=partial(stand_in, weight_format="int8" if quantization == "int4" else quantization),
         expert_row=in_fp8 if quantization == "fp8" else unchanged,
     )
 
 
-def mode_ops(mode: str) -> Any:
-    """Return the products of one of MODES except bf16."""
+def mode_ops(mode: str) -> tuple[Any, Rules]:
+    """Return the products, and the weights' formats, of one of MODES except bf16."""
     if mode == "q4_0":
-        return peer_ops()
+        kept = PrecisionRule(format=UNQUANTISED, part="lm_head")
+        return peer_ops(), (PrecisionRule(format="int4"), kept)
     if mode in GPU_MODES:
-        return gpu_ops(mode.removeprefix("gpu-"))
-    return select_ops(cpu.name, torch.float32, mode)
+        return gpu_ops(GPU_MODES[mode]), rules_of(GPU_MODES[mode])
+    rules = rules_of(CPU_MODES[mode])
+    return select_ops(cpu.name, torch.float32, formats(rules, "attention")), rules
 
 
 @contextmanager
-def patched(model: torch.nn.Module, ops: Any) -> Iterator[int]:
+def patched(model: torch.nn.Module, ops: Any, rules: Rules) -> Iterator[int]:
     """Replace the products that --quantization covers by `ops`; yields the number of modules.
 
     Attention projections, dense and shared MLPs, routed experts and the LM head: every Linear
@@ -157,13 +171,16 @@ def patched(model: torch.nn.Module, ops: Any) -> Iterator[int]:
     for name, module in model.named_modules():
         target: Any = module
         if name == "lm_head":
-            target.forward = _linear(module, ops, ops.pack_lm_head)
-        elif ".layers." not in name:
+            target.forward = _linear(module, ops, format_of(rules, "lm_head"))
+            changed.append(module)
+        if ".layers." not in name:
             continue
-        elif type(module) is torch.nn.Linear and not name.endswith("gate"):
-            target.forward = _linear(module, ops, ops.pack_projection)
+        layer = int(name.split(".layers.")[1].split(".")[0])
+        if type(module) is torch.nn.Linear and not name.endswith("gate"):
+            part: Part = "attention" if ".self_attn." in name else "mlp"
+            target.forward = _linear(module, ops, format_of(rules, part, layer))
         elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, Tensor):
-            target.forward = _experts(module, ops)
+            target.forward = _experts(module, ops, rules, layer)
         else:
             continue
         changed.append(module)
@@ -174,10 +191,8 @@ def patched(model: torch.nn.Module, ops: Any) -> Iterator[int]:
             del module.forward
 
 
-def _linear(
-    module: Any, ops: Any, pack: Callable[[Tensor], LinearWeight]
-) -> Callable[[Tensor], Tensor]:
-    packed = pack(module.weight)
+def _linear(module: Any, ops: Any, weight_format: Format) -> Callable[[Tensor], Tensor]:
+    packed = ops.pack_linear(module.weight, weight_format)
 
     def forward(x: Tensor) -> Tensor:
         result: Tensor = ops.linear(x.reshape(-1, x.shape[-1]), packed, module.bias)
@@ -186,8 +201,12 @@ def _linear(
     return forward
 
 
-def _experts(module: Any, ops: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    packed = ops.pack_experts(list(module.gate_up_proj), list(module.down_proj))
+def _experts(
+    module: Any, ops: Any, rules: Rules, layer: int
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    gate_up, down = list(module.gate_up_proj), list(module.down_proj)
+    each = [format_of(rules, "experts", layer, expert) for expert in range(len(down))]
+    packed = ops.pack_experts(gate_up, down, formats=each)
 
     def forward(hidden: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         result: Tensor = ops.grouped_mlp(hidden, slots.int(), weights.float(), packed)[0]
@@ -231,7 +250,7 @@ def measure(
         if mode == "bf16":
             coded = _in_bf16(path, tokens)
         else:
-            with patched(model, mode_ops(mode)):
+            with patched(model, *mode_ops(mode)):
                 coded = look()
         yield mode, compare(plain, coded, tokens[0])
 

@@ -8,7 +8,7 @@ a GPU this only enqueues work, so a graph can hold it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from models.config import ModelConfig
 from models.expert_reader import ExpertReader
 from models.weights import ExpertStream, ExpertWeights, take
 from topspin.plan import NodeConfig
+from topspin.precision import Format, Rules, format_of
 from topspin.trace import Ring
 
 
@@ -42,13 +43,14 @@ class Experts:
         per_expert_answers: bool = False,
         runtime: Runtime | None = None,
         counts: bool = True,
+        precision: Rules = (),
     ) -> None:
         """Pack `weights`, layer by layer; each original is dropped as soon as it is packed.
 
         `held` lists, per MoE layer, the logical experts of `weights` in slot order: this node's
         share in table `version`. `per_expert_answers` is NetShape's; `ops` are then the
         deterministic ones. `runtime` is of the device where `weights` are (None: the host).
-        `counts` False: the uses of slots are not counted.
+        `counts` False: the uses of slots are not counted. `precision` gives experts their formats.
         """
         assert config.moe is not None
         self._config = config
@@ -59,12 +61,33 @@ class Experts:
         assert not per_expert_answers or ops.name == deterministic.name
         self._per_expert_answers = per_expert_answers
         self.trace: Ring | None = None
-        share_per_row = config.moe.top_k / config.moe.num_experts
-        layers = [
-            ops.pack_experts(layer.gate_up, layer.down, share_per_row=share_per_row)
-            for layer in (take(weights.layers) if isinstance(weights, ExpertWeights) else weights)
-        ]
+        self._precision = precision
+        layers: list[PackedExperts] = []
+        for read in take(weights.layers) if isinstance(weights, ExpertWeights) else weights:
+            layer = len(layers)
+            packed = ops.pack_experts(
+                read.gate_up,
+                read.down,
+                formats=self._formats(layer, held[layer]),
+                share_per_row=self._share_per_row(layer),
+            )
+            layers.append(packed)
         self._versions = Versions(make_version(version, held, layers, self.runtime.device))
+
+    def _formats(self, layer: int, experts: Iterable[int]) -> list[Format]:
+        """Return the formats of logical `experts` of a MoE layer."""
+        idx = self._config.moe_layers[layer]
+        return [format_of(self._precision, "experts", idx, expert) for expert in experts]
+
+    def _share_per_row(self, layer: int) -> float:
+        """Return the argument of pack_experts; 0 if the layer's experts differ in format.
+
+        The same on every node, so that copies of an expert have one layout.
+        """
+        assert self._config.moe is not None
+        num_experts = self._config.moe.num_experts
+        is_mixed = len(set(self._formats(layer, range(num_experts)))) > 1
+        return 0.0 if is_mixed else self._config.moe.top_k / num_experts
 
     @property
     def num_layers(self) -> int:
@@ -100,13 +123,15 @@ class Experts:
     def warm_up(self, num_rows: Sequence[int] = (1,)) -> None:
         """Run every layer on `num_rows` rows, so that the first request finds code and memory.
 
-        With several numbers the first layer of each shape (by its number of experts) runs all of
+        With several numbers the first layer of each shape (by its experts' formats) runs all of
         them, the other layers only the last: a device's kernels differ by the number of rows.
         """
-        seen: set[int] = set()
-        for experts in self._versions.newest.layers:
-            is_new = experts.num_experts not in seen
-            seen.add(experts.num_experts)
+        version = self._versions.newest
+        seen: set[tuple[Format, ...]] = set()
+        for layer, experts in enumerate(version.layers):
+            shape = tuple(sorted(self._formats(layer, version.held[layer])))
+            is_new = shape not in seen
+            seen.add(shape)
             for rows in num_rows if is_new else num_rows[-1:]:
                 self._warm_up_layer(experts, rows)
         self.runtime.synchronize()
@@ -157,7 +182,7 @@ class Experts:
                     sources.append(old.index(expert))
                 else:
                     tensors = yield from reader.read(layer, expert)
-                    sources.append(ExpertMatrices(tensors.gate_up, tensors.down))
+                    sources.append(ExpertMatrices(*tensors, *self._formats(layer, [expert])))
             packed = yield from self._ops.rebuild_experts(base.layers[layer], sources)
             layers.append(packed)
         # Another thread's streams may read the experts as soon as a step names the table.
@@ -172,7 +197,11 @@ class Experts:
     def lacking(self, held: Held) -> str | None:
         """Return, with numbers, the memory lacking to prepare `held`; None if it suffices."""
         base = self._versions.newest
-        moved = sum(len(set(new) - set(old)) for old, new in zip(base.held, held, strict=True))
+        moved = [
+            weight_format
+            for layer, (old, new) in enumerate(zip(base.held, held, strict=True))
+            for weight_format in self._formats(layer, set(new) - set(old))
+        ]
         dtype = base.layers[0].dtype
         return lacking(self.runtime, moved, ops=self._ops, model=self._config, dtype=dtype)
 

@@ -7,6 +7,8 @@ that move. The host's memory is not budgeted.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from m2n_comm.gpu.memory import whole_pages
 from m2n_comm.net import NetShape
 from models.config import ModelConfig
 from topspin.plan import NodeConfig
+from topspin.precision import Format
 from topspin.units import format_size
 
 # Quantising a matrix needs the matrix and some fp32 copies of it.
@@ -32,13 +35,15 @@ class ExpertSize(NamedTuple):
     packing: int
 
 
-def measure_expert(ops: Ops, model: ModelConfig, dtype: torch.dtype) -> ExpertSize:
+def measure_expert(
+    ops: Ops, model: ModelConfig, dtype: torch.dtype, weight_format: Format
+) -> ExpertSize:
     """Return the size of one expert of `model` packed by `ops`; allocates nothing."""
     assert model.moe is not None
     hidden, width = model.hidden_size, model.moe.intermediate_size
     gate_up = torch.empty(2 * width, hidden, dtype=dtype, device="meta")
     down = torch.empty(hidden, width, dtype=dtype, device="meta")
-    packed = ops.pack_experts([gate_up], [down])
+    packed = ops.pack_experts([gate_up], [down], formats=[weight_format])
     kept = sum(_nbytes(weight) for weight in (*packed.gate_up, *packed.down))
     is_plain = kept == gate_up.nbytes + down.nbytes
     copies = 0 if is_plain else gate_up.nbytes + _PACKING_COPIES * gate_up.numel() * 4
@@ -66,39 +71,43 @@ def batch_bytes(config: NodeConfig, shape: NetShape) -> int:
 
 
 def shortage(
-    size: ExpertSize,
-    num_experts: int,
+    sizes: Mapping[ExpertSize, int],
     memory: DeviceMemory,
     device: torch.device,
     *,
     batches: int = 0,
 ) -> str | None:
-    """Return the numbers, for a message, if `num_experts` more do not fit; None if they do.
+    """Return the numbers, for a message, if more experts do not fit; None if they do.
 
-    `batches` are the bytes of rows that must fit in addition (batch_bytes()).
+    `sizes` says how many there are of each size; `batches` are the bytes of rows that must fit in
+    addition (batch_bytes()).
     """
-    needed = num_experts * size.kept + size.packing + batches
+    kept = sum(size.kept * count for size, count in sizes.items())
+    needed = kept + max((size.packing for size in sizes), default=0) + batches
     found = memory.free + memory.cached
     if needed <= found:
         return None
     beside = f" and {format_size(batches)} of rows" if batches else ""
+    experts = " and ".join(f"{n} experts of {format_size(size.kept)}" for size, n in sizes.items())
     return (
-        f"{num_experts} experts of {format_size(size.kept)}{beside} need {format_size(needed)} on "
+        f"{experts}{beside} need {format_size(needed)} on "
         f"{device}, of whose {format_size(memory.total)} {format_size(found)} are free"
     )
 
 
 def lacking(
     runtime: Runtime,
-    num_experts: int,
+    formats: Iterable[Format],
     *,
     ops: Ops,
     model: ModelConfig,
     dtype: torch.dtype,
     batches: int = 0,
 ) -> str | None:
-    """Return shortage() of `num_experts` more on the runtime's device; None on the host."""
+    """Return shortage() of more experts in `formats` on the runtime's device; None on the host."""
     if not runtime.is_asynchronous:
         return None
-    size = measure_expert(ops, model, dtype)
-    return shortage(size, num_experts, runtime.memory(), runtime.device, batches=batches)
+    sizes: Counter[ExpertSize] = Counter()
+    for weight_format, count in sorted(Counter(formats).items()):
+        sizes[measure_expert(ops, model, dtype, weight_format)] += count
+    return shortage(sizes, runtime.memory(), runtime.device, batches=batches)

@@ -31,6 +31,7 @@ from topspin.expert_table import ExpertTable
 from topspin.messages import AnyMessage, ExpertCounts, PrepareTable, StepTicket, Welcome
 from topspin.node_life import NodeLife
 from topspin.plan import NodeConfig
+from topspin.precision import format_of, formats
 from topspin.process import release_freed_memory
 from topspin.progress import Beat
 from topspin.trace_node import ring_of
@@ -83,12 +84,7 @@ def load_experts(
     if config.node.num_threads is not None:
         torch.set_num_threads(config.node.num_threads)
     place = config.node.place
-    ops = select_ops(
-        place.kernels,
-        dtype,
-        config.precision[0].format if config.precision else "none",
-        device=place.device,
-    )
+    ops = select_ops(place.kernels, dtype, formats(config.precision, "expert"), device=place.device)
     runtime = runtime or open_runtime(place.device)
     held = welcome.table.experts_of(index)
     _check_memory(runtime, ops, model, config, held=held, index=index)
@@ -105,6 +101,7 @@ def load_experts(
             runtime=runtime,
             # Counting costs a launch per layer on a device; one node alone needs no balancing.
             counts=not (place.is_device and config.num_experts == 1),
+            precision=config.precision,
         )
         experts.warm_up(warm_up_rows(config) if runtime.is_asynchronous else (1,))
     except torch.OutOfMemoryError as error:
@@ -134,7 +131,11 @@ def _check_memory(
     )
     numbers = lacking(
         runtime,
-        sum(len(experts) for experts in held),
+        [
+            format_of(config.precision, "experts", layer, expert)
+            for layer, experts in zip(model.moe_layers, held, strict=True)
+            for expert in experts
+        ],
         ops=ops,
         model=model,
         dtype=getattr(torch, config.model.dtype),

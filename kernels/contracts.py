@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from topspin.precision import UNQUANTISED, Format
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionMeta:
@@ -85,6 +87,7 @@ class LinearWeight:
     """True if `data` is in a private layout, False if it is the plain matrix."""
     address: int = field(default=0, kw_only=True)
     """The address of `data`, for kernels that know its layout; 0: no kernel knows it."""
+    weight_format: Format = field(default=UNQUANTISED, kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,12 +112,13 @@ class ExpertWeights:
 
 
 class ExpertMatrices(NamedTuple):
-    """One expert in a checkpoint's layout."""
+    """One expert in a checkpoint's layout, and the format to pack it in."""
 
     gate_up: Tensor
     """[2F, H], gate rows above up rows."""
     down: Tensor
     """[H, F]."""
+    weight_format: Format = UNQUANTISED
 
 
 class Routing(NamedTuple):

@@ -22,8 +22,10 @@ from torch import Tensor
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
 from kernels.cpu.plain import add_rms_norm, rms_norm, rotate_and_store
 from kernels.deterministic_attention import paged_attention
-from kernels.reference import collect_experts, embed, permute, rebuild_slots, route
+from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
+from kernels.reference import embed, permute, route
 from kernels.sampling import sample
+from topspin.precision import UNQUANTISED, Format
 
 __all__ = [
     "add_rms_norm",
@@ -33,8 +35,6 @@ __all__ = [
     "name",
     "pack_experts",
     "pack_linear",
-    "pack_lm_head",
-    "pack_projection",
     "paged_attention",
     "pair_mlp",
     "rebuild_experts",
@@ -65,17 +65,14 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(ops._is_mkldnn_bf16_supported())
 
 
-def pack_linear(weight: Tensor) -> LinearWeight:
+def pack_linear(weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
     """Prepack a weight [O, I] for oneDNN if possible; the caller drops the original."""
+    assert weight_format == UNQUANTISED, weight_format
     num_out, num_in = weight.shape
     if not can_prepack(weight.dtype):
         return LinearWeight(weight.contiguous(), num_out, num_in, packed=False)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     return LinearWeight(packed, num_out, num_in, packed=True)
-
-
-# The matrices that --quantization covers; here they are packed like all others.
-pack_projection = pack_lm_head = pack_linear
 
 
 def _product(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
@@ -123,18 +120,25 @@ def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     return torch.mul(units, up, out=out)
 
 
+PACKING: Final = Packing(pack_linear, pack_linear, collect_experts)
+
+
 def pack_experts(
-    gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+    gate_up: Iterable[Tensor],
+    down: Iterable[Tensor],
+    *,
+    formats: Sequence[Format] | None = None,
+    share_per_row: float = 0.0,
 ) -> ExpertWeights:
     """Prepack E experts, always by slot; see `kernels.reference.pack_experts`."""
-    return collect_experts([pack_linear(w) for w in gate_up], [pack_linear(w) for w in down])
+    return pack_slots(PACKING, gate_up, down, formats)
 
 
 def rebuild_experts(
     experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
 ) -> Generator[None, None, ExpertWeights]:
     """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
-    return rebuild_slots(experts, slots, pack_linear)
+    return rebuild_slots(PACKING, experts, slots)
 
 
 def pair_mlp(hidden: Tensor, slots: Tensor, experts: ExpertWeights) -> ExpertOutput:

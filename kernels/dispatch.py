@@ -9,7 +9,7 @@ Called by the nodes' start-up.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Final, Protocol
 
@@ -27,13 +27,11 @@ from kernels.contracts import (
 )
 from kernels.sampling import SampleResult, SamplingBatch
 from topspin.errors import ConfigError
+from topspin.precision import KERNEL_FORMATS, UNQUANTISED, Format
 
-__all__ = ["UNQUANTISED", "Ops", "select_ops"]
+__all__ = ["Ops", "select_ops"]
 
-UNQUANTISED: Final = "none"
 NAMES: Final = ("cpu", "deterministic", "reference", "triton")
-QUANTIZATIONS: Final = {"cpu": ("int4", "int8"), "triton": ("fp8", "int4", "int8")}
-"""The values of --quantization, by kernels."""
 
 
 class Ops(Protocol):
@@ -73,13 +71,7 @@ class Ops(Protocol):
         out: Tensor | None = None,
     ) -> Tensor: ...
 
-    def pack_linear(self, weight: Tensor) -> LinearWeight: ...
-
-    def pack_projection(self, weight: Tensor) -> LinearWeight:
-        """Pack, as `pack_linear`, one of the matrices that --quantization covers."""
-
-    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
-        """Pack, as `pack_linear`, the LM head, which --quantization keeps in 8 bits."""
+    def pack_linear(self, weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight: ...
 
     def linear(
         self,
@@ -103,7 +95,12 @@ class Ops(Protocol):
     ) -> Routing: ...
 
     def pack_experts(
-        self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+        self,
+        gate_up: Iterable[Tensor],
+        down: Iterable[Tensor],
+        *,
+        formats: Sequence[Format] | None = None,
+        share_per_row: float = 0.0,
     ) -> ExpertWeights: ...
 
     def rebuild_experts(
@@ -130,36 +127,32 @@ class Ops(Protocol):
 
 
 def select_ops(
-    name: str, dtype: torch.dtype, quantization: str = UNQUANTISED, device: str = "cpu"
+    name: str, dtype: torch.dtype, formats: Collection[Format] = (), device: str = "cpu"
 ) -> Ops:
     """Return the ops called "cpu", "deterministic", "triton", or "reference" (any device).
 
-    With a `quantization` (see QUANTIZATIONS) projections and experts are packed and computed in
-    that format. `device` is that of the tensors: "cpu", "cuda" or "cuda:N". Raises ConfigError
-    for an unknown name, or a dtype, quantization or device that the ops do not support.
+    `formats` are the quantised formats that weights will be packed in; without any no code for
+    them is imported. `device` is that of the tensors: "cpu", "cuda" or "cuda:N". Raises
+    ConfigError for an unknown name, or a dtype, format or device that the ops do not support.
     """
     if name not in NAMES:
         raise ConfigError(f"no kernels called {name!r}; choose one of: {', '.join(NAMES)}")
     if dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"kernels compute in float32 or bfloat16, not in {dtype}")
-    if quantization not in (UNQUANTISED, *QUANTIZATIONS.get(name, ())):
-        known = "; ".join(f"{key!r} has {', '.join(has)}" for key, has in QUANTIZATIONS.items())
-        raise ConfigError(f"no kernels for quantization {quantization!r} on {name!r}; {known}")
+    for asked in formats:
+        if asked not in KERNEL_FORMATS.get(name, ()):
+            known = "; ".join(f"{key} have {', '.join(has)}" for key, has in KERNEL_FORMATS.items())
+            raise ConfigError(f"the kernels {name} have no weights in {asked}; {known}")
     if name == "triton":
-        return _triton_ops(quantization, device)
+        return _triton_ops(device)
     if name in ("cpu", "deterministic") and device != "cpu":
         raise ConfigError(
             f"compute.kernels {name} do not run on {device}: leave compute.kernels at auto"
         )
-    plain: Ops = _module(name)
-    if quantization == UNQUANTISED:
-        return plain
-    from kernels.cpu.quantised import QuantisedOps
+    if formats:
+        from kernels.cpu.quantised import QuantisedOps
 
-    return QuantisedOps(plain, quantization)
-
-
-def _module(name: str) -> Ops:
+        return QuantisedOps()
     if name == "cpu":
         from kernels.cpu import ops as cpu
 
@@ -173,13 +166,13 @@ def _module(name: str) -> Ops:
     return reference
 
 
-def _triton_ops(quantization: str, device: str) -> Ops:
+def _triton_ops(device: str) -> Ops:
     if find_spec("triton") is None:
         raise ConfigError(
             "compute.kernels triton: the Python package triton is not installed; torch's builds "
             "for GPUs bring it (pip install triton, in the version that torch names)"
         )
-    from kernels.triton.ops import PLAIN, TritonOps, check_device
+    from kernels.triton.ops import TritonOps, check_device
 
     check_device(device)
-    return TritonOps(PLAIN if quantization == UNQUANTISED else quantization)
+    return TritonOps()

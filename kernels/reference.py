@@ -10,8 +10,7 @@ Dimension letters as in `kernels.contracts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Sequence
 from typing import Final
 
 import torch
@@ -28,7 +27,9 @@ from kernels.contracts import (
     Permutation,
     Routing,
 )
+from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.sampling import sample as sample
+from topspin.precision import UNQUANTISED, Format
 
 name: Final = "reference"
 
@@ -171,13 +172,10 @@ def paged_attention(
     return _deliver(result, out)
 
 
-def pack_linear(weight: Tensor) -> LinearWeight:
-    """Convert a weight [O, I] to this implementation's layout; here it is unchanged."""
+def pack_linear(weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
+    """Convert a weight [O, I] to this implementation's layout of a format; here it is unchanged."""
+    assert weight_format == UNQUANTISED, weight_format
     return LinearWeight(weight, weight.shape[0], weight.shape[1], packed=False)
-
-
-# The matrices that --quantization covers; here they are packed like all others.
-pack_projection = pack_lm_head = pack_linear
 
 
 def linear(
@@ -252,36 +250,25 @@ def permute(slots: Tensor, num_experts: int) -> Permutation:
     return Permutation(order, row_of, counts, offsets)
 
 
+PACKING: Final = Packing(pack_linear, pack_linear, collect_experts)
+
+
 def pack_experts(
-    gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+    gate_up: Iterable[Tensor],
+    down: Iterable[Tensor],
+    *,
+    formats: Sequence[Format] | None = None,
+    share_per_row: float = 0.0,
 ) -> ExpertWeights:
     """Convert E experts' gate_up [2F, H] and down [H, F] to this implementation's layout.
 
     Both may be stacked tensors [E, 2F, H] and [E, H, F], or any iterables of matrices:
-    these are consumed one at a time. There is at least one expert. `share_per_row` is
-    the share of a layer's experts that a token is routed to (top_k / experts of the
-    layer, 0: unknown); an implementation may choose its layout by it.
+    these are consumed one at a time. There is at least one expert. `formats` are the experts'
+    (None: all unquantised). `share_per_row` is the share of a layer's experts that a token is
+    routed to (top_k / experts of the layer, 0: unknown or of several formats); an implementation
+    may choose its layout by it.
     """
-    return collect_experts([pack_linear(w) for w in gate_up], [pack_linear(w) for w in down])
-
-
-def collect_experts(gate_up: list[LinearWeight], down: list[LinearWeight]) -> ExpertWeights:
-    """Join packed matrices to ExpertWeights, checking that their shapes agree."""
-    assert gate_up, "no expert"
-    assert len(gate_up) == len(down), f"{len(gate_up)} gate_up, {len(down)} down"
-    ffn_size, hidden_size = down[0].in_features, down[0].out_features
-    for first, second in zip(gate_up, down, strict=True):
-        assert (first.out_features, first.in_features) == (2 * ffn_size, hidden_size)
-        assert (second.out_features, second.in_features) == (hidden_size, ffn_size)
-    return ExpertWeights(gate_up, down, len(gate_up), hidden_size, ffn_size, gate_up[0].data.dtype)
-
-
-def check_expert(experts: ExpertWeights, matrices: ExpertMatrices) -> None:
-    """Assert that an expert's matrices fit among packed experts."""
-    gate_up, down = matrices
-    assert gate_up.shape == (2 * experts.ffn_size, experts.hidden_size), tuple(gate_up.shape)
-    assert down.shape == (experts.hidden_size, experts.ffn_size), tuple(down.shape)
-    assert gate_up.dtype == down.dtype == experts.dtype, f"{gate_up.dtype}, {down.dtype}"
+    return pack_slots(PACKING, gate_up, down, formats)
 
 
 def rebuild_experts(
@@ -292,28 +279,7 @@ def rebuild_experts(
     Yields after each piece of the work, a matrix or less, so that a caller can interleave it with
     other work. `experts` is unchanged, and the result shares the memory of unchanged slots.
     """
-    return rebuild_slots(experts, slots, pack_linear)
-
-
-def rebuild_slots(
-    experts: ExpertWeights,
-    slots: Sequence[int | ExpertMatrices],
-    pack: Callable[[Tensor], LinearWeight],
-) -> Generator[None, None, ExpertWeights]:
-    """Implement `rebuild_experts` for experts packed by slot, with `pack` for each matrix."""
-    gate_up: list[LinearWeight] = []
-    down: list[LinearWeight] = []
-    for source in slots:
-        if isinstance(source, int):
-            gate_up.append(experts.gate_up[source])
-            down.append(experts.down[source])
-            continue
-        check_expert(experts, source)
-        gate_up.append(pack(source.gate_up))
-        yield
-        down.append(pack(source.down))
-        yield
-    return replace(experts, gate_up=gate_up, down=down, num_experts=len(slots))
+    return rebuild_slots(PACKING, experts, slots)
 
 
 def grouped_mlp(

@@ -15,6 +15,7 @@ import msgspec
 
 from topspin.cores import DEFAULT_LAYOUT, SPIN_COUNT, Layout
 from topspin.devices import CPU, KernelName, NodeRole, Nodes, Place
+from topspin.precision import Format
 from topspin.settings import Setting
 from topspin.units import format_size, parse_origins, parse_size, parse_switch
 
@@ -28,7 +29,6 @@ Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc"]
 Dtype = Literal["float32", "bfloat16"]
 Payload = Literal["auto", "bf16", "fp32", "fp8", "int8"]
 Kernels = Literal["auto"] | KernelName
-Quantization = Literal["none", "int8", "int4", "fp8"]
 
 
 class BatchLimits(NamedTuple):
@@ -70,7 +70,7 @@ class ModelSection(Section, frozen=True, kw_only=True):
         ),
     ] = None
     quantization: Annotated[
-        Quantization,
+        Format,
         Setting(
             "keep experts, MLPs and attention projections in 8 or 4 bits, quantised while they "
             "are read: faster and smaller, with some loss of quality (`topspin bench "

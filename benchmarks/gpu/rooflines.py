@@ -27,13 +27,14 @@ from kernels.contracts import AttentionMeta
 from kernels.runtime import Runtime
 from kernels.sampling import SamplingBatch
 from kernels.triton.attention.launches import attend
-from kernels.triton.grouped_mlp.launches import grouped_mlp
-from kernels.triton.grouped_mlp.weights import GROUP, GpuWeight, pack_experts, pack_weight
+from kernels.triton.grouped_mlp.weights import FORMATS, GROUP, GpuWeight, pack_weight
 from kernels.triton.linear.launches import linear
 from kernels.triton.norm import add_rms_norm
+from kernels.triton.ops import TritonOps
 from kernels.triton.rotary import rotate_and_store
 from kernels.triton.router.launches import permute, route
 from kernels.triton.sampling.launches import draw, plan_sampling
+from topspin.precision import UNQUANTISED, Format
 
 SECONDS: Final = 110.0
 BLOCK_SIZE: Final = 16
@@ -154,11 +155,11 @@ def attention_case(
     )
 
 
-def expert_bytes(sizes: Sizes, weight_format: str) -> int:
+def expert_bytes(sizes: Sizes, weight_format: Format) -> int:
     """Count the bytes of one expert: its weights, and their scales, or steps and minima."""
     hidden_groups, ffn_groups = (-(-size // GROUP) for size in (sizes.hidden, sizes.ffn))
     numbers = 3 * sizes.hidden * sizes.ffn
-    if weight_format == "plain":
+    if weight_format == UNQUANTISED:
         return numbers * BF16
     if weight_format == "fp8":
         return numbers + 3 * hidden_groups * ffn_groups * FP32
@@ -167,7 +168,7 @@ def expert_bytes(sizes: Sizes, weight_format: str) -> int:
     return codes + padded // GROUP * 2 * BF16
 
 
-def draw_routings(sizes: Sizes, num_rows: int, weight_format: str) -> list[Tensor]:
+def draw_routings(sizes: Sizes, num_rows: int, weight_format: Format) -> list[Tensor]:
     """Return routings, distinct experts per row, enough that the weights read exceed the cache."""
     scores = torch.rand(num_rows, sizes.experts, generator=torch.Generator().manual_seed(0))
     first = scores.topk(sizes.top_k, dim=-1).indices.int()
@@ -178,14 +179,15 @@ def draw_routings(sizes: Sizes, num_rows: int, weight_format: str) -> list[Tenso
     return [(first + idx * step) % sizes.experts for idx in range(copies)]
 
 
-def expert_case(sizes: Sizes, num_rows: int, weight_format: str, device: torch.device) -> Case:
+def expert_case(sizes: Sizes, num_rows: int, weight_format: Format, device: torch.device) -> Case:
     """Run the routed experts of a layer; torch's grouped_mm does the two products alone."""
     drawn = draw_routings(sizes, num_rows, weight_format)
     touched = len(set(drawn[0].flatten().tolist()))
     routings, copies = [each.to(device) for each in drawn], len(drawn)
     gate_up = randn(sizes.experts, 2 * sizes.ffn, sizes.hidden, device=device) / sizes.hidden**0.5
     down = randn(sizes.experts, sizes.hidden, sizes.ffn, device=device) / sizes.ffn**0.5
-    experts = pack_experts(gate_up, down, weight_format=weight_format)
+    ops = TritonOps()
+    experts = ops.pack_experts(gate_up, down, formats=[weight_format] * sizes.experts)
     hidden = randn(num_rows, sizes.hidden, device=device)
     weights = torch.full((num_rows, sizes.top_k), 1 / sizes.top_k, device=device)
     out = torch.empty_like(hidden)
@@ -208,15 +210,15 @@ def expert_case(sizes: Sizes, num_rows: int, weight_format: str, device: torch.d
             touched * expert_bytes(sizes, weight_format) + 2 * num_rows * sizes.hidden * BF16,
             6 * pairs * sizes.hidden * sizes.ffn,
         ),
-        lambda idx: grouped_mlp(hidden, routings[idx % copies], weights, experts, out=out),
+        lambda idx: ops.grouped_mlp(hidden, routings[idx % copies], weights, experts, out=out),
         copies,
         product="fp8" if weight_format == "fp8" else "bf16",
-        library=library if weight_format == "plain" else None,
-        goal={32: 0.75, 8192: 0.65}.get(num_rows) if weight_format == "plain" else None,
+        library=library if weight_format == UNQUANTISED else None,
+        goal={32: 0.75, 8192: 0.65}.get(num_rows) if weight_format == UNQUANTISED else None,
     )
 
 
-def linear_case(sizes: Sizes, num_rows: int, weight_format: str, device: torch.device) -> Case:
+def linear_case(sizes: Sizes, num_rows: int, weight_format: Format, device: torch.device) -> Case:
     """Multiply by a layer's qkv projection; a plain weight is torch's product, for comparison."""
     num_out = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
     matrix = randn(num_out, sizes.hidden, device=device) / sizes.hidden**0.5
@@ -324,11 +326,10 @@ def sampling_case(
 
 def all_cases(sizes: Sizes, device: torch.device) -> Cases:
     """Yield every case, the most important first: time may be short for the others."""
-    formats = ("plain", "fp8", "int8", "int4")
     for num_seqs, new_rows, context in sizes.contexts:
         name = f"attention, {num_seqs} x {new_rows} rows, context {context}"
         yield name, partial(attention_case, sizes, num_seqs, new_rows, context, device)
-    for weight_format, rows in product(formats, sizes.rows):
+    for weight_format, rows in product(FORMATS, sizes.rows):
         name = f"experts {weight_format}, {rows} rows"
         yield name, partial(expert_case, sizes, rows, weight_format, device)
     for rows in sizes.rows:
@@ -338,7 +339,7 @@ def all_cases(sizes: Sizes, device: torch.device) -> Cases:
     for rows, (temperature, top_p) in product(sizes.rows[:3], ((0.0, 1.0), (0.7, 0.8))):
         name = f"sample, {rows} rows"
         yield name, partial(sampling_case, sizes, rows, temperature, top_p, device)
-    for weight_format, rows in product(formats, sizes.rows):
+    for weight_format, rows in product(FORMATS, sizes.rows):
         name = f"linear {weight_format}, {rows} rows"
         yield name, partial(linear_case, sizes, rows, weight_format, device)
 

@@ -26,14 +26,9 @@ from torch import Tensor
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
 from kernels.cpu.compiled import experts as numba_experts
 from kernels.cpu.compiled import matmul as numba_matmul
-from kernels.reference import (
-    check_expert,
-    collect_experts,
-    count_slots,
-    permute,
-    rebuild_slots,
-    swiglu,
-)
+from kernels.expert_slots import Packing, check_expert, collect_experts, pack_slots, rebuild_slots
+from kernels.reference import count_slots, permute, swiglu
+from topspin.precision import UNQUANTISED, Format
 
 # Join only experts of which a row uses nearly half (else the wasted arithmetic exceeds the saved
 # calls) and whose matrices are small.
@@ -54,8 +49,9 @@ def can_prepack(dtype: torch.dtype) -> bool:
     )
 
 
-def pack_linear(weight: Tensor) -> LinearWeight:
+def pack_linear(weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
     """Prepack a weight [O, I] for oneDNN if that is faster; the caller drops the original."""
+    assert weight_format == UNQUANTISED, weight_format
     num_out, num_in = weight.shape
     if not can_prepack(weight.dtype):
         return LinearWeight(weight, num_out, num_in, packed=False)
@@ -79,8 +75,22 @@ def linear(
     return result if out is None else out.copy_(result)
 
 
+def collect_slots(
+    gate_up: list[LinearWeight], down: list[LinearWeight], dtype: torch.dtype
+) -> ExpertWeights:
+    """Join matrices of `pack_linear` to experts by slot."""
+    return numba_experts.with_addresses(collect_experts(gate_up, down, dtype))
+
+
+PACKING: Final = Packing(pack_linear, pack_linear, collect_slots)
+
+
 def pack_experts(
-    gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+    gate_up: Iterable[Tensor],
+    down: Iterable[Tensor],
+    *,
+    formats: Sequence[Format] | None = None,
+    share_per_row: float = 0.0,
 ) -> ExpertWeights:
     """Prepack E experts; see `kernels.reference.pack_experts`.
 
@@ -90,12 +100,12 @@ def pack_experts(
     if share_per_row >= MIN_JOINED_SHARE:
         firsts, seconds = list(gate_up), list(down)
         assert firsts, "no expert"
+        assert formats is None or set(formats) == {UNQUANTISED}, formats
         size_bytes = firsts[0].nbytes + seconds[0].nbytes
         if size_bytes <= MAX_JOINED_EXPERT_BYTES and can_prepack(firsts[0].dtype):
             return _join(torch.stack(firsts), torch.stack(seconds))
         gate_up, down = firsts, seconds
-    packed = collect_experts([pack_linear(w) for w in gate_up], [pack_linear(w) for w in down])
-    return numba_experts.with_addresses(packed)
+    return pack_slots(PACKING, gate_up, down, formats)
 
 
 def _join(gate_up: Tensor, down: Tensor) -> ExpertWeights:
@@ -122,10 +132,9 @@ def rebuild_experts(
 
     Joined weights are unpacked, rearranged and packed, one matrix at a time.
     """
-    if experts.joined:
-        rebuilt = yield from _rebuild_joined(experts, slots)
-    else:
-        rebuilt = yield from rebuild_slots(experts, slots, pack_linear)
+    if not experts.joined:
+        return (yield from rebuild_slots(PACKING, experts, slots))
+    rebuilt = yield from _rebuild_joined(experts, slots)
     return numba_experts.with_addresses(rebuilt)
 
 
@@ -141,6 +150,7 @@ def _rebuild_joined(
             wide[:, slot] = plain[:, source]
         else:
             check_expert(experts, source)
+            assert source.weight_format == UNQUANTISED, source.weight_format
             wide[:, slot] = source.gate_up.view(2, ffn_size, hidden_size)
     del plain
     yield

@@ -38,8 +38,6 @@ __all__ = [
     "name",
     "pack_experts",
     "pack_linear",
-    "pack_lm_head",
-    "pack_projection",
     "paged_attention",
     "rebuild_experts",
     "rms_norm",
@@ -51,9 +49,6 @@ __all__ = [
 ]
 
 name: Final = "cpu"
-
-# The matrices that --quantization covers; here they are packed like all others.
-pack_projection = pack_lm_head = pack_linear
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:

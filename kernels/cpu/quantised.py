@@ -1,7 +1,7 @@
 """Weights in 4 or 8 bits for projections and routed experts.
 
-Owns the tensors of a quantised weight, and `QuantisedOps`, which computes with such weights and
-delegates all other ops to its base. A weight is quantised when it is packed, in groups of 32
+Owns the tensors of a quantised weight, and `QuantisedOps`, which computes with weights of any
+format; `kernels.cpu.ops` does all else. A weight is quantised when it is packed, in groups of 32
 inputs of an output, each with a step and a lowest number (chosen for a small squared error);
 rows are quantised to 8 bits in each product, in the same groups, each with a scale (llama.cpp's
 Q8_0), so that products are sums of integers, exact until a group's sum is scaled in fp32. A
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,14 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.cpu import ops as plain
 from kernels.cpu.compiled.quantised import quantise_weight, quantised_experts, quantised_linear
 from kernels.cpu.compiled.runtime import launch
 from kernels.cpu.huge_pages import Arena
+from kernels.cpu.matmul import collect_slots
 from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, group_bytes
 from kernels.cpu.simd.lanes import LANES
-from kernels.reference import check_expert
+from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
+from kernels.mixed_experts import MixedExperts, collect_by_format, mixed_mlp
+from topspin.precision import UNQUANTISED, Format
 
-BITS: Final = {"int4": 4, "int8": 8}
+BITS: Final[dict[Format, int]] = {"int4": 4, "int8": 8}
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +43,10 @@ class QuantisedWeight(LinearWeight):
     data is u8[blocks, groups, bytes]; outputs and inputs beyond O and I are zeros.
     """
 
-    bits: int = field(kw_only=True)
+    @property
+    def bits(self) -> int:
+        """Return the bits per number."""
+        return BITS[self.weight_format]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +63,13 @@ class QuantisedExperts(ExpertWeights):
         object.__setattr__(self, "places", torch.tensor(found, dtype=torch.int64).view(-1, 2))
 
 
-def quantise(weight: Tensor, bits: int, arena: Arena | None = None) -> QuantisedWeight:
-    """Quantise a matrix [O, I], fp32 or bf16, to `bits` (4 or 8) per number, in `arena`.
+def quantise(weight: Tensor, weight_format: Format, arena: Arena | None = None) -> QuantisedWeight:
+    """Quantise a matrix [O, I], fp32 or bf16, to int4 or int8, in `arena`.
 
     With scales the result has 5 or 9 bits per number.
     """
     num_out, num_in = weight.shape
+    bits = BITS[weight_format]
     groups = -(-num_in // GROUP)
     # The rows are 0 in the padding: any numbers are right that do not widen the range of the last
     # group.
@@ -80,7 +89,7 @@ def quantise(weight: Tensor, bits: int, arena: Arena | None = None) -> Quantised
         ],
         num_threads=torch.get_num_threads(),
     )
-    return QuantisedWeight(data, num_out, num_in, packed=True, bits=bits)
+    return QuantisedWeight(data, num_out, num_in, packed=True, weight_format=weight_format)
 
 
 def dequantise(weight: QuantisedWeight) -> Tensor:
@@ -208,26 +217,18 @@ def _whole_groups(x: Tensor) -> Tensor:
 
 
 class QuantisedOps:
-    """The ops of `base` with quantised projections and experts."""
+    """The ops of the CPU with weights of any format; see `kernels.dispatch.Ops`."""
 
-    def __init__(self, base: Any, quantization: str) -> None:
-        """`base` satisfies kernels.dispatch.Ops; `quantization` is a key of BITS."""
-        self._base = base
-        self._bits = BITS[quantization]
-        self.name = base.name
+    def __init__(self) -> None:
         # For weights packed at start; experts of a later table are allocated one by one.
         self._arena = Arena()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._base, name)
+        return getattr(plain, name)
 
-    def pack_projection(self, weight: Tensor) -> LinearWeight:
-        """Quantise a weight [O, I]; the caller drops the original."""
-        return quantise(weight, self._bits, self._arena)
-
-    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
-        """Quantise the LM head [V, H] to 8 bits: 4 would change the most likely token."""
-        return quantise(weight, 8, self._arena)
+    def pack_linear(self, weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
+        """Pack a weight [O, I]; the caller drops the original."""
+        return _pack(weight, weight_format, self._arena)
 
     def linear(
         self,
@@ -239,55 +240,31 @@ class QuantisedOps:
         """Multiply x [R, I] by a weight [O, I] transposed and add bias [O]; returns [R, O]."""
         if isinstance(weight, QuantisedWeight):
             return quantised_product(x, weight, bias, out)
-        result: Tensor = self._base.linear(x, weight, bias, out)
-        return result
+        return plain.linear(x, weight, bias, out)
 
     def pack_experts(
-        self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+        self,
+        gate_up: Iterable[Tensor],
+        down: Iterable[Tensor],
+        *,
+        formats: Sequence[Format] | None = None,
+        share_per_row: float = 0.0,
     ) -> ExpertWeights:
-        """Quantise E experts one matrix after the other; see `kernels.reference`.
+        """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`.
 
-        `share_per_row` is ignored: there is one layout.
+        Quantised experts have one layout, whatever `share_per_row`.
         """
-        dtype = torch.float32
-        firsts: list[LinearWeight] = []
-        for matrix in gate_up:
-            dtype = matrix.dtype
-            firsts.append(self._pack_gate_up(matrix, self._arena))
-        seconds: list[LinearWeight] = [quantise(matrix, self._bits, self._arena) for matrix in down]
-        assert firsts, "no expert"
-        ffn_size, hidden_size = seconds[0].in_features, seconds[0].out_features
-        for first, second in zip(firsts, seconds, strict=True):
-            assert (first.out_features, first.in_features) == (2 * ffn_size, hidden_size)
-            assert (second.out_features, second.in_features) == (hidden_size, ffn_size)
-        return QuantisedExperts(firsts, seconds, len(firsts), hidden_size, ffn_size, dtype)
-
-    def _pack_gate_up(self, matrix: Tensor, arena: Arena | None) -> LinearWeight:
-        """Quantise [2F, H], each half with rows of zeros up to a multiple of GROUP."""
-        num_out, num_in = matrix.shape
-        ffn_size = num_out // 2
-        missing = -ffn_size % GROUP
-        if missing:
-            matrix = F.pad(matrix.view(2, ffn_size, num_in), (0, 0, 0, missing)).flatten(0, 1)
-        return replace(quantise(matrix, self._bits, arena), out_features=num_out)
+        if formats is None or set(formats) == {UNQUANTISED}:
+            return plain.pack_experts(gate_up, down, share_per_row=share_per_row)
+        return pack_slots(_packing(self._arena), gate_up, down, formats)
 
     def rebuild_experts(
         self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
     ) -> Generator[None, None, ExpertWeights]:
         """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
-        gate_up: list[LinearWeight] = []
-        down: list[LinearWeight] = []
-        for source in slots:
-            if isinstance(source, int):
-                gate_up.append(experts.gate_up[source])
-                down.append(experts.down[source])
-                continue
-            check_expert(experts, source)
-            gate_up.append(self._pack_gate_up(source.gate_up, None))
-            yield
-            down.append(quantise(source.down, self._bits))
-            yield
-        return replace(experts, gate_up=gate_up, down=down, num_experts=len(slots))
+        if experts.joined:
+            return plain.rebuild_experts(experts, slots)
+        return rebuild_slots(_packing(None), experts, slots)
 
     def grouped_mlp(
         self,
@@ -299,5 +276,38 @@ class QuantisedOps:
         out: Tensor | None = None,
     ) -> ExpertOutput:
         """Sum each row's local experts; see `kernels.reference.grouped_mlp`."""
-        assert isinstance(experts, QuantisedExperts)
-        return quantised_mlp(hidden, slots, weights, experts, out)
+        if isinstance(experts, QuantisedExperts):
+            return quantised_mlp(hidden, slots, weights, experts, out)
+        if isinstance(experts, MixedExperts):
+            return mixed_mlp(hidden, slots, weights, experts, out=out, grouped_mlp=self.grouped_mlp)
+        return plain.grouped_mlp(hidden, slots, weights, experts, out=out)
+
+
+def _pack(
+    weight: Tensor, weight_format: Format, arena: Arena | None, halves: int = 1
+) -> LinearWeight:
+    """Pack [O, I]; each of `halves` has rows of zeros up to a multiple of GROUP."""
+    if weight_format == UNQUANTISED:
+        return plain.pack_linear(weight)
+    num_out, num_in = weight.shape
+    missing = -(num_out // halves) % GROUP if halves > 1 else 0
+    if missing:
+        weight = F.pad(weight.view(halves, -1, num_in), (0, 0, 0, missing)).flatten(0, 1)
+    return replace(quantise(weight, weight_format, arena), out_features=num_out)
+
+
+def _packing(arena: Arena | None) -> Packing:
+    return Packing(
+        gate_up=partial(_pack, arena=arena, halves=2),
+        down=partial(_pack, arena=arena),
+        collect=partial(collect_by_format, collect=_collect),
+    )
+
+
+def _collect(
+    gate_up: list[LinearWeight], down: list[LinearWeight], dtype: torch.dtype
+) -> ExpertWeights:
+    """Return experts of one format."""
+    if isinstance(down[0], QuantisedWeight):
+        return collect_experts(gate_up, down, dtype, QuantisedExperts)
+    return collect_slots(gate_up, down, dtype)

@@ -24,13 +24,14 @@ import triton
 from torch import Tensor
 
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, HeadRows, LinearWeight
+from kernels.expert_slots import pack_slots, rebuild_slots
+from kernels.mixed_experts import MixedExperts, mixed_mlp
 from kernels.triton.attention.launches import paged_attention
 from kernels.triton.grouped_mlp.launches import grouped_mlp
 from kernels.triton.grouped_mlp.weights import (
+    PACKING,
     GpuExperts,
-    pack_experts,
     pack_weight,
-    rebuild_experts,
 )
 from kernels.triton.linear.launches import linear
 from kernels.triton.norm import add_rms_norm, rms_norm
@@ -40,8 +41,7 @@ from kernels.triton.sampling import launches as triton_sampling
 from kernels.triton.swiglu import swiglu
 from kernels.triton.toolchain import check_toolchain
 from topspin.errors import ConfigError
-
-PLAIN: Final = "plain"
+from topspin.precision import UNQUANTISED, Format
 
 
 def check_device(device: str) -> None:
@@ -62,18 +62,9 @@ def check_device(device: str) -> None:
 
 
 class TritonOps:
-    """Satisfies Ops; see `kernels.reference` for shapes, units and rounding of each.
-
-    `weight_format` is one of kernels.triton.grouped_mlp.weights.FORMATS: that of projections,
-    MLPs and experts. The LM head has at least 8 bits.
-    """
+    """Satisfies Ops; see `kernels.reference` for shapes, units and rounding of each."""
 
     name: Final = "triton"
-
-    def __init__(self, weight_format: str = PLAIN) -> None:
-        """Take the format of the weights that --quantization covers."""
-        self._format = weight_format
-        self._head_format = "int8" if weight_format == "int4" else weight_format
 
     rms_norm = staticmethod(rms_norm)
     paged_attention = staticmethod(paged_attention)
@@ -104,34 +95,33 @@ class TritonOps:
         """Norm, rotate and store; rows with a negative slot are not stored."""
         rotate_and_store(*heads[:8], q_norm=heads.q_norm, k_norm=heads.k_norm, eps=heads.eps)
 
-    def pack_linear(self, weight: Tensor) -> LinearWeight:
-        """Return a weight [O, I] unchanged, on its device."""
-        return pack_weight(weight, PLAIN)
-
-    def pack_projection(self, weight: Tensor) -> LinearWeight:
-        """Pack one of the matrices that --quantization covers."""
-        return pack_weight(weight, self._format)
-
-    def pack_lm_head(self, weight: Tensor) -> LinearWeight:
-        """Pack the LM head [V, H]: 4 bits would change the most likely token."""
-        return pack_weight(weight, self._head_format)
+    def pack_linear(self, weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
+        """Pack a weight [O, I] on its device; unquantised it is unchanged."""
+        return pack_weight(weight, weight_format)
 
     def sigmoid(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return 1 / (1 + exp(-x)), element by element."""
         return torch.sigmoid(x) if out is None else torch.sigmoid(x, out=out)
 
     def pack_experts(
-        self, gate_up: Iterable[Tensor], down: Iterable[Tensor], *, share_per_row: float = 0.0
+        self,
+        gate_up: Iterable[Tensor],
+        down: Iterable[Tensor],
+        *,
+        formats: Sequence[Format] | None = None,
+        share_per_row: float = 0.0,
     ) -> ExpertWeights:
-        """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`."""
-        return pack_experts(gate_up, down, share_per_row=share_per_row, weight_format=self._format)
+        """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`.
+
+        There is one layout, whatever `share_per_row`.
+        """
+        return pack_slots(PACKING, gate_up, down, formats)
 
     def rebuild_experts(
         self, experts: ExpertWeights, slots: Sequence[int | ExpertMatrices]
     ) -> Generator[None, None, ExpertWeights]:
         """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
-        assert isinstance(experts, GpuExperts)
-        return rebuild_experts(experts, slots)
+        return rebuild_slots(PACKING, experts, slots)
 
     def grouped_mlp(
         self,
@@ -143,5 +133,7 @@ class TritonOps:
         out: Tensor | None = None,
     ) -> ExpertOutput:
         """Sum each row's local experts; see `kernels.reference.grouped_mlp`."""
+        if isinstance(experts, MixedExperts):
+            return mixed_mlp(hidden, slots, weights, experts, out=out, grouped_mlp=self.grouped_mlp)
         assert isinstance(experts, GpuExperts)
         return grouped_mlp(hidden, slots, weights, experts, out=out)

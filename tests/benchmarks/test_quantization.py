@@ -10,6 +10,7 @@ import torch
 from benchmarks.quantization import compare, gpu_ops, mode_ops, patched, perplexity
 from kernels.dispatch import select_ops
 from tests.checkpoints import make_checkpoint, oracle_model
+from topspin.precision import Format
 
 
 def test_figures_of_distributions_that_can_be_counted() -> None:
@@ -45,7 +46,7 @@ def test_every_mode_moves_the_logits_by_its_own_measure(
     names = [name for name, _ in model.named_modules()]
     moved = {}
     for mode in ("int8", "int4", "gpu-fp8", "gpu-int8", "gpu-int4", "q4_0"):
-        with patched(model, mode_ops(mode)) as num_modules:
+        with patched(model, *mode_ops(mode)) as num_modules:
             moved[mode] = float((model(tokens).logits - plain).norm() / plain.norm())
         wanted = sum(name.endswith(("_proj", "lm_head", "mlp.experts")) for name in names)
         assert num_modules == wanted
@@ -58,7 +59,7 @@ def test_every_mode_moves_the_logits_by_its_own_measure(
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
 @torch.inference_mode()
-def test_a_gpus_products_are_those_of_its_kernels(quantization: str) -> None:
+def test_a_gpus_products_are_those_of_its_kernels(quantization: Format) -> None:
     """For whole groups and partial ones, of matrices and of the rows that fp8 experts round."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rng = torch.Generator().manual_seed(4)
@@ -68,15 +69,16 @@ def test_a_gpus_products_are_those_of_its_kernels(quantization: str) -> None:
     slots = torch.tensor([[0, 1], [1, 0], [1, 0]], dtype=torch.int32, device=device)
     weights = torch.rand(3, 2, generator=rng).to(device)
     found = []
-    for ops in gpu_ops(quantization), select_ops("triton", torch.float32, quantization, device):
-        experts = ops.pack_experts(list(gate_up), list(down))
+    kernels = select_ops("triton", torch.float32, [quantization], device)
+    for ops in gpu_ops(quantization), kernels:
+        experts = ops.pack_experts(list(gate_up), list(down), formats=[quantization] * 2)
         found.append(
             (
-                ops.linear(hidden, ops.pack_projection(projection), bias),
-                ops.linear(hidden, ops.pack_lm_head(projection)),
+                ops.linear(hidden, ops.pack_linear(projection, quantization), bias),
+                ops.linear(hidden, ops.pack_linear(projection, "int8")),
                 ops.grouped_mlp(hidden, slots, weights, experts)[0],
             )
         )
-    for ours, kernels in zip(*found, strict=True):
+    for ours, theirs in zip(*found, strict=True):
         # A unit near the middle of two fp8 codes may be rounded either way.
-        assert (ours - kernels).norm() < 2e-3 * kernels.norm()
+        assert (ours - theirs).norm() < 2e-3 * theirs.norm()

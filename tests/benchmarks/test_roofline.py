@@ -25,7 +25,9 @@ def test_linear_counts_the_tensors_and_the_products() -> None:
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_quantised_weights_are_as_large_as_the_kernels_make_them(precision: str) -> None:
     """Outputs in whole blocks: padding is the kernels' choice and not counted."""
-    packed = select_ops("cpu", torch.bfloat16, precision).pack_projection(torch.randn(32, 80))
+    packed = select_ops("cpu", torch.bfloat16, [precision]).pack_linear(
+        torch.randn(32, 80), precision
+    )
     bits = {"int8": 8, "int4": 4}[precision]
     assert roofline.weight_bytes(32, 80, bits) == packed.data.nbytes
 

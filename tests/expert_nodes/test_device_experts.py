@@ -31,6 +31,7 @@ from tests.structs import changed
 from topspin.config import Transport
 from topspin.expert_table import ExpertTable
 from topspin.messages import TablePrepared
+from topspin.precision import Format, rules_of
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -54,19 +55,27 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("device"), "mixtral")
 
 
-def ops_of(quantization: str = "none") -> Ops:
-    return select_ops("triton", torch.float32, quantization, device=DEVICE)
+def ops_of(quantization: Format = "none") -> Ops:
+    formats = [] if quantization == "none" else [quantization]
+    return select_ops("triton", torch.float32, formats, device=DEVICE)
 
 
 def load(
-    path: Path, held: Held, quantization: str = "none", *, runtime: Runtime | None = None
+    path: Path, held: Held, quantization: Format = "none", *, runtime: Runtime | None = None
 ) -> Experts:
     config = load_model_config(path)
     weights = stream_expert_weights(
         Checkpoint(path), config, dtype=torch.float32, experts=held, device=DEVICE
     )
     runtime = runtime or open_runtime(DEVICE)
-    return Experts(config, weights, ops_of(quantization), held=held, runtime=runtime)
+    return Experts(
+        config,
+        weights,
+        ops_of(quantization),
+        held=held,
+        runtime=runtime,
+        precision=rules_of(quantization),
+    )
 
 
 def reader_of(path: Path) -> ExpertReader:
@@ -104,7 +113,7 @@ def used(held: Held, times: int) -> list[list[int]]:
     return found
 
 
-def wanted(path: Path, held: Held, experts: Experts, quantization: str) -> list[Tensor]:
+def wanted(path: Path, held: Held, experts: Experts, quantization: Format) -> list[Tensor]:
     """Compute the same with plain torch, from the checkpoint or from the dequantised weights."""
     plain = load_expert_weights(
         Checkpoint(path), load_model_config(path), dtype=torch.float32, experts=held
@@ -135,7 +144,7 @@ def meant(weights: list[object]) -> list[Tensor]:
     "quantization", ["none", pytest.param("int8", marks=pytest.mark.slow), "int4", "fp8"]
 )
 def test_partial_sums_and_counts_equal_plain_torchs_under_several_tables(
-    path: Path, quantization: str
+    path: Path, quantization: Format
 ) -> None:
     reader = reader_of(path)
     experts = load(path, FIRST, quantization)
@@ -222,7 +231,7 @@ class SmallDevice(HostRuntime):
 
 
 @pytest.mark.parametrize("quantization", FORMATS)
-def test_an_experts_size_is_that_of_what_is_kept(path: Path, quantization: str) -> None:
+def test_an_experts_size_is_that_of_what_is_kept(path: Path, quantization: Format) -> None:
     experts = load(path, FIRST, quantization)
     found = set()
     for layer in experts._versions.newest.layers:
@@ -234,7 +243,7 @@ def test_an_experts_size_is_that_of_what_is_kept(path: Path, quantization: str) 
                 size += 0 if weight.scales is None else weight.scales.nbytes
             found.add(size)
     ops = ops_of(quantization)
-    size = measure_expert(ops, load_model_config(path), torch.float32)
+    size = measure_expert(ops, load_model_config(path), torch.float32, quantization)
     assert found == {size.kept}
     if quantization == "none":
         assert size == ExpertSize(3 * 64 * 48 * 4, 0)
@@ -245,10 +254,15 @@ def test_an_experts_size_is_that_of_what_is_kept(path: Path, quantization: str) 
 def test_what_is_missing_is_named_in_bytes() -> None:
     device, size = torch.device("cuda", 1), ExpertSize(kept=2**20, packing=2**19)
     memory = DeviceMemory(total=2**30, free=2**20, cached=2**20)
-    assert shortage(size, 1, memory, device) is None
-    assert shortage(size._replace(packing=0), 2, memory, device) is None
-    assert shortage(size, 2, memory, device) == (
+    assert shortage({size: 1}, memory, device) is None
+    assert shortage({size._replace(packing=0): 2}, memory, device) is None
+    assert shortage({size: 2}, memory, device) == (
         "2 experts of 1.0 MiB need 2.5 MiB on cuda:1, of whose 1.0 GiB 2.0 MiB are free"
+    )
+    small = ExpertSize(kept=2**18, packing=2**20)
+    assert shortage({size: 1, small: 2}, memory, device) == (
+        "1 experts of 1.0 MiB and 2 experts of 256.0 KiB need 2.5 MiB on cuda:1, "
+        "of whose 1.0 GiB 2.0 MiB are free"
     )
 
 
@@ -285,15 +299,19 @@ def test_rows_take_memory_beside_experts_unless_nodes_share_it(
     assert batch_bytes(config, shape) == want
     memory = DeviceMemory(total=2**30, free=2**20)
     device, size = torch.device("cuda", 1), ExpertSize(kept=2**20, packing=0)
-    message = shortage(size, 1, memory, device, batches=2**19)
+    message = shortage({size: 1}, memory, device, batches=2**19)
     assert message is not None
     assert message.startswith("1 experts of 1.0 MiB and 512.0 KiB of rows need 1.5 MiB on cuda:1")
 
 
 def test_the_hosts_memory_is_not_counted(path: Path) -> None:
     ops, config = ops_of(), load_model_config(path)
-    assert lacking(HostRuntime(), 10**9, ops=ops, model=config, dtype=torch.float32) is None
-    assert lacking(SmallDevice(100), 1, ops=ops, model=config, dtype=torch.float32) is not None
+    assert (
+        lacking(HostRuntime(), ["none"] * 10**5, ops=ops, model=config, dtype=torch.float32) is None
+    )
+    assert (
+        lacking(SmallDevice(100), ["none"], ops=ops, model=config, dtype=torch.float32) is not None
+    )
 
 
 def table_of(version: int, held: Held) -> ExpertTable:

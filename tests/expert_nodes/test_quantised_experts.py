@@ -17,6 +17,7 @@ from models.config import load_model_config
 from models.expert_reader import ExpertReader
 from models.weights import stream_expert_weights
 from tests.checkpoints import make_checkpoint
+from topspin.precision import Format, rules_of
 
 Held = tuple[tuple[int, ...], ...]
 FIRST: Held = ((0, 1, 2), (0, 1, 2))
@@ -30,10 +31,11 @@ def _inference() -> Iterator[None]:
         yield
 
 
-def load(path: Path, held: Held, mode: str) -> Experts:
+def load(path: Path, held: Held, mode: Format) -> Experts:
     config, dtype = load_model_config(path), torch.bfloat16
     weights = stream_expert_weights(Checkpoint(path), config, dtype=dtype, experts=held)
-    return Experts(config, weights, select_ops("cpu", dtype, mode), held=held)
+    ops = select_ops("cpu", dtype, [mode])
+    return Experts(config, weights, ops, held=held, precision=rules_of(mode))
 
 
 def outputs(experts: Experts, held: Held, version: int) -> list[Tensor]:
@@ -51,7 +53,7 @@ def outputs(experts: Experts, held: Held, version: int) -> list[Tensor]:
 @pytest.mark.parametrize("mode", ["int4", "int8"])
 @pytest.mark.parametrize("variant", ["mixtral", "olmoe"])
 def test_a_prepared_table_computes_as_if_loaded_at_start(
-    tmp_path: Path, variant: str, mode: str
+    tmp_path: Path, variant: str, mode: Format
 ) -> None:
     path = make_checkpoint(tmp_path, variant)
     reader = ExpertReader(Checkpoint(path), load_model_config(path), dtype=torch.bfloat16)

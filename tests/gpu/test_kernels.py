@@ -16,14 +16,15 @@ from kernels import reference
 from kernels.contracts import AttentionMeta, HeadRows
 from kernels.sampling import SamplingBatch
 from kernels.triton.attention.launches import attend
-from kernels.triton.grouped_mlp.launches import grouped_mlp
-from kernels.triton.grouped_mlp.weights import GpuWeight, pack_experts, pack_weight, unpack_weight
+from kernels.triton.grouped_mlp.weights import GpuWeight, pack_weight, unpack_weight
 from kernels.triton.linear.launches import linear
 from kernels.triton.norm import add_rms_norm, rms_norm
+from kernels.triton.ops import TritonOps
 from kernels.triton.rotary import rotate_and_store
 from kernels.triton.router.launches import local_slots, permute, route
 from kernels.triton.sampling.launches import draw, plan_sampling
 from kernels.triton.swiglu import swiglu
+from topspin.precision import Format
 
 
 @dataclass(frozen=True)
@@ -148,19 +149,20 @@ def test_router(num_rows: int, device: torch.device) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("weight_format", ["plain", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4"])
 @pytest.mark.parametrize("num_rows", SIZES.rows)
-def test_experts(num_rows: int, weight_format: str, device: torch.device) -> None:
+def test_experts(num_rows: int, weight_format: Format, device: torch.device) -> None:
     sizes = (SIZES.experts, 2 * SIZES.ffn, SIZES.hidden)
     gate_up = randn(*sizes, device=device, scale=SIZES.hidden**-0.5)
     down = randn(sizes[0], SIZES.hidden, SIZES.ffn, device=device, scale=SIZES.ffn**-0.5)
-    experts = pack_experts(gate_up, down, weight_format=weight_format)
+    ops = TritonOps()
+    experts = ops.pack_experts(gate_up, down, formats=[weight_format] * SIZES.experts)
     hidden = randn(num_rows, SIZES.hidden, device=device)
     scores = torch.rand(num_rows, SIZES.experts, device=device)
     slots = scores.topk(SIZES.top_k, dim=-1).indices.int()
     slots[:, -1] = -1
     weights = torch.full((num_rows, SIZES.top_k), 1 / SIZES.top_k, device=device)
-    found = grouped_mlp(hidden, slots, weights, experts)
+    found = ops.grouped_mlp(hidden, slots, weights, experts)
 
     def unpacked(packed: list[GpuWeight]) -> list[Tensor]:
         return [unpack_weight(each).float() for each in packed]
@@ -173,9 +175,9 @@ def test_experts(num_rows: int, weight_format: str, device: torch.device) -> Non
     assert torch.equal(found.counts, wanted.counts)
 
 
-@pytest.mark.parametrize("weight_format", ["plain", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4"])
 @pytest.mark.parametrize("num_rows", SIZES.rows)
-def test_linear(num_rows: int, weight_format: str, device: torch.device) -> None:
+def test_linear(num_rows: int, weight_format: Format, device: torch.device) -> None:
     num_out = (SIZES.heads + 2 * SIZES.kv_heads) * SIZES.head_dim
     matrix = randn(num_out, SIZES.hidden, device=device, scale=SIZES.hidden**-0.5)
     weight = pack_weight(matrix, weight_format)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.checkpoints import oracle_generate
 from tests.engine import TIMEOUT_S, Engine, engine_config
 from tests.identity.conftest import MIN_MARGIN, NUM_TOKENS, Case, CaseOf
 from topspin.config import BalanceSection
-from topspin.expert_table import ExpertTable, uniform_table
+from topspin.expert_table import ExpertTable, contiguous_table, even_shares, uniform_table
 from topspin.messages import Stats
 from topspin.plan import EnginePlan
 
@@ -66,15 +66,10 @@ def test_copies_change_no_token(
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
 
 
-def random_tables(num_nodes: int, *, redundant: int, seed: int) -> Iterator[ExpertTable]:
-    """Yield tables of the uniform table's sizes with experts in random places."""
+def random_tables(capacities: Sequence[int], *, seed: int) -> Iterator[ExpertTable]:
+    """Yield tables of nodes with so many slots per layer, with experts in random places."""
     rng = random.Random(seed)
-    first = uniform_table(
-        num_layers=NUM_LAYERS,
-        num_experts=NUM_EXPERTS,
-        num_nodes=num_nodes,
-        num_redundant=redundant,
-    )
+    first = contiguous_table(num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, capacities=capacities)
     while True:
         layers = []
         for layer in first.slots:
@@ -123,7 +118,7 @@ def test_tables_change_while_streams_go_on(
         "dtype": dtype,
     }
     config = config_of(case.path, topology, balance=only_copies(redundant), **settings)
-    tables = random_tables(topology[1], redundant=redundant, seed=len(transport))
+    tables = random_tables(even_shares(NUM_EXPERTS + redundant, topology[1]), seed=len(transport))
     with Engine(config) as engine:
         balancer = engine.service.balancer
         ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]

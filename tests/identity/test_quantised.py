@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.quantization import gpu_ops, patched
-from kernels.dispatch import select_ops
+from benchmarks.quantization import mode_ops, patched
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
+from topspin.precision import Format, rules_of
 
 NUM_TOKENS = 8
 # In logits, whose standard deviation is about 3; rounding differences are below 0.05.
@@ -50,7 +50,7 @@ def clear_tokens(model: Any, prompt: list[int], margin: float = CLEAR_MARGIN) ->
 def test_greedy_tokens(
     tmp_path: Path,
     variant: str,
-    mode: str,
+    mode: Format,
     transport: Literal["local", "shm", "tcp"],
     topology: tuple[int, int],
 ) -> None:
@@ -58,31 +58,29 @@ def test_greedy_tokens(
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in PROMPT_LENS]
     model = oracle_model(path)
-    with torch.inference_mode(), patched(model, select_ops("cpu", torch.float32, mode)):
+    with torch.inference_mode(), patched(model, *mode_ops(mode)):
         wanted = [clear_tokens(model, prompt) for prompt in prompts]
     assert sum(map(len, wanted)) > 2 * NUM_TOKENS
     config = engine_config(
         path, attention_nodes=topology[0], expert_nodes=topology[1], transport=transport
     )
-    quantised = msgspec.structs.replace(config.model, quantization=mode)
-    with Engine(msgspec.structs.replace(config, model=quantised)) as engine:
+    with Engine(msgspec.structs.replace(config, precision=rules_of(mode))) as engine:
         found = engine.generate(prompts, max_tokens=NUM_TOKENS)
     assert [tokens[: len(want)] for tokens, want in zip(found, wanted, strict=True)] == wanted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "mode"), [("qwen2_moe", "int4"), ("qwen3_moe", "int8")])
-def test_greedy_tokens_on_a_device(tmp_path: Path, variant: str, mode: str) -> None:
+def test_greedy_tokens_on_a_device(tmp_path: Path, variant: str, mode: Format) -> None:
     """Interpreted kernels do not quantise rows, so products equal torch's except for the order."""
     path = make_checkpoint(tmp_path, variant)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB_SIZE, size=length).tolist() for length in (5, 9, 1)]
     model = oracle_model(path)
-    with torch.inference_mode(), patched(model, gpu_ops(mode)):
+    with torch.inference_mode(), patched(model, *mode_ops(f"gpu-{mode}")):
         wanted = [clear_tokens(model, prompt, 0.01)[:4] for prompt in prompts]
     assert sum(map(len, wanted)) > 8
     config = engine_config(path, kernels="triton", max_num_seqs=4)
-    quantised = msgspec.structs.replace(config.model, quantization=mode)
-    with Engine(msgspec.structs.replace(config, model=quantised)) as engine:
+    with Engine(msgspec.structs.replace(config, precision=rules_of(mode))) as engine:
         found = engine.generate(prompts, max_tokens=4)
     assert [tokens[: len(want)] for tokens, want in zip(found, wanted, strict=True)] == wanted

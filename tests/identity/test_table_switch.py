@@ -87,7 +87,7 @@ def test_no_step_waits_for_a_table(
         max_num_batched_tokens=CHUNK,
         prefix_caching=False,
     )
-    tables = random_tables(2, redundant=2, seed=5)
+    tables = random_tables((5, 5), seed=5)
     watched, doings = Watched(monkeypatch), watch_nodes(monkeypatch)
     num_steps_each = -(-len(prompt) // CHUNK) + NUM_TOKENS - 1
     with Engine(config) as engine:

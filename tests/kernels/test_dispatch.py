@@ -73,7 +73,7 @@ def test_a_host_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_not_chosen_is_not_imported() -> None:
-    """A GPU's host needs no numba, a host without a GPU no Triton."""
+    """A GPU's host needs no numba, one without a GPU no Triton, plain weights no others' code."""
     program = """
 import sys, torch
 from kernels.dispatch import select_ops
@@ -81,6 +81,8 @@ select_ops("reference", torch.float32)
 assert not {"triton", "numba"} & sys.modules.keys(), "reference"
 select_ops("triton", torch.float32, device="cuda")
 assert "numba" not in sys.modules, "triton"
+select_ops("cpu", torch.float32)
+assert "kernels.cpu.quantised" not in sys.modules
 """
     compiled = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", program]

@@ -39,6 +39,7 @@ from m2n_comm.waits import Waits
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_attention_weights, stream_expert_weights
+from topspin.devices import NodeRole
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.launch.calibrate import Candidate, CandidateNode, expert_layer_bytes
 from topspin.messages import (
@@ -52,6 +53,7 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan import NodeConfig
+from topspin.precision import formats
 from topspin.process import follow_parent, start_logging
 
 NUM_ROWS = 16
@@ -141,12 +143,9 @@ class Trial:
             Waits(timeout_s=TIMEOUT_S, policy=wait_policy(candidate.config)),
         )
 
-    def _ops(self) -> Ops:
-        return select_ops(
-            self._config.node.kernels,
-            self._dtype,
-            self._config.precision[0].format if self._config.precision else "none",
-        )
+    def _ops(self, role: NodeRole) -> Ops:
+        asked = formats(self._config.precision, role)
+        return select_ops(self._config.node.kernels, self._dtype, asked)
 
     def _load_experts(self) -> Experts:
         held = self._table.experts_of(0)
@@ -155,9 +154,10 @@ class Trial:
             stream_expert_weights(
                 Checkpoint(self._path), self._model, dtype=self._dtype, experts=held
             ),
-            self._ops(),
+            self._ops("expert"),
             held=held,
             per_expert_answers=self._config.execution.deterministic,
+            precision=self._config.precision,
         )
         experts.warm_up((1, self._num_rows))
         return experts
@@ -168,7 +168,13 @@ class Trial:
             self._model, num_blocks, block_size=self._config.kv_cache.block_size, dtype=self._dtype
         )
         weights = stream_attention_weights(Checkpoint(self._path), self._model, dtype=self._dtype)
-        decoder = Decoder(self._model, weights, self._ops(), cache)
+        decoder = Decoder(
+            self._model,
+            weights,
+            self._ops("attention"),
+            cache,
+            precision=self._config.precision,
+        )
         return ModelRunner(self._model, decoder, num_blocks, self._config)
 
     def _decode(self, net: AttentionNet) -> float:

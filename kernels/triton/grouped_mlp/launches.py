@@ -35,6 +35,7 @@ from kernels.triton.grouped_mlp.weights import (
     GpuWeight,
 )
 from kernels.triton.router.launches import permute
+from topspin.precision import UNQUANTISED, Format
 
 GATE_UP: Final = "grouped_gate_up"
 DOWN: Final = "grouped_down"
@@ -66,7 +67,7 @@ class MlpTiles:
 class Shape(NamedTuple):
     """The parameters that determine the tiles."""
 
-    weight_format: str
+    weight_format: Format
     dtype: torch.dtype
     num_experts: int
     hidden_size: int
@@ -85,7 +86,7 @@ def default_tiles(op: str, shape: Shape) -> MlpTiles:
     weights have steps of one group, and fp8 tiles outputs of one block of 128.
     """
     rows_per_expert = shape.num_rows * shape.top_k / shape.num_experts
-    is_fp8, is_plain = shape.weight_format == "fp8", shape.weight_format == "plain"
+    is_fp8, is_plain = shape.weight_format == "fp8", shape.weight_format == UNQUANTISED
     is_first = op == GATE_UP
     if shape.dtype == torch.float32:
         return MlpTiles(16, GROUP if is_fp8 else 32, 32 if is_plain else GROUP, 1, 0, 4, 2)
@@ -263,5 +264,5 @@ def _check(
             raise ValueError(f"{what} is of {found.dtype}, not float32 or bfloat16")
     if weights.shape != slots.shape or weights.dtype != torch.float32:
         raise ValueError(f"weights are {weights.dtype} {tuple(weights.shape)}")
-    if experts.weight_format == "plain" and hidden.dtype != experts.dtype:
+    if experts.weight_format == UNQUANTISED and hidden.dtype != experts.dtype:
         raise ValueError(f"hidden is of {hidden.dtype}, the experts of {experts.dtype}")

@@ -1,4 +1,4 @@
-"""Weights in the formats of a GPU's kernels: plain, fp8, int8 or int4, single or as experts.
+"""Weights in the formats of a GPU's kernels: none, fp8, int8 or int4, single or as experts.
 
 Owns the four formats as tensors and the conversion of a checkpoint's matrix. Each expert has
 separate tensors and a table has their addresses, so an expert can be replaced without moving the
@@ -12,21 +12,23 @@ Dimension letters as in `kernels.contracts`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
-from kernels.reference import check_expert
+from kernels.contracts import ExpertWeights, LinearWeight
+from kernels.expert_slots import Packing, collect_experts
+from kernels.mixed_experts import collect_by_format
 from topspin.errors import ConfigError
+from topspin.precision import UNQUANTISED, Format
 
 GROUP: Final = 128
 """Inputs that share a scale or a step; in fp8 outputs too."""
-FORMATS: Final = ("plain", "fp8", "int8", "int4")
+FORMATS: Final[tuple[Format, ...]] = ("none", "fp8", "int8", "int4")
 """Their indices are the kernels' FORMAT."""
 FP8_MAX: Final = 448.0
 ALIGNMENT: Final = 16
@@ -38,16 +40,15 @@ NUMBERS_AT_ONCE: Final = 1 << 25
 
 @dataclass(frozen=True, eq=False)
 class GpuWeight(LinearWeight):
-    """A weight [O, I] in one of FORMATS; `packed` unless plain.
+    """A weight [O, I] in one of FORMATS; `packed` if quantised.
 
-    plain: data [O, I] as it came. fp8: data e4m3[O, I], scales f32[h, blocks of O / h, blocks of
+    none: data [O, I] as it came. fp8: data e4m3[O, I], scales f32[h, blocks of O / h, blocks of
     I] of 128 x 128 numbers, h being 2 for gate_up. int8: data u8[O, I'], I' being I up to a
     whole number of groups; int4: u8[O, I' / 2], whose 64 bytes of a group hold its first 64
     inputs in their low and the others in their high halves. Of both, scales bf16[groups, 2, O]
     are steps and lowest numbers: a number is code * step + lowest.
     """
 
-    weight_format: str = field(kw_only=True)
     scales: Tensor | None = field(kw_only=True, default=None)
 
 
@@ -55,9 +56,13 @@ class GpuWeight(LinearWeight):
 class GpuExperts(ExpertWeights):
     """Experts by slot, all in one format."""
 
-    weight_format: str = field(kw_only=True, default="plain")
     table: Tensor = field(init=False)
     """i64[E, 4], the addresses of gate_up, its scales, down, and its scales."""
+
+    @property
+    def weight_format(self) -> Format:
+        """Return the experts' format."""
+        return self.down[0].weight_format
 
     def __post_init__(self) -> None:
         """Fill the table of addresses."""
@@ -74,14 +79,14 @@ class GpuExperts(ExpertWeights):
         object.__setattr__(self, "table", table)
 
 
-def pack_weight(weight: Tensor, weight_format: str, *, halves: int = 1) -> GpuWeight:
+def pack_weight(weight: Tensor, weight_format: Format, *, halves: int = 1) -> GpuWeight:
     """Convert a matrix [O, I], bf16 or fp32, to a format, on the matrix's device.
 
     `halves` is 2 for a gate above an up projection. Raises ConfigError for an unknown format.
     """
     num_out, num_in = weight.shape
     scales = None
-    if weight_format == "plain":
+    if weight_format == UNQUANTISED:
         data = weight.contiguous()
     elif weight_format == "fp8":
         data, scales = _quantise_fp8(weight, halves)
@@ -99,7 +104,7 @@ def pack_weight(weight: Tensor, weight_format: str, *, halves: int = 1) -> GpuWe
         data,
         num_out,
         num_in,
-        packed=weight_format != "plain",
+        packed=weight_format != UNQUANTISED,
         weight_format=weight_format,
         scales=scales,
     )
@@ -165,48 +170,8 @@ def unpack_weight(weight: GpuWeight) -> Tensor:
     return groups.view(weight.out_features, -1)[:, : weight.in_features]
 
 
-def pack_experts(
-    gate_up: Iterable[Tensor],
-    down: Iterable[Tensor],
-    *,
-    share_per_row: float = 0.0,
-    weight_format: str = "plain",
-) -> GpuExperts:
-    """Pack E experts one matrix after the other; see `kernels.reference.pack_experts`.
-
-    `share_per_row` is ignored: there is one layout.
-    """
-    firsts: list[LinearWeight] = []
-    seconds: list[LinearWeight] = []
-    dtype = torch.float32
-    for matrix in gate_up:
-        dtype = matrix.dtype
-        firsts.append(pack_weight(matrix, weight_format, halves=2))
-    seconds.extend(pack_weight(matrix, weight_format) for matrix in down)
-    assert firsts, "no expert"
-    ffn_size, hidden_size = seconds[0].in_features, seconds[0].out_features
-    for first, second in zip(firsts, seconds, strict=True):
-        assert (first.out_features, first.in_features) == (2 * ffn_size, hidden_size)
-        assert (second.out_features, second.in_features) == (hidden_size, ffn_size)
-    return GpuExperts(
-        firsts, seconds, len(firsts), hidden_size, ffn_size, dtype, weight_format=weight_format
-    )
-
-
-def rebuild_experts(
-    experts: GpuExperts, slots: Sequence[int | ExpertMatrices]
-) -> Generator[None, None, GpuExperts]:
-    """Return experts with some slots changed; see `kernels.reference.rebuild_experts`."""
-    gate_up: list[LinearWeight] = []
-    down: list[LinearWeight] = []
-    for source in slots:
-        if isinstance(source, int):
-            gate_up.append(experts.gate_up[source])
-            down.append(experts.down[source])
-            continue
-        check_expert(experts, source)
-        gate_up.append(pack_weight(source.gate_up, experts.weight_format, halves=2))
-        yield
-        down.append(pack_weight(source.down, experts.weight_format))
-        yield
-    return replace(experts, gate_up=gate_up, down=down, num_experts=len(slots))
+PACKING: Final = Packing(
+    gate_up=partial(pack_weight, halves=2),
+    down=pack_weight,
+    collect=partial(collect_by_format, collect=partial(collect_experts, kind=GpuExperts)),
+)

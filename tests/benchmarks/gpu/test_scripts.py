@@ -13,6 +13,7 @@ import torch
 from benchmarks.gpu import decode, rooflines, smoke
 from benchmarks.gpu.decode import time_decode, time_prefill
 from benchmarks.gpu.workload import QUICK
+from kernels.triton.ops import TritonOps
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="interprets kernels, which a process with a GPU does not"
@@ -31,7 +32,7 @@ def test_rooflines(tmp_path: Path) -> None:
     assert (status, result["problems"], result["complete"]) == (0, [], True)
     figures = [each for each in result["figures"] if each["of"] == "kernel"]
     ops = {each["op"].split(",")[0] for each in figures}
-    assert ops >= {"attention", "experts plain", "linear int4", "route and permute", "sample"}
+    assert ops >= {"attention", "experts none", "linear int4", "route and permute", "sample"}
     assert all(each["us"] > 0 and each["fraction"] > 0 for each in figures)
     assert any(each["library_us"] for each in figures if each["op"] == "attention")
     ceilings = [each["name"] for each in result["figures"] if each["of"] == "ceiling"]
@@ -42,8 +43,8 @@ def test_bytes_of_experts_are_those_that_packing_takes() -> None:
     sizes = rooflines.TINY
     gate_up = torch.randn(sizes.experts, 2 * sizes.ffn, sizes.hidden).bfloat16()
     down = torch.randn(sizes.experts, sizes.hidden, sizes.ffn).bfloat16()
-    for name in ("plain", "fp8", "int8", "int4"):
-        experts = rooflines.pack_experts(gate_up, down, weight_format=name)
+    for name in rooflines.FORMATS:
+        experts = TritonOps().pack_experts(gate_up, down, formats=[name] * sizes.experts)
         held = 0
         for weight in (experts.gate_up[0], experts.down[0]):
             assert isinstance(weight, rooflines.GpuWeight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
-from kernels import reference
+from kernels import deterministic, reference
 from kernels.contracts import ExpertMatrices, ExpertWeights
 from kernels.cpu import ops as cpu
 from kernels.cpu.quantised import (
@@ -29,6 +29,7 @@ from kernels.cpu.simd.lanes import LANES
 from kernels.dispatch import Ops, select_ops
 from tests.pairwise import cover_pairs
 from topspin.errors import ConfigError
+from topspin.precision import Format
 
 MODES = sorted(BITS)
 # Rows are rounded to steps of 1/127 of a group's largest number: an error of half a step at most.
@@ -61,14 +62,18 @@ def half_of(experts: QuantisedExperts, slot: int) -> Tensor:
     weight = experts.gate_up[slot]
     assert isinstance(weight, QuantisedWeight)
     whole = QuantisedWeight(
-        weight.data, len(weight.data) * LANES, weight.in_features, True, bits=weight.bits
+        weight.data,
+        len(weight.data) * LANES,
+        weight.in_features,
+        packed=True,
+        weight_format=weight.weight_format,
     )
     gate, up = dequantise(whole).chunk(2)
     return torch.cat((gate[: experts.ffn_size], up[: experts.ffn_size]))
 
 
 def plain(experts: ExpertWeights) -> ExpertWeights:
-    """Return the dequantised experts in fp32."""
+    """Return the dequantised experts of one format in fp32."""
     assert isinstance(experts, QuantisedExperts)
     downs = []
     for weight in experts.down:
@@ -80,11 +85,12 @@ def plain(experts: ExpertWeights) -> ExpertWeights:
 
 
 def make_experts(
-    ops: QuantisedOps, num_experts: int, hidden: int, width: int, dtype: torch.dtype
+    formats: Sequence[Format], hidden: int, width: int, dtype: torch.dtype
 ) -> ExpertWeights:
-    return ops.pack_experts(
-        (torch.randn(num_experts, 2 * width, hidden) / hidden**0.5).to(dtype),
-        (torch.randn(num_experts, hidden, width) / width**0.5).to(dtype),
+    return QuantisedOps().pack_experts(
+        (torch.randn(len(formats), 2 * width, hidden) / hidden**0.5).to(dtype),
+        (torch.randn(len(formats), hidden, width) / width**0.5).to(dtype),
+        formats=formats,
     )
 
 
@@ -95,8 +101,8 @@ def test_eight_bits_lose_little_and_four_less_than_q4_0(
 ) -> None:
     """On bell-shaped weights, in whole groups, the squared error is at most 0.8 of Q4_0's."""
     weight = torch.randn(shape).to(dtype)
-    assert relative(dequantise(quantise(weight, 8)), weight) < 0.006
-    ours = relative(dequantise(quantise(weight, 4)), weight)
+    assert relative(dequantise(quantise(weight, "int8")), weight) < 0.006
+    ours = relative(dequantise(quantise(weight, "int4")), weight)
     assert ours < 0.09
     if shape[1] % 32 == 0:
         kind = GGMLQuantizationType.Q4_0
@@ -104,22 +110,22 @@ def test_eight_bits_lose_little_and_four_less_than_q4_0(
         assert ours**2 < 0.8 * relative(torch.from_numpy(theirs), weight) ** 2
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_weights_on_a_grid_of_their_own_are_kept(bits: int) -> None:
+@pytest.mark.parametrize(("mode", "bits"), BITS.items())
+def test_weights_on_a_grid_of_their_own_are_kept(mode: Format, bits: int) -> None:
     """For any low and step: bf16 numbers of few digits are kept exactly."""
     codes = torch.randint(0, 2**bits, (24, 3, 32)).float()
     codes[..., 0], codes[..., 1] = 0, 2**bits - 1
     step = torch.tensor([0.25, 0.5, 1.0])[None, :, None]
     low = torch.randint(-8, 8, (24, 3, 1)).float()
     weight = (codes * step + low).flatten(1)
-    assert torch.equal(dequantise(quantise(weight, bits)), weight)
+    assert torch.equal(dequantise(quantise(weight, mode)), weight)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", [0.0, 1.0, -0.375, 1e-38])
-def test_groups_of_one_value_are_kept(bits: int, value: float) -> None:
+def test_groups_of_one_value_are_kept(mode: Format, value: float) -> None:
     weight = torch.full((5, 40), value)
-    assert torch.equal(dequantise(quantise(weight, bits)), weight.bfloat16().float())
+    assert torch.equal(dequantise(quantise(weight, mode)), weight.bfloat16().float())
 
 
 @pytest.mark.parametrize(
@@ -132,11 +138,11 @@ def test_groups_of_one_value_are_kept(bits: int, value: float) -> None:
     ],
 )
 def test_linear_is_the_product_of_the_dequantised_weight(
-    mode: str, num_out: int, num_in: int, num_rows: int
+    mode: Format, num_out: int, num_in: int, num_rows: int
 ) -> None:
     """Only the rows are rounded: the product of the rounded rows is met up to fp32's rounding."""
-    ops = QuantisedOps(cpu, mode)
-    weight = ops.pack_projection(torch.randn(num_out, num_in))
+    ops = QuantisedOps()
+    weight = ops.pack_linear(torch.randn(num_out, num_in), mode)
     assert isinstance(weight, QuantisedWeight)
     x, bias = torch.randn(num_rows, num_in), torch.randn(num_out)
     whole = dequantise(weight).double()
@@ -150,9 +156,9 @@ def test_linear_is_the_product_of_the_dequantised_weight(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_linear_of_bf16_rows(mode: str) -> None:
-    ops = QuantisedOps(cpu, mode)
-    weight = ops.pack_projection(torch.randn(50, 96).bfloat16())
+def test_linear_of_bf16_rows(mode: Format) -> None:
+    ops = QuantisedOps()
+    weight = ops.pack_linear(torch.randn(50, 96).bfloat16(), mode)
     assert isinstance(weight, QuantisedWeight)
     x, bias = torch.randn(11, 96).bfloat16(), torch.randn(50).bfloat16()
     wide = ops.linear(x, weight, bias, torch.empty(11, 50))
@@ -164,17 +170,17 @@ def test_linear_of_bf16_rows(mode: str) -> None:
 
 
 def test_linear_takes_no_rows_and_rows_of_zeros() -> None:
-    ops = QuantisedOps(cpu, "int4")
-    weight = ops.pack_projection(torch.randn(20, 64))
+    ops = QuantisedOps()
+    weight = ops.pack_linear(torch.randn(20, 64), "int4")
     assert ops.linear(torch.empty(0, 64), weight).shape == (0, 20)
     assert torch.equal(ops.linear(torch.zeros(3, 64), weight), torch.zeros(3, 20))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_that_is_none_spoils_its_row_only(mode: str, bad: float) -> None:
-    ops = QuantisedOps(cpu, mode)
-    weight = ops.pack_projection(torch.randn(20, 96))
+def test_a_number_that_is_none_spoils_its_row_only(mode: Format, bad: float) -> None:
+    ops = QuantisedOps()
+    weight = ops.pack_linear(torch.randn(20, 96), mode)
     x = torch.randn(4, 96)
     before = ops.linear(x, weight)
     x[2, 40] = bad
@@ -184,10 +190,10 @@ def test_a_number_that_is_none_spoils_its_row_only(mode: str, bad: float) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(mode: str) -> None:
-    ops = QuantisedOps(cpu, mode)
-    weight = ops.pack_projection(torch.randn(90, 160))
-    experts = make_experts(ops, 6, 96, 40, torch.float32)
+def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(mode: Format) -> None:
+    ops = QuantisedOps()
+    weight = ops.pack_linear(torch.randn(90, 160), mode)
+    experts = make_experts([mode] * 6, 96, 40, torch.float32)
     x, hidden = torch.randn(21, 160), torch.randn(21, 96)
     slots = torch.randint(-1, 6, (21, 3), dtype=torch.int32)
     weights = torch.rand(21, 3)
@@ -228,7 +234,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it_nor_on_threads(mode: str) -
     ],
 )
 def test_experts_are_those_of_the_dequantised_weights(
-    mode: str,
+    mode: Format,
     dtype: torch.dtype,
     num_experts: int,
     hidden: int,
@@ -237,8 +243,8 @@ def test_experts_are_those_of_the_dequantised_weights(
     num_rows: int,
 ) -> None:
     """Both products round their rows, so the error is that of two roundings."""
-    ops = QuantisedOps(cpu, mode)
-    experts = make_experts(ops, num_experts, hidden, width, dtype)
+    ops = QuantisedOps()
+    experts = make_experts([mode] * num_experts, hidden, width, dtype)
     x = torch.randn(num_rows, hidden).to(dtype)
     slots = torch.randint(-1, num_experts, (num_rows, top_k), dtype=torch.int32)
     slots[0, 0] = num_experts - 1
@@ -253,8 +259,8 @@ def test_experts_are_those_of_the_dequantised_weights(
 
 
 def test_experts_of_no_rows_and_rows_without_experts() -> None:
-    ops = QuantisedOps(cpu, "int4")
-    experts = make_experts(ops, 3, 64, 32, torch.float32)
+    ops = QuantisedOps()
+    experts = make_experts(["int4"] * 3, 64, 32, torch.float32)
     none = ops.grouped_mlp(
         torch.empty(0, 64), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2), experts
     )
@@ -266,10 +272,10 @@ def test_experts_of_no_rows_and_rows_without_experts() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_rebuilt_experts_share_what_stays(mode: str) -> None:
-    ops = QuantisedOps(cpu, mode)
-    old = make_experts(ops, 3, 64, 40, torch.bfloat16)
-    new = ExpertMatrices(torch.randn(80, 64).bfloat16(), torch.randn(64, 40).bfloat16())
+def test_rebuilt_experts_share_what_stays(mode: Format) -> None:
+    ops = QuantisedOps()
+    old = make_experts([mode] * 3, 64, 40, torch.bfloat16)
+    new = ExpertMatrices(torch.randn(80, 64).bfloat16(), torch.randn(64, 40).bfloat16(), mode)
     pieces = ops.rebuild_experts(old, [2, new, 0, 2])
     num_pieces = 0
     while True:
@@ -287,23 +293,22 @@ def test_rebuilt_experts_share_what_stays(mode: str) -> None:
     before = torch.tensor([[2], [0], [0], [2]], dtype=torch.int32)
     theirs = ops.grouped_mlp(x, before, torch.ones(4, 1), old).out
     assert torch.equal(ours[[0, 2, 3]], theirs[[0, 2, 3]])
-    fresh = ops.pack_experts([new.gate_up], [new.down])
+    fresh = ops.pack_experts([new.gate_up], [new.down], formats=[mode])
     alone = ops.grouped_mlp(x[1:2], slots[:1], torch.ones(1, 1), fresh).out
     assert torch.equal(ours[1:2], alone)
 
 
 def test_what_is_quantised_is_smaller() -> None:
     matrix = torch.randn(256, 512).bfloat16()
-    for mode, bits in (("int4", 5), ("int8", 9)):
-        ops = QuantisedOps(cpu, mode)
-        assert ops.pack_projection(matrix).data.nbytes == 256 * 512 * bits // 8
-        assert ops.pack_lm_head(matrix).data.nbytes == 256 * 512 * 9 // 8
-        assert not isinstance(ops.pack_linear(matrix), QuantisedWeight)
+    ops = QuantisedOps()
+    assert not isinstance(ops.pack_linear(matrix), QuantisedWeight)
+    for mode, bits in BITS.items():
+        assert ops.pack_linear(matrix, mode).data.nbytes == 256 * 512 * (bits + 1) // 8
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_it_has_every_op_of_the_interface(mode: str) -> None:
-    ops = select_ops("cpu", torch.bfloat16, mode)
+def test_it_has_every_op_of_the_interface(mode: Format) -> None:
+    ops = select_ops("cpu", torch.bfloat16, [mode])
     assert isinstance(ops, QuantisedOps)
     names = [n for n, f in inspect.getmembers(Ops, inspect.isfunction) if not n.startswith("_")]
     for op in names:
@@ -311,23 +316,33 @@ def test_it_has_every_op_of_the_interface(mode: str) -> None:
         assert list(inspect.signature(getattr(ops, op)).parameters.values()) == wanted, op
 
 
-@pytest.mark.parametrize(("device", "mode"), [("cpu", "int2"), ("reference", "int4")])
-def test_other_modes_and_devices_are_refused_by_name(device: str, mode: str) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"'{mode}' on '{device}'; 'cpu' has int4, int8; 'triton' has fp8, int4, int8",
-    ):
-        select_ops(device, torch.bfloat16, mode)
+@pytest.mark.parametrize(("kernels", "mode"), [("cpu", "fp8"), ("reference", "int4")])
+def test_formats_without_kernels_are_refused_by_name(kernels: str, mode: Format) -> None:
+    message = (
+        f"{kernels} have no weights in {mode}; cpu have int8, int4; triton have int8, int4, fp8"
+    )
+    with pytest.raises(ConfigError, match=message):
+        select_ops(kernels, torch.bfloat16, ["int4", mode])
+
+
+def test_plain_kernels_refuse_a_format() -> None:
+    matrix = torch.randn(4, 8)
+    for ops in (cpu, reference, deterministic):
+        with pytest.raises(AssertionError, match="int8"):
+            ops.pack_linear(matrix, "int8")
+        with pytest.raises(AssertionError, match="int8"):
+            ops.pack_experts([matrix], [matrix.T[:, :2]], formats=["int8"])
 
 
 _BOTH = """
 import sys, torch
-from kernels.cpu import ops as cpu
 from kernels.cpu.quantised import QuantisedOps
 torch.manual_seed(3)
-ops = QuantisedOps(cpu, "int4")
-weight = ops.pack_projection(torch.randn(40, 100))
-experts = ops.pack_experts(torch.randn(4, 80, 64), torch.randn(4, 64, 40))
+ops = QuantisedOps()
+weight = ops.pack_linear(torch.randn(40, 100), "int4")
+experts = ops.pack_experts(
+    torch.randn(4, 80, 64), torch.randn(4, 64, 40), formats=["int4", "int8", "int4", "int4"]
+)
 slots = torch.randint(-1, 4, (11, 2), dtype=torch.int32)
 mixed = ops.grouped_mlp(torch.randn(11, 64), slots, torch.rand(11, 2), experts).out
 product = ops.linear(torch.randn(11, 100), weight)

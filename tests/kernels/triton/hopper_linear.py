@@ -13,11 +13,12 @@ from kernels.triton.router.grouping import group_slot
 from kernels.triton.router.kernels import local_slots_block
 from kernels.triton.swiglu import _swiglu_block
 from tests.kernels.triton.hopper import NAMES, compile_kernel
+from topspin.precision import Format
 
-DATA = {"plain": "*bf16", "fp8": "*fp8e4nv", "int8": "*u8", "int4": "*u8"}
+DATA = {"none": "*bf16", "fp8": "*fp8e4nv", "int8": "*u8", "int4": "*u8"}
 
 
-def compile_linear(weight_format: str, dtype: torch.dtype, num_rows: int, **ones: int) -> None:
+def compile_linear(weight_format: Format, dtype: torch.dtype, num_rows: int, **ones: int) -> None:
     """Compile a projection of Qwen3-30B-A3B's; Triton makes constants of arguments that are 1."""
     weight = GpuWeight(torch.empty(0), 5120, 2048, packed=True, weight_format=weight_format)
     tiles = default_tiles(weight, dtype, num_rows)

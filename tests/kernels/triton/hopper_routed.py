@@ -20,6 +20,7 @@ from kernels.triton.router.launches import ELEMENTS_PER_WARP, MAX_WARPS
 from kernels.triton.sampling import filters
 from kernels.triton.sampling import kernels as sampling
 from tests.kernels.triton.hopper import NAMES, compile_kernel
+from topspin.precision import Format
 
 GROUPING = {
     "hist_ptr": "*i32", "order_ptr": "*i64", "row_of_ptr": "*i64", "counts_ptr": "*i64",
@@ -43,12 +44,12 @@ def compile_grouping(width: int, block_rows: int, *, single: bool, **ones: int) 
     compile_kernel(place_block, GROUPING, {**pairs, "CHUNK": 16}, num_warps=warps)
 
 
-def compile_mlp(weight_format: str, dtype: torch.dtype, num_rows: int, **ones: int) -> None:
+def compile_mlp(weight_format: Format, dtype: torch.dtype, num_rows: int, **ones: int) -> None:
     """Compile both products with the default tiles of Qwen3-30B-A3B's shape."""
-    types = {"plain": NAMES[dtype], "fp8": "*fp8e4nv", "int8": NAMES[dtype], "int4": NAMES[dtype]}
+    types = {"none": NAMES[dtype], "fp8": "*fp8e4nv", "int8": NAMES[dtype], "int4": NAMES[dtype]}
     plain = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
-    weight = {"plain": plain, "fp8": tl.float8e4nv}.get(weight_format, tl.uint8)
-    scale = {"plain": plain, "fp8": tl.float32}.get(weight_format, tl.bfloat16)
+    weight = {"none": plain, "fp8": tl.float8e4nv}.get(weight_format, tl.uint8)
+    scale = {"none": plain, "fp8": tl.float32}.get(weight_format, tl.bfloat16)
     shape = Shape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
     common = {
         "table_ptr": "*i64", "offsets_ptr": "*i64", "unit_scale_ptr": "*fp32",
@@ -121,7 +122,7 @@ def main() -> None:
     for weight_format in FORMATS:
         for num_rows in (1, 8, 256, 1024, 8192):
             compile_mlp(weight_format, torch.bfloat16, num_rows)
-    compile_mlp("plain", torch.float32, 1)
+    compile_mlp("none", torch.float32, 1)
     compile_mlp("fp8", torch.bfloat16, 1, E=1, F=1, num_tiles=1, num_blocks=1, weight_stride=1)
     compile_mlp("int4", torch.bfloat16, 1, E=1, H=1, num_tiles=1, num_blocks=1, x_stride=1)
     compile_kernel(sum_choices, {"parts_ptr": "*bf16", "slots_ptr": "*i32", "out_ptr": "*fp32"},

@@ -27,14 +27,14 @@ from kernels.triton.grouped_mlp.weights import (
     GROUP,
     GpuExperts,
     GpuWeight,
-    pack_experts,
     pack_weight,
-    rebuild_experts,
     unpack_weight,
 )
+from kernels.triton.ops import TritonOps
 from tests.kernels.generators import finish
 from tests.pairwise import cover_values
 from topspin.errors import ConfigError
+from topspin.precision import UNQUANTISED, Format
 
 QUANTISED = FORMATS[1:]
 
@@ -72,6 +72,12 @@ def make_case(
         gate_up.to(device, dtype),
         down.to(device, dtype),
     )
+
+
+def pack_experts(gate_up: Tensor, down: Tensor, weight_format: Format = UNQUANTISED) -> GpuExperts:
+    packed = TritonOps().pack_experts(gate_up, down, formats=[weight_format] * len(down))
+    assert isinstance(packed, GpuExperts)
+    return packed
 
 
 def use_tiles(monkeypatch: pytest.MonkeyPatch, **fields: int) -> None:
@@ -131,11 +137,11 @@ def test_bf16_by_default_tiles(out_dtype: torch.dtype, device: torch.device) -> 
 
 @pytest.mark.parametrize(("swap", "weight_format"), cover_values([0, 1], QUANTISED))
 def test_quantised_weights_are_multiplied_as_what_they_stand_for(
-    weight_format: str, swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    weight_format: Format, swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     use_tiles(monkeypatch, swap=swap, block_n=128, block_k=128)
     case = make_case(20, hidden_size=200, ffn_size=136, num_experts=3, top_k=2, device=device)
-    experts = pack_experts(case.gate_up, case.down, weight_format=weight_format)
+    experts = pack_experts(case.gate_up, case.down, weight_format)
     found = triton_grouped_mlp.grouped_mlp(*case[:3], experts).out
     if weight_format == "fp8":
         wanted = mlp_in_fp8(case, experts)
@@ -173,13 +179,13 @@ def mlp_in_fp8(case: Case, experts: GpuExperts) -> Tensor:
 
 @pytest.mark.parametrize(("weight_format", "swap"), [("fp8", 0), ("int8", 1), ("int4", 0)])
 def test_bf16_rows_meet_quantised_weights(
-    weight_format: str, swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+    weight_format: Format, swap: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     use_tiles(monkeypatch, swap=swap, block_n=128, block_k=128)
     case = make_case(
         3, hidden_size=128, ffn_size=64, num_experts=2, top_k=2, device=device, dtype=torch.bfloat16
     )
-    experts = pack_experts(case.gate_up, case.down, weight_format=weight_format)
+    experts = pack_experts(case.gate_up, case.down, weight_format)
     out = torch.empty(3, 128, device=device)
     triton_grouped_mlp.grouped_mlp(*case[:3], experts, out=out)
     if weight_format == "fp8":
@@ -191,12 +197,12 @@ def test_bf16_rows_meet_quantised_weights(
 
 
 # The error of uniform rounding: a step of the range of 128 normal numbers over sqrt(12).
-ERRORS = {"plain": 1e-9, "fp8": 0.03, "int8": 0.01, "int4": 0.12}
+ERRORS = {"none": 1e-9, "fp8": 0.03, "int8": 0.01, "int4": 0.12}
 
 
 @pytest.mark.parametrize(("weight_format", "shape"), cover_values(FORMATS, [(2 * 72, 200), (2, 1)]))
 def test_formats_keep_matrices(
-    weight_format: str, shape: tuple[int, int], device: torch.device
+    weight_format: Format, shape: tuple[int, int], device: torch.device
 ) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
     packed = pack_weight(weight, weight_format, halves=2)
@@ -219,19 +225,19 @@ def test_sizes_of_formats() -> None:
         assert 8 * (packed.data.nbytes + packed.scales.nbytes) == bits * weight.numel()
 
 
-@pytest.mark.parametrize("weight_format", ["plain", "int4"])
-def test_rebuilt_experts_share_what_stays(weight_format: str, device: torch.device) -> None:
+@pytest.mark.parametrize("weight_format", ["none", "int4"])
+def test_rebuilt_experts_share_what_stays(weight_format: Format, device: torch.device) -> None:
     case = make_case(4, hidden_size=40, ffn_size=24, num_experts=3, top_k=2, device=device)
-    old = pack_experts(case.gate_up[:2], case.down[:2], weight_format=weight_format)
-    new = ExpertMatrices(case.gate_up[2], case.down[2])
-    experts = finish(rebuild_experts(old, [1, new, 0]))
+    old = pack_experts(case.gate_up[:2], case.down[:2], weight_format)
+    new = ExpertMatrices(case.gate_up[2], case.down[2], weight_format)
+    experts = finish(TritonOps().rebuild_experts(old, [1, new, 0]))
     assert experts.num_experts == 3
     assert experts.table[[0, 2]].tolist() == old.table[[1, 0]].tolist()
-    fresh = pack_experts(case.gate_up[[1, 2, 0]], case.down[[1, 2, 0]], weight_format=weight_format)
+    fresh = pack_experts(case.gate_up[[1, 2, 0]], case.down[[1, 2, 0]], weight_format)
     results = [triton_grouped_mlp.grouped_mlp(*case[:3], e).out for e in (experts, fresh)]
     assert torch.equal(*results)
     with pytest.raises(AssertionError):
-        finish(rebuild_experts(old, [ExpertMatrices(case.gate_up[2], case.down[2].T)]))
+        finish(TritonOps().rebuild_experts(old, [ExpertMatrices(case.gate_up[2], case.down[2].T)]))
 
 
 def test_contributions_are_added_by_ascending_choice(device: torch.device) -> None:
@@ -284,13 +290,13 @@ def test_no_rows(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_default_tiles_are_possible(weight_format: str) -> None:
+def test_default_tiles_are_possible(weight_format: Format) -> None:
     dtypes, rows = (torch.float32, torch.bfloat16), (1, 32, 256, 1024, 2048, 8192)
     for op, dtype, num_rows in itertools.product((GATE_UP, DOWN), dtypes, rows):
         shape = Shape(weight_format, dtype, 128, 2048, 768, 8, num_rows)
         tiles = default_tiles(op, shape)
         # A step has one group of inputs, and an fp8 tile outputs of one block.
-        assert weight_format == "plain" or tiles.block_k == GROUP
+        assert weight_format == "none" or tiles.block_k == GROUP
         assert weight_format != "fp8" or tiles.block_n <= GROUP
         assert weight_format != "fp8" or op == DOWN or tiles.block_n == GROUP
         # the smallest size that tl.dot takes
@@ -310,5 +316,5 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         triton_grouped_mlp.grouped_mlp(case.hidden.bfloat16(), *case[1:3], experts)
     with pytest.raises(ValueError, match=r"weights are .*float64"):
         triton_grouped_mlp.grouped_mlp(case.hidden, case.slots, case.weights.double(), experts)
-    with pytest.raises(ConfigError, match=r"'int5'.*plain, fp8, int8, int4"):
-        pack_experts(case.gate_up, case.down, weight_format="int5")
+    with pytest.raises(ConfigError, match=r"'int5'.*none, fp8, int8, int4"):
+        pack_experts(case.gate_up, case.down, "int5")

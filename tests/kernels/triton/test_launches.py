@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from kernels.contracts import AttentionMeta, HeadRows
-from kernels.dispatch import Ops, select_ops
+from kernels.dispatch import select_ops
 from kernels.triton.router.launches import local_slots
+from topspin.precision import UNQUANTISED, Format
 
 HIDDEN, HEADS, KV_HEADS, DIM, EXPERTS, FFN, BLOCK = 32, 4, 2, 16, 4, 16, 4
 
@@ -58,13 +59,23 @@ def weight(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)) / shape[-1] ** 0.5
 
 
-def decode_layer(ops: Ops, max_context_len: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run one layer on two sequences, one node holding all experts; return its launches."""
+def decode_layer(
+    max_context_len: int,
+    monkeypatch: pytest.MonkeyPatch,
+    formats: Sequence[Format] = (UNQUANTISED,) * EXPERTS,
+) -> list[str]:
+    """Run one layer on two sequences, one node holding all experts; return its launches.
+
+    The projections have the first of the experts' `formats`.
+    """
     rows = 2
-    qkv_weight = ops.pack_projection(weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN))
-    o_weight = ops.pack_projection(weight(HIDDEN, HEADS * DIM))
+    ops = select_ops("triton", torch.float32, set(formats) - {UNQUANTISED})
+    qkv_weight = ops.pack_linear(weight((HEADS + 2 * KV_HEADS) * DIM, HIDDEN), formats[0])
+    o_weight = ops.pack_linear(weight(HIDDEN, HEADS * DIM), formats[0])
     router = ops.pack_linear(weight(EXPERTS, HIDDEN))
-    experts = ops.pack_experts(weight(EXPERTS, 2 * FFN, HIDDEN), weight(EXPERTS, HIDDEN, FFN))
+    experts = ops.pack_experts(
+        weight(EXPERTS, 2 * FFN, HIDDEN), weight(EXPERTS, HIDDEN, FFN), formats=formats
+    )
     norm, head_norm = torch.ones(HIDDEN), torch.ones(DIM)
     caches = torch.zeros(2, 4, BLOCK, KV_HEADS, DIM).unbind()
     slot_of = torch.arange(EXPERTS, dtype=torch.int32)[None]
@@ -102,21 +113,19 @@ ROUTED = ["local_slots_block", "gate_up_tile", "down_tile", "sum_choices"]
 
 
 def test_a_layers_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = select_ops("triton", torch.float32)
-    short = decode_layer(ops, 100, monkeypatch)
+    short = decode_layer(100, monkeypatch)
     assert short == [*BEFORE_ATTENTION, *AFTER_ATTENTION, *ROUTED]
 
 
 def test_long_contexts_are_split_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = select_ops("triton", torch.float32)
-    long = decode_layer(ops, 4096, monkeypatch)
+    long = decode_layer(4096, monkeypatch)
     assert long == [*BEFORE_ATTENTION, "combine_splits", *AFTER_ATTENTION, *ROUTED]
 
 
 def test_quantised_weights_take_as_many_where_a_product_is_one_tile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    quantised = decode_layer(select_ops("triton", torch.float32, "int8"), 100, monkeypatch)
-    plain = decode_layer(select_ops("triton", torch.float32), 100, monkeypatch)
+    quantised = decode_layer(100, monkeypatch, ["int8"] * EXPERTS)
+    plain = decode_layer(100, monkeypatch)
     assert len(quantised) == len(plain)
     assert quantised.count("linear_tile") == 2

@@ -12,6 +12,7 @@ from kernels.runtime import NoSync
 from kernels.triton.grouped_mlp.weights import FORMATS, GpuWeight, pack_weight, unpack_weight
 from kernels.triton.linear.launches import LinearTiles, default_tiles, linear, tiled_linear
 from tests.pairwise import cover_values
+from topspin.precision import Format
 
 QUANTISED = FORMATS[1:]
 # A sum of bf16 products is exact in fp32 except for the order; the result is rounded once.
@@ -42,7 +43,7 @@ def product(x: Tensor, weight: GpuWeight, bias: Tensor | None) -> Tensor:
     ],
 )
 def test_by_default_tiles(
-    weight_format: str, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
+    weight_format: Format, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
 ) -> None:
     """Rows, inputs and outputs that no tile divides."""
     weight = pack_weight((draw(70, 200) / 14).to(device, dtype), weight_format)
@@ -65,7 +66,9 @@ TILES = [
 
 
 @pytest.mark.parametrize(("tiles", "weight_format"), cover_values(TILES, FORMATS))
-def test_any_tiles_and_splits(weight_format: str, tiles: LinearTiles, device: torch.device) -> None:
+def test_any_tiles_and_splits(
+    weight_format: Format, tiles: LinearTiles, device: torch.device
+) -> None:
     """Five groups of inputs in up to nine splits, some of them shorter or empty."""
     weight = pack_weight((draw(40, 640) / 25).to(device), weight_format)
     x, bias = draw(17, 640, seed=1).to(device), draw(40, seed=2).to(device)

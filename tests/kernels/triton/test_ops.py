@@ -21,6 +21,7 @@ from kernels.triton.sampling.launches import plan_sampling
 from tests.kernels.generators import finish
 from tests.kernels.test_sampling import batch
 from tests.pairwise import cover_values
+from topspin.precision import Format
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {
@@ -48,7 +49,7 @@ def assert_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
 def test_ends_of_the_model(dtype: torch.dtype, ops: Ops, device: torch.device) -> None:
     table, norm = draw(50, HIDDEN, dtype=dtype), draw(HIDDEN, dtype=dtype, seed=1)
     tokens = torch.tensor([3, 49, 0, 3])
-    head = ops.pack_lm_head(draw(50, HIDDEN, dtype=dtype, seed=2).to(device))
+    head = ops.pack_linear(draw(50, HIDDEN, dtype=dtype, seed=2).to(device))
     out = torch.empty(4, 50, device=device)
     with NoSync():
         residual = ops.embed(tokens.to(device), table.to(device))
@@ -70,7 +71,7 @@ def test_ends_of_the_model(dtype: torch.dtype, ops: Ops, device: torch.device) -
 def test_linear(dtype: torch.dtype, num_rows: int, ops: Ops, device: torch.device) -> None:
     x, matrix = draw(num_rows, 24, dtype=dtype), draw(10, 24, dtype=dtype, seed=1)
     bias = draw(10, dtype=dtype, seed=2)
-    packed = ops.pack_projection(matrix.to(device))
+    packed = ops.pack_linear(matrix.to(device))
     theirs = reference.pack_linear(matrix)
     for given in (None, bias):
         wanted = reference.linear(x, theirs, given)
@@ -245,35 +246,52 @@ def test_experts_are_exchanged(ops: Ops, device: torch.device) -> None:
     assert_close(found.out, wanted.out, torch.float32)
 
 
-@pytest.mark.parametrize("mode", ["fp8", "int4", "int8"])
-def test_quantization_covers_products_and_experts(mode: str, device: torch.device) -> None:
-    ops = select_ops("triton", torch.float32, mode, str(device))
-    plain = select_ops("triton", torch.float32, device=str(device))
+@pytest.mark.parametrize("mode", ["none", "fp8", "int4", "int8"])
+def test_products_follow_the_format_of_the_weight(
+    mode: Format, ops: Ops, device: torch.device
+) -> None:
     x, matrix = draw(3, HIDDEN).to(device), (draw(10, HIDDEN, seed=1) / 6).to(device)
-    head_format = "int8" if mode == "int4" else mode
-    for pack, weight_format in (
-        (ops.pack_projection, mode),
-        (ops.pack_lm_head, head_format),
-        (ops.pack_linear, "plain"),
-    ):
-        packed = pack(matrix)
-        assert isinstance(packed, GpuWeight)
-        assert packed.weight_format == weight_format
-        wanted = x @ unpack_weight(packed).T
-        torch.testing.assert_close(ops.linear(x, packed), wanted, rtol=1e-5, atol=1e-5)
-    gate_up, down = (draw(16, HIDDEN) / 6).to(device), (draw(HIDDEN, 8, seed=1) / 3).to(device)
-    experts = ops.pack_experts(gate_up[None], down[None])
-    assert experts.gate_up[0].weight_format == mode
-    new = finish(ops.rebuild_experts(experts, [ExpertMatrices(gate_up, down), 0]))
-    slots = torch.tensor([[0], [1], [1]], dtype=torch.int32, device=device)
-    found = ops.grouped_mlp(x, slots, torch.ones(3, 1, device=device), new)
-    # An expert's rows are also quantised, to fp8.
-    unpacked = (unpack_weight(each[0])[None] for each in (new.gate_up, new.down))
-    mixed = plain.grouped_mlp(
-        x, slots.clamp(max=0), torch.ones(3, 1, device=device), plain.pack_experts(*unpacked)
-    )
-    error = (found.out - mixed.out).norm() / mixed.out.norm()
-    assert error < (0.05 if mode == "fp8" else 1e-5)
+    packed = ops.pack_linear(matrix, mode)
+    assert isinstance(packed, GpuWeight)
+    assert packed.weight_format == mode
+    wanted = x @ unpack_weight(packed).T
+    torch.testing.assert_close(ops.linear(x, packed), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [
+        *([mode] * 4 for mode in ("fp8", "int4", "int8")),
+        ["int4", "none", "int8", "int4"],
+        ["none", "fp8", "none", "int8"],
+    ],
+)
+def test_experts_of_any_formats(formats: list[Format], ops: Ops, device: torch.device) -> None:
+    """Also after one is exchanged for one of another format; counts are by slot."""
+    gate_up, down = draw(4, 16, HIDDEN) / 6, draw(4, HIDDEN, 8, seed=1) / 3
+    gate_up, down = gate_up.to(device), down.to(device)
+    first = ops.pack_experts(gate_up, down, formats=formats)
+    new = ExpertMatrices(gate_up[3], down[3], formats[0])
+    second = finish(ops.rebuild_experts(first, [2, new, 0]))
+    x, weights = draw(5, HIDDEN).to(device), torch.linspace(0.1, 1, 10).view(5, 2).to(device)
+    for experts, order in ((first, [0, 1, 2, 3]), (second, [2, 3, 0])):
+        assert [weight.weight_format for weight in experts.down] == [
+            formats[0] if slot == 1 and experts is second else formats[expert]
+            for slot, expert in enumerate(order)
+        ]
+        slots = (torch.arange(10, dtype=torch.int32).view(5, 2) % len(order)).to(device)
+        slots[1, 0] = slots[4, 0] = slots[4, 1] = -1
+        with NoSync():
+            found = ops.grouped_mlp(x, slots, weights, experts)
+        plain = reference.pack_experts(
+            map(unpack_weight, experts.gate_up), map(unpack_weight, experts.down)
+        )
+        wanted = reference.grouped_mlp(x, slots, weights, plain)
+        # fp8 experts round their rows too.
+        error = (found.out - wanted.out).norm() / wanted.out.norm()
+        assert error < (0.08 if "fp8" in formats else 1e-5)
+        assert torch.equal(found.counts, wanted.counts)
+        assert not found.out[4].any()
 
 
 def test_tokens_are_the_hosts(ops: Ops, device: torch.device) -> None:
