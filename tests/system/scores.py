@@ -35,7 +35,7 @@ def logprobs_of(tiny: Tiny, token_ids: Sequence[int]) -> torch.Tensor:
 
 
 def check_echo(url: str, tiny: Tiny) -> None:
-    """Score texts as lm-evaluation-harness does, which also asks whether all tokens are the best."""
+    """Score texts as lm-evaluation-harness does, which asks if all tokens are the best."""
     texts = [prompt + tokens for prompt, tokens in zip(tiny.prompts, tiny.tokens, strict=True)]
     asked = {"echo": True, "logprobs": 1, "temperature": 0}
     for max_tokens in (0, 1):
