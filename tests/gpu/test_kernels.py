@@ -6,12 +6,11 @@ are interpreted. Other shapes, views, bad arguments and exact rounding: tests/ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.rooflines import QWEN3_30B, TINY
 from kernels import reference
 from kernels.contracts import AttentionMeta, HeadRows
 from kernels.sampling import SamplingBatch
@@ -26,30 +25,11 @@ from kernels.triton.sampling.launches import draw, plan_sampling
 from kernels.triton.swiglu import swiglu
 from topspin.precision import Format
 
-
-@dataclass(frozen=True)
-class Sizes:
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    experts: int
-    top_k: int
-    ffn: int
-    vocabulary: int
-    rows: tuple[int, ...]
-    contexts: tuple[tuple[int, ...], ...]
-    prompt: int
-
-
-REAL = Sizes(
-    *(32, 4, 128, 2048, 128, 8, 768, 151_936),
-    rows=(1, 32, 1024),
-    contexts=((2048,), (100, 4096, 1, 257)),
-    prompt=1000,
-)
-TINY = Sizes(*(4, 2, 16, 32, 4, 2, 16, 64), rows=(1, 3), contexts=((20,), (3, 40)), prompt=70)
-SIZES = REAL if torch.cuda.is_available() else TINY
+ON_GPU = torch.cuda.is_available()
+SIZES = QWEN3_30B if ON_GPU else TINY
+ROWS = (1, 32, 1024) if ON_GPU else (1, 3)
+CONTEXTS = ((2048,), (100, 4096, 1, 257)) if ON_GPU else ((20,), (3, 40))
+PROMPT = 1000 if ON_GPU else 70
 BLOCK = 16
 EPS = 1e-6
 BF16 = {"rtol": 2e-2, "atol": 2e-2}
@@ -61,7 +41,7 @@ def randn(*shape: int, device: torch.device, scale: float = 1.0) -> Tensor:
     return made.bfloat16()
 
 
-@pytest.mark.parametrize("num_rows", SIZES.rows)
+@pytest.mark.parametrize("num_rows", ROWS)
 def test_norm(num_rows: int, device: torch.device) -> None:
     x, residual = randn(2, num_rows, SIZES.hidden, device=device)
     weight = randn(SIZES.hidden, device=device)
@@ -75,7 +55,7 @@ def test_norm(num_rows: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_rotation_and_kv_write(cache_dtype: torch.dtype, device: torch.device) -> None:
-    num_rows = SIZES.rows[-1]
+    num_rows = ROWS[-1]
     counts = (SIZES.heads, SIZES.kv_heads, SIZES.kv_heads)
     qkv = randn(num_rows, sum(counts), SIZES.head_dim, device=device)
     theirs = qkv.clone()
@@ -125,16 +105,16 @@ def check_attention(new: tuple[int, ...], contexts: tuple[int, ...], device: tor
     torch.testing.assert_close(found.float(), wanted, **BF16)
 
 
-@pytest.mark.parametrize("contexts", SIZES.contexts)
+@pytest.mark.parametrize("contexts", CONTEXTS)
 def test_attention_of_decode(contexts: tuple[int, ...], device: torch.device) -> None:
     check_attention((1,) * len(contexts), contexts, device)
 
 
 def test_attention_of_a_prompt_beside_a_decode(device: torch.device) -> None:
-    check_attention((SIZES.prompt, 1), (SIZES.prompt, SIZES.contexts[0][0]), device)
+    check_attention((PROMPT, 1), (PROMPT, CONTEXTS[0][0]), device)
 
 
-@pytest.mark.parametrize("num_rows", SIZES.rows)
+@pytest.mark.parametrize("num_rows", ROWS)
 def test_router(num_rows: int, device: torch.device) -> None:
     logits = randn(num_rows, SIZES.experts, device=device).float()
     found = route(logits, top_k=SIZES.top_k, renormalise=True)
@@ -150,7 +130,7 @@ def test_router(num_rows: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4"])
-@pytest.mark.parametrize("num_rows", SIZES.rows)
+@pytest.mark.parametrize("num_rows", ROWS)
 def test_experts(num_rows: int, weight_format: Format, device: torch.device) -> None:
     sizes = (SIZES.experts, 2 * SIZES.ffn, SIZES.hidden)
     gate_up = randn(*sizes, device=device, scale=SIZES.hidden**-0.5)
@@ -176,7 +156,7 @@ def test_experts(num_rows: int, weight_format: Format, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("weight_format", ["none", "fp8", "int8", "int4"])
-@pytest.mark.parametrize("num_rows", SIZES.rows)
+@pytest.mark.parametrize("num_rows", ROWS)
 def test_linear(num_rows: int, weight_format: Format, device: torch.device) -> None:
     num_out = (SIZES.heads + 2 * SIZES.kv_heads) * SIZES.head_dim
     matrix = randn(num_out, SIZES.hidden, device=device, scale=SIZES.hidden**-0.5)
@@ -189,7 +169,7 @@ def test_linear(num_rows: int, weight_format: Format, device: torch.device) -> N
 
 
 def test_swiglu(device: torch.device) -> None:
-    gate_up = randn(SIZES.rows[-1], 2 * SIZES.ffn, device=device)
+    gate_up = randn(ROWS[-1], 2 * SIZES.ffn, device=device)
     torch.testing.assert_close(swiglu(gate_up), reference.swiglu(gate_up), **BF16)
 
 
