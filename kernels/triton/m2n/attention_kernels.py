@@ -22,33 +22,7 @@ import triton
 import triton.language as tl
 
 from kernels import m2n_windows
-from kernels.triton.m2n.wait import (
-    ANSWER_HEADER,
-    ANSWER_HIDDEN,
-    FLAG,
-    HEADER,
-    HEADER_WORDS,
-    HIDDEN,
-    INCARNATION,
-    LAYER,
-    NUM_ANSWER_COLUMNS,
-    NUM_COLUMNS,
-    PART,
-    PARTS,
-    ROWS,
-    SCALES,
-    SLOTS,
-    STEP,
-    TOO_MANY_ROWS,
-    WEIGHTS,
-    await_flag,
-    is_set,
-    pointer,
-    report,
-    report_header,
-    report_wait,
-    rows_pointer,
-)  # fmt: skip
+from kernels.triton.m2n import wait
 from kernels.triton.runtime import rounded
 
 UNKNOWN_EXPERT: tl.constexpr = tl.constexpr(m2n_windows.Fault.EXPERT.value)
@@ -104,10 +78,10 @@ def _write_row(
         scale = tl.maximum(tl.max(tl.abs(x), axis=0) / FP8_MAX, SMALLEST_SCALE)
         # A row with a NaN or an infinity must not become finite.
         is_number = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), axis=0) == H_PAD
-        scales = pointer(table_ptr, SCALES, tl.float32)
+        scales = wait.pointer(table_ptr, wait.SCALES, tl.float32)
         tl.store(scales + place, tl.where(is_number, scale, float("nan")))
         x = tl.where(is_number, x / scale, 0.0)
-    places = rows_pointer(table_ptr, HIDDEN, WIRE) + place.to(tl.int64) * H + columns
+    places = wait.rows_pointer(table_ptr, wait.HIDDEN, WIRE) + place.to(tl.int64) * H + columns
     tl.store(places, rounded(x, WIRE), mask=inside)
 
 
@@ -157,14 +131,16 @@ def put_row(
     """
     node, row = tl.program_id(0), tl.program_id(1)
     num_nodes, num_programs = tl.num_programs(0), tl.num_programs(1)
-    step = tl.load(step_ptr + STEP)
+    step = tl.load(step_ptr + wait.STEP)
     num_rows = T
     if HAS_ROWS:
         given = tl.load(num_rows_ptr)
         num_rows = tl.minimum(tl.maximum(given - first, 0), T).to(tl.int32)
         if (given > limit) & (row == 0) & (step != 0):
-            report(control_ptr, failed_ptr, TOO_MANY_ROWS, node, micro_batch, layer, 0, given,
-                   limit)  # fmt: skip
+            wait.report(
+                control_ptr, failed_ptr, wait.TOO_MANY_ROWS, node, micro_batch, layer,
+                0, given, limit,
+            )  # fmt: skip
     columns_ptr += node * num_columns
     variant_stride = num_nodes * num_columns
     place, total = _count_rows_above(
@@ -180,41 +156,45 @@ def put_row(
         if num_unknown > 0:
             lowest = tl.min(experts, axis=0)
             unknown = tl.where(lowest < 0, lowest, tl.max(experts, axis=0))
-            report(control_ptr, failed_ptr, UNKNOWN_EXPERT, node, micro_batch, layer, 0, unknown,
-                   num_columns)  # fmt: skip
+            wait.report(
+                control_ptr, failed_ptr, UNKNOWN_EXPERT, node, micro_batch, layer,
+                0, unknown, num_columns,
+            )  # fmt: skip
     columns = (row % variants) * variant_stride + experts
     slots = tl.load(columns_ptr + columns, mask=is_pair & is_known, other=-1)
     is_held = (tl.max(slots, axis=0) >= 0) & (step != 0)
     tl.store(places_ptr + node * num_programs + row, tl.where(is_held, place, -1))
-    table_ptr += node * NUM_COLUMNS
+    table_ptr += node * wait.NUM_COLUMNS
     if is_held:
         pairs = place * K + choices
         weights = tl.load(weights_ptr + row * K + choices, mask=choices < K, other=0.0)
-        tl.store(pointer(table_ptr, SLOTS, tl.int32) + pairs, slots, mask=choices < K)
-        tl.store(pointer(table_ptr, WEIGHTS, tl.float32) + pairs, weights, mask=choices < K)
+        tl.store(wait.pointer(table_ptr, wait.SLOTS, tl.int32) + pairs, slots, mask=choices < K)
+        tl.store(
+            wait.pointer(table_ptr, wait.WEIGHTS, tl.float32) + pairs, weights, mask=choices < K
+        )
         hidden_ptr += row.to(tl.int64) * hidden_stride
         _write_row(hidden_ptr, table_ptr, place, H, WIRE, COMPRESSED, H_PAD)
     tl.debug_barrier()
     # The programs of a node are counted; the last one knows that all have written.
     if tl.atomic_add(done_ptr + node, 1, sem="acq_rel") == num_programs - 1:
         tl.store(done_ptr + node, 0)
-        if (step != 0) & (is_set(failed_ptr) == 0):
+        if (step != 0) & (wait.is_set(failed_ptr) == 0):
             sequence = tl.load(sequences_ptr + node) + 1
             tl.store(sequences_ptr + node, sequence)
-            words = tl.arange(0, HEADER_WORDS)
+            words = tl.arange(0, wait.HEADER_WORDS)
             header = tl.load(step_ptr + words)
-            header = tl.where(words == ROWS, total, header)
-            header = tl.where(words == LAYER, layer, header)
-            header = tl.where(words == PART, part, header)
-            header = tl.where(words == PARTS, parts, header)
-            header = tl.where(words == FLAG, sequence, header)
-            theirs = tl.where(words == INCARNATION, tl.load(identity_ptr + 1 + node), header)
-            tl.store(sent_ptr + node * HEADER_WORDS + words, theirs)
-            ours = tl.where(words == INCARNATION, tl.load(identity_ptr), header)
-            header_ptr = pointer(table_ptr, HEADER, tl.int64)
-            tl.store(header_ptr + words, ours, mask=words > FLAG)
+            header = tl.where(words == wait.ROWS, total, header)
+            header = tl.where(words == wait.LAYER, layer, header)
+            header = tl.where(words == wait.PART, part, header)
+            header = tl.where(words == wait.PARTS, parts, header)
+            header = tl.where(words == wait.FLAG, sequence, header)
+            theirs = tl.where(words == wait.INCARNATION, tl.load(identity_ptr + 1 + node), header)
+            tl.store(sent_ptr + node * wait.HEADER_WORDS + words, theirs)
+            ours = tl.where(words == wait.INCARNATION, tl.load(identity_ptr), header)
+            header_ptr = wait.pointer(table_ptr, wait.HEADER, tl.int64)
+            tl.store(header_ptr + words, ours, mask=words > wait.FLAG)
             tl.debug_barrier()
-            tl.atomic_xchg(header_ptr + FLAG, sequence, sem="release", scope="sys")
+            tl.atomic_xchg(header_ptr + wait.FLAG, sequence, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["layer", "micro_batch"])
@@ -233,21 +213,25 @@ def await_answer(
     All nodes are awaited: even a node without rows must answer before its window is free again.
     """
     node = tl.program_id(0)
-    words = tl.arange(0, HEADER_WORDS)
-    if tl.load(step_ptr + STEP) != 0:
-        header_ptr = pointer(table_ptr, node * NUM_ANSWER_COLUMNS + ANSWER_HEADER, tl.int64)
-        awaited = tl.load(sent_ptr + node * HEADER_WORDS + FLAG)
-        seen = await_flag(header_ptr + FLAG, awaited, node, step_ptr, failed_ptr, control_ptr)
+    words = tl.arange(0, wait.HEADER_WORDS)
+    if tl.load(step_ptr + wait.STEP) != 0:
+        header_ptr = wait.pointer(
+            table_ptr, node * wait.NUM_ANSWER_COLUMNS + wait.ANSWER_HEADER, tl.int64
+        )
+        awaited = tl.load(sent_ptr + node * wait.HEADER_WORDS + wait.FLAG)
+        seen = wait.await_flag(
+            header_ptr + wait.FLAG, awaited, node, step_ptr, failed_ptr, control_ptr
+        )
         tl.debug_barrier()
         found = tl.load(header_ptr + words)
-        wanted = tl.load(sent_ptr + node * HEADER_WORDS + words)
-        num_wrong = tl.sum(((found != wanted) & (words > FLAG)).to(tl.int32), axis=0)
+        wanted = tl.load(sent_ptr + node * wait.HEADER_WORDS + words)
+        num_wrong = tl.sum(((found != wanted) & (words > wait.FLAG)).to(tl.int32), axis=0)
         is_right = (seen == awaited) & (num_wrong == 0)
         if is_right == 0:
             if seen == awaited:
-                report_header(control_ptr, failed_ptr, node, micro_batch, layer, found, wanted)
+                wait.report_header(control_ptr, failed_ptr, node, micro_batch, layer, found, wanted)
             else:
-                report_wait(control_ptr, failed_ptr, node, micro_batch, layer, seen, awaited)
+                wait.report_wait(control_ptr, failed_ptr, node, micro_batch, layer, seen, awaited)
         tl.store(ready_ptr + node, is_right.to(tl.int32))
 
 
@@ -273,13 +257,15 @@ def combine_row(
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     num_programs = tl.num_programs(0)
-    step = tl.load(step_ptr + STEP)
+    step = tl.load(step_ptr + wait.STEP)
     total = tl.zeros((BLOCK,), tl.float32)
     for node in range(N):
         place = tl.load(places_ptr + node * num_programs + row)
         if (place >= 0) & (step != 0):
-            if (tl.load(ready_ptr + node) != 0) & (is_set(failed_ptr) == 0):
-                answers = rows_pointer(table_ptr, node * NUM_ANSWER_COLUMNS + ANSWER_HIDDEN, ANSWER)
+            if (tl.load(ready_ptr + node) != 0) & (wait.is_set(failed_ptr) == 0):
+                answers = wait.rows_pointer(
+                    table_ptr, node * wait.NUM_ANSWER_COLUMNS + wait.ANSWER_HIDDEN, ANSWER
+                )
                 part = tl.load(
                     answers + place.to(tl.int64) * H + columns, mask=columns < H, other=0.0
                 )
