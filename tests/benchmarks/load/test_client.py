@@ -30,6 +30,8 @@ from topspin.errors import ConfigError
 EARLY_S = 0.002
 Respond = Callable[[Received], Reply]
 
+pytestmark = pytest.mark.usefixtures("without_collections")
+
 
 def send(
     respond: Respond, *, count: int = 1, timeout_s: float = 60.0, **fields: Any
