@@ -57,10 +57,11 @@ class AbortRequest(Message, frozen=True, kw_only=True):
     request_id: str
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Natural log-probabilities of one token and of the best ones, best first.
 
-    `rank`: 1 for the most likely token; 0: not counted.
+    `rank`: 1 for the most likely token; 0: not counted. Not watched by the garbage collector: long
+    prompts have many, each collection would look at all, and they can be in no cycle.
     """
 
     logprob: float
