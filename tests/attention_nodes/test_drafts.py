@@ -154,7 +154,8 @@ def counts_of(result: StepResult) -> dict[int, int]:
     "sampling",
     [
         {"temperature": 0.9, "logprobs": 2},
-        {"temperature": 0.8, "repetition_penalty": 0.3, "frequency_penalty": -1.5},
+        # Each of a few tokens becomes less likely whenever it was chosen.
+        {"logit_bias": dict.fromkeys(range(4), 20.0), "frequency_penalty": 2.0},
         {"min_tokens": 9, "stop_token_ids": tuple(range(0, 250, 3))},
     ],
 )

@@ -37,6 +37,18 @@ def test_the_next_step_is_planned_while_a_draft_is_under_way() -> None:
     assert sizes == [1, 3, 3, 3, 3, 3, 3, 1]
 
 
+def test_a_draft_that_may_complete_its_sequence_is_not_waited_for() -> None:
+    engine = Engine(make_config(), draft_tokens=lambda request: 9)
+    engine.add(make_request("r", [1, 2, 3], max_tokens=6))
+    assert engine.schedule()
+    assert engine.schedule()
+    assert slices_of(engine, 1) == [(1, 1, 4)]
+    engine.answer(0)
+    assert engine.schedule()
+    assert slices_of(engine, 2) == [(1, 1, 3)]
+    engine.finish()
+
+
 def test_refused_drafts_are_given_back() -> None:
     engine = Engine(make_config(block_size=2), draft_tokens=lambda request: 5)
     engine.add(make_request("r", [1, 2, 3], max_tokens=30))
@@ -46,6 +58,7 @@ def test_refused_drafts_are_given_back() -> None:
     assert request.sequence is not None
     # Two steps under way or planned may each add six; what is refused adds nothing.
     assert request.sequence.num_planned - request.sequence.num_committed <= 12
+    assert request.sequence.num_unsure == 5 * request.sequence.num_in_flight
     assert len(request.sequence.blocks) <= (len(request.tokens) + 12) // 2 + 1
     engine.finish()
 
