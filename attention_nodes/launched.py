@@ -1,6 +1,7 @@
 """A step that a runner has launched and whose result is not sent yet.
 
-Owns its record until the result is sent, and the arithmetic of its timings.
+Owns its record until the result is sent, what its drafts leave in the table, and the arithmetic
+of its timings.
 Called by model_runner.py.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 from attention_nodes.executor import Receipt
 from attention_nodes.sampler import NO_VERDICT, Asked, Drawn, Verdict
 from attention_nodes.scores import NO_SCORES, Scores
-from attention_nodes.sequences import Reserved
+from attention_nodes.sequences import IntArray, Reserved, SequenceTable
 from attention_nodes.step_inputs import Scored
 from kernels.runtime import Event
 from m2n_comm.net import NetTimes
@@ -66,6 +67,25 @@ class LaunchedStep:
             self.check()
         self.check()
         return self.receipt.arrays()
+
+    def keep_accepted(self, table: SequenceTable) -> tuple[IntArray, IntArray]:
+        """Append the accepted tokens of drafts to their sequences, once the arrays have come.
+
+        Returns the cache slots whose content is not in its place, and the places for it.
+        """
+        assert self.arrays is not None
+        rows, counts = self.verdict
+        drafted = {each.first: each for each in self.asked.sampled.drafted}
+        sources, targets = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        for idx, mine in enumerate(np.split(rows, np.cumsum(counts)[:-1])):
+            each = drafted.get(int(mine[0]))
+            path, places = mine[1:] - mine[0] - 1, np.arange(len(mine) - 1)
+            if each is None or not table.extend(self.reserved, idx, self.arrays[0][mine[1:]]):
+                continue
+            moved = path != places
+            sources.append(table.slots(each.row, each.storage + path[moved]))
+            targets.append(table.slots(each.row, each.storage + places[moved]))
+        return np.concatenate(sources), np.concatenate(targets)
 
     def result(
         self, drawn: Drawn, scores: Scores = NO_SCORES, *, previous_s: float | None

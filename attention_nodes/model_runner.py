@@ -408,26 +408,15 @@ class ModelRunner:
                 # that is not reported.
                 self._table.fill(launched.reserved, drawn[0][sampled.roots])
             if sampled.drafted:
-                self._keep_accepted(launched, drawn[0])
+                self._move(*launched.keep_accepted(self._table))
         return launched.arrays
 
-    def _keep_accepted(self, launched: LaunchedStep, tokens: np.ndarray) -> None:
-        """Append the accepted tokens of drafts, and bring their keys and values into order."""
-        rows, counts = launched.verdict
-        drafted = {each.first: each for each in launched.asked.sampled.drafted}
-        sources, targets = [], []
-        for idx, mine in enumerate(np.split(rows, np.cumsum(counts)[:-1])):
-            each = drafted.get(int(mine[0]))
-            path, places = mine[1:] - mine[0] - 1, np.arange(len(mine) - 1)
-            if each is None or not self._table.extend(launched.reserved, idx, tokens[mine[1:]]):
-                continue
-            moved = path != places
-            sources.append(self._table.slots(each.row, each.storage + path[moved]))
-            targets.append(self._table.slots(each.row, each.storage + places[moved]))
-        device = self._runtime.device
-        moves = [torch.from_numpy(np.concatenate(each)).to(device) for each in (sources, targets)]
-        if len(moves[0]):
-            self._decoder.kv.move(*moves)
+    def _move(self, sources: IntArray, targets: IntArray) -> None:
+        """Copy cache slots to others, if any."""
+        if len(sources):
+            device = self._runtime.device
+            slots = [torch.from_numpy(each).to(device) for each in (sources, targets)]
+            self._decoder.kv.move(*slots)
 
     def _drafts(self, plan: StepPlan) -> dict[int, Draft]:
         """Return the drafts for a step, by sequence id.

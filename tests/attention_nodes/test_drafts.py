@@ -98,9 +98,13 @@ def drafted(
     num_steps: int = NUM_TOKENS - 1,
     max_length: int = len(PROMPTS[1]) + NUM_TOKENS,
     m: int = 1,
+    leaves: bool = False,
     **sampling: Any,
 ) -> list[StepResult]:
-    """Run steps in which sequence 1 may have a draft and sequence 2 has none."""
+    """Run steps in which sequence 1 may have a draft and sequence 2 has none.
+
+    If it `leaves`, sequence 1 takes no part in one more step.
+    """
     planner = Planner()
     planner.add(1, PROMPTS[1], max_length=max_length, **sampling)
     planner.add(2, PROMPTS[2], **sampling)
@@ -108,6 +112,8 @@ def drafted(
     for _ in range(num_steps):
         parts = [{2: 1, 1: 1}] if m == 1 else [{2: 1}, {1: 1}]
         planner.step(*parts, drafts={1: MAX_DRAFT})
+    if leaves:
+        planner.step({2: 1}, finished=[1])
     return run(runner, planner.plans)
 
 
@@ -202,9 +208,10 @@ def test_a_step_ahead_begins_where_the_draft_ended(tmp_path: Path) -> None:
     )
     truth = plain(runner_of(path))
     runner = runner_of(path, Script(truth, second_branch), kernels="triton")
-    results = drafted(runner, run=ahead, num_steps=2)
-    assert [counts_of(result)[1] for result in results] == [3, 4, 4]
-    assert tokens_of(results) == {1: truth[1][:11], 2: truth[2][:3]}
+    # Sequence 1 is forgotten while its last draft is under way.
+    results = drafted(runner, run=ahead, num_steps=2, leaves=True)
+    assert [counts_of(result).get(1) for result in results] == [3, 4, 4, None]
+    assert tokens_of(results) == {1: truth[1][:11], 2: truth[2][:4]}
 
 
 def test_a_draft_without_reserved_slots_is_refused(checkpoint: Path) -> None:

@@ -20,6 +20,7 @@ from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.micro_batching.cost_fit import CostFit
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
+from server.scheduler.planning.acceptance import accept, accept_prompt, new_scores
 from server.scheduler.planning.attention_replica import (
     AttentionReplica,
     DraftTokens,
@@ -44,13 +45,10 @@ from topspin.errors import (
 )
 from topspin.messages import (
     AddRequest,
-    FinishReason,
     Progress,
     RequestFailed,
-    RequestOutput,
     Stats,
     StepResult,
-    TokenLogprobs,
 )
 from topspin.plan import EnginePlan
 
@@ -379,7 +377,7 @@ class Policy:
     ) -> None:
         """Commit one node's slices of a step that has succeeded."""
         errors, caches = result.errors, self._plan.scheduling.prefix_caching
-        varies = bool(result.counts) or any(part.drafts)
+        counters, varies = self._counters, bool(result.counts) or any(part.drafts)
         slices = zip(part.seqs, part.counts, part.drafts, part.tokens, strict=True)
         for seq, count, draft, tokens in slices:
             seq.num_in_flight -= 1
@@ -393,12 +391,12 @@ class Policy:
                     seq.num_committed += count
                     if varies and tokens is not None:
                         seq.correct(draft, len(tokens) - 1)
-                    scores = self._new_scores(seq, part, result) if part.scored else ()
+                    scores = new_scores(seq, part, result) if part.scored else ()
                     finish = None
                     if tokens:
-                        finish = self._accept(seq, tokens, scores, result, outbox)
+                        finish = accept(seq, tokens, scores, result, outbox, counters)
                     elif scores or not request.samples:
-                        finish = self._accept_prompt(seq, scores, outbox)
+                        finish = accept_prompt(seq, scores, outbox, counters)
                     if caches and seq.num_committed >= seq.publish_at:
                         replica.publish(seq)
                     if finish is not None:
@@ -407,84 +405,6 @@ class Policy:
                 replica.drained(seq)
                 if not request.ended:
                     self._requeue(request)  # it was preempted
-
-    @staticmethod
-    def _new_scores(
-        seq: RunningSequence, part: NodePart, result: StepResult
-    ) -> tuple[TokenLogprobs, ...]:
-        """Return the prompt's log-probabilities in `result` that were not delivered before."""
-        start = part.scored.get(seq.seq_id)
-        if start is None:
-            return ()
-        request = seq.request
-        assert start <= request.num_scored, "a prompt token was skipped"
-        scores = result.prompt_logprobs[seq.seq_id][request.num_scored - start :]
-        request.num_scored += len(scores)
-        return scores
-
-    def _accept(
-        self,
-        seq: RunningSequence,
-        sampled: tuple[int, ...],
-        scores: tuple[TokenLogprobs, ...],
-        result: StepResult,
-        outbox: Outbox,
-    ) -> FinishReason | None:
-        """Append sampled tokens to the output, up to the one that ends it, and emit them."""
-        request = seq.request
-        tokens = request.tokens
-        index = len(tokens) - request.num_prompt_tokens
-        tokens.append(sampled[0])
-        finish = request.finish_reason()
-        num_tokens = 1
-        while finish is None and num_tokens < len(sampled):
-            tokens.append(sampled[num_tokens])
-            finish = request.finish_reason()
-            num_tokens += 1
-        request.num_replays = 0
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if result.logprobs and request.sampling.logprobs is not None:
-            logprobs = result.logprobs.get(seq.seq_id, ())[:num_tokens]
-        if index == 0:
-            self._counters.prompt_tokens += request.num_prompt_tokens
-        self._counters.generation_tokens += num_tokens
-        sampled = sampled[:num_tokens]  # what follows was fed in vain
-        outbox.outputs_of(request.peer).append(
-            RequestOutput(
-                request_id=request.request_id,
-                index=index,
-                token_ids=sampled,
-                logprobs=logprobs,
-                finish_reason=finish,
-                stop_token_id=sampled[-1] if finish == "stop" else None,
-                num_cached_tokens=request.num_cached_tokens or 0,
-                prompt_logprobs=scores,
-            )
-        )
-        return finish
-
-    def _accept_prompt(
-        self, seq: RunningSequence, scores: tuple[TokenLogprobs, ...], outbox: Outbox
-    ) -> FinishReason | None:
-        """Emit log-probabilities of the prompt, and the end of a request without output."""
-        request = seq.request
-        is_done = not request.samples and seq.num_committed == request.position_limit
-        finish: FinishReason | None = "length" if is_done else None
-        if is_done:
-            self._counters.prompt_tokens += request.num_prompt_tokens
-        if scores or is_done:
-            request.num_replays = 0
-            outbox.outputs_of(request.peer).append(
-                RequestOutput(
-                    request_id=request.request_id,
-                    index=request.num_output_tokens,
-                    token_ids=(),
-                    finish_reason=finish,
-                    num_cached_tokens=request.num_cached_tokens or 0,
-                    prompt_logprobs=scores,
-                )
-            )
-        return finish
 
     # Watching.
 
