@@ -162,7 +162,7 @@ def test_experts_move_on_a_device_while_requests_run(
         max_num_seqs=MAX_NUM_SEQS,
         **{**ON_ONE, **settings},
     )
-    tables = random_tables(2, redundant=2, seed=3)
+    tables = random_tables((5, 5), seed=3)
     with Engine(config) as engine:
         balancer = engine.service.balancer
         ids = [engine.add(case.prompts[idx], max_tokens=NUM_TOKENS) for idx in chosen]
