@@ -291,7 +291,7 @@ class AttentionSide:
         self._rules.check_usable()
         try:
             flight = self._rules.flight(micro_batch, layer, out)
-            if len(self._everyone) > 1:
+            if len(self._experts) > 1:
                 out.zero_()
             if flight.parts is None:
                 self._consume_whole(flight, micro_batch, out)

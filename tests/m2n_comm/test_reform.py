@@ -35,10 +35,12 @@ def ticket(participants: tuple[int, ...]) -> StepTicket:
     )
 
 
+@pytest.mark.parametrize("num_windows", [1, 3])
 @pytest.mark.parametrize("transport", BETWEEN)
-def test_a_pair_works_beside_absent_peers(transport: Between) -> None:
+def test_a_pair_works_beside_absent_peers(transport: Between, num_windows: int) -> None:
     """Attention 1 and expert 1 of two each; expert 1 holds all experts."""
     shape = make_shape()
+    num_rows = (num_windows - 1) * shape.window_rows + 3
     everything = tuple(range(make_table(shape, 1).num_experts))
     table = ExpertTable(1, len(everything), (((), everything),) * shape.num_layers)
     listener = listen_expert(transport)
@@ -58,10 +60,10 @@ def test_a_pair_works_beside_absent_peers(transport: Between) -> None:
             expert.begin(ticket((0, 1)))
         answered = pool.submit(double, expert)
         net.begin(ticket((1,)))
-        hidden = torch.arange(3.0 * shape.hidden_size).view(3, -1).to(shape.payload)
-        experts = torch.zeros((3, shape.top_k), dtype=torch.int64) + torch.arange(shape.top_k)
-        net.dispatch(0, 0, hidden, experts, torch.ones(3, shape.top_k))
-        out = net.combine(0, 0, torch.empty(3, shape.hidden_size))
+        hidden = torch.arange(num_rows * shape.hidden_size).view(num_rows, -1).to(shape.payload)
+        experts = torch.arange(shape.top_k).expand(num_rows, -1).contiguous()
+        net.dispatch(0, 0, hidden, experts, torch.ones(num_rows, shape.top_k))
+        out = net.combine(0, 0, torch.full((num_rows, shape.hidden_size), torch.nan))
         answered.result()
         assert torch.equal(out, 2 * hidden.float())
         absent_holds = ExpertTable(2, len(everything), ((everything, ()),) * shape.num_layers)
