@@ -349,6 +349,23 @@ class Engine:
         assert not failures, failures
         return [self.requests[each].tokens for each in ids]
 
+    def clear_tokens(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, margin: float
+    ) -> list[list[int]]:
+        """Return each greedy continuation up to its first token that leads by less than `margin`.
+
+        The margin is in log-probabilities. Quantised rows, and the experts chosen from them, may
+        change with the last bit of a sum, so that only clear tokens are the same in any batch.
+        """
+        clear = []
+        for prompt in prompts:
+            request = self.requests[self.add(prompt, max_tokens=max_tokens, logprobs=2)]
+            self.collect()
+            leads = [each.top_logprobs[0] - each.top_logprobs[1] for each in request.logprobs]
+            count = next((idx for idx, lead in enumerate(leads) if lead < margin), len(leads))
+            clear.append(request.tokens[:count])
+        return clear
+
     def trace(self, seconds: float) -> Trace:
         """Return the stamps of all nodes; call when no request is open."""
         self._num_queries += 1

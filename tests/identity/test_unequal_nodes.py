@@ -15,6 +15,8 @@ from topspin.config import BalanceSection, FailoverSection
 from topspin.plan import EnginePlan
 from topspin.precision import PrecisionRule
 
+# Of the greatest log-probabilities: far above what one code rounded the other way changes.
+MARGIN = 0.5
 MIXED = (
     PrecisionRule(format="int8", part="experts", layers=(0,)),
     PrecisionRule(format="int8", part="experts", experts=(5, 7)),
@@ -40,6 +42,11 @@ def unequal(plan: EnginePlan) -> EnginePlan:
 def one_of_each(plan: EnginePlan) -> EnginePlan:
     """Return the plan of the first attention node and the first expert node, which has all."""
     return msgspec.structs.replace(plan, nodes=(plan.attention[0], plan.experts[0]))
+
+
+def check(found: list[list[int]], expected: list[list[int]]) -> None:
+    """Compare each stream as far as its tokens are certain."""
+    assert [got[: len(want)] for got, want in zip(found, expected, strict=True)] == expected
 
 
 def lose(engine: Engine, case: Case, injector: OnDemand) -> list[list[int]]:
@@ -70,16 +77,17 @@ def test_tokens_are_those_of_one_node_each_also_after_changes_and_losses(
     expected = case.tokens
     if precision:
         with Engine(one_of_each(plan)) as engine:
-            expected = engine.generate(case.prompts, max_tokens=NUM_TOKENS)
+            expected = engine.clear_tokens(case.prompts, max_tokens=NUM_TOKENS, margin=MARGIN)
+        assert sum(map(len, expected)) > 2 * len(expected)
     injectors = {("expert", 1): OnDemand(), ("attention", 1): OnDemand()}
     with faulty_nets(lambda role, index: injectors.get((role, index))), Engine(plan) as engine:
-        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == expected
+        check(engine.generate(case.prompts, max_tokens=NUM_TOKENS), expected)
         table = engine.service.formation.table
         assert [len(experts) for experts in table.slots[0]] == [8, 3]
         others = tuple((layer[0][::-1], (5, 6, 7)) for layer in table.slots)
         engine.service.request_balance(msgspec.structs.replace(table, slots=others))
-        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == expected
+        check(engine.generate(case.prompts, max_tokens=NUM_TOKENS), expected)
         assert engine.stats().expert_table_version == 2
         for injector in injectors.values():
-            assert lose(engine, case, injector) == expected
+            check(lose(engine, case, injector), expected)
         assert len(engine.dead) == 2
