@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 from topspin.cli.flags import add_arguments
-from topspin.cli.serve import engine_config
+from topspin.cli.serve import asked_for, serve_config
 from topspin.launch.engine import LaunchContext, launch, role_commands
 from topspin.launch.supervisor import RoleCommand
 
@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     arguments = parser.parse_args(sys.argv[2:])  # after "serve"
-    return launch(engine_config(arguments), roles=chaos_commands)
+    return launch(serve_config(*asked_for(arguments)), roles=chaos_commands)
 
 
 if __name__ == "__main__":

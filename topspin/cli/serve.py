@@ -39,23 +39,32 @@ def serve(arguments: argparse.Namespace) -> int:
     With `--print-plan`, print its plan instead. Raises ConfigError before any process is started,
     EngineError if one cannot be.
     """
+    plan, gateway = asked_for(arguments)
+    if arguments.print_plan:
+        print(print_plan(plan), end="")
+        return 0
+    config = serve_config(plan, gateway)
+    check_packages(plan)
+    check_cores(plan)
+    check_gpus([node.device for node in plan.nodes])
+    return launch(config)
+
+
+def asked_for(arguments: argparse.Namespace) -> tuple[EnginePlan, GatewaySection]:
+    """Return the plan of the flags, or of `--plan`, and the settings of the HTTP side.
+
+    Raises ConfigError naming what cannot be served, and why.
+    """
     asked = read_config(arguments)
     if arguments.plan is None:
         plan = plan_of(asked)
         for option in without_effect(arguments, plan):
             _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
-    else:
-        check_ranges(asked)
-        plan = read_plan(arguments.plan)
-        check_model(plan, facts_of(load_model_config(resolve_model(plan.model.path))))
-    if arguments.print_plan:
-        print(print_plan(plan), end="")
-        return 0
-    config = serve_config(plan, asked.gateway)
-    check_packages(plan)
-    check_cores(plan)
-    check_gpus([node.device for node in plan.nodes])
-    return launch(config)
+        return plan, asked.gateway
+    check_ranges(asked)
+    plan = read_plan(arguments.plan)
+    check_model(plan, facts_of(load_model_config(resolve_model(plan.model.path))))
+    return plan, asked.gateway
 
 
 def plan_of(asked: EngineConfig) -> EnginePlan:
