@@ -59,7 +59,10 @@ def lose(engine: Engine, case: Case, injector: OnDemand) -> list[list[int]]:
     return [engine.requests[each].tokens for each in ids]
 
 
-@pytest.mark.parametrize("precision", [(), MIXED], ids=["fp32", "mixed"])
+@pytest.mark.parametrize(
+    "precision",
+    [pytest.param((), id="fp32", marks=pytest.mark.slow), pytest.param(MIXED, id="mixed")],
+)
 def test_tokens_are_those_of_one_node_each_also_after_changes_and_losses(
     case_of: CaseOf, precision: tuple[PrecisionRule, ...]
 ) -> None:
