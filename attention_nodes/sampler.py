@@ -61,6 +61,8 @@ class Sampled(NamedTuple):
     @property
     def roots(self) -> IntArray:
         """Return the first row of each sequence."""
+        if not self.drafted:
+            return np.arange(len(self.rows))
         is_root = np.ones(len(self.rows), dtype=bool)
         for each in self.drafted:
             is_root[each.first + 1 : each.first + 1 + len(each.draft.tokens)] = False
@@ -166,19 +168,22 @@ class Sampler:
             return Drawn(pack_ints(ended), pack_ints([0] * len(ended)), b"", {}, {})
         tokens, valid, is_number = drawn[:3]
         rows, counts = verdict
-        owners = np.repeat(np.arange(len(counts)), counts)
-        is_whole = np.ones(len(counts), dtype=bool)
-        is_whole[owners[~valid[rows]]] = False
         seq_ids = asked.sampled.seq_ids
+        is_failed = ~valid[rows]
         errors = {
             int(seq_ids[row]): _reason(is_number=bool(is_number[row]))
-            for row in rows[~valid[rows]].tolist()
+            for row in rows[is_failed].tolist()
         }
-        rows, owners, counts = rows[is_whole[owners]], owners[is_whole[owners]], counts[is_whole]
-        firsts = np.flatnonzero(np.diff(owners, prepend=-1))
-        is_plain = not ended and bool((counts == 1).all())
+        if errors:
+            owners = np.repeat(np.arange(len(counts)), counts)
+            is_whole = np.ones(len(counts), dtype=bool)
+            is_whole[owners[is_failed]] = False
+            rows, counts = rows[is_whole[owners]], counts[is_whole]
+        has_one_each = len(rows) == len(counts)
+        firsts = rows if has_one_each else rows[np.cumsum(counts) - counts]
+        is_plain = has_one_each and not ended
         return Drawn(
-            seq_ids=pack_ints([*seq_ids[rows[firsts]].tolist(), *ended]),
+            seq_ids=pack_ints([*seq_ids[firsts].tolist(), *ended]),
             counts=b"" if is_plain else pack_ints([*counts.tolist(), *(0 for _ in ended)]),
             tokens=pack_ints(tokens[rows].tolist()),
             logprobs=_logprobs(asked, drawn, rows) if len(drawn) > 3 else {},

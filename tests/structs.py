@@ -21,6 +21,12 @@ def changed(struct: Changed, fields: Mapping[str, object]) -> Changed:
     return struct
 
 
+def one_of_each(plan: EnginePlan, *, num_experts: int) -> EnginePlan:
+    """Return the plan of its first attention node and its first expert node with all experts."""
+    expert = msgspec.structs.replace(plan.experts[0], experts=num_experts)
+    return msgspec.structs.replace(plan, nodes=(plan.attention[0], expert))
+
+
 def with_nodes(plan: EnginePlan, role: str | None = None, **fields: object) -> EnginePlan:
     """Return `plan` with these fields in every node (of `role`)."""
     nodes = tuple(

@@ -63,8 +63,8 @@ class Nodes(NamedTuple):
 
         "cuda" is then the first GPU for both.
         """
-        both = self.attention.is_device and self.experts.is_device
-        return both and _first(self.attention.device) == _first(self.experts.device)
+        places = self.attention, self.experts
+        return share_a_device([each._replace(device=_first(each.device)) for each in places])
 
 
 def parse_device(option: str, device: str) -> str:

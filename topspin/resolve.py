@@ -107,7 +107,6 @@ def resolve(
         check_precision(plan, model)
     except ConfigError as error:
         raise ConfigError(f"--quantization {config.model.quantization}: {error}") from error
-    check_model(plan, model)
     return plan
 
 

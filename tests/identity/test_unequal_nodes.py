@@ -11,6 +11,7 @@ import pytest
 from tests.engine import Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
+from tests.structs import one_of_each
 from topspin.config import BalanceSection, FailoverSection
 from topspin.plan import EnginePlan
 from topspin.precision import PrecisionRule
@@ -37,11 +38,6 @@ def unequal(plan: EnginePlan) -> EnginePlan:
         replace(small, experts=3),
     )
     return replace(plan, nodes=nodes)
-
-
-def one_of_each(plan: EnginePlan) -> EnginePlan:
-    """Return the plan of the first attention node and the first expert node, which has all."""
-    return msgspec.structs.replace(plan, nodes=(plan.attention[0], plan.experts[0]))
 
 
 def check(found: list[list[int]], expected: list[list[int]]) -> None:
@@ -79,7 +75,7 @@ def test_tokens_are_those_of_one_node_each_also_after_changes_and_losses(
     plan = unequal(msgspec.structs.replace(plan, precision=precision))
     expected = case.tokens
     if precision:
-        with Engine(one_of_each(plan)) as engine:
+        with Engine(one_of_each(plan, num_experts=8)) as engine:
             expected = engine.clear_tokens(case.prompts, max_tokens=NUM_TOKENS, margin=MARGIN)
         assert sum(map(len, expected)) > 2 * len(expected)
     injectors = {("expert", 1): OnDemand(), ("attention", 1): OnDemand()}

@@ -33,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     arguments = parser.parse_args(sys.argv[2:])  # after "serve"
-    return launch(serve_config(*asked_for(arguments)), roles=chaos_commands)
+    return launch(serve_config(asked_for(arguments)), roles=chaos_commands)
 
 
 if __name__ == "__main__":

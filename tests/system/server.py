@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from models.hub import resolve_model
 from tests.structs import changed
 from topspin.cli.flags import read_config
 from topspin.cli.main import _parser
@@ -43,7 +44,7 @@ def plan_flags(directory: Path, settings: Settings, *flags: str) -> list[str]:
     asked = read_config(parsed)
     for section, fields in settings.items():
         asked = changed(asked, {f"{section}.{name}": value for name, value in fields.items()})
-    return write_plan(directory, plan_of(asked))
+    return write_plan(directory, plan_of(asked, resolve_model(asked.model.path)))
 
 
 def write_plan(directory: Path, plan: EnginePlan) -> list[str]:

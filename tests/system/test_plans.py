@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine
-from tests.structs import changed
+from tests.structs import changed, one_of_each
 from tests.system.server import Server
 from tests.system.test_serve import complete
 from topspin.plan import EnginePlan
@@ -43,12 +43,6 @@ def on(plan: EnginePlan, checkpoint: Path) -> EnginePlan:
     return changed(plan, fields)
 
 
-def one_of_each(plan: EnginePlan) -> EnginePlan:
-    """Return the plan of one attention node and one expert node with all experts."""
-    expert = msgspec.structs.replace(plan.experts[0], experts=16)
-    return changed(plan, {"nodes": (plan.attention[0], expert)})
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -58,7 +52,7 @@ def one_of_each(plan: EnginePlan) -> EnginePlan:
 )
 def test_an_example_plan_starts_and_answers(name: str, checkpoint: Path, tmp_path: Path) -> None:
     plan = on(read_plan(str(PLANS / f"{name}.yaml")), checkpoint)
-    with Engine(one_of_each(plan)) as engine:
+    with Engine(one_of_each(plan, num_experts=16)) as engine:
         margin = QUANTISED_MARGIN if plan.precision else MARGIN
         expected = engine.clear_tokens(PROMPTS, max_tokens=NUM_TOKENS, margin=margin)
     assert sum(map(len, expected)) > len(PROMPTS)

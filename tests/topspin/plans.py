@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from tests.structs import changed
 from topspin.config import EngineConfig, ModelSection
 from topspin.cores import LayoutChoice
 from topspin.plan import EnginePlan
@@ -31,7 +30,4 @@ def plan(
 
 def with_setting(key: str, value: object) -> EngineConfig:
     """Return the defaults with one `section.field` changed."""
-    section, name = key.split(".")
-    default = EngineConfig(model=ModelSection(path="tiny"))
-    changed = msgspec.structs.replace(getattr(default, section), **{name: value})
-    return msgspec.structs.replace(default, **{section: changed})
+    return changed(EngineConfig(model=ModelSection(path="tiny")), {key: value})

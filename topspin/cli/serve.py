@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,60 +34,72 @@ from topspin.settings import check_ranges
 ONLY_ON_GPUS = ("cache.gpu_memory_utilization", "compute.cuda_graphs")
 
 
+class Asked(NamedTuple):
+    """The engine that a user asked for: its plan, its HTTP side, and the model's directory."""
+
+    plan: EnginePlan
+    gateway: GatewaySection
+    path: Path
+
+
 def serve(arguments: argparse.Namespace) -> int:
     """Run an engine until it is stopped; returns the exit status (see launch).
 
     With `--print-plan`, print its plan instead. Raises ConfigError before any process is started,
     EngineError if one cannot be.
     """
-    plan, gateway = asked_for(arguments)
+    asked = asked_for(arguments)
+    plan = asked.plan
     if arguments.print_plan:
         print(print_plan(plan), end="")
         return 0
-    config = serve_config(plan, gateway)
     check_packages(plan)
     check_cores(plan)
     check_gpus([node.device for node in plan.nodes])
-    return launch(config)
+    return launch(serve_config(asked))
 
 
-def asked_for(arguments: argparse.Namespace) -> tuple[EnginePlan, GatewaySection]:
+def asked_for(arguments: argparse.Namespace) -> Asked:
     """Return the plan of the flags, or of `--plan`, and the settings of the HTTP side.
 
     Raises ConfigError naming what cannot be served, and why.
     """
-    asked = read_config(arguments)
-    if arguments.plan is None:
-        plan = plan_of(asked)
-        for option in without_effect(arguments, plan):
-            _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
-        return plan, asked.gateway
-    check_ranges(asked)
-    plan = read_plan(arguments.plan)
-    check_model(plan, facts_of(load_model_config(resolve_model(plan.model.path))))
-    return plan, asked.gateway
+    config = read_config(arguments)
+    gateway = config.gateway
+    if arguments.plan is not None:
+        check_ranges(config)
+        plan = read_plan(arguments.plan)
+        path = resolve_model(plan.model.path)
+        check_model(plan, facts_of(load_model_config(path)))
+        load_sampling_defaults(path, gateway.generation_config)
+        return Asked(plan, gateway, path)
+    path = resolve_model(config.model.path)
+    plan = plan_of(config, path)
+    for option in without_effect(arguments, plan):
+        _to_stderr(f"topspin: {option} has no effect: attention is not on a GPU")
+    return Asked(plan, gateway, path)
 
 
-def plan_of(asked: EngineConfig) -> EnginePlan:
-    """Return the plan that runs the settings `asked`; measures layouts if that is wanted.
+def plan_of(config: EngineConfig, path: Path) -> EnginePlan:
+    """Return the plan that runs the settings `config`; measures layouts if that is wanted.
 
-    Raises ConfigError naming the setting or the model that cannot be served, and why.
+    `path` is the model's directory. Raises ConfigError naming the setting that the model cannot be
+    served with, and why.
     """
-    path = resolve_model(asked.model.path)
     model = load_model_config(path)
-    load_sampling_defaults(path, asked.gateway.generation_config)
-    plan = resolve_for(asked, model)
-    if asked.compute.layout != "auto":
+    load_sampling_defaults(path, config.gateway.generation_config)
+    plan = resolve_for(config, model)
+    if config.compute.layout != "auto":
         return plan
     # All checks have passed.
     measured = choose_layout(
-        asked,
+        config,
         model,
         path,
-        lambda choice: resolve_for(asked, model, measured=choice),
+        lambda choice: resolve_for(config, model, measured=choice),
         emit=_to_stderr,
     )
-    return resolve_for(asked, model, measured=measured)
+    return resolve_for(config, model, measured=measured)
 
 
 def resolve_for(
@@ -111,17 +124,17 @@ def facts_of(model: ModelConfig) -> ModelFacts:
     )
 
 
-def serve_config(plan: EnginePlan, gateway: GatewaySection) -> ServeConfig:
+def serve_config(asked: Asked) -> ServeConfig:
     """Return the configuration of all processes: the model is a directory, with a name.
 
-    Without a name in `gateway` the model has its user's: a directory's last part, a hub id.
+    Without a name in its settings the model has its user's: a directory's last part, a hub id.
     """
-    path = resolve_model(plan.model.path).resolve()
+    plan, gateway, path = asked
+    path = path.resolve()
     names = gateway.served_names
     if not names:
-        asked = Path(plan.model.path).expanduser()
-        names = (path.name if asked.is_dir() else plan.model.path,)
-    load_sampling_defaults(path, gateway.generation_config)
+        is_directory = Path(plan.model.path).expanduser().is_dir()
+        names = (path.name if is_directory else plan.model.path,)
     model = msgspec.structs.replace(plan.model, path=str(path))
     return ServeConfig(
         plan=msgspec.structs.replace(plan, model=model),

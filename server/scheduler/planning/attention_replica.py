@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from server.scheduler.planning.block_pool import BlockPool
 from server.scheduler.planning.sequence import Request, Sequence
 from topspin.messages import SAMPLE, SCORE, NewSequence, pack_ints
+from topspin.plan import AttentionNode
 
 DraftTokens = Callable[[Request], int]
 """Returns how many tokens a node may draft for a request in a step."""
@@ -96,14 +97,14 @@ class AttentionReplica:
     def __init__(
         self,
         *,
-        index: int,
+        node: AttentionNode,
         num_blocks: int,
         block_size: int,
-        max_num_seqs: int,
         draft_tokens: DraftTokens | None = None,
     ) -> None:
         """`draft_tokens` None: no drafts."""
-        self.index = index
+        self.node = node
+        self.index = node.index
         self.is_present = True
         self.pool = BlockPool(num_blocks)
         self.prefilling: dict[int, Sequence] = {}
@@ -113,7 +114,6 @@ class AttentionReplica:
         self._finished: list[int] = []
         self._new: list[NewSequence] = []
         self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
         self._draft_tokens = draft_tokens
 
     @property
@@ -124,7 +124,7 @@ class AttentionReplica:
     @property
     def num_free_seats(self) -> int:
         """Return how many more sequences may run; none while the node is absent."""
-        return self._max_num_seqs - self.num_running if self.is_present else 0
+        return self.node.max_num_seqs - self.num_running if self.is_present else 0
 
     @property
     def num_pending_tokens(self) -> int:

@@ -6,30 +6,30 @@ prompt tokens. Called by policy.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from server.scheduler.micro_batching.cost import CostModel
+from topspin.plan import AttentionNode
 
 # Fitted times of equal nodes vary by less: their budgets stay whole.
 EQUAL = 1.25
 
 
-class Speed(NamedTuple):
-    """A node's most tokens per step, its seats (every running sequence may advance), its times."""
+def token_budgets(
+    nodes: Sequence[AttentionNode], cost_of: Callable[[int], CostModel]
+) -> dict[int, int]:
+    """Return the budgets of `nodes`, which step together, by index; `cost_of` has their times.
 
-    max_tokens: int
-    max_num_seqs: int
-    cost: CostModel
-
-
-def token_budgets(nodes: Sequence[Speed]) -> list[int]:
-    """Return each node's budget: its most tokens, or what it computes in the fastest one's time."""
-    token_s = [each.cost.attention_token_s + each.cost.expert_token_s for each in nodes]
-    fastest_s = min(token_s)
-    return [
-        each.max_tokens
-        if own_s <= EQUAL * fastest_s
-        else max(min(each.max_num_seqs, each.max_tokens), int(each.max_tokens * fastest_s / own_s))
-        for each, own_s in zip(nodes, token_s, strict=True)
-    ]
+    A budget is the node's most tokens, or as many as it computes in the fastest one's time, and
+    never less than every running sequence needs to advance.
+    """
+    costs = {node.index: cost_of(node.index) for node in nodes}
+    token_s = {idx: each.attention_token_s + each.expert_token_s for idx, each in costs.items()}
+    fastest_s = min(token_s.values(), default=0.0)
+    budgets = {}
+    for node in nodes:
+        own_s, most = token_s[node.index], node.max_num_batched_tokens
+        if own_s > EQUAL * fastest_s:
+            most = max(node.max_num_seqs, int(most * fastest_s / own_s))
+        budgets[node.index] = most
+    return budgets

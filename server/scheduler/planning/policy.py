@@ -26,7 +26,7 @@ from server.scheduler.planning.attention_replica import (
     DraftTokens,
     NodeBatch,
 )
-from server.scheduler.planning.budgets import Speed, token_budgets
+from server.scheduler.planning.budgets import token_budgets
 from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay
 from server.scheduler.planning.intake import Intake
@@ -88,13 +88,12 @@ class Policy:
         self._max_preemptions = plan.scheduling.max_preemptions
         self._replicas = [
             AttentionReplica(
-                index=index,
+                node=node,
                 num_blocks=count,
                 block_size=self._block_size,
-                max_num_seqs=node.max_num_seqs,
                 draft_tokens=draft_tokens,
             )
-            for index, (node, count) in enumerate(zip(plan.attention, num_blocks, strict=True))
+            for node, count in zip(plan.attention, num_blocks, strict=True)
         ]
         self._intake = Intake(
             vocab_size=vocab_size,
@@ -153,7 +152,7 @@ class Policy:
     def _check_queue(self) -> None:
         """Raise EngineUnavailable if the queue is full; seats on nodes are not part of it."""
         limits = self._plan.scheduling
-        seats = sum(node.max_num_seqs for node in self._plan.attention)
+        seats = sum(replica.node.max_num_seqs for replica in self._replicas)
         if len(self._requests) >= limits.max_queued_requests + seats:
             raise EngineUnavailable(
                 f"the queue is full ({limits.max_queued_requests} requests are waiting)"
@@ -198,9 +197,11 @@ class Policy:
         if self._in_flight.is_full or self._is_halted:
             return None
         preempted: list[RunningSequence] = []
+        present = [replica.node for replica in self._replicas if replica.is_present]
+        budgets = token_budgets(present, self._fit.of)
         batches = [
-            replica.plan_running(preempted, budget)
-            for replica, budget in zip(self._replicas, self._budgets(), strict=True)
+            replica.plan_running(preempted, budgets.get(replica.index, 0))
+            for replica in self._replicas
         ]
         for seq in preempted:
             self._counters.num_preemptions += 1
@@ -218,16 +219,6 @@ class Policy:
         planned.running.after_idle, self._was_idle = self._was_idle, False
         self._in_flight.push(planned.running)
         return planned.step
-
-    def _budgets(self) -> list[int]:
-        if len(self._replicas) == 1:
-            return [self._plan.attention[0].max_num_batched_tokens]
-        return token_budgets(
-            [
-                Speed(node.max_num_batched_tokens, node.max_num_seqs, self._fit.of(node.index))
-                for node in self._plan.attention
-            ]
-        )
 
     def _requeue(self, request: Request) -> None:
         request.sequence = None

@@ -13,7 +13,7 @@ from tests.topspin.plans import with_setting
 from topspin.cli import serve as serve_command
 from topspin.cli.flags import add_arguments, read_config
 from topspin.cli.main import main
-from topspin.cli.serve import plan_of, serve_config, without_effect
+from topspin.cli.serve import asked_for, serve_config, without_effect
 from topspin.config import EngineConfig, ModelSection
 
 # A new flag needs a line here. Flags are few: settings for few users belong in --plan.
@@ -126,7 +126,7 @@ def test_options_that_change_nothing_are_named(checkpoint: Path) -> None:
         (("--attention-device", "cuda", *useless), []),
     ):
         arguments = parse(str(checkpoint), "--layout", "shared", *flags)
-        assert without_effect(arguments, plan_of(read_config(arguments))) == named
+        assert without_effect(arguments, asked_for(arguments).plan) == named
 
 
 def test_the_help_shows_the_sections_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,7 @@ def test_a_dense_model_is_served_without_expert_nodes(tmp_path: Path) -> None:
         "model_type": "llama",
     }
     path = write_checkpoint(tmp_path / "dense", dense)
-    assert not plan_of(read_config(parse(str(path)))).experts
+    assert not asked_for(parse(str(path))).plan.experts
 
 
 def test_a_model_is_named_as_users_name_it(
@@ -165,8 +165,7 @@ def test_a_model_is_named_as_users_name_it(
         (("organisation/model",), "organisation/model"),
         ((str(checkpoint),), "tiny-moe"),
     ):
-        asked = read_config(parse(*model, "--layout", "shared"))
-        config = serve_config(plan_of(asked), asked.gateway)
+        config = serve_config(asked_for(parse(*model, "--layout", "shared")))
         assert config.gateway.served_names == (name,)
         assert config.plan.model.path == str(checkpoint.resolve())
 

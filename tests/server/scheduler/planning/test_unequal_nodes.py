@@ -7,7 +7,8 @@ import random
 import msgspec
 import pytest
 
-from tests.server.scheduler.engine import Engine, make_config, make_request
+from server.scheduler.micro_batching.cost_fit import StepLoad
+from tests.server.scheduler.engine import Engine, make_config, make_request, num_tokens_of
 from tests.server.scheduler.planning.test_policy_random import random_request
 from topspin.plan import EnginePlan
 
@@ -61,6 +62,23 @@ def test_each_node_has_its_own_seats_and_tokens() -> None:
     plans = engine.steps[-1].plans
     slices = {node: len(each.micro_batches[0].seq_ids) // 4 for node, each in plans.items()}
     assert slices == {0: 1, 1: 3}
+    engine.finish()
+
+
+def test_a_slow_node_alone_has_its_whole_budget() -> None:
+    engine = Engine(make_config(num_nodes=2, max_num_batched_tokens=16), num_blocks=64)
+    fit = engine.policy._fit
+    for _ in range(50):
+        for node, attention_s in enumerate((0.1, 1.0)):
+            fit.add_attention(node, StepLoad(1, 16, 136.0), attention_s)
+    assert engine.add(make_request("first", [1] * 40, max_tokens=2)) is None
+    assert engine.add(make_request("second", [2] * 40, max_tokens=2, seed=1)) is None
+    assert engine.schedule()
+    assert num_tokens_of(engine.steps[-1], 0) == [16]
+    engine.halt([0])
+    engine.resume([])
+    assert engine.schedule()
+    assert num_tokens_of(engine.steps[-1], 1) == [16]
     engine.finish()
 
 
