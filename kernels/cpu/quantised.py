@@ -133,8 +133,6 @@ def quantised_product(
                 result.data_ptr(),
                 _is_bf16(result),
                 codes.data_ptr(),
-                0,
-                0,
             ],
             num_threads=torch.get_num_threads(),
         )
@@ -190,10 +188,6 @@ def quantised_mlp(
             order.data_ptr() + 8 * experts.num_experts,
             codes.data_ptr(),
             pair_codes.data_ptr(),
-            0,
-            0,
-            0,
-            0,
         ],
         num_threads=torch.get_num_threads(),
     )

@@ -19,19 +19,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention_rows import Work
-from kernels.cpu.compiled.runtime import (
-    SECOND_CLAIMS,
-    Kernel,
-    float_word,
-    inlined,
-    launch,
-    offsets,
-    wait_for_team,
-)
+from kernels.cpu.compiled.runtime import Kernel, float_word, inlined, launch, offsets
 from kernels.cpu.simd import attention as inner
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.attention import CHUNK_KEYS, SCORE_PITCH, SLICE
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 # Query heads computed together.
 TILE_HEADS: Final = 8
@@ -427,22 +420,23 @@ def _attend(block: int) -> None:
     per_task = simd.read_i64(block + GROUPS_PER_TASK)
     num_ranges = (num_groups + per_task - 1) // per_task
     num_tasks = simd.read_i64(block + NUM_PIECES) * num_ranges
-    task = simd.claim(block)
+    task = claim_task(block, 0)
     while task < num_tasks:
         piece = simd.read_i64(block + PIECES) + task // num_ranges * PIECE_BYTES
         first = task % num_ranges * per_task
         last = min(first + per_task, num_groups)
-        task = simd.claim(block)
+        task = claim_task(block, 0)
         later = 0
         if num_ranges == 1 and task < num_tasks:
             later = simd.read_i64(block + PIECES) + task * PIECE_BYTES
         _do_piece(block, piece, later, first * repeat, last * repeat, states, scores)
+        finish_task(block, 0)
+    wait_for_tasks(block, 0, num_tasks)
     num_tasks = simd.read_i64(block + NUM_MERGES) * num_groups
-    if num_tasks == 0:
-        return
-    wait_for_team(block)
-    task = simd.claim(block + SECOND_CLAIMS)
+    task = claim_task(block, 1)
     while task < num_tasks:
         merge = simd.read_i64(block + MERGES) + task // num_groups * 24
         _merge(block, merge, task % num_groups, states)
-        task = simd.claim(block + SECOND_CLAIMS)
+        finish_task(block, 1)
+        task = claim_task(block, 1)
+    wait_for_tasks(block, 1, num_tasks)

@@ -17,14 +17,7 @@ from torch import Tensor
 
 from kernels.contracts import ExpertOutput, ExpertWeights
 from kernels.cpu.compiled.matmul import block_width
-from kernels.cpu.compiled.runtime import (
-    SECOND_CLAIMS,
-    Kernel,
-    inlined,
-    launch,
-    offsets,
-    wait_for_team,
-)
+from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.matmul import (
@@ -35,6 +28,7 @@ from kernels.cpu.simd.matmul import (
     second_half,
     task_bytes,
 )
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 MAX_ROWS: Final = 128
 MAX_PAIRS: Final = 1024
@@ -255,13 +249,14 @@ def _experts(block: int) -> None:
     # Every thread groups the pairs itself: faster than waiting for another thread.
     _group(block, groups)
     parts = simd.read_i64(block + FFN_SIZE) // TASK_OUTPUTS
-    task = simd.claim(block)
+    task = claim_task(block, 0)
     while task < num_experts * parts:
         _compute_units(block, task // parts, task % parts, groups, rows, sums, totals)
-        task = simd.claim(block)
-    wait_for_team(block)
+        finish_task(block, 0)
+        task = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_experts * parts)
     parts = (simd.read_i64(block + HIDDEN_SIZE) + TASK_OUTPUTS - 1) // TASK_OUTPUTS
-    task = simd.claim(block + SECOND_CLAIMS)
+    task = claim_task(block, 1)
     if task == 0:
         for expert in range(num_experts):
             begin = simd.read_i64(groups + 8 * expert)
@@ -270,4 +265,6 @@ def _experts(block: int) -> None:
         simd.write_i64(simd.read_i64(block + COUNTS) + 8 * num_experts, _count_wrong(block))
     while task < parts:
         _sum_outputs(block, task, groups, rows, sums, totals)
-        task = simd.claim(block + SECOND_CLAIMS)
+        finish_task(block, 1)
+        task = claim_task(block, 1)
+    wait_for_tasks(block, 1, parts)

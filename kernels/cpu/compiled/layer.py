@@ -18,6 +18,7 @@ from kernels.contracts import HeadRows
 from kernels.cpu.compiled.runtime import Kernel, float_word, inlined, launch, offsets
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 MAX_EXPERTS: Final = 512
 # Fewer rows are computed faster than a second thread wakes.
@@ -183,7 +184,7 @@ def _norm_row(source: int, weight: int, target: int, width: int, eps: float) -> 
 def _add_norm(block: int) -> None:
     width, num_rows = simd.read_i64(block + NORM_WIDTH), simd.read_i64(block + NORM_ROWS)
     x, is_bf16 = simd.read_i64(block + NORM_X), simd.read_i64(block + NORM_X_IS_BF16)
-    row = simd.claim(block)
+    row = claim_task(block, 0)
     while row < num_rows:
         residual = simd.read_i64(block + RESIDUAL) + 2 * row * width
         if x:
@@ -199,7 +200,9 @@ def _add_norm(block: int) -> None:
         out = simd.read_i64(block + NORM_OUT) + 2 * row * width
         weight = simd.read_i64(block + NORM_WEIGHT)
         _norm_row(residual, weight, out, width, simd.read_f32(block + NORM_EPS))
-        row = simd.claim(block)
+        finish_task(block, 0)
+        row = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_rows)
 
 
 @inlined
@@ -228,7 +231,7 @@ def _rotate_and_store(block: int) -> None:
     q_norm, k_norm = simd.read_i64(block + Q_NORM), simd.read_i64(block + K_NORM)
     eps, half = simd.read_f32(block + ROT_EPS), head_dim // 2
     slot_bytes = 2 * num_groups * head_dim
-    row = simd.claim(block)
+    row = claim_task(block, 0)
     while row < num_rows:
         offset = row * simd.read_i64(block + QKV_STRIDE)
         cos = simd.read_i64(block + COS) + 4 * half * row
@@ -254,7 +257,9 @@ def _rotate_and_store(block: int) -> None:
                 vectors.store_first_bf16(kept + 2 * begin, key, left)
                 number = vectors.load_first_bf16(value + 2 * begin, left)
                 vectors.store_first_bf16(kept_value + 2 * begin, number, left)
-        row = simd.claim(block)
+        finish_task(block, 0)
+        row = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_rows)
 
 
 @inlined
@@ -283,7 +288,7 @@ def _route(block: int) -> None:
     exponentials = _probabilities()
     num_rows, num_experts = simd.read_i64(block + ROUTE_ROWS), simd.read_i64(block + NUM_EXPERTS)
     top_k = simd.read_i64(block + TOP_K)
-    row = simd.claim(block)
+    row = claim_task(block, 0)
     while row < num_rows:
         logits = simd.read_i64(block + LOGITS) + row * simd.read_i64(block + LOGITS_STRIDE)
         total = _soften_row(logits, num_experts, exponentials)
@@ -310,4 +315,6 @@ def _route(block: int) -> None:
             if simd.read_i64(block + ROUND):
                 weight = vectors.max_lanes(vectors.round_bf16(vectors.splat(weight)))
             simd.write_f32(weights + 4 * choice, weight)
-        row = simd.claim(block)
+        finish_task(block, 0)
+        row = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_rows)

@@ -30,6 +30,7 @@ from kernels.cpu.simd.matmul import (
     second_half,
     task_bytes,
 )
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 MAX_ROWS: Final = 128
 # With more rows oneDNN's own AMX kernels are faster (measured for the shapes of two models).
@@ -128,7 +129,7 @@ def _linear(block: int) -> None:
         simd.write_i64(rows + 8 * row, address)
     bias = simd.read_i64(block + BIAS)
     num_tasks = (num_out + TASK_OUTPUTS - 1) // TASK_OUTPUTS
-    task = simd.claim(block)
+    task = claim_task(block, 0)
     while task < num_tasks:
         first = task * TASK_OUTPUTS
         last = min(first + TASK_OUTPUTS, num_out)
@@ -144,4 +145,6 @@ def _linear(block: int) -> None:
                         total, vectors.load_first_bf16(bias + 2 * begin, last - begin)
                     )
                 vectors.store_first_bf16(out + 2 * begin, total, last - begin)
-        task = simd.claim(block)
+        finish_task(block, 0)
+        task = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_tasks)

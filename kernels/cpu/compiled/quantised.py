@@ -12,31 +12,29 @@ from typing import Any, Final
 
 import numpy as np
 
-from kernels.cpu.compiled.runtime import CLAIMS, Kernel, inlined, offsets
+from kernels.cpu.compiled.runtime import Kernel, inlined, offsets
 from kernels.cpu.simd.integers import (
     GROUP,
     ROW_GROUP_BYTES,
     SCALE_BYTES,
     copy_bytes,
     dot_tile,
-    finish,
     group_bytes,
     quantise_group,
     to_bf16,
     to_codes,
-    wait_for,
     write_codes,
     write_scales,
 )
 from kernels.cpu.simd.lanes import (
     LANES,
-    claim,
     read_f32,
     read_i32,
     read_i64,
     stack,
     write_i64,
 )
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 from kernels.cpu.simd.vectors import (
     add,
     div,
@@ -153,10 +151,11 @@ def quantise_weight(block: int) -> None:
     size = 2 if is_bf16 else 4
     one_group = GROUP_BYTES_4 if bits == 4 else GROUP_BYTES_8
     most = np.float32(15.0) if bits == 4 else np.float32(255.0)
+    num_tasks = (num_rows + LANES - 1) // LANES
     while True:
-        claimed = claim(block + CLAIMS)
-        if claimed * LANES >= num_rows:
-            return
+        claimed = claim_task(block, 0)
+        if claimed >= num_tasks:
+            break
         for lane in range(min(LANES, num_rows - claimed * LANES)):
             row = source + (claimed * LANES + lane) * num_groups * GROUP * size
             for group in range(num_groups):
@@ -171,6 +170,8 @@ def quantise_weight(block: int) -> None:
                     _write_codes_4(place, lane, a, b)
                 else:
                     _write_codes_8(place, lane, a, b)
+        finish_task(block, 0)
+    wait_for_tasks(block, 0, num_tasks)
 
 
 # Products.
@@ -215,7 +216,7 @@ def _name_rows(rows: int, first: int, size: int, count: int) -> None:
 
 
 (L_INPUT, L_IS_BF16, L_ROWS, L_GROUPS, L_WEIGHT, L_BITS, L_OUTPUTS, L_BIAS) = offsets(8)
-(L_OUT, L_OUT_IS_BF16, L_CODES, L_BLOCK_CLAIMS, L_ROWS_DONE) = offsets(13)[8:]
+(L_OUT, L_OUT_IS_BF16, L_CODES) = offsets(11)[8:]
 
 
 @Kernel
@@ -226,21 +227,24 @@ def quantised_linear(block: int) -> None:
     codes, one_row = read_i64(block + L_CODES), num_groups * ROW_GROUP_BYTES
     size = 2 if is_bf16 else 4
     while True:
-        row = claim(block + CLAIMS)
+        row = claim_task(block, 0)
         if row >= num_rows:
             break
         at = source + row * num_groups * GROUP * size
         _quantise_row(at, is_bf16, num_groups, codes + row * one_row)
-        finish(block + L_ROWS_DONE)
-    wait_for(block + L_ROWS_DONE, num_rows)
+        finish_task(block, 0)
+    wait_for_tasks(block, 0, num_rows)
     bits, outputs = read_i64(block + L_BITS), read_i64(block + L_OUTPUTS)
     num_blocks = (outputs + LANES - 1) // LANES
+    num_tasks = (num_blocks + LINEAR_BLOCKS - 1) // LINEAR_BLOCKS
     while True:
-        start = claim(block + L_BLOCK_CLAIMS) * LINEAR_BLOCKS
+        start = claim_task(block, 1) * LINEAR_BLOCKS
         if start >= num_blocks:
-            return
+            break
         for index in range(start, min(start + LINEAR_BLOCKS, num_blocks)):
             _linear_block(block, index, bits, num_groups, num_rows)
+        finish_task(block, 1)
+    wait_for_tasks(block, 1, num_tasks)
 
 
 @inlined
@@ -274,8 +278,7 @@ def _linear_block(block: int, index: int, bits: int, num_groups: int, num_rows: 
 
 (E_HIDDEN, E_IS_BF16, E_ROWS, E_CHOICES, E_SLOTS, E_SCALES, E_EXPERTS, E_WEIGHTS) = offsets(8)
 (E_BITS, E_GROUPS, E_UNITS, E_WIDTH, E_OUT, E_OUT_IS_BF16, E_SUMS, E_COUNTS) = offsets(16)[8:]
-(E_STARTS, E_PAIRS, E_CODES, E_PAIR_CODES, E_UNIT_CLAIMS, E_BLOCK_CLAIMS) = offsets(22)[16:]
-(E_ROWS_DONE, E_UNITS_DONE) = offsets(24)[22:]
+(E_STARTS, E_PAIRS, E_CODES, E_PAIR_CODES) = offsets(20)[16:]
 
 
 @inlined
@@ -316,7 +319,7 @@ def quantised_experts(block: int) -> None:
     hidden, is_bf16 = read_i64(block + E_HIDDEN), read_i64(block + E_IS_BF16)
     codes, size = read_i64(block + E_CODES), 2 if is_bf16 else 4
     while True:
-        row = claim(block + CLAIMS) - 1
+        row = claim_task(block, 0) - 1
         if row >= num_rows:
             break
         if row < 0:
@@ -324,25 +327,28 @@ def quantised_experts(block: int) -> None:
         else:
             at = hidden + row * num_groups * GROUP * size
             _quantise_row(at, is_bf16, num_groups, codes + row * num_groups * ROW_GROUP_BYTES)
-        finish(block + E_ROWS_DONE)
-    wait_for(block + E_ROWS_DONE, num_rows + 1)
+        finish_task(block, 0)
+    wait_for_tasks(block, 0, num_rows + 1)
     units, num_experts = read_i64(block + E_UNITS), read_i64(block + E_EXPERTS)
     counts = read_i64(block + E_COUNTS)
     while True:
-        claimed = claim(block + E_UNIT_CLAIMS)
+        claimed = claim_task(block, 1)
         expert = claimed // units
         if expert >= num_experts:
             break
         if read_i64(counts + 8 * expert):
             _gate_and_up(block, expert, claimed - expert * units)
-        finish(block + E_UNITS_DONE)
-    wait_for(block + E_UNITS_DONE, num_experts * units)
+        finish_task(block, 1)
+    wait_for_tasks(block, 1, num_experts * units)
     num_blocks = (read_i64(block + E_WIDTH) + LANES - 1) // LANES
+    num_tasks = (num_blocks + DOWN_BLOCKS - 1) // DOWN_BLOCKS
     while True:
-        start = claim(block + E_BLOCK_CLAIMS) * DOWN_BLOCKS
+        start = claim_task(block, 2) * DOWN_BLOCKS
         if start >= num_blocks:
-            return
+            break
         _down(block, start, min(start + DOWN_BLOCKS, num_blocks))
+        finish_task(block, 2)
+    wait_for_tasks(block, 2, num_tasks)
 
 
 @inlined

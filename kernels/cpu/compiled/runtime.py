@@ -8,9 +8,9 @@ this one. The functions that a kernel inlines must come from these.
 torch has loaded), so that no second pool competes for the cores; that takes about 2 us on two
 threads and half a microsecond on one.
 
-Every thread of a launch gets the same address, of a block of 8-byte words: two counters
-(threads claim tasks by adding to them, so results do not depend on the number of threads), the
-address of the team's barrier (0: one thread), then the kernel's arguments.
+Every thread of a launch gets the same address, of a block: the header of its tasks
+(`kernels.cpu.simd.tasks`), then the kernel's arguments, 8 bytes each. Results do not depend on the
+number of threads.
 
 Knows no tensor and no kernel. Safe for several launching threads: each has a separate team and
 block. Used by the modules of `kernels.cpu.compiled`; a node's warm-up runs
@@ -36,23 +36,20 @@ import numba
 import torch
 from numba.core import types
 
-from kernels.cpu.simd.lanes import PORTABLE_VARIABLE, call_address, read_i64
+from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
+from kernels.cpu.simd.tasks import HEADER_BYTES
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Offsets inside a block, in bytes.
-CLAIMS: Final = 0
-SECOND_CLAIMS: Final = 8
-BARRIER: Final = 16
-ARGUMENTS: Final = 24
 
 _logger = logging.getLogger("kernels")
 _compiling = threading.Lock()
+_NEW_HEADER: Final = (0,) * (HEADER_BYTES // 8)
 
 
 def offsets(count: int) -> range:
     """Return the offsets inside a block of a kernel's `count` arguments, in their order."""
-    return range(ARGUMENTS, ARGUMENTS + 8 * count, 8)
+    return range(HEADER_BYTES, HEADER_BYTES + 8 * count, 8)
 
 
 def inlined(function: Function) -> Function:
@@ -84,12 +81,11 @@ class Kernel:
 
 def launch(kernel: Kernel, arguments: Sequence[int], *, num_threads: int) -> None:
     """Run `kernel` with `arguments` on `num_threads` threads, including this one."""
-    block = (ctypes.c_int64 * (len(arguments) + 3))(0, 0, 0, *arguments)
+    block = (ctypes.c_int64 * (len(arguments) + len(_NEW_HEADER)))(*_NEW_HEADER, *arguments)
     openmp = _openmp()
     if num_threads == 1 or openmp is None:
         _call(kernel.address)(ctypes.addressof(block))
         return
-    block[2] = openmp.barrier
     openmp.parallel(kernel.address, ctypes.addressof(block), num_threads, 0)
 
 
@@ -98,14 +94,8 @@ def float_word(value: float) -> int:
     return int(struct.unpack("<i", struct.pack("<f", value))[0])
 
 
-@inlined
-def wait_for_team(block: int) -> None:
-    """Wait until all threads of the launch are here: a barrier."""
-    call_address(read_i64(block + BARRIER))
-
-
 class _OpenMP:
-    """The two functions of the OpenMP library that torch uses (GNU's names)."""
+    """The OpenMP library that torch uses (GNU's names)."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.parallel = library.GOMP_parallel
@@ -116,7 +106,6 @@ class _OpenMP:
             ctypes.c_uint,
             ctypes.c_uint,
         )
-        self.barrier = ctypes.cast(library.GOMP_barrier, ctypes.c_void_p).value or 0
 
 
 @cache

@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 SCORES, SCORES_STRIDE, VOCAB, NUM_ROWS, PARAMETERS, RESULTS, SUMS, IDS = offsets(8)
 """The arguments of `_draw`."""
@@ -225,7 +226,7 @@ def _draw(block: int) -> None:
     buffer, above = _buffer(), _above()
     vocab, num_rows = simd.read_i64(block + VOCAB), simd.read_i64(block + NUM_ROWS)
     num_sums = (vocab + simd.LANES - 1) // simd.LANES
-    row = simd.claim(block)
+    row = claim_task(block, 0)
     while row < num_rows:
         scores = simd.read_i64(block + SCORES) + row * simd.read_i64(block + SCORES_STRIDE)
         sums = simd.read_i64(block + SUMS) + 4 * row * num_sums
@@ -256,4 +257,6 @@ def _draw(block: int) -> None:
         simd.write_f64(result + 8, rest)
         simd.write_f64(result + 16, np.float64(count))
         simd.write_f64(result + 24, np.float64(token))
-        row = simd.claim(block)
+        finish_task(block, 0)
+        row = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_rows)

@@ -50,8 +50,6 @@ GROUP: Final = 32
 SCALE_BYTES: Final = 4 * LANES
 """Scales of one group of a block; also one fp32 row of LANES outputs."""
 ROW_GROUP_BYTES: Final = GROUP + 8
-# Polls of a waiting thread before it yields to others.
-SPINS: Final = 2000
 # Distance by which weights are prefetched ahead of a tile: measured best, and about the bytes
 # that memory delivers within its latency on one core.
 AHEAD_BYTES: Final = 4096
@@ -257,35 +255,3 @@ def copy_bytes(builder: ir.IRBuilder, to: ir.Value, source: ir.Value, num_bytes:
         return []
 
     count_up(builder, num_bytes, [], copy)
-
-
-@operation(types.none, [types.int64])
-def finish(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Add 1 to an i64 shared by threads; releases all earlier writes of this thread."""
-    builder.atomic_rmw("add", pointer(builder, address, I64), constant(1), "release")
-
-
-@operation(types.none, [types.int64, types.int64])
-def wait_for(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> None:
-    """Wait until an i64 shared by threads is `count`; then their earlier writes are visible.
-
-    Unlike a barrier it does not wait for threads that have not started, if no work is left for
-    them. It pauses between polls, and yields after SPINS of them.
-    """
-    before = builder.block
-    look, again = builder.append_basic_block("look"), builder.append_basic_block("again")
-    after = builder.append_basic_block("done")
-    builder.branch(look)
-    builder.position_at_end(look)
-    looks = builder.phi(I32)
-    looks.add_incoming(ir.Constant(I32, 0), before)
-    seen = builder.load_atomic(pointer(builder, address, I64), "acquire", 8)
-    builder.cbranch(builder.icmp_signed("<", seen, count), again, after)
-    builder.position_at_end(again)
-    if cpu_has("sse2"):
-        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-    with builder.if_then(builder.icmp_signed(">", looks, ir.Constant(I32, SPINS))):
-        call(builder, "sched_yield", I32, [])
-    looks.add_incoming(builder.add(looks, ir.Constant(I32, 1)), builder.block)
-    builder.branch(look)
-    builder.position_at_end(after)

@@ -277,7 +277,7 @@ def shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[in
     return builder.shuffle_vector(a, b, ir.Constant(I32_LANES, list(lanes)))
 
 
-# Scalars in memory, and counters that threads share.
+# Scalars in memory.
 
 
 @operation(types.int64, [types.int64])
@@ -333,21 +333,6 @@ def write_i64(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None
 def write_f32(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     """Write a float."""
     store(builder, address, value)
-
-
-@operation(types.int64, [types.int64])
-def claim(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Add 1 to an i64 shared by threads; return its previous value."""
-    shared = pointer(builder, address, I64)
-    return builder.atomic_rmw("add", shared, constant(1), "monotonic")
-
-
-@operation(types.none, [types.int64])
-def call_address(builder: ir.IRBuilder, function: ir.Value) -> None:
-    """Call a C function without arguments; does nothing at address 0."""
-    with builder.if_then(builder.icmp_signed("!=", function, constant(0))):
-        kind = ir.FunctionType(ir.VoidType(), [])
-        builder.call(pointer(builder, function, kind), [])
 
 
 @operation(types.none, [types.int64, types.int64])

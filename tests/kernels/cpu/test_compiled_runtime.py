@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from kernels.cpu.compiled.runtime import (
-    SECOND_CLAIMS,
     Kernel,
     float_word,
     launch,
     offsets,
-    wait_for_team,
 )
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 DATA, COUNT, SCALE = offsets(3)
 
@@ -30,16 +29,19 @@ def _scale_then_sum(block: int) -> None:
     """Multiply COUNT rows of sixteen by SCALE; then one task writes their sum behind them."""
     data, count = simd.read_i64(block + DATA), simd.read_i64(block + COUNT)
     factor = vectors.splat(simd.read_f32(block + SCALE))
-    row = simd.claim(block)
+    row = claim_task(block, 0)
     while row < count:
         vectors.store_f32(data + 64 * row, vectors.mul(vectors.load_f32(data + 64 * row), factor))
-        row = simd.claim(block)
-    wait_for_team(block)
-    if simd.claim(block + SECOND_CLAIMS) == 0:
+        finish_task(block, 0)
+        row = claim_task(block, 0)
+    wait_for_tasks(block, 0, count)
+    if claim_task(block, 1) == 0:
         total = vectors.load_f32(data)
         for other in range(1, count):
             total = vectors.add(total, vectors.load_f32(data + 64 * other))
         vectors.store_f32(data + 64 * count, total)
+        finish_task(block, 1)
+    wait_for_tasks(block, 1, 1)
 
 
 def check_launch(num_threads: int) -> None:
