@@ -32,7 +32,7 @@ from topspin.config import MAX_MICRO_BATCHES
 from topspin.devices import TRITON
 from topspin.plan import NodeConfig
 from topspin.progress import Beat
-from topspin.trace import Kind, Ring
+from topspin.trace import Kind, Stamps
 
 _log = logging.getLogger("attention")
 
@@ -116,7 +116,7 @@ class DeviceExecutor:
         return bucket_of(max(slices.num_tokens for slices in micro_batches), self.sizes)
 
     def run(
-        self, placed: Placed, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
+        self, placed: Placed, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None
     ) -> Ran:
         if placed.bucket is None:
             return self._enqueue(placed, net, trace=trace, beat=beat)
@@ -124,7 +124,7 @@ class DeviceExecutor:
         return Ran(self._logits[: placed.num_sampled], self._stream.record(timed=True), [])
 
     def _enqueue(
-        self, placed: Placed, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
+        self, placed: Placed, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None
     ) -> Ran:
         if self._runtime.is_asynchronous and (net is None or net.is_graph_safe):
             trace = None  # the host's stamps would not say when the device has finished

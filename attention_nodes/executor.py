@@ -1,7 +1,7 @@
-"""Runs the layers of a step: the interface, and its implementation on the CPU.
+"""Runs the layers of a step: the interface.
 
-Owns the path from a step's indices to its logits, and of drawn tokens back to the host.
-`HostExecutor` copies nothing; device_executor.py implements it for a GPU. Knows no plan and no
+Owns the path from a step's indices to its logits, and of drawn tokens back to the host;
+host_executor.py implements it for the CPU, device_executor.py for a GPU. Knows no plan and no
 sequence. Called by model_runner.py.
 """
 
@@ -11,18 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from attention_nodes.decoder import Decoder
 from attention_nodes.rally import Flight, rally
-from attention_nodes.rotary import RotaryTable
-from attention_nodes.scores import score
-from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
-from kernels.runtime import Event, Runtime
+from attention_nodes.step_inputs import Slices, StepInputs
+from kernels.runtime import Event
 from m2n_comm.net import AttentionNet
 from topspin.progress import Beat
-from topspin.trace import Kind, Ring
+from topspin.trace import Stamps
 
 
 class Ran(NamedTuple):
@@ -56,7 +53,7 @@ class Executor(Protocol):
         """Bring a step's indices to the device, for run() and keep()."""
 
     def run(
-        self, placed: Any, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
+        self, placed: Any, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None
     ) -> Ran:
         """Enqueue all layers and the LM head; `trace` and `beat` as in rally()."""
 
@@ -92,7 +89,7 @@ def run_layers(
     inputs: StepInputs,
     combined: Tensor,
     *,
-    trace: Ring | None,
+    trace: Stamps | None,
     beat: Beat | None,
 ) -> Tensor:
     """Run a step's micro-batches through all layers; return the final rows [T, H].
@@ -106,61 +103,3 @@ def run_layers(
         flights.append(Flight(inputs=part, residual=residual[rows], combined=combined[rows]))
     rally(decoder, net, flights, trace, beat=beat)
     return residual
-
-
-class HostExecutor:
-    """The CPU: calls return when the work is done; indices become tensors without a copy."""
-
-    keeps_tokens = False
-    sizes = ()
-
-    def __init__(
-        self, decoder: Decoder, rotary: RotaryTable, runtime: Runtime, *, max_tokens: int
-    ) -> None:
-        self._decoder = decoder
-        self._rotary = rotary
-        self._stream = runtime.current_stream()
-        self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
-
-    def record_all(
-        self,
-        net: AttentionNet | None,
-        *,
-        micro_batches: Sequence[int],
-        check: Callable[[], None],
-    ) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-    def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
-        return host_inputs(micro_batches, self._rotary)
-
-    def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> StepInputs:
-        return host_inputs(micro_batches, self._rotary)
-
-    def run(
-        self, placed: StepInputs, net: AttentionNet | None, *, trace: Ring | None, beat: Beat | None
-    ) -> Ran:
-        residual = run_layers(self._decoder, net, placed, self._combined, trace=trace, beat=beat)
-        rallied = self._stream.record(timed=True)
-        if trace is not None:
-            trace.stamp(Kind.RALLIED)
-        logits = self._decoder.logits(residual.index_select(0, placed.sample_rows))
-        return Ran(logits, rallied, score(self._decoder.logits, residual, placed.to_score))
-
-    def keep(self, placed: StepInputs, tokens: Tensor) -> None:
-        pass
-
-    def fetch(self, tensors: Sequence[Tensor]) -> Receipt:
-        return _HostReceipt([each.numpy() for each in tensors], self._stream.record(timed=True))
-
-
-class _HostReceipt:
-    def __init__(self, arrays: list[np.ndarray], ended: Event) -> None:
-        self._arrays = arrays
-        self.ended = ended
-
-    def arrays(self) -> list[np.ndarray]:
-        return self._arrays

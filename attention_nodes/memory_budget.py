@@ -34,7 +34,7 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan import NodeConfig
-from topspin.trace import Ring
+from topspin.trace import Stamps
 from topspin.units import format_size
 
 _log = logging.getLogger("attention")
@@ -237,7 +237,7 @@ def _plan(
 class AbsentExperts:
     """An AttentionNet for a dry run: experts elsewhere, whose answers are 0 and take no memory."""
 
-    trace: Ring | None = None
+    trace: Stamps | None = None
     is_graph_safe: Final = False
     epoch: Final = 0
 

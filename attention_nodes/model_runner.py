@@ -24,7 +24,8 @@ from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
 from attention_nodes.device_executor import DeviceExecutor
 from attention_nodes.drafts import Draft, Drafter, draft_requests, take_drafts
-from attention_nodes.executor import Executor, HostExecutor
+from attention_nodes.executor import Executor
+from attention_nodes.host_executor import HostExecutor, Renew
 from attention_nodes.launched import Checked, LaunchedStep
 from attention_nodes.memory_budget import (
     AbsentExperts,
@@ -39,7 +40,7 @@ from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.scores import report
 from attention_nodes.sequences import IntArray, Limits, SequenceTable, unpack
 from attention_nodes.step_inputs import Slices, slice_up
-from kernels.dispatch import select_ops
+from kernels.dispatch import Ops, select_ops
 from kernels.runtime import HostRuntime, Runtime, open_runtime
 from m2n_comm.net import AttentionNet, NetShape, NetTimes
 from models.checkpoint import Checkpoint
@@ -114,12 +115,19 @@ class ModelRunner:
         self._generation = 0
         self._last_step = 0
         self.trace = ring_of(config)
+        self._stamps = self._runtime.stamps_of(self.trace)
         self._finished_s: float | None = None
 
     def _make_executor(self, config: NodeConfig) -> Executor:
         rotary = RotaryTable(self._model, max_len=self._table.limits.max_len)
         if not config.node.place.is_device:
-            return HostExecutor(self._decoder, rotary, self._runtime, max_tokens=self._max_tokens)
+            return HostExecutor(
+                self._decoder,
+                rotary,
+                self._runtime,
+                max_tokens=self._max_tokens,
+                renew=_renew_of(self._decoder.ops),
+            )
         return DeviceExecutor(
             self._decoder,
             rotary,
@@ -150,7 +158,7 @@ class ModelRunner:
         """
         if config.node.num_threads is not None:
             torch.set_num_threads(config.node.num_threads)
-        runtime = open_runtime(config.node.device)
+        runtime = open_runtime(config.node.device, config.node.kernels)
         model = load_model_config(path)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         block_size = config.kv_cache.block_size
@@ -336,7 +344,7 @@ class ModelRunner:
         """Enqueue one step, behind at most one other; raises as execute()."""
         assert len(self._launched) < MAX_LAUNCHED, "collect() first"
         started = time.perf_counter()
-        trace = self.trace
+        trace = self._stamps
         if trace is not None:
             trace.step = plan.ticket.step
             trace.stamp(Kind.PLAN_RECEIVED)
@@ -472,6 +480,15 @@ class ModelRunner:
         for slices in micro_batches:
             self._table.commit(slices.rows, slices.certain)
         return micro_batches
+
+
+def _renew_of(ops: Ops) -> Renew | None:
+    """Return how a recorded step gets its keys; None: these kernels are not recorded."""
+    if ops.name != "cpu":
+        return None
+    from kernels.cpu.attention import renew
+
+    return renew
 
 
 def _micro_batches(config: NodeConfig) -> tuple[int, ...]:

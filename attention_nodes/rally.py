@@ -16,7 +16,7 @@ from attention_nodes.decoder import Decoder, Layer
 from attention_nodes.step_inputs import MicroBatchInputs
 from m2n_comm.net import AttentionNet
 from topspin.progress import Beat
-from topspin.trace import Kind, Ring
+from topspin.trace import Kind, Stamps
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ def rally(
     decoder: Decoder,
     net: AttentionNet | None,
     flights: list[Flight],
-    trace: Ring | None = None,
+    trace: Stamps | None = None,
     *,
     beat: Beat | None = None,
 ) -> None:
@@ -73,7 +73,7 @@ def send_out(
     flight: Flight,
     layer: Layer,
     normed: Tensor,
-    trace: Ring | None,
+    trace: Stamps | None,
 ) -> None:
     """Dispatch rows to their experts, then run the shared expert while they are away."""
     assert net is not None
@@ -90,7 +90,7 @@ def send_out(
 
 
 def run_local(
-    decoder: Decoder, micro_batch: int, layer: Layer, normed: Tensor, trace: Ring | None
+    decoder: Decoder, micro_batch: int, layer: Layer, normed: Tensor, trace: Stamps | None
 ) -> Tensor | None:
     """Run the part computed on this node: a dense layer's MLP or the shared expert."""
     local = decoder.local_mlp(layer, normed)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from topspin.errors import ConfigError
+from topspin.trace import Ring, Stamps
 
 Replay = Callable[[], None]
 """Enqueues the captured work on the current stream."""
@@ -83,6 +84,9 @@ class Runtime(Protocol):
         must not read a tensor's values on the host; tensors it makes belong to the recording.
         """
 
+    def stamps_of(self, ring: Ring | None) -> Stamps | None:
+        """Return what stamps `ring`; if recordings run on the host, at each replay too."""
+
     def synchronize(self) -> None:
         """Wait until all enqueued work is done."""
 
@@ -104,11 +108,16 @@ class Runtime(Protocol):
         """Return the most bytes that this process has had allocated since reset_peak()."""
 
 
-def open_runtime(device: str) -> Runtime:
+def open_runtime(device: str, kernels: str = "") -> Runtime:
     """Return the runtime of "cpu", "cuda" (the first GPU), or "cuda:N".
 
-    Raises ConfigError for a device that this machine or this build of torch does not have.
+    With the `kernels` "cpu" its recordings are programs of them. Raises ConfigError for a device
+    that this machine or this build of torch does not have.
     """
+    if device == "cpu" and kernels == "cpu":
+        from kernels.cpu.recorder import CpuRuntime
+
+        return CpuRuntime()
     if device == "cpu":
         return HostRuntime()
     kind, colon, number = device.partition(":")
@@ -147,6 +156,9 @@ class HostRuntime:
                 body()
 
         return replay
+
+    def stamps_of(self, ring: Ring | None) -> Stamps | None:
+        return ring
 
     def synchronize(self) -> None:
         pass
@@ -263,6 +275,9 @@ class CudaRuntime:
             self._keeper = self._record(lambda: torch.zeros(1, device=self.device), None)
         graph: torch.cuda.CUDAGraph = self._record(body, self._keeper.pool())
         return graph.replay
+
+    def stamps_of(self, ring: Ring | None) -> Stamps | None:
+        return ring
 
     def _record(self, body: Callable[[], object], pool: Any) -> Any:
         graph = torch.cuda.CUDAGraph()

@@ -41,7 +41,7 @@ from topspin.config import MAX_MICRO_BATCHES
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.plan import NodeConfig
-from topspin.trace import Ring
+from topspin.trace import Stamps
 
 _COMPRESSED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -152,7 +152,7 @@ class AttentionNet(Protocol):
     is the same; read it after begin(), which may change it.
     """
 
-    trace: Ring | None
+    trace: Stamps | None
 
     @property
     def is_graph_safe(self) -> bool: ...
@@ -213,7 +213,7 @@ class ExpertNet(Protocol):
     stay valid as long as `epoch` is the same.
     """
 
-    trace: Ring | None
+    trace: Stamps | None
 
     @property
     def is_graph_safe(self) -> bool: ...

@@ -4,7 +4,7 @@ Owns the kinds of stamps, the record's form and the ring. A stamp is one clock c
 into memory allocated at start; a node that does not record has None for a ring and pays one test.
 Knows no messages (topspin.trace_node answers queries) and no analysis (topspin.cli.trace.report).
 Written by the node's one busy thread; in a process that runs several nodes another thread may dump
-it, since a record is written under the GIL.
+it: a record counts once it is written.
 
 A stamp marks the *end* of an event: the time since the node's previous stamp belongs to it. So a
 node's timeline has no holes, and waits end in ARRIVED, GATHERED or PLAN_RECEIVED.
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import enum
 import struct
+from array import array
 from bisect import bisect_left
 from time import monotonic_ns
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from topspin.errors import ProtocolError
 
@@ -62,34 +63,51 @@ class Stamp(NamedTuple):
     peer: int
 
 
-class Ring:
-    """The last `capacity` stamps. Invariant: times ascend from the oldest to the newest."""
+class Stamps(Protocol):
+    """Something that takes stamps: a Ring, or what records stamps into a program."""
 
-    __slots__ = ("_buffer", "_next", "_size", "_wrapped", "step")
-
-    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
-        assert capacity > 0
-        self._size = capacity * RECORD_BYTES
-        self._buffer = bytearray(self._size)
-        self._next = 0
-        self._wrapped = False
-        self.step = 0
+    step: int
 
     def stamp(self, kind: int, layer: int = 0, micro_batch: int = 0, peer: int = 0) -> None:
         """Record that an event of the current `step` has ended now."""
-        at = self._next
-        _PACK(self._buffer, at, monotonic_ns(), self.step, kind, layer, micro_batch, peer)
-        at += RECORD_BYTES
-        if at == self._size:
-            at = 0
-            self._wrapped = True
-        self._next = at
+
+
+class Ring:
+    """The last `capacity` stamps. Invariant: times ascend from the oldest to the newest.
+
+    `words` are the number of stamps so far and the current step: compiled code stamps too.
+    """
+
+    __slots__ = ("buffer", "capacity", "words")
+
+    def __init__(self, capacity: int = DEFAULT_CAPACITY) -> None:
+        assert capacity > 0
+        self.capacity = capacity
+        self.buffer = bytearray(capacity * RECORD_BYTES)
+        self.words = array("Q", (0, 0))
+
+    @property
+    def step(self) -> int:
+        """The step of the next stamps."""
+        return self.words[1]
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.words[1] = step
+
+    def stamp(self, kind: int, layer: int = 0, micro_batch: int = 0, peer: int = 0) -> None:
+        """Record that an event of the current `step` has ended now."""
+        count, step = self.words
+        at = count % self.capacity * RECORD_BYTES
+        _PACK(self.buffer, at, monotonic_ns(), step, kind, layer, micro_batch, peer)
+        self.words[0] = count + 1
 
     def dump(self, since_ns: int = 0) -> bytes:
         """Return the records from `since_ns` on, oldest first."""
-        end = self._next
-        recent = bytes(self._buffer[:end])
-        data = bytes(self._buffer[end:]) + recent if self._wrapped else recent
+        rounds, newest = divmod(self.words[0], self.capacity)
+        end = newest * RECORD_BYTES
+        recent = bytes(self.buffer[:end])
+        data = bytes(self.buffer[end:]) + recent if rounds else recent
         first = bisect_left(
             range(len(data) // RECORD_BYTES), since_ns, key=lambda idx: _time_of(data, idx)
         )

@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contracts import AttentionMeta
-from kernels.cpu.attention_rows import Row, Work, plan_work
-from kernels.cpu.compiled.attention import attend_rows, can_attend
+from kernels.cpu.attention_rows import Row, plan_work
+from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.reference import visible
 
 # Pieces up to SINGLE_ROWS query rows are computed row by row: a row takes 5 us at 160 keys, a
 # group 40 us and more.
 SINGLE_ROWS: Final = 8
+_MEMO: Final = "cpu_attention"
 # Pieces up to SHORT_ROWS query rows share padded groups; longer slices of a prompt are
 # cut so that early rows do not compute scores of keys that only later rows see.
 SHORT_ROWS: Final = 16
@@ -76,7 +77,7 @@ class _Group(NamedTuple):
 class _Plan(NamedTuple):
     """All groups of a micro-batch, and the number of its query rows without padding."""
 
-    single: Work | None
+    single: WorkWords | None
     """The rows that are computed one by one."""
     groups: tuple[_Group, ...]
     num_rows: int
@@ -197,11 +198,10 @@ def _plan(
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
     singly = meta.tree_mask is None and can_attend(q, k_cache, meta.block_tables, out)
-    memo_key = ("cpu_attention", block_size, num_groups, head_dim, repeat, sliding_window, singly)
+    memo_key = (_MEMO, sliding_window, block_size, num_groups, head_dim, repeat, singly)
     if memo_key not in meta.memo:
         pieces = tuple(_pieces(meta, sliding_window))
-        short = [piece for piece in pieces if singly and piece.num_rows <= SINGLE_ROWS]
-        rows = [row for piece in short for row in _single_rows(piece, sliding_window)]
+        rows = _rows_of(pieces, sliding_window) if singly else []
         groups = tuple(
             _make_group(
                 joined,
@@ -216,9 +216,31 @@ def _plan(
                 num_groups * head_dim,
             )
         )
-        single = plan_work(rows) if rows else None
+        single = None
+        if rows:
+            single = WorkWords(HeadShape(q.shape[1], num_groups, head_dim))
+            single.fill(plan_work(rows), meta.block_tables)
         meta.memo[memo_key] = _Plan(single, groups, int(meta.query_start[-1]))
     return cast("_Plan", meta.memo[memo_key])
+
+
+def _rows_of(pieces: Sequence[_Piece], sliding_window: int | None) -> list[Row]:
+    """Return the rows that are computed one by one."""
+    short = [piece for piece in pieces if piece.num_rows <= SINGLE_ROWS]
+    return [row for piece in short for row in _single_rows(piece, sliding_window)]
+
+
+def renew(recorded: AttentionMeta, now: AttentionMeta) -> None:
+    """Let a recorded step, which attended by `recorded`, attend by `now` when it is replayed.
+
+    Both are of rows that are computed one by one: no trees, at most SINGLE_ROWS of a sequence.
+    """
+    for key, plan in recorded.memo.items():
+        if key[0] == _MEMO:
+            assert isinstance(plan, _Plan)
+            assert plan.single is not None
+            rows = _rows_of(tuple(_pieces(now, window := cast("int | None", key[1]))), window)
+            plan.single.fill(plan_work(rows), now.block_tables)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:
@@ -266,7 +288,7 @@ def paged_attention(
     if plan.num_rows < len(out):
         out[plan.num_rows :] = 0
     if plan.single is not None:
-        attend_rows(q, k_cache, v_cache, meta.block_tables, plan.single, out, scale=scale)
+        attend_rows(q, k_cache, v_cache, plan.single, out, scale=scale)
     if not plan.groups:
         return out
     k_slots, v_slots = k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:])

@@ -40,7 +40,7 @@ from m2n_comm.rules import AttentionRules
 from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
-from topspin.trace import Ring
+from topspin.trace import Stamps
 
 if TYPE_CHECKING:
     from kernels.triton.m2n.attention_port import AttentionPort
@@ -100,7 +100,7 @@ class IpcAttentionNet:
 
         shape = me.shape
         self.shape = shape
-        self.trace: Ring | None = None
+        self.trace: Stamps | None = None
         self._pairs = pairs
         self._rules: AttentionRules[_Flight, tuple[int, Tensor]] = AttentionRules(
             me.index,

@@ -20,7 +20,7 @@ from m2n_comm.net import ExpertBatch
 from m2n_comm.rules import ExpertRules
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
-from topspin.trace import Ring
+from topspin.trace import Stamps
 
 
 class IpcExpertNet:
@@ -31,7 +31,7 @@ class IpcExpertNet:
 
         shape = me.shape
         self.shape = shape
-        self.trace: Ring | None = None
+        self.trace: Stamps | None = None
         self._pairs = pairs
         self._rules = ExpertRules(
             me.index, shape, peers=pairs.peers, on_failure=pairs.control.abort

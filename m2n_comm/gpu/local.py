@@ -23,8 +23,9 @@ which it was combined.
 On one device reading a second copy of an expert gains nothing: the first replica, in node order,
 serves all.
 
-The flight recorder gets no stamps: the host only enqueues here, and the time of enqueueing says
-nothing about the time of computing.
+On a GPU the flight recorder gets no stamps: the host only enqueues here, and the time of
+enqueueing says nothing about the time of computing. On the host, where nothing is asynchronous,
+combine() computes, and stamps for both sides.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from m2n_comm.rules import AttentionRules
 from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
-from topspin.trace import Ring
+from topspin.trace import Kind, Stamps
 
 LocalSlots = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(experts i64[T, K], slot_of i32[N, E], num_rows i64[1] or None) -> slots i32[N, T, K]."""
@@ -77,11 +78,14 @@ class _Route(NamedTuple):
 
 @dataclass(slots=True)
 class _Flight:
-    """A dispatch that is not combined yet. `read` keeps the experts' inputs allocated."""
+    """A dispatch that is not combined yet. `read` keeps the experts' inputs allocated.
+
+    `partials` are empty if combine() computes them.
+    """
 
     layer: int
     size: torch.Size
-    read: tuple[Tensor | None, ...]
+    read: tuple[Tensor, Tensor, Tensor, Tensor | None]
     partials: list[Tensor]
     done: Event | None
 
@@ -106,19 +110,22 @@ class DeviceNet:
         table: ExpertTable,
         num_streams: int = 1,
         slots: LocalSlots | None = None,
+        traces: Sequence[Stamps | None] = (),
     ) -> None:
         """Compute with `serves`, one per node of `table`, as attention node `index`.
 
         `num_streams` 2 gives the experts a separate stream. `slots` turns experts into slots; None:
-        the kernel on a GPU, torch on the host. Raises ConfigError for settings that only make sense
+        the kernel on a GPU, torch on the host. `traces` get the stamps of the nodes, on the host.
+        Raises ConfigError for settings that only make sense
         between processes, ProtocolError for a wrong table.
         """
         assert num_streams in (1, 2)
         _check_shape(shape)
         self.shape = shape
-        self.trace: Ring | None = None
+        self.trace: Stamps | None = None
         self._runtime = runtime
         self._serves = tuple(serves)
+        self._traces = traces or (None,) * len(self._serves)
         self._slots = slots or _slots_on(runtime.device)
         self._stream = runtime.new_stream() if num_streams == 2 else None
         self._rules: AttentionRules[_Flight, _Route] = AttentionRules(
@@ -156,6 +163,10 @@ class DeviceNet:
             # Recordings read the slots, and the weights, of the previous version.
             self._epoch += 1
             self._route = route
+        for trace in self._traces:
+            if trace is not None:
+                trace.step = ticket.step
+                trace.stamp(Kind.STEP_BEGAN)
 
     def dispatch(
         self,
@@ -168,18 +179,19 @@ class DeviceNet:
     ) -> None:
         """Enqueue the experts of hidden [T, H]: experts [T, K] int64 (logical), weights [T, K].
 
-        See m2n_comm.net; with two streams the tensors stay as they are until combine(). Raises
-        FrameError for tensors that do not fit, and errors of the experts, after which this net
-        cannot be used.
+        See m2n_comm.net; the caller leaves the tensors as they are until combine(). Raises
+        FrameError for tensors that do not fit. An error of the experts, raised here or by combine(),
+        makes this net unusable.
         """
         with self._rules:
             assert self._rules.flights[micro_batch] is None, "combine() the last dispatch first"
             self._rules.check_rows(hidden, experts, weights)
             read = (hidden, experts, weights, num_rows)
-            partials, done = [], None
-            if self._stream is None:
+            partials: list[Tensor] = []
+            done = None
+            if self._stream is None and self._runtime.is_asynchronous:
                 partials = self._serve(micro_batch, layer, *read)
-            else:
+            elif self._stream is not None:
                 self._stream.wait_for(self._runtime.current_stream().record())
                 with self._runtime.on(self._stream):
                     partials = self._serve(micro_batch, layer, *read)
@@ -197,21 +209,27 @@ class DeviceNet:
     ) -> list[Tensor]:
         """Enqueue, on the current stream, the work of every node on these rows."""
         slots = self._slots(experts, self._route.slot_of[layer], num_rows)
-        return [
-            serve(
-                ExpertBatch(
-                    micro_batch=micro_batch,
-                    layer=layer,
-                    part=0,
-                    hidden=hidden,
-                    slots=slots[node],
-                    weights=weights,
-                    row_counts=(len(hidden),),
-                    table_version=self._route.version,
-                )
+        partials = []
+        for node, (serve, trace) in enumerate(zip(self._serves, self._traces, strict=True)):
+            if trace is not None:
+                trace.stamp(Kind.GATHERED, layer, micro_batch)
+            batch = ExpertBatch(
+                micro_batch=micro_batch,
+                layer=layer,
+                part=0,
+                hidden=hidden,
+                slots=slots[node],
+                weights=weights,
+                row_counts=(len(hidden),),
+                table_version=self._route.version,
             )
-            for node, serve in enumerate(self._serves)
-        ]
+            partials.append(serve(batch))
+            if trace is not None:
+                trace.stamp(Kind.COMPUTED, layer, micro_batch)
+                trace.stamp(Kind.REPLIED, layer, micro_batch)
+            if self.trace is not None and not self._runtime.is_asynchronous:
+                self.trace.stamp(Kind.ARRIVED, layer, micro_batch, node)
+        return partials
 
     def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
         """Return the sum of all partials of that dispatch, [T, H].
@@ -221,16 +239,19 @@ class DeviceNet:
         """
         with self._rules:
             flight = self._rules.flight(micro_batch, layer, out)
+            partials = flight.partials or self._serve(micro_batch, layer, *flight.read)
         if flight.done is not None:
             self._runtime.current_stream().wait_for(flight.done)
         self._rules.flights[micro_batch] = None
-        first, *others = flight.partials
-        if not others:
-            return first
-        out.copy_(first)
-        for partial in others:
-            out += partial
-        return out
+        first, *others = partials
+        if others:
+            out.copy_(first)
+            for partial in others:
+                out += partial
+            first = out
+        if self.trace is not None and not self._runtime.is_asynchronous:
+            self.trace.stamp(Kind.COMBINED, layer, micro_batch)
+        return first
 
     def wait_s(self) -> float:
         """Return 0: the host never waits here."""

@@ -28,7 +28,7 @@ from m2n_comm.rules import check_rows, check_sum
 from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
-from topspin.trace import Ring
+from topspin.trace import Stamps
 
 
 def pinned(runtime: Runtime, rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -90,12 +90,12 @@ class StagedNet:
         self._unsent: _Unsent | None = None
 
     @property
-    def trace(self) -> Ring | None:
+    def trace(self) -> Stamps | None:
         """The ring of the inner net, which stamps the frames."""
         return self.inner.trace
 
     @trace.setter
-    def trace(self, trace: Ring | None) -> None:
+    def trace(self, trace: Stamps | None) -> None:
         self.inner.trace = trace
 
     @property
@@ -264,12 +264,12 @@ class StagedExpertNet:
         self._open: tuple[ExpertBatch, ExpertBatch] | None = None
 
     @property
-    def trace(self) -> Ring | None:
+    def trace(self) -> Stamps | None:
         """The ring of the inner net."""
         return self.inner.trace
 
     @trace.setter
-    def trace(self, trace: Ring | None) -> None:
+    def trace(self, trace: Stamps | None) -> None:
         self.inner.trace = trace
 
     def begin(self, ticket: StepTicket) -> None:

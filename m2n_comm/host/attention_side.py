@@ -41,7 +41,7 @@ from m2n_comm.waits import Hop, WaitPolicy, late
 from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
-from topspin.trace import Kind, Ring
+from topspin.trace import Kind, Stamps
 
 # Below this the frame had already arrived.
 _WAITED_NS = 5_000
@@ -106,7 +106,7 @@ class AttentionSide:
         shape = me.shape
         self.lines = lines
         self.shape = shape
-        self.trace: Ring | None = None
+        self.trace: Stamps | None = None
         self._me = me
         self._spins = wait == "spin"
         self._experts = tuple(each or 0 for each in expert_incarnations)

@@ -42,7 +42,7 @@ from m2n_comm.waits import Hop, WaitPolicy, late
 from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
-from topspin.trace import Kind, Ring
+from topspin.trace import Kind, Stamps
 
 
 class _Join:
@@ -113,7 +113,7 @@ class ExpertSide:
         shape = me.shape
         self.lines = lines
         self.shape = shape
-        self.trace: Ring | None = None
+        self.trace: Stamps | None = None
         self._me = me
         self._spins = wait == "spin"
         self._attention = {

@@ -39,6 +39,7 @@ from topspin.errors import PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.messages import Role, Welcome
 from topspin.node_life import NodeLife, run_node
+from topspin.plan import NodeConfig
 from topspin.process import follow_parent, start_logging
 
 # The pause after each millisecond of reading experts for another table: the computing thread shares
@@ -121,20 +122,42 @@ class LocalNode:
         """Return the net from attention node `index` to all experts; runs in that node's thread."""
         config = welcome.config
         node = config.attention
-        if config.shares_device:
+        if config.shares_device or self._computes_inline(config, shape):
+            experts = [self._experts[each] for each in range(self._num_experts)]
+            runtime = open_runtime(node.device, node.kernels)
             return DeviceNet(
-                open_runtime(node.device),
+                runtime,
                 shape,
                 index=index,
-                serves=[self._experts[each].compute for each in range(self._num_experts)],
+                serves=[each.compute for each in experts],
                 table=welcome.table,
                 num_streams=config.execution.gpu_streams,
+                traces=[
+                    None if runtime.is_asynchronous else runtime.stamps_of(each.trace)
+                    for each in experts
+                ],
             )
         net = self._get_hub(shape, welcome).attention_net(index, welcome.table)
         if not node.place.is_device:
             return net
         runtime = open_runtime(node.device)
         return StagedNet(net, runtime, shape=shape, max_rows=node.max_num_batched_tokens)
+
+    def _computes_inline(self, config: NodeConfig, shape: NetShape) -> bool:
+        """Return whether one thread of the host computes everything, on rows as they are.
+
+        Then nothing has to be handed over. Several attention threads take turns at the hub.
+        """
+        link = config.link
+        return (
+            self._num_attention == 1
+            and not self._on_device
+            and not config.node.place.is_device
+            and not (link.latency_us or link.gbps)
+            and shape.compressed is None
+            and not shape.per_expert_answers
+            and shape.payload == shape.compute
+        )
 
     def _dry_net(self, index: int, welcome: Welcome) -> OpenDryNet | None:
         """Return an opener of the net for the dry run, if experts share the cache's device."""

@@ -12,7 +12,7 @@ Letters as in `kernels.contracts`. A slice is 64 bytes of a head (`kernels.cpu.s
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -35,11 +35,15 @@ STATE_BYTES: Final = 16 << 10
 _VECTOR: Final = 4 * simd.LANES
 
 (
-    Q, Q_STRIDE, OUT, OUT_STRIDE, K_CACHE, V_CACHE, BLOCK_SIZE, TABLES, TABLE_STRIDE,
-    NUM_KV_HEADS, REPEAT, HEAD_DIM, IS_BF16, SCALE, PIECES, NUM_PIECES, MERGES, NUM_MERGES,
-    PARTS, GROUPS_PER_TASK,
-) = offsets(20)  # fmt: skip
-"""The kernel's arguments. Strides are in bytes; PIECES, MERGES and PARTS are _Work's."""
+    Q, Q_STRIDE, OUT, OUT_STRIDE, K_CACHE, V_CACHE, BLOCK_SIZE, NUM_KV_HEADS, REPEAT, HEAD_DIM,
+    IS_BF16, SCALE, WORK,
+) = offsets(13)  # fmt: skip
+"""The kernel's arguments. Strides are in bytes; WORK is the address of WorkWords."""
+
+PIECES, NUM_PIECES, MERGES, NUM_MERGES, PARTS, TABLES, TABLE_STRIDE, GROUPS_PER_TASK = range(
+    0, 64, 8
+)
+"""Offsets in WorkWords."""
 
 
 def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
@@ -64,33 +68,62 @@ def _lie_whole(x: Tensor) -> bool:
     return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
 
 
+class HeadShape(NamedTuple):
+    """The heads of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class WorkWords:
+    """The Work of a step in memory, for all layers with the same heads and window.
+
+    A recorded step reads it at its address, so that each replay attends to its own keys.
+    """
+
+    def __init__(self, heads: HeadShape) -> None:
+        self._heads = heads
+        self._words = torch.zeros(8, dtype=torch.int64)
+        self._read: tuple[Tensor, ...] = ()
+
+    @property
+    def address(self) -> int:
+        """Return the address of the words."""
+        return self._words.data_ptr()
+
+    def fill(self, work: Work, block_tables: Tensor) -> None:
+        """Write the work of the next launches; keeps what they read."""
+        heads = self._heads
+        part_bytes = _part_bytes(heads.head_dim)
+        # Heads computed together read each block once; having enough tasks matters more.
+        groups_per_task = min(
+            max(STATE_BYTES // (heads.num_heads // heads.num_kv_heads * part_bytes), 1),
+            max(work.pieces.shape[0] * heads.num_kv_heads // (4 * torch.get_num_threads()), 1),
+            heads.num_kv_heads,
+        )
+        parts = torch.empty(work.num_parts * heads.num_heads, part_bytes // 4)
+        self._read = (work.pieces, work.merges, parts, block_tables)
+        self._words.numpy()[:] = (
+            work.pieces.data_ptr(),
+            work.pieces.shape[0],
+            work.merges.data_ptr(),
+            work.merges.shape[0],
+            parts.data_ptr(),
+            block_tables.data_ptr(),
+            block_tables.stride(0) * 4,
+            groups_per_task,
+        )
+
+
 def attend_rows(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    work: Work,
-    out: Tensor,
-    *,
-    scale: float,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, work: WorkWords, out: Tensor, *, scale: float
 ) -> None:
-    """Write the rows of `work` of out [T, N, D]; q, caches and tables as in `paged_attention`.
+    """Write the rows of `work` of out [T, N, D]; q and caches as in `paged_attention`.
 
     The heads of a row of out are contiguous, as those of q.
     """
     _, block_size, num_groups, head_dim = k_cache.shape
-    repeat = q.shape[1] // num_groups
-    num_threads = torch.get_num_threads()
-    # Heads computed together read each block once; having enough tasks matters more.
-    groups_per_task = min(
-        max(STATE_BYTES // (repeat * _part_bytes(head_dim)), 1),
-        max(work.pieces.shape[0] * num_groups // (4 * num_threads), 1),
-        num_groups,
-    )
-    parts = 0
-    if work.num_parts:
-        memory = torch.empty(work.num_parts * q.shape[1], _part_bytes(head_dim) // 4)
-        parts = memory.data_ptr()
     arguments = (
         q.data_ptr(),
         q.stride(0) * q.itemsize,
@@ -99,21 +132,14 @@ def attend_rows(
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         block_size,
-        block_tables.data_ptr(),
-        block_tables.stride(0) * 4,
         num_groups,
-        repeat,
+        q.shape[1] // num_groups,
         head_dim,
         int(q.dtype == torch.bfloat16),
         float_word(scale),
-        work.pieces.data_ptr(),
-        work.pieces.shape[0],
-        work.merges.data_ptr(),
-        work.merges.shape[0],
-        parts,
-        groups_per_task,
+        work.address,
     )
-    launch(_attend, arguments, num_threads=num_threads)
+    launch(_attend, arguments, num_threads=torch.get_num_threads())
 
 
 def _part_bytes(head_dim: int) -> int:
@@ -134,7 +160,8 @@ def _key_address(block: int, seq_idx: int, position: int) -> int:
     """Return the offset in bytes of a position's slot in either cache."""
     block_size = simd.read_i64(block + BLOCK_SIZE)
     index = position // block_size
-    table = simd.read_i64(block + TABLES) + seq_idx * simd.read_i64(block + TABLE_STRIDE)
+    work = simd.read_i64(block + WORK)
+    table = simd.read_i64(work + TABLES) + seq_idx * simd.read_i64(work + TABLE_STRIDE)
     slot = simd.read_i32(table + 4 * index) * block_size + position - index * block_size
     offset: int = slot * _slot_bytes(block)
     return offset
@@ -365,7 +392,8 @@ def _do_piece(
     state = states
     if part >= 0:
         num_heads = simd.read_i64(block + REPEAT) * simd.read_i64(block + NUM_KV_HEADS)
-        state = simd.read_i64(block + PARTS) + (part * num_heads + first_head) * pitch
+        parts = simd.read_i64(simd.read_i64(block + WORK) + PARTS)
+        state = parts + (part * num_heads + first_head) * pitch
     for idx in range(last_head - first_head):
         _clear(state + idx * pitch, pitch // _VECTOR)
     start, key_end = simd.read_i64(piece + 16), simd.read_i64(piece + 24)
@@ -393,8 +421,9 @@ def _merge(block: int, merge: int, group: int, state: int) -> None:
     num_heads = repeat * simd.read_i64(block + NUM_KV_HEADS)
     step = num_heads * num_vectors * _VECTOR
     out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
+    memory = simd.read_i64(simd.read_i64(block + WORK) + PARTS)
     for head in range(group * repeat, group * repeat + repeat):
-        parts = simd.read_i64(block + PARTS) + (first * num_heads + head) * num_vectors * _VECTOR
+        parts = memory + (first * num_heads + head) * num_vectors * _VECTOR
         peak = np.float32(-np.inf)
         for idx in range(count):
             peak = max(peak, simd.read_f32(parts + idx * step))
@@ -417,25 +446,26 @@ def _merge(block: int, merge: int, group: int, state: int) -> None:
 def _attend(block: int) -> None:
     scores, states = _scratch_scores(), _scratch_states()
     num_groups, repeat = simd.read_i64(block + NUM_KV_HEADS), simd.read_i64(block + REPEAT)
-    per_task = simd.read_i64(block + GROUPS_PER_TASK)
+    work = simd.read_i64(block + WORK)
+    per_task = simd.read_i64(work + GROUPS_PER_TASK)
     num_ranges = (num_groups + per_task - 1) // per_task
-    num_tasks = simd.read_i64(block + NUM_PIECES) * num_ranges
+    num_tasks = simd.read_i64(work + NUM_PIECES) * num_ranges
     task = claim_task(block, 0)
     while task < num_tasks:
-        piece = simd.read_i64(block + PIECES) + task // num_ranges * PIECE_BYTES
+        piece = simd.read_i64(work + PIECES) + task // num_ranges * PIECE_BYTES
         first = task % num_ranges * per_task
         last = min(first + per_task, num_groups)
         task = claim_task(block, 0)
         later = 0
         if num_ranges == 1 and task < num_tasks:
-            later = simd.read_i64(block + PIECES) + task * PIECE_BYTES
+            later = simd.read_i64(work + PIECES) + task * PIECE_BYTES
         _do_piece(block, piece, later, first * repeat, last * repeat, states, scores)
         finish_task(block, 0)
     wait_for_tasks(block, 0, num_tasks)
-    num_tasks = simd.read_i64(block + NUM_MERGES) * num_groups
+    num_tasks = simd.read_i64(work + NUM_MERGES) * num_groups
     task = claim_task(block, 1)
     while task < num_tasks:
-        merge = simd.read_i64(block + MERGES) + task // num_groups * 24
+        merge = simd.read_i64(work + MERGES) + task // num_groups * 24
         _merge(block, merge, task % num_groups, states)
         finish_task(block, 1)
         task = claim_task(block, 1)

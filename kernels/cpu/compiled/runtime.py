@@ -27,10 +27,11 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import numba
 import torch
@@ -44,6 +45,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _logger = logging.getLogger("kernels")
 _compiling = threading.Lock()
+_local = threading.local()
 _NEW_HEADER: Final = (0,) * (HEADER_BYTES // 8)
 
 
@@ -80,13 +82,41 @@ class Kernel:
 
 
 def launch(kernel: Kernel, arguments: Sequence[int], *, num_threads: int) -> None:
-    """Run `kernel` with `arguments` on `num_threads` threads, including this one."""
+    """Run `kernel` with `arguments` on `num_threads` threads, including this one.
+
+    If this thread is recording(), its recorder gets them too.
+    """
+    record(kernel, arguments)
     block = (ctypes.c_int64 * (len(arguments) + len(_NEW_HEADER)))(*_NEW_HEADER, *arguments)
     openmp = _openmp()
     if num_threads == 1 or openmp is None:
-        _call(kernel.address)(ctypes.addressof(block))
+        make_callable(kernel.address)(ctypes.addressof(block))
         return
     openmp.parallel(kernel.address, ctypes.addressof(block), num_threads, 0)
+
+
+class Recorder(Protocol):
+    """Gets the launches of a thread."""
+
+    def add(self, kernel: Kernel, arguments: Sequence[int]) -> None:
+        """Take a launch, which also happens."""
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Give `recorder` the launches of this thread."""
+    _local.recorder = recorder
+    try:
+        yield
+    finally:
+        _local.recorder = None
+
+
+def record(kernel: Kernel, arguments: Sequence[int]) -> None:
+    """Give the launch of a kernel to the recorder of this thread, if there is one."""
+    recorder = getattr(_local, "recorder", None)
+    if recorder is not None:
+        recorder.add(kernel, arguments)
 
 
 def float_word(value: float) -> int:
@@ -119,7 +149,7 @@ def _openmp() -> _OpenMP | None:
 
 
 @cache
-def _call(address: int) -> Callable[[int], None]:
+def make_callable(address: int) -> Callable[[int], None]:
     """Make machine code callable; the interpreter's lock is released while it runs."""
     return ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
 

@@ -40,6 +40,7 @@ PORTABLE_VARIABLE: Final = "TOPSPIN_PORTABLE_KERNELS"
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 F32_LANES, I32_LANES = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+_LANE_NAMES: Final = {"float": "f32", "i32": "i32", "i16": "i16"}
 _INDICES = ir.Constant(I32_LANES, list(range(LANES)))
 
 
@@ -217,21 +218,61 @@ def first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 def load_first(
     builder: ir.IRBuilder, address: ir.Value, kind: ir.VectorType, count: ir.Value
 ) -> ir.Value:
-    """Read the first `count` lanes of four bytes; the others are 0 and not read from memory."""
-    name = "llvm.masked.load.v16f32.p0" if kind is F32_LANES else "llvm.masked.load.v16i32.p0"
+    """Read the first `count` lanes; the others are 0 and not read from memory."""
     where = pointer(builder, address, kind)
-    mask = first_lanes(builder, count)
-    zeros = lanes_of(kind, 0)
-    return call(builder, name, kind, [where, ir.Constant(I32, 2), mask, zeros])
+    return either(
+        builder,
+        count,
+        lambda: load(builder, address, kind),
+        lambda: masked_load(builder, where, kind, count),
+    )
+
+
+def masked_load(
+    builder: ir.IRBuilder, where: ir.Value, kind: ir.VectorType, count: ir.Value
+) -> ir.Value:
+    """Read the first `count` lanes at a pointer; the others are 0 and not read from memory."""
+    name = f"llvm.masked.load.v16{_LANE_NAMES[str(kind.element)]}.p0"
+    operands = [where, ir.Constant(I32, 2), first_lanes(builder, count), lanes_of(kind, 0)]
+    return call(builder, name, kind, operands)
 
 
 def store_first(builder: ir.IRBuilder, address: ir.Value, value: ir.Value, count: ir.Value) -> None:
-    """Write the first `count` lanes of four bytes, and no other memory."""
-    is_float = value.type is F32_LANES
-    name = "llvm.masked.store.v16f32.p0" if is_float else "llvm.masked.store.v16i32.p0"
+    """Write the first `count` lanes, and no other memory."""
+    name = f"llvm.masked.store.v16{_LANE_NAMES[str(value.type.element)]}.p0"
     where = pointer(builder, address, value.type)
-    mask = first_lanes(builder, count)
-    call(builder, name, ir.VoidType(), [value, where, ir.Constant(I32, 2), mask])
+
+    def masked() -> None:
+        operands = [value, where, ir.Constant(I32, 2), first_lanes(builder, count)]
+        call(builder, name, ir.VoidType(), operands)
+
+    either(builder, count, lambda: store(builder, address, value), masked)
+
+
+def either(
+    builder: ir.IRBuilder,
+    count: ir.Value,
+    whole: Callable[[], ir.Value | None],
+    masked: Callable[[], ir.Value | None],
+) -> ir.Value | None:
+    """Do `whole` if `count` (i64) covers all lanes, else `masked`; return the value, if any.
+
+    Only AVX512 masks bytes and words in hardware: elsewhere a masked access is a branch per lane.
+    """
+    if cpu_has("avx512bw"):
+        return masked()
+    covers = builder.icmp_signed(">=", count, constant(LANES))
+    with builder.if_else(covers) as (then, otherwise):
+        with then:
+            first, first_block = whole(), builder.block
+        with otherwise:
+            second, second_block = masked(), builder.block
+    if first is None or second is None:
+        return None
+    joined = builder.phi(first.type)
+    joined.add_incoming(first, first_block)
+    joined.add_incoming(second, second_block)
+    return joined
 
 
 def rounded(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:

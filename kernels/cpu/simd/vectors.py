@@ -28,7 +28,6 @@ from kernels.cpu.simd.lanes import (
     load_first,
     operation,
     paired,
-    pointer,
     rounded,
     shuffled,
     store,
@@ -65,15 +64,7 @@ def load_first_f32(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) ->
 @operation(F32x16, [types.int64, types.int64])
 def load_first_bf16(builder: ir.IRBuilder, address: ir.Value, count: ir.Value) -> ir.Value:
     """Read the first `count` of sixteen bf16 numbers, widened; the others are 0, not read."""
-    kind = ir.VectorType(ir.IntType(16), LANES)
-    zeros = ir.Constant(kind, [0] * LANES)
-    operands = [
-        pointer(builder, address, kind),
-        ir.Constant(I32, 2),
-        first_lanes(builder, count),
-        zeros,
-    ]
-    narrow = call(builder, "llvm.masked.load.v16i16.p0", kind, operands)
+    narrow = load_first(builder, address, ir.VectorType(ir.IntType(16), LANES), count)
     wide = builder.shl(builder.zext(narrow, I32_LANES), lanes_of(I32_LANES, 16))
     return builder.bitcast(wide, F32_LANES)
 
@@ -107,10 +98,7 @@ def store_first_bf16(
 ) -> None:
     """Round to bf16 and write the first `count` lanes."""
     kind = ir.VectorType(ir.IntType(16), LANES)
-    where = pointer(builder, address, kind)
-    numbers = builder.trunc(rounded(builder, value), kind)
-    operands = [numbers, where, ir.Constant(I32, 2), first_lanes(builder, count)]
-    call(builder, "llvm.masked.store.v16i16.p0", ir.VoidType(), operands)
+    store_first(builder, address, builder.trunc(rounded(builder, value), kind), count)
 
 
 @operation(types.none, [types.int64, F32x16, F32x16])

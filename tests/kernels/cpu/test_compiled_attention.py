@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu.attention_rows import SPLIT_KEYS, Row, plan_work
-from kernels.cpu.compiled.attention import attend_rows, can_attend
+from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.cpu.simd.attention import CHUNK_KEYS
 from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
 from tests.kernels.cases import AttentionCase, Heads, attention_case
@@ -49,8 +49,14 @@ def attend(case: AttentionCase, window: int | None = None) -> Tensor:
     out = torch.full_like(case.q, float("nan"))
     tables = case.meta.block_tables
     assert can_attend(case.q, case.k_cache, tables, out)
-    attend_rows(case.q, case.k_cache, case.v_cache, tables, plan_work(rows), out, scale=0.2)
+    attend_rows(case.q, case.k_cache, case.v_cache, words_of(case, rows), out, scale=0.2)
     return out
+
+
+def words_of(case: AttentionCase, rows: list[Row]) -> WorkWords:
+    words = WorkWords(HeadShape(case.q.shape[1], case.k_cache.shape[2], case.q.shape[2]))
+    words.fill(plan_work(rows), case.meta.block_tables)
+    return words
 
 
 def wanted(case: AttentionCase, window: int | None = None) -> Tensor:
@@ -101,10 +107,8 @@ def test_other_rows_do_not_change_a_bit() -> None:
     together = attend(case)
     for idx, length in enumerate(LENS):
         alone = torch.full_like(case.q, float("nan"))
-        work = plan_work([Row(idx, idx, 0, length)])
-        attend_rows(
-            case.q, case.k_cache, case.v_cache, case.meta.block_tables, work, alone, scale=0.2
-        )
+        work = words_of(case, [Row(idx, idx, 0, length)])
+        attend_rows(case.q, case.k_cache, case.v_cache, work, alone, scale=0.2)
         assert torch.equal(alone[idx], together[idx])
         assert alone[idx + 1 :].isnan().all(), "a row of another sequence was written"
 

@@ -65,11 +65,11 @@ def make_net(
 
 
 class NothingIsLookedAt(DeviceNet):
-    """Refuses operations that would wait for a GPU."""
+    """Refuses operations that would wait for a GPU; keeps copies, as its caller has to."""
 
-    def dispatch(self, *args: Any) -> None:
+    def dispatch(self, micro_batch: int, layer: int, *tensors: Any) -> None:
         with NoSync():
-            super().dispatch(*args)
+            super().dispatch(micro_batch, layer, *(each.clone() for each in tensors))
 
     def combine(self, *args: Any) -> Tensor:
         with NoSync():
@@ -315,8 +315,9 @@ def test_an_experts_error_fails_the_step_and_the_net() -> None:
 
     net = make_net(wrap=lambda _: broken)
     rows = random_rows(net.shape, 3, choose_from=EVERYTHING, seed=1)
+    net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
     with pytest.raises(RuntimeError, match="no such slot"):
-        net.dispatch(0, 0, rows.hidden, rows.experts, rows.weights)
+        net.combine(0, 0, torch.empty(rows.hidden.shape))
     with pytest.raises(TransportError, match="RuntimeError: no such slot"):
         net.begin(make_ticket(1))
     net.close()

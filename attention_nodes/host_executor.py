@@ -1,0 +1,184 @@
+"""Runs a step's layers on the CPU: layer by layer, or, with few rows of each sequence, recorded.
+
+Owns the choice between the two, and the tensors that a recorded step reads and writes: each replay
+gets its own numbers in them. A step is recorded per number of rows of each micro-batch and of rows
+to sample; contexts and cache blocks are read from memory. If the kernels or the net cannot be
+recorded, nothing is. Knows no plan. Called by model_runner.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention_nodes.decoder import Decoder
+from attention_nodes.executor import Ran, Receipt, run_layers
+from attention_nodes.rotary import RotaryTable
+from attention_nodes.scores import score
+from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
+from kernels.contracts import AttentionMeta
+from kernels.recordings import Recordings
+from kernels.runtime import Event, Runtime
+from m2n_comm.net import AttentionNet
+from topspin.progress import Beat
+from topspin.trace import Kind, Stamps
+
+# Steps with more rows spend their time in the kernels.
+MAX_RECORDED_ROWS: Final = 64
+# Rows of one sequence: what paged_attention computes one by one.
+MAX_SEQUENCE_ROWS: Final = 8
+# Recordings that are kept: about 100 KB each for 30 layers, besides their rows.
+MAX_RECORDINGS: Final = 64
+
+Renew = Callable[[AttentionMeta, AttentionMeta], None]
+"""(recorded, now): lets a recorded step attend by `now`; kernels.cpu.attention.renew."""
+
+_Key = tuple[tuple[int, ...], int]
+"""The rows of each micro-batch, and the number of rows to sample."""
+
+
+class _Recorded(NamedTuple):
+    """What the recorded steps of one key read and write."""
+
+    inputs: StepInputs
+    logits: Tensor
+
+    def take(self, now: StepInputs, renew: Renew) -> None:
+        """Let the next replay run with the numbers of `now`."""
+        self.inputs.tokens.copy_(now.tokens)
+        self.inputs.sample_rows.copy_(now.sample_rows)
+        for mine, theirs in zip(self.inputs.parts, now.parts, strict=True):
+            mine.cos.copy_(theirs.cos)
+            mine.sin.copy_(theirs.sin)
+            mine.kv_slots.copy_(theirs.kv_slots)
+            renew(mine.meta, theirs.meta)
+
+
+class Placed(NamedTuple):
+    """A step's tensors; `key` None: it is not recorded."""
+
+    inputs: StepInputs
+    key: _Key | None
+
+
+class HostExecutor:
+    """The CPU: calls return when the work is done; indices become tensors without a copy."""
+
+    keeps_tokens = False
+    sizes = ()
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        rotary: RotaryTable,
+        runtime: Runtime,
+        *,
+        max_tokens: int,
+        renew: Renew | None = None,
+    ) -> None:
+        """`renew` None: nothing is recorded."""
+        self._decoder = decoder
+        self._rotary = rotary
+        self._stream = runtime.current_stream()
+        self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
+        self._renew = renew
+        self._recordings: Recordings[_Key] = Recordings(runtime, MAX_RECORDINGS)
+        self._recorded: dict[_Key, _Recorded] = {}
+
+    def record_all(
+        self,
+        net: AttentionNet | None,
+        *,
+        micro_batches: Sequence[int],
+        check: Callable[[], None],
+    ) -> None:
+        """Do nothing: steps are recorded as they come, in milliseconds."""
+
+    def forget(self) -> None:
+        self._recordings.clear()
+        self._recorded.clear()
+
+    def inputs_of(self, micro_batches: Sequence[Slices]) -> StepInputs:
+        return host_inputs(micro_batches, self._rotary)
+
+    def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Placed:
+        return Placed(host_inputs(micro_batches, self._rotary), self._key(micro_batches, net))
+
+    def _key(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> _Key | None:
+        if self._renew is None or not (net is None or net.is_graph_safe):
+            return None
+        rows = tuple(slices.num_tokens for slices in micro_batches)
+        if not 0 < sum(rows) <= MAX_RECORDED_ROWS:
+            return None
+        for slices in micro_batches:
+            longest = slices.counts.max(initial=0)
+            if longest > MAX_SEQUENCE_ROWS or slices.scored or slices.tree_mask is not None:
+                return None
+        return rows, sum(len(slices.sampled) for slices in micro_batches)
+
+    def run(
+        self, placed: Placed, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None
+    ) -> Ran:
+        if placed.key is not None:
+            return self._replay(placed.inputs, placed.key, net, trace=trace, beat=beat)
+        inputs = placed.inputs
+        residual = run_layers(self._decoder, net, inputs, self._combined, trace=trace, beat=beat)
+        rallied = self._stream.record(timed=True)
+        if trace is not None:
+            trace.stamp(Kind.RALLIED)
+        logits = self._decoder.logits(residual.index_select(0, inputs.sample_rows))
+        return Ran(logits, rallied, score(self._decoder.logits, residual, inputs.to_score))
+
+    def _replay(
+        self,
+        now: StepInputs,
+        key: _Key,
+        net: AttentionNet | None,
+        *,
+        trace: Stamps | None,
+        beat: Beat | None,
+    ) -> Ran:
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            shape = (key[1], self._decoder.config.vocab_size)
+            recorded = self._recorded[key] = _Recorded(now, torch.empty(shape))
+            while len(self._recorded) > MAX_RECORDINGS:
+                del self._recorded[next(iter(self._recorded))]
+        else:
+            assert self._renew is not None
+            self._recorded[key] = self._recorded.pop(key)
+            recorded.take(now, self._renew)
+        inputs, logits = recorded
+
+        def body() -> None:
+            residual = run_layers(
+                self._decoder, net, inputs, self._combined, trace=trace, beat=None
+            )
+            self._decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
+
+        if beat is not None:
+            beat()
+        self._recordings.run(key, body, None if net is None else (net, net.epoch))
+        rallied = self._stream.record(timed=True)
+        if trace is not None:
+            trace.stamp(Kind.RALLIED)
+        return Ran(logits, rallied, [])
+
+    def keep(self, placed: Placed, tokens: Tensor) -> None:
+        pass
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Receipt:
+        return _HostReceipt([each.numpy() for each in tensors], self._stream.record(timed=True))
+
+
+class _HostReceipt:
+    def __init__(self, arrays: list[np.ndarray], ended: Event) -> None:
+        self._arrays = arrays
+        self.ended = ended
+
+    def arrays(self) -> list[np.ndarray]:
+        return self._arrays

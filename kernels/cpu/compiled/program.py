@@ -1,0 +1,263 @@
+"""A step as a program: a list of (kernel, block), run by one compiled call on a team of threads.
+
+Owns the team's life, the memory of a program and its running. All threads go through the list in
+order; a kernel's tasks go to whoever claims them, and its end is when they are done
+(`kernels.cpu.simd.tasks`), so there is no barrier and no number of threads in a program. Between
+programs the team sleeps.
+
+A *hop* is an op that only the leader runs, the thread that calls run(): it deals with another
+process. It leaves 0 in the STATUS word of its block's header, or a number: run() then returns at
+once, with the program standing at this op. The others sleep meanwhile.
+
+Knows no tensor and no kernel: `kernels.cpu.recorder` makes programs from launches. A team and its
+programs belong to one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kernels.cpu.compiled.runtime import Kernel, inlined, make_callable
+from kernels.cpu.simd.lanes import call_with, read_i64, write_i64
+from kernels.cpu.simd.sleep import (
+    add_shared,
+    pause,
+    read_shared,
+    sleep_while,
+    wake_all,
+    yield_core,
+)
+from kernels.cpu.simd.tasks import HEADER_BYTES, SPINS, finish_task
+
+STATUS: Final = HEADER_BYTES - 16
+"""Offset in a hop's block of what the leader is to be told; 0: the hop is done."""
+_SLEEPERS: Final = HEADER_BYTES - 8
+_HOP_DONE: Final = 8
+_LINE: Final = 64
+
+# A team's words, each on its own cache line.
+_NEWS, _LEFT, _TEAM_SLEEPERS, _PROGRAM = range(0, 4 * _LINE, _LINE)
+_STOP, _NUM_MEMBERS = _PROGRAM + 8, _PROGRAM + 16
+_TEAM_BYTES: Final = 4 * _LINE
+
+# A program's words, then its ops.
+_NUM_OPS, _FIRST, _NEXT, _TEAM = range(0, 32, 8)
+_OP_KERNEL, _OP_BLOCK, _OP_IS_HOP = range(0, 24, 8)
+_OP_BYTES: Final = 24
+
+# More than any number of tasks: with it a kernel finds nothing to claim and nothing to wait for.
+_ALL_DONE: Final = 2**40
+
+
+class Op(NamedTuple):
+    """A kernel and its arguments; `is_hop`: only the leader runs it."""
+
+    kernel: Kernel
+    arguments: Sequence[int]
+    is_hop: bool = False
+
+
+def _aligned(num_bytes: int) -> np.ndarray:
+    """Return zeroed i64 memory of `num_bytes`, on whole cache lines."""
+    raw = np.zeros(num_bytes // 8 + _LINE // 8, dtype=np.int64)
+    skipped = -raw.ctypes.data % _LINE // 8
+    return raw[skipped : skipped + num_bytes // 8]
+
+
+class Team:
+    """`num_threads` threads that run programs, the caller of Program.run() included."""
+
+    def __init__(self, num_threads: int) -> None:
+        words = _aligned(_TEAM_BYTES)
+        self._words = words
+        self.address: int = words.ctypes.data
+        self.num_threads = num_threads
+        words[_NUM_MEMBERS // 8] = words[_LEFT // 8] = num_threads - 1
+        serve = make_callable(_serve.address)
+        _run.address  # noqa: B018, compiled before threads wait for it
+        for core in _cores_of_others(num_threads):
+            member = threading.Thread(
+                target=_member, args=(serve, words, core), name="team", daemon=True
+            )
+            member.start()
+        self._stop = weakref.finalize(self, _dismiss, words)
+
+    def close(self) -> None:
+        """Let the threads end; safe to call twice. No program of the team may run afterwards."""
+        self._stop()
+
+
+def _member(serve: object, words: np.ndarray, core: int | None) -> None:
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    assert callable(serve)
+    serve(words.ctypes.data)
+
+
+def _dismiss(words: np.ndarray) -> None:
+    words[_STOP // 8] = 1
+    make_callable(_announce_to.address)(words.ctypes.data)
+
+
+def _cores_of_others(num_threads: int) -> list[int | None]:
+    """Return the core of each thread but the leader's; None: any.
+
+    OpenMP may have bound the leader to one core; threads that it starts would inherit that.
+    """
+    own = os.sched_getaffinity(0)
+    if len(own) >= num_threads:
+        return [None] * (num_threads - 1)
+    known: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        known |= os.sched_getaffinity(int(thread))
+    others = sorted(known - own) or sorted(own)
+    return [others[idx % len(others)] for idx in range(num_threads - 1)]
+
+
+class Program:
+    """Ops in memory, ready to run; each has the block that its kernel reads."""
+
+    def __init__(self, ops: Sequence[Op], team: Team) -> None:
+        self._team = team
+        self._num_ops = len(ops)
+        sizes = [-(-(HEADER_BYTES + 8 * len(op.arguments)) // _LINE) * _LINE for op in ops]
+        table = -(-(32 + _OP_BYTES * len(ops)) // _LINE) * _LINE
+        self._words = _aligned(table + sum(sizes))
+        self._base: int = self._words.ctypes.data
+        self._words[_NUM_OPS // 8], self._words[_TEAM // 8] = len(ops), team.address
+        self.blocks: list[np.ndarray] = []
+        """By op its block, i64: the header's words, then the arguments."""
+        offset = table
+        for idx, (op, size) in enumerate(zip(ops, sizes, strict=True)):
+            block = self._words[offset // 8 : (offset + size) // 8]
+            begin = HEADER_BYTES // 8
+            block[begin : begin + len(op.arguments)] = op.arguments
+            at = (32 + _OP_BYTES * idx) // 8
+            entry = (op.kernel.address, self._base + offset, int(op.is_hop))
+            self._words[at : at + 3] = entry
+            self.blocks.append(block)
+            offset += size
+        self._hops = [block for op, block in zip(ops, self.blocks, strict=True) if op.is_hop]
+        self._run = make_callable(_run.address)
+
+    def address_of(self, op: int) -> int:
+        """Return the address of an op's block."""
+        address: int = self.blocks[op].ctypes.data
+        return address
+
+    def run(self, first: int = 0) -> int:
+        """Run the ops from `first` on; returns the number of ops, or that of a hop with a STATUS.
+
+        In the second case the caller clears it and goes on with run(that op), or calls abandon().
+        """
+        self._words[_FIRST // 8] = first
+        self._run(self._base)
+        return int(self._words[_NEXT // 8])
+
+    def abandon(self) -> None:
+        """Give up a run that stands at a hop: its ops do nothing for the other threads."""
+        for block in self.blocks:
+            block[: STATUS // 8] = _ALL_DONE
+        wake = make_callable(_wake_hop.address)
+        for block in self._hops:
+            wake(block.ctypes.data)
+
+
+@inlined
+def _announce(team: int) -> None:
+    add_shared(team + _NEWS, 1)
+    if read_shared(team + _TEAM_SLEEPERS):
+        wake_all(team + _NEWS)
+
+
+@Kernel
+def _announce_to(team: int) -> None:
+    """Wake the team."""
+    _announce(team)
+
+
+@Kernel
+def _wake_hop(block: int) -> None:
+    """Wake the threads that sleep at a hop."""
+    wake_all(block + _HOP_DONE)
+
+
+@inlined
+def _begin(program: int, team: int) -> None:
+    """Clear the headers and call the team, once it has left the last program."""
+    looks = 0
+    while read_shared(team + _LEFT) < read_i64(team + _NUM_MEMBERS):
+        pause()
+        looks += 1
+        if looks > SPINS:
+            yield_core()
+    for idx in range(read_i64(program + _NUM_OPS)):
+        block = read_i64(program + 32 + _OP_BYTES * idx + _OP_BLOCK)
+        for word in range(0, HEADER_BYTES, 8):
+            write_i64(block + word, 0)
+    write_i64(team + _LEFT, 0)
+    write_i64(team + _PROGRAM, program)
+    if read_i64(team + _NUM_MEMBERS):
+        _announce(team)
+
+
+@Kernel
+def _run(program: int) -> None:
+    """Run a program as its leader."""
+    team, first = read_i64(program + _TEAM), read_i64(program + _FIRST)
+    num_ops = read_i64(program + _NUM_OPS)
+    if first == 0:
+        _begin(program, team)
+    write_i64(program + _NEXT, num_ops)
+    for idx in range(first, num_ops):
+        op = program + 32 + _OP_BYTES * idx
+        block = read_i64(op + _OP_BLOCK)
+        call_with(read_i64(op + _OP_KERNEL), block)
+        if read_i64(op + _OP_IS_HOP):
+            if read_i64(block + STATUS):
+                write_i64(program + _NEXT, idx)
+                return
+            finish_task(block, 0)
+            if read_shared(block + _SLEEPERS):
+                wake_all(block + _HOP_DONE)
+
+
+@inlined
+def _wait_for_hop(block: int) -> None:
+    looks = 0
+    while read_shared(block + _HOP_DONE) == 0:
+        pause()
+        looks += 1
+        if looks > SPINS:
+            add_shared(block + _SLEEPERS, 1)
+            sleep_while(block + _HOP_DONE, 0)
+
+
+@Kernel
+def _serve(team: int) -> None:
+    """Run every program of a team as a member, until it is dismissed."""
+    seen = 0
+    while True:
+        if read_shared(team + _NEWS) == seen:
+            add_shared(team + _TEAM_SLEEPERS, 1)
+            sleep_while(team + _NEWS, seen)
+            add_shared(team + _TEAM_SLEEPERS, -1)
+        else:
+            if read_i64(team + _STOP):
+                return
+            seen += 1
+            program = read_i64(team + _PROGRAM)
+            for idx in range(read_i64(program + _NUM_OPS)):
+                op = program + 32 + _OP_BYTES * idx
+                block = read_i64(op + _OP_BLOCK)
+                if read_i64(op + _OP_IS_HOP):
+                    _wait_for_hop(block)
+                else:
+                    call_with(read_i64(op + _OP_KERNEL), block)
+            add_shared(team + _LEFT, 1)

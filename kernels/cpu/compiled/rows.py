@@ -1,0 +1,136 @@
+"""Moves and sums of rows, compiled: torch's own operations in a recorded step.
+
+Copies of chosen rows, look-ups of expert slots, sums in place, activations. Rounded as torch
+rounds. Knows no layer; `kernels.cpu.recorder` puts them into programs in the place of torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kernels.cpu.compiled.runtime import Kernel, inlined, offsets
+from kernels.cpu.simd import lanes as simd
+from kernels.cpu.simd import vectors
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
+
+# Numbers that one task adds.
+CHUNK: Final = 4096
+
+SOURCE, ROW_BYTES, INDICES, NUM_ROWS, OUT = offsets(5)
+"""The arguments of `copy_rows`; row i of OUT is row INDICES[i] (i64) of SOURCE."""
+
+TOTAL, TOTAL_IS_BF16, TERM, TERM_IS_BF16, COUNT = offsets(5)
+"""The arguments of `add_numbers`: COUNT numbers of TERM are added to those of TOTAL."""
+
+TABLE, NUM_TABLES, NUM_COLUMNS, COLUMNS, NUM_LOOKED_UP, FOUND = offsets(6)
+"""The arguments of `look_up`: row n of FOUND i32 has COLUMNS i64 of row n of TABLE i32."""
+
+COUNTS, NEW_COUNTS, NUM_COUNTS = offsets(3)
+"""The arguments of `add_counts`, both i64."""
+
+GATE, UP, STRIDE, UNITS, UNIT_STRIDE, NUM_UNITS, NUM_UNIT_ROWS = offsets(7)
+"""The arguments of `swiglu_rows`; strides in bytes, numbers in bf16."""
+
+
+@inlined
+def _copy_numbers(source: int, target: int, num_bytes: int) -> None:
+    """Copy a multiple of two bytes."""
+    whole = num_bytes // 64 * 64
+    for at in range(0, whole, 64):
+        vectors.store_f32(target + at, vectors.load_f32(source + at))
+    for at in range(whole, num_bytes, 32):
+        left = (num_bytes - at) // 2
+        vectors.store_first_bf16(target + at, vectors.load_first_bf16(source + at, left), left)
+
+
+@Kernel
+def copy_rows(block: int) -> None:
+    """Copy chosen rows; a task is a row."""
+    num_rows, row_bytes = simd.read_i64(block + NUM_ROWS), simd.read_i64(block + ROW_BYTES)
+    row = claim_task(block, 0)
+    while row < num_rows:
+        index = simd.read_i64(simd.read_i64(block + INDICES) + 8 * row)
+        source = simd.read_i64(block + SOURCE) + index * row_bytes
+        _copy_numbers(source, simd.read_i64(block + OUT) + row * row_bytes, row_bytes)
+        finish_task(block, 0)
+        row = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_rows)
+
+
+@Kernel
+def add_numbers(block: int) -> None:
+    """Add numbers in place; a task is a chunk of them."""
+    count = simd.read_i64(block + COUNT)
+    total, term = simd.read_i64(block + TOTAL), simd.read_i64(block + TERM)
+    is_bf16, term_is_bf16 = (
+        simd.read_i64(block + TOTAL_IS_BF16),
+        simd.read_i64(block + TERM_IS_BF16),
+    )
+    num_tasks = (count + CHUNK - 1) // CHUNK
+    task = claim_task(block, 0)
+    while task < num_tasks:
+        for begin in range(task * CHUNK, min((task + 1) * CHUNK, count), simd.LANES):
+            left = count - begin
+            if term_is_bf16:
+                added = vectors.load_first_bf16(term + 2 * begin, left)
+            else:
+                added = vectors.load_first_f32(term + 4 * begin, left)
+            if is_bf16:
+                old = vectors.load_first_bf16(total + 2 * begin, left)
+                vectors.store_first_bf16(total + 2 * begin, vectors.add(old, added), left)
+            else:
+                old = vectors.load_first_f32(total + 4 * begin, left)
+                vectors.store_first_f32(total + 4 * begin, vectors.add(old, added), left)
+        finish_task(block, 0)
+        task = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_tasks)
+
+
+@Kernel
+def look_up(block: int) -> None:
+    """Take columns of a table of i32; one task."""
+    if claim_task(block, 0) == 0:
+        width, count = simd.read_i64(block + NUM_COLUMNS), simd.read_i64(block + NUM_LOOKED_UP)
+        for row in range(simd.read_i64(block + NUM_TABLES)):
+            table = simd.read_i64(block + TABLE) + 4 * row * width
+            found = simd.read_i64(block + FOUND) + 4 * row * count
+            for idx in range(count):
+                column = simd.read_i64(simd.read_i64(block + COLUMNS) + 8 * idx)
+                simd.write_i32(found + 4 * idx, simd.read_i32(table + 4 * column))
+        finish_task(block, 0)
+    wait_for_tasks(block, 0, 1)
+
+
+@Kernel
+def add_counts(block: int) -> None:
+    """Add i64 to i64; one task."""
+    if claim_task(block, 0) == 0:
+        counts, new = simd.read_i64(block + COUNTS), simd.read_i64(block + NEW_COUNTS)
+        for at in range(0, 8 * simd.read_i64(block + NUM_COUNTS), 8):
+            simd.write_i64(counts + at, simd.read_i64(counts + at) + simd.read_i64(new + at))
+        finish_task(block, 0)
+    wait_for_tasks(block, 0, 1)
+
+
+@Kernel
+def swiglu_rows(block: int) -> None:
+    """Write silu(gate) * up, each rounded to bf16; a task is a row."""
+    width, num_rows = simd.read_i64(block + NUM_UNITS), simd.read_i64(block + NUM_UNIT_ROWS)
+    zeros, ones = vectors.splat(np.float32(0)), vectors.splat(np.float32(1))
+    row = claim_task(block, 0)
+    while row < num_rows:
+        gates = simd.read_i64(block + GATE) + row * simd.read_i64(block + STRIDE)
+        ups = simd.read_i64(block + UP) + row * simd.read_i64(block + STRIDE)
+        units = simd.read_i64(block + UNITS) + row * simd.read_i64(block + UNIT_STRIDE)
+        for begin in range(0, width, simd.LANES):
+            left = width - begin
+            gate = vectors.load_first_bf16(gates + 2 * begin, left)
+            up = vectors.load_first_bf16(ups + 2 * begin, left)
+            decay = vectors.exp(vectors.sub(zeros, gate))
+            silu = vectors.round_bf16(vectors.div(gate, vectors.add(ones, decay)))
+            vectors.store_first_bf16(units + 2 * begin, vectors.mul(silu, up), left)
+        finish_task(block, 0)
+        row = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_rows)

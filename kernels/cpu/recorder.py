@@ -1,0 +1,185 @@
+"""Records a step on the CPU while it runs, to be replayed as one program.
+
+Owns what a recording holds: every launch of a compiled kernel, and the few torch operations that
+have a kernel here; allocations and views need none. Any other torch operation ends the
+recording, and such steps run as before (kernels.recordings then calls the body again each time).
+Everything that is made while recording belongs to the recording. Knows no layer.
+`CpuRuntime` is the host's runtime of `kernels.runtime` with such recordings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.cpu.compiled import rows
+from kernels.cpu.compiled.program import Op, Program, Team
+from kernels.cpu.compiled.runtime import Kernel, recording
+from kernels.cpu.compiled.stamps import RecordedRing
+from kernels.runtime import HostRuntime, Replay
+from topspin.trace import Ring, Stamps
+
+_log = logging.getLogger("recordings")
+
+
+class Recorder:
+    """The ops of one step, in order, and the tensors that they use."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.kept: list[object] = []
+        self.obstacle: str | None = None
+        """Names the first operation that no program can hold."""
+
+    def add(self, kernel: Kernel, arguments: Sequence[int], *, is_hop: bool = False) -> None:
+        """Append an op."""
+        self.ops.append(Op(kernel, tuple(arguments), is_hop))
+
+
+class CpuRuntime(HostRuntime):
+    """The host, whose recordings are programs."""
+
+    def __init__(self) -> None:
+        self._team: Team | None = None
+
+    def capture(self, body: Callable[[], None]) -> Replay:
+        """Run `body` and record it; the first call of the result does nothing: the work is done."""
+        recorder = Recorder()
+        with recording(recorder), _Watch(recorder):
+            body()
+        if recorder.obstacle is not None:
+            _log.info("steps of this kind are not recorded: %s", recorder.obstacle)
+            return _after_first(body)
+        if self._team is None or self._team.num_threads != torch.get_num_threads():
+            self._team = Team(torch.get_num_threads())
+        program = Program(recorder.ops, self._team)
+        kept = recorder.kept
+
+        def replay() -> None:
+            assert kept is recorder.kept
+            program.run()
+
+        return _after_first(replay)
+
+    def stamps_of(self, ring: Ring | None) -> Stamps | None:
+        return None if ring is None else RecordedRing(ring)
+
+
+def _after_first(action: Callable[[], None]) -> Replay:
+    """Return a function that does nothing when it is called first, and then `action`."""
+    calls = iter([lambda: None])
+    return lambda: next(calls, action)()
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every torch operation of a body while it runs."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        recorder = self._recorder
+        recorder.kept.append((args, kwargs, result))
+        if func in _ALLOCATIONS or _is_view(func):
+            return result
+        translate = _TRANSLATIONS.get(func)
+        if translate is None or not translate(recorder, result, *args, **(kwargs or {})):
+            recorder.obstacle = recorder.obstacle or _describe(func, args)
+        return result
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
+    )
+
+
+def _describe(func: Any, args: Sequence[Any]) -> str:
+    shapes = ", ".join(
+        f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}"
+        for each in args
+        if isinstance(each, Tensor)
+    )
+    return f"{func}({shapes})"
+
+
+_aten: Final = torch.ops.aten
+_ALLOCATIONS: Final = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_strided.default,
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    }
+)
+
+
+def _take_rows(recorder: Recorder, out: Tensor, table: Tensor, indices: Tensor) -> bool:
+    if not (table.is_contiguous() and indices.is_contiguous() and indices.dtype == torch.int64):
+        return False
+    row_bytes = table.stride(0) * table.itemsize
+    recorder.add(
+        rows.copy_rows,
+        (table.data_ptr(), row_bytes, indices.data_ptr(), indices.numel(), out.data_ptr()),
+    )
+    return row_bytes % 2 == 0
+
+
+def _index(recorder: Recorder, out: Tensor, table: Tensor, indices: Sequence[Any]) -> bool:
+    return len(indices) == 1 and _take_rows(recorder, out, table, indices[0])
+
+
+def _index_select(
+    recorder: Recorder, out: Tensor, table: Tensor, dim: int, indices: Tensor
+) -> bool:
+    if dim == 0:
+        return _take_rows(recorder, out, table, indices)
+    if not (table.dim() == 2 and table.dtype == torch.int32 and table.is_contiguous()):
+        return False
+    size = (len(table), table.shape[1])
+    recorder.add(
+        rows.look_up,
+        (table.data_ptr(), *size, indices.data_ptr(), len(indices), out.data_ptr()),
+    )
+    return indices.is_contiguous() and indices.dtype == torch.int64
+
+
+def _add(recorder: Recorder, out: Tensor, total: Tensor, term: object, *, alpha: float = 1) -> bool:
+    if not (isinstance(term, Tensor) and term.shape == total.shape and alpha == 1):
+        return False
+    both = (total, term)
+    if not all(each.is_contiguous() for each in both):
+        return False
+    if all(each.dtype == torch.int64 for each in both):
+        recorder.add(rows.add_counts, (total.data_ptr(), term.data_ptr(), total.numel()))
+        return True
+    if any(each.dtype not in (torch.bfloat16, torch.float32) for each in both):
+        return False
+    recorder.add(
+        rows.add_numbers,
+        (
+            total.data_ptr(),
+            int(total.dtype == torch.bfloat16),
+            term.data_ptr(),
+            int(term.dtype == torch.bfloat16),
+            total.numel(),
+        ),
+    )
+    return True
+
+
+_TRANSLATIONS: Final[dict[Any, Callable[..., bool]]] = {
+    _aten.index.Tensor: _index,
+    _aten.index_select.default: _index_select,
+    _aten.add_.Tensor: _add,
+}
+"""By torch operation, a function that records the same work; False: it cannot."""

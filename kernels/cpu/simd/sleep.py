@@ -1,0 +1,65 @@
+"""Sleeping and waking between threads of a process: the Linux futex, for compiled code.
+
+Owns the system call. A word is the lower half of an i64 (x86-64 is little-endian). Knows no thread
+and no task. Used by `kernels.cpu.compiled`, inside compiled functions only.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from llvmlite import ir
+from numba.core import types
+
+from kernels.cpu.simd.lanes import I64, call, constant, cpu_has, operation, pointer
+
+_SYS_FUTEX: Final = 202
+_WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
+_EVERYONE: Final = 2**31 - 1
+
+
+def _futex(builder: ir.IRBuilder, word: ir.Value, action: int, value: ir.Value) -> None:
+    kind = ir.FunctionType(I64, [I64], var_arg=True)
+    known = builder.module.globals.get("syscall")
+    function = known or ir.Function(builder.module, kind, "syscall")
+    builder.call(function, [constant(_SYS_FUTEX), word, constant(action), value, constant(0)])
+
+
+@operation(types.none, [types.int64, types.int64])
+def sleep_while(builder: ir.IRBuilder, word: ir.Value, value: ir.Value) -> None:
+    """Sleep until woken if the i64 at `word` is `value`; may also return for no reason.
+
+    A writer that changes the word, then sees that someone sleeps or may be about to, must wake.
+    """
+    _futex(builder, word, _WAIT_PRIVATE, value)
+
+
+@operation(types.none, [types.int64])
+def wake_all(builder: ir.IRBuilder, word: ir.Value) -> None:
+    """Wake all threads that sleep at `word`."""
+    _futex(builder, word, _WAKE_PRIVATE, constant(_EVERYONE))
+
+
+@operation(types.int64, [types.int64])
+def read_shared(builder: ir.IRBuilder, word: ir.Value) -> ir.Value:
+    """Read an i64 that other threads write; what they wrote before it is visible afterwards."""
+    return builder.load_atomic(pointer(builder, word, I64), "acquire", 8)
+
+
+@operation(types.int64, [types.int64, types.int64])
+def add_shared(builder: ir.IRBuilder, word: ir.Value, number: ir.Value) -> ir.Value:
+    """Add to an i64 that other threads read; returns its previous value. A full fence."""
+    return builder.atomic_rmw("add", pointer(builder, word, I64), number, "seq_cst")
+
+
+@operation(types.none, [])
+def pause(builder: ir.IRBuilder) -> None:
+    """Tell the processor that this thread looks at a word in a loop."""
+    if cpu_has("sse2"):
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+
+
+@operation(types.none, [])
+def yield_core(builder: ir.IRBuilder) -> None:
+    """Let another thread that is ready have this core."""
+    call(builder, "sched_yield", ir.IntType(32), [])
