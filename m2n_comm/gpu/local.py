@@ -180,8 +180,8 @@ class DeviceNet:
         """Enqueue the experts of hidden [T, H]: experts [T, K] int64 (logical), weights [T, K].
 
         See m2n_comm.net; the caller leaves the tensors as they are until combine(). Raises
-        FrameError for tensors that do not fit. An error of the experts, raised here or by combine(),
-        makes this net unusable.
+        FrameError for tensors that do not fit. An error of the experts, here or in combine(), makes
+        this net unusable.
         """
         with self._rules:
             assert self._rules.flights[micro_batch] is None, "combine() the last dispatch first"
