@@ -17,7 +17,13 @@ from torch import Tensor
 
 from kernels.contracts import ExpertOutput, ExpertWeights
 from kernels.cpu.compiled.matmul import block_width
-from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
+from kernels.cpu.compiled.runtime import (
+    Kernel,
+    inlined,
+    is_recording,
+    launch,
+    offsets,
+)
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.matmul import (
@@ -110,7 +116,8 @@ def mlp_of_rows(
         int(out.dtype == torch.bfloat16),
     )
     launch(_experts, arguments, num_threads=torch.get_num_threads())
-    assert not int(counts[-1]), f"a slot is not below num_experts {num_experts}"
+    # Replays do not look: their slots come from tables and checked frames.
+    assert is_recording() or not int(counts[-1]), f"a slot is not below {num_experts}"
     return ExpertOutput(out, counts[:-1])
 
 

@@ -112,6 +112,11 @@ def recording(recorder: Recorder) -> Iterator[None]:
         _local.recorder = None
 
 
+def is_recording() -> bool:
+    """Return whether this thread records."""
+    return getattr(_local, "recorder", None) is not None
+
+
 def record(kernel: Kernel, arguments: Sequence[int]) -> None:
     """Give the launch of a kernel to the recorder of this thread, if there is one."""
     recorder = getattr(_local, "recorder", None)
