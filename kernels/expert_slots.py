@@ -7,7 +7,6 @@ the implementations of `kernels.dispatch.Ops`. Dimension letters as in `kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -36,21 +35,24 @@ def pack_slots(
     formats: Sequence[Format] | None,
 ) -> ExpertWeights:
     """Pack experts one matrix after the other; see `kernels.reference.pack_experts`."""
-    dtype = torch.float32
-    firsts = []
-    for matrix, weight_format in _with_formats(gate_up, formats):
-        dtype = matrix.dtype
-        firsts.append(packing.gate_up(matrix, weight_format))
-    seconds = [packing.down(*each) for each in _with_formats(down, formats)]
+    firsts, dtype = _pack_each(packing.gate_up, gate_up, formats)
+    seconds, _ = _pack_each(packing.down, down, formats)
     return packing.collect(firsts, seconds, dtype)
 
 
-def _with_formats(
-    matrices: Iterable[Tensor], formats: Sequence[Format] | None
-) -> Iterable[tuple[Tensor, Format]]:
-    if formats is None:
-        return zip(matrices, repeat(UNQUANTISED), strict=False)
-    return zip(matrices, formats, strict=True)
+def _pack_each(
+    pack: Pack, matrices: Iterable[Tensor], formats: Sequence[Format] | None
+) -> tuple[list[LinearWeight], torch.dtype]:
+    """Return packed matrices and the dtype that they had."""
+    packed: list[LinearWeight] = []
+    dtype = torch.float32
+    for matrix in matrices:
+        dtype = matrix.dtype
+        packed.append(pack(matrix, UNQUANTISED if formats is None else formats[len(packed)]))
+        # Before a generator makes the next one: two would be in memory.
+        del matrix
+    assert formats is None or len(formats) == len(packed), f"{len(formats)} formats"
+    return packed, dtype
 
 
 def rebuild_slots(

@@ -1,14 +1,16 @@
-"""Matrix products on the CPU: weights prepacked for oneDNN, and the experts' MLPs.
+"""Matrix products on the CPU: bf16 weights packed in blocks, and the experts' MLPs.
 
-bf16 weights are reordered once to oneDNN's layout, which replaces the original. Few rows
-go through compiled kernels that read the same layout (`kernels.cpu.compiled.matmul`), many through
-oneDNN. fp32 weights stay plain: fp32 is used for exactness, and the packed product sums in
-another order. Knows no model; used through `kernels.cpu.ops`.
+bf16 weights are reordered once, which replaces the original. Where oneDNN multiplies bf16 it packs
+them: few rows go through compiled kernels that read its layout (`kernels.cpu.compiled.matmul`),
+many through oneDNN. On other processors with AVX2 the same layout is packed here, in huge pages,
+and the compiled kernels compute all products. fp32 weights stay plain: fp32 is used for
+exactness, and the packed product sums in another order. Knows no model; used through
+`kernels.cpu.ops`.
 
 Experts have two layouts. By slot: one product per expert and matrix over that expert's
 rows. Joined: all experts as one wide gated MLP whose hidden units are scaled by the
 routing weights (0 where a row does not use the expert), two products in all; it is faster
-when experts are so small that calls take longer than the wasted arithmetic.
+with oneDNN when experts are so small that calls take longer than the wasted arithmetic.
 
 Dimension letters as in `kernels.contracts`.
 """
@@ -26,6 +28,7 @@ from torch import Tensor
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
 from kernels.cpu.compiled import experts as numba_experts
 from kernels.cpu.compiled import matmul as numba_matmul
+from kernels.cpu.huge_pages import Arena
 from kernels.expert_slots import Packing, check_expert, collect_experts, pack_slots, rebuild_slots
 from kernels.reference import count_slots, permute, swiglu
 from topspin.precision import UNQUANTISED, Format
@@ -39,24 +42,32 @@ JOINED_ROWS: Final = 256
 SUMMED_ROWS: Final = 32
 
 
+# For weights packed at start; experts of a later table are allocated one by one.
+_ARENA: Final = Arena()
+
+
 def can_prepack(dtype: torch.dtype) -> bool:
-    """Return whether this build of torch prepacks weights of `dtype` with equal results."""
-    return (
-        dtype == torch.bfloat16
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    """Return whether oneDNN prepacks weights of `dtype` with equal results."""
+    return dtype == torch.bfloat16 and numba_matmul.onednn_packs()
 
 
 def pack_linear(weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
-    """Prepack a weight [O, I] for oneDNN if that is faster; the caller drops the original."""
+    """Pack a weight [O, I] if products are faster so; the caller drops the original."""
     assert weight_format == UNQUANTISED, weight_format
+    return pack_in(weight, _ARENA)
+
+
+def pack_in(weight: Tensor, arena: Arena | None) -> LinearWeight:
+    """Pack a weight [O, I] in `arena`; None: in memory of its own, returned when it is dropped."""
     num_out, num_in = weight.shape
-    if not can_prepack(weight.dtype):
+    if can_prepack(weight.dtype):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+        address = numba_matmul.address_of(weight, packed)
+    elif weight.dtype == torch.bfloat16 and numba_matmul.packs_blocks() and num_in % 2 == 0:
+        packed = numba_matmul.pack_blocks(weight, arena)
+        address = packed.data_ptr()
+    else:
         return LinearWeight(weight, num_out, num_in, packed=False)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-    address = numba_matmul.address_of(weight, packed)
     return LinearWeight(packed, num_out, num_in, packed=True, address=address)
 
 
@@ -68,11 +79,15 @@ def linear(
         result = F.linear(x, weight.data, bias)
     elif x.shape[0] == 0:
         result = x.new_empty(0, weight.out_features)
-    elif weight.address and numba_matmul.can_multiply(x):
-        result = numba_matmul.linear_of_rows(x, weight.address, weight.out_features, bias)
+    elif not weight.data.is_mkldnn or (weight.address and numba_matmul.can_multiply(x)):
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        target = out if out is not None and numba_matmul.can_write(out) else None
+        result = numba_matmul.linear_of_rows(
+            rows, weight.address, weight.out_features, bias, target
+        )
     else:
         result = torch.ops.mkldnn._linear_pointwise(x, weight.data, bias, "none", [], "")
-    return result if out is None else out.copy_(result)
+    return result if out is None or out is result else out.copy_(result)
 
 
 def collect_slots(
@@ -82,7 +97,14 @@ def collect_slots(
     return numba_experts.with_addresses(collect_experts(gate_up, down, dtype))
 
 
+def _pack_alone(weight: Tensor, weight_format: Format) -> LinearWeight:
+    assert weight_format == UNQUANTISED, weight_format
+    return pack_in(weight, None)
+
+
 PACKING: Final = Packing(pack_linear, pack_linear, collect_slots)
+# For one expert of a later table: its memory is returned when it moves away.
+PACKING_ALONE: Final = Packing(_pack_alone, _pack_alone, collect_slots)
 
 
 def pack_experts(
@@ -133,7 +155,7 @@ def rebuild_experts(
     Joined weights are unpacked, rearranged and packed, one matrix at a time.
     """
     if not experts.joined:
-        return (yield from rebuild_slots(PACKING, experts, slots))
+        return (yield from rebuild_slots(PACKING_ALONE, experts, slots))
     rebuilt = yield from _rebuild_joined(experts, slots)
     return numba_experts.with_addresses(rebuilt)
 
@@ -179,11 +201,12 @@ def grouped_mlp(
     """Sum each row's local experts; see `kernels.reference.grouped_mlp`.
 
     Few rows go through one kernel that reads only their experts; with joined experts, which are
-    small, all rows do, a part at a time. Otherwise joined experts are added in slot order
-    inside the product, in fp32, and the sum is rounded to the dtype of hidden.
+    small, and without oneDNN all rows do, a part at a time. Otherwise joined experts are added in
+    slot order inside the product, in fp32, and the sum is rounded to the dtype of hidden.
     """
     num_rows = hidden.shape[0]
-    if experts.addresses is not None and (experts.joined or num_rows <= numba_experts.MAX_ROWS):
+    takes_all = experts.joined or numba_matmul.packs_blocks()
+    if experts.addresses is not None and (takes_all or num_rows <= numba_experts.MAX_ROWS):
         result = torch.empty_like(hidden) if out is None else out
         if num_rows <= numba_experts.MAX_ROWS:
             if numba_experts.can_run(hidden, slots, weights, result):

@@ -26,7 +26,7 @@ from kernels.cpu import ops as plain
 from kernels.cpu.compiled.quantised import quantise_weight, quantised_experts, quantised_linear
 from kernels.cpu.compiled.runtime import launch
 from kernels.cpu.huge_pages import Arena
-from kernels.cpu.matmul import collect_slots
+from kernels.cpu.matmul import collect_slots, pack_in
 from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, group_bytes
 from kernels.cpu.simd.lanes import LANES
 from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
@@ -282,7 +282,7 @@ def _pack(
 ) -> LinearWeight:
     """Pack [O, I]; each of `halves` has rows of zeros up to a multiple of GROUP."""
     if weight_format == UNQUANTISED:
-        return plain.pack_linear(weight)
+        return pack_in(weight, arena)
     num_out, num_in = weight.shape
     missing = -(num_out // halves) % GROUP if halves > 1 else 0
     if missing:

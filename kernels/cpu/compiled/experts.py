@@ -194,8 +194,8 @@ def _compute_units(
             token = simd.read_i64(pairs + 8 * (first + idx)) // top_k
             address = simd.read_i64(block + HIDDEN) + token * simd.read_i64(block + HIDDEN_STRIDE)
             simd.write_i64(rows + 8 * idx, address)
-        multiply(rows, count, gate_weight, gate_second, width, hidden_size // 2, gates)
-        multiply(rows, count, up_weight, up_second, width, hidden_size // 2, ups)
+        multiply(rows, count, gate_weight, gate_second, up_weight, width, hidden_size // 2, gates)
+        multiply(rows, count, up_weight, up_second, up_weight, width, hidden_size // 2, ups)
         for idx in range(count):
             units = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
             for column in range(0, TASK_OUTPUTS, simd.LANES):
@@ -228,7 +228,7 @@ def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, total
             for idx in range(count):
                 unit = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
                 simd.write_i64(rows + 8 * idx, unit)
-            multiply(rows, count, weight, second, width, ffn_size // 2, sums)
+            multiply(rows, count, weight, second, weight, width, ffn_size // 2, sums)
             for idx in range(count):
                 pair = simd.read_i64(pairs + 8 * (first + idx))
                 scale = vectors.splat(simd.read_f32(simd.read_i64(block + WEIGHTS) + 4 * pair))

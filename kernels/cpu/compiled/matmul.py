@@ -1,22 +1,24 @@
-"""Products of few bf16 rows with a weight, compiled: the weight is read once, at memory's speed.
+"""Products of bf16 rows with a weight, compiled: the weight is read once, at memory's speed.
 
-Reads weights in oneDNN's layout (`kernels.cpu.simd.matmul`), so that one copy of a weight
-serves these kernels and oneDNN, which computes products of many rows; `address_of` tells
-whether a weight has that layout. Results depend neither on the number of threads nor on other
-rows. Knows no layer; used by `kernels.cpu.matmul`.
+Weights are in oneDNN's layout (`kernels.cpu.simd.matmul`). Where oneDNN multiplies bf16 it packs
+them, so that one copy of a weight serves these kernels and oneDNN, which computes products of many
+rows; `address_of` tells whether a weight has that layout. Elsewhere `pack_blocks` packs
+them, and these kernels compute all products. Results depend neither on the number of threads nor on
+other rows. Knows no layer; used by `kernels.cpu.matmul`.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiled.runtime import Kernel, launch, offsets
+from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
+from kernels.cpu.huge_pages import Arena
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.matmul import (
@@ -33,19 +35,42 @@ from kernels.cpu.simd.matmul import (
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 MAX_ROWS: Final = 128
+"""Rows of a task."""
 # With more rows oneDNN's own AMX kernels are faster (measured for the shapes of two models).
 _MAX_ROWS_WITH_TILES: Final = 48
 
-X, X_STRIDE, WEIGHT, WIDTH, NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS, BIAS, OUT, OUT_STRIDE = offsets(10)
+(
+    X, X_STRIDE, WEIGHT, WIDTH, NUM_INPUTS, NUM_OUTPUTS, NUM_ROWS, BIAS, OUT, OUT_STRIDE,
+    OUT_IS_F32,
+) = offsets(11)  # fmt: skip
 """The arguments of `_linear`. Strides are in bytes; BIAS 0: no bias."""
 
 
 @cache
+def onednn_packs() -> bool:
+    """Return whether this build of torch prepacks bf16 weights with equal results."""
+    ops = torch.ops.mkldnn
+    return (
+        hasattr(ops, "_linear_pointwise")
+        and hasattr(ops, "_reorder_linear_weight")
+        and bool(ops._is_mkldnn_bf16_supported())
+    )
+
+
+@cache
+def packs_blocks() -> bool:
+    """Return whether weights come from `pack_blocks` here, not from oneDNN."""
+    return not onednn_packs() and can_multiply_blocks(TASK_OUTPUTS)
+
+
+@cache
 def block_width() -> int:
-    """Return the number of outputs in a block of oneDNN's layout; 0: not supported here.
+    """Return the number of outputs in a block of the layout; 0: not supported here.
 
     oneDNN chooses the layout by the processor's instructions and by ONEDNN_MAX_CPU_ISA.
     """
+    if not onednn_packs():
+        return TASK_OUTPUTS if packs_blocks() else 0
     weight = torch.zeros(1, INPUT_MULTIPLE, dtype=torch.bfloat16)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     width = int(torch.ops.mkldnn._nbytes(packed)) // (2 * INPUT_MULTIPLE)
@@ -82,23 +107,52 @@ def address_of(weight: Tensor, packed: Tensor) -> int:
     return address
 
 
+def pack_blocks(weight: Tensor, arena: Arena | None) -> Tensor:
+    """Return a bf16 weight [O, I], I even, in blocks [blocks, pairs, 2 * TASK_OUTPUTS]."""
+    num_out, num_in = weight.shape
+    assert weight.dtype == torch.bfloat16, f"{weight.dtype}"
+    # Pairs of numbers can be seen as integers only at even places of a storage.
+    aligned = weight.clone() if weight.storage_offset() % 2 else weight.contiguous()
+    pairs = aligned.view(torch.int32)
+    shape = (-(-num_out // TASK_OUTPUTS), padded(num_in) // 2, 4 * TASK_OUTPUTS)
+    data = torch.zeros(shape, dtype=torch.uint8) if arena is None else arena.zeros(*shape)
+    blocks, whole = data.view(torch.int32)[:, : num_in // 2], num_out // TASK_OUTPUTS
+    if whole:
+        parts = pairs[: whole * TASK_OUTPUTS].view(whole, TASK_OUTPUTS, -1)
+        blocks[:whole] = parts.transpose(1, 2)
+    if num_out % TASK_OUTPUTS:
+        blocks[whole, :, : num_out % TASK_OUTPUTS] = pairs[whole * TASK_OUTPUTS :].t()
+    return data.view(torch.bfloat16)
+
+
 def can_multiply(x: Tensor) -> bool:
     """Return whether `linear_of_rows` takes these rows, and is faster than oneDNN."""
     return (
         x.dim() == 2
-        and 0 < x.shape[0] <= max_rows()
+        and x.shape[0] > 0
+        and (packs_blocks() or x.shape[0] <= max_rows())
         and x.dtype == torch.bfloat16
         and x.stride(1) == 1
     )
 
 
-def linear_of_rows(x: Tensor, address: int, num_out: int, bias: Tensor | None) -> Tensor:
+def can_write(out: Tensor) -> bool:
+    """Return whether `linear_of_rows` writes to this tensor."""
+    return out.dim() == 2 and out.stride(1) == 1 and out.dtype in (torch.bfloat16, torch.float32)
+
+
+def linear_of_rows(
+    x: Tensor, address: int, num_out: int, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
     """Multiply x [R, I] by the weight [num_out, I] at `address`, transposed, and add bias.
 
-    Returns [R, num_out]. Sums are fp32; with the bias added they are rounded once.
+    Returns [R, num_out], `out` if given. Sums are fp32; with the bias added they are rounded once
+    to bf16, also where `out` is fp32.
     """
     assert bias is None or (bias.dtype == torch.bfloat16 and bias.is_contiguous())
-    out = torch.empty(x.shape[0], num_out, dtype=torch.bfloat16)
+    if out is None:
+        out = torch.empty(x.shape[0], num_out, dtype=torch.bfloat16)
+    assert out.shape == (x.shape[0], num_out), f"out is {tuple(out.shape)}"
     arguments = (
         x.data_ptr(),
         2 * x.stride(0),
@@ -109,7 +163,8 @@ def linear_of_rows(x: Tensor, address: int, num_out: int, bias: Tensor | None) -
         x.shape[0],
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        2 * out.stride(0),
+        out.itemsize * out.stride(0),
+        int(out.dtype == torch.float32),
     )
     launch(_linear, arguments, num_threads=torch.get_num_threads())
     return out
@@ -119,32 +174,57 @@ _row_list = simd.stack(8 * MAX_ROWS)
 _sums = simd.stack(MAX_ROWS * SUM_BYTES)
 
 
+@inlined
+def _write_outputs(out: int, is_f32: int, total: Any, bias: int, left: int) -> None:
+    """Round up to 16 sums, plus the bias if it is not 0, and write the first `left`."""
+    if left >= simd.LANES:
+        if bias:
+            total = vectors.add(total, vectors.load_bf16(bias))
+        if is_f32:
+            vectors.store_f32(out, vectors.round_bf16(total))
+        else:
+            vectors.store_bf16(out, total)
+        return
+    # Masked, which some processors do number by number.
+    if bias:
+        total = vectors.add(total, vectors.load_first_bf16(bias, left))
+    if is_f32:
+        vectors.store_first_f32(out, vectors.round_bf16(total), left)
+    else:
+        vectors.store_first_bf16(out, total, left)
+
+
 @Kernel
 def _linear(block: int) -> None:
     rows, sums = _row_list(), _sums()
     num_rows, num_in = simd.read_i64(block + NUM_ROWS), simd.read_i64(block + NUM_INPUTS)
     num_out, width = simd.read_i64(block + NUM_OUTPUTS), simd.read_i64(block + WIDTH)
-    for row in range(num_rows):
-        address = simd.read_i64(block + X) + row * simd.read_i64(block + X_STRIDE)
-        simd.write_i64(rows + 8 * row, address)
-    bias = simd.read_i64(block + BIAS)
-    num_tasks = (num_out + TASK_OUTPUTS - 1) // TASK_OUTPUTS
+    bias, is_f32 = simd.read_i64(block + BIAS), simd.read_i64(block + OUT_IS_F32)
+    parts = (num_out + TASK_OUTPUTS - 1) // TASK_OUTPUTS
+    num_tasks = parts * ((num_rows + MAX_ROWS - 1) // MAX_ROWS)
     task = claim_task(block, 0)
     while task < num_tasks:
-        first = task * TASK_OUTPUTS
+        # Claimed early, so that its weights can be prefetched.
+        following = claim_task(block, 0)
+        part, first_row = task % parts, task // parts * MAX_ROWS
+        count = min(num_rows - first_row, MAX_ROWS)
+        for row in range(count):
+            offset = (first_row + row) * simd.read_i64(block + X_STRIDE)
+            simd.write_i64(rows + 8 * row, simd.read_i64(block + X) + offset)
+        first = part * TASK_OUTPUTS
         last = min(first + TASK_OUTPUTS, num_out)
-        weight = simd.read_i64(block + WEIGHT) + task * task_bytes(num_in)
+        weight = simd.read_i64(block + WEIGHT) + part * task_bytes(num_in)
+        ahead = simd.read_i64(block + WEIGHT) + following % parts * task_bytes(num_in)
         second = second_half(weight, num_in, num_out - first)
-        multiply(rows, num_rows, weight, second, width, num_in // 2, sums)
-        for row in range(num_rows):
-            out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
+        multiply(rows, count, weight, second, ahead, width, num_in // 2, sums)
+        for row in range(count):
+            offset = (first_row + row) * simd.read_i64(block + OUT_STRIDE)
+            out = simd.read_i64(block + OUT) + offset
             for begin in range(first, last, simd.LANES):
                 total = vectors.load_f32(sums + row * SUM_BYTES + 4 * (begin - first))
-                if bias:
-                    total = vectors.add(
-                        total, vectors.load_first_bf16(bias + 2 * begin, last - begin)
-                    )
-                vectors.store_first_bf16(out + 2 * begin, total, last - begin)
+                place = out + (4 if is_f32 else 2) * begin
+                added = bias + 2 * begin if bias else 0
+                _write_outputs(place, is_f32, total, added, last - begin)
         finish_task(block, 0)
-        task = claim_task(block, 0)
+        task = following
     wait_for_tasks(block, 0, num_tasks)

@@ -1,12 +1,13 @@
-"""The inner loop of products of few bf16 rows, for kernels that numba compiles.
+"""The inner loop of products of bf16 rows, for kernels that numba compiles.
 
-Owns the layout of a weight [O, I], which is oneDNN's, so that one copy of the weight serves
-these kernels and oneDNN. Outputs lie in blocks, of 64 with AVX512-BF16 and of 32 with AMX
+Owns the layout of a weight [O, I], which is oneDNN's, so that where oneDNN multiplies bf16, one
+copy of the weight serves it and these kernels. Outputs lie in blocks, of 32 with AMX and else of 64
 (the `width`, a property of the process). A block holds its inputs in pairs: for each pair the
 two numbers of every output. Outputs are padded with zeros to a whole block, inputs to 32.
 
 A task is TASK_OUTPUTS outputs: one block of 64, multiplied with vectors, or two of 32,
-multiplied with AMX tiles. A row's sum does not depend on the other rows. Used by
+multiplied with AMX tiles. Processors without bf16 instructions use `kernels.cpu.simd.widened`.
+A row's sum does not depend on the other rows. Used by
 `kernels.cpu.compiled.matmul` and `kernels.cpu.compiled.experts`, inside compiled functions
 only.
 """
@@ -23,6 +24,7 @@ from kernels.cpu.compiled.runtime import inlined
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.lanes import cpu_has, operation
+from kernels.cpu.simd.widened import multiply_widened
 
 TASK_OUTPUTS: Final = 64
 TILE_WIDTH: Final = 32
@@ -52,10 +54,12 @@ def can_multiply_blocks(width: int) -> bool:
     """Return whether `multiply` takes blocks of `width` outputs on this processor."""
     if width == TILE_WIDTH:
         return HAS_TILES
-    return width == TASK_OUTPUTS and cpu_has("avx512bf16", "avx512f")
+    return width == TASK_OUTPUTS and (HAS_DOT_PAIRS or HAS_FMA)
 
 
 HAS_TILES: Final = cpu_has("amx-tile", "amx-bf16", "avx512f")
+HAS_DOT_PAIRS: Final = cpu_has("avx512bf16", "avx512f")
+HAS_FMA: Final = cpu_has("avx2", "fma") and not cpu_has("avx512f")
 
 
 def _tile(num_rows: int) -> Callable[..., None]:
@@ -227,7 +231,14 @@ def _multiply_by_tiles(
 
 @inlined
 def _multiply_by_either(
-    rows: int, num_rows: int, weight: int, second: int, width: int, pairs: int, sums: int
+    rows: int,
+    num_rows: int,
+    weight: int,
+    second: int,
+    ahead: int,
+    width: int,
+    pairs: int,
+    sums: int,
 ) -> None:
     if width == TILE_WIDTH:
         _multiply_by_tiles(rows, num_rows, weight, second, pairs, sums)
@@ -237,15 +248,43 @@ def _multiply_by_either(
 
 @inlined
 def _multiply_without_tiles(
-    rows: int, num_rows: int, weight: int, second: int, width: int, pairs: int, sums: int
+    rows: int,
+    num_rows: int,
+    weight: int,
+    second: int,
+    ahead: int,
+    width: int,
+    pairs: int,
+    sums: int,
 ) -> None:
     _multiply_by_vectors(rows, num_rows, weight, pairs, sums)
 
 
+@inlined
+def _multiply_widened(
+    rows: int,
+    num_rows: int,
+    weight: int,
+    second: int,
+    ahead: int,
+    width: int,
+    pairs: int,
+    sums: int,
+) -> None:
+    multiply_widened(rows, num_rows, weight, ahead, pairs, sums)
+
+
+def _choose_multiply() -> Callable[[int, int, int, int, int, int, int, int], None]:
+    if HAS_TILES:
+        return _multiply_by_either
+    return _multiply_without_tiles if HAS_DOT_PAIRS else _multiply_widened
+
+
 # Multiplies any number of rows, whose addresses lie at `rows`, by the task at `weight`; `second`
-# comes from `second_half`; `width` is that of a block. Writes fp32 sums [num_rows, 64],
-# ROW_MULTIPLE rows at a time; those of outputs that do not exist are arbitrary.
-multiply = _multiply_by_either if HAS_TILES else _multiply_without_tiles
+# comes from `second_half`; `ahead` is what this thread will read next, which may be prefetched;
+# `width` is that of a block. Writes fp32 sums [num_rows, 64], ROW_MULTIPLE rows at a time; those of
+# outputs that do not exist are arbitrary.
+multiply = _choose_multiply()
 
 
 @inlined

@@ -9,14 +9,24 @@ import torch
 
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled import matmul as numba_matmul
-from kernels.cpu.compiled.matmul import MAX_ROWS, address_of, can_multiply, linear_of_rows
+from kernels.cpu.compiled.matmul import (
+    MAX_ROWS,
+    address_of,
+    can_multiply,
+    linear_of_rows,
+    packs_blocks,
+)
 from kernels.cpu.matmul import can_prepack
 from kernels.cpu.simd.lanes import cpu_has
 
-pytestmark = pytest.mark.skipif(
-    not can_prepack(torch.bfloat16) or not cpu_has("avx512bf16"),
+needs_blocks = pytest.mark.skipif(
+    not (packs_blocks() or (can_prepack(torch.bfloat16) and cpu_has("avx512bf16"))),
     reason="this processor leaves bf16 to torch",
 )
+needs_onednn = pytest.mark.skipif(
+    not can_prepack(torch.bfloat16), reason="oneDNN does not pack bf16 on this processor"
+)
+pytestmark = needs_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +68,7 @@ def test_rows_and_threads_do_not_change_a_bit() -> None:
         assert torch.equal(alone, together[first:last])
 
 
+@needs_onednn
 def test_an_unknown_layout_is_left_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(96, 64).bfloat16(), torch.randn(3, 64).bfloat16()
     other = torch.ops.mkldnn._reorder_linear_weight(weight.flip(0))
@@ -81,4 +92,4 @@ def test_what_the_kernel_does_not_take() -> None:
     assert not can_multiply(x[:0])
     assert not can_multiply(x.t())
     assert not can_multiply(x.expand(2, 4, 32))
-    assert not can_multiply(torch.zeros(MAX_ROWS + 1, 32).bfloat16())
+    assert can_multiply(torch.zeros(MAX_ROWS + 1, 32).bfloat16()) == packs_blocks()

@@ -13,6 +13,7 @@ from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
 from kernels.cpu import ops as cpu
 from kernels.cpu.quantised import QuantisedOps, QuantisedWeight, dequantise
 from kernels.mixed_experts import MixedExperts
+from tests.kernels.cpu.test_matmul import unpacked
 from tests.kernels.generators import finish
 from topspin.precision import Format
 
@@ -43,7 +44,7 @@ def meant(weight: LinearWeight) -> Tensor:
     """Return the matrix that a weight represents, in fp32."""
     if isinstance(weight, QuantisedWeight):
         return dequantise(weight)
-    return (weight.data.to_dense() if weight.packed else weight.data).float()
+    return unpacked(weight).float()
 
 
 def plain(experts: ExpertWeights) -> ExpertWeights:
