@@ -187,7 +187,7 @@ class DeviceExecutor:
 
 def _sizes(decoder: Decoder, config: NodeConfig) -> tuple[int, ...]:
     """Return the buckets; none if recording is disabled or the kernels cannot be recorded."""
-    if not config.execution.cuda_graphs or decoder.ops.name != TRITON:
+    if not config.execution.recordings or decoder.ops.name != TRITON:
         return ()
     return row_buckets(config.attention.max_num_seqs)
 

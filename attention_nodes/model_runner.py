@@ -107,15 +107,15 @@ class ModelRunner:
         )
         self._sampler = Sampler(self._table, decoder.ops)
         self._drafter = drafter
-        self._runtime = runtime or HostRuntime()
-        self._stream = self._runtime.current_stream()
+        self.runtime = runtime or HostRuntime()
+        self._stream = self.runtime.current_stream()
         self._max_tokens = config.attention.max_num_batched_tokens
         self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
         self._generation = 0
         self._last_step = 0
         self.trace = ring_of(config)
-        self._stamps = self._runtime.stamps_of(self.trace)
+        self._stamps = self.runtime.stamps_of(self.trace)
         self._finished_s: float | None = None
 
     def _make_executor(self, config: NodeConfig) -> Executor:
@@ -124,14 +124,14 @@ class ModelRunner:
             return HostExecutor(
                 self._decoder,
                 rotary,
-                self._runtime,
+                self.runtime,
                 max_tokens=self._max_tokens,
-                renew=_renew_of(self._decoder.ops),
+                renew=_renew_of(self._decoder.ops) if config.execution.recordings else None,
             )
         return DeviceExecutor(
             self._decoder,
             rotary,
-            self._runtime,
+            self.runtime,
             self._table.limits,
             config,
             # Steps may end all sequences and begin as many before the ends are reported.
@@ -209,7 +209,7 @@ class ModelRunner:
         if self.is_moe and open_net is None and config.link.transport != "cuda_ipc":
             num_graphs = 0  # the host takes part in every layer
         use = measure(
-            self._runtime,
+            self.runtime,
             lambda: self._rehearse(config, index, table_version, open_net),
             num_graphs=num_graphs,
             windows=window_bytes(config, self.net_shape(config)) if self.is_moe else 0,
@@ -233,7 +233,7 @@ class ModelRunner:
         net: AttentionNet | None = None
         if self.is_moe:
             net = AbsentExperts() if open_net is None else open_net(self)
-        with fitting(self._runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
+        with fitting(self.runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
             for plan in largest_steps(config, index=index, table_version=table_version):
                 self.execute(plan, net, index=index)
         if net is not None:
@@ -336,7 +336,7 @@ class ModelRunner:
 
         With a net whose host takes part in every layer the step has ended by now.
         """
-        return self._runtime.is_asynchronous and (net is None or net.is_graph_safe)
+        return self.runtime.is_asynchronous and (net is None or net.is_graph_safe)
 
     def launch(
         self, plan: StepPlan, net: AttentionNet | None, *, index: int, beat: Beat | None = None
@@ -401,7 +401,7 @@ class ModelRunner:
 
     def discard(self) -> None:
         """Forget launched and recorded steps, once all have ended; their generation is over."""
-        self._runtime.synchronize()
+        self.runtime.synchronize()
         self._launched.clear()
         self._executor.forget()
 
@@ -422,7 +422,7 @@ class ModelRunner:
     def _move(self, sources: IntArray, targets: IntArray) -> None:
         """Copy cache slots to others, if any."""
         if len(sources):
-            device = self._runtime.device
+            device = self.runtime.device
             slots = [torch.from_numpy(each).to(device) for each in (sources, targets)]
             self._decoder.kv.move(*slots)
 

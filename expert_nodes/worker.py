@@ -209,7 +209,7 @@ class ExpertWorker:
         self._life.inbox.trace = experts.trace
         config = welcome.config
         # Kernels other than Triton's may wait for the device.
-        if config.execution.cuda_graphs and config.node.kernels == TRITON:
+        if config.execution.recordings and config.node.kernels == TRITON:
             self._graphs = TicketGraphs(experts.runtime)
         self._change = TableChange(
             experts, model_path=self._model_path, config=welcome.config, index=self._index

@@ -257,8 +257,8 @@ class ExecutionPolicy(Section, frozen=True, kw_only=True):
     """How all nodes compute.
 
     `deterministic`: a request's logits have the same bits on any layout, in any batch, after any
-    replay, with the kernels of that name. A decode step of a GPU is captured once per size and
-    replayed with `cuda_graphs`.
+    replay, with the kernels of that name. A node's decode step is recorded once per size and
+    replayed with `recordings`: a CUDA graph on a GPU, a program of compiled calls on a CPU.
     """
 
     deterministic: Annotated[
@@ -267,10 +267,10 @@ class ExecutionPolicy(Section, frozen=True, kw_only=True):
             "the same bits of logits on any layout and in any batch; slower", flag="--deterministic"
         ),
     ] = False
-    cuda_graphs: Annotated[
+    recordings: Annotated[
         bool,
         Setting(
-            "launch every kernel by itself instead of replaying CUDA graphs",
+            "launch every kernel by itself instead of replaying recorded steps",
             flag="--enforce-eager",
             constant=False,
         ),

@@ -314,7 +314,7 @@ def _compute(compute: ComputeSection, measured: LayoutChoice | None) -> ComputeS
         compute,
         kernels=places[0].kernels,
         expert_kernels=places[1].kernels,
-        cuda_graphs=compute.cuda_graphs and not is_plain,
+        recordings=compute.recordings and not is_plain,
     )
 
 

@@ -274,7 +274,7 @@ def node_config(
             kernels="triton",
             attention_device=device,
             expert_device=device,
-            cuda_graphs=variant.cuda_graphs,
+            recordings=variant.cuda_graphs,
             gpu_streams=variant.gpu_streams,
         ),
         trace=TraceSection(enabled=False),

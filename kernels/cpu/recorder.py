@@ -10,6 +10,7 @@ Everything that is made while recording belongs to the recording. Knows no layer
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -46,6 +47,8 @@ class CpuRuntime(HostRuntime):
 
     def __init__(self) -> None:
         self._team: Team | None = None
+        self.programs: weakref.WeakSet[Program] = weakref.WeakSet()
+        """Those in use, for who measures them."""
 
     def capture(self, body: Callable[[], None]) -> Replay:
         """Run `body` and record it; the first call of the result does nothing: the work is done."""
@@ -58,6 +61,7 @@ class CpuRuntime(HostRuntime):
         if self._team is None or self._team.num_threads != torch.get_num_threads():
             self._team = Team(torch.get_num_threads())
         program = Program(recorder.ops, self._team)
+        self.programs.add(program)
         kept = recorder.kept
 
         def replay() -> None:

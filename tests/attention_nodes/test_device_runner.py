@@ -81,22 +81,22 @@ def oracle(checkpoint: Path) -> dict[int, list[int]]:
     return dict(zip(PROMPTS, result.tokens, strict=True))
 
 
-def config_of(path: Path, *, cuda_graphs: bool, max_num_seqs: int = 4) -> NodeConfig:
+def config_of(path: Path, *, recordings: bool, max_num_seqs: int = 4) -> NodeConfig:
     return engine_config(
         path,
         kernels="triton",
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=32,
-        cuda_graphs=cuda_graphs,
+        recordings=recordings,
     ).for_node()
 
 
 class Node:
     """A loaded runner and its net."""
 
-    def __init__(self, path: Path, *, cuda_graphs: bool) -> None:
-        self.config = config_of(path, cuda_graphs=cuda_graphs)
+    def __init__(self, path: Path, *, recordings: bool) -> None:
+        self.config = config_of(path, recordings=recordings)
         with torch.inference_mode():
             self.runner = ModelRunner.load(path, self.config)
         self.net: DeviceNet | None = None
@@ -151,7 +151,7 @@ def check(tokens: dict[int, list[int]], oracle: dict[int, list[int]]) -> None:
 def test_recorded_steps_give_transformers_tokens(
     checkpoint: Path, oracle: dict[int, list[int]], m: int
 ) -> None:
-    node = Node(checkpoint, cuda_graphs=True)
+    node = Node(checkpoint, recordings=True)
     plans = joining_and_leaving(m).plans
     check(tokens_of(ahead(node.runner, plans, node.net)), oracle)
     assert node.num_recordings > 0
@@ -160,7 +160,7 @@ def test_recorded_steps_give_transformers_tokens(
 def test_enqueued_steps_give_transformers_tokens(
     checkpoint: Path, oracle: dict[int, list[int]]
 ) -> None:
-    node = Node(checkpoint, cuda_graphs=False)
+    node = Node(checkpoint, recordings=False)
     check(tokens_of(ahead(node.runner, joining_and_leaving(2).plans, node.net)), oracle)
     assert node.num_recordings == 0
 
@@ -171,7 +171,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
-    node = Node(mixtral, cuda_graphs=True)
+    node = Node(mixtral, recordings=True)
     planner = Planner()
     for seq_id in (1, 2, 3):
         planner.add(seq_id, PROMPTS[seq_id])
@@ -201,7 +201,7 @@ def test_padding_reads_no_expert_and_writes_no_block(mixtral: Path) -> None:
 
 def test_sizes_are_recorded_before_the_first_step(mixtral: Path) -> None:
     """With a fixed number of micro-batches for that number, else for the numbers that pay."""
-    node = Node(mixtral, cuda_graphs=True)
+    node = Node(mixtral, recordings=True)
     cache = node.runner._decoder.kv
     before = [each.clone() for each in (*cache.keys, *cache.values)]
     with torch.inference_mode():
@@ -234,7 +234,7 @@ def test_recorded_steps_run_ahead_of_a_device_that_is_late(
     planner.step({2: 1, 4: 1}, finished=[1])
     with DelayedRuntime() as runtime:
         monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda device: runtime)
-        node = Node(mixtral, cuda_graphs=True)
+        node = Node(mixtral, recordings=True)
         runtime.synchronize()
         before = runtime.num_waits
         results = ahead(node.runner, planner.plans, node.net)
@@ -256,7 +256,7 @@ def test_another_table_makes_recordings_anew(
         return capture(self, body)
 
     monkeypatch.setattr(HostRuntime, "capture", count)
-    node = Node(mixtral, cuda_graphs=True)
+    node = Node(mixtral, recordings=True)
     assert node.net is not None
     planner = Planner()
     planner.add(1, PROMPTS[1])

@@ -70,7 +70,7 @@ def check(case: Case, *, is_sampled: bool = False, **settings: Any) -> None:
         ("qwen3_moe", {"gpu_streams": 2, "micro_batches": 2}),
         pytest.param(
             "mixtral_sliding_window",
-            {"cuda_graphs": False, "expert_nodes": 2, "is_sampled": True},
+            {"recordings": False, "expert_nodes": 2, "is_sampled": True},
             marks=slow,
         ),
     ],
@@ -83,7 +83,7 @@ def test_attention_and_experts_on_one_device(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "micro_batches", "gpu_streams", "cuda_graphs", "expert_nodes"),
+    ("variant", "micro_batches", "gpu_streams", "recordings", "expert_nodes"),
     cover_pairs(MOE_VARIANTS, (1, 2, 3), (1, 2), (True, False), (1, 3)),
 )
 def test_families_on_one_device(
@@ -91,14 +91,14 @@ def test_families_on_one_device(
     variant: str,
     micro_batches: int,
     gpu_streams: int,
-    cuda_graphs: bool,
+    recordings: bool,
     expert_nodes: int,
 ) -> None:
     check(
         case_of(variant),
         micro_batches=micro_batches,
         gpu_streams=gpu_streams,
-        cuda_graphs=cuda_graphs,
+        recordings=recordings,
         expert_nodes=expert_nodes,
     )
 

@@ -64,7 +64,7 @@ def test_what_is_asked_for_is_in_the_plan() -> None:
             link_gbps=25.0,
             deadline_s=9.0,
         ),
-        compute=ComputeSection(num_threads=2, spin_count=11, cuda_graphs=False),
+        compute=ComputeSection(num_threads=2, spin_count=11, recordings=False),
         balance=BalanceSection(redundant_experts=2, interval_s=7.0),
         failover=failover,
         trace=trace,
@@ -81,7 +81,7 @@ def test_what_is_asked_for_is_in_the_plan() -> None:
         transport="tcp", payload="int8", window_rows=70, latency_us=5.0, gbps=25.0, deadline_s=9.0
     )
     assert (made.scheduling.micro_batches, made.scheduling.max_queued_requests) == (3, 0)
-    assert (made.execution.spin_count, made.execution.cuda_graphs) == (11, False)
+    assert (made.execution.spin_count, made.execution.recordings) == (11, False)
     assert made.balance.interval_s == 7.0
     assert (made.failover, made.trace) == (failover, trace)
 
@@ -151,8 +151,8 @@ def test_every_node_has_its_own_device_and_kernels() -> None:
 
 def test_plain_torch_on_a_gpu_is_not_recorded() -> None:
     compute = ComputeSection(kernels="reference", attention_device="cuda")
-    assert not plan(compute=compute).execution.cuda_graphs
-    assert plan(compute=ComputeSection(kernels="reference")).execution.cuda_graphs
+    assert not plan(compute=compute).execution.recordings
+    assert plan(compute=ComputeSection(kernels="reference")).execution.recordings
 
 
 def test_two_streams_have_two_micro_batches_unless_told() -> None:

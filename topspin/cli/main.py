@@ -33,6 +33,7 @@ BENCHMARKS = (
     "quantization",
     "serve",
     "startup",
+    "step",
     "sweep",
 )
 

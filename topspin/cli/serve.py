@@ -31,7 +31,7 @@ from topspin.plan_file import print_plan, read_plan
 from topspin.resolve import ModelFacts, check_model, resolve
 from topspin.settings import check_ranges
 
-ONLY_ON_GPUS = ("cache.gpu_memory_utilization", "compute.cuda_graphs")
+ONLY_ON_GPUS = ("cache.gpu_memory_utilization",)
 
 
 class Asked(NamedTuple):

@@ -25,8 +25,9 @@ import numpy as np
 
 from kernels.cpu.compiled.runtime import Kernel, inlined, make_callable
 from kernels.cpu.simd.lanes import call_with, read_i64, write_i64
-from kernels.cpu.simd.sleep import (
+from kernels.cpu.simd.system import (
     add_shared,
+    now_ns,
     pause,
     read_shared,
     sleep_while,
@@ -47,7 +48,8 @@ _STOP, _NUM_MEMBERS = _PROGRAM + 8, _PROGRAM + 16
 _TEAM_BYTES: Final = 4 * _LINE
 
 # A program's words, then its ops.
-_NUM_OPS, _FIRST, _NEXT, _TEAM = range(0, 32, 8)
+_NUM_OPS, _FIRST, _NEXT, _TEAM, _TIMES = range(0, 40, 8)
+_PROGRAM_BYTES: Final = 40
 _OP_KERNEL, _OP_BLOCK, _OP_IS_HOP = range(0, 24, 8)
 _OP_BYTES: Final = 24
 
@@ -126,8 +128,9 @@ class Program:
     def __init__(self, ops: Sequence[Op], team: Team) -> None:
         self._team = team
         self._num_ops = len(ops)
+        self.kernels = tuple(op.kernel for op in ops)
         sizes = [-(-(HEADER_BYTES + 8 * len(op.arguments)) // _LINE) * _LINE for op in ops]
-        table = -(-(32 + _OP_BYTES * len(ops)) // _LINE) * _LINE
+        table = -(-(_PROGRAM_BYTES + _OP_BYTES * len(ops)) // _LINE) * _LINE
         self._words = _aligned(table + sum(sizes))
         self._base: int = self._words.ctypes.data
         self._words[_NUM_OPS // 8], self._words[_TEAM // 8] = len(ops), team.address
@@ -138,7 +141,7 @@ class Program:
             block = self._words[offset // 8 : (offset + size) // 8]
             begin = HEADER_BYTES // 8
             block[begin : begin + len(op.arguments)] = op.arguments
-            at = (32 + _OP_BYTES * idx) // 8
+            at = (_PROGRAM_BYTES + _OP_BYTES * idx) // 8
             entry = (op.kernel.address, self._base + offset, int(op.is_hop))
             self._words[at : at + 3] = entry
             self.blocks.append(block)
@@ -146,10 +149,14 @@ class Program:
         self._hops = [block for op, block in zip(ops, self.blocks, strict=True) if op.is_hop]
         self._run = make_callable(_run.address)
 
-    def address_of(self, op: int) -> int:
-        """Return the address of an op's block."""
-        address: int = self.blocks[op].ctypes.data
-        return address
+    def take_times(self) -> np.ndarray:
+        """Return memory in which every later run() leaves when its ops ended, i64 ns, by op.
+
+        CLOCK_MONOTONIC of the leader; it costs a look at the clock per op.
+        """
+        self._times = np.zeros(self._num_ops, dtype=np.int64)
+        self._words[_TIMES // 8] = self._times.ctypes.data
+        return self._times
 
     def run(self, first: int = 0) -> int:
         """Run the ops from `first` on; returns the number of ops, or that of a hop with a STATUS.
@@ -198,7 +205,7 @@ def _begin(program: int, team: int) -> None:
         if looks > SPINS:
             yield_core()
     for idx in range(read_i64(program + _NUM_OPS)):
-        block = read_i64(program + 32 + _OP_BYTES * idx + _OP_BLOCK)
+        block = read_i64(program + _PROGRAM_BYTES + _OP_BYTES * idx + _OP_BLOCK)
         for word in range(0, HEADER_BYTES, 8):
             write_i64(block + word, 0)
     write_i64(team + _LEFT, 0)
@@ -215,8 +222,9 @@ def _run(program: int) -> None:
     if first == 0:
         _begin(program, team)
     write_i64(program + _NEXT, num_ops)
+    times = read_i64(program + _TIMES)
     for idx in range(first, num_ops):
-        op = program + 32 + _OP_BYTES * idx
+        op = program + _PROGRAM_BYTES + _OP_BYTES * idx
         block = read_i64(op + _OP_BLOCK)
         call_with(read_i64(op + _OP_KERNEL), block)
         if read_i64(op + _OP_IS_HOP):
@@ -226,6 +234,8 @@ def _run(program: int) -> None:
             finish_task(block, 0)
             if read_shared(block + _SLEEPERS):
                 wake_all(block + _HOP_DONE)
+        if times:
+            write_i64(times + 8 * idx, now_ns())
 
 
 @inlined
@@ -254,7 +264,7 @@ def _serve(team: int) -> None:
             seen += 1
             program = read_i64(team + _PROGRAM)
             for idx in range(read_i64(program + _NUM_OPS)):
-                op = program + 32 + _OP_BYTES * idx
+                op = program + _PROGRAM_BYTES + _OP_BYTES * idx
                 block = read_i64(op + _OP_BLOCK)
                 if read_i64(op + _OP_IS_HOP):
                     _wait_for_hop(block)

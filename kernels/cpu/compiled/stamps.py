@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from ctypes import addressof, c_char
 
-from llvmlite import ir
-from numba.core import types
-
 from kernels.cpu.compiled.runtime import Kernel, offsets, record
 from kernels.cpu.simd import lanes as simd
-from kernels.cpu.simd.lanes import I64, constant, operation, pointer
+from kernels.cpu.simd.system import now_ns
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 from topspin.trace import RECORD_BYTES, Ring
 
@@ -45,21 +42,6 @@ class RecordedRing:
         record(_stamp, (ring.words.buffer_info()[0], self._buffer, ring.capacity, place))
 
 
-@operation(types.int64, [])
-def _now_ns(builder: ir.IRBuilder) -> ir.Value:
-    """Return CLOCK_MONOTONIC."""
-    with builder.goto_entry_block():
-        memory = builder.alloca(ir.ArrayType(I64, 2))
-    address = builder.ptrtoint(memory, I64)
-    kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), I64])
-    known = builder.module.globals.get("clock_gettime")
-    function = known or ir.Function(builder.module, kind, "clock_gettime")
-    builder.call(function, [ir.Constant(ir.IntType(32), 1), address])
-    seconds = builder.load(pointer(builder, address, I64))
-    rest = builder.load(pointer(builder, builder.add(address, constant(8)), I64))
-    return builder.add(builder.mul(seconds, constant(10**9)), rest)
-
-
 @Kernel
 def _stamp(block: int) -> None:
     """Write one record; one task."""
@@ -68,7 +50,7 @@ def _stamp(block: int) -> None:
         count = simd.read_i64(words)
         place = count % simd.read_i64(block + CAPACITY) * RECORD_BYTES
         record_at = simd.read_i64(block + BUFFER) + place
-        simd.write_i64(record_at, _now_ns())
+        simd.write_i64(record_at, now_ns())
         simd.write_i64(record_at + 8, simd.read_i64(words + 8))
         simd.write_i64(record_at + 16, simd.read_i64(block + KIND_AND_PLACE))
         simd.write_i64(words, count + 1)

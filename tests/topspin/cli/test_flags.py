@@ -72,7 +72,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--m2n-payload int8", "m2n.payload", "int8"),
     ("--attention-device cuda:1", "compute.attention_device", "cuda:1"),
     ("--expert-device cuda", "compute.expert_device", "cuda"),
-    ("--enforce-eager", "compute.cuda_graphs", False),
+    ("--enforce-eager", "compute.recordings", False),
     ("--num-threads 2", "compute.num_threads", 2),
     ("--deterministic", "compute.deterministic", True),
     ("--layout split", "compute.layout", "split"),
@@ -119,10 +119,10 @@ def test_a_flag_sets_its_setting_and_no_other() -> None:
 
 
 def test_options_that_change_nothing_are_named(checkpoint: Path) -> None:
-    useless = ("--gpu-memory-utilization", "0.9", "--enforce-eager")
+    useless = ("--gpu-memory-utilization", "0.9")
     for flags, named in (
         ((), []),
-        (useless, ["--gpu-memory-utilization", "--enforce-eager"]),
+        (useless, ["--gpu-memory-utilization"]),
         (("--attention-device", "cuda", *useless), []),
     ):
         arguments = parse(str(checkpoint), "--layout", "shared", *flags)

@@ -74,7 +74,7 @@ def test_the_cache_gets_what_experts_on_the_same_device_leave(
         expert_nodes=2,
         max_num_seqs=1,
         max_num_batched_tokens=16,
-        cuda_graphs=False,
+        recordings=False,
     )
     with Engine(
         with_nodes(made, "attention", kv_cache_bytes=None, gpu_memory_utilization=0.75)

@@ -1,6 +1,6 @@
-"""Sleeping and waking between threads of a process: the Linux futex, for compiled code.
+"""What compiled code asks of Linux: sleeping and waking between threads, and the time.
 
-Owns the system call. A word is the lower half of an i64 (x86-64 is little-endian). Knows no thread
+Owns the system calls. A futex is the lower half of an i64 (x86-64 is little-endian). Knows no thread
 and no task. Used by `kernels.cpu.compiled`, inside compiled functions only.
 """
 
@@ -63,3 +63,18 @@ def pause(builder: ir.IRBuilder) -> None:
 def yield_core(builder: ir.IRBuilder) -> None:
     """Let another thread that is ready have this core."""
     call(builder, "sched_yield", ir.IntType(32), [])
+
+
+@operation(types.int64, [])
+def now_ns(builder: ir.IRBuilder) -> ir.Value:
+    """Return CLOCK_MONOTONIC."""
+    with builder.goto_entry_block():
+        memory = builder.alloca(ir.ArrayType(I64, 2))
+    address = builder.ptrtoint(memory, I64)
+    kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), I64])
+    known = builder.module.globals.get("clock_gettime")
+    function = known or ir.Function(builder.module, kind, "clock_gettime")
+    builder.call(function, [ir.Constant(ir.IntType(32), 1), address])
+    seconds = builder.load(pointer(builder, address, I64))
+    rest = builder.load(pointer(builder, builder.add(address, constant(8)), I64))
+    return builder.add(builder.mul(seconds, constant(10**9)), rest)

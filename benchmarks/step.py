@@ -1,0 +1,284 @@
+"""Where does the time of a decode step go? Every op of a recorded step against its floor.
+
+Owns a node of real parts in this process (the attention layers and all experts of a checkpoint, the
+net of one process) that decodes a few sequences for ever, recorded and, for comparison, layer by
+layer. The recorded program leaves the time at which each of its ops ended. An op's floor is the
+time in which the machine reads its weights and keys, at the bandwidth measured in the same run. Run
+as `topspin bench step`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from attention_nodes.model_runner import ModelRunner
+from benchmarks import report
+from benchmarks.cpu_kernel_cases import cache_bytes
+from benchmarks.cpu_kernels import MATMUL_SIZE, PROBE_FILLS, Ceilings, Probe, ceiling
+from expert_nodes.experts import Experts
+from kernels.cpu.compiled import experts, matmul
+from kernels.cpu.compiled.program import Program
+from kernels.cpu.recorder import CpuRuntime
+from kernels.dispatch import select_ops
+from m2n_comm.gpu.local import DeviceNet
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.hub import resolve_model
+from models.weights import stream_expert_weights
+from topspin.cli.serve import resolve_for
+from topspin.config import (
+    CacheSection,
+    ComputeSection,
+    EngineConfig,
+    M2NSection,
+    ModelSection,
+    TopologySection,
+    TraceSection,
+)
+from topspin.expert_table import uniform_table
+from topspin.messages import (
+    SAMPLE,
+    MicroBatch,
+    NewSequence,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    StepTicket,
+    pack_ints,
+)
+from topspin.precision import formats
+
+# Steps of each kind that are not measured: caches fill, the second is recorded.
+NUM_WARM_UP: Final = 4
+BLOCK_SIZE: Final = 16
+
+
+class Node:
+    """A whole model in this process, and sequences that decode for ever."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        path = resolve_model(args.model)
+        model = load_model_config(path)
+        assert model.moe is not None, "a model with experts"
+        self.num_rows, self._context = args.rows, args.context
+        # Both ways of running decode every step, and one more may be under way.
+        self._length = args.context + 2 * (args.steps + NUM_WARM_UP) + 2
+        self._blocks_each = -(-self._length // BLOCK_SIZE)
+        block_bytes = 4 * model.num_layers * model.kv_size * BLOCK_SIZE
+        plan = resolve_for(
+            EngineConfig(
+                model=ModelSection(path=str(path), quantization=args.quantization),
+                topology=TopologySection(),
+                cache=CacheSection(
+                    block_size=BLOCK_SIZE,
+                    kv_cache_bytes=block_bytes * self._blocks_each * args.rows,
+                ),
+                m2n=M2NSection(transport="local"),
+                compute=ComputeSection(layout="shared", num_threads=args.num_threads),
+                trace=TraceSection(enabled=False),
+            ),
+            model,
+        )
+        config = plan.for_node()
+        self.runner = ModelRunner.load(path, config)
+        dtype: torch.dtype = getattr(torch, config.model.dtype)
+        table = uniform_table(
+            num_layers=len(model.moe_layers), num_experts=model.moe.num_experts, num_nodes=1
+        )
+        held = Experts(
+            model,
+            stream_expert_weights(
+                Checkpoint(path), model, dtype=dtype, experts=table.experts_of(0)
+            ),
+            select_ops(plan.experts[0].kernels, dtype, formats(config.precision, "expert")),
+            held=table.experts_of(0),
+            precision=config.precision,
+        )
+        runtime = self.runner.runtime
+        assert isinstance(runtime, CpuRuntime), "the kernels of the CPU"
+        self.runtime = runtime
+        shape = self.runner.net_shape(config)
+        self._net = DeviceNet(runtime, shape, index=0, serves=[held.compute], table=table)
+        self._step = 0
+
+    def step(self) -> tuple[float, StepResult]:
+        """Run a step; returns its seconds and its result."""
+        self._step += 1
+        plan = self._plan(self._step)
+        started = time.perf_counter()
+        result = self.runner.execute(plan, self._net, index=0)
+        return time.perf_counter() - started, result
+
+    def _plan(self, step: int) -> StepPlan:
+        """Advance every sequence by a token; the first step admits them with a context."""
+        ids = range(self.num_rows)
+        new = [
+            NewSequence(
+                seq_id=seq_id,
+                tokens=pack_ints([17 + seq_id] * (self._context + 1)),
+                num_prompt_tokens=self._context + 1,
+                num_computed=self._context,
+                blocks=pack_ints(
+                    range(seq_id * self._blocks_each, (seq_id + 1) * self._blocks_each)
+                ),
+                max_length=self._length,
+                sampling=SamplingParams(max_tokens=self._length, seed=seq_id),
+            )
+            for seq_id in ids
+        ]
+        ticket = StepTicket(
+            step=step,
+            previous=step - 1,
+            generation=1,
+            table_version=1,
+            num_micro_batches=1,
+            participants=(0,),
+            row_buckets=(self.num_rows,),
+        )
+        batch = MicroBatch(
+            seq_ids=pack_ints(ids),
+            num_tokens=pack_ints([1] * self.num_rows),
+            wanted=bytes([SAMPLE] * self.num_rows),
+            block_counts=pack_ints([0] * self.num_rows),
+            block_ids=b"",
+        )
+        return StepPlan(
+            ticket=ticket,
+            finished=b"",
+            new=tuple(new) if step == 1 else (),
+            micro_batches=(batch,),
+        )
+
+
+def label_of(kernel: str, block: np.ndarray) -> tuple[str, int]:
+    """Return an op's name in the table, and the bytes of weights that it reads at one row."""
+
+    def word(offset: int) -> int:
+        return int(block[offset // 8])
+
+    name = kernel.strip("_")
+    if kernel == "_linear":
+        num_in, num_out = word(matmul.NUM_INPUTS), word(matmul.NUM_OUTPUTS)
+        return f"linear {num_in} to {num_out}", 2 * num_in * num_out
+    if kernel == "_experts":
+        size = word(experts.HIDDEN_SIZE) * word(experts.FFN_SIZE)
+        return name, 6 * size * word(experts.TOP_K) * word(experts.NUM_TOKENS)
+    return name, 0
+
+
+def per_op(program: Program, times: Sequence[np.ndarray]) -> dict[str, dict[str, float]]:
+    """Return, by kind of op, calls, median microseconds in a step, and bytes."""
+    ended = np.median([each[1:] - each[:-1] for each in times], axis=0)
+    rows: dict[str, dict[str, float]] = defaultdict(lambda: {"calls": 0, "us": 0.0, "bytes": 0})
+    for idx, kernel in enumerate(program.kernels):
+        name, num_bytes = label_of(kernel.name, program.blocks[idx])
+        row = rows[name]
+        row["calls"] += 1
+        row["us"] += float(ended[idx - 1]) / 1e3 if idx else 0.0
+        row["bytes"] += num_bytes
+    return dict(rows)
+
+
+def measure(node: Node, num_steps: int) -> dict[str, Any]:
+    """Return the figures of recorded steps, and of steps layer by layer."""
+    found: dict[str, list[float]] = {"recorded": []}
+    parts: dict[str, list[float]] = {"sampling": [], "layers": []}
+    times: list[np.ndarray] = []
+    node.step()
+    for _ in range(NUM_WARM_UP):
+        node.step()
+    program = next(iter(node.runtime.programs))
+    clock = program.take_times()
+    for _ in range(num_steps):
+        seconds, result = node.step()
+        found["recorded"].append(seconds)
+        times.append(clock.copy())
+        parts["sampling"].append(result.timings.sample_s)
+        parts["layers"].append(result.timings.attention_s)
+    return {
+        "ms_per_step": {
+            name: round(statistics.median(each) * 1e3, 3) for name, each in found.items()
+        },
+        "ms": {name: round(statistics.median(each) * 1e3, 3) for name, each in parts.items()},
+        "ops": per_op(program, times),
+    }
+
+
+def print_table(result: dict[str, Any], console: Console) -> None:
+    """Print a line per kind of op, then the step's."""
+    table = Table(title="a recorded step, op by op", title_justify="left", box=SIMPLE)
+    table.add_column("op", no_wrap=True)
+    for heading in ("calls", "us each", "us a step", "MB", "floor us", "share"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    rate = result["read_gb_per_s"] * 1e9
+    ordered = sorted(result["ops"].items(), key=lambda item: -item[1]["us"])
+    for name, row in ordered:
+        floor_us = row["bytes"] / rate * 1e6
+        table.add_row(
+            name,
+            f"{row['calls']:.0f}",
+            f"{row['us'] / row['calls']:.2f}",
+            f"{row['us']:.0f}",
+            f"{row['bytes'] / 1e6:.1f}" if row["bytes"] else "",
+            f"{floor_us:.0f}" if row["bytes"] else "",
+            f"{floor_us / row['us']:.0%}" if row["bytes"] else "",
+        )
+    console.print(table)
+    num_bytes = sum(row["bytes"] for row in result["ops"].values())
+    total_us = sum(row["us"] for row in result["ops"].values())
+    console.print(
+        f"ops {total_us / 1e3:.2f} ms; {num_bytes / 1e6:.0f} MB of weights take "
+        f"{num_bytes / rate * 1e3:.2f} ms at {rate / 1e9:.1f} GB/s; "
+        + "; ".join(f"{name} {each} ms" for name, each in result["ms"].items())
+    )
+    console.print(
+        "a step: " + ", ".join(f"{name} {each} ms" for name, each in result["ms_per_step"].items())
+    )
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the result."""
+    parser = argparse.ArgumentParser(prog="topspin bench step", description=__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2-moe")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none")
+    parser.add_argument("--rows", type=int, default=1, help="sequences (%(default)s)")
+    parser.add_argument("--context", type=int, default=128, help="tokens (%(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps (%(default)s)")
+    parser.add_argument("--num-threads", type=int, default=None)
+    parser.add_argument("--name", default="step", help="name of the result file")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    args = parser.parse_args(argv)
+    console, found = Console(), Ceilings()
+    with console.status("loading"):
+        node = Node(args)
+    probe = Probe(PROBE_FILLS * cache_bytes(), MATMUL_SIZE)
+    with console.status("decoding"):
+        probe.read(found)
+        result = measure(node, args.steps)
+        for _ in range(5):
+            probe.read(found)
+    result = {
+        "settings": {**vars(args), "threads": torch.get_num_threads()},
+        "read_gb_per_s": round(ceiling(found.bytes_per_s) / 1e9, 1),
+        **result,
+    }
+    print_table(result, console)
+    if not args.no_write:
+        console.print(f"written to {report.write(args.name, result)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
