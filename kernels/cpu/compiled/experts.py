@@ -117,7 +117,7 @@ def mlp_of_rows(
     )
     launch(_experts, arguments, num_threads=torch.get_num_threads())
     # Replays do not look: their slots come from tables and checked frames.
-    assert is_recording() or not int(counts[-1]), f"a slot is not below {num_experts}"
+    assert is_recording() or not int(counts[-1]), f"a slot is not below num_experts {num_experts}"
     return ExpertOutput(out, counts[:-1])
 
 

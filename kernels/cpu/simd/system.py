@@ -1,7 +1,7 @@
 """What compiled code asks of Linux: sleeping and waking between threads, and the time.
 
-Owns the system calls. A futex is the lower half of an i64 (x86-64 is little-endian). Knows no thread
-and no task. Used by `kernels.cpu.compiled`, inside compiled functions only.
+Owns the system calls. A futex is the lower half of an i64 (x86-64 is little-endian). Knows no
+thread and no task. Used by `kernels.cpu.compiled`, inside compiled functions only.
 """
 
 from __future__ import annotations
