@@ -124,15 +124,15 @@ def mlp_of_rows(
 _row_list = simd.stack(8 * MAX_ROWS)
 _sums = simd.stack(MAX_ROWS * SUM_BYTES)
 _totals = simd.stack(MAX_ROWS * SUM_BYTES)
-_groups = simd.stack(8 * (MAX_PAIRS + MAX_EXPERTS + 1))
+_groups = simd.stack(8 * (MAX_PAIRS + 2 * MAX_EXPERTS + 1))
 
 
 @inlined
 def _group(block: int, groups: int) -> int:
-    """List the pairs (token * TOP_K + choice) of each expert; return the number of pairs.
+    """List the pairs (token * TOP_K + choice) of each expert; return the number of busy experts.
 
     Writes to `groups` the index of each expert's first pair, NUM_EXPERTS + 1 numbers, then the
-    pairs.
+    experts that have pairs, NUM_EXPERTS numbers of which the first are defined, then the pairs.
     """
     num_experts, slots = simd.read_i64(block + NUM_EXPERTS), simd.read_i64(block + SLOTS)
     num_pairs = simd.read_i64(block + NUM_TOKENS) * simd.read_i64(block + TOP_K)
@@ -147,7 +147,7 @@ def _group(block: int, groups: int) -> int:
     for expert in range(num_experts + 1):
         total += simd.read_i64(groups + 8 * expert)
         simd.write_i64(groups + 8 * expert, total)
-    pairs = groups + 8 * (num_experts + 1)
+    pairs = groups + 8 * (2 * num_experts + 1)
     # Each expert's first index moves to its end, which is the next expert's first index.
     for pair in range(num_pairs):
         slot = simd.read_i32(slots + 4 * pair)
@@ -158,7 +158,25 @@ def _group(block: int, groups: int) -> int:
     for expert in range(num_experts, 0, -1):
         simd.write_i64(groups + 8 * expert, simd.read_i64(groups + 8 * (expert - 1)))
     simd.write_i64(groups, 0)
-    return total
+    num_busy = 0
+    for expert in range(num_experts):
+        if simd.read_i64(groups + 8 * expert) < simd.read_i64(groups + 8 * (expert + 1)):
+            simd.write_i64(groups + 8 * (num_experts + 1 + num_busy), expert)
+            num_busy += 1
+    return num_busy
+
+
+@inlined
+def _busy_expert(block: int, groups: int, idx: int) -> int:
+    expert: int = simd.read_i64(groups + 8 * (simd.read_i64(block + NUM_EXPERTS) + 1 + idx))
+    return expert
+
+
+@inlined
+def _place_of(block: int, expert: int, matrix: int) -> int:
+    """Return the address of an expert's gate (0), up (1) or down (2) matrix."""
+    place: int = simd.read_i64(simd.read_i64(block + EXPERTS) + 24 * expert + 8 * matrix)
+    return place
 
 
 @inlined
@@ -173,18 +191,23 @@ def _count_wrong(block: int) -> int:
 
 @inlined
 def _compute_units(
-    block: int, expert: int, part: int, groups: int, rows: int, gates: int, ups: int
+    block: int, task: int, following: int, groups: int, rows: int, gates: int, ups: int
 ) -> None:
-    """Write 64 hidden units, silu(gate) * up, of all rows of an expert."""
+    """Write 64 hidden units, silu(gate) * up, of all rows of an expert.
+
+    The experts that have rows are in turn; `following` is the task that this thread does next.
+    """
+    parts = simd.read_i64(block + FFN_SIZE) // TASK_OUTPUTS
+    part, expert = task % parts, _busy_expert(block, groups, task // parts)
     begin, end = simd.read_i64(groups + 8 * expert), simd.read_i64(groups + 8 * (expert + 1))
-    if begin == end:
-        return
-    pairs = groups + 8 * (simd.read_i64(block + NUM_EXPERTS) + 1)
+    pairs = groups + 8 * (2 * simd.read_i64(block + NUM_EXPERTS) + 1)
     top_k, hidden_size = simd.read_i64(block + TOP_K), simd.read_i64(block + HIDDEN_SIZE)
     ffn_size = simd.read_i64(block + FFN_SIZE)
     offset, width = part * task_bytes(hidden_size), simd.read_i64(block + WIDTH)
-    table = simd.read_i64(block + EXPERTS) + 24 * expert
-    gate_weight, up_weight = simd.read_i64(table) + offset, simd.read_i64(table + 8) + offset
+    gate_weight = _place_of(block, expert, 0) + offset
+    up_weight = _place_of(block, expert, 1) + offset
+    ahead = _place_of(block, _busy_expert(block, groups, following // parts), 0)
+    ahead += following % parts * task_bytes(hidden_size)
     gate_second = second_half(gate_weight, hidden_size, TASK_OUTPUTS)
     up_second = second_half(up_weight, hidden_size, TASK_OUTPUTS)
     one = vectors.splat(np.float32(1))
@@ -194,8 +217,9 @@ def _compute_units(
             token = simd.read_i64(pairs + 8 * (first + idx)) // top_k
             address = simd.read_i64(block + HIDDEN) + token * simd.read_i64(block + HIDDEN_STRIDE)
             simd.write_i64(rows + 8 * idx, address)
-        multiply(rows, count, gate_weight, gate_second, up_weight, width, hidden_size // 2, gates)
-        multiply(rows, count, up_weight, up_second, up_weight, width, hidden_size // 2, ups)
+        num_pairs, outputs = hidden_size // 2, TASK_OUTPUTS
+        multiply(rows, count, gate_weight, gate_second, up_weight, width, num_pairs, outputs, gates)
+        multiply(rows, count, up_weight, up_second, ahead, width, num_pairs, outputs, ups)
         for idx in range(count):
             units = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
             for column in range(0, TASK_OUTPUTS, simd.LANES):
@@ -209,32 +233,37 @@ def _compute_units(
 
 
 @inlined
-def _sum_outputs(block: int, part: int, groups: int, rows: int, sums: int, totals: int) -> None:
+def _sum_outputs(
+    block: int, part: int, num_busy: int, groups: int, rows: int, sums: int, totals: int
+) -> None:
     """Write 64 outputs of all tokens: their experts' results times the routing weights."""
     num_tokens, num_experts = simd.read_i64(block + NUM_TOKENS), simd.read_i64(block + NUM_EXPERTS)
     ffn_size, hidden_size = simd.read_i64(block + FFN_SIZE), simd.read_i64(block + HIDDEN_SIZE)
-    pairs = groups + 8 * (num_experts + 1)
+    pairs = groups + 8 * (2 * num_experts + 1)
     zeros = vectors.splat(np.float32(0))
     for place in range(0, num_tokens * SUM_BYTES, _VECTOR):
         vectors.store_f32(totals + place, zeros)
     down_inputs, width = simd.read_i64(block + DOWN_INPUTS), simd.read_i64(block + WIDTH)
-    offset, outputs_left = part * task_bytes(down_inputs), hidden_size - part * TASK_OUTPUTS
-    for expert in range(num_experts):
+    offset, outputs = part * task_bytes(down_inputs), hidden_size - part * TASK_OUTPUTS
+    for idx in range(num_busy):
+        expert = _busy_expert(block, groups, idx)
         begin, end = simd.read_i64(groups + 8 * expert), simd.read_i64(groups + 8 * (expert + 1))
-        weight = simd.read_i64(simd.read_i64(block + EXPERTS) + 24 * expert + 16) + offset
-        second = second_half(weight, down_inputs, outputs_left)
+        weight = _place_of(block, expert, 2) + offset
+        second = second_half(weight, down_inputs, outputs)
+        following = _busy_expert(block, groups, min(idx + 1, num_busy - 1))
+        ahead = _place_of(block, following, 2) + offset
         for first in range(begin, end, MAX_ROWS):
             count = min(end - first, MAX_ROWS)
-            for idx in range(count):
-                unit = simd.read_i64(block + UNITS) + 2 * ((first + idx) * ffn_size)
-                simd.write_i64(rows + 8 * idx, unit)
-            multiply(rows, count, weight, second, weight, width, ffn_size // 2, sums)
-            for idx in range(count):
-                pair = simd.read_i64(pairs + 8 * (first + idx))
+            for row in range(count):
+                unit = simd.read_i64(block + UNITS) + 2 * ((first + row) * ffn_size)
+                simd.write_i64(rows + 8 * row, unit)
+            multiply(rows, count, weight, second, ahead, width, ffn_size // 2, outputs, sums)
+            for row in range(count):
+                pair = simd.read_i64(pairs + 8 * (first + row))
                 scale = vectors.splat(simd.read_f32(simd.read_i64(block + WEIGHTS) + 4 * pair))
                 total = totals + pair // simd.read_i64(block + TOP_K) * SUM_BYTES
                 for place in range(0, SUM_BYTES, _VECTOR):
-                    given = vectors.round_bf16(vectors.load_f32(sums + idx * SUM_BYTES + place))
+                    given = vectors.round_bf16(vectors.load_f32(sums + row * SUM_BYTES + place))
                     added = vectors.fma(given, scale, vectors.load_f32(total + place))
                     vectors.store_f32(total + place, added)
     first = part * TASK_OUTPUTS
@@ -254,14 +283,17 @@ def _experts(block: int) -> None:
     rows, sums, totals, groups = _row_list(), _sums(), _totals(), _groups()
     num_experts = simd.read_i64(block + NUM_EXPERTS)
     # Every thread groups the pairs itself: faster than waiting for another thread.
-    _group(block, groups)
-    parts = simd.read_i64(block + FFN_SIZE) // TASK_OUTPUTS
+    num_busy = _group(block, groups)
+    num_tasks = num_busy * (simd.read_i64(block + FFN_SIZE) // TASK_OUTPUTS)
     task = claim_task(block, 0)
-    while task < num_experts * parts:
-        _compute_units(block, task // parts, task % parts, groups, rows, sums, totals)
+    while task < num_tasks:
+        # Claimed early, so that its weights can be prefetched.
+        following = claim_task(block, 0)
+        ahead = following if following < num_tasks else task
+        _compute_units(block, task, ahead, groups, rows, sums, totals)
         finish_task(block, 0)
-        task = claim_task(block, 0)
-    wait_for_tasks(block, 0, num_experts * parts)
+        task = following
+    wait_for_tasks(block, 0, num_tasks)
     parts = (simd.read_i64(block + HIDDEN_SIZE) + TASK_OUTPUTS - 1) // TASK_OUTPUTS
     task = claim_task(block, 1)
     if task == 0:
@@ -271,7 +303,7 @@ def _experts(block: int) -> None:
             simd.write_i64(simd.read_i64(block + COUNTS) + 8 * expert, count)
         simd.write_i64(simd.read_i64(block + COUNTS) + 8 * num_experts, _count_wrong(block))
     while task < parts:
-        _sum_outputs(block, task, groups, rows, sums, totals)
+        _sum_outputs(block, task, num_busy, groups, rows, sums, totals)
         finish_task(block, 1)
         task = claim_task(block, 1)
     wait_for_tasks(block, 1, parts)

@@ -216,7 +216,7 @@ def _linear(block: int) -> None:
         weight = simd.read_i64(block + WEIGHT) + part * task_bytes(num_in)
         ahead = simd.read_i64(block + WEIGHT) + following % parts * task_bytes(num_in)
         second = second_half(weight, num_in, num_out - first)
-        multiply(rows, count, weight, second, ahead, width, num_in // 2, sums)
+        multiply(rows, count, weight, second, ahead, width, num_in // 2, num_out - first, sums)
         for row in range(count):
             offset = (first_row + row) * simd.read_i64(block + OUT_STRIDE)
             out = simd.read_i64(block + OUT) + offset

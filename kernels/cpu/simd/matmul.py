@@ -238,6 +238,7 @@ def _multiply_by_either(
     ahead: int,
     width: int,
     pairs: int,
+    num_outputs: int,
     sums: int,
 ) -> None:
     if width == TILE_WIDTH:
@@ -255,6 +256,7 @@ def _multiply_without_tiles(
     ahead: int,
     width: int,
     pairs: int,
+    num_outputs: int,
     sums: int,
 ) -> None:
     _multiply_by_vectors(rows, num_rows, weight, pairs, sums)
@@ -269,12 +271,13 @@ def _multiply_widened(
     ahead: int,
     width: int,
     pairs: int,
+    num_outputs: int,
     sums: int,
 ) -> None:
-    multiply_widened(rows, num_rows, weight, ahead, pairs, sums)
+    multiply_widened(rows, num_rows, weight, ahead, pairs, num_outputs, sums)
 
 
-def _choose_multiply() -> Callable[[int, int, int, int, int, int, int, int], None]:
+def _choose_multiply() -> Callable[[int, int, int, int, int, int, int, int, int], None]:
     if HAS_TILES:
         return _multiply_by_either
     return _multiply_without_tiles if HAS_DOT_PAIRS else _multiply_widened
@@ -282,8 +285,8 @@ def _choose_multiply() -> Callable[[int, int, int, int, int, int, int, int], Non
 
 # Multiplies any number of rows, whose addresses lie at `rows`, by the task at `weight`; `second`
 # comes from `second_half`; `ahead` is what this thread will read next, which may be prefetched;
-# `width` is that of a block. Writes fp32 sums [num_rows, 64], ROW_MULTIPLE rows at a time; those of
-# outputs that do not exist are arbitrary.
+# `width` is that of a block. Writes fp32 sums [num_rows, 64], ROW_MULTIPLE rows at a time; those
+# beyond `num_outputs` are arbitrary.
 multiply = _choose_multiply()
 
 

@@ -89,8 +89,8 @@ def _tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
     return operation(types.none, [types.int64] * 5)(tile)
 
 
-tile1x4, tile2x2, tile3x2, tile4x1, tile5x1, tile6x1 = (
-    _tile(*shape) for shape in ((1, 4), (2, 2), (3, 2), (4, 1), (5, 1), (6, 1))
+tile1x4, tile1x2, tile2x2, tile3x2, tile4x1, tile5x1, tile6x1 = (
+    _tile(*shape) for shape in ((1, 4), (1, 2), (2, 2), (3, 2), (4, 1), (5, 1), (6, 1))
 )
 
 
@@ -108,20 +108,23 @@ _staged_rows = simd.stack(MAX_ROWS * _ROW_BYTES)
 
 @inlined
 def _multiply_part(
-    staged: int, num_rows: int, weight: int, ahead: int, pairs: int, sums: int
+    staged: int, num_rows: int, weight: int, ahead: int, pairs: int, num_vectors: int, sums: int
 ) -> None:
-    if num_rows == 1:
+    """Add the products of a part of the inputs; prefetches a part at `ahead` meanwhile."""
+    if num_rows == 1 and num_vectors == 4:
         tile1x4(staged, weight, ahead, pairs, sums)
     elif num_rows <= 3:
-        for part in range(2):
-            numbers, place = weight + 2 * part * _VECTOR, sums + 2 * part * _VECTOR
-            begin = ahead + 2 * part * pairs * _VECTOR
-            if num_rows == 2:
+        for part in range(0, num_vectors, 2):
+            numbers, place = weight + part * _VECTOR, sums + part * _VECTOR
+            begin = ahead + part * pairs * _VECTOR
+            if num_rows == 1:
+                tile1x2(staged, numbers, begin, pairs, place)
+            elif num_rows == 2:
                 tile2x2(staged, numbers, begin, pairs, place)
             else:
                 tile3x2(staged, numbers, begin, pairs, place)
     else:
-        for part in range(4):
+        for part in range(num_vectors):
             numbers, place = weight + part * _VECTOR, sums + part * _VECTOR
             begin = ahead + part * pairs * _VECTOR
             row = 0
@@ -141,16 +144,18 @@ def _multiply_part(
 
 @inlined
 def multiply_widened(
-    rows: int, num_rows: int, weight: int, following: int, pairs: int, sums: int
+    rows: int, num_rows: int, weight: int, ahead: int, pairs: int, num_outputs: int, sums: int
 ) -> None:
     """Multiply rows, whose addresses lie at `rows`, by a block; writes fp32 sums [num_rows, 64].
 
-    Prefetches the begin of the block `following`.
+    Only the first `num_outputs` sums of a row are needed. Prefetches the begin of the block at
+    `ahead`.
     """
     staged = _staged_rows()
     zeros = vectors.splat(np.float32(0))
     for place in range(0, num_rows * _SUM_BYTES, _VECTOR):
         vectors.store_f32(sums + place, zeros)
+    num_vectors = min((num_outputs + simd.LANES - 1) // simd.LANES, 4)
     for begin in range(0, pairs, _PART_PAIRS):
         here = min(pairs - begin, _PART_PAIRS)
         for row in range(num_rows):
@@ -159,5 +164,5 @@ def multiply_widened(
             for pair in range(0, here, simd.LANES):
                 _widen(target + 4 * pair, source + 4 * pair, here - pair)
         numbers = weight + begin * _PAIR_BYTES
-        ahead = numbers + here * _PAIR_BYTES if begin + here < pairs else following
-        _multiply_part(staged, num_rows, numbers, ahead, here, sums)
+        following = numbers + here * _PAIR_BYTES if begin + here < pairs else ahead
+        _multiply_part(staged, num_rows, numbers, following, here, num_vectors, sums)
