@@ -55,8 +55,12 @@ def offsets(count: int) -> range:
 
 
 def inlined(function: Function) -> Function:
-    """Let numba compile a function that kernels call; its code is cached with each kernel."""
-    return cast("Function", numba.njit(error_model="numpy")(function))
+    """Let numba compile a function that kernels call; its code becomes part of each kernel.
+
+    Without `forceinline` a kernel just compiled would call this process's copy of the function, and
+    one from the cache its own: tests, which mostly compile, would test other code than users run.
+    """
+    return cast("Function", numba.njit(error_model="numpy", forceinline=True)(function))
 
 
 class Kernel:
