@@ -25,8 +25,9 @@ MAX_ROWS: Final = 128
 _VECTOR: Final = 4 * simd.LANES
 _PAIR_BYTES: Final = 4 * _VECTOR
 _SUM_BYTES: Final = 4 * _VECTOR
-# Inputs are taken in parts of so many pairs: their weights fill half of a first-level cache.
-_PART_PAIRS: Final = 64
+# Inputs are taken in parts of so many pairs. The weights of a part, which several tiles read, and
+# of the next, which are prefetched, fill half of a small first-level cache.
+_PART_PAIRS: Final = 32
 # A widened row holds the even numbers, then the odd ones. The distance of two rows is no power of
 # two, so that they do not compete for cache lines.
 _HALF_BYTES: Final = 4 * _PART_PAIRS
@@ -113,16 +114,19 @@ def _multiply_part(
     """Add the products of a part of the inputs; prefetches a part at `ahead` meanwhile."""
     if num_rows == 1 and num_vectors == 4:
         tile1x4(staged, weight, ahead, pairs, sums)
-    elif num_rows <= 3:
+    elif num_rows <= 4:
         for part in range(0, num_vectors, 2):
             numbers, place = weight + part * _VECTOR, sums + part * _VECTOR
             begin = ahead + part * pairs * _VECTOR
             if num_rows == 1:
                 tile1x2(staged, numbers, begin, pairs, place)
-            elif num_rows == 2:
-                tile2x2(staged, numbers, begin, pairs, place)
-            else:
+            elif num_rows == 3:
                 tile3x2(staged, numbers, begin, pairs, place)
+            else:
+                tile2x2(staged, numbers, begin, pairs, place)
+                if num_rows == 4:
+                    here, there = staged + 2 * _ROW_BYTES, place + 2 * _SUM_BYTES
+                    tile2x2(here, numbers, begin, pairs, there)
     else:
         for part in range(num_vectors):
             numbers, place = weight + part * _VECTOR, sums + part * _VECTOR
