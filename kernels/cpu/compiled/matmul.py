@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
+from kernels.cpu.compiled.runtime import Kernel, launch, offsets
 from kernels.cpu.huge_pages import Arena
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
@@ -174,26 +174,6 @@ _row_list = simd.stack(8 * MAX_ROWS)
 _sums = simd.stack(MAX_ROWS * SUM_BYTES)
 
 
-@inlined
-def _write_outputs(out: int, is_f32: int, total: Any, bias: int, left: int) -> None:
-    """Round up to 16 sums, plus the bias if it is not 0, and write the first `left`."""
-    if left >= simd.LANES:
-        if bias:
-            total = vectors.add(total, vectors.load_bf16(bias))
-        if is_f32:
-            vectors.store_f32(out, vectors.round_bf16(total))
-        else:
-            vectors.store_bf16(out, total)
-        return
-    # Masked, which some processors do number by number.
-    if bias:
-        total = vectors.add(total, vectors.load_first_bf16(bias, left))
-    if is_f32:
-        vectors.store_first_f32(out, vectors.round_bf16(total), left)
-    else:
-        vectors.store_first_bf16(out, total, left)
-
-
 @Kernel
 def _linear(block: int) -> None:
     rows, sums = _row_list(), _sums()
@@ -222,9 +202,13 @@ def _linear(block: int) -> None:
             out = simd.read_i64(block + OUT) + offset
             for begin in range(first, last, simd.LANES):
                 total = vectors.load_f32(sums + row * SUM_BYTES + 4 * (begin - first))
-                place = out + (4 if is_f32 else 2) * begin
-                added = bias + 2 * begin if bias else 0
-                _write_outputs(place, is_f32, total, added, last - begin)
+                left = last - begin
+                if bias:
+                    total = vectors.add(total, vectors.load_first_bf16(bias + 2 * begin, left))
+                if is_f32:
+                    vectors.store_first_f32(out + 4 * begin, vectors.round_bf16(total), left)
+                else:
+                    vectors.store_first_bf16(out + 2 * begin, total, left)
         finish_task(block, 0)
         task = following
     wait_for_tasks(block, 0, num_tasks)

@@ -28,6 +28,8 @@ _SUM_BYTES: Final = 4 * _VECTOR
 # Inputs are taken in parts of so many pairs. The weights of a part, which several tiles read, and
 # of the next, which are prefetched, fill half of a small first-level cache.
 _PART_PAIRS: Final = 32
+# The weights are read in the order of their addresses for one row: prefetched not so far ahead.
+_STREAM_BYTES: Final = 1024
 # A widened row holds the even numbers, then the odd ones. The distance of two rows is no power of
 # two, so that they do not compete for cache lines.
 _HALF_BYTES: Final = 4 * _PART_PAIRS
@@ -169,4 +171,6 @@ def multiply_widened(
                 _widen(target + 4 * pair, source + 4 * pair, here - pair)
         numbers = weight + begin * _PAIR_BYTES
         following = numbers + here * _PAIR_BYTES if begin + here < pairs else ahead
+        if num_rows == 1 and num_vectors == 4:
+            following = numbers + _STREAM_BYTES
         _multiply_part(staged, num_rows, numbers, following, here, num_vectors, sums)
