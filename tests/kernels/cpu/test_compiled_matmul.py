@@ -26,6 +26,9 @@ needs_blocks = pytest.mark.skipif(
 needs_onednn = pytest.mark.skipif(
     not can_prepack(torch.bfloat16), reason="oneDNN does not pack bf16 on this processor"
 )
+needs_our_packing = pytest.mark.skipif(
+    not packs_blocks(), reason="oneDNN packs bf16 on this processor"
+)
 pytestmark = needs_blocks
 
 
@@ -63,9 +66,51 @@ def test_rows_and_threads_do_not_change_a_bit() -> None:
     torch.set_num_threads(1)
     together = linear_of_rows(x, packed.address, 200, None)
     torch.set_num_threads(3)
-    for first, last in ((0, 1), (1, 3), (3, 8), (8, 20), (20, MAX_ROWS)):
+    for first, last in ((0, 1), (1, 3), (3, 8), (8, 20), (20, 24), (24, 31), (31, MAX_ROWS)):
         alone = linear_of_rows(x[first:last], packed.address, 200, None)
         assert torch.equal(alone, together[first:last])
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, MAX_ROWS + 3])
+def test_an_fp32_result_is_rounded_to_bf16(num_rows: int) -> None:
+    """The sums are written to where they are wanted, with the reference's rounding."""
+    packed = cpu.pack_linear(torch.randn(100, 72).bfloat16())
+    x, bias = torch.randn(num_rows, 72).bfloat16(), torch.randn(100).bfloat16()
+    wide = torch.full((num_rows, 120), 7.0)
+    out = wide[:, 10:110]
+    assert cpu.linear(x, packed, bias, out) is out
+    assert torch.equal(out, cpu.linear(x, packed, bias).float())
+    assert bool((wide[:, :10] == 7).all())
+    assert bool((wide[:, 110:] == 7).all())
+    # What the kernel does not write is copied.
+    across, double = torch.empty(100, num_rows).t(), torch.empty(num_rows, 100).double()
+    for other in (across, double):
+        assert cpu.linear(x, packed, bias, other) is other
+        assert torch.equal(other.float(), out)
+
+
+@needs_our_packing
+@pytest.mark.parametrize("num_rows", [MAX_ROWS + 1, 3 * MAX_ROWS])
+def test_any_number_of_rows(num_rows: int) -> None:
+    """Also rows whose numbers are not next to each other."""
+    weight = torch.randn(150, 72).bfloat16()
+    x = torch.randn(72, num_rows).bfloat16().t()
+    result = cpu.linear(x, cpu.pack_linear(weight))
+    wanted = x.float() @ weight.float().T
+    torch.testing.assert_close(result.float(), wanted, rtol=2.0**-8, atol=1e-4)
+
+
+@needs_our_packing
+def test_what_is_not_packed_as_it_is() -> None:
+    """A weight at an odd place of its memory, and one with an odd number of inputs."""
+    memory = torch.randn(1 + 70 * 34).bfloat16()
+    weight = memory[1:].view(70, 34)
+    packed = cpu.pack_linear(weight)
+    assert packed.packed
+    x = torch.randn(3, 34).bfloat16()
+    wanted = x.float() @ weight.float().T
+    torch.testing.assert_close(cpu.linear(x, packed).float(), wanted, rtol=2.0**-8, atol=1e-4)
+    assert not cpu.pack_linear(memory[: 70 * 33].view(70, 33)).packed
 
 
 @needs_onednn

@@ -13,6 +13,7 @@ from kernels import reference
 from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled.matmul import packs_blocks
+from kernels.cpu.huge_pages import CHUNK_BYTES
 from kernels.cpu.matmul import can_prepack
 from kernels.cpu.simd.matmul import TASK_OUTPUTS
 from tests.kernels.generators import finish
@@ -104,6 +105,21 @@ def test_experts_are_packed_one_at_a_time() -> None:
     experts = cpu.pack_experts(matrices(24, 8), matrices(8, 12))
     assert experts.num_experts == 5
     assert most == 1
+
+
+@pytest.mark.skipif(not packs_blocks(), reason="oneDNN packs bf16 on this processor")
+def test_an_expert_of_a_later_table_has_memory_of_its_own() -> None:
+    """Packed in a chunk it would keep the chunk when it moves away."""
+
+    def matrices() -> tuple[Tensor, Tensor]:
+        return torch.randn(128, 32).bfloat16(), torch.randn(32, 64).bfloat16()
+
+    first, later = matrices(), matrices()
+    packed = cpu.pack_experts([first[0]], [first[1]])
+    rebuilt = finish(cpu.rebuild_experts(packed, [0, ExpertMatrices(*later)]))
+    assert packed.down[0].data.untyped_storage().nbytes() >= CHUNK_BYTES
+    for weight in (rebuilt.gate_up[1], rebuilt.down[1]):
+        assert weight.data.untyped_storage().nbytes() == weight.data.nbytes
 
 
 def routed(num_rows: int, num_experts: int, top_k: int, kind: str) -> tuple[Tensor, Tensor]:
