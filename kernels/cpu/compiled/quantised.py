@@ -15,6 +15,7 @@ import numpy as np
 from kernels.cpu.compiled.runtime import Kernel, inlined, offsets
 from kernels.cpu.simd.integers import (
     GROUP,
+    MAX_TILE,
     ROW_GROUP_BYTES,
     SCALE_BYTES,
     copy_bytes,
@@ -55,7 +56,6 @@ from kernels.cpu.simd.vectors import (
 # Blocks that a thread claims at a time: consecutive, and enough work for one claim.
 LINEAR_BLOCKS: Final = 4
 DOWN_BLOCKS: Final = 4
-MAX_TILE: Final = 8
 # Candidate ranges, as parts of a group's range around its middle: a narrower range rounds the many
 # numbers near the middle more finely and clamps the few at the ends.
 NARROWER: Final = (1.0, 0.92, 0.84)
@@ -72,8 +72,8 @@ tile_on_stack = stack(TILE_BYTES)
 four_tiles_on_stack = stack(4 * TILE_BYTES)
 
 _write_codes_4, _write_codes_8 = write_codes(4), write_codes(8)
-_tile_1_4, _tile_2_4, _tile_4_4, _tile_8_4 = (dot_tile(rows, 4) for rows in (1, 2, 4, 8))
-_tile_1_8, _tile_2_8, _tile_4_8, _tile_8_8 = (dot_tile(rows, 8) for rows in (1, 2, 4, 8))
+_tile_1_4, _tile_2_4, _tile_4_4, _tile_8_4 = (dot_tile(rows, 4) for rows in (1, 2, 4, MAX_TILE))
+_tile_1_8, _tile_2_8, _tile_4_8, _tile_8_8 = (dot_tile(rows, 8) for rows in (1, 2, 4, MAX_TILE))
 
 
 @inlined

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from llvmlite import ir
 from numba.core import types
@@ -74,33 +74,139 @@ def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [place, *hints])
 
 
-def _byte_dot(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value) -> ir.Value:
-    """Add four products to each lane: unsigned bytes of `codes` by signed bytes of `row`."""
+class _Form(NamedTuple):
+    """How products of bytes are added on this processor."""
+
+    lanes: int
+    """Outputs of one vector."""
+    in_shorts: bool = False
+    """True: pairs of products are added in 16 bits first, by AVX2's instruction."""
+    by_instruction: bool = True
+    """True: one instruction adds four products to a lane, or two to its halves."""
+
+
+def _form() -> _Form:
     if cpu_has("avx512vnni", "avx512f"):
-        return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32_LANES, [total, codes, row])
+        return _Form(LANES)
+    if cpu_has("avxvnni", "avx2"):
+        return _Form(LANES // 2)
+    if cpu_has("avx2"):
+        return _Form(LANES // 2, in_shorts=True)
+    return _Form(LANES, by_instruction=False)
+
+
+# Rows of the largest tile: their sums, and what is multiplied, fit the registers.
+MAX_TILE: Final = 8 if cpu_has("avx512f") else 4
+
+
+def _all(kind: ir.VectorType, number: int) -> ir.Constant:
+    return ir.Constant(kind, [number] * kind.count)
+
+
+def _spread(builder: ir.IRBuilder, four: ir.Value, lanes: int) -> ir.Value:
+    """Return a vector of `lanes` copies of an i32."""
+    kind = ir.VectorType(I32, lanes)
+    first = builder.insert_element(ir.Constant(kind, ir.Undefined), four, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, first, _all(kind, 0))
+
+
+def _halves(builder: ir.IRBuilder, codes: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return the lower and the upper four bits of each byte."""
+    mask = _all(codes.type, 0x0F0F0F0F)
+    upper = builder.lshr(codes, _all(codes.type, 4))
+    return builder.and_(codes, mask), builder.and_(upper, mask)
+
+
+def _byte_dot(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.Value) -> ir.Value:
+    """Add the products of four unsigned bytes of `codes` and signed bytes of `row` to each lane.
+
+    `total` is i32, or i16 with two lanes for each lane of the others.
+    """
+    kind = codes.type
+    form = _form()
+    if form.in_shorts:
+        as_bytes = ir.VectorType(ir.IntType(8), 4 * kind.count)
+        operands = [builder.bitcast(codes, as_bytes), builder.bitcast(row, as_bytes)]
+        pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", total.type, operands)
+        return builder.add(total, pairs)
+    if form.by_instruction:
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * kind.count}"
+        return call(builder, name, kind, [total, codes, row])
     for byte in range(4):
-        shifted = builder.lshr(codes, lanes_of(I32_LANES, 8 * byte))
-        code = builder.and_(shifted, lanes_of(I32_LANES, 255))
-        top = builder.shl(row, lanes_of(I32_LANES, 24 - 8 * byte))
-        number = builder.ashr(top, lanes_of(I32_LANES, 24))
+        code = builder.and_(builder.lshr(codes, _all(kind, 8 * byte)), _all(kind, 255))
+        top = builder.shl(row, _all(kind, 24 - 8 * byte))
+        number = builder.ashr(top, _all(kind, 24))
         total = builder.add(total, builder.mul(code, number))
     return total
 
 
-def _unpack(builder: ir.IRBuilder, group: ir.Value, bits: int) -> list[ir.Value]:
-    """Return the codes of one group of a block, four inputs to a vector."""
-    raw = [
-        load(builder, _at(builder, group, SCALE_BYTES + 4 * LANES * idx), I32_LANES)
-        for idx in range(GROUP * bits // 32)
+def _weigh(builder: ir.IRBuilder, shorts: ir.Value, weight: int) -> ir.Value:
+    """Return the sums i32 of pairs of i16, times `weight`."""
+    kind = ir.VectorType(I32, shorts.type.count // 2)
+    operands = [shorts, _all(shorts.type, weight)]
+    return call(builder, "llvm.x86.avx2.pmadd.wd", kind, operands)
+
+
+def _sums(
+    builder: ir.IRBuilder,
+    codes: Sequence[ir.Value],
+    rows: Sequence[ir.Value],
+    bits: int,
+) -> list[list[ir.Value]]:
+    """Return the integer sums of one group's products, by row and by address of `codes`.
+
+    Sums of 16 bits hold a group's products of four bits: at most 16 * 15 * 127. Codes of 8 bits
+    are then two of 4 bits, with a sum for each.
+    """
+    form = _form()
+    kind = ir.VectorType(I32, form.lanes)
+    is_split = form.in_shorts and bits == 8
+    total_kind = ir.VectorType(ir.IntType(16), 2 * form.lanes) if form.in_shorts else kind
+    totals = [[[_all(total_kind, 0) for _ in codes] for _ in rows] for _ in range(1 + is_split)]
+    for idx in range(GROUP * bits // 32):
+        raw = [load(builder, _at(builder, each, 4 * LANES * idx), kind) for each in codes]
+        if bits == 4 or is_split:
+            halves = list(zip(*(_halves(builder, each) for each in raw), strict=True))
+        else:
+            halves = [tuple(raw)]
+        for half, vectors in enumerate(halves):
+            sums = totals[half if is_split else 0]
+            place = len(halves) * idx + half if bits == 4 else idx
+            for row, numbers in enumerate(rows):
+                four = load(builder, _at(builder, numbers, 4 * place), I32)
+                inputs = _spread(builder, four, form.lanes)
+                for part, vector in enumerate(vectors):
+                    sums[row][part] = _byte_dot(builder, sums[row][part], vector, inputs)
+    if not form.in_shorts:
+        return totals[0]
+    weighed = [
+        [[_weigh(builder, x, 16**half) for x in row] for row in each]
+        for half, each in enumerate(totals)
     ]
-    if bits == 8:
-        return raw
-    mask = lanes_of(I32_LANES, 0x0F0F0F0F)
-    codes = []
-    for value in raw:
-        codes.append(builder.and_(value, mask))
-        codes.append(builder.and_(builder.lshr(value, lanes_of(I32_LANES, 4)), mask))
-    return codes
+    if not is_split:
+        return weighed[0]
+    return [
+        [builder.add(low, high) for low, high in zip(*pair, strict=True)]
+        for pair in zip(*weighed, strict=True)
+    ]
+
+
+def _group_sums(
+    builder: ir.IRBuilder, group: ir.Value, rows: Sequence[ir.Value], bits: int
+) -> list[ir.Value]:
+    """Return the sums i32[LANES] of one group's products, by row."""
+    form = _form()
+    parts = [_at(builder, group, SCALE_BYTES + 4 * lane) for lane in range(0, LANES, form.lanes)]
+    if form.in_shorts and bits == 8:
+        # All sums of both parts would not fit the registers.
+        alone = [_sums(builder, [part], rows, bits) for part in parts]
+        found = [[part[0] for part in row] for row in zip(*alone, strict=True)]
+    else:
+        found = _sums(builder, parts, rows, bits)
+    if len(parts) == 1:
+        return [row[0] for row in found]
+    joined = ir.Constant(I32_LANES, list(range(LANES)))
+    return [builder.shuffle_vector(*row, joined) for row in found]
 
 
 def _tile_group(
@@ -113,11 +219,7 @@ def _tile_group(
     """Add one group's products to `sums`; rows are addresses of the group."""
     scales = load(builder, group, I32_LANES)
     low, step = even_numbers(builder, scales), odd_numbers(builder, scales)
-    totals: list[ir.Value] = [lanes_of(I32_LANES, 0) for _ in rows]
-    for idx, codes in enumerate(_unpack(builder, group, bits)):
-        for row, numbers in enumerate(rows):
-            four = load(builder, _at(builder, numbers, 4 * idx), I32)
-            totals[row] = _byte_dot(builder, totals[row], codes, broadcast(builder, four))
+    totals = _group_sums(builder, group, rows, bits)
     results = []
     for total, old, numbers in zip(totals, sums, rows, strict=True):
         scale = broadcast(builder, load(builder, _at(builder, numbers, GROUP), F32))
