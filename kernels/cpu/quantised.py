@@ -23,7 +23,8 @@ from torch import Tensor
 
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
 from kernels.cpu import ops as plain
-from kernels.cpu.compiled.quantised import quantise_weight, quantised_experts, quantised_linear
+from kernels.cpu.compiled.quantised import quantise_weight, quantised_linear
+from kernels.cpu.compiled.quantised_experts import quantised_experts
 from kernels.cpu.compiled.runtime import launch
 from kernels.cpu.huge_pages import Arena
 from kernels.cpu.matmul import collect_slots, pack_in
@@ -43,6 +44,9 @@ class QuantisedWeight(LinearWeight):
     data is u8[blocks, groups, bytes]; outputs and inputs beyond O and I are zeros.
     """
 
+    in_units: bool = field(default=False, kw_only=True)
+    """True: a gate above an up projection, stored as GROUP outputs of each in turn."""
+
     @property
     def bits(self) -> int:
         """Return the bits per number."""
@@ -51,7 +55,7 @@ class QuantisedWeight(LinearWeight):
 
 @dataclass(frozen=True, eq=False)
 class QuantisedExperts(ExpertWeights):
-    """Experts by slot. The halves of gate_up are padded to whole groups separately."""
+    """Experts by slot; gate_up is in units, so that a task reads consecutive blocks."""
 
     places: Tensor = field(init=False)
     """i64[E, 2], the addresses of the data of gate_up and down."""
@@ -103,33 +107,38 @@ def dequantise(weight: QuantisedWeight) -> Tensor:
         raw = torch.stack((raw & 15, raw >> 4), dim=3).flatten(2, 3)
     codes = raw.permute(0, 3, 1, 2, 4).reshape(blocks, LANES, groups, GROUP).float()
     numbers = codes * step.transpose(1, 2)[..., None] + low.transpose(1, 2)[..., None]
-    whole = numbers.reshape(blocks * LANES, groups * GROUP)
-    return whole[: weight.out_features, : weight.in_features]
+    whole = numbers.reshape(blocks * LANES, groups * GROUP)[:, : weight.in_features]
+    if not weight.in_units:
+        return whole[: weight.out_features]
+    halves = whole.view(-1, 2, GROUP, weight.in_features).transpose(0, 1).flatten(1, 2)
+    return halves[:, : weight.out_features // 2].flatten(0, 1)
 
 
 def quantised_product(
     x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """Multiply x [R, I] by a quantised weight transposed and add bias [O]; returns [R, O]."""
-    num_rows = x.shape[0]
-    rows, groups = _whole_groups(x), weight.data.shape[1]
+    assert not weight.in_units
+    num_rows, num_in = x.shape
+    x = _with_whole_rows(x)
     is_ours = out is not None and out.is_contiguous() and out.dtype in _DTYPES
     result = out if out is not None and is_ours else x.new_empty(num_rows, weight.out_features)
-    if bias is not None:
-        bias = F.pad(bias.float(), (0, -len(bias) % LANES))
+    assert bias is None or bias.is_contiguous()
     if num_rows:
-        codes = torch.empty(num_rows * groups * ROW_GROUP_BYTES, dtype=torch.uint8)
+        codes = torch.empty(num_rows * weight.data.shape[1] * ROW_GROUP_BYTES, dtype=torch.uint8)
         launch(
             quantised_linear,
             [
-                rows.data_ptr(),
-                _is_bf16(rows),
+                x.data_ptr(),
+                x.stride(0) * x.itemsize,
+                _is_bf16(x),
                 num_rows,
-                groups,
+                num_in,
                 weight.data.data_ptr(),
                 weight.bits,
                 weight.out_features,
                 0 if bias is None else bias.data_ptr(),
+                0 if bias is None else _is_bf16(bias),
                 result.data_ptr(),
                 _is_bf16(result),
                 codes.data_ptr(),
@@ -154,22 +163,25 @@ def quantised_mlp(
     num_rows, top_k = slots.shape
     first = experts.gate_up[0]
     assert isinstance(first, QuantisedWeight)
-    rows, width = _whole_groups(hidden), experts.hidden_size
+    hidden, width = _with_whole_rows(hidden), experts.hidden_size
     groups, units = first.data.shape[1], -(-experts.ffn_size // GROUP)
     slots, weights = slots.int().contiguous(), weights.contiguous()
     is_ours = out is not None and out.is_contiguous() and out.dtype in _DTYPES
     result = out if out is not None and is_ours else hidden.new_empty(num_rows, width)
     num_pairs, padded = num_rows * top_k, -(-width // LANES) * LANES
-    counts = torch.zeros(experts.num_experts, dtype=torch.int64)
-    order = torch.empty(experts.num_experts + num_pairs, dtype=torch.int64)
+    counts = torch.empty(experts.num_experts, dtype=torch.int64)
+    order = torch.empty(2 * experts.num_experts + 1 + num_pairs, dtype=torch.int64)
+    used = order.data_ptr() + 8 * experts.num_experts
+    pairs = used + 8 * (experts.num_experts + 1)
     sums = torch.empty(num_rows, padded)
     codes = torch.empty(num_rows * groups * ROW_GROUP_BYTES, dtype=torch.uint8)
     pair_codes = torch.empty(num_pairs * units * ROW_GROUP_BYTES, dtype=torch.uint8)
     launch(
         quantised_experts,
         [
-            rows.data_ptr(),
-            _is_bf16(rows),
+            hidden.data_ptr(),
+            hidden.stride(0) * hidden.itemsize,
+            _is_bf16(hidden),
             num_rows,
             top_k,
             slots.data_ptr(),
@@ -177,7 +189,6 @@ def quantised_mlp(
             experts.num_experts,
             experts.places.data_ptr(),
             first.bits,
-            groups,
             units,
             width,
             result.data_ptr(),
@@ -185,7 +196,8 @@ def quantised_mlp(
             sums.data_ptr(),
             counts.data_ptr(),
             order.data_ptr(),
-            order.data_ptr() + 8 * experts.num_experts,
+            used,
+            pairs,
             codes.data_ptr(),
             pair_codes.data_ptr(),
         ],
@@ -204,10 +216,9 @@ def _is_bf16(x: Tensor) -> int:
     return int(x.dtype == torch.bfloat16)
 
 
-def _whole_groups(x: Tensor) -> Tensor:
-    """Return x [R, I] contiguous, padded with zeros to a multiple of GROUP columns."""
-    missing = -x.shape[1] % GROUP
-    return F.pad(x, (0, missing)) if missing else x.contiguous()
+def _with_whole_rows(x: Tensor) -> Tensor:
+    """Return x [R, I] with the numbers of a row side by side."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 class QuantisedOps:
@@ -277,22 +288,26 @@ class QuantisedOps:
         return plain.grouped_mlp(hidden, slots, weights, experts, out=out)
 
 
-def _pack(
-    weight: Tensor, weight_format: Format, arena: Arena | None, halves: int = 1
-) -> LinearWeight:
-    """Pack [O, I]; each of `halves` has rows of zeros up to a multiple of GROUP."""
+def _pack(weight: Tensor, weight_format: Format, arena: Arena | None) -> LinearWeight:
+    """Pack [O, I]."""
+    if weight_format == UNQUANTISED:
+        return plain.pack_linear(weight)
+    return quantise(weight, weight_format, arena)
+
+
+def _pack_gate_up(weight: Tensor, weight_format: Format, arena: Arena | None) -> LinearWeight:
+    """Pack a gate above an up projection [2F, H] in units, with zeros after the last row."""
     if weight_format == UNQUANTISED:
         return pack_in(weight, arena)
     num_out, num_in = weight.shape
-    missing = -(num_out // halves) % GROUP if halves > 1 else 0
-    if missing:
-        weight = F.pad(weight.view(halves, -1, num_in), (0, 0, 0, missing)).flatten(0, 1)
-    return replace(quantise(weight, weight_format, arena), out_features=num_out)
+    halves = F.pad(weight.view(2, -1, num_in), (0, 0, 0, -(num_out // 2) % GROUP))
+    units = halves.view(2, -1, GROUP, num_in).transpose(0, 1).reshape(-1, num_in)
+    return replace(quantise(units, weight_format, arena), out_features=num_out, in_units=True)
 
 
 def _packing(arena: Arena | None) -> Packing:
     return Packing(
-        gate_up=partial(_pack, arena=arena, halves=2),
+        gate_up=partial(_pack_gate_up, arena=arena),
         down=partial(_pack, arena=arena),
         collect=partial(collect_by_format, collect=_collect),
     )

@@ -344,16 +344,3 @@ def write_codes(bits: int) -> Callable[..., Any]:
             store(builder, _at(builder, place, SCALE_BYTES + 4 * LANES * idx), word)
 
     return operation(types.none, [types.int64, types.int64, F32x16, F32x16])(write)
-
-
-@operation(types.none, [types.int64, types.int64, types.int64])
-def copy_bytes(builder: ir.IRBuilder, to: ir.Value, source: ir.Value, num_bytes: ir.Value) -> None:
-    """Copy bytes that do not overlap."""
-    kind = ir.IntType(8)
-
-    def copy(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        value = builder.load(pointer(builder, builder.add(source, index), kind))
-        builder.store(value, pointer(builder, builder.add(to, index), kind))
-        return []
-
-    count_up(builder, num_bytes, [], copy)

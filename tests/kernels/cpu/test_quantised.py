@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from kernels import deterministic, reference
-from kernels.contracts import ExpertMatrices, ExpertWeights
+from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
 from kernels.cpu import ops as cpu
 from kernels.cpu.quantised import (
     BITS,
@@ -25,7 +25,6 @@ from kernels.cpu.quantised import (
     dequantise,
     quantise,
 )
-from kernels.cpu.simd.lanes import LANES
 from kernels.dispatch import Ops, select_ops
 from tests.pairwise import cover_pairs
 from topspin.errors import ConfigError
@@ -57,31 +56,15 @@ def as_codes(x: Tensor) -> Tensor:
     return ((groups / scale).round() * scale).flatten(1)[:, :num_in]
 
 
-def half_of(experts: QuantisedExperts, slot: int) -> Tensor:
-    """Return the gate_up [2F, H] of a slot without the rows that pad its halves."""
-    weight = experts.gate_up[slot]
-    assert isinstance(weight, QuantisedWeight)
-    whole = QuantisedWeight(
-        weight.data,
-        len(weight.data) * LANES,
-        weight.in_features,
-        packed=True,
-        weight_format=weight.weight_format,
-    )
-    gate, up = dequantise(whole).chunk(2)
-    return torch.cat((gate[: experts.ffn_size], up[: experts.ffn_size]))
-
-
 def plain(experts: ExpertWeights) -> ExpertWeights:
     """Return the dequantised experts of one format in fp32."""
     assert isinstance(experts, QuantisedExperts)
-    downs = []
-    for weight in experts.down:
-        assert isinstance(weight, QuantisedWeight)
-        downs.append(dequantise(weight))
-    return reference.pack_experts(
-        [half_of(experts, slot) for slot in range(experts.num_experts)], downs
-    )
+    return reference.pack_experts(map(meant, experts.gate_up), map(meant, experts.down))
+
+
+def meant(weight: LinearWeight) -> Tensor:
+    assert isinstance(weight, QuantisedWeight)
+    return dequantise(weight)
 
 
 def make_experts(

@@ -1,0 +1,108 @@
+"""Steps of products of quantised weights, for kernels that numba compiles.
+
+Quantises rows, and multiplies any number of them by a block of outputs. The layouts are those of
+`kernels.cpu.simd.integers`. Used by `kernels.cpu.compiled.quantised` and
+`kernels.cpu.compiled.quantised_experts`, inside compiled functions only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kernels.cpu.compiled.runtime import inlined
+from kernels.cpu.simd.integers import (
+    GROUP,
+    MAX_TILE,
+    ROW_GROUP_BYTES,
+    SCALE_BYTES,
+    dot_tile,
+    group_bytes,
+    quantise_group,
+)
+from kernels.cpu.simd.lanes import LANES, stack
+from kernels.cpu.simd.vectors import (
+    load_bf16,
+    load_f32,
+    load_first_bf16,
+    load_first_f32,
+    store_first_bf16,
+    store_first_f32,
+)
+
+GROUP_BYTES_4: Final = group_bytes(4)
+GROUP_BYTES_8: Final = group_bytes(8)
+TILE_BYTES: Final = MAX_TILE * SCALE_BYTES
+rows_on_stack = stack(8 * MAX_TILE)
+"""Addresses of the rows of a tile."""
+tile_on_stack = stack(TILE_BYTES)
+"""Products fp32 of a tile."""
+
+_tile_1_4, _tile_2_4, _tile_4_4, _tile_8_4 = (dot_tile(rows, 4) for rows in (1, 2, 4, 8))
+_tile_1_8, _tile_2_8, _tile_4_8, _tile_8_8 = (dot_tile(rows, 8) for rows in (1, 2, 4, 8))
+
+
+@inlined
+def load_numbers(address: int, is_bf16: int) -> Any:
+    """Read LANES numbers as fp32."""
+    if is_bf16:
+        return load_bf16(address)
+    return load_f32(address)
+
+
+@inlined
+def store_numbers(address: int, is_bf16: int, value: Any, count: int) -> None:
+    """Write the first `count` of LANES numbers."""
+    if is_bf16:
+        store_first_bf16(address, value, count)
+    else:
+        store_first_f32(address, value, count)
+
+
+@inlined
+def quantise_row(source: int, is_bf16: int, num_in: int, out: int) -> None:
+    """Write the groups of a row; zeros follow its last number."""
+    size = 2 if is_bf16 else 4
+    whole = num_in // GROUP
+    for group in range(whole):
+        at = source + group * GROUP * size
+        first, last = load_numbers(at, is_bf16), load_numbers(at + LANES * size, is_bf16)
+        quantise_group(first, last, out + group * ROW_GROUP_BYTES)
+    left = num_in - whole * GROUP
+    if left:
+        at = source + whole * GROUP * size
+        if is_bf16:
+            first, last = load_first_bf16(at, left), load_first_bf16(at + 32, left - LANES)
+        else:
+            first, last = load_first_f32(at, left), load_first_f32(at + 64, left - LANES)
+        quantise_group(first, last, out + whole * ROW_GROUP_BYTES)
+
+
+@inlined
+def block_bytes(num_groups: int, bits: int) -> int:
+    """Return the size of a block of LANES outputs."""
+    return num_groups * (GROUP_BYTES_4 if bits == 4 else GROUP_BYTES_8)
+
+
+@inlined
+def multiply(weights: int, num_groups: int, bits: int, rows: int, count: int, out: int) -> None:
+    """Multiply 1 to MAX_TILE rows by a block; writes fp32 [count, LANES].
+
+    `rows` must have valid addresses up to the next tile size.
+    """
+    if bits == 4:
+        if count == 1:
+            _tile_1_4(weights, num_groups, rows, out)
+        elif count == 2:
+            _tile_2_4(weights, num_groups, rows, out)
+        elif count <= 4:
+            _tile_4_4(weights, num_groups, rows, out)
+        elif MAX_TILE == 8:
+            _tile_8_4(weights, num_groups, rows, out)
+    elif count == 1:
+        _tile_1_8(weights, num_groups, rows, out)
+    elif count == 2:
+        _tile_2_8(weights, num_groups, rows, out)
+    elif count <= 4:
+        _tile_4_8(weights, num_groups, rows, out)
+    elif MAX_TILE == 8:
+        _tile_8_8(weights, num_groups, rows, out)
