@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from kernels.cpu.quantised import (
     dequantise,
     quantise,
 )
+from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import Ops, select_ops
 from tests.pairwise import cover_pairs
 from topspin.errors import ConfigError
@@ -150,6 +152,37 @@ def test_linear_of_bf16_rows(mode: Format) -> None:
     scattered = torch.empty(50, 11, dtype=torch.bfloat16).T
     assert torch.equal(ops.linear(x, weight, bias, scattered), wide.bfloat16())
     assert torch.equal(ops.linear(x[:, ::2].repeat_interleave(2, 1), weight).isnan(), wide.isnan())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_products_are_recorded(mode: Format, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of rows with a remainder, a bias of the model's dtype, and inputs that change."""
+    caplog.set_level(logging.INFO, logger="recordings")
+    ops, runtime = QuantisedOps(), CpuRuntime()
+    weight = ops.pack_linear(torch.randn(50, 100).bfloat16(), mode)
+    experts = make_experts([mode] * 4, 100, 40, torch.bfloat16)
+    x, bias = torch.randn(3, 100).bfloat16(), torch.randn(50).bfloat16()
+    slots, weights = torch.tensor([[0, 2], [3, -1], [1, 0]], dtype=torch.int32), torch.rand(3, 2)
+    logits, sums = torch.empty(3, 50), torch.empty(3, 100)
+    counts: list[Tensor] = []
+
+    def body() -> None:
+        ops.linear(x, weight, bias, logits)
+        counts[:] = [ops.grouped_mlp(x, slots, weights, experts, out=sums).counts]
+
+    body()
+    replay = runtime.capture(body)
+    replay()
+    assert not caplog.records
+    x.copy_(torch.randn(3, 100))
+    slots[0, 0] = 1
+    for each in (logits, sums, *counts):
+        each.fill_(7)
+    replay()
+    assert torch.equal(logits, ops.linear(x, weight, bias, torch.empty(3, 50)))
+    wanted = ops.grouped_mlp(x, slots, weights, experts, out=torch.empty(3, 100))
+    assert torch.equal(sums, wanted.out)
+    assert torch.equal(counts[0], wanted.counts)
 
 
 def test_linear_takes_no_rows_and_rows_of_zeros() -> None:
