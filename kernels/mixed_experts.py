@@ -1,7 +1,8 @@
-"""Experts of one layer in several formats: a group of each format, whose sums are added.
+"""Experts of one layer in several formats: groups of formats, whose sums are added.
 
 Owns the places of a layer's slots in the groups. A group is what the implementation computes with
-alone; experts of one format are their own group and pay nothing. Knows no format's layout.
+alone, of one format or of several; experts that are one group pay nothing. Knows no format's
+layout.
 Used by `kernels.cpu.quantised` and `kernels.triton.ops`. Dimension letters as in
 `kernels.contracts`.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +23,10 @@ from topspin.precision import Format
 
 @dataclass(frozen=True, eq=False)
 class MixedExperts(ExpertWeights):
-    """Experts by slot, in more than one format."""
+    """Experts by slot, in more than one kind of formats."""
 
     groups: tuple[ExpertWeights, ...] = field(kw_only=True)
-    """One per format, by the format's name."""
+    """One per kind of formats."""
     members: tuple[Tensor, ...] = field(kw_only=True)
     """i64[E of the group], per group the layer's slots of its experts."""
     places: tuple[Tensor, ...] = field(kw_only=True)
@@ -32,15 +34,19 @@ class MixedExperts(ExpertWeights):
 
 
 def collect_by_format(
-    gate_up: list[LinearWeight], down: list[LinearWeight], dtype: torch.dtype, collect: Collect
+    gate_up: list[LinearWeight],
+    down: list[LinearWeight],
+    dtype: torch.dtype,
+    collect: Collect,
+    kind: Callable[[Format], Any] = str,
 ) -> ExpertWeights:
-    """Return experts by slot; `collect` makes those of one format."""
-    by_format: dict[Format, list[int]] = {}
+    """Return experts by slot; `collect` makes those whose formats are of one `kind`."""
+    by_kind: dict[Any, list[int]] = {}
     for slot, weight in enumerate(down):
-        by_format.setdefault(weight.weight_format, []).append(slot)
-    if len(by_format) <= 1:
+        by_kind.setdefault(kind(weight.weight_format), []).append(slot)
+    if len(by_kind) <= 1:
         return collect(gate_up, down, dtype)
-    slots = [by_format[weight_format] for weight_format in sorted(by_format)]
+    slots = [by_kind[each] for each in sorted(by_kind)]
     groups = [collect([gate_up[s] for s in each], [down[s] for s in each], dtype) for each in slots]
     device = down[0].data.device
     places = [[-1] * (1 + len(down)) for _ in groups]

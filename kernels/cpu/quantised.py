@@ -57,14 +57,16 @@ class QuantisedWeight(LinearWeight):
 class QuantisedExperts(ExpertWeights):
     """Experts by slot; gate_up is in units, so that a task reads consecutive blocks."""
 
-    places: Tensor = field(init=False)
-    """i64[E, 2], the addresses of the data of gate_up and down."""
+    table: Tensor = field(init=False)
+    """i64[E, 3], the addresses of the data of gate_up and down, and their bits."""
 
     def __post_init__(self) -> None:
-        """Fill the table of addresses."""
-        pairs = zip(self.gate_up, self.down, strict=True)
-        found = [[a.data.data_ptr(), b.data.data_ptr()] for a, b in pairs]
-        object.__setattr__(self, "places", torch.tensor(found, dtype=torch.int64).view(-1, 2))
+        """Fill the table."""
+        found = []
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            bits = BITS[down.weight_format]
+            found.append([gate_up.data.data_ptr(), down.data.data_ptr(), bits])
+        object.__setattr__(self, "table", torch.tensor(found, dtype=torch.int64).view(-1, 3))
 
 
 def quantise(weight: Tensor, weight_format: Format, arena: Arena | None = None) -> QuantisedWeight:
@@ -161,10 +163,8 @@ def quantised_mlp(
     is quantisation.
     """
     num_rows, top_k = slots.shape
-    first = experts.gate_up[0]
-    assert isinstance(first, QuantisedWeight)
     hidden, width = _with_whole_rows(hidden), experts.hidden_size
-    groups, units = first.data.shape[1], -(-experts.ffn_size // GROUP)
+    groups, units = -(-width // GROUP), -(-experts.ffn_size // GROUP)
     slots, weights = slots.int().contiguous(), weights.contiguous()
     is_ours = out is not None and out.is_contiguous() and out.dtype in _DTYPES
     result = out if out is not None and is_ours else hidden.new_empty(num_rows, width)
@@ -187,8 +187,7 @@ def quantised_mlp(
             slots.data_ptr(),
             weights.data_ptr(),
             experts.num_experts,
-            experts.places.data_ptr(),
-            first.bits,
+            experts.table.data_ptr(),
             units,
             width,
             result.data_ptr(),
@@ -309,14 +308,18 @@ def _packing(arena: Arena | None) -> Packing:
     return Packing(
         gate_up=partial(_pack_gate_up, arena=arena),
         down=partial(_pack, arena=arena),
-        collect=partial(collect_by_format, collect=_collect),
+        collect=partial(collect_by_format, collect=_collect, kind=_is_quantised),
     )
+
+
+def _is_quantised(weight_format: Format) -> bool:
+    return weight_format != UNQUANTISED
 
 
 def _collect(
     gate_up: list[LinearWeight], down: list[LinearWeight], dtype: torch.dtype
 ) -> ExpertWeights:
-    """Return experts of one format."""
+    """Return experts that are all quantised, or all not."""
     if isinstance(down[0], QuantisedWeight):
         return collect_experts(gate_up, down, dtype, QuantisedExperts)
     return collect_slots(gate_up, down, dtype)

@@ -43,9 +43,11 @@ ZERO, ONE = np.float32(0.0), np.float32(1.0)
 four_tiles_on_stack = stack(UNIT_BLOCKS * TILE_BYTES)
 
 (E_HIDDEN, E_STRIDE, E_IS_BF16, E_ROWS, E_CHOICES, E_SLOTS, E_SCALES, E_EXPERTS) = offsets(8)
-(E_WEIGHTS, E_BITS, E_UNITS, E_WIDTH, E_OUT, E_OUT_IS_BF16, E_SUMS, E_COUNTS) = offsets(16)[8:]
-(E_STARTS, E_USED, E_PAIRS, E_CODES, E_PAIR_CODES) = offsets(21)[16:]
+(E_TABLE, E_UNITS, E_WIDTH, E_OUT, E_OUT_IS_BF16, E_SUMS, E_COUNTS, E_STARTS) = offsets(16)[8:]
+(E_USED, E_PAIRS, E_CODES, E_PAIR_CODES) = offsets(20)[16:]
 """The arguments of `quantised_experts`; E_USED has room for a number and all experts."""
+T_GATE_UP, T_DOWN, T_BITS, T_ROW = range(0, 32, 8)
+"""The words of an expert in E_TABLE: the addresses of its weights, and their bits."""
 
 
 @inlined
@@ -122,10 +124,11 @@ def quantised_experts(block: int) -> None:
 @inlined
 def _gate_and_up(block: int, expert: int, unit: int) -> None:
     """Write a unit's activations, quantised, for all pairs of an expert."""
-    bits, choices = read_i64(block + E_BITS), read_i64(block + E_CHOICES)
+    entry = read_i64(block + E_TABLE) + expert * T_ROW
+    bits, choices = read_i64(entry + T_BITS), read_i64(block + E_CHOICES)
     num_groups = (read_i64(block + E_WIDTH) + GROUP - 1) // GROUP
     one_block = block_bytes(num_groups, bits)
-    weights = read_i64(read_i64(block + E_WEIGHTS) + 16 * expert) + unit * UNIT_BLOCKS * one_block
+    weights = read_i64(entry + T_GATE_UP) + unit * UNIT_BLOCKS * one_block
     pairs = read_i64(block + E_PAIRS) + 8 * read_i64(read_i64(block + E_STARTS) + 8 * expert)
     num_pairs = read_i64(read_i64(block + E_COUNTS) + 8 * expert)
     codes, one_row = read_i64(block + E_CODES), num_groups * ROW_GROUP_BYTES
@@ -178,10 +181,11 @@ def _down(block: int, start: int, end: int) -> None:
 @inlined
 def _add_expert(block: int, expert: int, start: int, end: int) -> None:
     """Add an expert's weighted outputs of blocks start..end - 1 to its rows' sums."""
-    bits, units = read_i64(block + E_BITS), read_i64(block + E_UNITS)
+    entry = read_i64(block + E_TABLE) + expert * T_ROW
+    bits, units = read_i64(entry + T_BITS), read_i64(block + E_UNITS)
     choices, width = read_i64(block + E_CHOICES), read_i64(block + E_WIDTH)
     one_block = block_bytes(units, bits)
-    weights = read_i64(read_i64(block + E_WEIGHTS) + 16 * expert + 8)
+    weights = read_i64(entry + T_DOWN)
     pairs = read_i64(block + E_PAIRS) + 8 * read_i64(read_i64(block + E_STARTS) + 8 * expert)
     num_pairs = read_i64(read_i64(block + E_COUNTS) + 8 * expert)
     codes, one_row = read_i64(block + E_PAIR_CODES), units * ROW_GROUP_BYTES

@@ -1,4 +1,4 @@
-"""Experts of several formats in one layer: the sum of the formats' own results."""
+"""Experts of several formats in one layer: the sum of the groups' own results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plain(experts: ExpertWeights) -> ExpertWeights:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 200])
-def test_a_mixed_layer_is_the_sum_of_its_formats(num_rows: int, dtype: torch.dtype) -> None:
+def test_a_mixed_layer_is_the_sum_of_its_groups(num_rows: int, dtype: torch.dtype) -> None:
     ops = QuantisedOps()
     gate_up, down = draw(dtype)
     experts = ops.pack_experts(gate_up, down, formats=FORMATS)
@@ -62,9 +62,11 @@ def test_a_mixed_layer_is_the_sum_of_its_formats(num_rows: int, dtype: torch.dty
     found = ops.grouped_mlp(hidden, slots, weights, experts, out=torch.empty(num_rows, HIDDEN))
     total = torch.zeros(num_rows, HIDDEN)
     counts = torch.zeros(len(FORMATS), dtype=torch.int64)
-    for each in sorted(set(FORMATS)):
-        mine = [slot for slot, kept in enumerate(FORMATS) if kept == each]
-        alone = ops.pack_experts(gate_up[mine], down[mine], formats=[each] * len(mine))
+    for is_quantised in (False, True):
+        mine = [slot for slot, kept in enumerate(FORMATS) if (kept != "none") == is_quantised]
+        formats = [FORMATS[slot] for slot in mine]
+        alone = ops.pack_experts(gate_up[mine], down[mine], formats=formats)
+        assert not isinstance(alone, MixedExperts)
         place = torch.full((len(FORMATS) + 1,), -1, dtype=torch.int32)
         place[mine] = torch.arange(len(mine), dtype=torch.int32)
         part = ops.grouped_mlp(
@@ -108,7 +110,8 @@ def test_rebuilt_experts_keep_the_formats(dtype: torch.dtype) -> None:
         ours, theirs = (ops.grouped_mlp(*batch, each) for each in (experts, fresh))
         assert torch.equal(ours.out, theirs.out)
         assert torch.equal(ours.counts, theirs.counts)
-        assert isinstance(experts, MixedExperts) == (len(set(formats)) > 1)
+        kinds = {each != "none" for each in formats}
+        assert isinstance(experts, MixedExperts) == (len(kinds) > 1)
 
 
 def test_one_format_is_what_its_own_ops_make() -> None:
