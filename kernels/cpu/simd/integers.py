@@ -1,10 +1,11 @@
 """Dot products of quantised weights and quantised rows, for kernels that numba compiles.
 
 Owns the layouts in which such kernels keep numbers, and the operations that read and write
-them: `dot_tile` multiplies up to eight rows by sixteen outputs, `quantise_group` turns 32
-numbers of a row into codes. With AVX512-VNNI a tile adds four products per lane in one
-instruction; the portable form gives the same integers, so the same bits. Knows no tensor.
-Used by `kernels.cpu.compiled.quantised`, inside compiled functions only.
+them: `dot_tile` multiplies up to MAX_TILE rows by sixteen outputs, `quantise_group` turns 32
+numbers of a row into codes. One instruction adds four products per lane with AVX512-VNNI and
+AVX-VNNI, two with AVX2; the portable form takes one at a time. All forms give the same integers,
+so the same bits. Knows no tensor. Used by `kernels.cpu.simd.quantised_rows` and
+`kernels.cpu.compiled.quantised`, inside compiled functions only.
 
 A number of a weight is code * step + low, with codes of 0..15 (4 bits) or 0..255 (8 bits);
 step and low are shared by GROUP inputs of one output. A block holds LANES outputs. For each
@@ -75,14 +76,14 @@ def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 
 class _Form(NamedTuple):
-    """How products of bytes are added on this processor."""
+    """How this processor adds products of bytes."""
 
     lanes: int
     """Outputs of one vector."""
     in_shorts: bool = False
-    """True: pairs of products are added in 16 bits first, by AVX2's instruction."""
-    by_instruction: bool = True
-    """True: one instruction adds four products to a lane, or two to its halves."""
+    """True: AVX2's instruction adds two products to each half of a lane."""
+    one_by_one: bool = False
+    """True: no instruction adds several products."""
 
 
 def _form() -> _Form:
@@ -92,10 +93,10 @@ def _form() -> _Form:
         return _Form(LANES // 2)
     if cpu_has("avx2"):
         return _Form(LANES // 2, in_shorts=True)
-    return _Form(LANES, by_instruction=False)
+    return _Form(LANES, one_by_one=True)
 
 
-# Rows of the largest tile: their sums, and what is multiplied, fit the registers.
+# Rows of the largest tile: integer sums of more would not fit the registers.
 MAX_TILE: Final = 8 if cpu_has("avx512f") else 4
 
 
@@ -129,7 +130,7 @@ def _byte_dot(builder: ir.IRBuilder, total: ir.Value, codes: ir.Value, row: ir.V
         operands = [builder.bitcast(codes, as_bytes), builder.bitcast(row, as_bytes)]
         pairs = call(builder, "llvm.x86.avx2.pmadd.ub.sw", total.type, operands)
         return builder.add(total, pairs)
-    if form.by_instruction:
+    if not form.one_by_one:
         name = f"llvm.x86.avx512.vpdpbusd.{32 * kind.count}"
         return call(builder, name, kind, [total, codes, row])
     for byte in range(4):
@@ -155,8 +156,8 @@ def _sums(
 ) -> list[list[ir.Value]]:
     """Return the integer sums of one group's products, by row and by address of `codes`.
 
-    Sums of 16 bits hold a group's products of four bits: at most 16 * 15 * 127. Codes of 8 bits
-    are then two of 4 bits, with a sum for each.
+    A sum in half a lane, of 16 bits, holds a group's products by four bits: at most 16 * 15 * 127.
+    So codes of 8 bits are split there into two of 4 bits, with a sum for each.
     """
     form = _form()
     kind = ir.VectorType(I32, form.lanes)
