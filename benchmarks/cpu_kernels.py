@@ -1,11 +1,12 @@
 """How close do the CPU kernels come to this machine's limits?
 
 Measures the machine in the same run (read bandwidth of an array larger than the cache; rates of
-large matmuls in oneDNN, in bf16 and, the limit of quantised weights, in int8) and every op of
+torch's large matmuls, in bf16 and, the limit of quantised weights, in int8) and every op of
 a step at the shapes of two models and several numbers of rows, and divides the least time that
 an op's bytes and operations take (benchmarks.roofline) by its median time. Cases take turns;
 before every turn the bandwidth is measured again, which also empties the cache, and before
-every round the matmuls; their 99th percentiles are the limits. Writes results/cpu_kernels.json and
+every round the matmuls; their 99th percentiles are the limits. Where torch multiplies neither bf16
+nor int8 fast (AVX2 only) the rate of fp32 stands for both. Writes results/cpu_kernels.json and
 .png. Run as `topspin bench cpu-kernels`.
 """
 
@@ -29,11 +30,13 @@ import torch.nn.functional as F
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from benchmarks import report
 from benchmarks.cpu_kernel_cases import BUILDERS, MAX_COPIES, SHAPES, Case, cache_bytes
 from benchmarks.load.pictures import COLOURS, can_draw
 from benchmarks.roofline import Roofline, Work
+from kernels.cpu.matmul import can_prepack
 
 ROWS = (1, 4, 16, 128)
 # The array read for the bandwidth is so many times the size of the cache.
@@ -86,8 +89,11 @@ class Probe:
             pages.madvise(mmap.MADV_HUGEPAGE)
         self._array = torch.frombuffer(pages, dtype=torch.float32).fill_(1)
         shape = (matmul_size, matmul_size)
-        self._numbers = torch.randn(shape).bfloat16()
-        self._codes = torch.randint(-128, 128, shape, dtype=torch.int8)
+        self._numbers = torch.randn(shape)
+        self._codes: Tensor | None = None
+        if can_prepack(torch.bfloat16):
+            self._numbers = self._numbers.bfloat16()
+            self._codes = torch.randint(-128, 128, shape, dtype=torch.int8)
         self._num_operations = 2 * matmul_size**3
 
     def read(self, found: Ceilings) -> None:
@@ -97,13 +103,16 @@ class Probe:
         found.bytes_per_s.append(self._array.nbytes / (time.perf_counter() - started))
 
     def multiply(self, found: Ceilings) -> None:
-        """Multiply once in bf16, and once 8-bit integers to 32-bit sums."""
+        """Multiply once in bf16, and once 8-bit integers to 32-bit sums, or once in fp32."""
         started = time.perf_counter()
         F.linear(self._numbers, self._numbers)
         between = time.perf_counter()
+        found.bf16_per_s.append(self._num_operations / (between - started))
+        if self._codes is None:
+            found.int8_per_s.append(found.bf16_per_s[-1])
+            return
         torch._int_mm(self._codes, self._codes)
         ended = time.perf_counter()
-        found.bf16_per_s.append(self._num_operations / (between - started))
         found.int8_per_s.append(self._num_operations / (ended - between))
 
 

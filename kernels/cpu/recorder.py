@@ -37,9 +37,9 @@ class Recorder:
         self.obstacle: str | None = None
         """Names the first operation that no program can hold."""
 
-    def add(self, kernel: Kernel, arguments: Sequence[int], *, is_hop: bool = False) -> None:
+    def add(self, kernel: Kernel, arguments: Sequence[int]) -> None:
         """Append an op."""
-        self.ops.append(Op(kernel, tuple(arguments), is_hop))
+        self.ops.append(Op(kernel, tuple(arguments)))
 
 
 class CpuRuntime(HostRuntime):

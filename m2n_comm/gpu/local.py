@@ -43,6 +43,7 @@ from m2n_comm.rules import AttentionRules
 from topspin.errors import ConfigError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
+from topspin.plan import NodeConfig
 from topspin.trace import Kind, Stamps
 
 LocalSlots = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -269,6 +270,23 @@ class DeviceNet:
                 self._runtime.current_stream().wait_for(flight.done)
         self._rules.close()
         self._serves = ()
+
+
+def takes_rows_of_host(config: NodeConfig, shape: NetShape) -> bool:
+    """Return whether the nodes of one process on the host may use a DeviceNet.
+
+    Several attention threads take turns at m2n_comm.host.local's hub, which also emulates links and
+    changes the rows' form.
+    """
+    link = config.link
+    return (
+        config.num_attention == 1
+        and not config.node.place.is_device
+        and not (link.latency_us or link.gbps)
+        and shape.compressed is None
+        and not shape.per_expert_answers
+        and shape.payload == shape.compute
+    )
 
 
 def _check_shape(shape: NetShape) -> None:

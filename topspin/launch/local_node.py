@@ -28,7 +28,7 @@ from expert_nodes.experts import Experts
 from expert_nodes.worker import ExpertWorker, InlineNet, load_experts
 from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation
-from m2n_comm.gpu.local import DeviceNet
+from m2n_comm.gpu.local import DeviceNet, takes_rows_of_host
 from m2n_comm.gpu.staged import ExpertStaging, StagedNet
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.local import LocalHub, Serve
@@ -39,7 +39,6 @@ from topspin.errors import PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.messages import Role, Welcome
 from topspin.node_life import NodeLife, run_node
-from topspin.plan import NodeConfig
 from topspin.process import follow_parent, start_logging
 
 # The pause after each millisecond of reading experts for another table: the computing thread shares
@@ -122,7 +121,8 @@ class LocalNode:
         """Return the net from attention node `index` to all experts; runs in that node's thread."""
         config = welcome.config
         node = config.attention
-        if config.shares_device or self._computes_inline(config, shape):
+        is_host = takes_rows_of_host(config, shape) and not self._on_device
+        if config.shares_device or is_host:
             experts = [self._experts[each] for each in range(self._num_experts)]
             runtime = open_runtime(node.device, node.kernels)
             return DeviceNet(
@@ -142,22 +142,6 @@ class LocalNode:
             return net
         runtime = open_runtime(node.device)
         return StagedNet(net, runtime, shape=shape, max_rows=node.max_num_batched_tokens)
-
-    def _computes_inline(self, config: NodeConfig, shape: NetShape) -> bool:
-        """Return whether one thread of the host computes everything, on rows as they are.
-
-        Then nothing has to be handed over. Several attention threads take turns at the hub.
-        """
-        link = config.link
-        return (
-            self._num_attention == 1
-            and not self._on_device
-            and not config.node.place.is_device
-            and not (link.latency_us or link.gbps)
-            and shape.compressed is None
-            and not shape.per_expert_answers
-            and shape.payload == shape.compute
-        )
 
     def _dry_net(self, index: int, welcome: Welcome) -> OpenDryNet | None:
         """Return an opener of the net for the dry run, if experts share the cache's device."""

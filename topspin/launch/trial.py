@@ -31,6 +31,8 @@ from attention_nodes.model_runner import ModelRunner
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
 from kernels.dispatch import Ops, select_ops
+from kernels.runtime import open_runtime
+from m2n_comm.gpu.local import DeviceNet, takes_rows_of_host
 from m2n_comm.hello import Identity
 from m2n_comm.host.local import LocalHub
 from m2n_comm.net import AttentionNet, ExpertNet, wait_policy
@@ -100,7 +102,14 @@ class Trial:
         attention, expert = candidate.nodes
         if candidate.choice.transport == "local":
             settle(attention)
-            hub = LocalHub(self._runner.net_shape(self._config), 1, 1)
+            shape = self._runner.net_shape(self._config)
+            if takes_rows_of_host(candidate.config, shape):
+                serves = [self._experts.compute]
+                runtime = self._runner.runtime
+                return self._decode(
+                    DeviceNet(runtime, shape, index=0, serves=serves, table=self._table)
+                )
+            hub = LocalHub(shape, 1, 1)
             hub.attach_expert(0, self._experts.compute, table=self._table)
             return self._decode(hub.attention_net(0, self._table))
         listener = listen_expert(candidate.choice.transport)
@@ -175,7 +184,8 @@ class Trial:
             cache,
             precision=self._config.precision,
         )
-        return ModelRunner(self._model, decoder, num_blocks, self._config)
+        runtime = open_runtime("cpu", self._config.node.kernels)
+        return ModelRunner(self._model, decoder, num_blocks, self._config, runtime)
 
     def _decode(self, net: AttentionNet) -> float:
         """Return the seconds of a step, scaled to the layers of the whole model."""

@@ -5,10 +5,6 @@ order; a kernel's tasks go to whoever claims them, and its end is when they are 
 (`kernels.cpu.simd.tasks`), so there is no barrier and no number of threads in a program. Between
 programs the team sleeps.
 
-A *hop* is an op that only the leader runs, the thread that calls run(): it deals with another
-process. It leaves 0 in the STATUS word of its block's header, or a number: run() then returns at
-once, with the program standing at this op. The others sleep meanwhile.
-
 Knows no tensor and no kernel: `kernels.cpu.recorder` makes programs from launches. A team and its
 programs belong to one thread.
 """
@@ -34,12 +30,8 @@ from kernels.cpu.simd.system import (
     wake_all,
     yield_core,
 )
-from kernels.cpu.simd.tasks import HEADER_BYTES, SPINS, finish_task
+from kernels.cpu.simd.tasks import HEADER_BYTES, SPINS
 
-STATUS: Final = HEADER_BYTES - 16
-"""Offset in a hop's block of what the leader is to be told; 0: the hop is done."""
-_SLEEPERS: Final = HEADER_BYTES - 8
-_HOP_DONE: Final = 8
 _LINE: Final = 64
 
 # A team's words, each on its own cache line.
@@ -48,21 +40,17 @@ _STOP, _NUM_MEMBERS = _PROGRAM + 8, _PROGRAM + 16
 _TEAM_BYTES: Final = 4 * _LINE
 
 # A program's words, then its ops.
-_NUM_OPS, _FIRST, _NEXT, _TEAM, _TIMES = range(0, 40, 8)
-_PROGRAM_BYTES: Final = 40
-_OP_KERNEL, _OP_BLOCK, _OP_IS_HOP = range(0, 24, 8)
-_OP_BYTES: Final = 24
-
-# More than any number of tasks: with it a kernel finds nothing to claim and nothing to wait for.
-_ALL_DONE: Final = 2**40
+_NUM_OPS, _TEAM, _TIMES = range(0, 24, 8)
+_PROGRAM_BYTES: Final = 24
+_OP_KERNEL, _OP_BLOCK = range(0, 16, 8)
+_OP_BYTES: Final = 16
 
 
 class Op(NamedTuple):
-    """A kernel and its arguments; `is_hop`: only the leader runs it."""
+    """A kernel and its arguments."""
 
     kernel: Kernel
     arguments: Sequence[int]
-    is_hop: bool = False
 
 
 def _aligned(num_bytes: int) -> np.ndarray:
@@ -142,11 +130,9 @@ class Program:
             begin = HEADER_BYTES // 8
             block[begin : begin + len(op.arguments)] = op.arguments
             at = (_PROGRAM_BYTES + _OP_BYTES * idx) // 8
-            entry = (op.kernel.address, self._base + offset, int(op.is_hop))
-            self._words[at : at + 3] = entry
+            self._words[at : at + 2] = op.kernel.address, self._base + offset
             self.blocks.append(block)
             offset += size
-        self._hops = [block for op, block in zip(ops, self.blocks, strict=True) if op.is_hop]
         self._run = make_callable(_run.address)
 
     def take_times(self) -> np.ndarray:
@@ -158,22 +144,9 @@ class Program:
         self._words[_TIMES // 8] = self._times.ctypes.data
         return self._times
 
-    def run(self, first: int = 0) -> int:
-        """Run the ops from `first` on; returns the number of ops, or that of a hop with a STATUS.
-
-        In the second case the caller clears it and goes on with run(that op), or calls abandon().
-        """
-        self._words[_FIRST // 8] = first
+    def run(self) -> None:
+        """Run all ops, and return when they are done."""
         self._run(self._base)
-        return int(self._words[_NEXT // 8])
-
-    def abandon(self) -> None:
-        """Give up a run that stands at a hop: its ops do nothing for the other threads."""
-        for block in self.blocks:
-            block[: STATUS // 8] = _ALL_DONE
-        wake = make_callable(_wake_hop.address)
-        for block in self._hops:
-            wake(block.ctypes.data)
 
 
 @inlined
@@ -187,12 +160,6 @@ def _announce(team: int) -> None:
 def _announce_to(team: int) -> None:
     """Wake the team."""
     _announce(team)
-
-
-@Kernel
-def _wake_hop(block: int) -> None:
-    """Wake the threads that sleep at a hop."""
-    wake_all(block + _HOP_DONE)
 
 
 @inlined
@@ -217,36 +184,13 @@ def _begin(program: int, team: int) -> None:
 @Kernel
 def _run(program: int) -> None:
     """Run a program as its leader."""
-    team, first = read_i64(program + _TEAM), read_i64(program + _FIRST)
-    num_ops = read_i64(program + _NUM_OPS)
-    if first == 0:
-        _begin(program, team)
-    write_i64(program + _NEXT, num_ops)
+    _begin(program, read_i64(program + _TEAM))
     times = read_i64(program + _TIMES)
-    for idx in range(first, num_ops):
+    for idx in range(read_i64(program + _NUM_OPS)):
         op = program + _PROGRAM_BYTES + _OP_BYTES * idx
-        block = read_i64(op + _OP_BLOCK)
-        call_with(read_i64(op + _OP_KERNEL), block)
-        if read_i64(op + _OP_IS_HOP):
-            if read_i64(block + STATUS):
-                write_i64(program + _NEXT, idx)
-                return
-            finish_task(block, 0)
-            if read_shared(block + _SLEEPERS):
-                wake_all(block + _HOP_DONE)
+        call_with(read_i64(op + _OP_KERNEL), read_i64(op + _OP_BLOCK))
         if times:
             write_i64(times + 8 * idx, now_ns())
-
-
-@inlined
-def _wait_for_hop(block: int) -> None:
-    looks = 0
-    while read_shared(block + _HOP_DONE) == 0:
-        pause()
-        looks += 1
-        if looks > SPINS:
-            add_shared(block + _SLEEPERS, 1)
-            sleep_while(block + _HOP_DONE, 0)
 
 
 @Kernel
@@ -265,9 +209,5 @@ def _serve(team: int) -> None:
             program = read_i64(team + _PROGRAM)
             for idx in range(read_i64(program + _NUM_OPS)):
                 op = program + _PROGRAM_BYTES + _OP_BYTES * idx
-                block = read_i64(op + _OP_BLOCK)
-                if read_i64(op + _OP_IS_HOP):
-                    _wait_for_hop(block)
-                else:
-                    call_with(read_i64(op + _OP_KERNEL), block)
+                call_with(read_i64(op + _OP_KERNEL), read_i64(op + _OP_BLOCK))
             add_shared(team + _LEFT, 1)

@@ -7,6 +7,7 @@ at that place too. Knows no kinds of stamps.
 from __future__ import annotations
 
 from ctypes import addressof, c_char
+from struct import Struct
 
 from kernels.cpu.compiled.runtime import Kernel, offsets, record
 from kernels.cpu.simd import lanes as simd
@@ -16,6 +17,9 @@ from topspin.trace import RECORD_BYTES, Ring
 
 WORDS, BUFFER, CAPACITY, KIND_AND_PLACE = offsets(4)
 """The arguments of `_stamp`: addresses of a ring's words and buffer; a record's last 8 bytes."""
+
+
+_PLACE, _SIGNED = Struct("<HHHH"), Struct("<q")
 
 
 class RecordedRing:
@@ -38,7 +42,7 @@ class RecordedRing:
         """Record that an event of the current `step` has ended now."""
         ring = self._ring
         ring.stamp(kind, layer, micro_batch, peer)
-        place = kind | layer << 16 | micro_batch << 32 | peer << 48
+        (place,) = _SIGNED.unpack(_PLACE.pack(kind, layer, micro_batch, peer))
         record(_stamp, (ring.words.buffer_info()[0], self._buffer, ring.capacity, place))
 
 

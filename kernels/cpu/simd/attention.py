@@ -88,8 +88,8 @@ def _multiply_wide(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Va
 
 
 _SCORE_OPERANDS = [types.int64] * 5
-scores_bf16 = operation(F32x16, _SCORE_OPERANDS)(_emit_scores(wide=False))
-scores_f32 = operation(F32x16, _SCORE_OPERANDS)(_emit_scores(wide=True))
+scores_bf16 = operation(F32x16, _SCORE_OPERANDS, apart=True)(_emit_scores(wide=False))
+scores_f32 = operation(F32x16, _SCORE_OPERANDS, apart=True)(_emit_scores(wide=True))
 
 
 def _weigh(heads: int, wide: bool) -> Callable[..., None]:
@@ -159,7 +159,7 @@ def _weigh(heads: int, wide: bool) -> Callable[..., None]:
         for place, total in zip(places, totals, strict=True):
             simd.store(builder, place, total)
 
-    return operation(types.none, [types.int64] * 7)(weigh)
+    return operation(types.none, [types.int64] * 7, apart=True)(weigh)
 
 
 weigh1_bf16, weigh2_bf16, weigh3_bf16, weigh4_bf16 = (_weigh(n, wide=False) for n in (1, 2, 3, 4))

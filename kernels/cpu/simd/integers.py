@@ -259,7 +259,7 @@ def dot_tile(num_rows: int, bits: int) -> Callable[..., Any]:
         for row, total in enumerate(count_up(builder, num_groups, zeros, add_group)):
             store(builder, _at(builder, out, SCALE_BYTES * row), total)
 
-    return operation(types.none, [types.int64] * 4)(tile)
+    return operation(types.none, [types.int64] * 4, apart=True)(tile)
 
 
 @operation(types.none, [F32x16, F32x16, types.int64])

@@ -87,13 +87,20 @@ Emit = Callable[..., ir.Value]
 
 
 def operation(
-    result: types.Type, operands: Sequence[types.Type]
+    result: types.Type, operands: Sequence[types.Type], *, apart: bool = False
 ) -> Callable[[Emit], Callable[..., Any]]:
-    """Return a decorator: compiled code can call the IR that `emit`(builder, *values) writes."""
+    """Return a decorator: compiled code can call the IR that `emit`(builder, *values) writes.
+
+    `apart`: it is a function of its own, which is not inlined. For loops over tiles: together with
+    the loops around them LLVM 20 has dropped and misplaced some of their writes.
+    """
 
     def register(emit: Emit) -> Callable[..., Any]:
         def lower(context: Any, builder: ir.IRBuilder, _: Any, values: Any) -> ir.Value:
-            written = emit(builder, *values)
+            if apart:
+                written = builder.call(_function_of(builder.module, emit, result, values), values)
+            else:
+                written = emit(builder, *values)
             return context.get_dummy_value() if result is types.none else written
 
         template = type(
@@ -106,6 +113,28 @@ def operation(
         return emit
 
     return register
+
+
+def _function_of(
+    module: ir.Module, emit: Emit, result: types.Type, values: Sequence[ir.Value]
+) -> ir.Function:
+    """Return the function of this module that does what `emit` writes; a vector or nothing."""
+    name = f"{emit.__module__}.{emit.__qualname__}.{id(emit)}"
+    known = module.globals.get(name)
+    if known is not None:
+        return known
+    returned = result.lanes if isinstance(result, Vector) else ir.VoidType()
+    kind = ir.FunctionType(returned, [value.type for value in values])
+    function = ir.Function(module, kind, name)
+    function.linkage = "internal"
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    written = emit(builder, *function.args)
+    if isinstance(result, Vector):
+        builder.ret(written)
+    else:
+        builder.ret_void()
+    return function
 
 
 # The functions that operations are made of.

@@ -98,7 +98,7 @@ def _tile(num_rows: int) -> Callable[..., None]:
         for idx, total in enumerate(simd.count_up(builder, pairs, zeros, add_pair)):
             simd.store(builder, builder.add(sums, simd.constant(_VECTOR * idx)), total)
 
-    return operation(types.none, [types.int64] * 4)(tile)
+    return operation(types.none, [types.int64] * 4, apart=True)(tile)
 
 
 tile1, tile2, tile3, tile4, tile6 = (_tile(num_rows) for num_rows in (1, 2, 3, 4, 6))

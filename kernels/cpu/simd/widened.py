@@ -89,7 +89,7 @@ def _tile(num_rows: int, num_vectors: int) -> Callable[..., None]:
         for place, total in zip(places, after, strict=True):
             simd.store(builder, place, total)
 
-    return operation(types.none, [types.int64] * 5)(tile)
+    return operation(types.none, [types.int64] * 5, apart=True)(tile)
 
 
 tile1x4, tile1x2, tile2x2, tile3x2, tile4x1, tile5x1, tile6x1 = (
@@ -97,7 +97,7 @@ tile1x4, tile1x2, tile2x2, tile3x2, tile4x1, tile5x1, tile6x1 = (
 )
 
 
-@operation(types.none, [types.int64] * 3)
+@operation(types.none, [types.int64] * 3, apart=True)
 def _widen(builder: ir.IRBuilder, target: ir.Value, source: ir.Value, count: ir.Value) -> None:
     """Widen up to 16 pairs: the even numbers to `target`, the odd ones _HALF_BYTES behind."""
     pairs = simd.load_first(builder, source, simd.I32_LANES, count)

@@ -1,0 +1,129 @@
+"""Steps recorded as programs: the same work again, for new numbers; what no program can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu import ops
+from kernels.cpu.recorder import CpuRuntime
+from kernels.recordings import Recordings
+from topspin.trace import Kind, Ring, read_stamps
+
+
+def run_often(
+    body: Callable[[], Tensor], change: Callable[[int], None], recordings: Recordings[str]
+) -> list[Tensor]:
+    """Return the results of `body` after each change: run, recorded and replayed."""
+    results: list[Tensor] = []
+    out: list[Tensor] = []
+
+    def step() -> None:
+        out[:] = [body()]
+
+    for turn in range(4):
+        change(turn)
+        recordings.run("step", step, None)
+        results.append(out[0].clone())
+    return results
+
+
+@torch.inference_mode()
+def test_a_replay_computes_with_the_numbers_of_its_time() -> None:
+    torch.manual_seed(0)
+    runtime = CpuRuntime()
+    recordings: Recordings[str] = Recordings(runtime)
+    x, residual = torch.zeros(3, 70).bfloat16(), torch.zeros(3, 70).bfloat16()
+    weight, table = torch.randn(70).bfloat16(), torch.randn(9, 70).bfloat16()
+    indices, slots = torch.tensor([4, 0, 8]), torch.randint(-1, 5, (2, 9), dtype=torch.int32)
+    counts, found = torch.zeros(4, dtype=torch.int64), torch.tensor([1, 2, 3, 4])
+    wide = torch.zeros(3, 70)
+    seen: list[Tensor] = []
+
+    def change(turn: int) -> None:
+        torch.manual_seed(turn)
+        x.copy_(torch.randn(3, 70))
+        residual.copy_(torch.randn(3, 70))
+        indices.copy_(torch.randperm(9)[:3])
+        wide.copy_(torch.randn(3, 70))
+
+    def body() -> Tensor:
+        rows = table[indices]
+        rows += ops.add_rms_norm(x, residual, weight, eps=1e-5)
+        rows.add_(wide)
+        counts.add_(found)
+        seen[:] = [slots.index_select(1, indices)]
+        return rows
+
+    def expected(turn: int) -> Tensor:
+        change(turn)
+        return body()
+
+    results = run_often(body, change, recordings)
+    assert len(runtime.programs) == 1
+    assert counts.tolist() == [4, 8, 12, 16]
+    assert torch.equal(seen[0], slots[:, indices])
+    for turn, result in enumerate(results):
+        assert torch.equal(result, expected(turn))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("obstacle", ["aten.sigmoid", "aten.item", "aten.mul"])
+def test_a_step_with_another_operation_runs_as_before(
+    obstacle: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "recordings")
+    runtime = CpuRuntime()
+    recordings: Recordings[str] = Recordings(runtime)
+    x, weight = torch.zeros(2, 16).bfloat16(), torch.ones(16).bfloat16()
+    calls = []
+
+    def body() -> Tensor:
+        calls.append(1)
+        normed = ops.rms_norm(x, weight, eps=1e-5)
+        if obstacle == "aten.sigmoid":
+            return normed.sigmoid()
+        if obstacle == "aten.item":
+            assert float(x[0, 0]) < 100
+            return normed
+        return normed * 2
+
+    def change(turn: int) -> None:
+        x[0] = turn + 1
+        x[0, 0] = -1
+
+    results = run_often(body, change, recordings)
+    assert len(calls) == 4, "every step runs once"
+    assert not runtime.programs
+    assert len(caplog.messages) == 1
+    assert f"not recorded: {obstacle}" in caplog.text
+    assert not torch.equal(results[0], results[3])
+
+
+@torch.inference_mode()
+def test_replays_stamp_the_flight_recorder() -> None:
+    ring, runtime = Ring(100), CpuRuntime()
+    recordings: Recordings[str] = Recordings(runtime)
+    trace = runtime.stamps_of(ring)
+    assert trace is not None
+    x, weight = torch.ones(1, 16).bfloat16(), torch.ones(16).bfloat16()
+
+    def body() -> Tensor:
+        normed = ops.rms_norm(x, weight, eps=1e-5)
+        trace.stamp(Kind.ARRIVED, 12, 3, 65535)
+        return normed
+
+    def change(turn: int) -> None:
+        trace.step = 2**40 + turn
+
+    run_often(body, change, recordings)
+    stamps = read_stamps(ring.dump())
+    assert [stamp[1:] for stamp in stamps] == [
+        (2**40 + turn, Kind.ARRIVED, 12, 3, 65535) for turn in range(4)
+    ]
+    times = [stamp.t_ns for stamp in stamps]
+    assert times == sorted(times)
+    assert runtime.stamps_of(None) is None
