@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks import read_rate, serve
 from benchmarks import report as envelope
-from benchmarks import serve
 from benchmarks.load import arguments, compare, pictures, report
-from benchmarks.load.compare import Agreement, Figures
+from benchmarks.load.compare import Agreement, ByteFloor, Figures
 from benchmarks.load.compare_plan import Named, Plan
 from benchmarks.load.contracts import BenchRequest, Run, Target
 from benchmarks.load.metrics import measure_run
@@ -44,6 +44,7 @@ from benchmarks.load.runner import prepare, run_load
 from benchmarks.load.started_server import StartedServer
 from benchmarks.load.targets import first_model, wait_until_ready
 from benchmarks.load.view import Progress
+from benchmarks.roofline import ceiling
 from models.tokenizer import Tokenizer
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 
@@ -68,6 +69,9 @@ class Comparison:
     answers: dict[str, list[str]] = field(default_factory=dict)
     agreements: dict[str, Agreement] = field(default_factory=dict)
     rounds: list[dict[int, dict[str, Figures]]] = field(default_factory=list)
+    # For the byte floor, if it is asked for: bytes of a step, and bytes/s in each round.
+    floor_bytes: int | None = None
+    read_rates: list[float] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     # The last round's runs with the dataset's lengths, for the report.
     runs: dict[str, Run] = field(default_factory=dict)
@@ -77,6 +81,13 @@ class Comparison:
         if not self.rounds:
             return {}
         return {at: compare.summarise([found[at] for found in self.rounds]) for at in concurrencies}
+
+    @property
+    def floor(self) -> ByteFloor | None:
+        """The least time of a step of one request, if it is asked for; needs a round."""
+        if self.floor_bytes is None:
+            return None
+        return ByteFloor(self.floor_bytes, ceiling(self.read_rates))
 
 
 class NotEqual(TopspinError):
@@ -92,7 +103,7 @@ def main(flags: Sequence[str] | None = None) -> int:
     TopspinError, after writing the complete rounds, if a target fails.
     """
     plan = Plan.of(flags)
-    found = Comparison()
+    found = Comparison(floor_bytes=plan.floor_bytes)
     status, failure = 0, None
     try:
         with _ended_by_signals():
@@ -226,6 +237,8 @@ def _judge_answers(plan: Plan, found: Comparison) -> None:
 def _round(plan: Plan, found: Comparison, number: int) -> dict[int, dict[str, Figures]]:
     """Measure every target once at every concurrency, the targets in turn."""
     figures: dict[int, dict[str, Figures]] = {at: {} for at in plan.concurrencies}
+    if found.floor_bytes is not None:
+        found.read_rates += read_rate.read_rates()
     for named in plan.targets:
         with _turn(plan, named, found) as target:
             for at in plan.concurrencies:
@@ -323,6 +336,8 @@ def _print_tables(tables: Mapping[int, Mapping[str, Any]], found: Comparison) ->
             shown.add_column(name, justify="right")
         for figure, title in compare.NAMES.items():
             shown.add_row(title, *(_cell(row.get(figure)) for row in table.values()))
+        if at == 1 and found.floor is not None:
+            shown.add_row(*compare.floor_row(table, found.floor.ms_per_token))
         console.print(shown)
     console.print("In brackets: least to greatest round. x: ratio to the first target, by round.")
     first = next(iter(found.models))
@@ -363,7 +378,9 @@ def _write(
         return
     rounds = len(found.rounds)
     title = f"{', '.join(found.models)}: {plan.dataset.name}, {rounds} rounds in turn"
-    path.with_suffix(".png").write_bytes(pictures.draw_compare(tables, title=title))
+    floor_ms = None if found.floor is None else found.floor.ms_per_token
+    picture = pictures.draw_compare(tables, title=title, floor_ms=floor_ms)
+    path.with_suffix(".png").write_bytes(picture)
     print(f"Written to {path.with_suffix('.png')}")
     if plan.parsed.report is not None:
         report.write_report(plan.parsed.report, found.runs, title=f"{title}, the last")
@@ -394,5 +411,6 @@ def _result(
         "error": None if failure is None else str(failure),
         "agreement": {name: agreed.as_json() for name, agreed in found.agreements.items()},
         "warnings": found.warnings,
+        "byte_floor": None if found.floor is None else found.floor.as_json(),
         "concurrencies": {str(at): table for at, table in tables.items()},
     }

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.box import SIMPLE
@@ -35,7 +34,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.cpu_kernel_cases import BUILDERS, MAX_COPIES, SHAPES, Case, cache_bytes
 from benchmarks.load.pictures import COLOURS, can_draw
-from benchmarks.roofline import Roofline, Work
+from benchmarks.roofline import Roofline, Work, ceiling
 from kernels.cpu.matmul import can_prepack
 
 ROWS = (1, 4, 16, 128)
@@ -68,14 +67,6 @@ class Ceilings:
             "bf16_gflop_per_s": round(ceiling(self.bf16_per_s) / 1e9, 1),
             "int8_gop_per_s": round(ceiling(self.int8_per_s) / 1e9, 1),
         }
-
-
-def ceiling(samples: Sequence[float]) -> float:
-    """Return the machine's limit: the 99th percentile of `samples`.
-
-    Disturbances that slow a probe are not the limit; the maximum may be an accident.
-    """
-    return float(np.percentile(samples, 99))
 
 
 class Probe:

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 BF16 = 2
 FP32 = 4
 I64 = 8
@@ -51,6 +53,14 @@ class Roofline:
         """Return the limit of `work`: "memory" or "compute"."""
         by_memory = work.num_bytes / self.bytes_per_s >= work.flops / self.flops_per_s
         return "memory" if by_memory else "compute"
+
+
+def ceiling(samples: Sequence[float]) -> float:
+    """Return a machine's limit: the 99th percentile of the rates in `samples`.
+
+    Disturbances that slow a probe are not the limit; the maximum may be an accident.
+    """
+    return float(np.percentile(samples, 99))
 
 
 def weight_bytes(num_out: int, num_in: int, bits: int) -> int:

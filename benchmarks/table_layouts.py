@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.load.compare import NAMES
+from benchmarks.load.compare import NAMES, floor_row
 from topspin.errors import ConfigError
 
 Result = Mapping[str, Any]
@@ -42,17 +42,26 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def peers(result: Result) -> str:
     """Lay out `topspin bench compare`: a table for each concurrency."""
     parts = []
+    # Results from before there was a floor have no such key.
+    floor = result.get("byte_floor")
     for at, targets in result["concurrencies"].items():
         rows = [
             [title, *(_compared(figures.get(name)) for figures in targets.values())]
             for name, title in NAMES.items()
         ]
+        if at == "1" and floor is not None:
+            rows.append(floor_row(targets, floor["ms_per_token"]))
         parts.append(table([f"{at} at once", *targets], rows))
     rounds = result["rounds_measured"]
     parts.append(
         f"Medians of {rounds} rounds in turn; x: ratio to {next(iter(targets))}, in brackets its "
         "least and greatest round."
     )
+    if floor is not None:
+        parts.append(
+            f"Byte floor: {floor['weight_bytes'] / 1e6:.0f} MB of weights a step, read at "
+            f"{floor['read_bytes_per_s'] / 1e9:.1f} GB/s."
+        )
     for name, agreed in result["agreement"].items():
         tokens = agreed["common_prefix_tokens"]
         measured = "" if tokens is None else f"; the first {tokens:.1f} tokens agree on average"

@@ -25,7 +25,7 @@ from torch import Tensor
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
 from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
-from benchmarks.gpu.floor import decode_floor
+from benchmarks.byte_floor import decode_floor
 from benchmarks.gpu.plans import Plans
 from benchmarks.gpu.weights import RandomWeights
 from benchmarks.gpu.workload import Fields, Variant, Workload
@@ -203,7 +203,7 @@ class GpuEngine:
             self.last_result = self._runner.collect()
 
     def decode_floor(self) -> Mapping[str, float]:
-        """Return the bytes that a step like the last one must move; see benchmarks.gpu.floor."""
+        """Return the bytes that a step like the last one must move; see benchmarks.byte_floor."""
         self.finish()
         return decode_floor(
             self.model,

@@ -2,6 +2,9 @@
 
 Owns the arithmetic; sends nothing. Called by benchmarks.compare with each round's figures.
 
+The byte floor is the time in which the memory gives the weights that a step of one request
+needs: with more requests, a step reads more experts, and how many depends on the routing.
+
 Ratios are taken pair by pair: a target's figure in a round over the first target's figure in
 the same round, measured minutes and not hours apart, so that a machine's slowdown affects
 both. Their spread is the least and the greatest round.
@@ -41,6 +44,22 @@ NAMES = {
     "median_ttft_ms": "median TTFT (ms)",
     "median_tpot_ms": "median TPOT (ms)",
 }
+
+
+class ByteFloor(NamedTuple):
+    """The bytes of weights that a step of one request reads, and the memory's bandwidth."""
+
+    weight_bytes: int
+    read_bytes_per_s: float
+
+    @property
+    def ms_per_token(self) -> float:
+        """The least time of a step."""
+        return 1000 * self.weight_bytes / self.read_bytes_per_s
+
+    def as_json(self) -> dict[str, float]:
+        """Return the floor as JSON values."""
+        return {**self._asdict(), "ms_per_token": self.ms_per_token}
 
 
 class Spread(NamedTuple):
@@ -106,6 +125,16 @@ def summarise(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, dict[str, di
                 row["ratio"] = spread(ratios)._asdict()
             table[target][name] = row
     return table
+
+
+def floor_row(table: Mapping[str, Mapping[str, Any]], floor_ms: float) -> list[str]:
+    """Return a row of a table for one request: its title, and each target's TPOT in floors.
+
+    `table` is that of summarise.
+    """
+    medians = (row.get("median_tpot_ms", {}).get("median") for row in table.values())
+    cells = ("-" if median is None else f"{median / floor_ms:.2f}x" for median in medians)
+    return [f"median TPOT / byte floor, {floor_ms:.2f} ms", *cells]
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.byte_floor import BITS, step_weight_bytes
 from benchmarks.load import arguments, datasets, pictures, report
 from benchmarks.load.contracts import BenchRequest, Load, Target
 from benchmarks.load.sweep import numbers
+from models.config import load_model_config
 from models.tokenizer import Tokenizer
 from topspin.errors import ConfigError
+from topspin.precision import UNQUANTISED
 
 _LEAST_REQUESTS = 8
 _REQUESTS_PER_PLACE = 4
@@ -81,6 +84,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--request-timeout", type=float, default=600.0, metavar="S")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (%(default)s)")
+    parser.add_argument(
+        "--floor-model",
+        type=Path,
+        metavar="DIR",
+        help="compare the time per token of one request with the least for this checkpoint",
+    )
+    parser.add_argument(
+        "--floor-quantization",
+        choices=(UNQUANTISED, *BITS),
+        default=UNQUANTISED,
+        help="the format of its weights (%(default)s)",
+    )
     arguments.add_request_arguments(parser.add_argument_group("requests"))
     datasets.add_arguments(parser)
     parser.add_argument(
@@ -99,13 +114,14 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Plan:
-    """The checked request of the command line."""
+    """The checked request of the command line; `floor_bytes` only with --floor-model."""
 
     parsed: argparse.Namespace
     targets: tuple[Named, ...]
     concurrencies: tuple[int, ...]
     rounds: int
     dataset: datasets.DatasetSettings
+    floor_bytes: int | None
 
     @classmethod
     def of(cls, flags: Sequence[str] | None) -> Plan:
@@ -130,6 +146,7 @@ class Plan:
             ),
             rounds=parsed.rounds,
             dataset=datasets.DatasetSettings.of(parsed, chat=parsed.backend == "openai-chat"),
+            floor_bytes=_floor_bytes(parsed),
         )
 
     def load(self, at: int) -> Load:
@@ -149,6 +166,12 @@ class Plan:
         """Return the load tester's Target for `named`, serving `model`."""
         asked = argparse.Namespace(**{**vars(self.parsed), "model": model})
         return arguments.target_of(asked, named.url, dataset_name=self.dataset.name)
+
+
+def _floor_bytes(parsed: argparse.Namespace) -> int | None:
+    if parsed.floor_model is None:
+        return None
+    return step_weight_bytes(load_model_config(parsed.floor_model), parsed.floor_quantization)
 
 
 def named_targets(parsed: argparse.Namespace) -> tuple[Named, ...]:

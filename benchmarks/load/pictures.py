@@ -22,6 +22,7 @@ from benchmarks.load.sweep import Knee, Point, pareto
 from topspin.errors import ConfigError
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -282,11 +283,13 @@ def _xy(points: Sequence[Point], key: str) -> tuple[list[float], list[float]]:
     )
 
 
-def draw_compare(tables: Mapping[int, Mapping[str, Any]], *, title: str) -> bytes:
+def draw_compare(
+    tables: Mapping[int, Mapping[str, Any]], *, title: str, floor_ms: float | None = None
+) -> bytes:
     """Draw each figure as bars per concurrency and target, with the rounds' least and greatest.
 
     `tables` is concurrency -> compare.summarise's table. Above a bar is its median ratio to the
-    first target.
+    first target. `floor_ms`, the least TPOT of one request, is a line across its bars.
     """
     figure = _figure(14, 8)
     figure.suptitle(title, fontsize=12)
@@ -316,6 +319,9 @@ def draw_compare(tables: Mapping[int, Mapping[str, Any]], *, title: str) -> byte
                         ha="center",
                         fontsize=8,
                     )
+        if key == "median_tpot_ms" and floor_ms is not None and 1 in tables:
+            at = list(tables).index(1)
+            axes.hlines(floor_ms, at - 0.48, at + 0.48, colors="black", linestyles="--")
         axes.set_xticks(range(len(tables)), [f"{at} at once" for at in tables])
         axes.set_title(
             f"{name}, {'less' if key.endswith('_ms') else 'more'} is better", fontsize=10
@@ -324,17 +330,21 @@ def draw_compare(tables: Mapping[int, Mapping[str, Any]], *, title: str) -> byte
         axes.set_ylim(bottom=0)
         axes.grid(axis="y", color="#EEEEEE")
         axes.set_axisbelow(True)
-    _name_targets(figure.add_subplot(2, 3, 6), targets)
+    _name_targets(figure.add_subplot(2, 3, 6), targets, floor_ms)
     return _png(figure)
 
 
-def _name_targets(axes: Axes, targets: Sequence[str]) -> None:
+def _name_targets(axes: Axes, targets: Sequence[str], floor_ms: float | None) -> None:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     axes.axis("off")
-    handles = [
+    handles: list[Artist] = [
         Patch(color=COLOURS[idx % len(COLOURS)], label=name) for idx, name in enumerate(targets)
     ]
+    if floor_ms is not None:
+        label = f"byte floor, {floor_ms:.2f} ms"
+        handles.append(Line2D([], [], color="black", linestyle="--", label=label))
     note = f"bars: median of the rounds\nwhiskers: least and greatest\n1.00x: {targets[0]}"
     axes.legend(handles=handles, loc="upper left", title=note, alignment="left", frameon=False)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report, tables
-from benchmarks.load.compare import Agreement, Figures, summarise
+from benchmarks.load.compare import Agreement, ByteFloor, Figures, summarise
 from benchmarks.table_layouts import LAYOUTS, number, table
 from benchmarks.tables import NOT_MEASURED, render
 from topspin.cli.main import BENCHMARKS
@@ -106,6 +106,13 @@ def test_peers_have_a_table_per_concurrency_with_ratios_to_the_first(tmp_path: P
     assert "| output throughput (tokens/s) | 100 | 80.0 (0.80x [0.80..0.80]) |" in shown
     assert "peer that are the same: 62% of 8; the first 21.5 tokens agree" in shown
     assert shown.endswith("Warning: peer: the client was saturated.")
+    assert "floor" not in shown
+    floor = ByteFloor(weight_bytes=90_000_000, read_bytes_per_s=20e9)
+    shown = LAYOUTS["peers-smollm2-moe"]({**result, "byte_floor": floor.as_json()})
+    # With more requests at once than one there is no such figure.
+    assert shown.count("| median TPOT / byte floor, 4.50 ms | 2.00x | - |") == 1
+    assert shown.index("byte floor, 4.50 ms") < shown.index("16 at once")
+    assert "Byte floor: 90 MB of weights a step, read at 20.0 GB/s." in shown
 
 
 def test_kernels_have_a_column_a_number_of_rows() -> None:

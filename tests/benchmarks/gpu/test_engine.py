@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.byte_floor import expert_numbers
 from benchmarks.gpu.engine import Touched, open_engine
-from benchmarks.gpu.floor import expert_numbers
 from benchmarks.gpu.plans import Plans
 from benchmarks.gpu.workload import QUICK, Variant
 from m2n_comm.net import ExpertBatch

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.floor import decode_floor
+from benchmarks.byte_floor import decode_floor
 from benchmarks.gpu.weights import RandomWeights
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config

@@ -17,9 +17,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare
+from benchmarks import compare, read_rate
+from benchmarks.byte_floor import step_weight_bytes
 from benchmarks.load import pictures
+from models.config import load_model_config
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
+from tests.checkpoints import make_checkpoint
 from topspin.cli.main import main
 from topspin.errors import ConfigError, EngineUnavailable
 
@@ -112,6 +115,26 @@ def test_figures_and_ratios_stand_in_the_json(
     output = capsys.readouterr().out
     assert "2 at once" in output
     assert "100% of 8 greedy answers are identical" in output
+
+
+def test_the_byte_floor_of_one_request_is_shown_and_written(
+    servers: tuple[ScriptedServer, ScriptedServer],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates = iter([[10e6, 20e6], [20e6, 20e6]])
+    monkeypatch.setattr(read_rate, "read_rates", lambda: next(rates))
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    flags = _flags(*servers, tmp_path, "--rounds", "2", "--concurrencies", "1,2", *SHORT)
+    flags += ["--floor-model", str(model), "--floor-quantization", "int8"]
+    assert compare.main(flags) == 0
+    floor = _result(tmp_path)["byte_floor"]
+    # Measured in each round; one slow read of four is not the limit.
+    assert (next(rates, None), floor["read_bytes_per_s"]) == (None, 20e6)
+    assert floor["weight_bytes"] == step_weight_bytes(load_model_config(model), "int8")
+    assert floor["ms_per_token"] == pytest.approx(floor["weight_bytes"] / 20e3)
+    assert capsys.readouterr().out.count("TPOT / byte floor") == 1
 
 
 def test_questions_are_asked_greedily_one_at_a_time(

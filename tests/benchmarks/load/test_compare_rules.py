@@ -53,6 +53,15 @@ def test_a_round_without_an_answer_has_no_figures() -> None:
     assert compare.figures_of({"completed": 0}, run, run, streams=1) == Figures()
 
 
+def test_the_floor_is_bytes_over_bandwidth_and_tpot_counts_in_floors() -> None:
+    floor = compare.ByteFloor(weight_bytes=30_000_000, read_bytes_per_s=15e9)
+    assert floor.ms_per_token == pytest.approx(2.0)
+    assert floor.as_json()["ms_per_token"] == floor.ms_per_token
+    rounds = [{"a": Figures(median_tpot_ms=ms), "b": Figures()} for ms in (3.0, 5.0, 8.0)]
+    row = compare.floor_row(compare.summarise(rounds), floor.ms_per_token)
+    assert row == ["median TPOT / byte floor, 2.00 ms", "2.50x", "-"]
+
+
 def test_agreement_says_how_far_answers_are_equal() -> None:
     found = compare.agreement(
         ["one two", "same", "abc"], ["one three", "same", "abcdef"], lambda text: [*text.encode()]

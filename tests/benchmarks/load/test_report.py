@@ -138,4 +138,7 @@ def test_sweep_and_compare_are_drawn_with_gaps_in_their_figures() -> None:
     assert dead.startswith(PNG)
     rounds = [{"a": Figures(output_throughput=3.0), "b": Figures(median_ttft_ms=2.0)}]
     table = compare.summarise(rounds)
-    assert pictures.draw_compare({1: table, 16: table}, title="t").startswith(PNG)
+    plain = pictures.draw_compare({1: table, 16: table}, title="t")
+    assert plain.startswith(PNG)
+    assert pictures.draw_compare({1: table, 16: table}, title="t", floor_ms=2.0) != plain
+    assert pictures.draw_compare({16: table}, title="t", floor_ms=2.0).startswith(PNG)

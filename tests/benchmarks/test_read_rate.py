@@ -1,0 +1,31 @@
+"""The read bandwidth comes from another process, and leaves nothing in this one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from benchmarks import compare, read_rate
+
+if __name__ == "__main__":
+    rates = read_rate.read_rates(2)
+    assert len(rates) == 2, rates
+    assert min(rates) > 0, rates
+    assert "torch" not in sys.modules
+"""
+
+
+def test_reads_are_timed_without_torch_in_the_load_tester(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
