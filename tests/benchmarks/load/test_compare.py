@@ -22,7 +22,6 @@ from benchmarks.byte_floor import step_weight_bytes
 from benchmarks.load import pictures
 from models.config import load_model_config
 from tests.benchmarks.load.scripted_server import Received, Reply, ScriptedServer, stream_reply
-from tests.checkpoints import make_checkpoint
 from topspin.cli.main import main
 from topspin.errors import ConfigError, EngineUnavailable
 
@@ -32,6 +31,10 @@ SMALL = (
     *("--num-prompts", "4", "--num-warmups", "1", "--quiet"),
 )
 SHORT = ("--check-tokens", "2")
+TINY_LLAMA = {
+    **{"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4},
+    **{"num_hidden_layers": 2, "intermediate_size": 96, "max_position_embeddings": 256},
+}
 
 
 pytestmark = pytest.mark.usefixtures("without_collections")
@@ -125,14 +128,14 @@ def test_the_byte_floor_of_one_request_is_shown_and_written(
 ) -> None:
     rates = iter([[10e6, 20e6], [20e6, 20e6]])
     monkeypatch.setattr(read_rate, "read_rates", lambda: next(rates))
-    model = make_checkpoint(tmp_path / "model", "qwen3_moe")
+    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
     flags = _flags(*servers, tmp_path, "--rounds", "2", "--concurrencies", "1,2", *SHORT)
-    flags += ["--floor-model", str(model), "--floor-quantization", "int8"]
+    flags += ["--floor-model", str(tmp_path), "--floor-quantization", "int8"]
     assert compare.main(flags) == 0
     floor = _result(tmp_path)["byte_floor"]
     # Measured in each round; one slow read of four is not the limit.
     assert (next(rates, None), floor["read_bytes_per_s"]) == (None, 20e6)
-    assert floor["weight_bytes"] == step_weight_bytes(load_model_config(model), "int8")
+    assert floor["weight_bytes"] == step_weight_bytes(load_model_config(tmp_path), "int8")
     assert floor["ms_per_token"] == pytest.approx(floor["weight_bytes"] / 20e3)
     assert capsys.readouterr().out.count("TPOT / byte floor") == 1
 
