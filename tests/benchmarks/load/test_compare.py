@@ -32,8 +32,13 @@ SMALL = (
 )
 SHORT = ("--check-tokens", "2")
 TINY_LLAMA = {
-    **{"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "num_attention_heads": 4},
-    **{"num_hidden_layers": 2, "intermediate_size": 96, "max_position_embeddings": 256},
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
 }
 
 
