@@ -5,8 +5,7 @@ places), and leaves the rest to `topspin bench compare`: every server is started
 stopped after it, and turns alternate. The byte floor is that of the first Topspin. How to install
 the peers is in benchmarks/README.md. Run as
 
-    python -m benchmarks.peers MODEL_DIR --vllm PATH/bin/vllm --llama-server PATH \\
-        --ik-llama-server PATH --gguf FILE
+    python -m benchmarks.peers MODEL_DIR --llama-server FILE --ik-llama-server FILE --gguf FILE
 
 All other flags go to `topspin bench compare`.
 """
