@@ -302,6 +302,7 @@ PAIR = ("--target", "a=http://x", "--target", "b=http://y")
         ((*PAIR, "--concurrencies", "0"), "--concurrencies 0"),
         ((*PAIR, "--require-equal", "--check-tokens", "0"), "--require-equal needs"),
         ((*PAIR, "--request-timeout", "0"), "--request-timeout and"),
+        ((*PAIR, "--floor-model", "no/model"), "no/model/config.json: no such file"),
     ],
 )
 def test_bad_flags_are_refused_by_name(flags: tuple[str, ...], reason: str) -> None:
