@@ -25,7 +25,8 @@ from rich.table import Table
 from attention_nodes.model_runner import ModelRunner
 from benchmarks import report
 from benchmarks.cpu_kernel_cases import cache_bytes
-from benchmarks.cpu_kernels import MATMUL_SIZE, PROBE_FILLS, Ceilings, Probe, ceiling
+from benchmarks.cpu_kernels import MATMUL_SIZE, PROBE_FILLS, Ceilings, Probe
+from benchmarks.roofline import ceiling
 from expert_nodes.experts import Experts
 from kernels.cpu.compiled import experts, matmul
 from kernels.cpu.compiled.program import Program
