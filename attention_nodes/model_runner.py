@@ -198,6 +198,8 @@ class ModelRunner:
             del dry
         runner = cls(model, decoder, decoder.kv.num_blocks, config, runtime, drafter)
         runner._warm_up()
+        if config.execution.recordings:
+            runtime.prepare_capture()
         release_freed_memory()
         return runner
 

@@ -84,6 +84,9 @@ class Runtime(Protocol):
         must not read a tensor's values on the host; tensors it makes belong to the recording.
         """
 
+    def prepare_capture(self) -> None:
+        """Compile and start what recordings need besides their kernels, so that no step waits."""
+
     def stamps_of(self, ring: Ring | None) -> Stamps | None:
         """Return what stamps `ring`; if recordings run on the host, at each replay too."""
 
@@ -156,6 +159,9 @@ class HostRuntime:
                 body()
 
         return replay
+
+    def prepare_capture(self) -> None:
+        pass
 
     def stamps_of(self, ring: Ring | None) -> Stamps | None:
         return ring
@@ -275,6 +281,9 @@ class CudaRuntime:
             self._keeper = self._record(lambda: torch.zeros(1, device=self.device), None)
         graph: torch.cuda.CUDAGraph = self._record(body, self._keeper.pool())
         return graph.replay
+
+    def prepare_capture(self) -> None:
+        pass
 
     def stamps_of(self, ring: Ring | None) -> Stamps | None:
         return ring

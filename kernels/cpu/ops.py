@@ -20,6 +20,7 @@ from kernels.contracts import HeadRows, Routing
 from kernels.cpu import plain as cpu_plain
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.compiled import layer as numba_layer
+from kernels.cpu.compiled import rows as numba_rows
 from kernels.cpu.matmul import (
     grouped_mlp,
     linear,
@@ -27,7 +28,7 @@ from kernels.cpu.matmul import (
     pack_linear,
     rebuild_experts,
 )
-from kernels.reference import embed, sigmoid, swiglu
+from kernels.reference import embed, sigmoid
 from kernels.sampling import sample
 
 __all__ = [
@@ -73,6 +74,13 @@ def rotate_and_store(heads: HeadRows) -> None:
         numba_layer.rotate_and_store(heads)
     else:
         cpu_plain.rotate_and_store(heads)
+
+
+def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up [R, F] of gate_up [R, 2F]; see `kernels.reference.swiglu`."""
+    if out is None and numba_rows.can_activate(gate_up):
+        return numba_rows.activate(gate_up)
+    return reference.swiglu(gate_up, out=out)
 
 
 def route(

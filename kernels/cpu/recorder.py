@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.cpu.compiled import rows
 from kernels.cpu.compiled.program import Op, Program, Team
 from kernels.cpu.compiled.runtime import Kernel, recording
-from kernels.cpu.compiled.stamps import RecordedRing
+from kernels.cpu.compiled.stamps import RecordedRing, stamp
 from kernels.runtime import HostRuntime, Replay
 from topspin.trace import Ring, Stamps
 
@@ -58,9 +58,7 @@ class CpuRuntime(HostRuntime):
         if recorder.obstacle is not None:
             _log.info("steps of this kind are not recorded: %s", recorder.obstacle)
             return _after_first(body)
-        if self._team is None or self._team.num_threads != torch.get_num_threads():
-            self._team = Team(torch.get_num_threads())
-        program = Program(recorder.ops, self._team)
+        program = Program(recorder.ops, self._threads())
         self.programs.add(program)
         kept = recorder.kept
 
@@ -69,6 +67,17 @@ class CpuRuntime(HostRuntime):
             program.run()
 
         return _after_first(replay)
+
+    def prepare_capture(self) -> None:
+        self._threads()
+        for kernel in (*_KERNELS, stamp):
+            kernel.address  # noqa: B018, compiles it
+
+    def _threads(self) -> Team:
+        """Return the team of as many threads as torch has now."""
+        if self._team is None or self._team.num_threads != torch.get_num_threads():
+            self._team = Team(torch.get_num_threads())
+        return self._team
 
     def stamps_of(self, ring: Ring | None) -> Stamps | None:
         return None if ring is None else RecordedRing(ring)
@@ -166,7 +175,17 @@ def _add(recorder: Recorder, out: Tensor, total: Tensor, term: object, *, alpha:
     if all(each.dtype == torch.int64 for each in both):
         recorder.add(rows.add_counts, (total.data_ptr(), term.data_ptr(), total.numel()))
         return True
-    if any(each.dtype not in (torch.bfloat16, torch.float32) for each in both):
+    return _combine(recorder, total, term, replaces=False)
+
+
+def _copy(recorder: Recorder, out: Tensor, target: Tensor, source: Tensor, *_: bool) -> bool:
+    if not (target.shape == source.shape and target.is_contiguous() and source.is_contiguous()):
+        return False
+    return _combine(recorder, target, source, replaces=True)
+
+
+def _combine(recorder: Recorder, total: Tensor, term: Tensor, *, replaces: bool) -> bool:
+    if any(each.dtype not in (torch.bfloat16, torch.float32) for each in (total, term)):
         return False
     recorder.add(
         rows.add_numbers,
@@ -176,14 +195,18 @@ def _add(recorder: Recorder, out: Tensor, total: Tensor, term: object, *, alpha:
             term.data_ptr(),
             int(term.dtype == torch.bfloat16),
             total.numel(),
+            int(replaces),
         ),
     )
     return True
 
 
+_KERNELS: Final = (rows.copy_rows, rows.look_up, rows.add_counts, rows.add_numbers)
+
 _TRANSLATIONS: Final[dict[Any, Callable[..., bool]]] = {
     _aten.index.Tensor: _index,
     _aten.index_select.default: _index_select,
     _aten.add_.Tensor: _add,
+    _aten.copy_.default: _copy,
 }
 """By torch operation, a function that records the same work; False: it cannot."""

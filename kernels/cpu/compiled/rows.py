@@ -1,7 +1,8 @@
 """Moves and sums of rows, compiled: torch's own operations in a recorded step.
 
-Copies of chosen rows, look-ups of expert slots, sums in place, activations. Rounded as torch
-rounds. Knows no layer; `kernels.cpu.recorder` puts them into programs in the place of torch's.
+Copies of chosen rows, look-ups of expert slots, sums in place, which `kernels.cpu.recorder` puts
+into programs in the place of torch's; activations, for `kernels.cpu.ops`. Rounded as torch rounds.
+Knows no layer.
 """
 
 from __future__ import annotations
@@ -9,20 +10,23 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from kernels.cpu.compiled.runtime import Kernel, inlined, offsets
+from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
-# Numbers that one task adds.
+# Numbers that one task adds; fewer are computed faster than a second thread wakes.
 CHUNK: Final = 4096
 
 SOURCE, ROW_BYTES, INDICES, NUM_ROWS, OUT = offsets(5)
 """The arguments of `copy_rows`; row i of OUT is row INDICES[i] (i64) of SOURCE."""
 
-TOTAL, TOTAL_IS_BF16, TERM, TERM_IS_BF16, COUNT = offsets(5)
-"""The arguments of `add_numbers`: COUNT numbers of TERM are added to those of TOTAL."""
+TOTAL, TOTAL_IS_BF16, TERM, TERM_IS_BF16, COUNT, REPLACES = offsets(6)
+"""The arguments of `add_numbers`: COUNT numbers of TERM are added to those of TOTAL, or replace
+them."""
 
 TABLE, NUM_TABLES, NUM_COLUMNS, COLUMNS, NUM_LOOKED_UP, FOUND = offsets(6)
 """The arguments of `look_up`: row n of FOUND i32 has COLUMNS i64 of row n of TABLE i32."""
@@ -64,10 +68,8 @@ def add_numbers(block: int) -> None:
     """Add numbers in place; a task is a chunk of them."""
     count = simd.read_i64(block + COUNT)
     total, term = simd.read_i64(block + TOTAL), simd.read_i64(block + TERM)
-    is_bf16, term_is_bf16 = (
-        simd.read_i64(block + TOTAL_IS_BF16),
-        simd.read_i64(block + TERM_IS_BF16),
-    )
+    is_bf16, replaces = simd.read_i64(block + TOTAL_IS_BF16), simd.read_i64(block + REPLACES)
+    term_is_bf16 = simd.read_i64(block + TERM_IS_BF16)
     num_tasks = (count + CHUNK - 1) // CHUNK
     task = claim_task(block, 0)
     while task < num_tasks:
@@ -78,11 +80,15 @@ def add_numbers(block: int) -> None:
             else:
                 added = vectors.load_first_f32(term + 4 * begin, left)
             if is_bf16:
-                old = vectors.load_first_bf16(total + 2 * begin, left)
-                vectors.store_first_bf16(total + 2 * begin, vectors.add(old, added), left)
+                if not replaces:
+                    old = vectors.load_first_bf16(total + 2 * begin, left)
+                    added = vectors.add(old, added)
+                vectors.store_first_bf16(total + 2 * begin, added, left)
             else:
-                old = vectors.load_first_f32(total + 4 * begin, left)
-                vectors.store_first_f32(total + 4 * begin, vectors.add(old, added), left)
+                if not replaces:
+                    old = vectors.load_first_f32(total + 4 * begin, left)
+                    added = vectors.add(old, added)
+                vectors.store_first_f32(total + 4 * begin, added, left)
         finish_task(block, 0)
         task = claim_task(block, 0)
     wait_for_tasks(block, 0, num_tasks)
@@ -112,6 +118,34 @@ def add_counts(block: int) -> None:
             simd.write_i64(counts + at, simd.read_i64(counts + at) + simd.read_i64(new + at))
         finish_task(block, 0)
     wait_for_tasks(block, 0, 1)
+
+
+def can_activate(gate_up: Tensor) -> bool:
+    """Return whether `activate` takes these rows."""
+    return (
+        gate_up.dtype == torch.bfloat16
+        and gate_up.dim() == 2
+        and gate_up.is_contiguous()
+        and gate_up.shape[1] % 2 == 0
+    )
+
+
+def activate(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up [R, F] of gate_up [R, 2F]; see `kernels.reference.swiglu`."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(num_rows, width, dtype=torch.bfloat16)
+    arguments = (
+        gate_up.data_ptr(),
+        gate_up.data_ptr() + 2 * width,
+        4 * width,
+        out.data_ptr(),
+        2 * width,
+        width,
+        num_rows,
+    )
+    num_threads = torch.get_num_threads() if out.numel() >= 2 * CHUNK else 1
+    launch(swiglu_rows, arguments, num_threads=num_threads)
+    return out
 
 
 @Kernel

@@ -16,7 +16,7 @@ from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 from topspin.trace import RECORD_BYTES, Ring
 
 WORDS, BUFFER, CAPACITY, KIND_AND_PLACE = offsets(4)
-"""The arguments of `_stamp`: addresses of a ring's words and buffer; a record's last 8 bytes."""
+"""The arguments of `stamp`: addresses of a ring's words and buffer; a record's last 8 bytes."""
 
 
 _PLACE, _SIGNED = Struct("<HHHH"), Struct("<q")
@@ -43,11 +43,11 @@ class RecordedRing:
         ring = self._ring
         ring.stamp(kind, layer, micro_batch, peer)
         (place,) = _SIGNED.unpack(_PLACE.pack(kind, layer, micro_batch, peer))
-        record(_stamp, (ring.words.buffer_info()[0], self._buffer, ring.capacity, place))
+        record(stamp, (ring.words.buffer_info()[0], self._buffer, ring.capacity, place))
 
 
 @Kernel
-def _stamp(block: int) -> None:
+def stamp(block: int) -> None:
     """Write one record; one task."""
     if claim_task(block, 0) == 0:
         words = simd.read_i64(block + WORDS)

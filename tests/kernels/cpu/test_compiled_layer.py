@@ -12,6 +12,7 @@ from kernels import reference
 from kernels.contracts import HeadRows
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled.layer import MAX_EXPERTS, can_norm, can_rotate, can_route
+from kernels.cpu.compiled.rows import can_activate
 from tests.pairwise import cover_pairs
 
 # A mean summed in another order may move a quotient over one bf16 boundary.
@@ -143,3 +144,14 @@ def test_what_the_kernels_do_not_take() -> None:
     assert not can_rotate(HeadRows(q, q, q, torch.randn(4, 16), cos, cache, cache, slots))
     assert not can_rotate(HeadRows(q, q[:, :1].contiguous(), q, cos, cos, cache, cache, slots))
     assert not can_rotate(HeadRows(q, q, q, cos, cos, cache.float(), cache.float(), slots))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 192), (5, 70), (3, 4096)])
+def test_activations(rows: int, width: int) -> None:
+    gate_up = 3 * torch.randn(rows, 2 * width).bfloat16()
+    assert can_activate(gate_up)
+    expected = reference.swiglu(gate_up)
+    # A unit in the last place of silu, which is rounded before it is multiplied.
+    torch.testing.assert_close(cpu.swiglu(gate_up), expected, rtol=2.0**-7, atol=1e-30)
+    assert not can_activate(gate_up.float())
+    torch.testing.assert_close(cpu.swiglu(gate_up.float()), reference.swiglu(gate_up.float()))

@@ -25,8 +25,8 @@ def team(request: pytest.FixtureRequest) -> Iterator[Team]:
 
 def sums(total: torch.Tensor, term: torch.Tensor) -> list[Op]:
     """Return ops each of which reads what the one before has written, in several tasks."""
-    there = (total.data_ptr(), 0, term.data_ptr(), 0, COUNT)
-    back = (term.data_ptr(), 0, total.data_ptr(), 0, COUNT)
+    there = (total.data_ptr(), 0, term.data_ptr(), 0, COUNT, 0)
+    back = (term.data_ptr(), 0, total.data_ptr(), 0, COUNT, 0)
     return [Op(add_numbers, there if idx % 2 == 0 else back) for idx in range(NUM_OPS)]
 
 

@@ -40,7 +40,7 @@ def test_a_replay_computes_with_the_numbers_of_its_time() -> None:
     weight, table = torch.randn(70).bfloat16(), torch.randn(9, 70).bfloat16()
     indices, slots = torch.tensor([4, 0, 8]), torch.randint(-1, 5, (2, 9), dtype=torch.int32)
     counts, found = torch.zeros(4, dtype=torch.int64), torch.tensor([1, 2, 3, 4])
-    wide = torch.zeros(3, 70)
+    wide, copied = torch.zeros(3, 70), torch.zeros(3, 70)
     seen: list[Tensor] = []
 
     def change(turn: int) -> None:
@@ -54,6 +54,8 @@ def test_a_replay_computes_with_the_numbers_of_its_time() -> None:
         rows = table[indices]
         rows += ops.add_rms_norm(x, residual, weight, eps=1e-5)
         rows.add_(wide)
+        copied.copy_(rows)
+        rows.copy_(copied.add_(wide))
         counts.add_(found)
         seen[:] = [slots.index_select(1, indices)]
         return rows

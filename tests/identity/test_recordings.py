@@ -1,0 +1,85 @@
+"""Recorded decode steps on the CPU give the tokens of the same steps layer by layer, in bf16.
+
+The kernels are the same, and a row's result does not depend on other rows, so tokens are equal,
+drawn ones too. That steps without recordings are right is for the other tests of this folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+
+from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.program import Program
+from tests.checkpoints import make_checkpoint
+from tests.engine import Engine, engine_config
+from topspin.precision import Format, PrecisionRule
+
+pytestmark = pytest.mark.skipif(
+    not block_width(), reason="this processor leaves bf16 products to oneDNN"
+)
+
+PROMPTS = [[7, 3, 9, 200, 4], [17] * 30, [5], [100, 101, 102, 250], [9, 8, 7, 6, 5, 4, 3, 2, 1]]
+NUM_TOKENS = 20
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128}
+
+
+def run(path: Path, weights: Format, expert_nodes: int, *, recordings: bool) -> Any:
+    """Return greedy and drawn continuations, and how often a program ran."""
+    plan = engine_config(
+        path,
+        dtype="bfloat16",
+        expert_nodes=expert_nodes,
+        num_threads=2,
+        recordings=recordings,
+    )
+    rules = () if weights == "none" else (PrecisionRule(format=weights, part="experts"),)
+    runs = 0
+    real = Program.run
+
+    def counted(program: Program) -> None:
+        nonlocal runs
+        runs += 1
+        real(program)
+
+    with (
+        mock.patch.object(Program, "run", counted),
+        Engine(msgspec.structs.replace(plan, precision=rules)) as engine,
+    ):
+        greedy = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+        drawn = engine.generate(PROMPTS[:2], max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
+    return greedy, drawn, runs
+
+
+@pytest.mark.parametrize(
+    ("variant", "weights", "expert_nodes"),
+    [
+        ("qwen3_moe", "none", 1),
+        ("mixtral", "int4", 2),
+        ("llama", "none", 1),
+        pytest.param("mixtral", "none", 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "int8", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_steps_layer_by_layer(
+    tmp_path: Path,
+    variant: str,
+    weights: Format,
+    expert_nodes: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "recordings")
+    sizes = SIZES if variant == "qwen3_moe" else {**SIZES, "intermediate_size": 64}
+    if variant != "qwen3_moe":
+        del sizes["moe_intermediate_size"]
+    path = make_checkpoint(tmp_path, variant, **sizes)
+    *plain, none = run(path, weights, expert_nodes, recordings=False)
+    *recorded, runs = run(path, weights, expert_nodes, recordings=True)
+    assert recorded == plain
+    assert none == 0
+    assert runs > 2 * NUM_TOKENS - 10
+    assert "not recorded" not in caplog.text
