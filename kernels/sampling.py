@@ -19,9 +19,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.philox import Purpose, uniforms
+from kernels.philox import Purpose
 
 History = Sequence[int] | Tensor
 
@@ -51,7 +52,7 @@ class BannedTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """The sampling settings of R rows; the scheduler has checked their ranges.
+    """The sampling settings of R rows, on the host; the scheduler has checked their ranges.
 
     Neutral values: temperature 1, top_k 0, top_p 1, min_p 0, presence and frequency
     penalty 0, repetition penalty 1. A temperature below MIN_TEMPERATURE is greedy. Token ids
@@ -88,15 +89,16 @@ class SamplingBatch:
     @cached_property
     def penalised_rows(self) -> list[int]:
         """Rows with any penalty."""
-        some = (self.presence_penalty != 0) | (self.frequency_penalty != 0)
-        some |= self.repetition_penalty != 1
-        rows: list[int] = some.nonzero()[:, 0].tolist()
+        some = self.presence_penalty.numpy() != 0
+        some |= self.frequency_penalty.numpy() != 0
+        some |= self.repetition_penalty.numpy() != 1
+        rows: list[int] = some.nonzero()[0].tolist()
         return rows
 
     @cached_property
     def drawn_rows(self) -> list[int]:
         """Rows that are not greedy."""
-        rows: list[int] = (self.temperature >= MIN_TEMPERATURE).nonzero()[:, 0].tolist()
+        rows: list[int] = (self.temperature.numpy() >= MIN_TEMPERATURE).nonzero()[0].tolist()
         return rows
 
 
@@ -144,73 +146,50 @@ class _Choice(NamedTuple):
 
 def _choose(logits: Tensor, batch: SamplingBatch) -> _Choice:
     processed = process_logits(logits, batch)
-    drawn = batch.drawn_rows
-    if len(drawn) < logits.shape[0]:
-        # Of equal logits the lowest id wins. (argmax of bf16 takes five times as long.)
-        tokens = processed.float().argmax(-1)
-        # The greatest of a row with a NaN is NaN.
-        valid = processed.gather(1, tokens[:, None])[:, 0].isfinite()
-    else:
-        tokens = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        valid = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
+    tokens, best = _choose_from(processed.float().cpu().contiguous(), batch)
+    # The greatest of a row with a NaN is NaN.
+    is_valid = np.isfinite(best)
     if processed is not logits:
         # A ban may hide an invalid logit of the model.
-        valid &= logits.amax(-1).isfinite()
-    if drawn:
-        _draw(processed, batch, _Choice(tokens, valid))
-    return _Choice(tokens, valid)
+        is_valid &= logits.amax(-1).isfinite().numpy(force=True)
+    choice = _Choice(torch.from_numpy(tokens), torch.from_numpy(is_valid))
+    return _Choice(*(each.to(logits.device) for each in choice))
 
 
-def _draw(processed: Tensor, batch: SamplingBatch, choice: _Choice) -> None:
-    """Overwrite the entries of the rows that are not greedy in `choice`."""
+def _choose_from(
+    scores: Tensor, batch: SamplingBatch
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the tokens of rows of processed scores f32[R, V], and the greatest scores, f64[R]."""
     # Imported here: the GPU's sampling uses this module's types and must not need numba.
-    from kernels.cpu.compiled.sampling import draw_rows
+    from kernels.cpu.compiled import philox
+    from kernels.cpu.compiled.sampling import choose_rows
 
-    rows = batch.drawn_rows
-    draws = uniforms(
-        batch.seeds[rows].numpy(force=True).view(np.uint64),
-        batch.choices[rows].numpy(force=True),
-        batch.positions[rows].numpy(force=True),
-        purpose=Purpose.TOKEN,
+    draws = philox.uniforms(
+        batch.seeds.numpy(), batch.choices.numpy(), batch.positions.numpy(), purpose=Purpose.TOKEN
     )
-    scores = processed.float() if len(rows) == len(processed) else processed[rows].float()
-    scores = scores.cpu().contiguous()
-    temperature = batch.temperature[rows].cpu().double()
-    top_p = batch.top_p[rows].cpu().double()
-    drawn = draw_rows(
+    temperature, top_p = (
+        each.numpy().astype(np.float64) for each in (batch.temperature, batch.top_p)
+    )
+    temperature[batch.temperature.numpy() < MIN_TEMPERATURE] = 0
+    chosen = choose_rows(
         scores,
         temperature=temperature,
-        lowest=_kth_scores(scores, batch.top_k[rows].tolist()),
-        # The logarithm of min_p 0 is -inf, which keeps all.
-        relative=temperature * batch.min_p[rows].cpu().double().log(),
+        top_k=batch.top_k.numpy(),
+        min_p=batch.min_p.numpy(),
         top_p=top_p,
-        uniforms=torch.from_numpy(np.asarray(draws, dtype=np.float64)),
+        uniforms=draws,
     )
-    valid = drawn.best.isfinite()
-    tokens = drawn.tokens.long()
-    counts = drawn.counts.long().tolist()
-    for idx, count in enumerate(counts):
-        if count:
-            ids = drawn.ids[idx, :count].numpy()
-            tokens[idx] = _draw_from_nucleus(
-                ids,
-                (scores[idx].numpy()[ids].astype(np.float64) - float(drawn.best[idx]))
-                / float(temperature[idx]),
-                rest=float(drawn.rest[idx]),
-                top_p=float(top_p[idx]),
-                uniform=float(draws[idx]),
-            )
-    choice.tokens[rows] = tokens.to(choice.tokens.device)
-    choice.valid[rows] &= valid.to(choice.valid.device)
-
-
-def _kth_scores(scores: Tensor, top_k: Sequence[int]) -> Tensor:
-    """Return each row's k-th greatest score, f64[R]; -inf where k keeps all of scores f32[R, V]."""
-    lowest = torch.full((len(top_k),), -math.inf, dtype=torch.float64)
-    for row, k in enumerate(top_k):
-        if 0 < k < scores.shape[1]:
-            lowest[row] = scores[row].topk(k).values[-1]
-    return lowest
+    tokens = chosen.tokens.astype(np.int64)
+    for row in chosen.counts.nonzero()[0].tolist():
+        ids = chosen.ids[row, : int(chosen.counts[row])]
+        tokens[row] = _draw_from_nucleus(
+            ids,
+            (scores[row].numpy()[ids].astype(np.float64) - chosen.best[row]) / temperature[row],
+            rest=chosen.rest[row],
+            top_p=float(top_p[row]),
+            uniform=float(draws[row]),
+        )
+    return tokens, chosen.best
 
 
 def _draw_from_nucleus(

@@ -56,7 +56,7 @@ def even_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     def midpoints(seeds: Sequence[int], *_: object, **__: object) -> np.ndarray:
         return (np.arange(len(seeds)) + 0.5) / len(seeds)
 
-    monkeypatch.setattr("kernels.sampling.uniforms", midpoints)
+    monkeypatch.setattr("kernels.cpu.compiled.philox.uniforms", midpoints)
 
 
 def integrate(logits: Tensor, **settings: object) -> Tensor:
@@ -291,7 +291,9 @@ def test_borders_of_the_cdf_belong_to_the_next_token_with_any_probability(
     uniform: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens 1 and 3 have probability one half each; 0, 2 and 4 have zero and are never chosen."""
-    monkeypatch.setattr("kernels.sampling.uniforms", lambda *_, **__: np.array([uniform]))
+    monkeypatch.setattr(
+        "kernels.cpu.compiled.philox.uniforms", lambda *_, **__: np.array([uniform])
+    )
     never = -math.inf
     logits = torch.tensor([[never, 0.0, never, 0.0, never]])
     assert sample(logits, batch(1)).tokens.tolist() == [token]

@@ -1,11 +1,11 @@
-"""Draws from rows of scores, compiled: no row is sorted, and each is read three times.
+"""Chooses tokens from rows of scores, compiled: no row is sorted.
 
-Per row: the greatest score; weights exp((score - greatest) / temperature) in fp32 with their sum;
-then either the draw, or, for a nucleus, the few tokens that can belong to it: all whose weight
-is at least a bound, the greatest of a few bounds above which the weights suffice. (Tokens that
-weigh less than (1 - top_p) * sum / V have less than 1 - top_p together, so that is always a
-bound.) A task is a row, and depends on nothing else. Knows no requests; used by
-`kernels.sampling`.
+Per row: the greatest score, which is the token of a greedy row; else weights exp((score -
+greatest) / temperature) in fp32 with their sum; then either the draw, or, for a nucleus, the few
+tokens that can belong to it: all whose weight is at least a bound, the greatest of a few bounds
+above which the weights suffice. (Tokens that weigh less than (1 - top_p) * sum / V have less than
+1 - top_p together, so that is always a bound.) A task is a row, and depends on nothing else.
+Knows no requests; used by `kernels.sampling`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
@@ -21,70 +22,99 @@ from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
-SCORES, SCORES_STRIDE, VOCAB, NUM_ROWS, PARAMETERS, RESULTS, SUMS, IDS = offsets(8)
-"""The arguments of `_draw`."""
+Column = NDArray[Any]
+"""A number for each row, or one for all."""
 
-_PARAMETER_BYTES: Final = 40
-_RESULT_BYTES: Final = 32
+(
+    SCORES,
+    SCORES_STRIDE,
+    VOCAB,
+    NUM_ROWS,
+    PARAMETERS,
+    RESULTS,
+    SUMS,
+    HEAPS,
+    HEAP_BYTES,
+    IDS,
+) = offsets(10)
+"""The arguments of `_choose`."""
+
+# A row's parameters and results, f64.
+TEMPERATURE, TOP_K, MIN_P, TOP_P, UNIFORM, _PARAMETER_BYTES = range(0, 48, 8)
+BEST, REST, COUNT, TOKEN, _RESULT_BYTES = range(0, 40, 8)
 # Weights that bound a nucleus, greatest first: e^-2 to e^-13.
 BOUNDS: Final = tuple(np.float32(np.exp(-x)) for x in (2, 4, 6, 8, 10, 13))
 
 
-class Drawn(NamedTuple):
+class Chosen(NamedTuple):
     """The results of rows, f64[R] each except the ids."""
 
-    best: Tensor
+    best: NDArray[np.float64]
     """The greatest score; the row is invalid if that is not finite (NaN if a score is)."""
-    rest: Tensor
-    """The weight of all tokens that are kept by `lowest` but are not among the ids."""
-    counts: Tensor
-    """The number of ids; 0 where a token was drawn."""
-    tokens: Tensor
-    """The tokens drawn; 0 in invalid rows and where there are ids."""
-    ids: Tensor
-    """i32[R, V], ascending: the candidates for a nucleus; only the first `counts` are defined."""
+    rest: NDArray[np.float64]
+    """The weight of all tokens that are kept but are not among the ids."""
+    counts: NDArray[np.float64]
+    """The number of ids; 0 where a token was chosen."""
+    tokens: NDArray[np.float64]
+    """The tokens chosen; 0 in invalid rows and where there are ids."""
+    ids: NDArray[np.int32]
+    """i32[R, V], ascending: the candidates for a nucleus; only the first `counts` are defined.
+
+    i32[R, 0] if top_p is 1 in all rows.
+    """
 
 
-def draw_rows(
+def choose_rows(
     scores: Tensor,
     *,
-    temperature: Tensor,
-    lowest: Tensor,
-    relative: Tensor,
-    top_p: Tensor,
-    uniforms: Tensor,
-) -> Drawn:
-    """Draw a token from each row of scores f32[R, V], or return its nucleus's candidates.
+    temperature: Column,
+    top_k: Column,
+    min_p: Column,
+    top_p: Column,
+    uniforms: Column,
+) -> Chosen:
+    """Choose a token from each row of scores f32[R, V], or return its nucleus's candidates.
 
-    Parameters are f64[R]. Scores below `lowest`, or below the greatest plus `relative`, are not
-    kept (-inf: all are). If top_p is 1 the token is drawn: the first at which the sum of
-    the weights, by ascending ids, passes `uniforms` times the whole sum.
+    At temperature 0 that is the first of the greatest. Else scores below the `top_k`-th greatest
+    (0: of none), or that weigh less than `min_p`, are not kept. If top_p is 1 the token is
+    drawn: the first at which the sum of the weights, by ascending ids, passes `uniforms` times
+    the whole sum.
     """
     num_rows, vocab = scores.shape
     assert scores.dtype == torch.float32
     assert scores.stride(1) == 1
-    parameters = torch.stack((temperature, lowest, relative, top_p, uniforms), dim=1).contiguous()
-    assert parameters.dtype == torch.float64
-    results = torch.empty(num_rows, 4, dtype=torch.float64)
-    sums = torch.empty(num_rows, -(-vocab // simd.LANES))
-    ids = torch.empty(num_rows, vocab, dtype=torch.int32)
+    num_given, num_found = _PARAMETER_BYTES // 8, _RESULT_BYTES // 8
+    longest = int(top_k.max(initial=0))
+    heap_size = min(longest, vocab)
+    num_sums = -(-vocab // simd.LANES)
+    # One piece of memory: asking for an address takes a microsecond.
+    num_words = num_given + num_found + -(-(num_sums + heap_size) // 2)
+    memory = np.empty(num_rows * num_words)
+    address = memory.ctypes.data
+    parameters = memory[: num_rows * num_given].reshape(num_rows, num_given)
+    results = memory[parameters.size :][: num_rows * num_found].reshape(num_rows, num_found)
+    for idx, column in enumerate((temperature, top_k, min_p, top_p, uniforms)):
+        parameters[:, idx] = column
+    ids = np.empty((num_rows, vocab if top_p.min(initial=1) < 1 else 0), dtype=np.int32)
+    scratch = address + num_rows * (_PARAMETER_BYTES + _RESULT_BYTES)
     arguments = (
         scores.data_ptr(),
         4 * scores.stride(0),
         vocab,
         num_rows,
-        parameters.data_ptr(),
-        results.data_ptr(),
-        sums.data_ptr(),
-        ids.data_ptr(),
+        address,
+        address + num_rows * _PARAMETER_BYTES,
+        scratch,
+        scratch + 4 * num_rows * num_sums,
+        4 * heap_size,
+        ids.ctypes.data,
     )
-    launch(_draw, arguments, num_threads=min(torch.get_num_threads(), num_rows))
-    best, rest, counts, tokens = results.unbind(1)
-    return Drawn(best, rest, counts, tokens, ids)
+    launch(_choose, arguments, num_threads=min(torch.get_num_threads(), num_rows))
+    best, rest, counts, tokens = results.T
+    return Chosen(best, rest, counts, tokens, ids)
 
 
 _buffer = simd.stack(4 * simd.LANES)
-_above = simd.stack(4 * len(BOUNDS))
 
 
 @inlined
@@ -92,15 +122,62 @@ def _greatest(scores: int, vocab: int) -> np.float32:
     """Return the greatest score; NaN if a score is NaN, or both infinities occur."""
     lowest = np.float32(-np.inf)
     greatest = vectors.splat(lowest)
-    for begin in range(0, vocab, simd.LANES):
-        left = vocab - begin
-        number = vectors.keep_first(vectors.load_first_f32(scores + 4 * begin, left), left, lowest)
+    whole = vocab // simd.LANES * simd.LANES
+    for begin in range(0, whole, simd.LANES):
+        greatest = vectors.maximum(greatest, vectors.load_f32(scores + 4 * begin))
+    if whole < vocab:
+        left = vocab - whole
+        number = vectors.keep_first(vectors.load_first_f32(scores + 4 * whole, left), left, lowest)
         greatest = vectors.maximum(greatest, number)
     total = vectors.sum_lanes(greatest)
     if total != total:
         return np.float32(np.nan)
     best: np.float32 = vectors.max_lanes(greatest)
     return best
+
+
+@inlined
+def _first_of(scores: int, vocab: int, best: np.float32) -> int:
+    """Return the first token with the greatest score."""
+    begin, whole = 0, vocab // simd.LANES * simd.LANES
+    while begin < whole and vectors.max_lanes(vectors.load_f32(scores + 4 * begin)) < best:
+        begin += simd.LANES
+    while simd.read_f32(scores + 4 * begin) < best:
+        begin += 1
+    return begin
+
+
+@inlined
+def _kth_score(scores: int, vocab: int, k: int, heap: int) -> np.float32:
+    """Return the k-th greatest score, 0 < k < vocab; `heap` has room for k."""
+    lowest = np.float32(-np.inf)
+    for idx in range(k):
+        simd.write_f32(heap + 4 * idx, lowest)
+    for begin in range(0, vocab, simd.LANES):
+        score = vectors.load_first_f32(scores + 4 * begin, vocab - begin)
+        greatest = vectors.max_lanes(vectors.keep_first(score, vocab - begin, lowest))
+        if greatest > simd.read_f32(heap):
+            for idx in range(begin, min(begin + simd.LANES, vocab)):
+                _keep_greater(heap, k, simd.read_f32(scores + 4 * idx))
+    return np.float32(simd.read_f32(heap))
+
+
+@inlined
+def _keep_greater(heap: int, size: int, score: np.float32) -> None:
+    """Replace the least number of a heap, its first, by a greater score."""
+    if score <= simd.read_f32(heap):
+        return
+    hole, child = 0, 1
+    while child < size:
+        lesser = simd.read_f32(heap + 4 * child)
+        if child + 1 < size and simd.read_f32(heap + 4 * child + 4) < lesser:
+            child += 1
+            lesser = simd.read_f32(heap + 4 * child)
+        if lesser >= score:
+            break
+        simd.write_f32(heap + 4 * hole, lesser)
+        hole, child = child, 2 * child + 1
+    simd.write_f32(heap + 4 * hole, score)
 
 
 @inlined
@@ -112,35 +189,20 @@ def _weights(scores: int, count: int, shift: Any, inverse: Any, limit: Any) -> A
 
 
 @inlined
-def _weigh(
-    scores: int, vocab: int, shift: Any, inverse: Any, limit: Any, sums: int, above: int
-) -> float:
-    """Write the sum of each sixteen weights to `sums`; return that of all.
-
-    Writes to `above`, per bound, the sum of the weights that reach it (fp32).
-    """
-    zeros = vectors.splat(np.float32(0))
-    b0, b1, b2 = vectors.splat(BOUNDS[0]), vectors.splat(BOUNDS[1]), vectors.splat(BOUNDS[2])
-    b3, b4, b5 = vectors.splat(BOUNDS[3]), vectors.splat(BOUNDS[4]), vectors.splat(BOUNDS[5])
-    m0, m1, m2, m3, m4, m5 = zeros, zeros, zeros, zeros, zeros, zeros
+def _weigh(scores: int, vocab: int, shift: Any, inverse: Any, limit: Any, sums: int) -> float:
+    """Write the sum of each sixteen weights to `sums`; return that of all."""
     total = 0.0
-    for begin in range(0, vocab, simd.LANES):
-        weight = _weights(scores + 4 * begin, vocab - begin, shift, inverse, limit)
-        m0 = vectors.add(m0, vectors.keep_from(weight, weight, b0))
-        m1 = vectors.add(m1, vectors.keep_from(weight, weight, b1))
-        m2 = vectors.add(m2, vectors.keep_from(weight, weight, b2))
-        m3 = vectors.add(m3, vectors.keep_from(weight, weight, b3))
-        m4 = vectors.add(m4, vectors.keep_from(weight, weight, b4))
-        m5 = vectors.add(m5, vectors.keep_from(weight, weight, b5))
+    whole = vocab // simd.LANES * simd.LANES
+    for begin in range(0, whole, simd.LANES):
+        weight = _weights(scores + 4 * begin, simd.LANES, shift, inverse, limit)
         together = vectors.sum_lanes(weight)
         simd.write_f32(sums + begin // simd.LANES * 4, together)
         total += together
-    simd.write_f32(above, vectors.sum_lanes(m0))
-    simd.write_f32(above + 4, vectors.sum_lanes(m1))
-    simd.write_f32(above + 8, vectors.sum_lanes(m2))
-    simd.write_f32(above + 12, vectors.sum_lanes(m3))
-    simd.write_f32(above + 16, vectors.sum_lanes(m4))
-    simd.write_f32(above + 20, vectors.sum_lanes(m5))
+    if whole < vocab:
+        weight = _weights(scores + 4 * whole, vocab - whole, shift, inverse, limit)
+        together = vectors.sum_lanes(weight)
+        simd.write_f32(sums + whole // simd.LANES * 4, together)
+        total += together
     return total
 
 
@@ -180,16 +242,6 @@ def _invert(
 
 
 @inlined
-def _bound(total: float, top_p: float, vocab: int, above: int) -> np.float32:
-    """Return a lower bound of the weights of the nucleus."""
-    for idx in range(len(BOUNDS)):
-        # The rounding of fp32 sums is less than this.
-        if simd.read_f32(above + 4 * idx) > (top_p + 1e-4) * total:
-            return BOUNDS[idx]
-    return np.float32(min((1 - top_p) * total / vocab / 2, 1.0))
-
-
-@inlined
 def _collect(
     scores: int,
     vocab: int,
@@ -197,18 +249,15 @@ def _collect(
     inverse: Any,
     limit: Any,
     bound: np.float32,
-    low: np.float32,
+    sums: int,
     ids: int,
     buffer: int,
 ) -> tuple[int, float]:
-    """Write the ids of weights >= `bound`; return their number and the sum of the weights.
-
-    Scores below `low` weigh less than `bound`.
-    """
-    count, together, lowest = 0, 0.0, np.float32(-np.inf)
+    """Write the ids of weights >= `bound`; return their number and the sum of the weights."""
+    count, together = 0, 0.0
     for begin in range(0, vocab, simd.LANES):
-        score = vectors.load_first_f32(scores + 4 * begin, vocab - begin)
-        if vectors.max_lanes(vectors.keep_first(score, vocab - begin, lowest)) < low:
+        # No sum is less than its greatest term, rounded or not.
+        if simd.read_f32(sums + begin // simd.LANES * 4) < bound:
             continue
         weights = _weights(scores + 4 * begin, vocab - begin, shift, inverse, limit)
         vectors.store_f32(buffer, weights)
@@ -222,8 +271,8 @@ def _collect(
 
 
 @Kernel
-def _draw(block: int) -> None:
-    buffer, above = _buffer(), _above()
+def _choose(block: int) -> None:
+    buffer = _buffer()
     vocab, num_rows = simd.read_i64(block + VOCAB), simd.read_i64(block + NUM_ROWS)
     num_sums = (vocab + simd.LANES - 1) // simd.LANES
     row = claim_task(block, 0)
@@ -233,30 +282,43 @@ def _draw(block: int) -> None:
         given = simd.read_i64(block + PARAMETERS) + row * _PARAMETER_BYTES
         result = simd.read_i64(block + RESULTS) + row * _RESULT_BYTES
         best = _greatest(scores, vocab)
+        temperature, top_p = simd.read_f64(given + TEMPERATURE), simd.read_f64(given + TOP_P)
         rest, count, token = 0.0, 0, 0
-        if np.isfinite(best):
-            lowest = max(simd.read_f64(given + 8), best + simd.read_f64(given + 16))
+        if not np.isfinite(best):
+            pass
+        elif temperature == 0:
+            token = _first_of(scores, vocab, best)
+        else:
+            # The logarithm of 0 is -inf, which keeps all.
+            lowest = best + temperature * np.log(simd.read_f64(given + MIN_P))
+            k = int(simd.read_f64(given + TOP_K))
+            if 0 < k < vocab:
+                heap = simd.read_i64(block + HEAPS) + row * simd.read_i64(block + HEAP_BYTES)
+                lowest = max(np.float64(_kth_score(scores, vocab, k, heap)), lowest)
             shift, limit = vectors.splat(best), vectors.splat(np.float32(lowest))
-            inverse = vectors.splat(np.float32(1 / simd.read_f64(given)))
-            total = _weigh(scores, vocab, shift, inverse, limit, sums, above)
-            top_p = simd.read_f64(given + 24)
+            inverse = vectors.splat(np.float32(1 / temperature))
+            total = _weigh(scores, vocab, shift, inverse, limit, sums)
             if top_p < 1:
-                bound = _bound(total, top_p, vocab, above)
                 ids = simd.read_i64(block + IDS) + 4 * row * vocab
-                # A little less than the score of weight `bound`, because of rounding.
-                low = np.float32(best + (np.log(bound) - 1e-4) * simd.read_f64(given))
-                low -= np.float32(abs(best)) * np.float32(1e-6)
-                count, together = _collect(
-                    scores, vocab, shift, inverse, limit, bound, low, ids, buffer
-                )
+                together = 0.0
+                for idx in range(len(BOUNDS) + 1):
+                    bound = np.float32(min((1 - top_p) * total / vocab / 2, 1.0))
+                    if idx < len(BOUNDS):
+                        bound = max(BOUNDS[idx], bound)
+                    count, together = _collect(
+                        scores, vocab, shift, inverse, limit, bound, sums, ids, buffer
+                    )
+                    # The rounding of the sums is less than this.
+                    if together > (top_p + 1e-4) * total:
+                        break
                 rest = max(total - together, 0.0)
             else:
-                target = total * simd.read_f64(given + 32)
+                target = total * simd.read_f64(given + UNIFORM)
                 token = _invert(scores, vocab, shift, inverse, limit, sums, target, buffer)
-        simd.write_f64(result, np.float64(best))
-        simd.write_f64(result + 8, rest)
-        simd.write_f64(result + 16, np.float64(count))
-        simd.write_f64(result + 24, np.float64(token))
+        simd.write_f64(result + BEST, np.float64(best))
+        simd.write_f64(result + REST, rest)
+        simd.write_f64(result + COUNT, np.float64(count))
+        simd.write_f64(result + TOKEN, np.float64(token))
         finish_task(block, 0)
         row = claim_task(block, 0)
     wait_for_tasks(block, 0, num_rows)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiled.sampling import Drawn, draw_rows
+from kernels.cpu.compiled.sampling import choose_rows
 from kernels.philox import Purpose, uniforms
 from kernels.sampling import SamplingBatch, sample
 
@@ -21,24 +23,22 @@ def seeded() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+class Drawn(NamedTuple):
+    """The fields of Chosen as tensors."""
+
+    best: Tensor
+    rest: Tensor
+    counts: Tensor
+    tokens: Tensor
+    ids: Tensor
+
+
 def draw(scores: Tensor, **parameters: float | Tensor) -> Drawn:
-    rows = len(scores)
-    given = {
-        "temperature": 1.0,
-        "lowest": -torch.inf,
-        "relative": -torch.inf,
-        "top_p": 1.0,
-        "uniforms": 0.5,
-    } | parameters
-    return draw_rows(
-        scores,
-        **{
-            name: value.double()
-            if isinstance(value, Tensor)
-            else torch.full((rows,), value).double()
-            for name, value in given.items()
-        },
+    given = {"temperature": 1.0, "top_k": 0, "min_p": 0, "top_p": 1.0, "uniforms": 0.5} | parameters
+    chosen = choose_rows(
+        scores, **{name: torch.as_tensor(value).numpy() for name, value in given.items()}
     )
+    return Drawn(*(torch.from_numpy(each) for each in chosen))
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000, 4099])
@@ -67,11 +67,31 @@ def test_the_ends_of_the_distribution(where: float) -> None:
 def test_scores_that_are_not_kept_are_not_drawn() -> None:
     scores = torch.randn(30, 200)
     kth = scores.topk(5).values[:, -1]
-    drawn = draw(scores, lowest=kth, uniforms=torch.rand(30))
+    drawn = draw(scores, top_k=5, uniforms=torch.rand(30))
     assert (scores.gather(1, drawn.tokens.long()[:, None])[:, 0] >= kth).all()
-    drawn = draw(scores, relative=-0.5, uniforms=torch.rand(30))
-    kept = scores >= scores.amax(-1, keepdim=True) - 0.5
+    drawn = draw(scores, min_p=0.6, uniforms=torch.rand(30))
+    kept = scores >= scores.amax(-1, keepdim=True) + math.log(0.6)
     assert kept.gather(1, drawn.tokens.long()[:, None]).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 33, 2000])
+def test_greedy_rows_take_the_first_of_the_greatest(vocab: int) -> None:
+    scores = (torch.randn(50, vocab) * 2).round()
+    drawn = draw(scores, temperature=0)
+    assert torch.equal(
+        drawn.tokens.long(), (scores == scores.amax(-1, keepdim=True)).int().argmax(-1)
+    )
+
+
+@pytest.mark.parametrize("k", [1, 2, 7, 64, 900, 999])
+def test_the_kth_score_counts_equal_scores(k: int) -> None:
+    scores = (torch.randn(20, 1000) * 20).round()
+    kept = scores >= scores.topk(k).values[:, -1:]
+    drawn = draw(scores, top_k=k, top_p=0.999999, temperature=1e6)
+    assert [int(each) for each in drawn.counts] == kept.sum(-1).tolist()
+    for row in range(20):
+        ids = drawn.ids[row, : int(drawn.counts[row])].long()
+        assert torch.equal(ids, kept[row].nonzero()[:, 0])
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 5.0])
