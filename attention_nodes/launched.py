@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,16 +18,17 @@ from attention_nodes.scores import NO_SCORES, Scores
 from attention_nodes.sequences import IntArray, Reserved, SequenceTable
 from attention_nodes.step_inputs import Scored
 from kernels.runtime import Event
-from m2n_comm.net import NetTimes
+from m2n_comm.net import AttentionNet, NetTimes
 from topspin.messages import StepResult, StepTicket, StepTimings
 
 
-@runtime_checkable
-class Checked(Protocol):
-    """A net whose errors arise on the device; the host finds them by check()."""
+def check_of(net: AttentionNet | None) -> Callable[[], None] | None:
+    """Return the check() of a net whose errors arise on the device; None: it has none.
 
-    def check(self) -> None:
-        """Raise the first fault of completed kernels; never waits."""
+    check() raises the first fault of completed kernels and never waits.
+    """
+    check: Callable[[], None] | None = getattr(net, "check", None)
+    return check
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from attention_nodes.device_executor import DeviceExecutor
 from attention_nodes.drafts import Draft, Drafter, draft_requests, take_drafts
 from attention_nodes.executor import Executor
 from attention_nodes.host_executor import HostExecutor, Renew
-from attention_nodes.launched import Checked, LaunchedStep
+from attention_nodes.launched import LaunchedStep, check_of
 from attention_nodes.memory_budget import (
     AbsentExperts,
     blocks_to_allocate,
@@ -382,7 +382,7 @@ class ModelRunner:
             num_drawn=len(drawn),
             scored=tuple(chain.from_iterable(slices.scored for slices in micro_batches)),
             ended=tuple(chain.from_iterable(slices.ended for slices in micro_batches)),
-            check=net.check if isinstance(net, Checked) else None,
+            check=check_of(net),
         )
         self._launched.append(launched)
         if not self._executor.keeps_tokens:

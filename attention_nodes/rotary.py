@@ -38,7 +38,7 @@ class RotaryTable:
         index = torch.from_numpy(positions)
         if self.table is not None:
             cos, sin = self.table
-            return cos[index], sin[index]
+            return cos.index_select(0, index), sin.index_select(0, index)
         seq_lens = np.array(
             [
                 rope_seq_len(position, prompt_len=prompt)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from attention_nodes.drafts import accepted
-from attention_nodes.sequences import IntArray, SequenceTable
+from attention_nodes.sequences import REALS, IntArray, SequenceTable
 from attention_nodes.step_inputs import Drafted, Slices, joined
 from kernels.dispatch import Ops
-from kernels.philox import as_signed
 from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
 from topspin.messages import SamplingParams, TokenLogprobs, pack_ints
 
@@ -196,16 +195,13 @@ class Sampler:
         positions = self._table.num_known[rows]
         for idx, path in paths.items():
             positions[idx] += len(path)
+        reals = torch.from_numpy(self._table.reals[rows].T.copy()).unbind()
+        seeds, choices, top_k = torch.from_numpy(self._table.keys[rows].T.copy()).unbind()
         return SamplingBatch(
-            temperature=torch.tensor([each.temperature for each in params]),
-            top_k=torch.tensor([each.top_k for each in params]),
-            top_p=torch.tensor([each.top_p for each in params]),
-            min_p=torch.tensor([each.min_p for each in params]),
-            presence_penalty=torch.tensor([each.presence_penalty for each in params]),
-            frequency_penalty=torch.tensor([each.frequency_penalty for each in params]),
-            repetition_penalty=torch.tensor([each.repetition_penalty for each in params]),
-            seeds=torch.tensor([as_signed(each.seed) for each in params]),
-            choices=torch.tensor([each.choice for each in params]),
+            **dict(zip(REALS, reals, strict=True)),
+            top_k=top_k,
+            seeds=seeds,
+            choices=choices,
             positions=torch.from_numpy(positions),
             logit_bias=_logit_bias(params),
             banned=self._banned(rows, positions, params),

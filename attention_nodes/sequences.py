@@ -13,10 +13,21 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kernels.philox import as_signed
 from topspin.errors import ProtocolError
 from topspin.messages import NewSequence, SamplingParams
 
 IntArray = npt.NDArray[np.int64]
+
+REALS: Final = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+"""The sampling parameters in a row of SequenceTable.reals."""
 
 PENDING: Final = -1
 """In SequenceTable.tokens: a token that is sampled but not copied from the device yet."""
@@ -69,6 +80,9 @@ class SequenceTable:
         self.max_length = np.zeros(capacity, dtype=np.int64)
         self.num_blocks = np.zeros(capacity, dtype=np.int64)
         self.tenancy = np.zeros(capacity, dtype=np.int64)
+        # Of each sequence's sampling parameters the numbers: REALS; seed (signed), choice, top_k.
+        self.reals = np.zeros((capacity, len(REALS)), dtype=np.float32)
+        self.keys = np.zeros((capacity, 3), dtype=np.int64)
         self._sampling: list[SamplingParams | None] = [None] * capacity
 
     def __len__(self) -> int:
@@ -102,7 +116,9 @@ class SequenceTable:
         self.num_prompt[row] = new.num_prompt_tokens
         self.max_length[row] = min(new.max_length, self.limits.max_len + 1)
         self.num_blocks[row] = 0
-        self._sampling[row] = new.sampling
+        params = self._sampling[row] = new.sampling
+        self.reals[row] = [getattr(params, each) for each in REALS]
+        self.keys[row] = as_signed(params.seed), params.choice, params.top_k
         self.add_blocks(row, unpack(new.blocks, what=f"sequence {new.seq_id}: blocks"))
 
     def _take_row(self) -> int:
@@ -117,6 +133,8 @@ class SequenceTable:
                 "max_length",
                 "num_blocks",
                 "tenancy",
+                "reals",
+                "keys",
             ):
                 old = getattr(self, name)
                 grown = np.zeros((2 * capacity, *old.shape[1:]), dtype=old.dtype)

@@ -277,6 +277,12 @@ def _tree_mask(
 
 
 def _add_blocks(plan: MicroBatch, rows: IntArray, table: SequenceTable) -> None:
+    if (
+        not any(plan.block_counts)
+        and not plan.block_ids
+        and len(plan.block_counts) == 4 * len(rows)
+    ):
+        return
     counts = unpack(plan.block_counts, what="block_counts")
     blocks = unpack(plan.block_ids, what="block_ids")
     if len(counts) != len(rows):
@@ -302,14 +308,7 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
                 cos=cos,
                 sin=sin,
                 kv_slots=torch.from_numpy(slices.kv_slots),
-                meta=AttentionMeta(
-                    query_start=torch.from_numpy(slices.query_start),
-                    context_lens=torch.from_numpy(slices.context_lens),
-                    block_tables=torch.from_numpy(slices.block_tables),
-                    max_query_len=int(slices.counts.max(initial=0)),
-                    max_context_len=int(slices.context_lens.max(initial=0)),
-                    tree_mask=mask_of(slices, torch.device("cpu")),
-                ),
+                meta=host_meta(slices),
             )
         )
         sample_rows.append(slices.sample_rows + start)
@@ -319,6 +318,18 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
         parts=parts,
         sample_rows=torch.from_numpy(joined(sample_rows)),
         to_score=to_score(micro_batches, [part.start for part in parts], torch.device("cpu")),
+    )
+
+
+def host_meta(slices: Slices) -> AttentionMeta:
+    """Return attention's metadata on the CPU."""
+    return AttentionMeta(
+        query_start=torch.from_numpy(slices.query_start),
+        context_lens=torch.from_numpy(slices.context_lens),
+        block_tables=torch.from_numpy(slices.block_tables),
+        max_query_len=int(slices.counts.max(initial=0)),
+        max_context_len=int(slices.context_lens.max(initial=0)),
+        tree_mask=mask_of(slices, torch.device("cpu")),
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from attention_nodes.launched import Checked
+from attention_nodes.launched import check_of
 from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner, OpenDryNet
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
@@ -121,8 +121,9 @@ class AttentionWorker:
         ticket = self.runner.head
         assert ticket is not None
         try:
-            if isinstance(self._net, Checked):
-                self._net.check()
+            check = check_of(self._net)
+            if check is not None:
+                check()
             self._life.inbox.check()
         except Interrupted:
             self.disband()  # the message that says why is next

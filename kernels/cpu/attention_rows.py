@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,7 @@ def plan_work(rows: Sequence[Row]) -> Work:
     # The longest first, so that the last tasks are short and threads end together.
     pieces.sort(key=lambda piece: piece[2] - piece[3])
     return Work(
-        torch.tensor(pieces, dtype=torch.int64).view(-1, 5),
-        torch.tensor(merges, dtype=torch.int64).view(-1, 3),
+        torch.from_numpy(np.array(pieces, dtype=np.int64).reshape(-1, 5)),
+        torch.from_numpy(np.array(merges, dtype=np.int64).reshape(-1, 3)),
         num_parts,
     )
