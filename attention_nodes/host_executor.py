@@ -19,7 +19,7 @@ from attention_nodes.decoder import Decoder
 from attention_nodes.executor import Ran, Receipt, run_layers
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.scores import score
-from attention_nodes.step_inputs import Slices, StepInputs, host_inputs, host_meta
+from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
 from kernels.contracts import AttentionMeta
 from kernels.recordings import Recordings
 from kernels.runtime import Event, Runtime
@@ -34,8 +34,8 @@ MAX_SEQUENCE_ROWS: Final = 8
 # Recordings that are kept: about 100 KB each for 30 layers, besides their rows.
 MAX_RECORDINGS: Final = 64
 
-Renew = Callable[[AttentionMeta, AttentionMeta], None]
-"""(recorded, now): lets a recorded step attend by `now`; kernels.cpu.attention.renew."""
+Renew = Callable[[AttentionMeta, Sequence[int], Sequence[int], Tensor], None]
+"""Lets a recorded step attend to other keys: kernels.cpu.attention.renew."""
 
 _Key = tuple[tuple[int, ...], int]
 """The rows of each micro-batch, and the number of rows to sample."""
@@ -58,10 +58,14 @@ class _Recorded(NamedTuple):
             end = begin + len(slices.sample_rows)
             sample_rows[begin:end] = slices.sample_rows + part.start
             begin = end
-            cos, sin = rotary.gather(slices.positions, slices.prompt_lens)
-            part.cos.numpy()[:], part.sin.numpy()[:] = cos.numpy(), sin.numpy()
+            rotary.gather(slices.positions, slices.prompt_lens, out=(part.cos, part.sin))
             part.kv_slots.numpy()[:] = slices.kv_slots
-            renew(part.meta, host_meta(slices))
+            renew(
+                part.meta,
+                slices.query_start.tolist(),
+                slices.context_lens.tolist(),
+                torch.from_numpy(slices.block_tables),
+            )
 
 
 class Placed(NamedTuple):

@@ -33,12 +33,24 @@ class RotaryTable:
         """Return D/2."""
         return self._head_dim // 2
 
-    def gather(self, positions: IntArray, num_prompt: IntArray) -> tuple[Tensor, Tensor]:
-        """Return (cos, sin) for `positions` [T]; `num_prompt` [T]: each token's prompt length."""
+    def gather(
+        self,
+        positions: IntArray,
+        num_prompt: IntArray,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (cos, sin) for `positions` [T]; `num_prompt` [T]: each token's prompt length.
+
+        They are written to `out`, if given.
+        """
+        if out is None:
+            out = torch.empty(len(positions), self.width), torch.empty(len(positions), self.width)
+        cos, sin = out
         index = torch.from_numpy(positions)
         if self.table is not None:
-            cos, sin = self.table
-            return cos.index_select(0, index), sin.index_select(0, index)
+            for table, values in zip(self.table, out, strict=True):
+                torch.index_select(table, 0, index, out=values)
+            return out
         seq_lens = np.array(
             [
                 rope_seq_len(position, prompt_len=prompt)
@@ -46,12 +58,10 @@ class RotaryTable:
             ],
             dtype=np.int64,
         )
-        cos = torch.empty(len(positions), self._head_dim // 2)
-        sin = torch.empty_like(cos)
         for seq_len in np.unique(seq_lens).tolist():
             chosen = torch.from_numpy(seq_lens == seq_len)
             cos[chosen], sin[chosen] = self._cos_sin(index[chosen], seq_len=seq_len)
-        return cos, sin
+        return out
 
     def _cos_sin(self, positions: Tensor, *, seq_len: int) -> tuple[Tensor, Tensor]:
         frequencies = inverse_frequencies(self._rope, self._head_dim, seq_len=seq_len)

@@ -155,14 +155,16 @@ def slice_up(
         lengths = [len(drafts[each].tokens) if each in drafts else 0 for each in seq_ids.tolist()]
         counts = certain + np.array(lengths, dtype=np.int64)
     query_start = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(counts, out=query_start[1:])
-    row_of_token = np.repeat(rows, counts)
-    storage = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
+    counts.cumsum(out=query_start[1:])
+    row_of_token, storage = rows, starts
+    if query_start[-1] != len(rows):  # else each has one, at its start
+        row_of_token = rows.repeat(counts)
+        storage = np.arange(query_start[-1]) + (starts - query_start[:-1]).repeat(counts)
     context_lens = starts + counts
     block_size = table.limits.block_size
     num_columns = -(-int(context_lens.max(initial=0)) // block_size)
     block_of_token = table.block_tables[row_of_token, storage // block_size]
-    sampled = np.flatnonzero(sample)
+    sampled = sample.nonzero()[0]
     slices = Slices(
         rows=rows,
         certain=certain,
@@ -308,7 +310,14 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
                 cos=cos,
                 sin=sin,
                 kv_slots=torch.from_numpy(slices.kv_slots),
-                meta=host_meta(slices),
+                meta=AttentionMeta(
+                    query_start=torch.from_numpy(slices.query_start),
+                    context_lens=torch.from_numpy(slices.context_lens),
+                    block_tables=torch.from_numpy(slices.block_tables),
+                    max_query_len=int(slices.counts.max(initial=0)),
+                    max_context_len=int(slices.context_lens.max(initial=0)),
+                    tree_mask=mask_of(slices, torch.device("cpu")),
+                ),
             )
         )
         sample_rows.append(slices.sample_rows + start)
@@ -318,18 +327,6 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
         parts=parts,
         sample_rows=torch.from_numpy(joined(sample_rows)),
         to_score=to_score(micro_batches, [part.start for part in parts], torch.device("cpu")),
-    )
-
-
-def host_meta(slices: Slices) -> AttentionMeta:
-    """Return attention's metadata on the CPU."""
-    return AttentionMeta(
-        query_start=torch.from_numpy(slices.query_start),
-        context_lens=torch.from_numpy(slices.context_lens),
-        block_tables=torch.from_numpy(slices.block_tables),
-        max_query_len=int(slices.counts.max(initial=0)),
-        max_context_len=int(slices.context_lens.max(initial=0)),
-        tree_mask=mask_of(slices, torch.device("cpu")),
     )
 
 

@@ -164,19 +164,13 @@ def _choose_from(
     from kernels.cpu.compiled import philox
     from kernels.cpu.compiled.sampling import choose_rows
 
-    draws = philox.uniforms(
-        batch.seeds.numpy(), batch.choices.numpy(), batch.positions.numpy(), purpose=Purpose.TOKEN
-    )
-    temperature, top_p = (
-        each.numpy().astype(np.float64) for each in (batch.temperature, batch.top_p)
-    )
-    temperature[batch.temperature.numpy() < MIN_TEMPERATURE] = 0
+    draws = philox.uniforms(batch.seeds, batch.choices, batch.positions, purpose=Purpose.TOKEN)
     chosen = choose_rows(
         scores,
-        temperature=temperature,
-        top_k=batch.top_k.numpy(),
-        min_p=batch.min_p.numpy(),
-        top_p=top_p,
+        temperature=batch.temperature,
+        top_k=batch.top_k,
+        min_p=batch.min_p,
+        top_p=batch.top_p,
         uniforms=draws,
     )
     tokens = chosen.tokens.astype(np.int64)
@@ -184,9 +178,10 @@ def _choose_from(
         ids = chosen.ids[row, : int(chosen.counts[row])]
         tokens[row] = _draw_from_nucleus(
             ids,
-            (scores[row].numpy()[ids].astype(np.float64) - chosen.best[row]) / temperature[row],
+            (scores[row].numpy()[ids].astype(np.float64) - chosen.best[row])
+            / float(batch.temperature[row]),
             rest=chosen.rest[row],
-            top_p=float(top_p[row]),
+            top_p=float(batch.top_p[row]),
             uniform=float(draws[row]),
         )
     return tokens, chosen.best

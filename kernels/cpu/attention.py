@@ -83,18 +83,24 @@ class _Plan(NamedTuple):
     num_rows: int
 
 
-def _pieces(meta: AttentionMeta, sliding_window: int | None) -> Iterator[_Piece]:
-    starts = meta.query_start.tolist()
-    for idx, context_len in enumerate(meta.context_lens.tolist()):
-        num_new = starts[idx + 1] - starts[idx]
-        step = LONG_ROWS if meta.tree_mask is None else max(num_new, 1)
+def _pieces(
+    query_start: Sequence[int],
+    context_lens: Sequence[int],
+    sliding_window: int | None,
+    *,
+    is_tree: bool = False,
+) -> Iterator[_Piece]:
+    for idx, context_len in enumerate(context_lens):
+        start = query_start[idx]
+        num_new = query_start[idx + 1] - start
+        step = max(num_new, 1) if is_tree else LONG_ROWS
         for begin in range(0, num_new, step):
             num_rows = min(step, num_new - begin)
             key_end = context_len - num_new + begin + num_rows
             key_start = 0
             if sliding_window is not None:
                 key_start = max(0, key_end - num_rows - sliding_window + 1)
-            yield _Piece(idx, starts[idx] + begin, num_rows, key_start, key_end)
+            yield _Piece(idx, start + begin, num_rows, key_start, key_end)
 
 
 def _single_rows(piece: _Piece, sliding_window: int | None) -> Iterator[Row]:
@@ -200,7 +206,14 @@ def _plan(
     singly = meta.tree_mask is None and can_attend(q, k_cache, meta.block_tables, out)
     memo_key = (_MEMO, sliding_window, block_size, num_groups, head_dim, repeat, singly)
     if memo_key not in meta.memo:
-        pieces = tuple(_pieces(meta, sliding_window))
+        pieces = tuple(
+            _pieces(
+                meta.query_start.tolist(),
+                meta.context_lens.tolist(),
+                sliding_window,
+                is_tree=meta.tree_mask is not None,
+            )
+        )
         rows = _rows_of(pieces, sliding_window) if singly else []
         groups = tuple(
             _make_group(
@@ -230,8 +243,13 @@ def _rows_of(pieces: Sequence[_Piece], sliding_window: int | None) -> list[Row]:
     return [row for piece in short for row in _single_rows(piece, sliding_window)]
 
 
-def renew(recorded: AttentionMeta, now: AttentionMeta) -> None:
-    """Let a recorded step, which attended by `recorded`, attend by `now` when it is replayed.
+def renew(
+    recorded: AttentionMeta,
+    query_start: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Tensor,
+) -> None:
+    """Let a recorded step, which attended by `recorded`, attend by other fields of AttentionMeta.
 
     Both are of rows that are computed one by one: no trees, at most SINGLE_ROWS of a sequence.
     """
@@ -239,8 +257,9 @@ def renew(recorded: AttentionMeta, now: AttentionMeta) -> None:
         if key[0] == _MEMO:
             assert isinstance(plan, _Plan)
             assert plan.single is not None
-            rows = _rows_of(tuple(_pieces(now, window := cast("int | None", key[1]))), window)
-            plan.single.fill(plan_work(rows), now.block_tables)
+            window = cast("int | None", key[1])
+            rows = _rows_of(tuple(_pieces(query_start, context_lens, window)), window)
+            plan.single.fill(plan_work(rows), block_tables)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:

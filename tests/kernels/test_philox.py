@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from kernels.cpu.compiled import philox as compiled
 from kernels.philox import Purpose, as_signed, philox, uniforms
@@ -150,5 +151,5 @@ def test_the_compiled_uniforms_are_the_same() -> None:
     choices, positions = rng.integers(0, 1 << 32, 300), rng.integers(0, 1 << 40, 300)
     for purpose in Purpose:
         wanted = uniforms(seeds.view(np.uint64), choices, positions, purpose=purpose)
-        found = compiled.uniforms(seeds, choices, positions, purpose=purpose)
-        assert np.array_equal(found, wanted)
+        names = (torch.from_numpy(each) for each in (seeds, choices, positions))
+        assert np.array_equal(compiled.uniforms(*names, purpose=purpose).numpy(), wanted)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,8 +52,8 @@ def batch(num_rows: int, **settings: object) -> SamplingBatch:
 def even_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the row's uniforms by the midpoints of an even grid."""
 
-    def midpoints(seeds: Sequence[int], *_: object, **__: object) -> np.ndarray:
-        return (np.arange(len(seeds)) + 0.5) / len(seeds)
+    def midpoints(seeds: Tensor, *_: object, **__: object) -> Tensor:
+        return (torch.arange(len(seeds), dtype=torch.float64) + 0.5) / len(seeds)
 
     monkeypatch.setattr("kernels.cpu.compiled.philox.uniforms", midpoints)
 
@@ -291,9 +290,8 @@ def test_borders_of_the_cdf_belong_to_the_next_token_with_any_probability(
     uniform: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens 1 and 3 have probability one half each; 0, 2 and 4 have zero and are never chosen."""
-    monkeypatch.setattr(
-        "kernels.cpu.compiled.philox.uniforms", lambda *_, **__: np.array([uniform])
-    )
+    value = torch.tensor([uniform], dtype=torch.float64)
+    monkeypatch.setattr("kernels.cpu.compiled.philox.uniforms", lambda *_, **__: value)
     never = -math.inf
     logits = torch.tensor([[never, 0.0, never, 0.0, never]])
     assert sample(logits, batch(1)).tokens.tolist() == [token]

@@ -21,26 +21,27 @@ from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
-
-Column = NDArray[Any]
-"""A number for each row, or one for all."""
+from kernels.sampling import MIN_TEMPERATURE
 
 (
     SCORES,
     SCORES_STRIDE,
     VOCAB,
     NUM_ROWS,
-    PARAMETERS,
+    TEMPERATURES,
+    TOP_KS,
+    MIN_PS,
+    TOP_PS,
+    UNIFORMS,
     RESULTS,
     SUMS,
     HEAPS,
     HEAP_BYTES,
     IDS,
-) = offsets(10)
+) = offsets(14)
 """The arguments of `_choose`."""
 
-# A row's parameters and results, f64.
-TEMPERATURE, TOP_K, MIN_P, TOP_P, UNIFORM, _PARAMETER_BYTES = range(0, 48, 8)
+# A row's results, f64.
 BEST, REST, COUNT, TOKEN, _RESULT_BYTES = range(0, 40, 8)
 # Weights that bound a nucleus, greatest first: e^-2 to e^-13.
 BOUNDS: Final = tuple(np.float32(np.exp(-x)) for x in (2, 4, 6, 8, 10, 13))
@@ -67,53 +68,49 @@ class Chosen(NamedTuple):
 def choose_rows(
     scores: Tensor,
     *,
-    temperature: Column,
-    top_k: Column,
-    min_p: Column,
-    top_p: Column,
-    uniforms: Column,
+    temperature: Tensor,
+    top_k: Tensor,
+    min_p: Tensor,
+    top_p: Tensor,
+    uniforms: Tensor,
 ) -> Chosen:
     """Choose a token from each row of scores f32[R, V], or return its nucleus's candidates.
 
-    At temperature 0 that is the first of the greatest. Else scores below the `top_k`-th greatest
-    (0: of none), or that weigh less than `min_p`, are not kept. If top_p is 1 the token is
-    drawn: the first at which the sum of the weights, by ascending ids, passes `uniforms` times
+    By row: temperature, min_p and top_p f32[R], top_k i64[R], uniforms f64[R]. At a temperature
+    below MIN_TEMPERATURE the token is the first of the greatest. Else scores below the `top_k`-th
+    greatest (0: of none), or that weigh less than `min_p`, are not kept. If top_p is 1 the token
+    is drawn: the first at which the sum of the weights, by ascending ids, passes `uniforms` times
     the whole sum.
     """
     num_rows, vocab = scores.shape
     assert scores.dtype == torch.float32
     assert scores.stride(1) == 1
-    num_given, num_found = _PARAMETER_BYTES // 8, _RESULT_BYTES // 8
-    longest = int(top_k.max(initial=0))
-    heap_size = min(longest, vocab)
+    given = [each.contiguous() for each in (temperature, top_k, min_p, top_p, uniforms)]
+    assert [each.itemsize for each in given] == [4, 8, 4, 4, 8]
+    heap_size = min(int(top_k.max()), vocab) if num_rows else 0
+    has_nucleus = num_rows > 0 and float(top_p.min()) < 1
     num_sums = -(-vocab // simd.LANES)
-    # One piece of memory: asking for an address takes a microsecond.
-    num_words = num_given + num_found + -(-(num_sums + heap_size) // 2)
-    memory = np.empty(num_rows * num_words)
-    address = memory.ctypes.data
-    parameters = memory[: num_rows * num_given].reshape(num_rows, num_given)
-    results = memory[parameters.size :][: num_rows * num_found].reshape(num_rows, num_found)
-    for idx, column in enumerate((temperature, top_k, min_p, top_p, uniforms)):
-        parameters[:, idx] = column
-    ids = np.empty((num_rows, vocab if top_p.min(initial=1) < 1 else 0), dtype=np.int32)
-    scratch = address + num_rows * (_PARAMETER_BYTES + _RESULT_BYTES)
+    results = np.empty((num_rows, _RESULT_BYTES // 8))
+    scratch = torch.empty(num_rows * (num_sums + heap_size))
+    ids = torch.empty(num_rows, vocab if has_nucleus else 0, dtype=torch.int32)
     arguments = (
         scores.data_ptr(),
         4 * scores.stride(0),
         vocab,
         num_rows,
-        address,
-        address + num_rows * _PARAMETER_BYTES,
-        scratch,
-        scratch + 4 * num_rows * num_sums,
+        *(each.data_ptr() for each in given),
+        results.ctypes.data,
+        scratch.data_ptr(),
+        scratch.data_ptr() + 4 * num_rows * num_sums,
         4 * heap_size,
-        ids.ctypes.data,
+        ids.data_ptr(),
     )
     launch(_choose, arguments, num_threads=min(torch.get_num_threads(), num_rows))
     best, rest, counts, tokens = results.T
-    return Chosen(best, rest, counts, tokens, ids)
+    return Chosen(best, rest, counts, tokens, ids.numpy())
 
 
+_COLDEST: Final = np.float32(MIN_TEMPERATURE)
 _buffer = simd.stack(4 * simd.LANES)
 
 
@@ -279,19 +276,21 @@ def _choose(block: int) -> None:
     while row < num_rows:
         scores = simd.read_i64(block + SCORES) + row * simd.read_i64(block + SCORES_STRIDE)
         sums = simd.read_i64(block + SUMS) + 4 * row * num_sums
-        given = simd.read_i64(block + PARAMETERS) + row * _PARAMETER_BYTES
         result = simd.read_i64(block + RESULTS) + row * _RESULT_BYTES
         best = _greatest(scores, vocab)
-        temperature, top_p = simd.read_f64(given + TEMPERATURE), simd.read_f64(given + TOP_P)
+        given = simd.read_f32(simd.read_i64(block + TEMPERATURES) + 4 * row)
+        temperature = np.float64(given)
+        top_p = np.float64(simd.read_f32(simd.read_i64(block + TOP_PS) + 4 * row))
         rest, count, token = 0.0, 0, 0
         if not np.isfinite(best):
             pass
-        elif temperature == 0:
+        elif given < _COLDEST:
             token = _first_of(scores, vocab, best)
         else:
             # The logarithm of 0 is -inf, which keeps all.
-            lowest = best + temperature * np.log(simd.read_f64(given + MIN_P))
-            k = int(simd.read_f64(given + TOP_K))
+            min_p = np.float64(simd.read_f32(simd.read_i64(block + MIN_PS) + 4 * row))
+            lowest = best + temperature * np.log(min_p)
+            k = simd.read_i64(simd.read_i64(block + TOP_KS) + 8 * row)
             if 0 < k < vocab:
                 heap = simd.read_i64(block + HEAPS) + row * simd.read_i64(block + HEAP_BYTES)
                 lowest = max(np.float64(_kth_score(scores, vocab, k, heap)), lowest)
@@ -313,7 +312,7 @@ def _choose(block: int) -> None:
                         break
                 rest = max(total - together, 0.0)
             else:
-                target = total * simd.read_f64(given + UNIFORM)
+                target = total * simd.read_f64(simd.read_i64(block + UNIFORMS) + 8 * row)
                 token = _invert(scores, vocab, shift, inverse, limit, sums, target, buffer)
         simd.write_f64(result + BEST, np.float64(best))
         simd.write_f64(result + REST, rest)

@@ -34,10 +34,13 @@ class Drawn(NamedTuple):
 
 
 def draw(scores: Tensor, **parameters: float | Tensor) -> Drawn:
-    given = {"temperature": 1.0, "top_k": 0, "min_p": 0, "top_p": 1.0, "uniforms": 0.5} | parameters
-    chosen = choose_rows(
-        scores, **{name: torch.as_tensor(value).numpy() for name, value in given.items()}
-    )
+    given = {"temperature": 1.0, "top_k": 0, "min_p": 0.0, "top_p": 1.0, "uniforms": 0.5}
+    kinds = {"top_k": torch.int64, "uniforms": torch.float64}
+    columns = {
+        name: torch.as_tensor(value).to(kinds.get(name, torch.float32)).expand(len(scores))
+        for name, value in (given | parameters).items()
+    }
+    chosen = choose_rows(scores, **{name: each.contiguous() for name, each in columns.items()})
     return Drawn(*(torch.from_numpy(each) for each in chosen))
 
 
