@@ -213,6 +213,8 @@ class Sampler:
         self, rows: IntArray, positions: IntArray, params: list[SamplingParams]
     ) -> BannedTokens | None:
         """Return the stop tokens of the sequences that have not reached min_tokens."""
+        if not any(each.min_tokens for each in params):
+            return None
         num_outputs = positions - self._table.num_prompt[rows]
         pairs = [
             (idx, token)

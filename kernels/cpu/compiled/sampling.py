@@ -87,8 +87,9 @@ def choose_rows(
     assert scores.stride(1) == 1
     given = [each.contiguous() for each in (temperature, top_k, min_p, top_p, uniforms)]
     assert [each.itemsize for each in given] == [4, 8, 4, 4, 8]
-    heap_size = min(int(top_k.max()), vocab) if num_rows else 0
-    has_nucleus = num_rows > 0 and float(top_p.min()) < 1
+    # Lists: reductions of small tensors take longer.
+    heap_size = min(max(top_k.tolist(), default=0), vocab)
+    has_nucleus = min(top_p.tolist(), default=1.0) < 1
     num_sums = -(-vocab // simd.LANES)
     results = np.empty((num_rows, _RESULT_BYTES // 8))
     scratch = torch.empty(num_rows * (num_sums + heap_size))
