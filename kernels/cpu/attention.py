@@ -256,10 +256,11 @@ def renew(
     for key, plan in recorded.memo.items():
         if key[0] == _MEMO:
             assert isinstance(plan, _Plan)
-            assert plan.single is not None
             window = cast("int | None", key[1])
             rows = _rows_of(tuple(_pieces(query_start, context_lens, window)), window)
-            plan.single.fill(plan_work(rows), block_tables)
+            if rows:  # a micro-batch may have none, each time
+                assert plan.single is not None
+                plan.single.fill(plan_work(rows), block_tables)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:

@@ -233,7 +233,7 @@ def test_recorded_steps_run_ahead_of_a_device_that_is_late(
         planner.decode([1, 2, 4])
     planner.step({2: 1, 4: 1}, finished=[1])
     with DelayedRuntime() as runtime:
-        monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda device: runtime)
+        monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda *_: runtime)
         node = Node(mixtral, recordings=True)
         runtime.synchronize()
         before = runtime.num_waits

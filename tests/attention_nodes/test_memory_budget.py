@@ -151,7 +151,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> MeteredRuntime:
     runtime = MeteredRuntime()
     runtime.memory_of = DeviceMemory(total=4 * 2**20, free=4 * 2**20)
     runtime.reserved = 0
-    monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda device: runtime)
+    monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda *_: runtime)
     monkeypatch.setattr("attention_nodes.model_runner.select_ops", lambda *names: reference)
     return runtime
 

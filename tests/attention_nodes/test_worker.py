@@ -145,7 +145,7 @@ def config(checkpoint: Path) -> NodeConfig:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedRuntime]:
     with DelayedRuntime() as runtime:
-        monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda device: runtime)
+        monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda *_: runtime)
         # The reference's ops are fast, and no recordings are made of them.
         monkeypatch.setattr("attention_nodes.model_runner.select_ops", lambda *names: reference)
         # Only the steps of plans count.
