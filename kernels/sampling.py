@@ -164,7 +164,10 @@ def _choose_from(
     from kernels.cpu.compiled import philox
     from kernels.cpu.compiled.sampling import choose_rows
 
-    draws = philox.uniforms(batch.seeds, batch.choices, batch.positions, purpose=Purpose.TOKEN)
+    if batch.drawn_rows:
+        draws = philox.uniforms(batch.seeds, batch.choices, batch.positions, purpose=Purpose.TOKEN)
+    else:
+        draws = torch.zeros(len(scores), dtype=torch.float64)
     chosen = choose_rows(
         scores,
         temperature=batch.temperature,
