@@ -40,7 +40,7 @@ from topspin.process import PARENT_PID_VARIABLE
 # Loading takes 2 s. The first time it compiles kernels too, which the nodes need anyway: every
 # compiled kernel is kept and renews the limit, so that no work is lost.
 LOAD_LIMIT_S = 15.0
-MEASURE_LIMIT_S = 3.0
+MEASURE_LIMIT_S = 6.0
 MIN_GAIN = 0.10
 # Within this the simpler candidate (the earlier one) is taken.
 MARGIN = 0.03
