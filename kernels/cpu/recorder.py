@@ -58,15 +58,9 @@ class CpuRuntime(HostRuntime):
         if recorder.obstacle is not None:
             _log.info("steps of this kind are not recorded: %s", recorder.obstacle)
             return _after_first(body)
-        program = Program(recorder.ops, self._threads())
+        program = Program(recorder.ops, self._threads(), recorder.kept)
         self.programs.add(program)
-        kept = recorder.kept
-
-        def replay() -> None:
-            assert kept is recorder.kept
-            program.run()
-
-        return _after_first(replay)
+        return _after_first(program.run)
 
     def prepare_capture(self) -> None:
         self._threads()

@@ -11,6 +11,7 @@ programs belong to one thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -34,10 +35,10 @@ from kernels.cpu.simd.tasks import HEADER_BYTES, SPINS
 
 _LINE: Final = 64
 
-# A team's words, each on its own cache line.
-_NEWS, _LEFT, _TEAM_SLEEPERS, _PROGRAM = range(0, 4 * _LINE, _LINE)
+# A team's words, on cache lines of their own: how many programs were begun and are over, ...
+_NEWS, _OVER, _LEFT, _TEAM_SLEEPERS, _PROGRAM = range(0, 5 * _LINE, _LINE)
 _STOP, _NUM_MEMBERS = _PROGRAM + 8, _PROGRAM + 16
-_TEAM_BYTES: Final = 4 * _LINE
+_TEAM_BYTES: Final = 5 * _LINE
 
 # A program's words, then its ops.
 _NUM_OPS, _TEAM, _TIMES = range(0, 24, 8)
@@ -66,6 +67,8 @@ class Team:
     def __init__(self, num_threads: int) -> None:
         words = _aligned(_TEAM_BYTES)
         self._words = words
+        self.last: Program | None = None
+        """The program run last. A thread that lost its core may still be in it."""
         self.address: int = words.ctypes.data
         self.num_threads = num_threads
         words[_NUM_MEMBERS // 8] = words[_LEFT // 8] = num_threads - 1
@@ -91,8 +94,7 @@ def _member(serve: object, words: np.ndarray, core: int | None) -> None:
 
 
 def _dismiss(words: np.ndarray) -> None:
-    words[_STOP // 8] = 1
-    make_callable(_announce_to.address)(words.ctypes.data)
+    make_callable(_end.address)(words.ctypes.data)
 
 
 def _cores_of_others(num_threads: int) -> list[int | None]:
@@ -105,16 +107,21 @@ def _cores_of_others(num_threads: int) -> list[int | None]:
         return [None] * (num_threads - 1)
     known: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
-        known |= os.sched_getaffinity(int(thread))
-    others = sorted(known - own) or sorted(own)
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            known |= os.sched_getaffinity(int(thread))
+    others = sorted(known - own)
+    if not others:
+        return [None] * (num_threads - 1)
     return [others[idx % len(others)] for idx in range(num_threads - 1)]
 
 
 class Program:
     """Ops in memory, ready to run; each has the block that its kernel reads."""
 
-    def __init__(self, ops: Sequence[Op], team: Team) -> None:
+    def __init__(self, ops: Sequence[Op], team: Team, kept: object = None) -> None:
+        """`kept` lives as long as the program: what its ops read and write."""
         self._team = team
+        self._kept = kept
         self._num_ops = len(ops)
         self.kernels = tuple(op.kernel for op in ops)
         sizes = [-(-(HEADER_BYTES + 8 * len(op.arguments)) // _LINE) * _LINE for op in ops]
@@ -146,7 +153,11 @@ class Program:
 
     def run(self) -> None:
         """Run all ops, and return when they are done."""
+        before = self._team.last
         self._run(self._base)
+        # Only now have all threads left the one before.
+        del before
+        self._team.last = self
 
 
 @inlined
@@ -156,21 +167,29 @@ def _announce(team: int) -> None:
         wake_all(team + _NEWS)
 
 
-@Kernel
-def _announce_to(team: int) -> None:
-    """Wake the team."""
-    _announce(team)
-
-
 @inlined
-def _begin(program: int, team: int) -> None:
-    """Clear the headers and call the team, once it has left the last program."""
+def _wait_until_left(team: int) -> None:
+    """Wait until no member is in a program; none that is over holds one for long."""
     looks = 0
     while read_shared(team + _LEFT) < read_i64(team + _NUM_MEMBERS):
         pause()
         looks += 1
         if looks > SPINS:
             yield_core()
+
+
+@Kernel
+def _end(team: int) -> None:
+    """Let the members end, and wait until none is in a program."""
+    _wait_until_left(team)
+    write_i64(team + _STOP, 1)
+    _announce(team)
+
+
+@inlined
+def _begin(program: int, team: int) -> None:
+    """Clear the headers and call the team, once it has left the last program."""
+    _wait_until_left(team)
     for idx in range(read_i64(program + _NUM_OPS)):
         block = read_i64(program + _PROGRAM_BYTES + _OP_BYTES * idx + _OP_BLOCK)
         for word in range(0, HEADER_BYTES, 8):
@@ -184,13 +203,15 @@ def _begin(program: int, team: int) -> None:
 @Kernel
 def _run(program: int) -> None:
     """Run a program as its leader."""
-    _begin(program, read_i64(program + _TEAM))
+    team = read_i64(program + _TEAM)
+    _begin(program, team)
     times = read_i64(program + _TIMES)
     for idx in range(read_i64(program + _NUM_OPS)):
         op = program + _PROGRAM_BYTES + _OP_BYTES * idx
         call_with(read_i64(op + _OP_KERNEL), read_i64(op + _OP_BLOCK))
         if times:
             write_i64(times + 8 * idx, now_ns())
+    add_shared(team + _OVER, 1)
 
 
 @Kernel
@@ -208,6 +229,8 @@ def _serve(team: int) -> None:
             seen += 1
             program = read_i64(team + _PROGRAM)
             for idx in range(read_i64(program + _NUM_OPS)):
+                if read_shared(team + _OVER) == seen:
+                    break
                 op = program + _PROGRAM_BYTES + _OP_BYTES * idx
                 call_with(read_i64(op + _OP_KERNEL), read_i64(op + _OP_BLOCK))
             add_shared(team + _LEFT, 1)
