@@ -1,15 +1,16 @@
 """Where does the time of a decode step go? Every op of a recorded step against its floor.
 
 Owns a node of real parts in this process (the attention layers and all experts of a checkpoint, the
-net of one process) that decodes a few sequences for ever, recorded and, for comparison, layer by
-layer. The recorded program leaves the time at which each of its ops ended. An op's floor is the
-time in which the machine reads its weights and keys, at the bandwidth measured in the same run. Run
-as `topspin bench step`.
+net of one process) that decodes a few sequences for ever. The recorded program leaves the time at
+which each of its ops ended. An op's floor is the time in which the machine reads its weights, at
+the bandwidth measured in the same run; several rows may choose the same expert, which is counted
+for each. Run as `topspin bench step`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import time
 from collections import defaultdict
@@ -26,11 +27,12 @@ from attention_nodes.model_runner import ModelRunner
 from benchmarks import report
 from benchmarks.cpu_kernel_cases import cache_bytes
 from benchmarks.cpu_kernels import MATMUL_SIZE, PROBE_FILLS, Ceilings, Probe
-from benchmarks.roofline import ceiling
+from benchmarks.roofline import ceiling, weight_bytes
 from expert_nodes.experts import Experts
-from kernels.cpu.compiled import experts, matmul
+from kernels.cpu.compiled import experts, matmul, quantised, quantised_experts
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.recorder import CpuRuntime
+from kernels.cpu.simd.integers import GROUP
 from kernels.dispatch import select_ops
 from m2n_comm.gpu.local import DeviceNet
 from models.checkpoint import Checkpoint
@@ -79,7 +81,9 @@ class Node:
         block_bytes = 4 * model.num_layers * model.kv_size * BLOCK_SIZE
         plan = resolve_for(
             EngineConfig(
-                model=ModelSection(path=str(path), quantization=args.quantization),
+                model=ModelSection(
+                    path=str(path), dtype="bfloat16", quantization=args.quantization
+                ),
                 topology=TopologySection(),
                 cache=CacheSection(
                     block_size=BLOCK_SIZE,
@@ -162,7 +166,7 @@ class Node:
         )
 
 
-def label_of(kernel: str, block: np.ndarray) -> tuple[str, int]:
+def label_of(kernel: str, block: np.ndarray) -> tuple[str, float]:
     """Return an op's name in the table, and the bytes of weights that it reads at one row."""
 
     def word(offset: int) -> int:
@@ -171,10 +175,22 @@ def label_of(kernel: str, block: np.ndarray) -> tuple[str, int]:
     name = kernel.strip("_")
     if kernel == "_linear":
         num_in, num_out = word(matmul.NUM_INPUTS), word(matmul.NUM_OUTPUTS)
-        return f"linear {num_in} to {num_out}", 2 * num_in * num_out
+        return f"linear {num_in} to {num_out}", weight_bytes(num_out, num_in, 16)
+    if kernel == "quantised_linear":
+        num_in, num_out = word(quantised.L_INPUTS), word(quantised.L_OUTPUTS)
+        bits = word(quantised.L_BITS)
+        return f"int{bits} linear {num_in} to {num_out}", weight_bytes(num_out, num_in, bits)
     if kernel == "_experts":
-        size = word(experts.HIDDEN_SIZE) * word(experts.FFN_SIZE)
-        return name, 6 * size * word(experts.TOP_K) * word(experts.NUM_TOKENS)
+        shape = word(experts.HIDDEN_SIZE), word(experts.FFN_SIZE)
+        pairs = word(experts.TOP_K) * word(experts.NUM_TOKENS)
+        return name, 3 * pairs * weight_bytes(*shape, 16)
+    if kernel == "quantised_experts":
+        shape = word(quantised_experts.E_WIDTH), GROUP * word(quantised_experts.E_UNITS)
+        pairs = word(quantised_experts.E_CHOICES) * word(quantised_experts.E_ROWS)
+        first = ctypes.c_int64.from_address(
+            word(quantised_experts.E_TABLE) + quantised_experts.T_BITS
+        )
+        return f"int{first.value} experts", 3 * pairs * weight_bytes(*shape, first.value)
     return name, 0
 
 
@@ -192,9 +208,8 @@ def per_op(program: Program, times: Sequence[np.ndarray]) -> dict[str, dict[str,
 
 
 def measure(node: Node, num_steps: int) -> dict[str, Any]:
-    """Return the figures of recorded steps, and of steps layer by layer."""
-    found: dict[str, list[float]] = {"recorded": []}
-    parts: dict[str, list[float]] = {"sampling": [], "layers": []}
+    """Return the median times of a recorded step, of its phases and of its ops."""
+    found: dict[str, list[float]] = {"step": [], "layers": [], "sampling": []}
     times: list[np.ndarray] = []
     node.step()
     for _ in range(NUM_WARM_UP):
@@ -203,15 +218,12 @@ def measure(node: Node, num_steps: int) -> dict[str, Any]:
     clock = program.take_times()
     for _ in range(num_steps):
         seconds, result = node.step()
-        found["recorded"].append(seconds)
+        found["step"].append(seconds)
+        found["layers"].append(result.timings.attention_s)
+        found["sampling"].append(result.timings.sample_s)
         times.append(clock.copy())
-        parts["sampling"].append(result.timings.sample_s)
-        parts["layers"].append(result.timings.attention_s)
     return {
-        "ms_per_step": {
-            name: round(statistics.median(each) * 1e3, 3) for name, each in found.items()
-        },
-        "ms": {name: round(statistics.median(each) * 1e3, 3) for name, each in parts.items()},
+        "ms": {name: round(statistics.median(each) * 1e3, 3) for name, each in found.items()},
         "ops": per_op(program, times),
     }
 
@@ -238,13 +250,11 @@ def print_table(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     num_bytes = sum(row["bytes"] for row in result["ops"].values())
     total_us = sum(row["us"] for row in result["ops"].values())
+    floor_ms = num_bytes / rate * 1e3
     console.print(
-        f"ops {total_us / 1e3:.2f} ms; {num_bytes / 1e6:.0f} MB of weights take "
-        f"{num_bytes / rate * 1e3:.2f} ms at {rate / 1e9:.1f} GB/s; "
-        + "; ".join(f"{name} {each} ms" for name, each in result["ms"].items())
-    )
-    console.print(
-        "a step: " + ", ".join(f"{name} {each} ms" for name, each in result["ms_per_step"].items())
+        f"{num_bytes / 1e6:.0f} MB of weights take {floor_ms:.2f} ms at {rate / 1e9:.1f} GB/s; all "
+        f"ops {total_us / 1e3:.2f} ms; "
+        + ", ".join(f"{name} {each} ms" for name, each in result["ms"].items())
     )
 
 
