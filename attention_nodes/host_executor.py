@@ -22,10 +22,10 @@ from attention_nodes.scores import score
 from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
 from kernels.contracts import AttentionMeta
 from kernels.recordings import Recordings
-from kernels.runtime import Event, Runtime
+from kernels.runtime import Event, Runtime, host_event
 from m2n_comm.net import AttentionNet
 from topspin.progress import Beat
-from topspin.trace import Kind, Stamps
+from topspin.trace import Kind, Ring, Stamps, read_stamps
 
 # Steps with more rows spend their time in the kernels.
 MAX_RECORDED_ROWS: Final = 64
@@ -96,6 +96,11 @@ class HostExecutor:
         self._stream = runtime.current_stream()
         self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
         self._renew = renew
+        # Its only stamp is when the layers of the last recorded step ended.
+        self._clock = Ring(1)
+        stamps = runtime.stamps_of(self._clock)
+        assert stamps is not None
+        self._stamps = stamps
         self._recordings: Recordings[_Key] = Recordings(runtime, MAX_RECORDINGS)
         self._recorded: dict[_Key, _Recorded] = {}
 
@@ -173,15 +178,16 @@ class HostExecutor:
             residual = run_layers(
                 self._decoder, net, inputs, self._combined, trace=trace, beat=None
             )
+            self._stamps.stamp(Kind.RALLIED)
+            if trace is not None:
+                trace.stamp(Kind.RALLIED)
             self._decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
 
         if beat is not None:
             beat()
         self._recordings.run(key, body, None if net is None else (net, net.epoch))
-        rallied = self._stream.record(timed=True)
-        if trace is not None:
-            trace.stamp(Kind.RALLIED)
-        return Ran(logits, rallied, [])
+        (rallied,) = read_stamps(self._clock.dump())
+        return Ran(logits, host_event(rallied.t_ns), [])
 
     def keep(self, placed: Placed, tokens: Tensor) -> None:
         pass

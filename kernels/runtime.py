@@ -186,8 +186,8 @@ class HostRuntime:
 
 
 class _HostEvent:
-    def __init__(self) -> None:
-        self._at_s = time.perf_counter()
+    def __init__(self, at_s: float | None = None) -> None:
+        self._at_s = time.perf_counter() if at_s is None else at_s
 
     def wait(self) -> None:
         pass
@@ -198,6 +198,11 @@ class _HostEvent:
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _HostEvent)
         return self._at_s - earlier._at_s
+
+
+def host_event(time_ns: int) -> Event:
+    """Return an event of the host that was reached at this CLOCK_MONOTONIC (perf_counter's)."""
+    return _HostEvent(time_ns * 1e-9)
 
 
 class _HostStream:
