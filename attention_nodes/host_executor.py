@@ -101,7 +101,7 @@ class HostExecutor:
         stamps = runtime.stamps_of(self._clock)
         assert stamps is not None
         self._stamps = stamps
-        self._recordings: Recordings[_Key] = Recordings(runtime, MAX_RECORDINGS)
+        self._recordings: Recordings[_Key] = Recordings(runtime)
         self._recorded: dict[_Key, _Recorded] = {}
 
     def record_all(
@@ -168,8 +168,11 @@ class HostExecutor:
         if recorded is None:
             shape = (key[1], self._decoder.config.vocab_size)
             recorded = self._recorded[key] = _Recorded(inputs, torch.empty(shape))
-            while len(self._recorded) > MAX_RECORDINGS:
-                del self._recorded[next(iter(self._recorded))]
+            if len(self._recorded) > MAX_RECORDINGS:
+                # A recording writes to the tensors that go with it: they end together.
+                oldest = next(iter(self._recorded))
+                del self._recorded[oldest]
+                self._recordings.drop(oldest)
         else:
             self._recorded[key] = self._recorded.pop(key)
         logits = recorded.logits

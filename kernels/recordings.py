@@ -66,6 +66,11 @@ class Recordings(Generic[Key]):
         while self._limit is not None and len(self._replays) > self._limit:
             del self._replays[next(iter(self._replays))]
 
+    def drop(self, key: Key) -> None:
+        """Forget `key`: its next step is run without a recording."""
+        self._replays.pop(key, None)
+        self._has_run.discard(key)
+
     def clear(self) -> None:
         """Drop all recordings, and the memory of which keys have run."""
         self._replays.clear()

@@ -13,6 +13,7 @@ from unittest import mock
 import msgspec
 import pytest
 
+from attention_nodes import host_executor
 from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import make_checkpoint
@@ -30,7 +31,7 @@ SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 12
 
 
 def run(path: Path, weights: Format, expert_nodes: int, *, recordings: bool) -> Any:
-    """Return greedy and drawn continuations, and how often a program ran."""
+    """Return greedy and drawn continuations, greedy ones again, and how often a program ran."""
     plan = engine_config(
         path,
         dtype="bfloat16",
@@ -53,7 +54,8 @@ def run(path: Path, weights: Format, expert_nodes: int, *, recordings: bool) -> 
     ):
         greedy = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
         drawn = engine.generate(PROMPTS[:2], max_tokens=NUM_TOKENS, temperature=1.0, seed=3)
-    return greedy, drawn, runs
+        again = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+    return greedy, drawn, again, runs
 
 
 @pytest.mark.parametrize(
@@ -84,3 +86,14 @@ def test_tokens_are_those_of_steps_layer_by_layer(
     assert none == 0
     assert runs > 2 * NUM_TOKENS - 10
     assert "not recorded" not in caplog.text
+
+
+def test_a_recording_that_was_forgotten_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path, "llama", **SIZES)
+    *plain, _ = run(path, "none", 1, recordings=False)
+    monkeypatch.setattr(host_executor, "MAX_RECORDINGS", 1)
+    *recorded, runs = run(path, "none", 1, recordings=True)
+    assert recorded == plain
+    assert runs > NUM_TOKENS

@@ -71,3 +71,15 @@ def test_the_recording_that_was_used_longest_ago_goes_for_a_new_one(log: Log) ->
     recordings.run("b", log.body("b"), "state")
     assert log.take() == ["record", "replay"]
     assert len(recordings) == 2
+
+
+def test_a_dropped_key_starts_again_and_others_stay(log: Log) -> None:
+    recordings: Recordings[int] = Recordings(log)
+    for key in (1, 2, 1, 2):
+        recordings.run(key, log.body(str(key)), "state")
+    log.take()
+    recordings.drop(1)
+    recordings.drop(7)
+    for key in (1, 2, 1):
+        recordings.run(key, log.body(str(key)), "state")
+    assert log.take() == ["run 1", "replay", "record", "replay"]

@@ -67,8 +67,8 @@ class Team:
     def __init__(self, num_threads: int) -> None:
         words = _aligned(_TEAM_BYTES)
         self._words = words
-        self.last: Program | None = None
-        """The program run last. A thread that lost its core may still be in it."""
+        self.in_use: object = None
+        """The memory of the program run last: a thread that lost its core may still be in it."""
         self.address: int = words.ctypes.data
         self.num_threads = num_threads
         words[_NUM_MEMBERS // 8] = words[_LEFT // 8] = num_threads - 1
@@ -153,11 +153,9 @@ class Program:
 
     def run(self) -> None:
         """Run all ops, and return when they are done."""
-        before = self._team.last
         self._run(self._base)
         # Only now have all threads left the one before.
-        del before
-        self._team.last = self
+        self._team.in_use = (self._words, self._kept)
 
 
 @inlined

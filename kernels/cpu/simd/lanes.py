@@ -92,7 +92,7 @@ def operation(
     """Return a decorator: compiled code can call the IR that `emit`(builder, *values) writes.
 
     `apart`: it is a function of its own, which is not inlined. For loops over tiles: together with
-    the loops around them LLVM 20 has dropped and misplaced some of their writes.
+    the loops around them LLVM 22 has dropped and misplaced some of their writes.
     """
 
     def register(emit: Emit) -> Callable[..., Any]:
