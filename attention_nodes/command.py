@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from attention_nodes.model_runner import ModelRunner
-from attention_nodes.worker import AttentionWorker
+from attention_nodes.worker import AttentionWorker, MakeDrafter, text_drafter
 from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.hello import Identity
@@ -23,7 +23,13 @@ from topspin.process import follow_parent, start_logging
 CONNECT_TIMEOUT_S = 3600.0
 
 
-def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> None:
+def connect_worker(
+    control: ControlClient,
+    *,
+    index: int,
+    model_path: Path,
+    make_drafter: MakeDrafter = text_drafter,
+) -> None:
     """Run attention node `index` with its experts in other processes."""
 
     def connect(welcome: Welcome, runner: ModelRunner, life: NodeLife) -> AttentionNet:
@@ -39,18 +45,29 @@ def connect_worker(control: ControlClient, *, index: int, model_path: Path) -> N
             ),
             topology.experts,
             welcome.table,
-            Waits(timeout_s=CONNECT_TIMEOUT_S, policy=wait_policy(config), check=life.check),
+            Waits(
+                timeout_s=CONNECT_TIMEOUT_S,
+                policy=wait_policy(config),
+                check=life.check,
+                resume=life.progress.beat,
+            ),
             runtime=open_runtime(node.device) if node.place.is_device else None,
             max_rows=node.max_num_batched_tokens,
             link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
         )
 
-    worker = AttentionWorker(control, index=index, model_path=model_path, open_net=connect)
+    worker = AttentionWorker(
+        control,
+        index=index,
+        model_path=model_path,
+        open_net=connect,
+        make_drafter=make_drafter,
+    )
     worker.introduce()
     worker.serve()
 
 
-def main() -> int:
+def main(make_drafter: MakeDrafter = text_drafter) -> int:
     """Run one attention node; returns its exit status."""
     follow_parent()
     parser = argparse.ArgumentParser(prog="python -m attention_nodes", description=__doc__)
@@ -66,6 +83,8 @@ def main() -> int:
         args.index,
         args.control,
         logger=start_logging("attention"),
-        body=lambda control: connect_worker(control, index=args.index, model_path=args.model),
+        body=lambda control: connect_worker(
+            control, index=args.index, model_path=args.model, make_drafter=make_drafter
+        ),
         heartbeat=FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT,
     )

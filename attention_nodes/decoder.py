@@ -147,11 +147,11 @@ class Decoder:
         k = qkv[:, config.q_size : config.q_size + config.kv_size]
         v = qkv[:, config.q_size + config.kv_size :]
         if config.qk_norm == "full" and layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(q, layer.q_norm, eps=config.rms_norm_eps)
-            k = ops.rms_norm(k, layer.k_norm, eps=config.rms_norm_eps)
+            ops.rms_norm(q, layer.q_norm, eps=config.rms_norm_eps, out=q)
+            ops.rms_norm(k, layer.k_norm, eps=config.rms_norm_eps, out=k)
         if config.clip_qkv is not None:
             assert config.qk_norm != "head", "clipping comes after norms"
-            q, k, v = (x.clamp(-config.clip_qkv, config.clip_qkv) for x in (q, k, v))
+            qkv.clamp_(-config.clip_qkv, config.clip_qkv)
         num_tokens = len(normed)
         return (
             q.view(num_tokens, config.num_heads, config.head_dim),
@@ -180,7 +180,7 @@ class Decoder:
         units = self.ops.swiglu(self.ops.linear(normed, gate_up, gate_up_bias))
         out = self.ops.linear(units, down, down_bias)
         if layer.shared_gate is not None:
-            out = self.ops.sigmoid(self.ops.linear(normed, layer.shared_gate)) * out
+            self.ops.sigmoid_gate(out, self.ops.linear(normed, layer.shared_gate))
         return out
 
     def logits(self, residual: Tensor, out: Tensor | None = None) -> Tensor:

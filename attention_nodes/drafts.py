@@ -1,69 +1,19 @@
-"""Drafts: tokens that a node feeds behind a sequence's last one because they may come next.
+"""What a step drafts: which of its sequences may, how much, and what the drafter answers.
 
-Owns their form, the seam at which they come from elsewhere, and the choice of what is kept of
-one. A draft is a tree over the root, the last token that is certain: verifying it samples every
-row, as plain decoding would at that place, and keeps the path on which each token is the one
-sampled before it. So a draft never changes what is sampled, only how much of it in one step.
-Knows no tensors and no cache. Called by step_inputs.py and model_runner.py.
+Owns the drafter's view of a sequence. Drafts themselves, and drafters, are those of spec_decode.
+Knows no tensors and no cache. Called by model_runner.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from attention_nodes.sequences import SequenceTable, unpack
+from attention_nodes.sequences import PENDING, IntArray, SequenceTable, unpack
+from spec_decode.draft import ROOT, Draft, Drafter, DraftRequest, Text
 from topspin.errors import ProtocolError
 from topspin.messages import SAMPLE, MicroBatch
-
-ROOT: Final = -1
-"""In Draft.parents: the token follows the last certain one."""
-
-
-class Draft(NamedTuple):
-    """n tokens, none before the one that it follows: `parents[i]` < i is its index, or ROOT."""
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-
-    @property
-    def is_chain(self) -> bool:
-        """Return whether each token follows the one before it."""
-        return self.parents == tuple(range(ROOT, len(self.tokens) - 1))
-
-    def ancestors(self) -> npt.NDArray[np.bool_]:
-        """Return bool[n, n]: whether token j is token i or before it on its path."""
-        seen = np.eye(len(self.tokens), dtype=bool)
-        for idx, parent in enumerate(self.parents):
-            if parent != ROOT:
-                seen[idx] |= seen[parent]
-        return seen
-
-    def path(self, idx: int) -> tuple[int, ...]:
-        """Return the tokens from the root's first to token `idx`."""
-        tokens: list[int] = []
-        while idx != ROOT:
-            tokens.append(self.tokens[idx])
-            idx = self.parents[idx]
-        return tuple(reversed(tokens))
-
-
-class DraftRequest(NamedTuple):
-    """A sequence to draft for: all its tokens, the last of which is the root."""
-
-    seq_id: int
-    tokens: npt.NDArray[np.int32]
-    at_most: int
-
-
-class Drafter(Protocol):
-    """Where drafts come from."""
-
-    def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
-        """Return a draft for each request, perhaps an empty one; one call per step."""
 
 
 def draft_requests(plan: MicroBatch, table: SequenceTable) -> list[DraftRequest]:
@@ -85,7 +35,7 @@ def draft_requests(plan: MicroBatch, table: SequenceTable) -> list[DraftRequest]
     at_most = np.minimum(max_draft, table.max_length[rows] - 1 - ends)
     may = (wanted & SAMPLE).astype(bool) & (at_most > 0) & (ends == table.num_known[rows])
     return [
-        DraftRequest(int(seq_ids[idx]), table.tokens[rows[idx], : ends[idx]], int(at_most[idx]))
+        DraftRequest(_text(table, seq_ids, rows, idx, end=int(ends[idx])), int(at_most[idx]))
         for idx in np.flatnonzero(may).tolist()
     ]
 
@@ -99,22 +49,23 @@ def take_drafts(drafter: Drafter, requests: Sequence[DraftRequest]) -> dict[int,
         assert len(draft.tokens) == len(draft.parents) <= request.at_most
         assert all(ROOT <= parent < idx for idx, parent in enumerate(draft.parents))
         if draft.tokens:
-            drafts[request.seq_id] = draft
+            drafts[request.text.seq_id] = draft
     return drafts
 
 
-def accepted(draft: Draft, sampled: Sequence[int], valid: Sequence[bool]) -> list[int]:
-    """Return the indices of the accepted tokens, a path from the root on.
+def end_texts(drafter: Drafter, finished: Sequence[int], table: SequenceTable) -> None:
+    """Tell the drafter of sequences that the table is about to forget."""
+    seq_ids = np.array(finished, dtype=np.int64)
+    rows = table.rows_of(seq_ids)
+    ends = table.num_known[rows]
+    ends -= table.tokens[rows, ends - 1] == PENDING
+    for idx, end in enumerate(ends.tolist()):
+        drafter.end(_text(table, seq_ids, rows, idx, end=end))
 
-    `sampled` [1 + n] are the tokens sampled from the rows of the root and of each draft token;
-    nothing is accepted behind a row that is not `valid`.
-    """
-    children = {
-        (p, t): idx for idx, (p, t) in enumerate(zip(draft.parents, draft.tokens, strict=True))
-    }
-    path: list[int] = []
-    at = ROOT
-    while valid[1 + at] and (child := children.get((at, sampled[1 + at]))) is not None:
-        path.append(child)
-        at = child
-    return path
+
+def _text(table: SequenceTable, seq_ids: IntArray, rows: IntArray, idx: int, *, end: int) -> Text:
+    """Return the first `end` tokens of sequence `idx` of those in `rows`."""
+    row = int(rows[idx])
+    return Text(
+        int(seq_ids[idx]), table.tokens[row, :end], int(table.num_prompt[row]), table.salt(row)
+    )

@@ -104,6 +104,7 @@ class LaunchedStep:
             index=self.index,
             seq_ids=drawn.seq_ids,
             counts=drawn.counts,
+            drafted=drawn.drafted,
             tokens=drawn.tokens,
             logprobs=drawn.logprobs,
             prompt_logprobs=scores.prompt_logprobs,

@@ -23,7 +23,7 @@ import torch
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
 from attention_nodes.device_executor import DeviceExecutor
-from attention_nodes.drafts import Draft, Drafter, draft_requests, take_drafts
+from attention_nodes.drafts import draft_requests, end_texts, take_drafts
 from attention_nodes.executor import Executor
 from attention_nodes.host_executor import HostExecutor, Renew
 from attention_nodes.launched import LaunchedStep, check_of
@@ -47,6 +47,7 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.unused_tensors import describe_unused, unused_tensors
 from models.weights import stream_attention_weights
+from spec_decode.draft import Draft, Drafter
 from topspin.errors import ProtocolError
 from topspin.messages import (
     SAMPLE,
@@ -263,7 +264,7 @@ class ModelRunner:
                 num_computed=0,
                 blocks=pack_ints([0]),
                 max_length=2,
-                sampling=SamplingParams(max_tokens=1, seed=0, temperature=1.0),
+                sampling=SamplingParams(max_tokens=1, seed=0, temperature=1.0, logprobs=1),
             )
         )
         slices = slice_up(
@@ -456,11 +457,15 @@ class ModelRunner:
         self._check_ticket(ticket, index)
         if len(plan.micro_batches) != ticket.num_micro_batches:
             raise ProtocolError(f"{len(plan.micro_batches)} micro-batches, not the ticket's")
-        if ticket.generation > self._generation:
-            self._table.clear()
+        begins = ticket.generation > self._generation
         self._generation = ticket.generation
         self._last_step = ticket.step
-        for seq_id in unpack(plan.finished, what="finished").tolist():
+        finished = unpack(plan.finished, what="finished").tolist()
+        if begins:
+            finished = self._table.seq_ids + finished
+        if self._drafter is not None:
+            end_texts(self._drafter, finished, self._table)
+        for seq_id in finished:
             self._table.forget(seq_id)
         for new in plan.new:
             self._table.admit(new)

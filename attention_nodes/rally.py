@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from attention_nodes.decoder import Decoder, Layer
 from attention_nodes.step_inputs import MicroBatchInputs
+from kernels.contracts import Routing
 from m2n_comm.net import AttentionNet
 from topspin.progress import Beat
 from topspin.trace import Kind, Stamps
@@ -54,7 +56,9 @@ def rally(
             take_back(net, micro_batch, flight)
             if beat is not None:
                 beat()
-            normed = decoder.attention_half(layer, flight.residual, flight.delta, flight.inputs)
+            normed = flight.residual
+            if len(normed):
+                normed = decoder.attention_half(layer, normed, flight.delta, flight.inputs)
             flight.delta = None
             if layer.moe_idx is None:
                 flight.delta = run_local(decoder, micro_batch, layer, normed, trace)
@@ -78,7 +82,7 @@ def send_out(
     """Dispatch rows to their experts, then run the shared expert while they are away."""
     assert net is not None
     assert layer.moe_idx is not None
-    routing = decoder.route(layer, normed)
+    routing = _route(decoder, layer, normed)
     if trace is not None:
         trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
     num_rows = flight.inputs.num_rows
@@ -89,11 +93,21 @@ def send_out(
     flight.local = run_local(decoder, micro_batch, layer, normed, trace)
 
 
+def _route(decoder: Decoder, layer: Layer, normed: Tensor) -> Routing:
+    """Choose the experts of rows [T, H]; T is 0 where only other attention nodes have rows."""
+    if len(normed):
+        return decoder.route(layer, normed)
+    assert decoder.config.moe is not None
+    size = (0, decoder.config.moe.top_k)
+    experts = torch.empty(size, dtype=torch.int64, device=normed.device)
+    return Routing(experts, torch.empty(size, device=normed.device))
+
+
 def run_local(
     decoder: Decoder, micro_batch: int, layer: Layer, normed: Tensor, trace: Stamps | None
 ) -> Tensor | None:
     """Run the part computed on this node: a dense layer's MLP or the shared expert."""
-    local = decoder.local_mlp(layer, normed)
+    local = decoder.local_mlp(layer, normed) if len(normed) else None
     if trace is not None and local is not None:
         trace.stamp(Kind.LOCAL, layer.idx, micro_batch)
     return local

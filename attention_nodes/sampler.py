@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.drafts import accepted
 from attention_nodes.sequences import REALS, IntArray, SequenceTable
 from attention_nodes.step_inputs import Drafted, Slices, joined
 from kernels.dispatch import Ops
 from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
+from spec_decode.draft import accepted
 from topspin.messages import SamplingParams, TokenLogprobs, pack_ints
 
 
@@ -31,6 +31,7 @@ class Drawn(NamedTuple):
     tokens: bytes
     logprobs: dict[int, tuple[TokenLogprobs, ...]]
     errors: dict[int, str]
+    drafted: bytes = b""
 
 
 class Sampled(NamedTuple):
@@ -87,13 +88,6 @@ class Asked(NamedTuple):
     batch: SamplingBatch
     num_top_logprobs: int | None
 
-    @property
-    def is_processed(self) -> bool:
-        """Return whether anything but the temperature and filters changes a row's logits."""
-        batch = self.batch
-        has_edits = batch.logit_bias is not None or batch.banned is not None
-        return has_edits or bool(batch.penalised_rows)
-
 
 class Sampler:
     """Samples for the sequences of one table."""
@@ -122,9 +116,7 @@ class Sampler:
         The first tensor is the tokens, i64[R]. All are on the device of the logits.
         """
         result = self._ops.sample(logits, asked.batch, num_top_logprobs=asked.num_top_logprobs)
-        drawn = [result.tokens, result.valid]
-        # Without processing only the model itself can be at fault.
-        drawn.append(logits.amax(-1).isfinite() if asked.is_processed else result.valid)
+        drawn = [result.tokens, result.valid, result.is_number]
         if result.logprobs is not None:
             assert result.top_ids is not None
             assert result.top_logprobs is not None
@@ -140,7 +132,7 @@ class Sampler:
         """
         rows, drafted = asked.sampled.roots, {each.first: each for each in asked.sampled.drafted}
         if not drafted:
-            return Verdict(rows, np.ones_like(rows))
+            return Verdict(rows, np.ones(len(rows), dtype=np.int64))
         tokens, valid = drawn[:2]
         chosen: list[int] = []
         counts = []
@@ -187,6 +179,7 @@ class Sampler:
             tokens=pack_ints(tokens[rows].tolist()),
             logprobs=_logprobs(asked, drawn, rows) if len(drawn) > 3 else {},
             errors=errors,
+            drafted=_drafted(asked.sampled, firsts, num_ended=len(ended)),
         )
 
     def _batch(
@@ -248,6 +241,14 @@ class Sampler:
                 history = np.append(history, np.array(paths[idx], dtype=history.dtype))
             histories.append(torch.from_numpy(history))
         return histories
+
+
+def _drafted(sampled: Sampled, firsts: IntArray, *, num_ended: int) -> bytes:
+    """Return the packed lengths of the drafts of the sequences whose first rows are `firsts`."""
+    if not sampled.drafted:
+        return b""
+    lengths = {each.first: len(each.draft.tokens) for each in sampled.drafted}
+    return pack_ints([*(lengths.get(first, 0) for first in firsts.tolist()), *[0] * num_ended])
 
 
 def _reason(*, is_number: bool) -> str:

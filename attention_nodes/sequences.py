@@ -84,6 +84,7 @@ class SequenceTable:
         self.reals = np.zeros((capacity, len(REALS)), dtype=np.float32)
         self.keys = np.zeros((capacity, 3), dtype=np.int64)
         self._sampling: list[SamplingParams | None] = [None] * capacity
+        self._salts = [""] * capacity
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -117,6 +118,7 @@ class SequenceTable:
         self.max_length[row] = min(new.max_length, self.limits.max_len + 1)
         self.num_blocks[row] = 0
         params = self._sampling[row] = new.sampling
+        self._salts[row] = new.cache_salt
         self.reals[row] = [getattr(params, each) for each in REALS]
         self.keys[row] = as_signed(params.seed), params.choice, params.top_k
         self.add_blocks(row, unpack(new.blocks, what=f"sequence {new.seq_id}: blocks"))
@@ -141,6 +143,7 @@ class SequenceTable:
                 grown[:capacity] = old
                 setattr(self, name, grown)
             self._sampling += [None] * capacity
+            self._salts += [""] * capacity
             self._free_rows = list(range(2 * capacity - 1, capacity - 1, -1))
         return self._free_rows.pop()
 
@@ -153,9 +156,14 @@ class SequenceTable:
         self.tenancy[row] += 1
         self._free_rows.append(row)
 
+    @property
+    def seq_ids(self) -> list[int]:
+        """Return the ids of all sequences."""
+        return list(self._row_of)
+
     def clear(self) -> None:
         """Forget every sequence (the start of a new generation)."""
-        for seq_id in list(self._row_of):
+        for seq_id in self.seq_ids:
             self.forget(seq_id)
 
     def rows_of(self, seq_ids: IntArray) -> IntArray:
@@ -244,3 +252,7 @@ class SequenceTable:
         params = self._sampling[row]
         assert params is not None
         return params
+
+    def salt(self, row: int) -> str:
+        """Return the tenant's salt of the sequence in `row`."""
+        return self._salts[row]

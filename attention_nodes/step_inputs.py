@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention_nodes.drafts import Draft
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sequences import IntArray, SequenceTable, unpack
 from kernels.contracts import AttentionMeta
+from spec_decode.draft import Draft
 from topspin.errors import ProtocolError
 from topspin.messages import SAMPLE, SCORE, MicroBatch
 

@@ -20,13 +20,23 @@ from attention_nodes.launched import check_of
 from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner, OpenDryNet
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
+from spec_decode.draft import Drafter
+from spec_decode.suffix import drafter_of
 from topspin.channel import ControlClient
 from topspin.errors import Interrupted, ProtocolError
 from topspin.messages import AnyMessage, PrepareTable, StepPlan, StepTicket, TablePrepared, Welcome
 from topspin.node_life import NodeLife
+from topspin.plan import NodeConfig
 
 OpenNet = Callable[[Welcome, ModelRunner, NodeLife], AttentionNet]
 DryNet = Callable[[Welcome], OpenDryNet | None]
+MakeDrafter = Callable[[NodeConfig, Path], Drafter | None]
+"""Returns what drafts for a node of the model in a directory; None: nothing does."""
+
+
+def text_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
+    """Return the drafter of the methods that need no model."""
+    return drafter_of(config.speculation)
 
 
 class AttentionWorker:
@@ -34,8 +44,8 @@ class AttentionWorker:
 
     Invariant: `_is_formed` says whether the node takes part in the engine's generation; then
     `_net` is usable (None for a model without routed experts). `dry_net` gives the net to experts
-    of this process for the dry run (see ModelRunner.load; None: there are none). `can_reform`
-    as in NodeLife.
+    of this process for the dry run (see ModelRunner.load; None: there are none). `make_drafter`
+    is called once, before the runner loads. `can_reform` as in NodeLife.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class AttentionWorker:
         model_path: Path,
         open_net: OpenNet,
         dry_net: DryNet = lambda welcome: None,
+        make_drafter: MakeDrafter = text_drafter,
         can_reform: bool = True,
     ) -> None:
         self._life = NodeLife(control, role="attention", index=index, can_reform=can_reform)
@@ -57,6 +68,7 @@ class AttentionWorker:
         self._model_path = model_path
         self._open_net = open_net
         self._dry_net = dry_net
+        self._make_drafter = make_drafter
 
     def introduce(self) -> None:
         """Say Hello."""
@@ -74,6 +86,7 @@ class AttentionWorker:
             index=self._index,
             table_version=welcome.table.version,
             open_net=self._dry_net(welcome),
+            drafter=self._make_drafter(welcome.config, self._model_path),
         )
         self._life.inbox.trace = self._runner.trace
         return self._runner.num_blocks

@@ -39,7 +39,12 @@ def accept_attention(
         ),
         topology.attention_incarnations,
         topology.table,
-        Waits(timeout_s=CONNECT_TIMEOUT_S, policy=wait_policy(config), check=life.check),
+        Waits(
+            timeout_s=CONNECT_TIMEOUT_S,
+            policy=wait_policy(config),
+            check=life.check,
+            resume=life.progress.beat,
+        ),
         runtime=experts.runtime if config.node.place.is_device else None,
         reuse=config.restart,
     )

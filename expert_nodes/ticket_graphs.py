@@ -26,11 +26,13 @@ class TicketShape(NamedTuple):
 
     num_participants: int
     row_buckets: tuple[int, ...]
-    table_version: int
 
 
 class TicketGraphs:
-    """The recordings of one node, for the net and epoch of the last serve()."""
+    """The recordings of one node, for the net, epoch and expert table of the last serve().
+
+    Those of an earlier table are dropped: they would keep experts that have left this node.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._recordings: Recordings[TicketShape] = Recordings(runtime, MAX_TICKETS)
@@ -43,8 +45,8 @@ class TicketGraphs:
         if not net.is_graph_safe:
             body()
             return
-        shape = TicketShape(len(ticket.participants), ticket.row_buckets, ticket.table_version)
-        self._recordings.run(shape, body, (net, net.epoch))
+        shape = TicketShape(len(ticket.participants), ticket.row_buckets)
+        self._recordings.run(shape, body, (net, net.epoch, ticket.table_version))
 
     def clear(self) -> None:
         """Forget all recordings: the net that they use is to be closed."""

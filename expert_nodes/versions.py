@@ -76,15 +76,14 @@ class Versions:
         # Dropped versions whose counts are not reported yet.
         self._left: list[Version] = []
         self._lock = threading.Lock()
-        self._is_counted = False
 
     @property
     def has_counts(self) -> bool:
-        """Return whether take_counts() may have something to return.
-
-        Always true on a GPU: the host does not see a graph's additions.
-        """
-        return self._is_counted or not self.newest.used.is_cpu
+        """Return whether take_counts() may have something to return; always true on a GPU."""
+        return any(
+            not each.used.is_cpu or not torch.equal(each.used, each.reported)
+            for each in (*self._left, *self._versions.values())
+        )
 
     @property
     def newest(self) -> Version:
@@ -141,7 +140,6 @@ class Versions:
     def count(self, version: Version, layer: int, counts: Tensor) -> None:
         """Add the pairs [E] of a batch; does not wait for the device."""
         version.counts[layer].add_(counts)
-        self._is_counted = True
 
     def take_counts(self) -> list[SlotCounts]:
         """Return the pairs served since the last call, oldest version first.
@@ -149,7 +147,6 @@ class Versions:
         Waits for the device's queue.
         """
         with self._lock:
-            self._is_counted = False
             taken, self._left = self._left, []
             taken += [self._versions[number] for number in self.numbers]
         return [found for version in taken if (found := _report(version)) is not None]
@@ -157,7 +154,6 @@ class Versions:
     def _retire(self, versions: list[Version]) -> None:
         """Drop the weights of `versions`; keep their counts."""
         self._left += [replace(version, layers=[]) for version in versions]
-        self._is_counted = True
 
 
 def _report(version: Version) -> SlotCounts | None:

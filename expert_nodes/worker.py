@@ -25,7 +25,7 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_expert_weights
 from topspin.channel import ControlClient
-from topspin.devices import TRITON
+from topspin.devices import CPU, TRITON
 from topspin.errors import ConfigError, ProtocolError
 from topspin.expert_table import ExpertTable
 from topspin.messages import AnyMessage, ExpertCounts, PrepareTable, StepTicket, Welcome
@@ -61,7 +61,7 @@ def run_ticket(
                         beat()
                     net.reply(batch, experts.compute(batch))
 
-    net.trace = experts.trace
+    net.trace = experts.runtime.stamps_of(experts.trace)
     net.begin(ticket)
     if graphs is None:
         serve()
@@ -85,7 +85,9 @@ def load_experts(
         torch.set_num_threads(config.node.num_threads)
     place = config.node.place
     ops = select_ops(place.kernels, dtype, formats(config.precision, "expert"), device=place.device)
-    runtime = runtime or open_runtime(place.device)
+    runtime = runtime or open_runtime(place.device, place.kernels)
+    if config.execution.recordings:
+        runtime.prepare_capture()
     held = welcome.table.experts_of(index)
     _check_memory(runtime, ops, model, config, held=held, index=index)
     try:
@@ -143,6 +145,13 @@ def _check_memory(
     )
     if numbers is not None:
         raise ConfigError(f"expert node {index}: {numbers}; use {_WAYS_OUT}")
+
+
+def graphs_of(config: NodeConfig, experts: Experts) -> TicketGraphs | None:
+    """Return what records this node's tickets, None if nothing does."""
+    # Other kernels of a device may wait for it.
+    is_able = config.node.kernels in (TRITON, CPU)
+    return TicketGraphs(experts.runtime) if config.execution.recordings and is_able else None
 
 
 def warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
@@ -208,9 +217,7 @@ class ExpertWorker:
         experts = self._experts = self._load(welcome)
         self._life.inbox.trace = experts.trace
         config = welcome.config
-        # Kernels other than Triton's may wait for the device.
-        if config.execution.recordings and config.node.kernels == TRITON:
-            self._graphs = TicketGraphs(experts.runtime)
+        self._graphs = graphs_of(config, experts)
         self._change = TableChange(
             experts, model_path=self._model_path, config=welcome.config, index=self._index
         )

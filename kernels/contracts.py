@@ -29,10 +29,12 @@ class AttentionMeta:
     `0 .. context_lens[s] - 1` are in the cache blocks that `block_tables[s]` names.
     Rows from `query_start[S]` on are padding: attention gives 0 for them.
 
-    `tree_mask[t, j]` says whether query row t sees the j-th new position of its
-    sequence (itself and its ancestors in a draft tree); committed positions are always
-    visible. A token's distance for a sliding window is then counted along its branch:
-    its position is the committed length plus the number of its ancestors.
+    `tree_mask[t, j]` says whether query row t sees the j-th of its sequence's last
+    `tree_lens[s]` positions: itself and its ancestors in a draft tree, each behind its own
+    ancestors. The positions before those are committed and always visible. Without
+    `tree_lens` the tree is the new rows; with it, a tree whose other rows are in the cache
+    grows by the new rows. A token's distance for a sliding window is then counted along its
+    branch: its position is the committed length plus the number of its ancestors.
 
     `memo` is for kernels only: they keep data derived from this object in one layer
     (gather indices, masks) there for the other layers.
@@ -49,7 +51,9 @@ class AttentionMeta:
     max_context_len: int
     """Upper bound of context_lens."""
     tree_mask: Tensor | None = None
-    """bool[T, max_query_len], or None: causal."""
+    """bool[T, max_query_len or the most of tree_lens], or None: causal."""
+    tree_lens: Tensor | None = None
+    """i32[S], at least the query rows of a sequence. Not all implementations accept it."""
     memo: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
 
 

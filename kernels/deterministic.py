@@ -24,7 +24,7 @@ from kernels.cpu.plain import add_rms_norm, rms_norm, rotate_and_store
 from kernels.deterministic_attention import paged_attention
 from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.reference import embed, permute, route
-from kernels.sampling import sample
+from kernels.sampling import SampleResult, SamplingBatch
 from topspin.precision import UNQUANTISED, Format
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "rotate_and_store",
     "route",
     "sample",
-    "sigmoid",
+    "sigmoid_gate",
     "swiglu",
 ]
 
@@ -51,6 +51,16 @@ name: Final = "deterministic"
 # Rows of every matrix product. From 16 on oneDNN and MKL give the same bits with any
 # number of threads; a decode step of 16 sequences is one product.
 ROW_GROUP: Final = 16
+
+
+def sample(
+    logits: Tensor, batch: SamplingBatch, *, num_top_logprobs: int | None = None
+) -> SampleResult:
+    """Choose one token per row of logits [R, V]; see `kernels.sampling.sample`."""
+    # Machines with GPUs, which import this module too, need not have numba.
+    from kernels.cpu.sampling import sample as compiled
+
+    return compiled(logits, batch, num_top_logprobs=num_top_logprobs)
 
 
 def can_prepack(dtype: torch.dtype) -> bool:
@@ -105,10 +115,10 @@ def linear(
     return torch.cat(results) if out is None else torch.cat(results, out=out)
 
 
-def sigmoid(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return 1 / (1 + exp(-x)), computed in fp32, in the dtype of x."""
-    result = x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype)
-    return result if out is None else out.copy_(result)
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x [R, H] by sigmoid(gate [R, 1]) in place; see `kernels.reference.sigmoid_gate`."""
+    sigmoid = gate.float().neg().exp_().add_(1.0).reciprocal_()
+    return x.mul_(sigmoid.to(gate.dtype))
 
 
 def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:

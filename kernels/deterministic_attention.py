@@ -68,6 +68,11 @@ def _ints(tensor: Tensor) -> _Ints:
     return tensor.numpy(force=True).astype(np.int64)
 
 
+def _tree_lens(meta: AttentionMeta) -> _Ints:
+    """Return the lengths [S] of the sequences' trees."""
+    return np.diff(_ints(meta.query_start)) if meta.tree_lens is None else _ints(meta.tree_lens)
+
+
 def _units(meta: AttentionMeta, per_unit: int) -> _Units:
     """Cut all query rows into units at multiples of P; a tree's rows are units of one."""
     starts, context = _ints(meta.query_start), _ints(meta.context_lens)
@@ -80,7 +85,8 @@ def _units(meta: AttentionMeta, per_unit: int) -> _Units:
         same_seq = seq[1:] == seq[:-1]
         first[1:] = ~(same_seq & (position[1:] // per_unit == position[:-1] // per_unit))
     else:
-        position = (context - counts)[seq] - 1 + _ints(meta.tree_mask[: len(row)].sum(-1))
+        committed = context - _tree_lens(meta)
+        position = committed[seq] - 1 + _ints(meta.tree_mask[: len(row)].sum(-1))
         first = np.ones(len(row), dtype=bool)
     unit = np.cumsum(first) - 1
     num_units = int(first.sum())
@@ -98,16 +104,13 @@ def _slots(
     places = keys
     if meta.tree_mask is not None:
         places = keys.copy()
-        starts, context = _ints(meta.query_start), _ints(meta.context_lens)
+        mask, lengths = meta.tree_mask.numpy(force=True), _tree_lens(meta)
+        committed_lens = _ints(meta.context_lens) - lengths
         for idx, unit in enumerate(chosen.tolist()):
             seq = int(units.seq[unit])
-            begin, end = int(starts[seq]), int(starts[seq + 1])
-            tree = meta.tree_mask[begin:end, : end - begin].numpy(force=True)
-            path = np.flatnonzero(tree[units.rows[unit].max() - begin])
-            # The path in the order of depth: logical position committed + d lies at
-            # committed + path[d].
-            path = path[np.argsort(tree.sum(-1)[path], kind="stable")]
-            committed = int(context[seq]) - (end - begin)
+            # The path by depth: logical position committed + d lies at committed + path[d].
+            path = np.flatnonzero(mask[units.rows[unit].max(), : lengths[seq]])
+            committed = int(committed_lens[seq])
             new = keys[idx] >= committed
             places[idx, new] = committed + path[keys[idx, new] - committed]
     tables = _ints(meta.block_tables)[units.seq[chosen]]

@@ -113,21 +113,22 @@ def visible(
 ) -> Tensor:
     """Return the mask of the keys that a sequence's new rows see, bool[num_new, context_len].
 
-    `tree` is bool[num_new, num_new] or None (causal); see AttentionMeta. A key is in a
-    sliding window w iff query position - key position < w, as in transformers.
+    `tree` is bool[num_new, length of the tree] or None (causal); see AttentionMeta. A key is in
+    a sliding window w iff query position - key position < w, as in transformers.
     """
-    committed = context_len - num_new
-    key_positions = torch.arange(context_len, device=device)
+    positions = torch.arange(context_len, device=device)
     if tree is None:
-        query_positions = key_positions[committed:]
-        seen = key_positions <= query_positions[:, None]
+        distances = positions[context_len - num_new :, None] - positions
+        seen = distances >= 0
     else:
+        committed = context_len - tree.shape[1]
         seen = torch.ones(num_new, context_len, dtype=torch.bool, device=device)
         seen[:, committed:] = tree
-        query_positions = committed - 1 + tree.sum(-1)
-        key_positions = torch.cat((key_positions[:committed], query_positions))
+        # A row sees as many keys behind a key of its branch as it is away from it.
+        ranks = seen.cumsum(-1)
+        distances = ranks[:, -1:] - ranks
     if sliding_window is not None:
-        seen &= query_positions[:, None] - key_positions < sliding_window
+        seen &= distances < sliding_window
     return seen
 
 
@@ -151,9 +152,11 @@ def paged_attention(
     repeat = q.shape[1] // num_groups
     result = torch.zeros_like(q)
     starts = meta.query_start.tolist()
+    tree_lens = None if meta.tree_lens is None else meta.tree_lens.tolist()
     for idx, context_len in enumerate(meta.context_lens.tolist()):
         start, end = starts[idx], starts[idx + 1]
         num_new = end - start
+        num_tree = num_new if tree_lens is None else tree_lens[idx]
         if num_new == 0:
             continue
         blocks = meta.block_tables[idx, : -(-context_len // block_size)].long()
@@ -161,7 +164,7 @@ def paged_attention(
         values = v_cache[blocks].flatten(0, 1)[:context_len].float()
         keys = keys.repeat_interleave(repeat, dim=1)
         values = values.repeat_interleave(repeat, dim=1)
-        tree = None if meta.tree_mask is None else meta.tree_mask[start:end, :num_new]
+        tree = None if meta.tree_mask is None else meta.tree_mask[start:end, :num_tree]
         seen = visible(
             num_new, context_len, sliding_window=sliding_window, tree=tree, device=q.device
         )
@@ -188,9 +191,12 @@ def linear(
     return _deliver(F.linear(x, weight.data, bias), out)
 
 
-def sigmoid(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return 1 / (1 + exp(-x)), element by element."""
-    return _deliver(torch.sigmoid(x), out)
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x [R, H] by sigmoid(gate [R, 1]) in place and return it.
+
+    The sigmoid is rounded to the dtype of `gate`, the product to that of x.
+    """
+    return x.mul_(torch.sigmoid(gate))
 
 
 def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -1,9 +1,9 @@
 """Logits to tokens: penalties, bias, filters, and the inverse CDF of a keyed uniform.
 
-A row's token is a function of its logits, parameters and name (seed, choice,
-position) alone: rows are processed one by one, so no other row, batch split or node
-count can change it. Knows no request and no tokenizer. Called by the attention node's
-last stage, on the device where the logits are.
+Owns the types of sampling, and its definition `sample`, in plain torch and numpy: the oracle of
+`kernels.cpu.sampling` and `kernels.triton.sampling`, slow for large vocabularies. A row's token is
+a function of its logits, parameters and name (seed, choice, position) alone: no other row, batch
+split or node count can change it. Knows no request and no tokenizer.
 
 Order of processing, as in vLLM: repetition, frequency and presence penalties, logit
 bias, banned tokens, temperature, min_p, top_k, and top_p on the tokens left by these two.
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.philox import Purpose
+from kernels.philox import Purpose, uniforms
 
 History = Sequence[int] | Tensor
 
@@ -89,11 +89,20 @@ class SamplingBatch:
     @cached_property
     def penalised_rows(self) -> list[int]:
         """Rows with any penalty."""
-        some = self.presence_penalty.numpy() != 0
-        some |= self.frequency_penalty.numpy() != 0
-        some |= self.repetition_penalty.numpy() != 1
-        rows: list[int] = some.nonzero()[0].tolist()
-        return rows
+        # Lists: numpy takes longer for a few rows.
+        penalties = zip(
+            self.presence_penalty.tolist(),
+            self.frequency_penalty.tolist(),
+            self.repetition_penalty.tolist(),
+            strict=True,
+        )
+        return [row for row, each in enumerate(penalties) if each != (0.0, 0.0, 1.0)]
+
+    @property
+    def is_processed(self) -> bool:
+        """Return whether anything but the temperature and filters changes a row's logits."""
+        has_edits = self.logit_bias is not None or self.banned is not None
+        return has_edits or bool(self.penalised_rows)
 
     @cached_property
     def drawn_rows(self) -> list[int]:
@@ -113,6 +122,8 @@ class SampleResult(NamedTuple):
     """i64[R]; below V in invalid rows too."""
     valid: Tensor
     """bool[R]: the greatest logit and the greatest processed score are finite numbers."""
+    is_number: Tensor
+    """bool[R]: the greatest logit is; without it the model itself is at fault."""
     logprobs: Tensor | None
     """f32[R], of the chosen tokens."""
     top_ids: Tensor | None
@@ -130,83 +141,55 @@ def sample(
     best. Logits are not changed. A row is invalid, without effect on others, if its logits or
     processed scores contain a NaN or a +inf, or are all -inf.
     """
-    tokens, valid = _choose(logits, batch)
+    scores = process_logits(logits, batch)
+    # The greatest of a row with a NaN is NaN.
+    is_number = logits.amax(-1).isfinite()
+    valid = scores.amax(-1).isfinite() & is_number
+    rows = scores.float().numpy(force=True)
+    where = uniforms(
+        *(batch.seeds.numpy().view(np.uint64), batch.choices.numpy(), batch.positions.numpy()),
+        purpose=Purpose.TOKEN,
+    )
+    chosen_ids = [
+        _choose(rows[row], row, batch, float(where[row])) if is_valid else 0
+        for row, is_valid in enumerate(valid.tolist())
+    ]
+    tokens = torch.tensor(chosen_ids, dtype=torch.int64, device=logits.device)
     if num_top_logprobs is None:
-        return SampleResult(tokens, valid, None, None, None)
+        return SampleResult(tokens, valid, is_number, None, None, None)
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     best = logprobs.topk(min(num_top_logprobs, logits.shape[1]), dim=-1)
-    return SampleResult(tokens, valid, chosen, best.indices, best.values)
+    return SampleResult(tokens, valid, is_number, chosen, best.indices, best.values)
 
 
-class _Choice(NamedTuple):
-    tokens: Tensor
-    valid: Tensor
+def _choose(scores: NDArray[np.float32], row: int, batch: SamplingBatch, uniform: float) -> int:
+    """Return the token of a row's scores f32[V], whose greatest is finite; see `sample`.
 
-
-def _choose(logits: Tensor, batch: SamplingBatch) -> _Choice:
-    processed = process_logits(logits, batch)
-    tokens, best = _choose_from(processed.float().cpu().contiguous(), batch)
-    # The greatest of a row with a NaN is NaN.
-    is_valid = np.isfinite(best)
-    if processed is not logits:
-        # A ban may hide an invalid logit of the model.
-        is_valid &= logits.amax(-1).isfinite().numpy(force=True)
-    choice = _Choice(torch.from_numpy(tokens), torch.from_numpy(is_valid))
-    return _Choice(*(each.to(logits.device) for each in choice))
-
-
-def _choose_from(
-    scores: Tensor, batch: SamplingBatch
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the tokens of rows of processed scores f32[R, V], and the greatest scores, f64[R]."""
-    # Imported here: the GPU's sampling uses this module's types and must not need numba.
-    from kernels.cpu.compiled import philox
-    from kernels.cpu.compiled.sampling import choose_rows
-
-    if batch.drawn_rows:
-        draws = philox.uniforms(batch.seeds, batch.choices, batch.positions, purpose=Purpose.TOKEN)
-    else:
-        draws = torch.zeros(len(scores), dtype=torch.float64)
-    chosen = choose_rows(
-        scores,
-        temperature=batch.temperature,
-        top_k=batch.top_k,
-        min_p=batch.min_p,
-        top_p=batch.top_p,
-        uniforms=draws,
-    )
-    tokens = chosen.tokens.astype(np.int64)
-    for row in chosen.counts.nonzero()[0].tolist():
-        ids = chosen.ids[row, : int(chosen.counts[row])]
-        tokens[row] = _draw_from_nucleus(
-            ids,
-            (scores[row].numpy()[ids].astype(np.float64) - chosen.best[row])
-            / float(batch.temperature[row]),
-            rest=chosen.rest[row],
-            top_p=float(batch.top_p[row]),
-            uniform=float(draws[row]),
-        )
-    return tokens, chosen.best
-
-
-def _draw_from_nucleus(
-    ids: np.ndarray, exponents: np.ndarray, *, rest: float, top_p: float, uniform: float
-) -> int:
-    """Draw from the nucleus, the smallest top part of probability >= top_p, by inversion in fp64.
-
-    ids i32[C], ascending, contain the nucleus and have the weights exp(exponents f64[C]); all
-    other tokens weigh `rest` together. A token is kept iff the tokens above it have less than
-    top_p together; the best is always kept, and tokens of equal score are kept or dropped together.
+    A token is kept if its score is not below that of min_p, nor the top_k-th. Of these, it is kept
+    iff the tokens above it have less than top_p of the weights together: the best always is, and
+    tokens of equal score are kept or dropped together.
     """
-    ordered = np.sort(exponents)[::-1]
-    mass = np.exp(ordered).cumsum()
-    num_kept = min(1 + int((mass < top_p * (mass[-1] + rest)).sum()), len(mass))
-    kept = exponents >= ordered[num_kept - 1]
-    cdf = np.exp(exponents[kept]).cumsum()
+    best, temperature = np.float64(scores.max()), np.float64(batch.temperature[row])
+    if temperature < MIN_TEMPERATURE:
+        return int(scores.argmax())
+    with np.errstate(divide="ignore"):
+        limit = np.float32(best + temperature * np.log(np.float64(batch.min_p[row])))
+    top_k, top_p = int(batch.top_k[row]), float(batch.top_p[row])
+    if 0 < top_k < len(scores):
+        limit = max(limit, np.partition(scores, -top_k)[-top_k])
+    ids = (scores >= limit).nonzero()[0]
+    exponents = (scores[ids].astype(np.float64) - best) / temperature
+    if top_p < 1:
+        ordered = np.sort(exponents)[::-1]
+        mass = np.exp(ordered).cumsum()
+        num_kept = min(1 + int((mass < top_p * mass[-1]).sum()), len(mass))
+        is_kept = exponents >= ordered[num_kept - 1]
+        ids, exponents = ids[is_kept], exponents[is_kept]
+    cdf = np.exp(exponents).cumsum()
     # The first entry above the target: a token of probability 0 does not raise the CDF.
     idx = int(np.searchsorted(cdf, cdf[-1] * uniform, side="right"))
-    return int(ids[kept][min(idx, len(cdf) - 1)])
+    return int(ids[min(idx, len(cdf) - 1)])
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -214,7 +197,7 @@ def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
     Gives `logits` itself if there is nothing to apply, else a new f32[R, V].
     """
-    if not batch.penalised_rows and batch.logit_bias is None and batch.banned is None:
+    if not batch.is_processed:
         return logits
     scores = logits.to(torch.float32, copy=True)
     for row in batch.penalised_rows:

@@ -34,12 +34,14 @@ def wait_on() -> None:
 class Waits:
     """The waits of one node: `timeout_s` to form all its pairs, then by `policy` for frames.
 
-    `check` is called during long waits, to form pairs and in steps, and may end them.
+    `check` is called during long waits, to form pairs and in steps, and may end them; `resume`
+    after a wait for a frame.
     """
 
     timeout_s: float
     policy: WaitPolicy = "block"
     check: Check = wait_on
+    resume: Callable[[], None] = wait_on
 
 
 class Hop(NamedTuple):

@@ -41,13 +41,17 @@ MAX_WASTED_ELEMENTS: Final = 100_000
 
 
 class _Piece(NamedTuple):
-    """Consecutive query rows of one sequence and the key positions they may see."""
+    """Consecutive query rows of one sequence and the key positions they may see.
+
+    `num_tree`: so many of the last keys are those of a draft tree.
+    """
 
     seq_idx: int
     first_row: int
     num_rows: int
     key_start: int
     key_end: int
+    num_tree: int = 0
 
     @property
     def num_keys(self) -> int:
@@ -88,19 +92,31 @@ def _pieces(
     context_lens: Sequence[int],
     sliding_window: int | None,
     *,
-    is_tree: bool = False,
+    tree_lens: Sequence[int] | None = None,
 ) -> Iterator[_Piece]:
     for idx, context_len in enumerate(context_lens):
         start = query_start[idx]
         num_new = query_start[idx + 1] - start
-        step = max(num_new, 1) if is_tree else LONG_ROWS
-        for begin in range(0, num_new, step):
-            num_rows = min(step, num_new - begin)
+        if tree_lens is not None:
+            if num_new:
+                yield _tree_piece(idx, start, num_new, context_len, tree_lens[idx], sliding_window)
+            continue
+        for begin in range(0, num_new, LONG_ROWS):
+            num_rows = min(LONG_ROWS, num_new - begin)
             key_end = context_len - num_new + begin + num_rows
             key_start = 0
             if sliding_window is not None:
                 key_start = max(0, key_end - num_rows - sliding_window + 1)
             yield _Piece(idx, start + begin, num_rows, key_start, key_end)
+
+
+def _tree_piece(
+    idx: int, start: int, num_new: int, key_end: int, num_tree: int, sliding_window: int | None
+) -> _Piece:
+    key_start = 0
+    if sliding_window is not None:
+        key_start = max(0, key_end - num_tree - sliding_window + 1)
+    return _Piece(idx, start, num_new, key_start, key_end, num_tree)
 
 
 def _single_rows(piece: _Piece, sliding_window: int | None) -> Iterator[Row]:
@@ -142,7 +158,7 @@ def _seen_in_trees(
             piece.num_rows,
             piece.key_end,
             sliding_window=sliding_window,
-            tree=tree_mask[rows, : piece.num_rows],
+            tree=tree_mask[rows, : piece.num_tree],
             device=tree_mask.device,
         )[:, piece.key_start :]
     return seen
@@ -158,7 +174,7 @@ def _make_group(
     repeat: int,
 ) -> _Group:
     table = torch.tensor(pieces, dtype=torch.int64)
-    seq_idx, first_row, num_rows, key_start, key_end = (c[:, None] for c in table.unbind(1))
+    seq_idx, first_row, num_rows, key_start, key_end, _ = (c[:, None] for c in table.unbind(1))
     longest_rows, longest_keys = int(num_rows.max()), int((key_end - key_start).max())
     keys, rows = torch.arange(longest_keys), torch.arange(longest_rows)
 
@@ -211,7 +227,7 @@ def _plan(
                 meta.query_start.tolist(),
                 meta.context_lens.tolist(),
                 sliding_window,
-                is_tree=meta.tree_mask is not None,
+                tree_lens=_tree_lens(meta),
             )
         )
         rows = _rows_of(pieces, sliding_window) if singly else []
@@ -235,6 +251,15 @@ def _plan(
             single.fill(plan_work(rows), meta.block_tables)
         meta.memo[memo_key] = _Plan(single, groups, int(meta.query_start[-1]))
     return cast("_Plan", meta.memo[memo_key])
+
+
+def _tree_lens(meta: AttentionMeta) -> list[int] | None:
+    """Return the lengths of the sequences' trees; None: there are none."""
+    if meta.tree_mask is None:
+        return None
+    lengths = meta.query_start.diff() if meta.tree_lens is None else meta.tree_lens
+    found: list[int] = lengths.tolist()
+    return found
 
 
 def _rows_of(pieces: Sequence[_Piece], sliding_window: int | None) -> list[Row]:

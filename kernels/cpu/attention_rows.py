@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 SPLIT_KEYS: Final = 512
+"""The most keys of a piece."""
+# Fewer are not cut: joining two parts takes longer than a thread is spared.
+_MIN_SPLIT_KEYS: Final = 64
+_KEY_MULTIPLE: Final = 16
 
 
 class Row(NamedTuple):
@@ -36,16 +40,20 @@ class Work(NamedTuple):
 
 
 def plan_work(rows: Sequence[Row]) -> Work:
-    """Cut rows into pieces of at most SPLIT_KEYS keys."""
+    """Cut rows into pieces of at most SPLIT_KEYS keys: pairs of them, nearly equal.
+
+    So two threads have as much to do, whatever the number of heads.
+    """
     pieces, merges, num_parts = [], [], 0
     for row, seq_idx, key_start, key_end in rows:
-        starts = range(key_start, key_end, SPLIT_KEYS)
+        size = _piece_keys(key_end - key_start)
+        starts = range(key_start, key_end, size)
         if len(starts) == 1:
             pieces.append((row, seq_idx, key_start, key_end, -1))
             continue
         merges.append((row, num_parts, len(starts)))
         for start in starts:
-            pieces.append((row, seq_idx, start, min(start + SPLIT_KEYS, key_end), num_parts))
+            pieces.append((row, seq_idx, start, min(start + size, key_end), num_parts))
             num_parts += 1
     # The longest first, so that the last tasks are short and threads end together.
     pieces.sort(key=lambda piece: piece[2] - piece[3])
@@ -54,3 +62,11 @@ def plan_work(rows: Sequence[Row]) -> Work:
         torch.from_numpy(np.array(merges, dtype=np.int64).reshape(-1, 3)),
         num_parts,
     )
+
+
+def _piece_keys(num_keys: int) -> int:
+    """Return the number of keys of each piece of a row but the last."""
+    if num_keys <= _MIN_SPLIT_KEYS:
+        return max(num_keys, 1)
+    count = 2 * -(-num_keys // (2 * SPLIT_KEYS))
+    return -(-num_keys // (count * _KEY_MULTIPLE)) * _KEY_MULTIPLE

@@ -28,8 +28,8 @@ from kernels.cpu.matmul import (
     pack_linear,
     rebuild_experts,
 )
-from kernels.reference import embed, sigmoid
-from kernels.sampling import sample
+from kernels.cpu.sampling import sample
+from kernels.reference import embed
 
 __all__ = [
     "add_rms_norm",
@@ -45,7 +45,7 @@ __all__ = [
     "rotate_and_store",
     "route",
     "sample",
-    "sigmoid",
+    "sigmoid_gate",
     "swiglu",
 ]
 
@@ -54,8 +54,8 @@ name: Final = "cpu"
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
     """Normalise each row of x [..., H] and scale it; see `kernels.reference.rms_norm`."""
-    if out is None and numba_layer.can_norm(None, x, weight):
-        return numba_layer.add_norm(None, x, weight, eps=eps)
+    if numba_layer.can_norm(None, x, weight, out):
+        return numba_layer.add_norm(None, x, weight, eps=eps, out=out)
     return cpu_plain.rms_norm(x, weight, eps=eps, out=out)
 
 
@@ -63,8 +63,8 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
 ) -> Tensor:
     """Add x [T, H] to residual [T, H] in place and return rms_norm of the sum."""
-    if out is None and numba_layer.can_norm(x, residual, weight):
-        return numba_layer.add_norm(x, residual, weight, eps=eps)
+    if numba_layer.can_norm(x, residual, weight, out):
+        return numba_layer.add_norm(x, residual, weight, eps=eps, out=out)
     return cpu_plain.add_rms_norm(x, residual, weight, eps=eps, out=out)
 
 
@@ -74,6 +74,13 @@ def rotate_and_store(heads: HeadRows) -> None:
         numba_layer.rotate_and_store(heads)
     else:
         cpu_plain.rotate_and_store(heads)
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x [R, H] by sigmoid(gate [R, 1]) in place; see `kernels.reference.sigmoid_gate`."""
+    if numba_rows.can_gate(x, gate):
+        return numba_rows.gate_rows(x, gate)
+    return reference.sigmoid_gate(x, gate)
 
 
 def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.cpu.compiled import rows
 from kernels.cpu.compiled.program import Op, Program, Team
-from kernels.cpu.compiled.runtime import Kernel, recording
+from kernels.cpu.compiled.runtime import Kernel, float_word, is_recording, recording
 from kernels.cpu.compiled.stamps import RecordedRing, stamp
 from kernels.runtime import HostRuntime, Replay
 from topspin.trace import Ring, Stamps
@@ -35,11 +35,20 @@ class Recorder:
         self.ops: list[Op] = []
         self.kept: list[object] = []
         self.obstacle: str | None = None
-        """Names the first operation that no program can hold."""
+        """The first reason why no program can hold this step."""
 
-    def add(self, kernel: Kernel, arguments: Sequence[int]) -> None:
+    def add(
+        self,
+        kernel: Kernel,
+        arguments: Sequence[int],
+        otherwise: Callable[[], None] | None = None,
+    ) -> None:
         """Append an op."""
-        self.ops.append(Op(kernel, tuple(arguments)))
+        self.ops.append(Op(kernel, tuple(arguments), otherwise))
+
+    def refuse(self, reason: str) -> None:
+        """Give up this recording; the first reason is kept."""
+        self.obstacle = self.obstacle or reason
 
 
 class CpuRuntime(HostRuntime):
@@ -86,19 +95,26 @@ def _after_first(action: Callable[[], None]) -> Replay:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every torch operation of a body while it runs."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise the first operation seen imports all of torch.compile, for seconds.
+        return False
+
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not is_recording():
+            return result
         recorder = self._recorder
         recorder.kept.append((args, kwargs, result))
         if func in _ALLOCATIONS or _is_view(func):
             return result
         translate = _TRANSLATIONS.get(func)
         if translate is None or not translate(recorder, result, *args, **(kwargs or {})):
-            recorder.obstacle = recorder.obstacle or _describe(func, args)
+            recorder.refuse(_describe(func, args))
         return result
 
 
@@ -195,12 +211,37 @@ def _combine(recorder: Recorder, total: Tensor, term: Tensor, *, replaces: bool)
     return True
 
 
-_KERNELS: Final = (rows.copy_rows, rows.look_up, rows.add_counts, rows.add_numbers)
+def _clip(
+    recorder: Recorder,
+    out: Tensor,
+    numbers: Tensor,
+    lowest: float | None = None,
+    greatest: float | None = None,
+) -> bool:
+    if lowest is None or greatest is None:
+        return False
+    if not (numbers.dtype == torch.bfloat16 and numbers.is_contiguous()):
+        return False
+    # torch rounds the bounds to the dtype of the numbers.
+    bounds = torch.tensor([lowest, greatest], dtype=torch.bfloat16).tolist()
+    words = [float_word(bound) for bound in bounds]
+    recorder.add(rows.clip_numbers, (numbers.data_ptr(), numbers.numel(), *words))
+    return True
+
+
+_KERNELS: Final = (
+    rows.copy_rows,
+    rows.look_up,
+    rows.add_counts,
+    rows.add_numbers,
+    rows.clip_numbers,
+)
 
 _TRANSLATIONS: Final[dict[Any, Callable[..., bool]]] = {
     _aten.index.Tensor: _index,
     _aten.index_select.default: _index_select,
     _aten.add_.Tensor: _add,
     _aten.copy_.default: _copy,
+    _aten.clamp_.default: _clip,
 }
 """By torch operation, a function that records the same work; False: it cannot."""

@@ -99,9 +99,9 @@ class TritonOps:
         """Pack a weight [O, I] on its device; unquantised it is unchanged."""
         return pack_weight(weight, weight_format)
 
-    def sigmoid(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return 1 / (1 + exp(-x)), element by element."""
-        return torch.sigmoid(x) if out is None else torch.sigmoid(x, out=out)
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Multiply x [R, H] by sigmoid(gate [R, 1]) in place and return it."""
+        return x.mul_(torch.sigmoid(gate))
 
     def pack_experts(
         self,

@@ -1,10 +1,10 @@
 """The attention node's end of M2N, the same for every transport: implements AttentionNet.
 
 Owns the order of frames, the credits, and the measured times; frames are written and answers
-checked and added by native.py (one frame of plain rows for each expert node, the common case) or
-parts.py (all other cases); rules.AttentionRules has the rules that all nets share. Knows no socket
-and no memory mapping: windows come from lines.Lines. Runs in the one busy thread of an attention
-node.
+checked and added by hops.py (one frame of plain rows for each expert node, the common case, which a
+recording can hold) or parts.py (all other cases); rules.AttentionRules has the rules that all nets
+share. Knows no socket and no memory mapping: windows come from lines.Lines. Runs in the one busy
+thread of an attention node.
 
 Credits: a (pair, micro-batch) has one window each way. dispatch() sends part 0 to every
 expert node; combine() receives part r, adds it up, and only then sends part r+1: a window
@@ -14,16 +14,19 @@ is free again when its answer has been consumed.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
 
 import torch
 
+from kernels.cpu.compiled.runtime import launch_alone, refuse_recording
 from m2n_comm.emulate import LinkEmulation, wait_delivery
 from m2n_comm.hello import Identity
+from m2n_comm.host import hops
 from m2n_comm.host.lines import Lines
-from m2n_comm.host.native import Record, add_answer, write_request
+from m2n_comm.host.native import ARRIVED_NS, ROWS, SENT_NS, Record
 from m2n_comm.host.native import serves as native_serves
 from m2n_comm.host.parts import PartFrames, Parts
 from m2n_comm.host.windows import PairLayout
@@ -43,9 +46,6 @@ from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Kind, Stamps
 
-# Below this the frame had already arrived.
-_WAITED_NS = 5_000
-
 
 @dataclass(slots=True)
 class _Flight:
@@ -58,39 +58,48 @@ class _Flight:
 
 
 class _Measured:
-    """The times of one step, as NetTimes says."""
+    """The times of one step, as NetTimes says, in words that hops.add_rows writes too."""
 
     def __init__(self, num_experts: int) -> None:
-        self.wait_ns = 0
-        self._expert_ns = [0] * num_experts
-        self._link_ns = 0
-        self._num_links = 0
+        self._words = array("q", bytes(hops.EXPERT_NS + 8 * num_experts))
+        self.address: int = self._words.buffer_info()[0]
+
+    def begin(self) -> None:
+        """Begin a step."""
+        for idx in range(len(self._words)):
+            self._words[idx] = 0
 
     def count(
         self, expert: int, waited_ns: int, compute_ns: int, idle_ns: int, trip_ns: int
     ) -> None:
         """Count an answer, `trip_ns` after its dispatch (0: not its first part)."""
-        self.wait_ns += waited_ns
-        self._expert_ns[expert] += compute_ns
-        if trip_ns and waited_ns > _WAITED_NS and idle_ns > _WAITED_NS:
-            self._link_ns += max(0, trip_ns - compute_ns) // 2
-            self._num_links += 1
+        words = self._words
+        words[hops.NUM_ANSWERS // 8] += 1
+        words[hops.WAIT_NS // 8] += waited_ns
+        words[hops.EXPERT_NS // 8 + expert] += compute_ns
+        if trip_ns and waited_ns > hops.WAITED_NS and idle_ns > hops.WAITED_NS:
+            words[hops.LINK_NS // 8] += max(0, trip_ns - compute_ns) // 2
+            words[hops.NUM_LINKS // 8] += 1
+
+    @property
+    def has_answers(self) -> bool:
+        """Return whether an answer has come in this step."""
+        return self._words[hops.NUM_ANSWERS // 8] > 0
 
     @property
     def times(self) -> NetTimes:
         """Return the sums so far."""
+        _, wait_ns, link_ns, num_links, *expert_ns = self._words
         return NetTimes(
-            wait_s=self.wait_ns * 1e-9,
-            expert_s=max(self._expert_ns, default=0) * 1e-9,
-            link_s=self._link_ns * 1e-9 / self._num_links if self._num_links else None,
+            wait_s=wait_ns * 1e-9,
+            expert_s=max(expert_ns, default=0) * 1e-9,
+            link_s=link_ns * 1e-9 / num_links if num_links else None,
         )
 
 
 class AttentionSide:
-    """Invariant: a flight exists exactly while some expert node owes an answer."""
-
-    is_graph_safe: Final = False
-    epoch: Final = 0
+    """Invariant: outside of recordings, a flight exists exactly while some expert node owes an
+    answer."""
 
     def __init__(
         self,
@@ -104,7 +113,6 @@ class AttentionSide:
     ) -> None:
         """Serve the expert nodes with these incarnations (None: an absent one)."""
         shape = me.shape
-        self.lines = lines
         self.shape = shape
         self.trace: Stamps | None = None
         self._me = me
@@ -119,35 +127,71 @@ class AttentionSide:
             make_route=route_map,
             absent=set(range(len(self._experts))) - present,
         )
-        layout = PairLayout(shape)
-        self._request_row_bytes = layout.request_row_bytes
+        self._layout = PairLayout(shape)
         self._shapers = [link.shaper if link else None for _ in self._experts]
-        self._sequences = [[0] * shape.num_micro_batches for _ in self._experts]
+        # By expert node and micro-batch, the number of frames sent.
+        self._sequences = [array("Q", bytes(8 * shape.num_micro_batches)) for _ in self._experts]
+        self._step_words = array("Q", (0, 0))
         self._parts = PartFrames(me, experts=self._experts)
-        self._records = self._make_records(layout) if native_serves(shape) else None
-        self._answer_words = {
-            expert: [lines.inbox(expert, each).words for each in range(shape.num_micro_batches)]
-            for expert in self._everyone
-        }
         self._route: RouteMap | None = None
+        self._epoch = 0
         self._measured = _Measured(len(self._experts))
+        self.use(lines)
         self.set_table(table)
 
-    def _make_records(self, layout: PairLayout) -> dict[int, list[Record]]:
+    def use(self, lines: Lines) -> None:
+        """Send and receive over `lines` from now on."""
+        self.lines = lines
+        self._has_ports = False
+        self._records = self._make_records() if native_serves(self.shape) else None
+        self._answer_words = {
+            expert: [
+                lines.inbox(expert, each).words for each in range(self.shape.num_micro_batches)
+            ]
+            for expert in self._everyone
+        }
+
+    def _make_records(self) -> dict[int, list[Record]]:
+        micro_batches = range(self.shape.num_micro_batches)
+        ports = {
+            # An emulated link is Python's.
+            (expert, each): self.lines.port(expert, each) if self._shapers[expert] is None else None
+            for expert in self._everyone
+            for each in micro_batches
+        }
+        self._has_ports = None not in ports.values()
+        hops.prepare()
         return {
             expert: [
                 Record(
-                    layout,
+                    self._layout,
                     (self._me.index, expert, micro_batch),
                     (self._me.incarnation, self._experts[expert]),
                     outbox=self.lines.outbox(expert, micro_batch),
                     inbox=self.lines.inbox(expert, micro_batch),
+                    count=self._sequences[expert],
+                    port=ports[expert, micro_batch],
                     sends_all=len(self._experts) == 1,
                 )
-                for micro_batch in range(layout.shape.num_micro_batches)
+                for micro_batch in micro_batches
             ]
             for expert in self._everyone
         }
+
+    @property
+    def is_graph_safe(self) -> bool:
+        """Return whether compiled code can do the hops of this step."""
+        return (
+            self._has_ports
+            and self.shape.payload == self.shape.compute
+            and self._route is not None
+            and not any(self._route.choices)
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Return a number that changes when another expert table comes into use."""
+        return self._epoch
 
     @property
     def registered_bytes(self) -> int:
@@ -166,8 +210,13 @@ class AttentionSide:
 
         Raises ProtocolError if the ticket does not fit, or a dispatch is not combined.
         """
-        self._route = self._rules.begin(ticket)
-        self._measured = _Measured(len(self._experts))
+        route = self._rules.begin(ticket)
+        if route is not self._route:
+            self._route = route
+            self._epoch += 1
+        words = self._step_words
+        words[hops.STEP // 8], words[hops.VERSION // 8] = ticket.step, ticket.table_version
+        self._measured.begin()
         self.lines.begin(ticket)
 
     def dispatch(
@@ -206,6 +255,7 @@ class AttentionSide:
             ):
                 self._send_whole(layer, micro_batch, route, hidden, experts, weights)
             else:
+                refuse_recording(f"a dispatch of {flight.size[0]} rows takes more than one frame")
                 flight.parts = self._parts.plan(route, layer, hidden, experts, weights)
                 for expert in self._everyone:
                     self._send_part(flight.parts, layer, expert, micro_batch, 0)
@@ -232,27 +282,34 @@ class AttentionSide:
             chosen = choice.choose(experts.view(-1))
         columns = route.slot_of[layer]
         num_columns, columns_at = columns.shape[1], columns.data_ptr()
-        chosen_at, weights_at = chosen.data_ptr(), weights.data_ptr()
-        num_rows, hidden_at = hidden.shape[0], hidden.data_ptr()
         for expert in self._everyone:
-            sequence = self._next_sequence(expert, micro_batch)
-            rows = write_request(
+            arguments = (
                 self._records[expert][micro_batch].address,
-                chosen_at,
+                chosen.data_ptr(),
                 columns_at + expert * num_columns * columns.itemsize,
                 num_columns,
-                num_rows,
-                hidden_at,
-                weights_at,
+                hidden.shape[0],
+                hidden.data_ptr(),
+                weights.data_ptr(),
                 layer,
-                route.version,
-                self._rules.step,
-                sequence,
+                self._step_words.buffer_info()[0],
             )
-            if rows < 0:
+            finish = partial(self._finish_send, route, layer, expert, micro_batch, experts)
+            launch_alone(hops.send_rows, arguments, finish)
+
+    def _finish_send(
+        self, route: RouteMap, layer: int, expert: int, micro_batch: int, experts: torch.Tensor
+    ) -> None:
+        """Publish the frame that hops.send_rows has written; or it has written none."""
+        with self._rules:
+            assert self._records is not None
+            words = self._records[expert][micro_batch].words
+            if not words[SENT_NS]:
                 check_known(route, layer, experts)
                 raise AssertionError("every expert id has a column")
-            self._send(layer, expert, micro_batch, rows, sequence)
+            self._send(
+                layer, expert, micro_batch, words[ROWS], self._sequences[expert][micro_batch]
+            )
 
     def _send_part(
         self, parts: Parts, layer: int, expert: int, micro_batch: int, part: int
@@ -280,22 +337,27 @@ class AttentionSide:
         """Publish the content of the request window, over the emulated link if there is one."""
         shaper = self._shapers[expert]
         if shaper is not None:
-            size = HEADER_BYTES + rows * self._request_row_bytes
+            size = HEADER_BYTES + rows * self._layout.request_row_bytes
             deliver_ns = shaper.deliver_ns(size, now_ns=time.monotonic_ns())
             self.lines.outbox(expert, micro_batch).words[DELIVER_WORD] = deliver_ns
-        deadline_s = time.monotonic() + self._rules.patience_s
-        self.lines.send(Hop(expert, micro_batch, layer, deadline_s), rows, sequence)
+        self.lines.send(self._hop(layer, expert, micro_batch), rows, sequence)
+
+    def _hop(self, layer: int, expert: int, micro_batch: int) -> Hop:
+        """Return the hop of a frame whose wait begins now; that of a step's first may be long."""
+        is_first = not self._measured.has_answers
+        patience_s = self._rules.patience_s if is_first else self.shape.deadline_s
+        return Hop(expert, micro_batch, layer, time.monotonic() + patience_s)
 
     def combine(self, micro_batch: int, layer: int, out: torch.Tensor) -> torch.Tensor:
         """Fill out [T, H] fp32 with the sum of all partials of that dispatch and return it."""
         self._rules.check_usable()
         try:
             flight = self._rules.flight(micro_batch, layer, out)
-            if len(self._experts) > 1:
-                out.zero_()
             if flight.parts is None:
-                self._consume_whole(flight, micro_batch, out)
+                self._consume_whole(layer, micro_batch, out)
             else:
+                if len(self._experts) > 1:
+                    out.zero_()
                 self._consume_parts(flight, flight.parts, micro_batch, out)
         except BaseException as error:
             self._rules.fail(error)
@@ -307,7 +369,7 @@ class AttentionSide:
 
     def wait_s(self) -> float:
         """Return the seconds spent waiting in combine() since begin()."""
-        return self._measured.wait_ns * 1e-9
+        return self._measured.times.wait_s
 
     def times(self) -> NetTimes:
         """Return the measured times since begin()."""
@@ -319,21 +381,47 @@ class AttentionSide:
         self._records, self._answer_words = None, {}
         self.lines.close()
 
-    def _consume_whole(self, flight: _Flight, micro_batch: int, out: torch.Tensor) -> None:
+    def _consume_whole(self, layer: int, micro_batch: int, out: torch.Tensor) -> None:
         """Receive and add every node's single answer, each checked and read by one call."""
         assert self._records is not None
         everyone = self._everyone
-        total = out if _is_at_hand(out) else torch.zeros(out.shape, dtype=torch.float32)
-        out_at, num_rows = total.data_ptr(), total.shape[0]
+        total = out if _is_at_hand(out) else torch.empty(out.shape, dtype=torch.float32)
         for position, expert in enumerate(everyone):
-            raw = self._await(flight, expert, micro_batch, everyone[position:])
             record = self._records[expert][micro_batch]
-            if add_answer(record.address, out_at, num_rows, len(everyone) > 1) < 0:
-                sent = read_header(record.request)
-                self._parts.check_answer(read_header(raw), sent, expert)
-                raise FrameError(f"frame of expert {expert}: it changed while it was read")
+            wait = partial(self._await_whole, layer, expert, micro_batch, everyone[position:])
+            launch_alone(hops.await_frame, (record.place,), wait)
+            if self.trace is not None:
+                self.trace.stamp(Kind.ARRIVED, layer, micro_batch, expert)
+            arguments = (
+                record.address,
+                total.data_ptr(),
+                total.shape[0],
+                int(position > 0),
+                self._measured.address,
+                expert,
+            )
+            refuse = partial(self._refuse_answer, expert, micro_batch)
+            launch_alone(hops.add_rows, arguments, refuse)
         if total is not out:
             out.copy_(total)
+
+    def _await_whole(
+        self, layer: int, expert: int, micro_batch: int, awaited: tuple[int, ...]
+    ) -> None:
+        """Wait for an answer for longer than hops.await_frame does, or see what is wrong."""
+        with self._rules:
+            assert self._records is not None
+            self._await(layer, expert, micro_batch, awaited)
+            self._records[expert][micro_batch].words[ARRIVED_NS] = time.monotonic_ns()
+
+    def _refuse_answer(self, expert: int, micro_batch: int) -> None:
+        """Raise FrameError or StaleFrame for an answer that does not match its request."""
+        with self._rules:
+            assert self._records is not None
+            header = read_header(self.lines.inbox(expert, micro_batch).header)
+            sent = read_header(self._records[expert][micro_batch].request)
+            self._parts.check_answer(header, sent, expert)
+            raise FrameError(f"frame of expert {expert}: it changed while it was read")
 
     def _consume_parts(
         self, flight: _Flight, parts: Parts, micro_batch: int, out: torch.Tensor
@@ -343,7 +431,7 @@ class AttentionSide:
         part = 0
         while pending:
             for position, expert in enumerate(pending):
-                raw = self._await(flight, expert, micro_batch, pending[position:])
+                raw = self._receive_part(flight, parts, expert, micro_batch, pending[position:])
                 window = self.lines.inbox(expert, micro_batch)
                 self._parts.read(parts, raw, window, expert=expert, out=out)
                 if part + 1 < parts.counts[expert]:
@@ -352,27 +440,26 @@ class AttentionSide:
             pending = tuple(expert for expert in pending if parts.counts[expert] > part)
         self._parts.finish(parts, out)
 
-    def _await(
-        self, flight: _Flight, expert: int, micro_batch: int, awaited: tuple[int, ...]
+    def _receive_part(
+        self,
+        flight: _Flight,
+        parts: Parts,
+        expert: int,
+        micro_batch: int,
+        awaited: tuple[int, ...],
     ) -> bytes:
-        """Wait for the answer to the last frame to `expert`; return its header, unchecked.
+        """Wait for the answer to the last part to `expert`; return its header, unchecked.
 
         Counts the wait, the expert's time and, if the frame never waited on either side, the
         link's.
         """
         start_ns = time.monotonic_ns()
-        hop = Hop(expert, micro_batch, flight.layer, start_ns * 1e-9 + self._rules.patience_s)
-        raw = self.lines.receive(hop, awaited)
-        self._rules.patience_s = self.shape.deadline_s
-        words = self._answer_words[expert][micro_batch]
-        if words[DELIVER_WORD]:
-            deliver_ns = read_header(raw).deliver_ns
-            if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s, spins=self._spins):
-                raise late("expert", hop)
+        raw = self._await(flight.layer, expert, micro_batch, awaited)
         now_ns = time.monotonic_ns()
         if self.trace is not None:
             self.trace.stamp(Kind.ARRIVED, flight.layer, micro_batch, expert)
-        is_first = flight.parts is None or flight.parts.sent[expert].part == 0
+        words = self._answer_words[expert][micro_batch]
+        is_first = parts.sent[expert].part == 0
         self._measured.count(
             expert,
             now_ns - start_ns,
@@ -380,6 +467,16 @@ class AttentionSide:
             words[IDLE_WORD],
             now_ns - flight.dispatched_ns if is_first else 0,
         )
+        return raw
+
+    def _await(self, layer: int, expert: int, micro_batch: int, awaited: tuple[int, ...]) -> bytes:
+        """Wait for the answer to the last frame to `expert`; return its header, unchecked."""
+        hop = self._hop(layer, expert, micro_batch)
+        raw = self.lines.receive(hop, awaited)
+        if self._answer_words[expert][micro_batch][DELIVER_WORD]:
+            deliver_ns = read_header(raw).deliver_ns
+            if not wait_delivery(deliver_ns, deadline_s=hop.deadline_s, spins=self._spins):
+                raise late("expert", hop)
         return raw
 
 

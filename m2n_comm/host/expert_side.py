@@ -5,6 +5,11 @@ and the return of every answer row to its sender; rules.ExpertRules checks ticke
 no socket, no memory mapping and no weights. Runs in the one busy thread of an expert node; local.py
 runs it inline.
 
+While a ticket is recorded, a batch has as many rows of each participant as the ticket's bucket
+says, in memory of its own, and the hops are ops of the recording (hops.py). They find the records
+of the participants by their place among them, so a recording serves other participants too; only
+its stamps name those of the recorded ticket.
+
 The check of the slots trusts that a peer (same user, same engine) does not rewrite a window
 after publishing it.
 """
@@ -12,16 +17,20 @@ after publishing it.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
+from kernels.cpu.compiled.runtime import is_recording, launch_alone, refuse_recording
 from kernels.frame_header import FrameHeader
 from m2n_comm.emulate import LinkEmulation, wait_delivery
 from m2n_comm.hello import Identity
+from m2n_comm.host import hops
 from m2n_comm.host.expert_rows import count_choices
 from m2n_comm.host.lines import Lines
-from m2n_comm.host.native import Record, take_request, write_answer
+from m2n_comm.host.native import ARRIVED_NS, ROWS, Record, take_request, write_answer
 from m2n_comm.host.native import serves as native_serves
 from m2n_comm.host.windows import PairLayout, WindowRows
 from m2n_comm.host.wire import (
@@ -43,6 +52,9 @@ from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Kind, Stamps
+
+MAX_RECORDED_ROWS = 64
+"""Of one attention node's micro-batch; steps with more spend their time in the kernels."""
 
 
 class _Join:
@@ -94,9 +106,9 @@ class _Join:
 
 
 class ExpertSide:
-    """Invariant: `_row_counts` are the rows of each sender of the open batch, in order."""
+    """Invariant: outside of recordings, `_row_counts` are the rows of each sender of the open
+    batch, in order."""
 
-    is_graph_safe = False
     epoch = 0
 
     def __init__(
@@ -111,7 +123,6 @@ class ExpertSide:
     ) -> None:
         """Serve the attention nodes with these incarnations (None: an absent one)."""
         shape = me.shape
-        self.lines = lines
         self.shape = shape
         self.trace: Stamps | None = None
         self._me = me
@@ -120,21 +131,22 @@ class ExpertSide:
             peer: each for peer, each in enumerate(attention_incarnations) if each is not None
         }
         self._rules = ExpertRules(me.index, shape, peers=self._attention)
-        layout = PairLayout(shape)
-        self._request_row_bytes = layout.request_row_bytes
-        self._answer_row_bytes = layout.answer_row_bytes
+        self._layout = PairLayout(shape)
         self._request_payload = payload_code(shape.request_dtype)
         self._answer_payload = payload_code(shape.payload)
         self._shapers = [link.shaper if link else None for link in links] or [
             None for _ in attention_incarnations
         ]
-        self._sequences = [[0] * shape.num_micro_batches for _ in attention_incarnations]
-        self._join = _Join(shape, len(attention_incarnations))
-        self._records = self._make_records(layout) if native_serves(shape) else None
-        self._deliver_words = {
-            peer: [lines.inbox(peer, each).words for each in range(shape.num_micro_batches)]
-            for peer in self._attention
+        # By attention node and micro-batch, the number of frames taken.
+        self._sequences = {
+            peer: array("Q", bytes(8 * shape.num_micro_batches)) for peer in self._attention
         }
+        self._step_words, self._batch_times = array("Q", (0, 0)), array("q", (0, 0))
+        # By micro-batch, the addresses of the participants' records.
+        self._places = [
+            array("Q", bytes(8 * len(self._attention))) for _ in range(shape.num_micro_batches)
+        ]
+        self._join = _Join(shape, len(attention_incarnations))
         self._micro_batch = 0
         self._pending: tuple[int, ...] = ()
         self._row_counts: dict[int, int] = {}
@@ -142,22 +154,54 @@ class ExpertSide:
         self._headers: dict[int, FrameHeader] = {}
         self._gathered_ns = 0
         self._idle_ns = 0
+        self.use(lines)
         self.set_table(table)
 
-    def _make_records(self, layout: PairLayout) -> dict[int, list[Record]]:
+    def use(self, lines: Lines) -> None:
+        """Send and receive over `lines` from now on."""
+        self.lines = lines
+        self._has_ports = False
+        self._records = self._make_records() if native_serves(self.shape) else None
+        self._deliver_words = {
+            peer: [lines.inbox(peer, each).words for each in range(self.shape.num_micro_batches)]
+            for peer in self._attention
+        }
+
+    def _make_records(self) -> dict[int, list[Record]]:
+        micro_batches = range(self.shape.num_micro_batches)
+        ports = {
+            (peer, each): self.lines.port(peer, each) if self._shapers[peer] is None else None
+            for peer in self._attention
+            for each in micro_batches
+        }
+        self._has_ports = None not in ports.values()
+        hops.prepare()
         return {
             peer: [
                 Record(
-                    layout,
+                    self._layout,
                     (peer, self._me.index, micro_batch),
                     (self._me.incarnation, incarnation),
                     outbox=self.lines.outbox(peer, micro_batch),
                     inbox=self.lines.inbox(peer, micro_batch),
+                    count=self._sequences[peer],
+                    port=ports[peer, micro_batch],
                 )
-                for micro_batch in range(layout.shape.num_micro_batches)
+                for micro_batch in micro_batches
             ]
             for peer, incarnation in self._attention.items()
         }
+
+    @property
+    def is_graph_safe(self) -> bool:
+        """Return whether compiled code can do the hops of this step: few rows, in plain frames."""
+        ticket = self._rules.ticket
+        return (
+            self._has_ports
+            and self.shape.payload == self.shape.compute
+            and ticket is not None
+            and max(ticket.row_buckets) <= min(self.shape.window_rows, MAX_RECORDED_ROWS)
+        )
 
     @property
     def registered_bytes(self) -> int:
@@ -174,6 +218,13 @@ class ExpertSide:
     def begin(self, ticket: StepTicket) -> None:
         """Open a step. Raises ProtocolError."""
         self._rules.begin(ticket)
+        words = self._step_words
+        words[hops.STEP // 8], words[hops.VERSION // 8] = ticket.step, ticket.table_version
+        if self._records is not None:
+            for micro_batch in range(ticket.num_micro_batches):
+                for position, peer in enumerate(ticket.participants):
+                    address = self._records[peer][micro_batch].address
+                    self._places[micro_batch][position] = address
         if self.trace is not None:
             self.trace.step = ticket.step
             self.trace.stamp(Kind.STEP_BEGAN)
@@ -186,6 +237,8 @@ class ExpertSide:
         """
         self._pending = self._rules.check_gather(micro_batch).participants
         self._micro_batch = micro_batch
+        if is_recording():
+            return self._recorded(micro_batch, layer)
         return self._rounds(micro_batch, layer)
 
     def reply(self, batch: ExpertBatch, partial: torch.Tensor) -> None:
@@ -193,6 +246,9 @@ class ExpertSide:
         if self.trace is not None:
             self.trace.stamp(Kind.COMPUTED, batch.layer, batch.micro_batch)
         self._rules.check_usable()
+        if is_recording():
+            self._reply_recorded(batch, partial)
+            return
         try:
             counts = self._answer_counts(batch)
             num_rows = sum(counts)
@@ -264,6 +320,115 @@ class ExpertSide:
         self._records, self._deliver_words = None, {}
         self.lines.close()
 
+    def _recorded(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
+        """Yield the one batch of a recording's layer, with a bucket of rows per participant."""
+        ticket = self._rules.check_gather(micro_batch)
+        bucket, num_peers = max(ticket.row_buckets[micro_batch], 1), len(ticket.participants)
+        rows, top_k = bucket * num_peers, self.shape.top_k
+        hidden = torch.empty((rows, self.shape.hidden_size), dtype=self.shape.payload)
+        slots = torch.empty((rows, top_k), dtype=torch.int32)
+        weights = torch.empty((rows, top_k), dtype=torch.float32)
+        for position in range(num_peers):
+            first = position * bucket
+            wait = partial(self._await_recorded, layer, micro_batch, position)
+            place = self._place(micro_batch, position)
+            launch_alone(hops.await_frame, (place,), wait)
+            if self.trace is not None:
+                self.trace.stamp(Kind.GATHERED, layer, micro_batch, ticket.participants[position])
+            arguments = (
+                place,
+                layer,
+                self._step_words.buffer_info()[0],
+                self._rules.num_slots[layer],
+                bucket,
+                hidden.data_ptr() + first * hidden.stride(0) * hidden.itemsize,
+                slots.data_ptr() + first * slots.stride(0) * slots.itemsize,
+                weights.data_ptr() + first * weights.stride(0) * weights.itemsize,
+                self._batch_times.buffer_info()[0],
+                int(position == 0),
+            )
+            refuse = partial(self._refuse_recorded, layer, micro_batch, position)
+            launch_alone(hops.take_rows, arguments, refuse)
+        if self.trace is not None:
+            self.trace.stamp(Kind.JOINED, layer, micro_batch)
+        batch = self._rules.open = ExpertBatch(
+            micro_batch,
+            layer,
+            0,
+            hidden,
+            slots,
+            weights,
+            (bucket,) * num_peers,
+            ticket.table_version,
+        )
+        yield batch
+
+    def _reply_recorded(self, batch: ExpertBatch, partial_rows: torch.Tensor) -> None:
+        """Send every participant its rows of a recording's batch."""
+        with self._rules:
+            self._rules.check_reply(batch, partial_rows, len(batch.hidden))
+        if partial_rows.dtype != self.shape.payload or not partial_rows.is_contiguous():
+            refuse_recording(f"partial sums in {partial_rows.dtype} are not what travels")
+            partial_rows = partial_rows.to(self.shape.payload).contiguous()
+        first = 0
+        for position, bucket in enumerate(batch.row_counts):
+            at = partial_rows.data_ptr() + first * partial_rows.stride(0) * partial_rows.itemsize
+            first += bucket
+            place = self._place(batch.micro_batch, position)
+            arguments = (place, at, self._batch_times.buffer_info()[0])
+            finish = partial(self._finish_answer, batch.layer, batch.micro_batch, position)
+            launch_alone(hops.send_answer, arguments, finish)
+        self._pending = ()
+        self._rules.open = None
+        if self.trace is not None:
+            self.trace.stamp(Kind.REPLIED, batch.layer, batch.micro_batch)
+
+    def _place(self, micro_batch: int, position: int) -> int:
+        """Return the address of the word with the record of the ticket's participant."""
+        places = self._places[micro_batch]
+        return places.buffer_info()[0] + places.itemsize * position
+
+    def _participant(self, position: int) -> int:
+        ticket = self._rules.ticket
+        assert ticket is not None
+        return ticket.participants[position]
+
+    def _await_recorded(self, layer: int, micro_batch: int, position: int) -> None:
+        """Wait for a request for longer than hops.await_frame does, or see what is wrong."""
+        with self._rules:
+            assert self._rules.ticket is not None
+            assert self._records is not None
+            pending = self._rules.ticket.participants[position:]
+            self.lines.receive(self._hop(pending[0], micro_batch, layer), pending)
+            self._records[pending[0]][micro_batch].words[ARRIVED_NS] = time.monotonic_ns()
+
+    def _refuse_recorded(self, layer: int, micro_batch: int, position: int) -> None:
+        """Raise the error of a request that does not fit the ticket."""
+        with self._rules:
+            ticket, peer = self._rules.ticket, self._participant(position)
+            assert ticket is not None
+            header = read_header(self.lines.inbox(peer, micro_batch).header)
+            self._sequences[peer][micro_batch] += 1
+            self._check(ticket, header, self._hop(peer, micro_batch, layer), 0, None)
+            bucket = ticket.row_buckets[micro_batch]
+            if header.num_parts > 1 or header.rows > bucket:
+                raise FrameError(
+                    f"frame of attention {peer}: {header.rows} rows in {header.num_parts} parts, "
+                    f"the ticket said at most {bucket}"
+                )
+            slots = self.lines.inbox(peer, micro_batch).first(header.rows).slots.clone()
+            self._check_slots(slots, layer, micro_batch)
+            raise FrameError(f"frame of attention {peer}: it changed while it was read")
+
+    def _finish_answer(self, layer: int, micro_batch: int, position: int) -> None:
+        """Publish an answer that hops.send_answer has written, over lines without a port."""
+        with self._rules:
+            peer = self._participant(position)
+            assert self._records is not None
+            rows = self._records[peer][micro_batch].words[ROWS]
+            sequence = self._sequences[peer][micro_batch]
+            self.lines.send(self._hop(peer, micro_batch, layer), rows, sequence)
+
     def _rounds(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
         part = 0
         while self._pending:
@@ -302,7 +467,7 @@ class ExpertSide:
         self._idle_ns = self._gathered_ns - started_ns
         batch = self._batch(ticket, micro_batch, layer, part)
         if self._headers:
-            self._check_slots(batch)
+            self._check_slots(batch.slots, layer, micro_batch)
         if self.trace is not None:
             self.trace.stamp(Kind.JOINED, layer, micro_batch)
         return batch
@@ -375,19 +540,19 @@ class ExpertSide:
         check_size(
             header,
             window_rows=self.shape.window_rows,
-            row_bytes=self._request_row_bytes,
+            row_bytes=self._layout.request_row_bytes,
             origin=origin,
         )
 
-    def _check_slots(self, batch: ExpertBatch) -> None:
+    def _check_slots(self, slots: torch.Tensor, layer: int, micro_batch: int) -> None:
         """Raise FrameError if a slot is not on this node; -1 is a choice served elsewhere."""
-        if not batch.slots.numel():
+        if not slots.numel():
             return
-        low, high = (int(bound) for bound in torch.aminmax(batch.slots))
-        limit = self._rules.num_slots[batch.layer]
+        low, high = (int(bound) for bound in torch.aminmax(slots))
+        limit = self._rules.num_slots[layer]
         if low < -1 or high >= limit:
             raise FrameError(
-                f"layer {batch.layer}, micro-batch {batch.micro_batch}: slots {low}..{high}, "
+                f"layer {layer}, micro-batch {micro_batch}: slots {low}..{high}, "
                 f"{self._rules.name} has 0..{limit - 1}"
             )
 
@@ -400,7 +565,7 @@ class ExpertSide:
 
     def _answer(self, request: FrameHeader, peer: int) -> FrameHeader:
         """Return the header of the answer to `request`: the same frame, the other way."""
-        payload_bytes = request.rows * self._answer_row_bytes
+        payload_bytes = request.rows * self._layout.answer_row_bytes
         deliver_ns = 0
         shaper = self._shapers[peer]
         if shaper is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import Lines
+from m2n_comm.host.lines import Lines, Port
 from m2n_comm.host.windows import Window
 from m2n_comm.host.wire import read_header, write_header
 from m2n_comm.waits import Hop
@@ -79,7 +79,7 @@ class FaultInjector:
 
     def attach(self, net: AttentionSide | ExpertSide) -> None:
         """Inject into every frame that `net` sends from now on."""
-        net.lines = FaultyLines(net.lines, self)
+        net.use(FaultyLines(net.lines, self))
 
 
 class FaultyLines:
@@ -143,6 +143,10 @@ class FaultyLines:
     def arrived(self, peer: int, micro_batch: int) -> bool:
         """Ask the inner lines."""
         return self._inner.arrived(peer, micro_batch)
+
+    def port(self, peer: int, micro_batch: int) -> Port:
+        """Return an empty port: every frame must pass send()."""
+        return Port()
 
     def close(self) -> None:
         """Close the inner lines; a frame held back is never sent."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import select
 import socket
+from array import array
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from m2n_comm.hello import NodeRole, other_role
 from m2n_comm.host.windows import PairLayout, PairWindows, Window
@@ -20,6 +21,21 @@ from topspin.errors import StaleFrame
 from topspin.messages import StepTicket
 
 _MAX_POLLERS = 64
+
+
+class Port(NamedTuple):
+    """One micro-batch's windows of a pair, for compiled code: addresses of 64-bit words.
+
+    The flags of outbox and inbox, whether their readers are awake, and the sequence consumed last;
+    `bell` is the eventfd that wakes the peer. All 0: Python publishes and waits.
+    """
+
+    out_flag: int = 0
+    out_is_awake: int = 0
+    bell: int = 0
+    in_flag: int = 0
+    in_is_awake: int = 0
+    consumed: int = 0
 
 
 class Lines(Protocol):
@@ -55,6 +71,9 @@ class Lines(Protocol):
     def arrived(self, peer: int, micro_batch: int) -> bool:
         """Return whether receive() would return without waiting."""
 
+    def port(self, peer: int, micro_batch: int) -> Port | None:
+        """Return how compiled code sends and receives; None: it should not be in a recording."""
+
     def close(self) -> None:
         """Release all memory and descriptors; safe to call twice."""
 
@@ -76,7 +95,7 @@ class NodeLines:
         attends = role == "attention"
         self._outbox, self._inbox = (requests, answers) if attends else (answers, requests)
         num_micro_batches = layout.shape.num_micro_batches
-        self.consumed = {peer: [0] * num_micro_batches for peer in pairs}
+        self.consumed = {peer: array("Q", bytes(8 * num_micro_batches)) for peer in pairs}
 
     def outbox(self, peer: int, micro_batch: int) -> Window:
         """Return the window that the peer reads."""
@@ -88,6 +107,10 @@ class NodeLines:
 
     def begin(self, ticket: StepTicket) -> None:
         """Do nothing: most transports know no steps."""
+
+    def port(self, peer: int, micro_batch: int) -> Port | None:
+        """Return an empty port: most transports need Python for every frame."""
+        return Port()
 
     def drop_windows(self) -> None:
         """Drop all views; the last one may unmap the memory."""

@@ -17,7 +17,7 @@ from m2n_comm.emulate import LinkEmulation
 from m2n_comm.hello import Identity, NodeRole
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
-from m2n_comm.host.lines import NodeLines
+from m2n_comm.host.lines import NodeLines, Port
 from m2n_comm.host.memory_order import consume, publish
 from m2n_comm.host.windows import PairLayout, PairWindows, private_memory
 from m2n_comm.net import NetShape, Serve
@@ -206,6 +206,10 @@ class LocalLines(NodeLines):
         self._index = index
         if not attends:  # both ends share the windows of a pair; the attention end counts them
             self.registered_bytes = 0
+
+    def port(self, peer: int, micro_batch: int) -> Port | None:
+        """Return None: threads take turns here, and a recording's threads would not."""
+        return None
 
     def begin(self, ticket: StepTicket) -> None:
         """Pass an attention node's ticket on to the experts."""

@@ -9,6 +9,11 @@ loads are done in program order (TSO), an aligned 8-byte access is never torn, a
 CPython nor torch can move work across these calls. A memoryview of format "Q" reads and
 writes its item with one such access; struct.pack_into("<Q") would write single bytes.
 aarch64 needs a store-release and a load-acquire here, hence the refusal.
+
+A reader that may sleep says beside the flag whether it is awake. Writer and reader then each write
+one word and read the other's, which needs a fence between the two, even on x86-64: publish_fenced()
+and fall_asleep(). With them either the writer sees that the reader sleeps, or the reader sees the
+frame.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from __future__ import annotations
 import platform
 import sys
 
+from kernels.cpu.compiled.runtime import compiled
+from kernels.cpu.simd.system import exchange_shared, read_shared
 from topspin.errors import ConfigError
 
 WORD_BYTES = 8
@@ -46,3 +53,19 @@ def consume(word: memoryview) -> int:
     """Return the newest published sequence; its data may be read after this (load-acquire)."""
     sequence: int = word[0]
     return sequence
+
+
+@compiled(3)
+def publish_fenced(flag: int, is_awake: int, sequence: int) -> int:
+    """publish() at address `flag`; returns whether the reader is awake, the word at `is_awake`."""
+    exchange_shared(flag, sequence)
+    awake: int = read_shared(is_awake)
+    return awake
+
+
+@compiled(2)
+def fall_asleep(is_awake: int, flag: int) -> int:
+    """Say at `is_awake` that this reader sleeps; returns consume() at `flag` afterwards."""
+    exchange_shared(is_awake, 0)
+    found: int = read_shared(flag)
+    return found

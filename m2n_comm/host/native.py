@@ -3,11 +3,10 @@
 Owns the record of a (pair, micro-batch) and the functions that work on it. They handle uncompressed
 frames of one part; for any other they return -1 and leave it unchanged, and the sides use the
 general code (parts.py, wire.py), which serves it or names the error. So no rule is implemented only
-here. Called by attention_side.py and expert_side.py, which publish and wait.
+here. Called by hops.py and expert_side.py, which publish and wait.
 
 Why compiled: a frame costs some ten tensor operations and a header of twenty fields; in Python that
-is 10 us a side, more than the rows of a small batch. The interpreter's lock is not released: a call
-takes microseconds, and getting the lock back may take milliseconds.
+is 10 us a side, more than the rows of a small batch.
 """
 
 from __future__ import annotations
@@ -20,14 +19,18 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.compiled.runtime import compiled
 from kernels.frame_header import NUM_WORDS, word
+from m2n_comm.host.lines import Port
 from m2n_comm.host.windows import PairLayout, Window
 from m2n_comm.host.wire import ANSWER, REQUEST, payload_code
 from m2n_comm.net import NetShape
 
-# A record: the header of the newest request, then words that do not change. The loops below rely #
-# on the order of the header fields that they name.
-_SEQUENCE, _ROWS, _STEP, _VERSION = map(word, ("sequence", "rows", "step", "table_version"))
+# A record: the header of the newest request, then words that do not change, then (from SENT_NS)
+# times of the newest frames, which hops.py writes. The loops below rely on the order of the header
+# fields that they name. OUT_FLAG to CONSUMED are the port's, 0 without one; SELF is the record's
+# own address, COUNT the address of the number of requests sent or taken.
+_SEQUENCE, ROWS, _STEP, _VERSION = map(word, ("sequence", "rows", "step", "table_version"))
 _LAYER, _PART, _NUM_PARTS = map(word, ("layer", "part", "num_parts"))
 _WRITER, _READER = map(word, ("incarnation", "reader_incarnation"))
 _KIND, _PAYLOAD = map(word, ("kind", "payload"))
@@ -39,8 +42,9 @@ _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
     _OUT_SLOTS,
     _OUT_WEIGHTS,
     _OUT_HIDDEN,
-    _IN_HEADER,
+    IN_HEADER,
     _IN_SLOTS,
+    _IN_WEIGHTS,
     _IN_HIDDEN,
     _CHOSEN,
     _TOP_K,
@@ -51,15 +55,26 @@ _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
     _ANSWER_PAYLOAD,
     _IS_BF16,
     _SENDS_ALL,
+    OUT_FLAG,
+    OUT_IS_AWAKE,
+    BELL,
+    IN_FLAG,
+    IN_IS_AWAKE,
+    CONSUMED,
+    SELF,
+    COUNT,
+    SENT_NS,
+    WAIT_BEGAN_NS,
+    ARRIVED_NS,
     _RECORD_WORDS,
-) = range(NUM_WORDS, NUM_WORDS + 17)
+) = range(NUM_WORDS, NUM_WORDS + 29)
 _IS_ANSWER = np.uint64(ANSWER)
 
 
 class Record:
     """The words of one (pair, micro-batch) at one end, and their address."""
 
-    __slots__ = ("_chosen", "address", "words")
+    __slots__ = ("_chosen", "_count", "address", "words")
 
     def __init__(
         self,
@@ -69,11 +84,14 @@ class Record:
         *,
         outbox: Window,
         inbox: Window,
+        count: array[int],
+        port: Port | None = None,
         sends_all: bool = False,
     ) -> None:
         """`header` is (attention, expert, micro-batch); `incarnations` is (own, peer's).
 
-        `sends_all`: all rows go to this expert node, even if they chose no expert there.
+        `count[micro_batch]` is the number of requests sent or taken. `sends_all`: all rows go to
+        this expert node, even if they chose no expert there.
         """
         shape = layout.shape
         self.words = array("Q", bytes(8 * _RECORD_WORDS))
@@ -86,11 +104,12 @@ class Record:
         words[_NUM_PARTS] = 1
         words[_KIND], words[_PAYLOAD] = REQUEST, payload_code(shape.request_dtype)
         words[_HIDDEN_SIZE] = shape.hidden_size
-        words[_OUT_HEADER], words[_IN_HEADER] = outbox.header_at, inbox.header_at
+        words[_OUT_HEADER], words[IN_HEADER] = outbox.header_at, inbox.header_at
         words[_OUT_HIDDEN], words[_IN_HIDDEN] = outbox.hidden.data_ptr(), inbox.hidden.data_ptr()
         for window, slots in ((outbox, _OUT_SLOTS), (inbox, _IN_SLOTS)):
             words[slots] = 0 if window.slots is None else window.slots.data_ptr()
-        words[_OUT_WEIGHTS] = 0 if outbox.weights is None else outbox.weights.data_ptr()
+        for window, weights in ((outbox, _OUT_WEIGHTS), (inbox, _IN_WEIGHTS)):
+            words[weights] = 0 if window.weights is None else window.weights.data_ptr()
         words[_CHOSEN] = self._chosen.buffer_info()[0]
         words[_TOP_K] = shape.top_k
         words[_WINDOW_ROWS] = shape.window_rows
@@ -100,7 +119,16 @@ class Record:
         words[_ANSWER_PAYLOAD] = payload_code(shape.payload)
         words[_IS_BF16] = shape.payload.itemsize == 2
         words[_SENDS_ALL] = sends_all
-        self.address = words.buffer_info()[0]
+        if port is not None:
+            words[OUT_FLAG : CONSUMED + 1] = array("Q", port)
+        words[COUNT] = count.buffer_info()[0] + count.itemsize * header[2]
+        self.address = words[SELF] = words.buffer_info()[0]
+        self._count = count
+
+    @property
+    def place(self) -> int:
+        """Return the address of a word that holds `address`."""
+        return self.address + 8 * SELF
 
     @property
     def request(self) -> bytes:
@@ -148,19 +176,6 @@ def _as_float(typingctx: Any, bits: Any) -> Any:
 _inline = njit(error_model="numpy", inline="always")
 
 
-def _compiled(num_arguments: int) -> Any:
-    """Return a decorator that compiles, once per machine, for so many addresses and numbers."""
-    signature = types.int64(*(types.uint64,) * num_arguments)
-
-    def compile_it(function: Any) -> Any:
-        try:
-            return njit(signature, error_model="numpy", cache=True)(function)
-        except RuntimeError:  # there is no cache directory for the code
-            return njit(signature, error_model="numpy")(function)
-
-    return compile_it
-
-
 @_inline  # type: ignore[untyped-decorator]
 def _words(address: Any) -> Any:
     return carray(_pointer(address), (_RECORD_WORDS,), np.uint64)
@@ -174,7 +189,7 @@ def _is_answer(header: Any, words: Any) -> Any:
         & (header[_PAYLOAD] == words[_ANSWER_PAYLOAD])
         & (header[_WRITER] == words[_READER])
         & (header[_READER] == words[_WRITER])
-        & (header[_SIZE] == words[_ROWS] * words[_ANSWER_ROW_BYTES])
+        & (header[_SIZE] == words[ROWS] * words[_ANSWER_ROW_BYTES])
     )
     for idx in range(_WRITER):
         right &= header[idx] == words[idx]
@@ -183,7 +198,7 @@ def _is_answer(header: Any, words: Any) -> Any:
     return right
 
 
-@_compiled(11)  # type: ignore[untyped-decorator]
+@compiled(11)
 def write_request(
     record: int,
     chosen_at: int,
@@ -238,25 +253,26 @@ def write_request(
                 row_bytes,
             )
     words[_SEQUENCE], words[_STEP], words[_VERSION] = sequence, step, version
-    words[_LAYER], words[_ROWS] = layer, np.uint64(count)
-    words[_SIZE] = words[_ROWS] * words[_REQUEST_ROW_BYTES]
+    words[_LAYER], words[ROWS] = layer, np.uint64(count)
+    words[_SIZE] = words[ROWS] * words[_REQUEST_ROW_BYTES]
     header = _words(words[_OUT_HEADER])
     for idx in range(NUM_WORDS):
         header[idx] = words[idx]
     return count
 
 
-@_compiled(4)  # type: ignore[untyped-decorator]
+@compiled(4)
 def add_answer(record: int, out_at: int, num_rows: int, adds: int) -> int:
-    """Add the answer to the newest request to out f32[T, H], or (not `adds`) copy it there.
+    """Add the answer to the newest request to out f32[T, H], or (not `adds`) write it there.
 
-    T is num_rows. Returns the answer's rows, -1 if it does not match the request.
+    T is num_rows; rows that it does not have are written as 0. Returns the answer's rows, -1 if it
+    does not match the request.
     """
     words = _words(record)
-    header = _words(words[_IN_HEADER])
+    header = _words(words[IN_HEADER])
     if not _is_answer(header, words):
         return -1
-    count = words[_ROWS]
+    count = words[ROWS]
     size = np.int64(words[_HIDDEN_SIZE])
     out = carray(_pointer(out_at), (np.int64(num_rows), size), np.float32)
     rows = carray(_pointer(words[_CHOSEN]), (np.int64(count),), np.int32)
@@ -265,6 +281,8 @@ def add_answer(record: int, out_at: int, num_rows: int, adds: int) -> int:
     in_bf16 = carray(_pointer(words[_IN_HIDDEN]), shape, np.uint16)
     in_fp32 = carray(_pointer(words[_IN_HIDDEN]), shape, np.float32)
     is_bf16 = words[_IS_BF16] != 0
+    if not adds and not in_order:
+        out[:] = np.float32(0)
     for idx in range(np.int64(count)):
         row = idx if in_order else np.int64(rows[idx])
         if is_bf16 and adds:
@@ -282,7 +300,7 @@ def add_answer(record: int, out_at: int, num_rows: int, adds: int) -> int:
     return int(count)
 
 
-@_compiled(6)  # type: ignore[untyped-decorator]
+@compiled(6)
 def take_request(
     record: int, layer: int, version: int, step: int, sequence: int, num_slots: int
 ) -> int:
@@ -292,8 +310,8 @@ def take_request(
     not below num_slots.
     """
     words = _words(record)
-    header = _words(words[_IN_HEADER])
-    count = header[_ROWS]
+    header = _words(words[IN_HEADER])
+    count = header[ROWS]
     is_next = (
         (header[_SEQUENCE] == sequence)
         & (header[_STEP] == step)
@@ -318,7 +336,25 @@ def take_request(
     return int(count)
 
 
-@_compiled(4)  # type: ignore[untyped-decorator]
+@compiled(5)
+def copy_request(record: int, hidden_at: int, slots_at: int, weights_at: int, bucket: int) -> int:
+    """Copy the request that was taken, R rows, to hidden [bucket, H], slots and weights.
+
+    slots i32[bucket, K] are -1 in the rows that did not come. Returns R.
+    """
+    words = _words(record)
+    count, num_choices = words[ROWS], words[ROWS] * words[_TOP_K]
+    _copy(hidden_at, words[_IN_HIDDEN], count * words[_ROW_BYTES])
+    _copy(slots_at, words[_IN_SLOTS], np.uint64(4) * num_choices)
+    _copy(weights_at, words[_IN_WEIGHTS], np.uint64(4) * num_choices)
+    size = np.int64(bucket * words[_TOP_K])
+    slots = carray(_pointer(slots_at), (size,), np.int32)
+    for idx in range(np.int64(num_choices), size):
+        slots[idx] = -1
+    return int(count)
+
+
+@compiled(4)
 def write_answer(record: int, partial_at: int, compute_ns: int, idle_ns: int) -> int:
     """Write the answer to the request that was taken; returns its payload bytes.
 
@@ -326,7 +362,7 @@ def write_answer(record: int, partial_at: int, compute_ns: int, idle_ns: int) ->
     """
     words = _words(record)
     header = _words(words[_OUT_HEADER])
-    size = words[_ROWS] * words[_ANSWER_ROW_BYTES]
+    size = words[ROWS] * words[_ANSWER_ROW_BYTES]
     if partial_at != 0:
         _copy(words[_OUT_HIDDEN], partial_at, size)
     for idx in range(_SIZE):

@@ -5,10 +5,10 @@ rings the expert, one the attention node), and the Unix socket that carried them
 for liveness: nothing is sent on it, and it closes when the peer ends. Nothing has a name in a file
 system. Knows no headers and no plans.
 
-Waiting: look at the flag, then poll the bell and the sockets, then look again. The writer always
-rings, because a "waiter sleeps" flag would need a store-load fence. "spin" reads the flag in a loop
-instead, and sometimes the sockets: for a node with a separate core. Such a reader says so once, in
-its windows, and its bell is not rung.
+Waiting: look at the flag, say that this end sleeps, then poll the bell and the sockets, then look
+again. The writer rings unless the reader is awake. "spin" reads the flag in a loop instead, and
+sometimes the sockets: for a node with a separate core, which is always awake. Compiled code
+(hops.py) yields before it sleeps, and is awake meanwhile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 from m2n_comm.handshake import Meeting
 from m2n_comm.hello import Identity, NodeRole, PairHello
-from m2n_comm.host.lines import NodeLines, Watches
-from m2n_comm.host.memory_order import check_platform, consume, publish
+from m2n_comm.host.lines import NodeLines, Port, Watches
+from m2n_comm.host.memory_order import check_platform, consume, fall_asleep, publish_fenced
 from m2n_comm.host.windows import PairLayout, PairWindows
 from m2n_comm.waits import CHECK_INTERVAL_S, Hop, Waits, late, lost
 from topspin.errors import FrameError, PeerLost
@@ -146,12 +146,12 @@ class ShmLines(NodeLines):
         self._peer_bells = {peer: pair.peer_bell for peer, pair in pairs.items()}
         self._socks = {peer: pair.sock for peer, pair in pairs.items()}
         self._watches = Watches(self._socks, _HANGUP)
-        self._check = waits.check
+        self._check, self._resume = waits.check, waits.resume
         self._spins = waits.policy == "spin"
         if self._spins:
             for peer in pairs:
                 for window in self._inbox[peer]:
-                    window.reader_spins[0] = 1
+                    window.reader_is_awake[0] = 1
 
     def send(self, hop: Hop, rows: int, sequence: int) -> None:
         """Publish the outbox and ring a peer that may sleep; never waits.
@@ -159,8 +159,7 @@ class ShmLines(NodeLines):
         A lost peer is noticed when its answer is due.
         """
         window = self._outbox[hop.peer][hop.micro_batch]
-        publish(window.flag, sequence)
-        if not window.reader_spins[0]:
+        if not publish_fenced(window.flag_at, window.reader_is_awake_at, sequence):
             os.eventfd_write(self._peer_bells[hop.peer], 1)
 
     def receive(self, hop: Hop, awaited: tuple[int, ...]) -> bytes:
@@ -170,6 +169,7 @@ class ShmLines(NodeLines):
                 self._spin_for(hop, awaited)
             else:
                 self._block_for(hop, awaited)
+            self._resume()
         window = self._inbox[hop.peer][hop.micro_batch]
         self.advance(hop, consume(window.flag))
         return bytes(window.header)
@@ -178,6 +178,19 @@ class ShmLines(NodeLines):
         """Return whether the peer has published since the last receive()."""
         flag = self._inbox[peer][micro_batch].flag
         return consume(flag) != self.consumed[peer][micro_batch]
+
+    def port(self, peer: int, micro_batch: int) -> Port | None:
+        """Return the words of both windows and the peer's bell."""
+        outbox, inbox = self._outbox[peer][micro_batch], self._inbox[peer][micro_batch]
+        consumed = self.consumed[peer]
+        return Port(
+            out_flag=outbox.flag_at,
+            out_is_awake=outbox.reader_is_awake_at,
+            bell=self._peer_bells[peer],
+            in_flag=inbox.flag_at,
+            in_is_awake=inbox.reader_is_awake_at,
+            consumed=consumed.buffer_info()[0] + consumed.itemsize * micro_batch,
+        )
 
     def close(self) -> None:
         """Drop all views (the last one unmaps) and close bells and sockets."""
@@ -191,7 +204,11 @@ class ShmLines(NodeLines):
         self._socks = {}
 
     def _block_for(self, hop: Hop, awaited: tuple[int, ...]) -> None:
-        while not self.arrived(hop.peer, hop.micro_batch):
+        # Addresses: a window in an error's traceback would keep the memory mapped.
+        is_awake_at = self._inbox[hop.peer][hop.micro_batch].reader_is_awake_at
+        flag_at = self._inbox[hop.peer][hop.micro_batch].flag_at
+        consumed = self.consumed[hop.peer][hop.micro_batch]
+        while fall_asleep(is_awake_at, flag_at) == consumed:
             left_s = hop.deadline_s - time.monotonic()
             if left_s <= 0:
                 raise late(self.peer_role, hop)

@@ -120,7 +120,7 @@ class PairLayout:
         base = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
         return Window(
             flag=word_at(view, offset),
-            reader_spins=word_at(view, offset + WORD_BYTES),
+            reader_is_awake=word_at(view, offset + WORD_BYTES),
             header=header,
             words=header.cast("Q"),
             header_at=base + offset + _LINE_BYTES,
@@ -158,11 +158,11 @@ class Window:
 
     hidden [W, H] in the dtype that is sent, with scales [W, 1] fp32 if it is compressed; `fields`
     the same memory as bytes, in wire order; `words` the header as 64-bit numbers, at the address
-    `header_at`. `reader_spins` is not 0 if the reader needs no bell.
+    `header_at`. `reader_is_awake` is not 0 if the reader needs no bell.
     """
 
     flag: memoryview
-    reader_spins: memoryview
+    reader_is_awake: memoryview
     header: memoryview
     words: memoryview
     header_at: int
@@ -173,6 +173,16 @@ class Window:
     scales: torch.Tensor | None = None
     _views: dict[int, WindowRows] = field(default_factory=dict)
     _payloads: dict[int, list[memoryview]] = field(default_factory=dict)
+
+    @property
+    def flag_at(self) -> int:
+        """Return the address of the flag."""
+        return self.header_at - _LINE_BYTES
+
+    @property
+    def reader_is_awake_at(self) -> int:
+        """Return the address of `reader_is_awake`."""
+        return self.flag_at + WORD_BYTES
 
     def first(self, rows: int) -> WindowRows:
         """Return views over the first `rows` rows; views of recent sizes are kept."""

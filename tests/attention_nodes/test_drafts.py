@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from attention_nodes.drafts import ROOT, Draft, DraftRequest, accepted
 from attention_nodes.model_runner import ModelRunner
+from spec_decode.draft import ROOT, Draft, DraftRequest, Text
 from tests.attention_nodes.plans import Planner, ahead, one_by_one, tokens_of
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
@@ -23,7 +23,7 @@ MAX_DRAFT = 5
 
 
 def chain(*tokens: int) -> Draft:
-    return Draft(tokens, tuple(range(ROOT, len(tokens) - 1)))
+    return Draft.chain(tokens)
 
 
 def right(truth: list[int]) -> Draft:
@@ -51,23 +51,27 @@ def second_branch(truth: list[int]) -> Draft:
 class Script:
     """Drafts from the tokens that will come, as `form` turns them into a draft.
 
-    `requests` are those that it has seen.
+    `requests` are those that it has seen, `ended` the texts of sequences that have left.
     """
 
     def __init__(self, truth: dict[int, list[int]], form: Callable[[list[int]], Draft]) -> None:
         self._texts = {seq_id: PROMPTS[seq_id] + truth[seq_id] for seq_id in truth}
         self._form = form
         self.requests: list[DraftRequest] = []
+        self.ended: list[tuple[int, list[int], int, str]] = []
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
         for each in requests:
             self.requests.append(each)
-            text = self._texts[each.seq_id]
-            known = len(each.tokens)
-            assert each.tokens.tolist() == text[:known]
+            text = self._texts[each.text.seq_id]
+            known = len(each.text.tokens)
+            assert each.text.tokens.tolist() == text[:known]
             drafts.append(self._form(text[known : known + each.at_most]))
         return drafts
+
+    def end(self, text: Text) -> None:
+        self.ended.append((text.seq_id, text.tokens.tolist(), text.num_prompt, text.salt))
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +194,7 @@ def test_nothing_is_fed_or_drafted_beyond_the_greatest_length(checkpoint: Path) 
         assert counts_of(results[-1]) == {2: 1, 1: 0}
         row = runner._table._row_of[1]
         assert runner._table.num_committed[row] == max_length - 1
-        assert all(len(each.tokens) + each.at_most < max_length for each in script.requests)
+        assert all(len(each.text.tokens) + each.at_most < max_length for each in script.requests)
 
 
 def test_a_node_without_a_drafter_decodes_one_by_one(checkpoint: Path) -> None:
@@ -207,11 +211,14 @@ def test_a_step_ahead_begins_where_the_draft_ended(tmp_path: Path) -> None:
         tmp_path, "llama", num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2
     )
     truth = plain(runner_of(path))
-    runner = runner_of(path, Script(truth, second_branch), kernels="triton")
+    script = Script(truth, second_branch)
+    runner = runner_of(path, script, kernels="triton")
     # Sequence 1 is forgotten while its last draft is under way.
     results = drafted(runner, run=ahead, num_steps=2, leaves=True)
     assert [counts_of(result).get(1) for result in results] == [3, 4, 4, None]
     assert tokens_of(results) == {1: truth[1][:11], 2: truth[2][:4]}
+    # The drafter learns of it what was known then.
+    assert script.ended == [(1, PROMPTS[1] + truth[1][:7], len(PROMPTS[1]), "")]
 
 
 def test_a_draft_without_reserved_slots_is_refused(checkpoint: Path) -> None:
@@ -221,11 +228,3 @@ def test_a_draft_without_reserved_slots_is_refused(checkpoint: Path) -> None:
     planner.step({1: 30}, drafts={1: 3})
     with pytest.raises(ProtocolError, match="a draft goes past the blocks"):
         one_by_one(runner, planner.plans)
-
-
-def test_nothing_is_accepted_behind_a_row_without_numbers() -> None:
-    draft = Draft((7, 8, 7, 9), (ROOT, ROOT, 1, 2))
-    assert accepted(draft, [8, 0, 7, 9, 4], [True] * 5) == [1, 2, 3]
-    assert accepted(draft, [8, 0, 7, 9, 4], [True, True, False, True, True]) == [1]
-    assert accepted(draft, [7, 8, 7, 9, 4], [True] * 5) == [0]
-    assert accepted(draft, [6, 8, 7, 9, 4], [True] * 5) == []

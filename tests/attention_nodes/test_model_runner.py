@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from attention_nodes.model_runner import ModelRunner
+from kernels.cpu.compiled import runtime
+from kernels.cpu.compiled.runtime import Kernel
 from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import engine_config
 from tests.structs import changed
@@ -144,3 +147,18 @@ def test_timings_add_up(runner: ModelRunner) -> None:
     assert timings.attention_s > 0
     assert timings.sample_s > 0
     assert timings.attention_s + timings.sample_s <= timings.total_s
+
+
+def test_sampling_is_compiled_before_the_first_request(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+
+    def launch(kernel: Kernel, arguments: Sequence[int], *, num_threads: int) -> None:
+        launched.append(kernel.name)
+        runtime.launch(kernel, arguments, num_threads=num_threads)
+
+    monkeypatch.setattr("kernels.cpu.sampling.launch", launch)
+    with torch.inference_mode():
+        ModelRunner.load(checkpoint, engine_config(checkpoint).for_node())
+    assert launched == ["choose", "find_logprobs"]

@@ -88,7 +88,7 @@ def test_experts_that_do_not_fit_are_refused_before_they_are_read(
     path = make_checkpoint(tmp_path, "mixtral", hidden_size=256, intermediate_size=128)
     opened: list[str] = []
 
-    def open_full(device: str) -> FullDevice:
+    def open_full(device: str, kernels: str) -> FullDevice:
         opened.append(device)
         return FullDevice()
 
@@ -180,7 +180,8 @@ def test_experts_on_a_device_get_their_rows_there(
     welcome = welcome_of(path, kernels=kernels)
     welcome = changed(welcome, {"config.link.transport": transport})
     listener = FakeListener()
-    life: Any = SimpleNamespace(incarnation=1, check=None)
+    progress = SimpleNamespace(beat=None)
+    life: Any = SimpleNamespace(incarnation=1, check=None, progress=progress)
     experts = load_experts(path, welcome, 0)
     net: Any = accept_attention(listener, welcome, experts, life, index=0)  # type: ignore[arg-type]
     assert net == wanted

@@ -42,7 +42,10 @@ def attention_case(
     padding_rows: int = 0,
     seed: int = 0,
 ) -> AttentionCase:
-    """Build a case whose unused cache slots hold NaN and whose unused table entries are invalid."""
+    """Build a case whose unused cache slots hold NaN and whose unused table entries are invalid.
+
+    Of each tree of `parents` the last nodes are query rows; if some are not, tree_lens are given.
+    """
     rng = torch.Generator().manual_seed(seed)
     num_blocks = [-(-length // block_size) for length in context_lens]
     total = sum(num_blocks) + 3
@@ -60,12 +63,15 @@ def attention_case(
             place = blocks[position // block_size], position % block_size
             k_cache[place], v_cache[place] = keys[-1][position], values[-1][position]
     num_rows = sum(query_lens) + padding_rows
-    tree_mask = None
+    tree_mask = tree_lens = None
     if parents is not None:
-        tree_mask = torch.zeros(num_rows, max(query_lens), dtype=torch.bool)
+        lens = [len(tree) for tree in parents]
+        tree_mask = torch.zeros(num_rows, max(lens), dtype=torch.bool)
+        if lens != list(query_lens):
+            tree_lens = torch.tensor(lens, dtype=torch.int32)
         row = 0
-        for tree in parents:
-            for node in range(len(tree)):
+        for tree, num_new in zip(parents, query_lens, strict=True):
+            for node in range(len(tree) - num_new, len(tree)):
                 tree_mask[row, path(tree, node)] = True
                 row += 1
     starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()] if query_lens else [0]
@@ -80,6 +86,7 @@ def attention_case(
             max_query_len=max(query_lens, default=0),
             max_context_len=max(context_lens, default=0),
             tree_mask=tree_mask,
+            tree_lens=tree_lens,
         ),
         keys=keys,
         values=values,

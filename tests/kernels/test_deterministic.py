@@ -109,7 +109,7 @@ def test_linear_of_a_view_into_wider_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [2, 37, 192, 576, 1536])
 def test_element_by_element_and_row_by_row(width: int, dtype: torch.dtype) -> None:
     norm, other = torch.randn(width).to(dtype), torch.randn(width).to(dtype)
-    check_rows(deterministic.sigmoid, width, dtype)
+    check_rows(lambda x: deterministic.sigmoid_gate(x.clone(), x[:, :1]), width, dtype)
     check_rows(deterministic.swiglu, 2 * width, dtype)
     check_rows(lambda x: deterministic.rms_norm(x, norm, eps=1e-6), width, dtype)
     check_rows(
@@ -122,11 +122,12 @@ def test_element_by_element_and_row_by_row(width: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sigmoid_and_swiglu_follow_the_reference(dtype: torch.dtype) -> None:
+def test_gates_and_swiglu_follow_the_reference(dtype: torch.dtype) -> None:
     x = torch.cat((torch.randn(64, 38) * 6, torch.tensor([[200.0, -200.0] * 19]))).to(dtype)
     tolerance = {"rtol": 1e-6, "atol": 1e-37} if dtype == torch.float32 else {}
-    torch.testing.assert_close(deterministic.sigmoid(x), reference.sigmoid(x), **tolerance)
     before = x.clone()
+    gated = deterministic.sigmoid_gate(x.clone(), x[:, -1:])
+    torch.testing.assert_close(gated, reference.sigmoid_gate(x.clone(), x[:, -1:]), **tolerance)
     torch.testing.assert_close(deterministic.swiglu(x), reference.swiglu(x), **tolerance)
     assert torch.equal(x, before)
 

@@ -93,11 +93,12 @@ TREES: Sequence[Sequence[int | None]] = (
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 3, 70])
-def test_trees(window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_trees(window: int | None, dtype: torch.dtype, is_new: bool) -> None:
     committed = (10, 0, 62, 130)
     case = attention_case(
         [length + len(tree) for length, tree in zip(committed, TREES, strict=True)],
-        [len(tree) for tree in TREES],
+        [len(t) if is_new else (len(t) + 1) // 2 for t in TREES],
         heads=Heads(4, 2, 16),
         block_size=4,
         dtype=dtype,

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 
-from kernels.cpu.compiled import philox as compiled
 from kernels.philox import Purpose, as_signed, philox, uniforms
 
 # Known answers of the authors' Random123 library: counter, key, block.
@@ -143,13 +141,3 @@ def test_as_signed_keeps_the_bits(seed: int) -> None:
 def test_as_signed_refuses_other_numbers(seed: int) -> None:
     with pytest.raises(AssertionError, match="unsigned 64-bit"):
         as_signed(seed)
-
-
-def test_the_compiled_uniforms_are_the_same() -> None:
-    rng = np.random.default_rng(1)
-    seeds = rng.integers(-(1 << 63), 1 << 63, 300)
-    choices, positions = rng.integers(0, 1 << 32, 300), rng.integers(0, 1 << 40, 300)
-    for purpose in Purpose:
-        wanted = uniforms(seeds.view(np.uint64), choices, positions, purpose=purpose)
-        names = (torch.from_numpy(each) for each in (seeds, choices, positions))
-        assert np.array_equal(compiled.uniforms(*names, purpose=purpose).numpy(), wanted)

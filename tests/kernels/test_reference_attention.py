@@ -55,18 +55,19 @@ TREES = ((None, 0, 0, 1, 1, 4, 2), (None,), (None, None, 1, 0))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 12])
-def test_each_tree_node_attends_as_if_its_branch_were_the_text(window: int | None) -> None:
+@pytest.mark.parametrize("num_new", [(7, 1, 4), (3, 1, 0), (1, 1, 2)])
+def test_each_tree_node_attends_as_if_its_branch_were_the_text(
+    num_new: tuple[int, ...], window: int | None
+) -> None:
     committed = [10, 0, 37]
     lens = [c + len(t) for c, t in zip(committed, TREES, strict=True)]
-    case = attention_case(
-        lens, [len(t) for t in TREES], heads=Heads(4, 2, 8), block_size=4, parents=TREES
-    )
+    case = attention_case(lens, num_new, heads=Heads(4, 2, 8), block_size=4, parents=TREES)
     out = reference.paged_attention(
         case.q, case.k_cache, case.v_cache, case.meta, scale=0.5, sliding_window=window
     )
     row = 0
     for idx, tree in enumerate(TREES):
-        for node in range(len(tree)):
+        for node in range(len(tree) - num_new[idx], len(tree)):
             branch = [*range(committed[idx]), *(committed[idx] + n for n in path(tree, node))]
             branch = branch if window is None else branch[-window:]
             wanted = eager(

@@ -1,13 +1,18 @@
-"""Sampling against transformers' processors, exact distributions, and other batches."""
+"""Sampling against transformers' processors, exact distributions, and other batches.
+
+The definition, in plain torch, and where draws need not be replaced the compiled one too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -18,10 +23,19 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from kernels.cpu import sampling as compiled
 from kernels.philox import as_signed
-from kernels.sampling import BannedTokens, LogitBias, SamplingBatch, process_logits, sample
+from kernels.sampling import (
+    BannedTokens,
+    LogitBias,
+    SampleResult,
+    SamplingBatch,
+    process_logits,
+)
+from kernels.sampling import sample as define
 
 GRID = 1000
+Sample = Callable[..., SampleResult]
 
 
 def batch(num_rows: int, **settings: object) -> SamplingBatch:
@@ -52,15 +66,21 @@ def batch(num_rows: int, **settings: object) -> SamplingBatch:
 def even_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the row's uniforms by the midpoints of an even grid."""
 
-    def midpoints(seeds: Tensor, *_: object, **__: object) -> Tensor:
-        return (torch.arange(len(seeds), dtype=torch.float64) + 0.5) / len(seeds)
+    def midpoints(seeds: NDArray[np.uint64], *_: object, **__: object) -> NDArray[np.float64]:
+        return (np.arange(len(seeds)) + 0.5) / len(seeds)
 
-    monkeypatch.setattr("kernels.cpu.compiled.philox.uniforms", midpoints)
+    monkeypatch.setattr("kernels.sampling.uniforms", midpoints)
+
+
+@pytest.fixture(params=["definition", "compiled"])
+def sample(request: pytest.FixtureRequest) -> Sample:
+    """The function of each implementation."""
+    return define if request.param == "definition" else compiled.sample
 
 
 def integrate(logits: Tensor, **settings: object) -> Tensor:
     """Tokens chosen for one row of logits by GRID even uniforms, in order of the uniform."""
-    return sample(logits.expand(GRID, -1), batch(GRID, **settings)).tokens
+    return define(logits.expand(GRID, -1), batch(GRID, **settings)).tokens
 
 
 FILTERS = [
@@ -122,7 +142,7 @@ def test_a_nucleus_of_thousands() -> None:
     assert torch.equal(tokens, torch.searchsorted(cdf, midpoints, right=True))
 
 
-def test_frequencies_over_seeds_fit_the_distribution() -> None:
+def test_frequencies_over_seeds_fit_the_distribution(sample: Sample) -> None:
     logits = torch.randn(20, generator=torch.Generator().manual_seed(3))
     num_draws = 4000
     tokens = sample(
@@ -134,14 +154,14 @@ def test_frequencies_over_seeds_fit_the_distribution() -> None:
     assert statistic < 50.8
 
 
-def test_a_low_temperature_is_nearly_greedy() -> None:
+def test_a_low_temperature_is_nearly_greedy(sample: Sample) -> None:
     logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(4))
     tokens = sample(logits, batch(50, temperature=1e-4)).tokens
     assert torch.equal(tokens, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-30, 9e-6])
-def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy(sample: Sample, temperature: float) -> None:
     logits = torch.randn(50, 100, generator=torch.Generator().manual_seed(4)) * 1e30
     logits[:, 7] = logits[:, 9] = logits.amax(-1)  # a random draw could choose either
     settings = {"top_p": 0.9, "min_p": 0.1}
@@ -153,7 +173,7 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
 def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
-    temperature: float, settings: dict[str, float]
+    sample: Sample, temperature: float, settings: dict[str, float]
 ) -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(10))
     beside = sample(logits, batch(6, temperature=temperature, **settings)).tokens
@@ -174,6 +194,7 @@ def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
         num_top_logprobs=2,
     )
     assert result.valid.tolist() == [False] * 5 + [True]
+    assert result.is_number.tolist() == [True, False, False, True, False, True]
     assert ((result.tokens >= 0) & (result.tokens < 40)).all()
     assert result.tokens[5] == beside[5]
     plain = sample(logits, batch(6, temperature=temperature, **settings))
@@ -182,7 +203,7 @@ def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_ban_hides_no_nan_of_the_model(temperature: float) -> None:
+def test_a_ban_hides_no_nan_of_the_model(sample: Sample, temperature: float) -> None:
     logits = torch.zeros(2, 4)
     logits[0, 2] = math.nan
     banned = BannedTokens(torch.tensor([0]), torch.tensor([2]))
@@ -191,13 +212,13 @@ def test_a_ban_hides_no_nan_of_the_model(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_takes_the_lowest_id_of_equals(dtype: torch.dtype) -> None:
+def test_greedy_takes_the_lowest_id_of_equals(sample: Sample, dtype: torch.dtype) -> None:
     logits = torch.zeros(3, 70, dtype=dtype)
     logits[0, [5, 66]], logits[1, [69, 33, 34]] = 1.0, 2.0
     assert sample(logits, batch(3, temperature=0.0)).tokens.tolist() == [5, 33, 0]
 
 
-def test_greedy_rows_ignore_filters_but_not_penalties() -> None:
+def test_greedy_rows_ignore_filters_but_not_penalties(sample: Sample) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]] * 2)
     settings = batch(
         2,
@@ -290,14 +311,13 @@ def test_borders_of_the_cdf_belong_to_the_next_token_with_any_probability(
     uniform: float, token: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens 1 and 3 have probability one half each; 0, 2 and 4 have zero and are never chosen."""
-    value = torch.tensor([uniform], dtype=torch.float64)
-    monkeypatch.setattr("kernels.cpu.compiled.philox.uniforms", lambda *_, **__: value)
+    monkeypatch.setattr("kernels.sampling.uniforms", lambda *_, **__: np.array([uniform]))
     never = -math.inf
     logits = torch.tensor([[never, 0.0, never, 0.0, never]])
-    assert sample(logits, batch(1)).tokens.tolist() == [token]
+    assert define(logits, batch(1)).tokens.tolist() == [token]
 
 
-def test_logprobs_are_of_the_model_not_of_the_processing() -> None:
+def test_logprobs_are_of_the_model_not_of_the_processing(sample: Sample) -> None:
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(7))
     bias = LogitBias(torch.tensor([0]), torch.tensor([17]), torch.tensor([100.0]))
     settings = batch(4, temperature=0.3, top_k=5, logit_bias=bias)
@@ -313,9 +333,9 @@ def test_logprobs_are_of_the_model_not_of_the_processing() -> None:
     torch.testing.assert_close(result.top_logprobs, best.values[:, :3])
 
 
-def test_logprobs_only_when_asked() -> None:
+def test_logprobs_only_when_asked(sample: Sample) -> None:
     logits = torch.zeros(2, 5)
-    assert sample(logits, batch(2))[2:] == (None, None, None)
+    assert sample(logits, batch(2))[3:] == (None, None, None)
     chosen_only = sample(logits, batch(2), num_top_logprobs=0)
     assert chosen_only.logprobs is not None
     assert chosen_only.top_ids is not None
@@ -360,7 +380,7 @@ def integers(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
+def test_a_row_does_not_depend_on_the_rows_beside_it(sample: Sample) -> None:
     logits = torch.randn(24, 500, generator=torch.Generator().manual_seed(9)) * 2
     every = list(range(24))
     whole = sample(logits, mixed_batch(every)).tokens
@@ -370,7 +390,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
         assert torch.equal(part, whole[rows]), rows
 
 
-def test_draws_of_one_request_differ_by_position_and_choice() -> None:
+def test_draws_of_one_request_differ_by_position_and_choice(sample: Sample) -> None:
     logits = torch.zeros(200, 1000)
     by_position = sample(logits, batch(200, seeds=5)).tokens
     by_choice = sample(logits, batch(200, seeds=5, positions=0, choices=torch.arange(200))).tokens

@@ -1,10 +1,10 @@
 """Paged attention of single query rows, compiled: keys and values are read in the cache.
 
-One task is one query row and one key/value head, with all query heads that share it: scores
-of 16 keys at a time, an online softmax in fp32 over chunks of keys, the weighted sum of the
-values. A long context is cut into parts of SPLIT_KEYS keys, each a task, which a second pass
-merges; the parts depend on the context's length alone, so the result does not depend on the
-number of threads. Knows no sequences: its tasks are listed in `kernels.cpu.attention_rows.Work`.
+One task is some keys of a query row and one or more key/value heads, with all query heads that
+share them: scores of 16 keys at a time, an online softmax in fp32 over chunks of keys, the weighted
+sum of the values. The keys of a row are cut into parts, which a second pass merges; the parts
+depend on the context's length alone, so the result does not depend on the number of threads. Knows
+no sequences: its tasks are listed in `kernels.cpu.attention_rows.Work`.
 Used by `kernels.cpu.attention`, which chooses the rows.
 
 Letters as in `kernels.contracts`. A slice is 64 bytes of a head (`kernels.cpu.simd.attention`).
@@ -28,7 +28,6 @@ from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 # Query heads computed together.
 TILE_HEADS: Final = 8
-AHEAD_KEYS: Final = 32
 PIECE_BYTES: Final = 40
 # States of the query heads of one task; half of a first-level cache.
 STATE_BYTES: Final = 16 << 10
@@ -96,10 +95,13 @@ class WorkWords:
         """Write the work of the next launches; keeps what they read."""
         heads = self._heads
         part_bytes = _part_bytes(heads.head_dim)
-        # Heads computed together read each block once; having enough tasks matters more.
+        # Heads computed together read each block once; having enough tasks, or as many for each
+        # thread, matters more.
+        num_pieces, num_threads = work.pieces.shape[0], torch.get_num_threads()
+        wanted = max(num_pieces * heads.num_kv_heads // (4 * num_threads), 1)
         groups_per_task = min(
             max(STATE_BYTES // (heads.num_heads // heads.num_kv_heads * part_bytes), 1),
-            max(work.pieces.shape[0] * heads.num_kv_heads // (4 * torch.get_num_threads()), 1),
+            wanted if num_pieces % num_threads else heads.num_kv_heads,
             heads.num_kv_heads,
         )
         parts = torch.empty(work.num_parts * heads.num_heads, part_bytes // 4)
@@ -188,38 +190,37 @@ def _run_length(block: int, position: int, stop: int) -> int:
 
 
 @inlined
-def _ask_for_run(block: int, cache: int, seq_idx: int, position: int, stop: int) -> None:
-    """Prefetch the keys or values, of all heads, of the run that begins at a position."""
+def _ask_for_run(
+    block: int, cache: int, seq_idx: int, position: int, stop: int, num_bytes: int
+) -> None:
+    """Prefetch `num_bytes` of each key or value of the run that begins at a position."""
     if position < stop:
-        count = _run_length(block, position, stop)
+        count, stride = _run_length(block, position, stop), _slot_bytes(block)
         run = cache + _key_address(block, seq_idx, position)
-        simd.prefetch(run, count * _slot_bytes(block))
-
-
-@inlined
-def _ask_ahead(block: int, piece: int, position: int, later: int) -> None:
-    """Prefetch the keys and values after a piece's run, whose blocks may lie anywhere in memory.
-
-    They are the run of the same index of piece `later` if that is not 0; else the values of this
-    run and the keys AHEAD_KEYS later.
-    """
-    keys, values = simd.read_i64(block + K_CACHE), simd.read_i64(block + V_CACHE)
-    if later:
-        seq_idx, key_end = simd.read_i64(later + 8), simd.read_i64(later + 24)
-        there = position - simd.read_i64(piece + 16) + simd.read_i64(later + 16)
-        _ask_for_run(block, keys, seq_idx, there, key_end)
-        _ask_for_run(block, values, seq_idx, there, key_end)
-    else:
-        seq_idx, key_end = simd.read_i64(piece + 8), simd.read_i64(piece + 24)
-        _ask_for_run(block, values, seq_idx, position, key_end)
-        _ask_for_run(block, keys, seq_idx, position + AHEAD_KEYS, key_end)
+        if num_bytes == stride:
+            simd.prefetch(run, count * stride)
+        else:
+            for idx in range(count):
+                simd.prefetch(run + idx * stride, num_bytes)
 
 
 @inlined
 def _score_chunk(
-    block: int, seq_idx: int, start: int, stop: int, keys: int, query: int, heads: int, scores: int
+    block: int,
+    seq_idx: int,
+    start: int,
+    stop: int,
+    keys: int,
+    query: int,
+    heads: int,
+    scores: int,
+    ask: int,
+    ask_bytes: int,
 ) -> None:
-    """Write the scaled scores of keys start <= p < stop; 16 lanes past a row may be written."""
+    """Write the scaled scores of keys start <= p < stop; 16 lanes past a row may be written.
+
+    Prefetches `ask_bytes` of each of their values at `ask` meanwhile; 0: none.
+    """
     head_bytes, stride = _head_bytes(block), _slot_bytes(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
     scale = vectors.splat(simd.read_f32(block + SCALE))
@@ -227,6 +228,8 @@ def _score_chunk(
     while position < stop:
         count = _run_length(block, position, stop)
         run = keys + _key_address(block, seq_idx, position)
+        if ask_bytes:
+            _ask_for_run(block, ask, seq_idx, position, stop, ask_bytes)
         for head in range(heads):
             place = scores + head * SCORE_PITCH + 4 * (position - start)
             one = query + head * head_bytes
@@ -275,8 +278,14 @@ def _add_values(
     heads: int,
     state: int,
     pitch: int,
+    ask: int,
+    ask_bytes: int,
+    key_end: int,
 ) -> None:
-    """Add to the states of `heads` heads the values of keys start <= p < stop."""
+    """Add to the states of `heads` heads the values of keys start <= p < stop.
+
+    Prefetches `ask_bytes` of each key at `ask` of the next chunk, below `key_end`; 0: none.
+    """
     head_bytes, stride = _head_bytes(block), _slot_bytes(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
     position = start
@@ -284,6 +293,8 @@ def _add_values(
         count = _run_length(block, position, stop)
         run = values + _key_address(block, seq_idx, position)
         weights = scores + 4 * (position - start)
+        if ask_bytes:
+            _ask_for_run(block, ask, seq_idx, position + CHUNK_KEYS, key_end, ask_bytes)
         for offset in range(0, head_bytes, SLICE):
             rest = (head_bytes - offset) // 4
             sums = state + _VECTOR + offset * (1 + is_bf16)
@@ -356,10 +367,12 @@ def _do_chunk(
     state: int,
     pitch: int,
     scores: int,
+    ask_bytes: int,
 ) -> int:
     """Add keys start <= p < stop of a piece to the states of up to TILE_HEADS query heads.
 
     `first` is the first of these heads; they share a key/value head. Returns their number.
+    Prefetches meanwhile `ask_bytes` of each of these values and of the keys of the next chunk.
     """
     row, seq_idx = simd.read_i64(piece), simd.read_i64(piece + 8)
     repeat, head_bytes = simd.read_i64(block + REPEAT), _head_bytes(block)
@@ -368,10 +381,24 @@ def _do_chunk(
     query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE) + first * head_bytes
     keys = simd.read_i64(block + K_CACHE) + group * head_bytes
     values = simd.read_i64(block + V_CACHE) + group * head_bytes
-    _score_chunk(block, seq_idx, start, stop, keys, query, heads, scores)
+    _score_chunk(block, seq_idx, start, stop, keys, query, heads, scores, values, ask_bytes)
     for idx in range(heads):
         _soften(stop - start, scores + idx * SCORE_PITCH, state + idx * pitch, pitch // _VECTOR)
-    _add_values(block, seq_idx, start, stop, values, scores, heads, state, pitch)
+    key_end = simd.read_i64(piece + 24)
+    _add_values(
+        block,
+        seq_idx,
+        start,
+        stop,
+        values,
+        scores,
+        heads,
+        state,
+        pitch,
+        keys,
+        ask_bytes,
+        key_end,
+    )
     return heads
 
 
@@ -379,7 +406,6 @@ def _do_chunk(
 def _do_piece(
     block: int,
     piece: int,
-    later: int,
     first_head: int,
     last_head: int,
     states: int,
@@ -387,7 +413,7 @@ def _do_piece(
 ) -> None:
     """Attend one piece's row to its keys with query heads first_head <= h < last_head."""
     row, part = simd.read_i64(piece), simd.read_i64(piece + 32)
-    head_bytes = _head_bytes(block)
+    seq_idx, head_bytes = simd.read_i64(piece + 8), _head_bytes(block)
     pitch = _state_vectors(block) * _VECTOR
     state = states
     if part >= 0:
@@ -397,14 +423,20 @@ def _do_piece(
     for idx in range(last_head - first_head):
         _clear(state + idx * pitch, pitch // _VECTOR)
     start, key_end = simd.read_i64(piece + 16), simd.read_i64(piece + 24)
+    # A sequence's blocks may lie anywhere in memory: the keys of the first chunk are asked for now,
+    # all else little by little.
+    repeat = simd.read_i64(block + REPEAT)
+    ask_bytes = (last_head - first_head) // repeat * head_bytes
+    keys = simd.read_i64(block + K_CACHE) + first_head // repeat * head_bytes
+    for position in range(start, min(start + CHUNK_KEYS, key_end), simd.LANES):
+        _ask_for_run(block, keys, seq_idx, position, key_end, ask_bytes)
     while start < key_end:
         stop = min(start + CHUNK_KEYS, key_end)
-        for position in range(start, stop, simd.LANES):
-            _ask_ahead(block, piece, position, later)
         head = first_head
         while head < last_head:
             own = state + (head - first_head) * pitch
-            head += _do_chunk(block, piece, start, stop, head, own, pitch, scores)
+            asked = ask_bytes if head == first_head else 0
+            head += _do_chunk(block, piece, start, stop, head, own, pitch, scores, asked)
         start = stop
     if part < 0:
         out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
@@ -455,12 +487,9 @@ def _attend(block: int) -> None:
         piece = simd.read_i64(work + PIECES) + task // num_ranges * PIECE_BYTES
         first = task % num_ranges * per_task
         last = min(first + per_task, num_groups)
-        task = claim_task(block, 0)
-        later = 0
-        if num_ranges == 1 and task < num_tasks:
-            later = simd.read_i64(work + PIECES) + task * PIECE_BYTES
-        _do_piece(block, piece, later, first * repeat, last * repeat, states, scores)
+        _do_piece(block, piece, first * repeat, last * repeat, states, scores)
         finish_task(block, 0)
+        task = claim_task(block, 0)
     wait_for_tasks(block, 0, num_tasks)
     num_tasks = simd.read_i64(work + NUM_MERGES) * num_groups
     task = claim_task(block, 1)

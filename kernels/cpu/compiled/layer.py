@@ -24,10 +24,11 @@ MAX_EXPERTS: Final = 512
 # Fewer rows are computed faster than a second thread wakes.
 _ROWS_PER_THREAD: Final = 16
 
-NORM_X, NORM_X_IS_BF16, RESIDUAL, NORM_WEIGHT, NORM_OUT, NORM_ROWS, NORM_WIDTH, NORM_EPS = offsets(
-    8
-)
-"""The arguments of `_add_norm`; all rows are contiguous. X 0: nothing to add."""
+(
+    NORM_X, NORM_X_IS_BF16, RESIDUAL, RESIDUAL_STRIDE, NORM_WEIGHT, NORM_OUT, NORM_OUT_STRIDE,
+    NORM_ROWS, NORM_WIDTH, NORM_EPS,
+) = offsets(10)  # fmt: skip
+"""The arguments of `_add_norm`; strides in bytes, rows of X are contiguous. X 0: nothing to add."""
 
 (
     Q, K, V, QKV_STRIDE, COS, SIN, K_CACHE, V_CACHE, CACHE_SLOTS, ROT_ROWS, NUM_HEADS,
@@ -46,16 +47,24 @@ def _threads(num_rows: int) -> int:
     return torch.get_num_threads() if num_rows >= 2 * _ROWS_PER_THREAD else 1
 
 
-def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Add x [T, H], bf16 or fp32, to residual [T, H] in place; return the normed sum."""
+def add_norm(
+    x: Tensor | None, residual: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Add x [T, H], bf16 or fp32, to residual [T, H] in place; return the normed sum.
+
+    `out` may be the residual itself.
+    """
     num_rows, width = residual.shape
-    out = torch.empty_like(residual)
+    if out is None:
+        out = torch.empty(residual.shape, dtype=torch.bfloat16)
     arguments = (
         0 if x is None else x.data_ptr(),
         int(x is not None and x.dtype == torch.bfloat16),
         residual.data_ptr(),
+        2 * residual.stride(0),
         weight.data_ptr(),
         out.data_ptr(),
+        2 * out.stride(0),
         num_rows,
         width,
         float_word(eps),
@@ -64,12 +73,17 @@ def add_norm(x: Tensor | None, residual: Tensor, weight: Tensor, *, eps: float) 
     return out
 
 
-def can_norm(x: Tensor | None, residual: Tensor, weight: Tensor) -> bool:
-    """Return whether `add_norm` takes these."""
+def can_norm(x: Tensor | None, residual: Tensor, weight: Tensor, out: Tensor | None = None) -> bool:
+    """Return whether `add_norm` takes these: rows of bf16, equally far apart."""
     return (
         residual.dim() == 2
         and residual.dtype == weight.dtype == torch.bfloat16
-        and residual.is_contiguous()
+        and residual.stride(1) == 1
+        and weight.is_contiguous()
+        and (
+            out is None
+            or (out.dtype == torch.bfloat16 and out.shape == residual.shape and out.stride(1) == 1)
+        )
         and (
             x is None
             or (
@@ -186,7 +200,7 @@ def _add_norm(block: int) -> None:
     x, is_bf16 = simd.read_i64(block + NORM_X), simd.read_i64(block + NORM_X_IS_BF16)
     row = claim_task(block, 0)
     while row < num_rows:
-        residual = simd.read_i64(block + RESIDUAL) + 2 * row * width
+        residual = simd.read_i64(block + RESIDUAL) + row * simd.read_i64(block + RESIDUAL_STRIDE)
         if x:
             added = x + (4 - 2 * is_bf16) * row * width
             for begin in range(0, width, simd.LANES):
@@ -197,7 +211,7 @@ def _add_norm(block: int) -> None:
                     term = vectors.load_first_f32(added + 4 * begin, left)
                 total = vectors.add(vectors.load_first_bf16(residual + 2 * begin, left), term)
                 vectors.store_first_bf16(residual + 2 * begin, total, left)
-        out = simd.read_i64(block + NORM_OUT) + 2 * row * width
+        out = simd.read_i64(block + NORM_OUT) + row * simd.read_i64(block + NORM_OUT_STRIDE)
         weight = simd.read_i64(block + NORM_WEIGHT)
         _norm_row(residual, weight, out, width, simd.read_f32(block + NORM_EPS))
         finish_task(block, 0)

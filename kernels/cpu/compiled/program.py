@@ -5,6 +5,11 @@ order; a kernel's tasks go to whoever claims them, and its end is when they are 
 (`kernels.cpu.simd.tasks`), so there is no barrier and no number of threads in a program. Between
 programs the team sleeps.
 
+An op with `otherwise` is run by the leader alone, the thread that called run(); the others wait for
+it, first by yielding their cores, then asleep. If its kernel leaves the work undone, run() calls
+`otherwise` in Python and goes on. So a step that waits for another process needs Python only when
+the wait is long, or fails.
+
 Knows no tensor and no kernel: `kernels.cpu.recorder` makes programs from launches. A team and its
 programs belong to one thread.
 """
@@ -15,12 +20,12 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from kernels.cpu.compiled.runtime import Kernel, inlined, make_callable
+from kernels.cpu.compiled.runtime import Kernel, inlined, launch, make_callable
 from kernels.cpu.simd.lanes import call_with, read_i64, write_i64
 from kernels.cpu.simd.system import (
     add_shared,
@@ -31,7 +36,7 @@ from kernels.cpu.simd.system import (
     wake_all,
     yield_core,
 )
-from kernels.cpu.simd.tasks import HEADER_BYTES, SPINS
+from kernels.cpu.simd.tasks import HEADER_BYTES, IS_DONE, IS_UNDONE, NUM_SLEEPERS, SPINS
 
 _LINE: Final = 64
 
@@ -41,17 +46,25 @@ _STOP, _NUM_MEMBERS = _PROGRAM + 8, _PROGRAM + 16
 _TEAM_BYTES: Final = 5 * _LINE
 
 # A program's words, then its ops.
-_NUM_OPS, _TEAM, _TIMES = range(0, 24, 8)
-_PROGRAM_BYTES: Final = 24
-_OP_KERNEL, _OP_BLOCK = range(0, 16, 8)
-_OP_BYTES: Final = 16
+_NUM_OPS, _TEAM, _TIMES, _AT = range(0, 32, 8)
+_PROGRAM_BYTES: Final = 32
+_OP_KERNEL, _OP_BLOCK, _OP_IS_ALONE = range(0, 24, 8)
+_OP_BYTES: Final = 24
+
+# How long a thread that waits for its leader yields before it sleeps: longer than a usual wait for
+# another process, since waking up takes tens of microseconds.
+_YIELD_NS: Final = 2_000_000
 
 
 class Op(NamedTuple):
-    """A kernel and its arguments."""
+    """A kernel and its arguments.
+
+    `otherwise` does its work in Python if it leaves that undone; only the leader runs it then.
+    """
 
     kernel: Kernel
     arguments: Sequence[int]
+    otherwise: Callable[[], None] | None = None
 
 
 def _aligned(num_bytes: int) -> np.ndarray:
@@ -105,6 +118,8 @@ def _cores_of_others(num_threads: int) -> list[int | None]:
     own = os.sched_getaffinity(0)
     if len(own) >= num_threads:
         return [None] * (num_threads - 1)
+    # OpenMP's own threads show where the others may be; it starts them when it first needs them.
+    launch(_do_nothing, (), num_threads=num_threads)
     known: set[int] = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
@@ -124,6 +139,7 @@ class Program:
         self._kept = kept
         self._num_ops = len(ops)
         self.kernels = tuple(op.kernel for op in ops)
+        self._otherwise = tuple(op.otherwise for op in ops)
         sizes = [-(-(HEADER_BYTES + 8 * len(op.arguments)) // _LINE) * _LINE for op in ops]
         table = -(-(_PROGRAM_BYTES + _OP_BYTES * len(ops)) // _LINE) * _LINE
         self._words = _aligned(table + sum(sizes))
@@ -137,10 +153,12 @@ class Program:
             begin = HEADER_BYTES // 8
             block[begin : begin + len(op.arguments)] = op.arguments
             at = (_PROGRAM_BYTES + _OP_BYTES * idx) // 8
-            self._words[at : at + 2] = op.kernel.address, self._base + offset
+            is_alone = op.otherwise is not None
+            self._words[at : at + 3] = op.kernel.address, self._base + offset, is_alone
             self.blocks.append(block)
             offset += size
         self._run = make_callable(_run.address)
+        self._abandon = make_callable(_abandon.address)
 
     def take_times(self) -> np.ndarray:
         """Return memory in which every later run() leaves when its ops ended, i64 ns, by op.
@@ -152,10 +170,27 @@ class Program:
         return self._times
 
     def run(self) -> None:
-        """Run all ops, and return when they are done."""
+        """Run all ops, and return when they are done.
+
+        Raises the error of an op's `otherwise`; the ops behind it are not run then.
+        """
         self._run(self._base)
         # Only now have all threads left the one before.
         self._team.in_use = (self._words, self._kept)
+        while at := int(self._words[_AT // 8]):
+            otherwise = self._otherwise[at - 1]
+            assert otherwise is not None
+            try:
+                otherwise()
+            except BaseException:
+                self._abandon(self._base)
+                raise
+            self._run(self._base)
+
+
+@Kernel
+def _do_nothing(block: int) -> None:
+    pass
 
 
 @inlined
@@ -185,11 +220,16 @@ def _end(team: int) -> None:
 
 
 @inlined
+def _op(program: int, idx: int) -> int:
+    return program + _PROGRAM_BYTES + _OP_BYTES * idx
+
+
+@inlined
 def _begin(program: int, team: int) -> None:
     """Clear the headers and call the team, once it has left the last program."""
     _wait_until_left(team)
     for idx in range(read_i64(program + _NUM_OPS)):
-        block = read_i64(program + _PROGRAM_BYTES + _OP_BYTES * idx + _OP_BLOCK)
+        block = read_i64(_op(program, idx) + _OP_BLOCK)
         for word in range(0, HEADER_BYTES, 8):
             write_i64(block + word, 0)
     write_i64(team + _LEFT, 0)
@@ -198,18 +238,67 @@ def _begin(program: int, team: int) -> None:
         _announce(team)
 
 
+@inlined
+def _finish_alone(block: int) -> None:
+    """Let the others go on behind an op that the leader runs alone."""
+    add_shared(block + IS_DONE, 1)
+    if read_shared(block + NUM_SLEEPERS):
+        wake_all(block + IS_DONE)
+
+
+@inlined
+def _wait_for_leader(team: int, block: int, seen: int) -> None:
+    """Wait, as a member, until the leader has done an op or program `seen` is over."""
+    began_ns = now_ns()
+    while not read_shared(block + IS_DONE) and read_shared(team + _OVER) < seen:
+        yield_core()
+        if now_ns() - began_ns > _YIELD_NS:
+            add_shared(block + NUM_SLEEPERS, 1)
+            sleep_while(block + IS_DONE, 0)
+            add_shared(block + NUM_SLEEPERS, -1)
+
+
+@inlined
+def _end_op(program: int, idx: int) -> None:
+    times = read_i64(program + _TIMES)
+    if times:
+        write_i64(times + 8 * idx, now_ns())
+
+
 @Kernel
 def _run(program: int) -> None:
-    """Run a program as its leader."""
-    team = read_i64(program + _TEAM)
-    _begin(program, team)
-    times = read_i64(program + _TIMES)
-    for idx in range(read_i64(program + _NUM_OPS)):
-        op = program + _PROGRAM_BYTES + _OP_BYTES * idx
-        call_with(read_i64(op + _OP_KERNEL), read_i64(op + _OP_BLOCK))
-        if times:
-            write_i64(times + 8 * idx, now_ns())
+    """Run a program as its leader, to its end or to an op that Python must do.
+
+    AT is then 0, or the number of the op behind that one: the next call goes on there.
+    """
+    team, num_ops = read_i64(program + _TEAM), read_i64(program + _NUM_OPS)
+    at = read_i64(program + _AT)
+    if at:
+        _finish_alone(read_i64(_op(program, at - 1) + _OP_BLOCK))
+        _end_op(program, at - 1)
+    else:
+        _begin(program, team)
+    for idx in range(at, num_ops):
+        op = _op(program, idx)
+        block = read_i64(op + _OP_BLOCK)
+        call_with(read_i64(op + _OP_KERNEL), block)
+        if read_i64(op + _OP_IS_ALONE):
+            if read_i64(block + IS_UNDONE):
+                write_i64(program + _AT, idx + 1)
+                return
+            _finish_alone(block)
+        _end_op(program, idx)
+    write_i64(program + _AT, 0)
     add_shared(team + _OVER, 1)
+
+
+@Kernel
+def _abandon(program: int) -> None:
+    """End a program at the op that Python could not do."""
+    team, at = read_i64(program + _TEAM), read_i64(program + _AT)
+    write_i64(program + _AT, 0)
+    add_shared(team + _OVER, 1)
+    _finish_alone(read_i64(_op(program, at - 1) + _OP_BLOCK))
 
 
 @Kernel
@@ -229,6 +318,10 @@ def _serve(team: int) -> None:
             for idx in range(read_i64(program + _NUM_OPS)):
                 if read_shared(team + _OVER) == seen:
                     break
-                op = program + _PROGRAM_BYTES + _OP_BYTES * idx
-                call_with(read_i64(op + _OP_KERNEL), read_i64(op + _OP_BLOCK))
+                op = _op(program, idx)
+                block = read_i64(op + _OP_BLOCK)
+                if read_i64(op + _OP_IS_ALONE):
+                    _wait_for_leader(team, block, seen)
+                else:
+                    call_with(read_i64(op + _OP_KERNEL), block)
             add_shared(team + _LEFT, 1)

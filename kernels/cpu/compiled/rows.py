@@ -1,8 +1,8 @@
 """Moves and sums of rows, compiled: torch's own operations in a recorded step.
 
-Copies of chosen rows, look-ups of expert slots, sums in place, which `kernels.cpu.recorder` puts
-into programs in the place of torch's; activations, for `kernels.cpu.ops`. Rounded as torch rounds.
-Knows no layer.
+Copies of chosen rows, look-ups of expert slots, sums and bounds in place, which
+`kernels.cpu.recorder` puts into programs in the place of torch's; activations and gates, for
+`kernels.cpu.ops`. Rounded as torch rounds. Knows no layer.
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ TABLE, NUM_TABLES, NUM_COLUMNS, COLUMNS, NUM_LOOKED_UP, FOUND = offsets(6)
 
 COUNTS, NEW_COUNTS, NUM_COUNTS = offsets(3)
 """The arguments of `add_counts`, both i64."""
+
+NUMBERS, NUM_NUMBERS, LOWEST, GREATEST = offsets(4)
+"""The arguments of `clip_numbers`: bf16, and the bounds in fp32."""
+
+GATED, GATED_STRIDE, GATES, GATES_STRIDE, NUM_GATED, GATED_WIDTH = offsets(6)
+"""The arguments of `scale_rows`; strides in bytes, numbers in bf16."""
 
 GATE, UP, STRIDE, UNITS, UNIT_STRIDE, NUM_UNITS, NUM_UNIT_ROWS = offsets(7)
 """The arguments of `swiglu_rows`; strides in bytes, numbers in bf16."""
@@ -118,6 +124,72 @@ def add_counts(block: int) -> None:
             simd.write_i64(counts + at, simd.read_i64(counts + at) + simd.read_i64(new + at))
         finish_task(block, 0)
     wait_for_tasks(block, 0, 1)
+
+
+@Kernel
+def clip_numbers(block: int) -> None:
+    """Bound numbers in place, NaN stays NaN; a task is a chunk of them."""
+    count, numbers = simd.read_i64(block + NUM_NUMBERS), simd.read_i64(block + NUMBERS)
+    # The lesser of x and y is -max(-x, -y).
+    minus = vectors.splat(np.float32(-1))
+    highest = vectors.splat(-simd.read_f32(block + GREATEST))
+    lowest = vectors.splat(simd.read_f32(block + LOWEST))
+    num_tasks = (count + CHUNK - 1) // CHUNK
+    task = claim_task(block, 0)
+    while task < num_tasks:
+        for begin in range(task * CHUNK, min((task + 1) * CHUNK, count), simd.LANES):
+            number = vectors.load_first_bf16(numbers + 2 * begin, count - begin)
+            bounded = vectors.maximum(vectors.mul(number, minus), highest)
+            bounded = vectors.maximum(vectors.mul(bounded, minus), lowest)
+            vectors.store_first_bf16(numbers + 2 * begin, bounded, count - begin)
+        finish_task(block, 0)
+        task = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_tasks)
+
+
+def can_gate(x: Tensor, gate: Tensor) -> bool:
+    """Return whether `gate_rows` takes these."""
+    return (
+        x.dtype == gate.dtype == torch.bfloat16
+        and x.dim() == 2
+        and x.stride(1) == 1
+        and gate.shape == (len(x), 1)
+    )
+
+
+def gate_rows(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x [R, H] by sigmoid(gate [R, 1]) in place; see `kernels.reference.sigmoid_gate`."""
+    num_rows, width = x.shape
+    arguments = (
+        *(x.data_ptr(), 2 * x.stride(0)),
+        *(gate.data_ptr(), 2 * gate.stride(0)),
+        num_rows,
+        width,
+    )
+    num_threads = torch.get_num_threads() if x.numel() >= 2 * CHUNK else 1
+    launch(scale_rows, arguments, num_threads=num_threads)
+    return x
+
+
+@Kernel
+def scale_rows(block: int) -> None:
+    """Multiply rows by the sigmoids of their gates, rounded to bf16; a task is a row."""
+    width, num_rows = simd.read_i64(block + GATED_WIDTH), simd.read_i64(block + NUM_GATED)
+    zeros, ones = vectors.splat(np.float32(0)), vectors.splat(np.float32(1))
+    row = claim_task(block, 0)
+    while row < num_rows:
+        numbers = simd.read_i64(block + GATED) + row * simd.read_i64(block + GATED_STRIDE)
+        gates = simd.read_i64(block + GATES) + row * simd.read_i64(block + GATES_STRIDE)
+        gate = vectors.splat(simd.read_bf16(gates))
+        decay = vectors.exp(vectors.sub(zeros, gate))
+        scale = vectors.round_bf16(vectors.div(ones, vectors.add(ones, decay)))
+        for begin in range(0, width, simd.LANES):
+            left = width - begin
+            number = vectors.load_first_bf16(numbers + 2 * begin, left)
+            vectors.store_first_bf16(numbers + 2 * begin, vectors.mul(number, scale), left)
+        finish_task(block, 0)
+        row = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_rows)
 
 
 def can_activate(gate_up: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 A kernel is a function of one address that numba compiles to machine code. `Kernel` compiles
 it when it is first needed, logs that, and keeps the code in the user's cache directory, under a
-name that changes with the sources: the kernel's module, the modules of `kernels.cpu.simd` and
-this one. The functions that a kernel inlines must come from these.
+name that changes with the sources: the modules of the kernel and of the functions that it inlines,
+those of `kernels.cpu.simd` and this one.
 `launch` runs it on the threads of torch's own OpenMP pool (GOMP_parallel of the library that
 torch has loaded), so that no second pool competes for the cores; that takes about 2 us on two
 threads and half a microsecond on one.
@@ -27,6 +27,7 @@ import struct
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -36,9 +37,10 @@ from typing import Any, Final, Protocol, TypeVar, cast
 import numba
 import torch
 from numba.core import types
+from numba.core.dispatcher import Dispatcher
 
 from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
-from kernels.cpu.simd.tasks import HEADER_BYTES
+from kernels.cpu.simd.tasks import HEADER_BYTES, IS_UNDONE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -74,7 +76,7 @@ class Kernel:
     def address(self) -> int:
         """Return the address of the machine code, from the cache if it is there."""
         with _compiling:
-            keeps = _use_cache_directory(self._function.__code__.co_filename)
+            keeps = _use_cache_directory(_sources(self._function))
             started = time.monotonic()
             compiled = numba.cfunc(types.void(types.int64), cache=keeps, error_model="numpy")
             self._compiled = compiled(self._function)
@@ -85,35 +87,77 @@ class Kernel:
             return self._compiled.address or 0
 
 
+def compiled(num_arguments: int) -> Callable[[Function], Function]:
+    """Return a decorator: Python and kernels call the function with unsigned 64-bit numbers.
+
+    It is compiled at once, or comes from the cache, and returns a signed number. The interpreter's
+    lock is not released: for calls of microseconds, after which getting it back may take longer.
+    """
+    signature = types.int64(*(types.uint64,) * num_arguments)
+
+    def compile_it(function: Function) -> Function:
+        with _compiling:
+            keeps = _use_cache_directory(_sources(function))
+            made = numba.njit(signature, error_model="numpy", cache=keeps)(function)
+        return cast("Function", made)
+
+    return compile_it
+
+
 def launch(kernel: Kernel, arguments: Sequence[int], *, num_threads: int) -> None:
     """Run `kernel` with `arguments` on `num_threads` threads, including this one.
 
     If this thread is recording(), its recorder gets them too.
     """
     record(kernel, arguments)
-    block = (ctypes.c_int64 * (len(arguments) + len(_NEW_HEADER)))(*_NEW_HEADER, *arguments)
+    # An array of ctypes takes several times as long to fill.
+    block = array("q", (*_NEW_HEADER, *arguments))
+    address, _ = block.buffer_info()
     openmp = _openmp()
     if num_threads == 1 or openmp is None:
-        make_callable(kernel.address)(ctypes.addressof(block))
+        make_callable(kernel.address)(address)
         return
-    openmp.parallel(kernel.address, ctypes.addressof(block), num_threads, 0)
+    openmp.parallel(kernel.address, address, num_threads, 0)
+
+
+def launch_alone(kernel: Kernel, arguments: Sequence[int], otherwise: Callable[[], None]) -> None:
+    """Run `kernel` on this thread; `otherwise` does its work if it leaves that undone.
+
+    If this thread is recording(), its recorder gets both, and nothing of `otherwise`.
+    """
+    record(kernel, arguments, otherwise)
+    block = array("q", (*_NEW_HEADER, *arguments))
+    address, _ = block.buffer_info()
+    make_callable(kernel.address)(address)
+    if block[IS_UNDONE // 8]:
+        with recording(None):
+            otherwise()
 
 
 class Recorder(Protocol):
     """Gets the launches of a thread."""
 
-    def add(self, kernel: Kernel, arguments: Sequence[int]) -> None:
-        """Take a launch, which also happens."""
+    def add(
+        self,
+        kernel: Kernel,
+        arguments: Sequence[int],
+        otherwise: Callable[[], None] | None = None,
+    ) -> None:
+        """Take a launch, which also happens. With `otherwise` it is one of launch_alone()."""
+
+    def refuse(self, reason: str) -> None:
+        """Take notice that something happens that no recording can hold."""
 
 
 @contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Give `recorder` the launches of this thread."""
+def recording(recorder: Recorder | None) -> Iterator[None]:
+    """Give `recorder` the launches of this thread; None: nobody."""
+    outer = getattr(_local, "recorder", None)
     _local.recorder = recorder
     try:
         yield
     finally:
-        _local.recorder = None
+        _local.recorder = outer
 
 
 def is_recording() -> bool:
@@ -121,11 +165,20 @@ def is_recording() -> bool:
     return getattr(_local, "recorder", None) is not None
 
 
-def record(kernel: Kernel, arguments: Sequence[int]) -> None:
+def record(
+    kernel: Kernel, arguments: Sequence[int], otherwise: Callable[[], None] | None = None
+) -> None:
     """Give the launch of a kernel to the recorder of this thread, if there is one."""
     recorder = getattr(_local, "recorder", None)
     if recorder is not None:
-        recorder.add(kernel, arguments)
+        recorder.add(kernel, arguments, otherwise)
+
+
+def refuse_recording(reason: str) -> None:
+    """Tell the recorder of this thread, if there is one, what a recording cannot hold."""
+    recorder = getattr(_local, "recorder", None)
+    if recorder is not None:
+        recorder.refuse(reason)
 
 
 def float_word(value: float) -> int:
@@ -163,14 +216,28 @@ def make_callable(address: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
 
 
-def _use_cache_directory(module: str) -> bool:
-    """Set numba's cache directory for `module`; returns False if none is usable.
+def _sources(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the files of a function and of the compiled functions that it names, ascending."""
+    files: set[str] = set()
+    seen, waiting = {function}, [function]
+    while waiting:
+        current = waiting.pop()
+        files.add(current.__code__.co_filename)
+        named = (current.__globals__.get(name) for name in current.__code__.co_names)
+        found = {each.py_func for each in named if isinstance(each, Dispatcher)} - seen
+        seen |= found
+        waiting += found
+    return tuple(sorted(files))
+
+
+def _use_cache_directory(sources: tuple[str, ...]) -> bool:
+    """Set numba's cache directory for code from `sources`; returns False if none is usable.
 
     It is $NUMBA_CACHE_DIR, else `numba` in Topspin's cache, and in it a directory named
     by a digest of the sources that the code comes from: numba compares the time of one
     file only.
     """
-    directory = _cache_root() / _digest(module)
+    directory = _cache_root() / _digest(sources)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -191,9 +258,9 @@ def _cache_root() -> Path:
 
 
 @cache
-def _digest(module: str) -> str:
+def _digest(sources: tuple[str, ...]) -> str:
     digest = hashlib.sha256(f"{numba.__version__} {os.environ.get(PORTABLE_VARIABLE)}".encode())
     shared = sorted((Path(__file__).parents[1] / "simd").glob("*.py"))
-    for source in (*shared, Path(__file__), Path(module)):
+    for source in (*shared, Path(__file__), *map(Path, sources)):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

@@ -8,7 +8,7 @@ odd numbers. Used by `kernels.cpu.compiled.attention`, inside compiled functions
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from llvmlite import ir
@@ -22,6 +22,9 @@ _VECTOR: Final = 4 * simd.LANES
 # Keys whose scores are kept at a time; sixteen more may be written after them.
 CHUNK_KEYS: Final = 128
 SCORE_PITCH: Final = 4 * (CHUNK_KEYS + simd.LANES)
+
+# Keys multiplied together, whose sums fit the registers with the numbers that they come from.
+_KEYS_AT_ONCE: Final = 16 if simd.cpu_has("avx512f") else 4
 
 Load = Callable[[ir.Value], ir.Value]
 Turn = Callable[[ir.Value, list[ir.Value]], list[ir.Value]]
@@ -46,41 +49,54 @@ def _emit_scores(wide: bool) -> simd.Emit:
             within = builder.icmp_signed("<", simd.constant(lane), last)
             index = builder.select(within, simd.constant(lane), last)
             addresses.append(builder.add(keys, builder.mul(index, stride)))
-        kind = simd.F32_LANES if wide else simd.I32_LANES
-        multiply = _multiply_wide if wide else simd.dot_pairs
-
-        def slice_of(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            offset = builder.mul(index, simd.constant(SLICE))
-            head = simd.load(builder, builder.add(query, offset), kind)
-            return [
-                multiply(
-                    builder, total, head, simd.load(builder, builder.add(address, offset), kind)
-                )
-                for total, address in zip(totals, addresses, strict=True)
-            ]
-
-        zeros = [simd.lanes_of(simd.F32_LANES, 0.0)] * simd.LANES
-        num_slices = builder.sdiv(num_bytes, simd.constant(SLICE))
-        totals = simd.count_up(builder, num_slices, zeros, slice_of)
-        done = builder.mul(num_slices, simd.constant(SLICE))
-        rest = builder.sdiv(builder.sub(num_bytes, done), simd.constant(4))
-
-        def tail(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-            head = simd.load_first(builder, builder.add(query, done), kind, rest)
-            return [
-                multiply(
-                    builder,
-                    total,
-                    head,
-                    simd.load_first(builder, builder.add(address, done), kind, rest),
-                )
-                for total, address in zip(totals, addresses, strict=True)
-            ]
-
-        has_tail = builder.zext(builder.icmp_signed(">", rest, simd.constant(0)), simd.I64)
-        return simd.sum_each(builder, simd.count_up(builder, has_tail, totals, tail))
+        totals: list[ir.Value] = []
+        for first in range(0, simd.LANES, _KEYS_AT_ONCE):
+            together = addresses[first : first + _KEYS_AT_ONCE]
+            totals += _dot_keys(builder, query, together, num_bytes, wide)
+        return simd.sum_each(builder, totals)
 
     return scores
+
+
+def _dot_keys(
+    builder: ir.IRBuilder,
+    query: ir.Value,
+    addresses: Sequence[ir.Value],
+    num_bytes: ir.Value,
+    wide: bool,
+) -> list[ir.Value]:
+    """Return, for each key, vectors of sums that add up to its product with the query."""
+    kind = simd.F32_LANES if wide else simd.I32_LANES
+    multiply = _multiply_wide if wide else simd.dot_pairs
+
+    def slice_of(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        offset = builder.mul(index, simd.constant(SLICE))
+        head = simd.load(builder, builder.add(query, offset), kind)
+        return [
+            multiply(builder, total, head, simd.load(builder, builder.add(address, offset), kind))
+            for total, address in zip(totals, addresses, strict=True)
+        ]
+
+    zeros = [simd.lanes_of(simd.F32_LANES, 0.0)] * len(addresses)
+    num_slices = builder.sdiv(num_bytes, simd.constant(SLICE))
+    totals = simd.count_up(builder, num_slices, zeros, slice_of)
+    done = builder.mul(num_slices, simd.constant(SLICE))
+    rest = builder.sdiv(builder.sub(num_bytes, done), simd.constant(4))
+
+    def tail(_: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
+        head = simd.load_first(builder, builder.add(query, done), kind, rest)
+        return [
+            multiply(
+                builder,
+                total,
+                head,
+                simd.load_first(builder, builder.add(address, done), kind, rest),
+            )
+            for total, address in zip(totals, addresses, strict=True)
+        ]
+
+    has_tail = builder.zext(builder.icmp_signed(">", rest, simd.constant(0)), simd.I64)
+    return simd.count_up(builder, has_tail, totals, tail)
 
 
 def _multiply_wide(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:

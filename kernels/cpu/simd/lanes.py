@@ -386,6 +386,13 @@ def write_i32(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None
     store(builder, address, builder.trunc(value, I32))
 
 
+@operation(types.none, [types.int64, types.int64])
+def write_i8(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
+    """Write the lowest byte of an i64."""
+    byte = builder.trunc(value, ir.IntType(8))
+    builder.store(byte, pointer(builder, address, byte.type), align=1)
+
+
 @operation(types.float32, [types.int64])
 def read_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Read a bf16 number."""

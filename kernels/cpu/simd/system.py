@@ -1,4 +1,4 @@
-"""What compiled code asks of Linux: sleeping and waking between threads, and the time.
+"""What compiled code asks of Linux: to sleep, to wake threads and processes, and the time.
 
 Owns the system calls. A futex is the lower half of an i64 (x86-64 is little-endian). Knows no
 thread and no task. Used by `kernels.cpu.compiled`, inside compiled functions only.
@@ -50,6 +50,25 @@ def read_shared(builder: ir.IRBuilder, word: ir.Value) -> ir.Value:
 def add_shared(builder: ir.IRBuilder, word: ir.Value, number: ir.Value) -> ir.Value:
     """Add to an i64 that other threads read; returns its previous value. A full fence."""
     return builder.atomic_rmw("add", pointer(builder, word, I64), number, "seq_cst")
+
+
+@operation(types.int64, [types.int64, types.int64])
+def exchange_shared(builder: ir.IRBuilder, word: ir.Value, number: ir.Value) -> ir.Value:
+    """Write an i64 that others read; returns its previous value. A full fence."""
+    return builder.atomic_rmw("xchg", pointer(builder, word, I64), number, "seq_cst")
+
+
+@operation(types.none, [types.int64])
+def ring(builder: ir.IRBuilder, bell: ir.Value) -> None:
+    """Add 1 to an eventfd; one whose counter is full has woken its reader already."""
+    with builder.goto_entry_block():
+        memory = builder.alloca(I64)
+    builder.store(constant(1), memory)
+    kind = ir.FunctionType(I64, [ir.IntType(32), I64, I64])
+    known = builder.module.globals.get("write")
+    function = known or ir.Function(builder.module, kind, "write")
+    address = builder.ptrtoint(memory, I64)
+    builder.call(function, [builder.trunc(bell, ir.IntType(32)), address, constant(8)])
 
 
 @operation(types.none, [])

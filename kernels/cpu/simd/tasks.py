@@ -14,7 +14,11 @@ A kernel returns when all its tasks are done, so that the next one may read its 
         task = claim_task(block, 0)
     wait_for_tasks(block, 0, num_tasks)
 
-Knows no kernel. Used by `kernels.cpu.compiled`, inside compiled functions only.
+A kernel that one thread runs alone claims nothing. It may leave its work to Python
+(`leave_undone`), since only the thread that began a program can go there.
+
+Knows no kernel. Used by `kernels.cpu.compiled` and `m2n_comm.host.hops`, inside compiled functions
+only.
 """
 
 from __future__ import annotations
@@ -34,6 +38,10 @@ SPINS: Final = 2000
 _PHASE_BYTES: Final = 16
 assert NUM_PHASES * _PHASE_BYTES <= HEADER_BYTES
 
+# The header of a kernel that one thread runs alone: whether it is done, how many threads sleep
+# until then, and whether Python is to do it.
+IS_DONE, NUM_SLEEPERS, IS_UNDONE = range(0, 24, 8)
+
 
 def _word(builder: ir.IRBuilder, block: ir.Value, phase: ir.Value, offset: int) -> ir.Value:
     begin = builder.add(block, builder.mul(phase, constant(_PHASE_BYTES)))
@@ -51,6 +59,12 @@ def claim_task(builder: ir.IRBuilder, block: ir.Value, phase: ir.Value) -> ir.Va
 def finish_task(builder: ir.IRBuilder, block: ir.Value, phase: ir.Value) -> None:
     """Count a claimed task as done; what this thread has written is visible to who waits."""
     builder.atomic_rmw("add", _word(builder, block, phase, 8), constant(1), "release")
+
+
+@operation(types.none, [types.int64])
+def leave_undone(builder: ir.IRBuilder, block: ir.Value) -> None:
+    """Let Python do the work of this kernel, which one thread runs alone."""
+    builder.store(constant(1), pointer(builder, builder.add(block, constant(IS_UNDONE)), I64))
 
 
 @operation(types.none, [types.int64, types.int64, types.int64])

@@ -167,6 +167,16 @@ def maximum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.select(builder.fcmp_unordered("uno", a, a), a, picked)
 
 
+@operation(F32x16, [F32x16, F32x16, F32x16])
+def minimum_from(
+    builder: ir.IRBuilder, least: ir.Value, number: ir.Value, limit: ir.Value
+) -> ir.Value:
+    """Return the lesser of each two lanes; `least` where number < limit, or is NaN."""
+    lesser = builder.fcmp_ordered("<", number, least)
+    kept = builder.and_(lesser, builder.fcmp_ordered(">=", number, limit))
+    return builder.select(kept, number, least)
+
+
 @operation(types.float32, [F32x16])
 def sum_lanes(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Add the lanes, in pairs of halves."""
@@ -192,15 +202,6 @@ def _fold(
         value = join(value, shuffled(builder, value, value, swapped))
         width //= 2
     return builder.extract_element(value, ir.Constant(I32, 0))
-
-
-@operation(F32x16, [F32x16, F32x16, F32x16])
-def keep_from(
-    builder: ir.IRBuilder, value: ir.Value, number: ir.Value, limit: ir.Value
-) -> ir.Value:
-    """Replace the lanes where number < limit by 0."""
-    kept = builder.fcmp_ordered(">=", number, limit)
-    return builder.select(kept, value, lanes_of(F32_LANES, 0.0))
 
 
 @operation(F32x16, [F32x16, types.int64, types.float32])

@@ -148,6 +148,8 @@ def _check_meta(meta: AttentionMeta, num_rows: int) -> None:
     tables = (meta.query_start, meta.context_lens, meta.block_tables)
     if any(x.dtype != torch.int32 or x.stride(-1) != 1 for x in tables):
         raise ValueError("query_start, context_lens and block_tables must be contiguous int32")
+    if meta.tree_lens is not None:
+        raise ValueError("tree_lens: here the mask of a tree is that of its new rows only")
     tree = meta.tree_mask
     if tree is not None:
         fits = len(tree) == num_rows and tree.shape[1] >= meta.max_query_len

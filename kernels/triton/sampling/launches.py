@@ -9,8 +9,7 @@ Tokens are those of the inverse CDF in fp64 over ascending ids, with bit-identic
 uniforms; greedy tokens, penalties and validity are exactly the CPU's. A drawn token can differ
 from another fp64 implementation's only if the uniform (or the nucleus's bound) is as near to a
 border of the CDF as the rounding of the sums, about V * 2**-53 of the whole:
-less than once in 10**9 draws of 150,000 tokens. `kernels.sampling` weighs in fp32: it
-differs where the uniform is within about 1e-7 of a border.
+less than once in 10**9 draws of 150,000 tokens.
 """
 
 from __future__ import annotations
@@ -187,13 +186,14 @@ def draw(
             if plan.kind.top_p:
                 rows.search(by_mass=True)
             rows.invert()
+    # Without processing only the model itself can be at fault.
+    is_number = rows.valid if rows.is_raw else logits.amax(-1).isfinite()
     if num_top_logprobs is None:
-        return SampleResult(rows.tokens, rows.valid, None, None, None)
+        return SampleResult(rows.tokens, rows.valid, is_number, None, None, None)
     chosen = logits.gather(1, rows.tokens[:, None])[:, 0].float() - rows.norm
     best = logits.float().topk(min(num_top_logprobs, vocab), dim=-1)
-    return SampleResult(
-        rows.tokens, rows.valid, chosen, best.indices, best.values - rows.norm[:, None]
-    )
+    top_logprobs = best.values - rows.norm[:, None]
+    return SampleResult(rows.tokens, rows.valid, is_number, chosen, best.indices, top_logprobs)
 
 
 def processed(logits: Tensor, plan: SamplingPlan) -> Tensor:
@@ -244,6 +244,11 @@ class _Rows:
         self._lowest = self._empty(torch.float32, self._num_rows)
         self._uniforms = self._empty(torch.float64, self._num_rows)
 
+    @property
+    def is_raw(self) -> bool:
+        """Return whether the scores are the logits."""
+        return self._scores is self._logits
+
     def _empty(self, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._logits.device)
 
@@ -276,7 +281,7 @@ class _Rows:
         """Find each row's best token, whether it is valid, and its uniform."""
         raw = self._survey_splits(self._logits, with_sum=with_norm)
         own = raw
-        if self._scores is not self._logits:
+        if not self.is_raw:
             own = self._survey_splits(self._scores, with_sum=False)
         settle_row[(self._num_rows,)](
             own[0],

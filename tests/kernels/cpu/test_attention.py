@@ -96,13 +96,14 @@ def test_more_keys_than_one_group_holds(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("window", [None, 1, 3, 12])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trees(window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_new", [True, False])
+def test_trees(window: int | None, dtype: torch.dtype, is_new: bool) -> None:
     wide: list[int | None] = [None, *(n // 3 for n in range(20))]
     trees = ((None, 0, 0, 1, 1, 4, 2), (None,), (None, None, 1, 0), wide)
     lens = [c + len(t) for c, t in zip((10, 0, 37, 3), trees, strict=True)]
     case = attention_case(
         lens,
-        [len(t) for t in trees],
+        [len(t) if is_new else (len(t) + 1) // 2 for t in trees],
         heads=Heads(4, 2, 64),
         block_size=4,
         dtype=dtype,

@@ -19,7 +19,7 @@ from kernels.cpu.simd.attention import CHUNK_KEYS
 from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
 from tests.kernels.cases import AttentionCase, Heads, attention_case
 
-LENS = [1, 2, 15, 16, 17, 33, CHUNK_KEYS, CHUNK_KEYS + 1, SPLIT_KEYS, SPLIT_KEYS + 1, 1100]
+LENS = [1, 2, 15, 16, 17, 33, 65, CHUNK_KEYS, CHUNK_KEYS + 1, SPLIT_KEYS, SPLIT_KEYS + 1, 1100]
 HEADS = [
     Heads(9, 3, 64),
     Heads(8, 1, 80),

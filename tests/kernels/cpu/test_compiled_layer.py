@@ -12,7 +12,7 @@ from kernels import reference
 from kernels.contracts import HeadRows
 from kernels.cpu import ops as cpu
 from kernels.cpu.compiled.layer import MAX_EXPERTS, can_norm, can_rotate, can_route
-from kernels.cpu.compiled.rows import can_activate
+from kernels.cpu.compiled.rows import can_activate, can_gate
 from tests.pairwise import cover_pairs
 
 # A mean summed in another order may move a quotient over one bf16 boundary.
@@ -48,6 +48,18 @@ def test_add_rms_norm(
         wanted = reference.add_rms_norm(x, other, weight, eps=1e-5)
     assert torch.equal(residual, other)
     torch.testing.assert_close(result, wanted, **ONE_UNIT)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+def test_rms_norm_in_place_of_a_part_of_wider_rows(num_rows: int) -> None:
+    wide, weight = torch.randn(num_rows, 100).bfloat16(), torch.randn(70).bfloat16()
+    before, part = wide.clone(), wide[:, 20:90]
+    assert can_norm(None, part, weight, part)
+    assert cpu.rms_norm(part, weight, eps=1e-5, out=part) is part
+    wanted = reference.rms_norm(before[:, 20:90], weight, eps=1e-5)
+    torch.testing.assert_close(part, wanted, **ONE_UNIT)
+    assert torch.equal(wide[:, :20], before[:, :20])
+    assert torch.equal(wide[:, 90:], before[:, 90:])
 
 
 def test_norms_of_numbers_that_are_none() -> None:
@@ -132,7 +144,9 @@ def test_what_the_kernels_do_not_take() -> None:
     assert not can_norm(None, x.float(), weight.float())
     assert not can_norm(x[:1], x, weight)
     assert not can_norm(x.half(), x, weight)
-    assert not can_norm(None, x[:, :16], weight[:16])
+    assert not can_norm(None, x[:, ::2], weight[:16])
+    assert not can_norm(None, x, weight, x.float())
+    assert not can_norm(None, x, weight, x[:3])
     assert not can_route(x.float(), 2, torch.float32)
     assert not can_route(x, 2, torch.float16)
     assert not can_route(torch.zeros(1, MAX_EXPERTS + 1).bfloat16(), 2, torch.float32)
@@ -155,3 +169,21 @@ def test_activations(rows: int, width: int) -> None:
     torch.testing.assert_close(cpu.swiglu(gate_up), expected, rtol=2.0**-7, atol=1e-30)
     assert not can_activate(gate_up.float())
     torch.testing.assert_close(cpu.swiglu(gate_up.float()), reference.swiglu(gate_up.float()))
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 16), (1, 70), (3, 4096)])
+def test_gates(num_rows: int, width: int) -> None:
+    x, gate = torch.randn(num_rows, width).bfloat16(), 4 * torch.randn(num_rows, 1).bfloat16()
+    gate[:2] = torch.tensor([[float("inf")], [-200.0]])[:num_rows].bfloat16()
+    assert can_gate(x, gate)
+    other = x.clone()
+    assert cpu.sigmoid_gate(other, gate) is other
+    # A unit in the last place of the sigmoid, which is rounded before it multiplies.
+    torch.testing.assert_close(other, reference.sigmoid_gate(x, gate), rtol=2.0**-7, atol=1e-30)
+
+
+def test_gates_that_the_kernel_does_not_take() -> None:
+    x, gate = torch.randn(3, 8), torch.randn(3, 1)
+    assert not can_gate(x, gate)
+    assert not can_gate(x.bfloat16(), gate[:1].bfloat16())
+    assert torch.equal(cpu.sigmoid_gate(x.clone(), gate), x * gate.sigmoid())

@@ -56,6 +56,7 @@ def test_a_replay_computes_with_the_numbers_of_its_time() -> None:
         rows.add_(wide)
         copied.copy_(rows)
         rows.copy_(copied.add_(wide))
+        rows.clamp_(-0.7, 0.9)
         counts.add_(found)
         seen[:] = [slots.index_select(1, indices)]
         return rows
@@ -73,7 +74,7 @@ def test_a_replay_computes_with_the_numbers_of_its_time() -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("obstacle", ["aten.sigmoid", "aten.item", "aten.mul"])
+@pytest.mark.parametrize("obstacle", ["aten.sigmoid", "aten.item", "aten.mul", "aten.clamp_"])
 def test_a_step_with_another_operation_runs_as_before(
     obstacle: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,6 +89,8 @@ def test_a_step_with_another_operation_runs_as_before(
         normed = ops.rms_norm(x, weight, eps=1e-5)
         if obstacle == "aten.sigmoid":
             return normed.sigmoid()
+        if obstacle == "aten.clamp_":
+            return normed.clamp_(max=2)
         if obstacle == "aten.item":
             assert float(x[0, 0]) < 100
             return normed

@@ -331,6 +331,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     wrong = replace(meta, context_lens=meta.context_lens.long())
     with pytest.raises(ValueError, match="must be contiguous int32"):
         attend(q, k_cache, v_cache, wrong, scale=1.0)
+    wrong = replace(meta, tree_lens=meta.context_lens)
+    with pytest.raises(ValueError, match="tree_lens: here the mask of a tree is that of its new"):
+        attend(q, k_cache, v_cache, wrong, scale=1.0)
     wrong = replace(meta, tree_mask=torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"tree_mask torch\.bool \(2, 1\) for 1 rows"):
         attend(q, k_cache, v_cache, wrong, scale=1.0)

@@ -104,12 +104,11 @@ def test_swiglu_refuses_what_does_not_fit(ops: Ops, device: torch.device) -> Non
 
 
 def test_the_shared_experts_gate(ops: Ops, device: torch.device) -> None:
-    x, out = draw(5, 1), torch.empty(5, 1, device=device)
+    x, gate = draw(5, 24), draw(5, 1)
+    found = x.clone().to(device)
     with NoSync():
-        found = ops.sigmoid(x.to(device))
-        assert ops.sigmoid(x.to(device), out=out) is out
-    assert torch.equal(found, out)
-    assert_close(out, reference.sigmoid(x), torch.float32)
+        assert ops.sigmoid_gate(found, gate.to(device)) is found
+    assert_close(found, x * gate.sigmoid(), torch.float32)
 
 
 class Batch(NamedTuple):

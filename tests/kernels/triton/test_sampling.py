@@ -286,6 +286,7 @@ def test_rows_without_usable_scores_are_invalid_and_harm_no_other(
     result = triton_sampling.sample(logits.to(device), rows, num_top_logprobs=2)
     assert result.valid.dtype == torch.bool
     assert result.valid.tolist() == [False] * 5 + [True]
+    assert result.is_number.tolist() == [True, False, False, True, False, True]
     assert ((result.tokens >= 0) & (result.tokens < 140)).all()
     plain = batch(6, temperature=temperature, **settings)
     beside = triton_sampling.sample(logits[5:].to(device), one_row(plain, 5))
@@ -311,7 +312,7 @@ def test_logprobs_are_the_models(dtype: torch.dtype, device: torch.device) -> No
     few = triton_sampling.sample(logits[2:, :2].to(device), batch(2), num_top_logprobs=20)
     assert few.top_ids is not None
     assert few.top_ids.shape == (2, 2)
-    assert triton_sampling.sample(logits.to(device), batch(4))[2:] == (None, None, None)
+    assert triton_sampling.sample(logits.to(device), batch(4))[3:] == (None, None, None)
 
 
 def test_a_view_of_wider_logits(device: torch.device) -> None:

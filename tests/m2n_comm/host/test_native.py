@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -57,10 +58,16 @@ class Pair:
             INCARNATIONS,
             outbox=self.request,
             inbox=self.answer,
+            count=array("Q", bytes(8 * (MICRO_BATCH + 1))),
             sends_all=sends_all,
         )
         self.expert = Record(
-            layout, names, INCARNATIONS[::-1], outbox=self.answer, inbox=self.request
+            layout,
+            names,
+            INCARNATIONS[::-1],
+            outbox=self.answer,
+            inbox=self.request,
+            count=array("Q", bytes(8 * (MICRO_BATCH + 1))),
         )
 
     def send(

@@ -1,0 +1,204 @@
+"""One frame's way out or in as an op of a step: written and published, or awaited and read.
+
+Owns the ops, kernels of `kernels.cpu.compiled` that one thread runs alone: on an attention node
+`send_rows`, `await_frame`, `add_rows`, on an expert node `await_frame`, `take_rows`, `send_answer`.
+native.py does the frame's work in each. In a recorded step they are part of the program, so a hop
+needs no Python; what they cannot do (a long wait, a frame that must be refused, lines with an empty
+port) they leave undone, and the sides do it in Python with all checks. Knows no order of calls.
+
+Waiting: this thread yields its core, since on shared cores the peer that it waits for may need it,
+and a core that sleeps takes tens of microseconds to wake. After YIELD_NS Python waits, asleep.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kernels.cpu.compiled.runtime import Kernel, inlined, offsets
+from kernels.cpu.simd.lanes import read_i64, write_i64
+from kernels.cpu.simd.system import exchange_shared, now_ns, read_shared, ring, yield_core
+from kernels.cpu.simd.tasks import leave_undone
+from kernels.frame_header import word
+from m2n_comm.host import native
+from m2n_comm.host.native import (
+    add_answer,
+    copy_request,
+    take_request,
+    write_answer,
+    write_request,
+)
+
+YIELD_NS: Final = 2_000_000
+"""How long a hop of a step is awaited awake: several times as long as a usual layer takes."""
+
+# Below this the frame had already arrived.
+WAITED_NS: Final = 5_000
+
+STEP, VERSION = range(0, 16, 8)
+"""The words of a step that ops read."""
+
+NUM_ANSWERS, WAIT_NS, LINK_NS, NUM_LINKS, EXPERT_NS = range(0, 40, 8)
+"""An attention node's times since begin(): answers, waits, trips that nobody waited for; from
+EXPERT_NS on each expert node's computing."""
+
+GATHERED_NS, IDLE_NS = range(0, 16, 8)
+"""An expert node's times of the newest batch: when its rows were there, how long it waited."""
+
+(
+    RECORD, CHOSEN, COLUMNS, NUM_COLUMNS, NUM_ROWS, HIDDEN, WEIGHTS, LAYER, STEP_WORDS,
+) = offsets(9)  # fmt: skip
+"""The arguments of `send_rows`; see native.write_request."""
+
+(PLACE,) = offsets(1)
+"""The argument of `await_frame`: the address of a word with the record's address."""
+
+ANSWERED, OUT, NUM_OUT, ADDS, TIMES, EXPERT = offsets(6)
+"""The arguments of `add_rows`: a record, then as native.add_answer; TIMES of expert node EXPERT."""
+
+(
+    TAKEN, TAKEN_LAYER, TAKEN_STEP, NUM_SLOTS, BUCKET, ROWS, SLOTS, WEIGHTS_OUT, BATCH, IS_FIRST,
+) = offsets(10)  # fmt: skip
+"""The arguments of `take_rows`: TAKEN as PLACE; the rest as native.take_request and copy_request;
+BATCH are the batch's times; IS_FIRST of its participants."""
+
+ANSWERING, PARTIAL, SERVED = offsets(3)
+"""The arguments of `send_answer`: as PLACE, rows in the payload's dtype, the batch's times."""
+
+_OUT_FLAG, _OUT_IS_AWAKE, _BELL, _IN_FLAG, _IN_IS_AWAKE, _CONSUMED = range(
+    8 * native.OUT_FLAG, 8 * native.CONSUMED + 1, 8
+)
+_COUNT, _SENT_NS = 8 * native.COUNT, 8 * native.SENT_NS
+_WAIT_BEGAN_NS, _ARRIVED_NS = 8 * native.WAIT_BEGAN_NS, 8 * native.ARRIVED_NS
+_IN_HEADER = 8 * native.IN_HEADER
+_DELIVER, _COMPUTE, _IDLE = (8 * word(name) for name in ("deliver_ns", "compute_ns", "idle_ns"))
+
+
+@inlined
+def _publish(block: int, record: int, sequence: int) -> None:
+    """Publish the outbox; ring a reader that sleeps. With an empty port Python does both."""
+    flag = read_i64(record + _OUT_FLAG)
+    if not flag:
+        leave_undone(block)
+    else:
+        exchange_shared(flag, sequence)
+        if not read_shared(read_i64(record + _OUT_IS_AWAKE)):
+            ring(read_i64(record + _BELL))
+
+
+@Kernel
+def send_rows(block: int) -> None:
+    """Write and publish the share of one expert node; undone before that for an unknown expert."""
+    record, step = read_i64(block + RECORD), read_i64(block + STEP_WORDS)
+    sequence = read_i64(read_i64(record + _COUNT)) + 1
+    write_i64(record + _SENT_NS, 0)
+    rows = write_request(
+        record,
+        read_i64(block + CHOSEN),
+        read_i64(block + COLUMNS),
+        read_i64(block + NUM_COLUMNS),
+        read_i64(block + NUM_ROWS),
+        read_i64(block + HIDDEN),
+        read_i64(block + WEIGHTS),
+        read_i64(block + LAYER),
+        read_i64(step + VERSION),
+        read_i64(step + STEP),
+        sequence,
+    )
+    if rows < 0:
+        leave_undone(block)
+    else:
+        write_i64(read_i64(record + _COUNT), sequence)
+        write_i64(record + _SENT_NS, now_ns())
+        _publish(block, record, sequence)
+
+
+@Kernel
+def await_frame(block: int) -> None:
+    """Wait for the next frame in the inbox, and count it; undone if Python has to see it first."""
+    record = read_i64(read_i64(block + PLACE))
+    began_ns = now_ns()
+    write_i64(record + _WAIT_BEGAN_NS, began_ns)
+    flag = read_i64(record + _IN_FLAG)
+    if not flag:
+        leave_undone(block)
+        return
+    consumed = read_i64(read_i64(record + _CONSUMED))
+    found, arrived_ns = read_shared(flag), began_ns
+    if found == consumed:
+        write_i64(read_i64(record + _IN_IS_AWAKE), 1)
+        while found == consumed and arrived_ns - began_ns < YIELD_NS:
+            yield_core()
+            found, arrived_ns = read_shared(flag), now_ns()
+    is_held_up = read_i64(read_i64(record + _IN_HEADER) + _DELIVER)
+    if found != consumed + 1 or is_held_up:
+        leave_undone(block)
+        return
+    write_i64(read_i64(record + _CONSUMED), found)
+    write_i64(record + _ARRIVED_NS, arrived_ns)
+
+
+@inlined
+def _add(word_at: int, number: int) -> None:
+    write_i64(word_at, read_i64(word_at) + number)
+
+
+@Kernel
+def add_rows(block: int) -> None:
+    """Check the answer that has arrived, add its rows, count its times; undone if it is wrong."""
+    record = read_i64(block + ANSWERED)
+    out, num_rows = read_i64(block + OUT), read_i64(block + NUM_OUT)
+    if add_answer(record, out, num_rows, read_i64(block + ADDS)) < 0:
+        leave_undone(block)
+        return
+    header, times = read_i64(record + _IN_HEADER), read_i64(block + TIMES)
+    arrived_ns = read_i64(record + _ARRIVED_NS)
+    waited_ns = arrived_ns - read_i64(record + _WAIT_BEGAN_NS)
+    computed_ns = read_i64(header + _COMPUTE)
+    _add(times + NUM_ANSWERS, 1)
+    _add(times + WAIT_NS, waited_ns)
+    _add(times + EXPERT_NS + 8 * read_i64(block + EXPERT), computed_ns)
+    if waited_ns > WAITED_NS and read_i64(header + _IDLE) > WAITED_NS:
+        trip_ns = arrived_ns - read_i64(record + _SENT_NS)
+        _add(times + LINK_NS, max(0, trip_ns - computed_ns) // 2)
+        _add(times + NUM_LINKS, 1)
+
+
+@Kernel
+def take_rows(block: int) -> None:
+    """Check a request that has arrived and copy its rows; undone if it is wrong or too large."""
+    record, step = read_i64(read_i64(block + TAKEN)), read_i64(block + TAKEN_STEP)
+    sequence, bucket = read_i64(read_i64(record + _COUNT)) + 1, read_i64(block + BUCKET)
+    rows = take_request(
+        record,
+        read_i64(block + TAKEN_LAYER),
+        read_i64(step + VERSION),
+        read_i64(step + STEP),
+        sequence,
+        read_i64(block + NUM_SLOTS),
+    )
+    if rows < 0 or rows > bucket:
+        leave_undone(block)
+        return
+    write_i64(read_i64(record + _COUNT), sequence)
+    hidden, slots = read_i64(block + ROWS), read_i64(block + SLOTS)
+    copy_request(record, hidden, slots, read_i64(block + WEIGHTS_OUT), bucket)
+    batch, arrived_ns = read_i64(block + BATCH), read_i64(record + _ARRIVED_NS)
+    write_i64(batch + GATHERED_NS, arrived_ns)
+    if read_i64(block + IS_FIRST):
+        write_i64(batch + IDLE_NS, 0)
+    _add(batch + IDLE_NS, arrived_ns - read_i64(record + _WAIT_BEGAN_NS))
+
+
+@Kernel
+def send_answer(block: int) -> None:
+    """Write and publish the answer to the request that was taken."""
+    record, batch = read_i64(read_i64(block + ANSWERING)), read_i64(block + SERVED)
+    computed_ns = now_ns() - read_i64(batch + GATHERED_NS)
+    write_answer(record, read_i64(block + PARTIAL), computed_ns, read_i64(batch + IDLE_NS))
+    _publish(block, record, read_i64(read_i64(record + _COUNT)))
+
+
+def prepare() -> None:
+    """Compile the ops, so that no step waits."""
+    for kernel in (send_rows, await_frame, add_rows, take_rows, send_answer):
+        kernel.address  # noqa: B018, compiles it
