@@ -17,6 +17,7 @@ from topspin.cores import DEFAULT_LAYOUT, SPIN_COUNT, Layout
 from topspin.devices import CPU, KernelName, NodeRole, Nodes, Place
 from topspin.precision import Format
 from topspin.settings import Setting
+from topspin.speculation import Speculation, parse_speculation
 from topspin.units import format_size, parse_origins, parse_size, parse_switch
 
 DETERMINISTIC_KERNELS = "deterministic"
@@ -200,6 +201,22 @@ class CacheSection(Section, frozen=True, kw_only=True):
             within=(None, 1),
         ),
     ] = 0.9
+
+
+class SpeculationSection(Section, frozen=True, kw_only=True):
+    """Speculative decoding: the attention nodes guess tokens and check several in one step."""
+
+    config: Annotated[
+        Speculation | None,
+        Setting(
+            "guess tokens by what was written before or with a draft model, as JSON with vLLM's "
+            "keys, for example "
+            '{"method": "suffix", "num_speculative_tokens": 7}; output is the same',
+            flag="--speculative-config JSON",
+            parse=parse_speculation,
+            none="off",
+        ),
+    ] = None
 
 
 class M2NSection(Section, frozen=True, kw_only=True):
@@ -487,6 +504,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     topology: TopologySection = TopologySection()
     scheduler: SchedulerSection = SchedulerSection()
     cache: CacheSection = CacheSection()
+    speculation: SpeculationSection = SpeculationSection()
     m2n: M2NSection = M2NSection()
     compute: ComputeSection = ComputeSection()
     balance: BalanceSection = BalanceSection()

@@ -39,6 +39,7 @@ from topspin.devices import (
 from topspin.errors import ConfigError
 from topspin.precision import PrecisionRule
 from topspin.settings import check_ranges
+from topspin.speculation import Speculation
 
 LOCALHOST = "localhost"
 # A plan travels as JSON, which has no infinity.
@@ -146,8 +147,8 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     """The part of the plan that one node gets in its Welcome.
 
     `batch_rows`: the most token rows that reach an expert node in one batch. `shares_device`: all
-    nodes of the engine are one process on one device. `micro_batches`: the number in every step;
-    None: it varies.
+    nodes of the engine are one process on one device. `speculation` None: off. `micro_batches`:
+    the number in every step; None: it varies.
     """
 
     node: AttentionNode | ExpertNode
@@ -160,6 +161,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     num_experts: int
     batch_rows: int
     shares_device: bool
+    speculation: Speculation | None = None
     micro_batches: int | None = None
     restart: bool = False
     trace: TraceSection = TraceSection()
@@ -172,7 +174,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
 
 
 class EnginePlan(Section, frozen=True, kw_only=True):
-    """One engine. `check()` must hold before anything is started."""
+    """One engine. `check()` must hold before anything is started. `speculation` null: off."""
 
     version: Literal[1] = 1
     model: PlannedModel
@@ -182,6 +184,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     links: tuple[LinkSpec, ...]
     execution: ExecutionPolicy = ExecutionPolicy()
     scheduling: SchedulingPolicy = SchedulingPolicy()
+    speculation: Speculation | None = None
     balance: BalancePolicy = BalancePolicy()
     failover: FailoverSection = FailoverSection()
     trace: TraceSection = TraceSection()
@@ -229,6 +232,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             num_experts=len(self.experts),
             batch_rows=rows,
             shares_device=self.shares_device,
+            speculation=self.speculation,
             micro_batches=self.scheduling.micro_batches,
             restart=self.failover.restart,
             trace=self.trace,

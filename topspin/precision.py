@@ -28,8 +28,9 @@ ROLE_PARTS: Final[dict[NodeRole, tuple[Part, ...]]] = {
     "attention": ("attention", "mlp", "lm_head"),
     "expert": ("experts",),
 }
-LM_HEAD_FORMATS: Final = ("none", "int8")
-"""With fewer bits the most likely token would often be another."""
+LM_HEAD_FORMATS: Final = ("none", "int8", "int4")
+"""int8 has no visible cost. With int4 the most likely token is another one at about every eighth
+position (README.md, Quantised weights), so only a rule of part lm_head gives the head that."""
 
 
 class PrecisionRule(
@@ -38,7 +39,8 @@ class PrecisionRule(
     """A format, and the weights that it is for: those of all fields that are not None.
 
     `part`: the attention's projections, the MLPs of dense layers and shared experts, routed
-    experts, or the LM head. `layers` counts decoder layers from 0 and excludes the LM head.
+    experts, or the LM head (one of LM_HEAD_FORMATS; embeddings that it is tied to keep theirs).
+    `layers` counts decoder layers from 0 and excludes the LM head.
     `experts`, of part experts only, are ids as in the checkpoint. "none" is the model's dtype.
     Embeddings, routers and norms always have that.
     """
@@ -111,12 +113,7 @@ def check_rules(
         reason = _misfit(rule, num_layers, moe_layers, num_experts)
         if reason is not None:
             raise ConfigError(f"precision[{idx}] {_text(rule)}: {reason}")
-    head = format_of(rules, "lm_head")
-    if head not in LM_HEAD_FORMATS:
-        raise ConfigError(
-            f"precision: the LM head would be {head}, which changes tokens; its format is one of "
-            f"{', '.join(LM_HEAD_FORMATS)}: add a rule with part lm_head"
-        )
+    _check_head(rules)
     for role, name in kernels.items():
         known = KERNEL_FORMATS.get(name, ())
         for asked in sorted(formats(rules, role) - set(known)):
@@ -125,6 +122,23 @@ def check_rules(
                 f"precision[{idx}] {_text(rules[idx])}: the kernels {name} of the {role} nodes "
                 f"have {' and '.join(known) or 'no quantised format'}"
             )
+
+
+def _check_head(rules: Sequence[PrecisionRule]) -> None:
+    """Raise ConfigError if the LM head has no format of its own, or int4 without being named."""
+    rule = next((rule for rule in reversed(rules) if rule.covers("lm_head", None, None)), None)
+    if rule is None:
+        return
+    if rule.format not in LM_HEAD_FORMATS:
+        raise ConfigError(
+            f"precision: the LM head would be {rule.format}; its format is one of "
+            f"{', '.join(LM_HEAD_FORMATS)}: add a rule with part lm_head"
+        )
+    if rule.format == "int4" and rule.part != "lm_head":
+        raise ConfigError(
+            "precision: the LM head would be int4 too, which changes many tokens: add a rule with "
+            "part lm_head, of format int8, or int4 if you mean it"
+        )
 
 
 def _misfit(

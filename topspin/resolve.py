@@ -98,6 +98,7 @@ def resolve(
         links=(link,),
         execution=_policy(ExecutionPolicy, compute),
         scheduling=_scheduling(config.scheduler, nodes, link, compute, model),
+        speculation=config.speculation.config,
         balance=_policy(BalancePolicy, config.balance),
         failover=config.failover,
         trace=config.trace,

@@ -16,6 +16,8 @@ import msgspec
 
 from topspin.errors import ConfigError
 
+AUTO = "auto"
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -24,7 +26,8 @@ class Setting:
     `flag` is the flag with the name of its value ("--port PORT"); None: it is only in an
     engine plan. Numbers are between the two of `within`, inclusive (None: no such bound), and
     larger than `above`. `parse` reads the flag's text (None: by the field's type) and raises
-    ConfigError. A flag with a `constant` takes no text and sets that value.
+    ConfigError. A flag with a `constant` takes no text and sets that value. `none` is the word for
+    None, where that is a value.
     """
 
     help: str
@@ -33,6 +36,7 @@ class Setting:
     above: float | None = None
     parse: Callable[[str], object] | None = None
     constant: object = None
+    none: str = AUTO
 
 
 class Field(NamedTuple):

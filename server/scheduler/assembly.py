@@ -11,9 +11,12 @@ from server.scheduler.micro_batching.cost import linked_cost_model
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.watermark import Watermark
+from server.scheduler.planning.attention_replica import DraftTokens
 from server.scheduler.planning.policy import Policy
+from spec_decode.controller import Controller
 from topspin.expert_table import ExpertTable, contiguous_table
 from topspin.plan import EnginePlan
+from topspin.speculation import Speculation
 
 # How long all nodes of a step may wait for one another, in addition to the links' latency,
 # before the awaited rows count as lost. They report waiting after topspin.progress.INTERVAL_S:
@@ -60,4 +63,21 @@ def make_policy(
         cost=linked_cost_model(
             latency_us=plan.link.latency_us, gbps=plan.link.gbps, hidden_size=facts.hidden_size
         ),
+        draft_tokens=_draft_tokens(plan.speculation),
+        controller=_controller(plan.speculation),
     )
+
+
+def _draft_tokens(speculation: Speculation | None) -> DraftTokens | None:
+    """Return how many tokens nodes may draft for each request in a step, where that is fixed."""
+    if speculation is None or speculation.adaptive:
+        return None
+    most = speculation.num_speculative_tokens
+    return lambda request: most
+
+
+def _controller(speculation: Speculation | None) -> Controller | None:
+    """Return what decides on that from step to step; None: it is fixed."""
+    if speculation is None or not speculation.adaptive:
+        return None
+    return Controller(speculation.num_speculative_tokens)

@@ -174,6 +174,8 @@ class Service:
                 if member and policy and (result := _result_in(event)) is not None:
                     result = self._nodes.result(member, result)
                     self._gateways.deliver(policy.update(result, self._clock()))
+                    if (warning := policy.take_warning()) is not None:
+                        self._log.warning(warning)
                 else:
                     self._handle(event, member)
             except TopspinError as error:

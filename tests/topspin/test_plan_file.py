@@ -8,12 +8,19 @@ import pytest
 from msgspec.structs import replace
 
 from tests.topspin.plans import DENSE, FACTS, plan
-from topspin.config import ComputeSection, M2NSection, ModelSection, TopologySection
+from topspin.config import (
+    ComputeSection,
+    M2NSection,
+    ModelSection,
+    SpeculationSection,
+    TopologySection,
+)
 from topspin.errors import ConfigError
 from topspin.plan import EnginePlan
 from topspin.plan_file import print_plan, read_plan
 from topspin.precision import PrecisionRule
 from topspin.resolve import check_model
+from topspin.speculation import Speculation
 
 
 def unequal() -> EnginePlan:
@@ -41,6 +48,7 @@ def unequal() -> EnginePlan:
         unequal(),
         plan(compute=ComputeSection(attention_device="cuda", expert_device="cuda")),
         plan(m2n=M2NSection(link_latency_us=1e-7, link_gbps=1e8)),
+        plan(speculation=SpeculationSection(config=Speculation(method="ngram", adaptive=False))),
     ],
 )
 def test_a_printed_plan_is_read_as_the_same_and_printed_the_same(

@@ -102,10 +102,24 @@ def test_kernels_without_a_format_are_named() -> None:
     check(PrecisionRule(format="none"), attention="deterministic", expert="reference")
 
 
-@pytest.mark.parametrize("head", ["int4", "fp8"])
-def test_the_lm_head_has_8_bits_at_least(head: Format) -> None:
-    with pytest.raises(ConfigError, match=f"the LM head would be {head}.*none, int8"):
-        check(PrecisionRule(format=head))
+@pytest.mark.parametrize("kernels", ["cpu", "triton"])
+def test_only_a_rule_that_names_the_lm_head_gives_it_4_bits(kernels: str) -> None:
+    every, head = PrecisionRule(format="int4"), PrecisionRule(format="int4", part="lm_head")
+    with pytest.raises(ConfigError, match=r"the LM head would be int4 too.* add a rule with part"):
+        check(every, attention=kernels, expert=kernels)
+    for rules in ((every, head), (head,), (*rules_of("int8"), head), (*rules_of("int4"), head)):
+        check(*rules, attention=kernels, expert=kernels)
+        assert format_of(rules, "lm_head") == "int4"
+        assert "int4" in formats(rules, "attention")
+    assert formats((head,), "expert") == frozenset()
+    with pytest.raises(ConfigError, match=r"precision\[0\].*deterministic .* no quantised format"):
+        check(head, attention="deterministic", expert="deterministic")
+
+
+@pytest.mark.parametrize("part", [None, "lm_head"])
+def test_the_lm_head_has_no_fp8(part: Part | None) -> None:
+    with pytest.raises(ConfigError, match=r"the LM head would be fp8; .* none, int8, int4"):
+        check(PrecisionRule(format="fp8", part=part))
 
 
 def test_rules_travel_as_json() -> None:

@@ -19,8 +19,6 @@ from topspin.config import EngineConfig
 from topspin.errors import ConfigError
 from topspin.settings import Field, fields_of
 
-AUTO = "auto"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `topspin serve` to `parser`; those that were not given set nothing."""
@@ -89,7 +87,7 @@ def _argument(field: Field) -> dict[str, Any]:
     kind, choices, is_optional = _kind(field.type)
     metavar = (setting.flag or "").partition(" ")[2] or field.name.upper()
     if setting.parse is not None:
-        read = _reader(setting.parse, is_optional=is_optional)
+        read = _reader(setting.parse, none=setting.none if is_optional else None)
         return {**common, "type": read, "metavar": metavar}
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
@@ -97,7 +95,8 @@ def _argument(field: Field) -> dict[str, Any]:
         return {**common, "choices": choices}
     if get_origin(kind) is tuple:
         return {**common, "nargs": "+", "metavar": metavar}
-    return {**common, "type": _reader(kind, is_optional=is_optional), "metavar": metavar}
+    read = _reader(kind, none=setting.none if is_optional else None)
+    return {**common, "type": read, "metavar": metavar}
 
 
 def _kind(annotated: Any) -> tuple[Any, tuple[str, ...], bool]:
@@ -110,18 +109,18 @@ def _kind(annotated: Any) -> tuple[Any, tuple[str, ...], bool]:
     return (kinds[0] if kinds else str), tuple(choices), type(None) in parts
 
 
-def _reader(parse: Callable[[str], object], *, is_optional: bool) -> Callable[[str], object]:
-    """Return the reader of a flag's text: `auto` is None where None is allowed."""
+def _reader(parse: Callable[[str], object], *, none: str | None) -> Callable[[str], object]:
+    """Return the reader of a flag's text: the word `none`, if there is one, is None."""
 
     def read(text: str) -> object:
-        if is_optional and text == AUTO:
+        if text == none:
             return None
         try:
             return parse(text)
         except ConfigError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
         except ValueError as error:
-            kind = f"{AUTO} or {parse.__name__}" if is_optional else parse.__name__
+            kind = f"{none} or {parse.__name__}" if none else parse.__name__
             raise argparse.ArgumentTypeError(f"{text!r} is not {kind}") from error
 
     return read
@@ -136,7 +135,7 @@ def _shown(field: Field) -> str:
     """Return the default as a user would write it; empty if there is none to show."""
     match field.default:
         case None:
-            return AUTO
+            return field.setting.none
         case bool(value):
             return "" if field.setting.constant is not None else "on" if value else "off"
         case ():

@@ -32,6 +32,7 @@ BENCHMARKS = (
     "pingpong",
     "quantization",
     "serve",
+    "spec",
     "startup",
     "step",
     "sweep",

@@ -30,6 +30,7 @@ from topspin.plan import EnginePlan, ServeConfig
 from topspin.plan_file import print_plan, read_plan
 from topspin.resolve import ModelFacts, check_model, resolve
 from topspin.settings import check_ranges
+from topspin.speculation import SELF_INT4
 
 ONLY_ON_GPUS = ("cache.gpu_memory_utilization",)
 
@@ -70,7 +71,9 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
         check_ranges(config)
         plan = read_plan(arguments.plan)
         path = resolve_model(plan.model.path)
-        check_model(plan, facts_of(load_model_config(path)))
+        model = load_model_config(path)
+        check_model(plan, facts_of(model))
+        check_draft_model(plan, model)
         load_sampling_defaults(path, gateway.generation_config)
         return Asked(plan, gateway, path)
     path = resolve_model(config.model.path)
@@ -89,6 +92,7 @@ def plan_of(config: EngineConfig, path: Path) -> EnginePlan:
     model = load_model_config(path)
     load_sampling_defaults(path, config.gateway.generation_config)
     plan = resolve_for(config, model)
+    check_draft_model(plan, model)
     if config.compute.layout != "auto":
         return plan
     # All checks have passed.
@@ -100,6 +104,27 @@ def plan_of(config: EngineConfig, path: Path) -> EnginePlan:
         emit=_to_stderr,
     )
     return resolve_for(config, model, measured=measured)
+
+
+def check_draft_model(plan: EnginePlan, model: ModelConfig) -> None:
+    """Raise ConfigError if the draft model of `plan` cannot draft for `model`, and why."""
+    speculation = plan.speculation
+    if speculation is None or speculation.model is None:
+        return
+    flag = f"--speculative-config: the draft model {speculation.model}"
+    if any(node.place.is_device for node in plan.attention):
+        raise ConfigError(f"{flag}: draft models run on attention nodes on the CPU only, so far")
+    if speculation.model == SELF_INT4:
+        return
+    try:
+        draft = load_model_config(resolve_model(speculation.model))
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    if draft.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{flag} has a vocabulary of {draft.vocab_size} tokens, {plan.model.path} one of "
+            f"{model.vocab_size}: they must have the same tokens"
+        )
 
 
 def resolve_for(
@@ -136,8 +161,12 @@ def serve_config(asked: Asked) -> ServeConfig:
         is_directory = Path(plan.model.path).expanduser().is_dir()
         names = (path.name if is_directory else plan.model.path,)
     model = msgspec.structs.replace(plan.model, path=str(path))
+    speculation = plan.speculation
+    if speculation is not None and speculation.model not in (None, SELF_INT4):
+        draft = str(resolve_model(speculation.model).resolve())
+        speculation = msgspec.structs.replace(speculation, model=draft)
     return ServeConfig(
-        plan=msgspec.structs.replace(plan, model=model),
+        plan=msgspec.structs.replace(plan, model=model, speculation=speculation),
         gateway=msgspec.structs.replace(gateway, served_names=names),
     )
 

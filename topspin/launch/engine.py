@@ -110,9 +110,10 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
     commands = []
     for node in (*plan.experts, *plan.attention):
         own = ("--transport", plan.link.transport) if node.role == "expert" else ()
-        argv = module_argv(
-            f"{node.role}_nodes", *common, "--index", str(node.index), *own, *watched
-        )
+        module = f"{node.role}_nodes"
+        if node.role == "attention" and plan.speculation and plan.speculation.model:
+            module = "draft_nodes.beside_attention"
+        argv = module_argv(module, *common, "--index", str(node.index), *own, *watched)
         environment = _node_environment(plan, node)
         commands.append(RoleCommand(name=str(node), argv=argv, environment=environment))
     return commands

@@ -24,6 +24,7 @@ import torch
 
 from attention_nodes.model_runner import ModelRunner, OpenDryNet
 from attention_nodes.worker import AttentionWorker
+from draft_nodes.drafter import make_drafter
 from expert_nodes.experts import Experts
 from expert_nodes.worker import ExpertWorker, InlineNet, load_experts
 from kernels.runtime import open_runtime
@@ -107,6 +108,7 @@ class LocalNode:
                 model_path=self._model_path,
                 open_net=open_net,
                 dry_net=lambda welcome: self._dry_net(index, welcome),
+                make_drafter=make_drafter,
                 can_reform=False,
             )
             worker.introduce()

@@ -29,11 +29,12 @@ from attention_nodes.decoder import Decoder
 from attention_nodes.memory_budget import AbsentExperts
 from attention_nodes.model_runner import ModelRunner
 from expert_nodes.experts import Experts
-from expert_nodes.worker import run_ticket
+from expert_nodes.worker import graphs_of, run_ticket
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import open_runtime
 from m2n_comm.gpu.local import DeviceNet, takes_rows_of_host
 from m2n_comm.hello import Identity
+from m2n_comm.host import hops
 from m2n_comm.host.local import LocalHub
 from m2n_comm.net import AttentionNet, ExpertNet, wait_policy
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
@@ -122,9 +123,10 @@ class Trial:
         def serve() -> int:
             settle(expert)
             # The attention node leaves when its time is over.
+            graphs = graphs_of(candidate.config, self._experts)
             with closing(self._accept(listener, candidate)) as net, suppress(TransportError):
                 for step in range(2, NUM_STEPS + 1):
-                    run_ticket(net, self._experts, self._ticket(step))
+                    run_ticket(net, self._experts, self._ticket(step), graphs=graphs)
             return 0
 
         served = fork(serve)
@@ -148,6 +150,7 @@ class Trial:
     def _compile(self) -> float:
         """Leave compiled kernels in the cache, those of recordings too."""
         open_runtime("cpu", self._config.node.kernels).prepare_capture()
+        hops.prepare()
         return self._load_experts().num_layers
 
     def _accept(self, listener: ExpertListener, candidate: Candidate) -> ExpertNet:
@@ -177,6 +180,7 @@ class Trial:
             self._ops("expert"),
             held=held,
             per_expert_answers=self._config.execution.deterministic,
+            runtime=open_runtime("cpu", self._config.node.kernels),
             precision=self._config.precision,
         )
         experts.warm_up((1, self._num_rows))

@@ -146,6 +146,7 @@ class Stats(Message, frozen=True, kw_only=True):
     `expert_balance_before` is that of the previous table when it was replaced. `expert_migrations`
     counts the experts that nodes had to read for new tables. `progress_age_s`: seconds since a node
     last made progress on the oldest step in flight; None if no step is in flight.
+    `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted.
     """
 
     query_id: int
@@ -164,6 +165,9 @@ class Stats(Message, frozen=True, kw_only=True):
     expert_tokens: tuple[tuple[int, ...], ...] = ()
     step_phases: dict[str, StepHistogram] = msgspec.field(default_factory=dict)
     num_micro_batches: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: tuple[int, ...] = ()
     expert_table_version: int = 1
     expert_migrations: int = 0
     expert_balance: float = 1.0

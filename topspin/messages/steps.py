@@ -42,6 +42,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `tokens`: packed prompt and, after a preemption, the output so far; the first
     `num_computed` of them are in the cache already, in `blocks` (packed block ids). The
     node samples no token beyond `max_length`, the total at which the sequence ends.
+    `cache_salt` is the tenant's, if nodes learn from what they generate.
     """
 
     seq_id: int
@@ -51,6 +52,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blocks: bytes
     max_length: int
     sampling: SamplingParams
+    cache_salt: str = ""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +110,8 @@ class StepResult(Message, frozen=True, kw_only=True):
 
     Sequence i has `counts[i]` of the `tokens`, one after the other (empty: each has one). A
     sampled slice of n tokens and a draft has so advanced by n - 1 + count; none: the sequence
-    had reached its max_length in the step before. `logprobs` has an entry per token for the
+    had reached its max_length in the step before. `drafted[i]` tokens of a draft were fed with it
+    (empty: no sequence had one). `logprobs` has an entry per token for the
     sequences that asked, `prompt_logprobs` for the slices with SCORE one per prompt token that
     follows a row; `errors` the sequences that failed, with the reason (their requests fail, the
     step does not).
@@ -121,6 +124,7 @@ class StepResult(Message, frozen=True, kw_only=True):
     tokens: bytes
     timings: StepTimings
     counts: bytes = b""
+    drafted: bytes = b""
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)

@@ -75,6 +75,7 @@ class EngineCollector(Collector):
         yield counter("engine_steps", "Engine steps finished", stats.num_steps)
         yield counter("engine_step_seconds", "Time spent in steps", stats.step_seconds)
         yield gauge("micro_batches", "Micro-batches of the last step", stats.num_micro_batches)
+        yield from self._drafts(stats)
         for phase, histogram in stats.step_phases.items():
             yield self._phase(phase, histogram)
         yield self._expert_tokens(stats.expert_tokens)
@@ -100,6 +101,25 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(f"topspin_{name}", text, labels=(MODEL_LABEL,))
         family.add_metric((self._model_name,), value)
         return family
+
+    def _drafts(self, stats: Stats) -> Iterator[Metric]:
+        """Yield the counters of speculative decoding."""
+        counter, prefix = self._counter, "spec_decode_num"
+        yield counter(f"{prefix}_drafts", "Drafts that were verified", stats.num_drafts)
+        yield counter(f"{prefix}_draft_tokens", "Tokens of drafts", stats.num_draft_tokens)
+        yield counter(
+            f"{prefix}_accepted_tokens",
+            "Tokens of drafts that were accepted",
+            sum(stats.num_accepted_tokens),
+        )
+        family = CounterMetricFamily(
+            f"topspin_{prefix}_accepted_tokens_per_pos",
+            "Tokens of drafts that were accepted, by their place in the draft from 0",
+            labels=(MODEL_LABEL, "position"),
+        )
+        for position, count in enumerate(stats.num_accepted_tokens):
+            family.add_metric((self._model_name, str(position)), count)
+        yield family
 
     def _expert_tokens(self, layers: Sequence[Sequence[int]]) -> Metric:
         """Return the sum of the routed pairs or, if `per_expert`, a line for each expert."""

@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from server.scheduler.planning.block_pool import BlockPool
 from server.scheduler.planning.sequence import Request, Sequence
 from topspin.messages import SAMPLE, SCORE, NewSequence, pack_ints
 from topspin.plan import AttentionNode
+
+MIN_SAMPLED_ROWS: Final = 64
+"""So many rows may be sampled in a step, drafts included, however few sequences may run."""
 
 DraftTokens = Callable[[Request], int]
 """Returns how many tokens a node may draft for a request in a step."""
@@ -163,12 +167,21 @@ class AttentionReplica:
             del self.prefilling[seq.seq_id]
             self.decoding[seq.seq_id] = seq
 
+    def draft_room(self, budget: int, num_decoding: int) -> int:
+        """Return how many tokens the drafts of `num_decoding` sequences may have, perhaps < 0.
+
+        Half of what is left of the budget stays for prompts. The rows that are sampled are those of
+        a step of all sequences at most: nodes have measured their memory with that.
+        """
+        most_sampled = max(self.node.max_num_seqs, MIN_SAMPLED_ROWS)
+        return min((budget - num_decoding) // 2, most_sampled - num_decoding)
+
     def _plan_drafts(
         self, ready: list[Sequence], batch: NodeBatch, draft_tokens: DraftTokens
     ) -> list[Sequence]:
         """Plan those of `ready` that get a draft; return the others."""
         others = []
-        room = batch.budget - len(ready)
+        room = self.draft_room(batch.budget, len(ready))
         for seq in ready:
             draft = self._reserve_draft(seq, min(room, draft_tokens(seq.request)))
             if draft > 0:
@@ -285,6 +298,7 @@ class AttentionReplica:
                 blocks=pack_ints(hits),
                 max_length=request.max_length,
                 sampling=request.sampling,
+                cache_salt="" if self._draft_tokens is None else request.cache_salt,
             )
         )
         self._plan_chunk(seq, batch)

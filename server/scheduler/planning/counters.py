@@ -28,7 +28,10 @@ class Histogram:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start. Prefix cache queries and hits count tokens of admitted sequences."""
+    """Totals since start. Prefix cache queries and hits count tokens of admitted sequences.
+
+    `accepted[i]` counts drafts of which at least i + 1 tokens were kept.
+    """
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
@@ -41,6 +44,17 @@ class Counters:
         default_factory=lambda: {phase: Histogram() for phase in PHASES}
     )
     num_replays: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    def observe_draft(self, length: int, accepted: int) -> None:
+        """Count a draft of `length` tokens, of which a path of `accepted` was kept."""
+        self.num_drafts += 1
+        self.num_draft_tokens += length
+        self.accepted += [0] * (accepted - len(self.accepted))
+        for position in range(accepted):
+            self.accepted[position] += 1
 
     def observe(self, timings: StepTimings, *, after_idle: bool) -> None:
         """Count one attention node's step; the gap before it only unless `after_idle`."""

@@ -27,7 +27,8 @@ class NodePart:
 
     `counts` are the positions fed for certain, `drafts` the most tokens of a draft behind them;
     `scored` has, by sequence id, the first position of each slice with SCORE. Once the node has
-    answered, `tokens` has each slice's sampled tokens (None: not sampled, or failed).
+    answered, `tokens` has each slice's sampled tokens (None: not sampled, or failed), and `drafted`
+    how many tokens its draft had (empty: there was none in the step).
     """
 
     seqs: list[sequence.Sequence]
@@ -37,6 +38,7 @@ class NodePart:
     sampled_ids: bytes
     result: StepResult | None = None
     tokens: Sequence[tuple[int, ...] | None] = ()
+    drafted: Sequence[int] = ()
 
 
 class StepUnderWay(NamedTuple):
@@ -135,9 +137,11 @@ class StepsInFlight:
             raise ProtocolError(
                 f"attention {result.index}: a result of step {result.step} was not awaited"
             )
-        tokens = _tokens_of(part, result)
+        drafted = _drafted_of(part, result)
+        tokens = _tokens_of(part, result, drafted)
         _check_scores(part, result)
         part.tokens = tokens
+        part.drafted = drafted
         part.result = result
 
     def finished(self, now: float) -> Iterator[RunningStep]:
@@ -149,7 +153,47 @@ class StepsInFlight:
             yield step
 
 
-def _tokens_of(part: NodePart, result: StepResult) -> Sequence[tuple[int, ...] | None]:
+def fed(load: StepLoad, part: NodePart) -> StepLoad:
+    """Return the load of a step whose drafts were perhaps shorter than planned.
+
+    Call before the step's tokens are applied.
+    """
+    if not any(part.drafts):
+        return load
+    unused, num_pairs = 0, 0.0
+    lengths = part.drafted or [0] * len(part.seqs)
+    for seq, most, length in zip(part.seqs, part.drafts, lengths, strict=True):
+        unused += most - length
+        num_pairs += (most - length) * (seq.num_committed + 0.5 * (most + length + 3))
+    return load._replace(
+        num_tokens=load.num_tokens - unused, num_pairs=max(0.0, load.num_pairs - num_pairs)
+    )
+
+
+def _drafted_of(part: NodePart, result: StepResult) -> Sequence[int]:
+    """Return how long the draft of each slice was; raises ProtocolError as accept() says."""
+    if not result.drafted:
+        return ()
+    seq_ids, lengths = unpack_ints(result.seq_ids), unpack_ints(result.drafted)
+    if len(seq_ids) != len(lengths):
+        raise ProtocolError(
+            f"attention {result.index}: step {result.step}: {len(lengths)} drafts for "
+            f"{len(seq_ids)} sequences"
+        )
+    length_of = dict(zip(seq_ids, lengths, strict=True))
+    drafted = [length_of.get(seq.seq_id, 0) for seq in part.seqs]
+    for seq, most, length in zip(part.seqs, part.drafts, drafted, strict=True):
+        if not 0 <= length <= most:
+            raise ProtocolError(
+                f"attention {result.index}: step {result.step}: {length} tokens in the draft of "
+                f"sequence {seq.seq_id}, where {most} were planned"
+            )
+    return drafted
+
+
+def _tokens_of(
+    part: NodePart, result: StepResult, drafted: Sequence[int]
+) -> Sequence[tuple[int, ...] | None]:
     """Return the tokens of each slice of `part`; raises ProtocolError as accept() says."""
     tokens = unpack_ints(result.tokens)
     num_slices = len(part.seqs)
@@ -183,7 +227,7 @@ def _tokens_of(part: NodePart, result: StepResult) -> Sequence[tuple[int, ...] |
             "sequences that were sampled"
         )
     answers = [tokens_of.get(seq.seq_id) for seq in part.seqs]
-    for seq, draft, answer in zip(part.seqs, part.drafts, answers, strict=True):
+    for seq, draft, answer in zip(part.seqs, drafted or [0] * len(answers), answers, strict=True):
         # None only where drafts of the step before may have completed the sequence.
         least = 0 if seq.num_planned >= seq.position_limit else 1
         if answer is not None and not least <= len(answer) <= 1 + draft:

@@ -63,6 +63,7 @@ class Intake:
             max_blocks=-(-position_limit // self._block_size),
             stop_ids=frozenset(sampling.stop_token_ids) | frozenset(sampling.eos_token_ids),
             hashes=HashChain(message.cache_salt, self._block_size),
+            cache_salt=message.cache_salt,
         )
 
     def _prompt(self, message: AddRequest, *, has_output: bool) -> array[int]:

@@ -21,6 +21,7 @@ from server.scheduler.micro_batching.cost_fit import CostFit
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.acceptance import accept, accept_prompt, new_scores
+from server.scheduler.planning.adaptive_depths import AdaptiveDepths
 from server.scheduler.planning.attention_replica import (
     AttentionReplica,
     DraftTokens,
@@ -28,7 +29,7 @@ from server.scheduler.planning.attention_replica import (
 )
 from server.scheduler.planning.budgets import token_budgets
 from server.scheduler.planning.counters import Counters
-from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay
+from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay, fed
 from server.scheduler.planning.intake import Intake
 from server.scheduler.planning.outbox import Delivery, Outbox, failure
 from server.scheduler.planning.plans import Step, StepBuilder
@@ -36,6 +37,7 @@ from server.scheduler.planning.router import Candidate, choose_replica
 from server.scheduler.planning.sequence import Request
 from server.scheduler.planning.sequence import Sequence as RunningSequence
 from server.scheduler.planning.waiting import WaitingQueue
+from spec_decode.controller import Controller
 from topspin.errors import (
     EngineError,
     EngineUnavailable,
@@ -74,12 +76,16 @@ class Policy:
         cost: CostModel,
         num_layers: int = DEFAULT_NUM_LAYERS,
         draft_tokens: DraftTokens | None = None,
+        controller: Controller | None = None,
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each.
 
-        Nodes may draft as many tokens for a request as `draft_tokens` says; None: they have no
-        drafter.
+        Nodes may draft as many tokens for a request as `controller` or else `draft_tokens` says;
+        without both they have no drafter.
         """
+        self._depths = None if controller is None else AdaptiveDepths(controller)
+        if self._depths is not None:
+            draft_tokens = self._depths.of
         self._plan = plan
         self._formation = formation
         self._fit = CostFit(cost, num_layers)
@@ -185,6 +191,8 @@ class Policy:
         """Forget `request`; the results of running steps for it will be discarded."""
         assert not request.ended
         request.ended = True
+        if self._depths is not None:
+            self._depths.forget(request)
         del self._requests[request.peer, request.request_id]
         seq = request.sequence
         if seq is not None and not seq.closed:
@@ -199,6 +207,8 @@ class Policy:
         preempted: list[RunningSequence] = []
         present = [replica.node for replica in self._replicas if replica.is_present]
         budgets = token_budgets(present, self._fit.of)
+        if self._depths is not None:
+            self._depths.plan(self._replicas, budgets)
         batches = [
             replica.plan_running(preempted, budgets.get(replica.index, 0))
             for replica in self._replicas
@@ -358,7 +368,11 @@ class Policy:
             timings = {node: each.timings for node, each in results.items()}
             for each in timings.values():
                 self._counters.observe(each, after_idle=step.after_idle)
+            for node, part in step.parts.items():
+                step.loads[node] = fed(step.loads[node], part)
             self._fit.add_step(step.loads, timings)
+            if self._depths is not None:
+                self._depths.learn(step)
             for node, result in sorted(results.items()):
                 self._apply(self._replicas[node], step.parts[node], result, outbox)
         return outbox.deliveries()
@@ -369,6 +383,10 @@ class Policy:
         """Commit one node's slices of a step that has succeeded."""
         errors, caches = result.errors, self._plan.scheduling.prefix_caching
         counters, varies = self._counters, bool(result.counts) or any(part.drafts)
+        if part.drafted:
+            for length, tokens in zip(part.drafted, part.tokens, strict=True):
+                if length and tokens:
+                    counters.observe_draft(length, len(tokens) - 1)
         slices = zip(part.seqs, part.counts, part.drafts, part.tokens, strict=True)
         for seq, count, draft, tokens in slices:
             seq.num_in_flight -= 1
@@ -398,6 +416,10 @@ class Policy:
                     self._requeue(request)  # it was preempted
 
     # Watching.
+
+    def take_warning(self) -> str | None:
+        """Return what the user should know, once; None: nothing."""
+        return None if self._depths is None else self._depths.take_warning()
 
     def progressed(self, message: Progress, now: float) -> None:
         """Note that a node makes progress in a step."""
@@ -429,6 +451,9 @@ class Policy:
             step_seconds=counters.step_seconds,
             step_phases=counters.step_phases(),
             num_micro_batches=self._builder.num_micro_batches,
+            num_drafts=counters.num_drafts,
+            num_draft_tokens=counters.num_draft_tokens,
+            num_accepted_tokens=tuple(counters.accepted),
             expert_tokens=expert_tokens,
             progress_age_s=now - self._in_flight.progress_s if is_busy else None,
         )

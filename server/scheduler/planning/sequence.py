@@ -22,7 +22,7 @@ class Request:
     it ends by "length"; `position_limit` the positions that are fed at most (the last token
     is returned, not fed), for which it can hold `max_blocks` blocks of a node's cache;
     `num_scored` the log-probabilities of prompt tokens that were delivered; `num_replays`
-    counts lost generations since its last token.
+    counts lost generations since its last token; `cache_salt` is its tenant's.
     """
 
     request_id: str
@@ -36,6 +36,7 @@ class Request:
     max_blocks: int
     stop_ids: frozenset[int]
     hashes: HashChain
+    cache_salt: str = ""
     num_scored: int = 0
     num_preemptions: int = 0
     num_replays: int = 0

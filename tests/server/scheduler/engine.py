@@ -18,6 +18,7 @@ from server.scheduler.planning.attention_replica import DraftTokens
 from server.scheduler.planning.outbox import Delivery
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
+from spec_decode.controller import Controller
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate, score
 from topspin.config import FailoverSection, SchedulingPolicy, Transport
 from topspin.expert_table import uniform_table
@@ -100,6 +101,7 @@ def make_policy(
     num_blocks: int | Sequence[int] = 32,
     formation: Formation | None = None,
     draft_tokens: DraftTokens | None = None,
+    controller: Controller | None = None,
 ) -> Policy:
     """Return a policy over nodes of `num_blocks` blocks (each, or by node), on separate cores."""
     if isinstance(num_blocks, int):
@@ -112,6 +114,7 @@ def make_policy(
         shares_cores=False,
         cost=CostModel(),
         draft_tokens=draft_tokens,
+        controller=controller,
     )
 
 
@@ -182,16 +185,22 @@ class Engine:
         num_blocks: int | Sequence[int] = 32,
         fails: Callable[[int], bool] = lambda seq_id: False,
         draft_tokens: DraftTokens | None = None,
+        offers: Callable[[int], int] = lambda at_most: at_most,
         accepts: Callable[[int], int] = lambda at_most: 0,
+        controller: Controller | None = None,
+        step_s: Callable[[int], float] = lambda num_rows: 0.01,
     ) -> None:
+        """`step_s`: how long a decode step of so many rows takes before it is answered."""
         self.config = config
         self.formation = Formation(TABLE)
-        self.policy = make_policy(config, num_blocks, self.formation, draft_tokens)
+        self.policy = make_policy(config, num_blocks, self.formation, draft_tokens, controller)
         self.clients: dict[str, Received] = {}
         self.now = 0.0
         self._tenants: dict[int, str] = {}
         self._fails = fails
+        self._offers = offers
         self._accepts = accepts
+        self._step_s = step_s
         self.nodes = [self._new_node(index) for index in range(len(config.attention))]
         self.present = set(range(len(self.nodes)))
         # Results of abandoned generations, which may still come.
@@ -211,6 +220,7 @@ class Engine:
             max_num_batched_tokens=self.config.attention[index].max_num_batched_tokens,
             tenant_of=lambda seed: self._tenants[seed],
             fails=self._fails,
+            offers=self._offers,
             accepts=self._accepts,
         )
 
@@ -289,9 +299,11 @@ class Engine:
         """Deliver the oldest result of one node; False if it has none."""
         if not self.results[index]:
             return False
-        self.now += 0.01
+        result = self.results[index].popleft()
+        num_rows = len(unpack_ints(result.seq_ids)) + sum(unpack_ints(result.drafted))
+        self.now += self._step_s(num_rows)
         self._touched[index].popleft()
-        self.receive(self.policy.update(self.results[index].popleft(), self.now))
+        self.receive(self.policy.update(result, self.now))
         return True
 
     def receive(self, deliveries: list[Delivery]) -> None:

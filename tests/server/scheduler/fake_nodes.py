@@ -94,7 +94,7 @@ class NodeSequence:
 class FakeNode:
     """One attention node. `fails(seq_id)` makes a sampled sequence fail permanently.
 
-    `accepts(n)` says how many of at most n draft tokens are right.
+    `offers(n)` says how many of at most n tokens it drafts, `accepts(n)` how many of n are right.
     """
 
     def __init__(
@@ -107,6 +107,7 @@ class FakeNode:
         max_num_batched_tokens: int,
         tenant_of: Callable[[int], str] = lambda seed: "",
         fails: Callable[[int], bool] = lambda seq_id: False,
+        offers: Callable[[int], int] = lambda at_most: at_most,
         accepts: Callable[[int], int] = lambda at_most: 0,
     ) -> None:
         self.index = index
@@ -119,9 +120,11 @@ class FakeNode:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._tenant_of = tenant_of
         self._fails = fails
+        self._offers = offers
         self._accepts = accepts
         self._may_draft = False
         self._scores: dict[int, tuple[TokenLogprobs, ...]] = {}
+        self._drafted: dict[int, int] = {}
         self._seen_ids: set[int] = set()
         self._last_step = 0
         self._generation = 1
@@ -146,6 +149,7 @@ class FakeNode:
         assert len(plan.micro_batches) == ticket.num_micro_batches == len(ticket.row_buckets)
         sampled: dict[int, list[int]] = {}
         self._scores = {}
+        self._drafted = {}
         errors: dict[int, str] = {}
         seen: list[int] = []
         num_rows = 0
@@ -164,6 +168,7 @@ class FakeNode:
             index=self.index,
             seq_ids=pack_ints(sampled.keys()),
             counts=pack_ints(map(len, sampled.values())) if self._may_draft else b"",
+            drafted=pack_ints(self._drafted.get(seq_id, 0) for seq_id in sampled),
             tokens=pack_ints(token for tokens in sampled.values() for token in tokens),
             timings=TIMINGS,
             prompt_logprobs=self._scores,
@@ -258,10 +263,11 @@ class FakeNode:
         first, end = seq.num_committed, seq.num_committed + at_most
         assert end <= len(seq.table) * self._block_size, "no block for a draft"
         more = []
-        for _ in range(self._accepts(at_most)):
+        length = self._drafted[seq.new.seq_id] = self._offers(max(at_most, 0))
+        for _ in range(self._accepts(length)):
             self._feed(seq, 1, garbage=False)
             more.append(self._sample(seq))
-        assert len(more) <= at_most
+        assert len(more) <= length
         for position in range(first + len(more), end):
             place = seq.table[position // self._block_size], position % self._block_size
             self._cache[place] = Written(b"refused", "")

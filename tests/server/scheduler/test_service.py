@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from server.scheduler.engine_facts import EngineFacts
+from server.scheduler.planning.policy import Policy
 from tests.server.scheduler.engine import make_request
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, generate
 from tests.server.scheduler.scripted_world import GATEWAY, NUM_BLOCKS, World
@@ -301,3 +302,18 @@ def test_a_node_answers_for_itself_only() -> None:
     world.say("expert 0", TablePrepared(role="expert", index=1, version=2))
     assert world.service.run() == 1
     assert "expert 0 speaks for expert 1" in world.channel.to(GATEWAY, EngineState)[-1].detail
+
+
+def test_what_the_policy_warns_of_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warnings = ["drafts are slow"]
+    monkeypatch.setattr(Policy, "take_warning", lambda policy: warnings.pop() if warnings else None)
+    world = World()
+    world.start()
+    world.say("gateway", make_request("r", [1, 2, 3], max_tokens=6))
+    world.answer(8)
+    assert world.service.run() == 0
+    assert [each.message for each in caplog.records if "slow" in each.message] == [
+        "scheduler: drafts are slow"
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from topspin.cli.flags import add_arguments, read_config
 from topspin.cli.main import main
 from topspin.cli.serve import asked_for, serve_config, without_effect
 from topspin.config import EngineConfig, ModelSection
+from topspin.speculation import Speculation
 
 # A new flag needs a line here. Flags are few: settings for few users belong in --plan.
 FLAGS = [
@@ -33,6 +35,7 @@ FLAGS = [
     "--block-size",
     "--kv-cache-memory",
     "--gpu-memory-utilization",
+    "--speculative-config",
     "--transport",
     "--m2n-payload",
     "--deterministic",
@@ -69,6 +72,12 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--kv-cache-memory 2GiB", "cache.kv_cache_bytes", 2 * 2**30),
     ("--gpu-memory-utilization 0.5", "cache.gpu_memory_utilization", 0.5),
     ("--transport nixl", "m2n.transport", "nixl"),
+    (
+        '--speculative-config {"method":"ngram","prompt_lookup_max":4}',
+        "speculation.config",
+        Speculation(method="ngram", prompt_lookup_max=4),
+    ),
+    ("--speculative-config off", "speculation.config", None),
     ("--m2n-payload int8", "m2n.payload", "int8"),
     ("--attention-device cuda:1", "compute.attention_device", "cuda:1"),
     ("--expert-device cuda", "compute.expert_device", "cuda"),
@@ -178,6 +187,57 @@ def test_a_model_is_named_as_users_name_it(
         ("--attention-device cuda --deterministic", "only the kernels for the CPU add in"),
         ("--gpu-memory-utilization 1.5", "--gpu-memory-utilization 1.5: must be a finite number"),
         ("--expert-nodes 9", "--expert-nodes 9: the model has 8 experts per layer"),
+        ("--speculative-config on", "--speculative-config: 'on': JSON is malformed"),
+        (
+            '--speculative-config {"method":"eagle"}',
+            "Invalid enum value 'eagle' - at `$.method`; it is off or a JSON object of method",
+        ),
+        (
+            '--speculative-config {"method":"suffix","modle":"m"}',
+            "Object contains unknown field `modle`; it is off or a JSON object of method (",
+        ),
+        (
+            '--speculative-config {"method":"suffix","model":"m"}',
+            'model has no meaning for the method "suffix"',
+        ),
+        (
+            '--speculative-config {"method":"draft_model"}',
+            'the method "draft_model" needs a model: a directory or "self-int4"',
+        ),
+        (
+            '--speculative-config {"method":"draft_model","model":"m","prompt_lookup_max":3}',
+            'prompt_lookup_max has no meaning for the method "draft_model"',
+        ),
+        (
+            '--speculative-config {"method":"draft_model","model":"m","draft_width":3}',
+            "draft_width needs branches: a chain has one leaf",
+        ),
+        (
+            '--speculative-config {"method":"draft_model","model":"self-int4",'
+            '"quantization":"int8"}',
+            "quantization int8: the model self-int4 has 4 bits",
+        ),
+        (
+            '--attention-device cuda --speculative-config {"method":"draft_model","model":"m"}',
+            "the draft model m: draft models run on attention nodes on the CPU only, so far",
+        ),
+        (
+            '--speculative-config {"method":"draft_model","model":"/nowhere"}',
+            "--speculative-config: the draft model /nowhere: ",
+        ),
+        ('--speculative-config {"num_speculative_tokens":3}', "missing required field `method`"),
+        (
+            '--speculative-config {"method":"suffix","num_speculative_tokens":0}',
+            "Expected `int` >= 1 - at `$.num_speculative_tokens`",
+        ),
+        (
+            '--speculative-config {"method":"ngram","prompt_lookup_min":3,"prompt_lookup_max":2}',
+            "prompt_lookup_min 3 is more than prompt_lookup_max 2",
+        ),
+        (
+            '--speculative-config {"method":"ngram","suffix_decoding_min_token_prob":0.5}',
+            'suffix_decoding_min_token_prob has no meaning for the method "ngram"',
+        ),
         ("--micro-batches 5", "--micro-batches 5: must be between 1 and 4"),
         ("--micro-batches many", "argument --micro-batches: 'many' is not auto or int"),
         ("--kv-cache-memory lots", "argument --kv-cache-memory: 'lots' is not a size"),
@@ -207,3 +267,32 @@ def test_what_cannot_be_is_refused_before_a_process_is_started(
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(("topspin serve: error: ", "topspin: error: "))
     assert message in last
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(serve_command, "launch", lambda config: pytest.fail("was launched"))
+    draft = write_checkpoint(tmp_path / "draft", {**MIXTRAL, "vocab_size": 300})
+    flag = json.dumps({"method": "draft_model", "model": str(draft)})
+    assert main(["serve", str(checkpoint), "--speculative-config", flag]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"the draft model {draft} has a vocabulary of 300 tokens, " in last
+    assert "one of 260: they must have the same tokens" in last
+
+
+def test_processes_get_the_draft_models_directory(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = write_checkpoint(tmp_path / "draft")
+    monkeypatch.chdir(tmp_path)
+    for name, path in (("./draft", str(draft)), ("self-int4", "self-int4")):
+        flag = json.dumps({"method": "draft_model", "model": name})
+        config = serve_config(
+            asked_for(parse(str(checkpoint), "--layout", "shared", "--speculative-config", flag))
+        )
+        assert config.plan.speculation is not None
+        assert config.plan.speculation.model == path

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from topspin.cli.trace.accounts import accounts_of, explained
 from topspin.cli.trace.export import chrome_trace
 from topspin.cli.trace.replay import replay
 from topspin.cli.trace.report import lanes_of, make_report
@@ -197,3 +198,39 @@ def test_the_chrome_document_has_a_slice_per_span_and_an_arrow_per_frame() -> No
     assert len(starts) == 2 * 4 * 3 * 2
     assert starts.keys() == ends.keys()
     assert all(ends[i]["ts"] - starts[i]["ts"] >= 0.009 for i in starts)
+
+
+@pytest.mark.parametrize(("num_experts", "lost_ns"), [(1, 0), (1, 250), (2, 0)])
+def test_the_accounts_are_the_known_times(num_experts: int, lost_ns: int) -> None:
+    """`lost_ns` passes on an expert node before each of its hops, unseen by its stamps."""
+    t_a, t_e, t_c, layers = 1000, 3000, 400, 6
+    trace, took_ns = play(
+        lambda name, layer, mb: t_a if name.startswith("a") else t_e,
+        num_attention=1,
+        num_experts=num_experts,
+        layers=layers,
+        m=1,
+        link_ns=t_c + lost_ns,
+    )
+    attention, *experts = lanes_of(trace)
+    found = accounts_of(attention, experts, [5], t_c * 1e-9)
+    spent_ns = {each.name: round(each.seconds * 1e9) for each in found}
+    assert spent_ns == {
+        "experts": layers * t_e,
+        "attention and routing": layers * t_a,
+        "LM head and sampling": 5000,
+        "the way there and back": layers * 2 * t_c,
+        "the scheduler's turn": 2000,
+        "inputs": 1000,
+        **({"unexplained": layers * 2 * lost_ns} if lost_ns else {}),
+    }
+    total_ns = took_ns + 8000
+    assert sum(spent_ns.values()) == total_ns
+    assert explained(found) == pytest.approx(1 - layers * 2 * lost_ns / total_ns)
+    assert [each.seconds for each in found] == sorted((e.seconds for e in found), reverse=True)
+
+
+def test_accounts_of_no_steps_are_empty() -> None:
+    trace, _ = play(lambda *_: 1000, num_attention=1, num_experts=1, layers=2, m=1, link_ns=0)
+    attention, *experts = lanes_of(trace)
+    assert accounts_of(attention, experts, [], None) == []

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from topspin.cli.trace.accounts import accounts_of, explained
 from topspin.cli.trace.export import chrome_trace
 from topspin.cli.trace.plot import draw_gantt, gantt_window
 from topspin.cli.trace.report import Lane, Report, lanes_of, make_report
@@ -78,10 +79,30 @@ def describe(report: Report | None, lanes: Sequence[Lane]) -> str:
         if (share := report.bubble(role)) is not None
     ]
     lines.append("bubbles: " + ", ".join(bubbles))
+    lines += _accounts(report, lanes)
     lines.append(_straggler(report))
     if error_ns := max((lane.error_ns for lane in lanes), default=0):
         lines.append(f"clocks of the nodes are known to within {error_ns / 1e6:.3f} ms")
     return "\n".join(lines)
+
+
+def _accounts(report: Report, lanes: Sequence[Lane]) -> list[str]:
+    """Return lines per attention node: where its time goes between two results."""
+    experts = [lane for lane in lanes if lane.role == "expert"]
+    lines = []
+    for lane in lanes:
+        if lane.role != "attention":
+            continue
+        found = accounts_of(lane, experts, report.steps, report.t_c_s)
+        total_s = sum(each.seconds for each in found)
+        lines.append(
+            f"{lane.name}: {_ms(total_s)} from result to result, {explained(found):.1%} explained"
+        )
+        lines += [
+            f"  {each.seconds * 1e3:8.3f} ms {each.seconds / total_s:4.0%}  {each.name}"
+            for each in found
+        ]
+    return lines
 
 
 def _straggler(report: Report) -> str:

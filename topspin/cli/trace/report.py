@@ -195,7 +195,7 @@ class Report:
     `replay_error`: the replayed graph's mean step time against the recorded one, as a share.
     """
 
-    num_steps: int
+    steps: list[int]
     num_micro_batches: int
     num_layers: int
     step_s: float
@@ -206,6 +206,11 @@ class Report:
     busy: list[Busy]
     what_if: list[WhatIf]
     replay_error: float | None
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of steps."""
+        return len(self.steps)
 
     def bubble(self, role: str) -> float | None:
         """Return the mean bubble of a role's nodes."""
@@ -266,7 +271,7 @@ def make_report(lanes: Sequence[Lane]) -> Report | None:
         replayed = fmean(replay(g.attention, g.experts, delay_ns or 0.0) for g in graphs)
         error = replayed / fmean(step_ns) - 1.0
     return Report(
-        num_steps=len(chosen),
+        steps=chosen,
         num_micro_batches=shape.num_micro_batches,
         num_layers=shape.num_layers,
         step_s=median(step_ns) * 1e-9,

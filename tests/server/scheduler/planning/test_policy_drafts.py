@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from server.scheduler.micro_batching.cost_fit import StepLoad
+from server.scheduler.planning.in_flight import NodePart, fed
 from tests.server.scheduler.engine import GATEWAY, Engine, make_config, make_policy, make_request
 from tests.server.scheduler.fake_nodes import TIMINGS, generate, score
 from topspin.errors import ProtocolError
@@ -135,8 +137,98 @@ def test_an_answer_that_does_not_fit_is_refused(changes: dict[str, Any], reason:
         answer(changes)
 
 
+@pytest.mark.parametrize(
+    ("drafted", "count", "reason"),
+    [
+        ([3], 1, "3 tokens in the draft of sequence 1, where 2 were planned"),
+        ([-1], 1, "-1 tokens in the draft of sequence 1"),
+        ([1, 1], 1, "2 drafts for 1 sequences"),
+        ([1], 3, "3 tokens for sequence 1, where 1 to 2 are possible"),
+        ([], 2, "2 tokens for sequence 1, where 1 to 1 are possible"),
+    ],
+)
+def test_a_draft_that_was_not_planned_is_refused(
+    drafted: list[int], count: int, reason: str
+) -> None:
+    policy = make_policy(make_config(), draft_tokens=lambda request: 2)
+    policy.add(make_request("a", [1, 2], max_tokens=9), peer=GATEWAY)
+    for step in (1, 2):
+        assert policy.schedule(0.0) is not None
+        result = StepResult(
+            step=step,
+            generation=1,
+            index=0,
+            seq_ids=pack_ints([1]),
+            tokens=pack_ints([7]),
+            timings=TIMINGS,
+        )
+        if step == 2:
+            changes = {
+                "tokens": pack_ints([7] * count),
+                "counts": pack_ints([count]),
+                "drafted": pack_ints(drafted),
+            }
+            with pytest.raises(ProtocolError, match=reason):
+                policy.update(msgspec.structs.replace(result, **changes), 0.0)
+        policy.update(result, 0.0)
+    policy.check_integrity()
+
+
+def test_half_of_the_budget_is_left_for_prompts_and_rows_are_bounded() -> None:
+    engine = Engine(
+        make_config(max_num_batched_tokens=32), draft_tokens=lambda request: 9, num_blocks=64
+    )
+    for name in "abcd":
+        engine.add(make_request(name, [1, 2, 3], max_tokens=40, seed=ord(name)))
+    engine.turn()
+    engine.turn()
+    # 32 tokens, 4 of them certain: 14 of the others are for drafts.
+    assert slices_of(engine, 1) == [(1, 1, 9), (2, 1, 5), (3, 1, 0), (4, 1, 0)]
+    engine.finish()
+
+
+def test_what_nodes_draft_and_keep_is_counted() -> None:
+    engine = Engine(
+        make_config(max_num_batched_tokens=64),
+        draft_tokens=lambda request: 4,
+        accepts=lambda most: min(most, 2),
+    )
+    engine.add(make_request("r", [1, 2, 3], max_tokens=20))
+    engine.finish()
+    stats = engine.policy.stats(0, (), 0.0)
+    # One token from the prompt, then two drafts of three tokens per step; the last have less room.
+    assert stats.num_drafts == 6
+    assert stats.num_draft_tokens == 4 * 5 + 3
+    assert stats.num_accepted_tokens == (6, 6)
+    none = Engine(make_config())
+    none.add(make_request("r", [1, 2, 3], max_tokens=20))
+    none.finish()
+    stats = none.policy.stats(0, (), 0.0)
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (0, 0, ())
+
+
 def test_answers_that_fit_are_taken() -> None:
     answer({})
     answer({"counts": pack_ints([1, 1])})
     failed = {"seq_ids": pack_ints([1]), "tokens": pack_ints([7]), "errors": {2: "no number"}}
     answer({**failed, "prompt_logprobs": {}})
+
+
+def test_only_rows_that_were_fed_are_learned_from() -> None:
+    engine = Engine(make_config(), draft_tokens=lambda request: 4)
+    engine.add(make_request("r", [1, 2, 3], max_tokens=20))
+    engine.turn()
+    seq = engine.policy._requests[GATEWAY, "r"].sequence
+    assert seq is not None
+    first = seq.num_committed
+
+    def load(num_rows: int) -> StepLoad:
+        return StepLoad(1, num_rows, sum(first + 1 + row for row in range(num_rows)))
+
+    part = NodePart([seq], [1], [4], {}, pack_ints([seq.seq_id]))
+    assert fed(load(5), part) == load(1)
+    for length in range(5):
+        part.drafted = [length]
+        assert fed(load(5), part) == load(1 + length)
+    part.drafts = [0]
+    assert fed(load(1), part) == load(1)

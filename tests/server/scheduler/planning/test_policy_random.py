@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec_decode.controller import Controller
 from tests.server.scheduler.engine import Engine, make_config, make_request
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE
 from topspin.messages import AddRequest
@@ -45,10 +46,13 @@ def random_drafts(rng: random.Random) -> dict[str, Any]:
     longest = rng.choice((None, 1, 3, 9))
     if longest is None:
         return {}
-    return {
-        "draft_tokens": lambda request: request.arrival % (longest + 1),
+    settings: dict[str, Any] = {
+        "offers": lambda at_most: rng.randint(0, at_most),
         "accepts": lambda at_most: rng.randint(0, at_most),
     }
+    if rng.random() < 0.3:
+        return {**settings, "controller": Controller(longest)}
+    return {**settings, "draft_tokens": lambda request: request.arrival % (longest + 1)}
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -1,0 +1,14 @@
+"""`python -m draft_nodes.beside_attention`: an attention node with a draft model in its process.
+
+The same command line as `python -m attention_nodes`. The draft model computes before each step
+that may have drafts, in the node's one busy thread: nothing overlaps.
+"""
+
+from topspin.cores import settle_process
+
+settle_process()  # before torch is imported: its libraries read the environment
+
+from attention_nodes.command import main  # noqa: E402
+from draft_nodes.drafter import make_drafter  # noqa: E402
+
+raise SystemExit(main(make_drafter))

@@ -1,0 +1,69 @@
+"""The drafter that a node's configuration asks for, a draft model among them.
+
+Owns the choice of the draft model's checkpoint, precision, cache and growth by the settings.
+Composed with attention nodes by beside_attention.py and topspin.launch; these nodes do not know
+of draft models. Other things that draft (heads that a checkpoint carries) become a Drafter here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from attention_nodes.kv_cache import bytes_per_block
+from attention_nodes.worker import text_drafter
+from draft_nodes.model import DraftModel, Settings
+from models.config import load_model_config
+from spec_decode.draft import Drafter
+from spec_decode.serial import Growth, SerialDrafter
+from topspin.errors import ConfigError
+from topspin.plan import NodeConfig
+from topspin.precision import UNQUANTISED, rules_of
+from topspin.speculation import SELF_INT4, Speculation
+
+DEFAULT_WIDTH = 4
+
+
+def make_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
+    """Return what drafts for an attention node of the model at `model_path`; None: nothing does.
+
+    Loads a draft model, which takes a while. Raises ConfigError if it does not fit the model.
+    """
+    speculation = config.speculation
+    if speculation is None or speculation.model is None:
+        return text_drafter(config, model_path)
+    if config.node.num_threads is not None:
+        torch.set_num_threads(config.node.num_threads)
+    is_self = speculation.model == SELF_INT4
+    target = load_model_config(model_path)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    cache_bytes, block_size = config.attention.kv_cache_bytes, config.kv_cache.block_size
+    assert cache_bytes is not None, "so far draft models run on the CPU, where it is given"
+    # Room for as many tokens as the node's own cache has.
+    block_bytes = bytes_per_block(target, block_size=block_size, dtype=dtype)
+    model = DraftModel.load(
+        model_path if is_self else Path(speculation.model),
+        Settings(
+            dtype=dtype,
+            num_slots=cache_bytes // block_bytes * block_size,
+            max_length=config.model.max_model_len,
+            precision=rules_of("int4" if is_self else speculation.quantization or UNQUANTISED),
+        ),
+    )
+    if model.config.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft model {speculation.model} has a vocabulary of {model.config.vocab_size} "
+            f"tokens, {model_path} one of {target.vocab_size}"
+        )
+    return SerialDrafter(model, growth_of(speculation), max_length=model.max_length)
+
+
+def growth_of(speculation: Speculation) -> Growth:
+    """Return how trees grow: without branches one leaf at a time, which has one child."""
+    most = speculation.num_speculative_tokens
+    passes = speculation.draft_passes or most
+    if not speculation.branches:
+        return Growth(passes=passes, width=1, num_top=1)
+    width = speculation.draft_width or DEFAULT_WIDTH
+    return Growth(passes=passes, width=width, num_top=most)

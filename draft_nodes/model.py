@@ -1,0 +1,228 @@
+"""A draft model on one device: its weights, its paged KV cache, and passes over rows of trees.
+
+Owns what the attention nodes' decoder leaves to others: routed experts, all of them here, and the
+cache's layout. One pass computes rows of several requests, each a node of its request's tree: its
+keys are the verified prefix and its ancestors. Implements spec_decode.serial.DraftModel; knows no
+tree's probabilities and no target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention_nodes import kv_cache
+from attention_nodes.decoder import Decoder
+from attention_nodes.rotary import RotaryTable
+from attention_nodes.step_inputs import MicroBatchInputs
+from draft_nodes.kv_layout import KvLayout, Placed
+from kernels.contracts import AttentionMeta
+from kernels.contracts import ExpertWeights as PackedExperts
+from kernels.dispatch import Ops, select_ops
+from kernels.runtime import Runtime, open_runtime
+from models.checkpoint import Checkpoint
+from models.config import ModelConfig, load_model_config
+from models.weights import stream_attention_weights, stream_expert_weights
+from spec_decode.draft import Text
+from spec_decode.serial import Kept, Rows
+from topspin.precision import Rules, format_of, formats
+from topspin.process import release_freed_memory
+
+BLOCK_SIZE: Final = 16
+
+
+class Settings(NamedTuple):
+    """Where and how a draft model computes.
+
+    Its cache has `num_slots` rows; no position is `max_length` (None: the model's) or more.
+    """
+
+    dtype: torch.dtype
+    num_slots: int
+    max_length: int | None = None
+    kernels: str = "cpu"
+    device: str = "cpu"
+    precision: Rules = ()
+    block_size: int = BLOCK_SIZE
+
+
+class DraftModel:
+    """One model and the sequences it drafts for."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        experts: Sequence[PackedExperts],
+        layout: KvLayout,
+        runtime: Runtime,
+        *,
+        max_length: int,
+    ) -> None:
+        """`experts` are those of each MoE layer, by id; `layout` is of the decoder's cache."""
+        self.config: ModelConfig = decoder.config
+        self.max_length = max_length
+        self._decoder = decoder
+        self._experts = experts
+        self._layout = layout
+        self._runtime = runtime
+        self._rotary = RotaryTable(self.config, max_len=self.max_length)
+
+    @classmethod
+    def load(cls, path: Path, settings: Settings) -> DraftModel:
+        """Read all weights of the checkpoint at `path`.
+
+        Raises ConfigError for a model, format or device that is not supported, CheckpointError for
+        a checkpoint that lacks tensors.
+        """
+        model = load_model_config(path)
+        runtime = open_runtime(settings.device, settings.kernels)
+        rules = settings.precision
+        quantised = formats(rules, "attention") | (
+            formats(rules, "expert") if model.moe_layers else frozenset()
+        )
+        ops = select_ops(settings.kernels, settings.dtype, quantised, settings.device)
+        num_blocks = max(kv_cache.MIN_BLOCKS, -(-settings.num_slots // settings.block_size))
+        cache = kv_cache.of_blocks(
+            model,
+            num_blocks,
+            block_size=settings.block_size,
+            dtype=settings.dtype,
+            runtime=runtime,
+        )
+        weights = stream_attention_weights(
+            Checkpoint(path), model, dtype=settings.dtype, device=runtime.device
+        )
+        decoder = Decoder(model, weights, ops, cache, precision=rules)
+        experts = _pack_experts(path, model, ops, settings, runtime) if model.moe_layers else []
+        release_freed_memory()
+        layout = KvLayout(num_blocks=num_blocks, block_size=settings.block_size)
+        longest = model.context_length
+        if settings.max_length is not None:
+            longest = min(longest, settings.max_length)
+        return cls(decoder, experts, layout, runtime, max_length=longest)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Return the blocks of the cache that no sequence has."""
+        return self._layout.num_free
+
+    def open(self, text: Text) -> None:
+        self._layout.open(text.seq_id, num_prompt=text.num_prompt)
+
+    def reserve(self, seq_id: int, num_rows: int) -> bool:
+        return self._layout.reserve(seq_id, num_rows)
+
+    def drop(self, seq_id: int) -> None:
+        self._layout.drop(seq_id)
+
+    def keep(self, kept: Sequence[Kept]) -> None:
+        sources, targets = self._layout.keep(kept)
+        if len(sources):
+            device = self._runtime.device
+            to_device = [torch.from_numpy(each).to(device) for each in (sources, targets)]
+            self._decoder.kv.move(*to_device)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Rows], *, num_top: int) -> list[list[dict[int, float]]]:
+        logps = self.log_probs(rows)
+        top = logps.topk(min(num_top, logps.shape[1]))
+        values, tokens = top.values.clamp_(max=0.0).tolist(), top.indices.tolist()
+        found = [
+            # A model's overflow must not become a tree's weight.
+            dict(zip(ids, own, strict=True)) if own[0] > float("-inf") else {}
+            for ids, own in zip(tokens, values, strict=True)
+        ]
+        answers = iter(found)
+        return [[next(answers) for _ in range(each.num_wanted)] for each in rows]
+
+    @torch.inference_mode()
+    def log_probs(self, rows: Sequence[Rows]) -> Tensor:
+        """Compute `rows`; return fp32 log-probabilities [R, V] after the wanted ones, in order."""
+        placed = self._layout.place(rows)
+        residual = self._run(placed)
+        wanted = torch.from_numpy(placed.wanted).to(residual.device)
+        if not len(wanted):
+            return residual.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        return self._decoder.logits(residual.index_select(0, wanted)).log_softmax(-1)
+
+    @torch.inference_mode()
+    def cached(self, seq_id: int) -> list[Tensor]:
+        """Return, per layer, copies [rows, G, D] of a sequence's verified keys, then its values."""
+        slots = torch.from_numpy(self._layout.slots_of(seq_id)).to(self._runtime.device)
+        cache = self._decoder.kv
+        return [each.flatten(0, 1).index_select(0, slots) for each in (*cache.keys, *cache.values)]
+
+    def _run(self, placed: Placed) -> Tensor:
+        """Run all layers; return the rows' final residual stream [T, H]."""
+        decoder, inputs = self._decoder, self._inputs(placed)
+        device = self._runtime.device
+        residual = decoder.embed(torch.from_numpy(placed.tokens).to(device))
+        delta: Tensor | None = None
+        for layer in decoder.layers:
+            normed = decoder.attention_half(layer, residual, delta, inputs)
+            delta = decoder.local_mlp(layer, normed)
+            if layer.moe_idx is not None:
+                routing = decoder.route(layer, normed)
+                out = decoder.ops.grouped_mlp(
+                    normed,
+                    routing.experts.int(),
+                    routing.weights,
+                    self._experts[layer.moe_idx],
+                ).out
+                delta = out if delta is None else out + delta
+        assert delta is not None, "a model has layers"
+        residual += delta
+        return residual
+
+    def _inputs(self, placed: Placed) -> MicroBatchInputs:
+        device = self._runtime.device
+        cos, sin = self._rotary.gather(placed.positions, placed.prompt_lens)
+        mask, lens = placed.tree_mask, placed.tree_lens
+        return MicroBatchInputs(
+            start=0,
+            num_tokens=len(placed.tokens),
+            cos=cos.to(device),
+            sin=sin.to(device),
+            kv_slots=torch.from_numpy(placed.slots).to(device),
+            meta=AttentionMeta(
+                query_start=torch.from_numpy(placed.query_start).to(device),
+                context_lens=torch.from_numpy(placed.context_lens).to(device),
+                block_tables=torch.from_numpy(placed.block_tables).to(device),
+                max_query_len=int((placed.query_start[1:] - placed.query_start[:-1]).max()),
+                max_context_len=int(placed.context_lens.max()),
+                tree_mask=None if mask is None else torch.from_numpy(mask).to(device),
+                tree_lens=None if lens is None else torch.from_numpy(lens).to(device),
+            ),
+        )
+
+
+def _pack_experts(
+    path: Path, model: ModelConfig, ops: Ops, settings: Settings, runtime: Runtime
+) -> list[PackedExperts]:
+    """Return all experts of all MoE layers."""
+    assert model.moe is not None
+    every = range(model.moe.num_experts)
+    streams = stream_expert_weights(
+        Checkpoint(path),
+        model,
+        dtype=settings.dtype,
+        experts=[every] * len(model.moe_layers),
+        device=runtime.device,
+    )
+    packed = []
+    for layer, stream in zip(model.moe_layers, streams, strict=True):
+        own = [format_of(settings.precision, "experts", layer, each) for each in every]
+        is_mixed = len(set(own)) > 1
+        packed.append(
+            ops.pack_experts(
+                stream.gate_up,
+                stream.down,
+                formats=own,
+                share_per_row=0.0 if is_mixed else model.moe.top_k / model.moe.num_experts,
+            )
+        )
+    return packed

@@ -1,0 +1,1 @@
+"""Speculative decoding without a device and without a clock: drafts, drafters, acceptance."""

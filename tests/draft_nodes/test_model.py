@@ -1,0 +1,198 @@
+"""A draft model's passes over trees against transformers' plain forward of each path."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from draft_nodes.model import DraftModel, Settings
+from spec_decode.draft import NO_DRAFT, ROOT, DraftRequest, Text
+from spec_decode.serial import Growth, Kept, Rows, SerialDrafter
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
+from topspin.errors import ConfigError
+from topspin.precision import rules_of
+
+VARIANTS = ("llama", "mixtral_sliding_window", "qwen2_moe", "qwen3_moe", "olmoe_clip_qkv")
+NUM_SLOTS = 600
+F32 = Settings(dtype=torch.float32, num_slots=NUM_SLOTS, block_size=4)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(variant: str) -> Path:
+        if variant not in made:
+            made[variant] = make_checkpoint(tmp_path_factory.mktemp(variant), variant)
+        return made[variant]
+
+    return make
+
+
+class Mirror:
+    """A sequence as a test knows it: its prefix and, by place, the live tree's rows."""
+
+    def __init__(self, seq_id: int, prefix: list[int]) -> None:
+        self.seq_id = seq_id
+        self.prefix = prefix
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+
+    def path(self, place: int) -> list[int]:
+        if place == ROOT:
+            return []
+        return [*self.path(self.parents[place]), self.tokens[place]]
+
+    def grow(self, rng: random.Random, count: int) -> Rows:
+        begin = len(self.tokens)
+        for _ in range(count):
+            self.parents.append(rng.randrange(-1, len(self.tokens)))
+            self.tokens.append(rng.randrange(VOCAB_SIZE))
+        return Rows(self.seq_id, tuple(self.tokens[begin:]), tuple(self.parents[begin:]), count)
+
+    def reroot(self, rng: random.Random) -> Kept:
+        """Verify a random path; keep a random part of what is below it, in another order."""
+        at = rng.randrange(-1, len(self.tokens))
+        verified: list[int] = []
+        while at != ROOT:
+            verified.insert(0, at)
+            at = self.parents[at]
+        root = verified[-1] if verified else ROOT
+        kept: list[int] = []
+        left = list(range(len(self.tokens)))
+        while ready := [p for p in left if self.parents[p] in (root, *kept) and p not in verified]:
+            kept.append(rng.choice(ready))
+            left.remove(kept[-1])
+            if rng.random() < 0.1:
+                break
+        self.prefix += [self.tokens[place] for place in verified]
+        place_of = {place: idx for idx, place in enumerate(kept)} | {root: ROOT}
+        self.tokens, self.parents = (
+            [self.tokens[place] for place in kept],
+            [place_of[self.parents[place]] for place in kept],
+        )
+        return Kept(self.seq_id, tuple(verified), tuple(kept))
+
+
+def feed(model: DraftModel, mirrors: list[Mirror]) -> Tensor:
+    """Compute the prefixes of new sequences; returns the log-probabilities after each."""
+    rows = []
+    for each in mirrors:
+        tokens = np.array(each.prefix, dtype=np.int32)
+        model.open(Text(each.seq_id, tokens, num_prompt=len(tokens)))
+        assert model.reserve(each.seq_id, len(tokens))
+        parents = tuple(range(-1, len(tokens) - 1))
+        rows.append(Rows(each.seq_id, tuple(each.prefix), parents, 1))
+    logps = model.log_probs(rows)
+    model.keep([Kept(each.seq_id, tuple(range(len(each.prefix))), ()) for each in mirrors])
+    return logps
+
+
+def oracle_log_probs(oracle: Any, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = oracle(input_ids=torch.tensor([tokens])).logits[0, -1]
+    return logits.log_softmax(-1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nodes_of_random_trees_have_the_log_probabilities_of_their_paths(
+    checkpoint: Callable[[str], Path], variant: str
+) -> None:
+    rng = random.Random(variant)
+    path = checkpoint(variant)
+    model, oracle = DraftModel.load(path, F32), oracle_model(path)
+    mirrors = [Mirror(idx, rng.choices(range(VOCAB_SIZE), k=n)) for idx, n in enumerate((1, 9, 22))]
+    found = feed(model, mirrors)
+    for logps, each in zip(found, mirrors, strict=True):
+        torch.testing.assert_close(
+            logps, oracle_log_probs(oracle, each.prefix), rtol=1e-4, atol=1e-4
+        )
+    for turn in range(8):
+        growing = rng.sample(mirrors, rng.randint(1, 3))
+        sizes = [rng.randint(1, 5) for _ in growing]
+        firsts = [len(each.tokens) for each in growing]
+        rows = []
+        for each, size in zip(growing, sizes, strict=True):
+            assert model.reserve(each.seq_id, size)
+            rows.append(each.grow(rng, size))
+        answers = iter(model.log_probs(rows))
+        for each, first in zip(growing, firsts, strict=True):
+            for place in range(first, len(each.tokens)):
+                wanted = oracle_log_probs(oracle, each.prefix + each.path(place))
+                torch.testing.assert_close(next(answers), wanted, rtol=1e-4, atol=1e-4)
+        if turn % 3 == 2:
+            model.keep([each.reroot(rng) for each in mirrors])
+    # What random re-roots have moved is what a fresh prefill gives.
+    fresh = DraftModel.load(path, F32)
+    feed(fresh, mirrors)
+    for each in mirrors:
+        for mine, theirs in zip(model.cached(each.seq_id), fresh.cached(each.seq_id), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_draft_is_near_the_model_that_it_was_made_of(
+    tmp_path: Path, variant: str, quantization: Any
+) -> None:
+    # Groups of 4-bit weights need rows of some length.
+    path = make_checkpoint(
+        tmp_path, variant, hidden_size=128, intermediate_size=128, moe_intermediate_size=128
+    )
+    settings = F32._replace(precision=rules_of(quantization))
+    model, oracle = DraftModel.load(path, settings), oracle_model(path)
+    rng = random.Random(5)
+    mirrors = [Mirror(idx, rng.choices(range(VOCAB_SIZE), k=12)) for idx in range(8)]
+    found = feed(model, mirrors)
+    wanted = torch.stack([oracle_log_probs(oracle, each.prefix) for each in mirrors])
+    assert not torch.allclose(found, wanted, atol=1e-3), "nothing was quantised"
+    shared = torch.minimum(found.exp(), wanted.exp()).sum(-1)
+    assert shared.mean() > (0.9 if quantization == "int8" else 0.4)
+
+
+def test_bf16(checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint("qwen3_moe")
+    model, oracle = DraftModel.load(path, F32._replace(dtype=torch.bfloat16)), oracle_model(path)
+    mirror = Mirror(0, [7, 100, 31, 5])
+    found = feed(model, [mirror])
+    shared = torch.minimum(found[0].exp(), oracle_log_probs(oracle, mirror.prefix).exp()).sum()
+    assert shared > 0.95
+
+
+def test_blocks_are_reserved_and_come_back(checkpoint: Callable[[str], Path]) -> None:
+    settings = F32._replace(num_slots=16)
+    model = DraftModel.load(checkpoint("llama"), settings)
+    text = Text(1, np.arange(5, dtype=np.int32), num_prompt=5)
+    model.open(text)
+    assert model.reserve(1, 5)
+    assert model.num_free_blocks == 2
+    model.open(text._replace(seq_id=2))
+    assert not model.reserve(2, 9)
+    assert model.reserve(2, 8)
+    assert model.num_free_blocks == 0
+    model.drop(1)
+    assert model.num_free_blocks == 2
+
+
+def test_a_model_without_numbers_drafts_nothing(checkpoint: Callable[[str], Path]) -> None:
+    model = DraftModel.load(checkpoint("llama"), F32)
+    text = Text(1, np.arange(5, dtype=np.int32), num_prompt=5)
+    drafter = SerialDrafter(model, Growth(4, 1, 1), max_length=model.max_length)
+    (draft,) = drafter.draft([DraftRequest(text, 4)])
+    assert len(draft.tokens) == 4
+    drafter.end(text)
+    model._decoder.layers[0].post_norm.fill_(float("nan"))
+    assert drafter.draft([DraftRequest(text, 4)]) == [NO_DRAFT]
+
+
+def test_formats_that_kernels_lack_are_refused(checkpoint: Callable[[str], Path]) -> None:
+    settings = F32._replace(kernels="reference", precision=rules_of("int4"))
+    with pytest.raises(ConfigError, match="the kernels reference have no weights in int"):
+        DraftModel.load(checkpoint("llama"), settings)

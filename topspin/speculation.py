@@ -1,0 +1,95 @@
+"""The settings of speculative decoding, as users write them and as plans hold them.
+
+Owns their keys, which are vLLM's where the meaning is the same, their ranges, and the reading of
+`--speculative-config`. Knows no drafter. spec_decode makes one of them, server.scheduler plans by
+them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from topspin.errors import ConfigError
+
+MAX_TOKENS: Final = 32
+MAX_MATCH: Final = 64
+SELF_INT4: Final = "self-int4"
+
+_Match = Annotated[int, Meta(ge=1, le=MAX_MATCH)] | None
+
+
+class Speculation(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """How drafts are made, and how many tokens they have at most.
+
+    Drafts follow what followed the longest suffix of a sequence that occurs elsewhere, of
+    `prompt_lookup_min` to `prompt_lookup_max` tokens. Method "suffix" looks for it in the sequence
+    and in recent outputs of requests with the same `cache_salt`; a match of k tokens gives at most
+    `suffix_decoding_max_spec_factor` * k draft tokens, none of which has followed less often than
+    `suffix_decoding_min_token_prob` of all times. Method "ngram" looks in the sequence only and
+    knows no such limits. Drafts are chains; with `branches` trees of the likeliest continuations.
+
+    Method "draft_model" asks another model: `model` is its directory, `quantization` the format of
+    its weights; "self-int4" is the served model in 4 bits. Of a tree `draft_width` leaves are
+    expanded in a pass of the model, in `draft_passes` passes at most.
+
+    `adaptive`: fewer tokens, or none, where measured times and acceptance say so.
+    """
+
+    method: Literal["suffix", "ngram", "draft_model"]
+    model: str | None = None
+    quantization: Literal["int8", "int4"] | None = None
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 7
+    adaptive: bool = True
+    branches: bool = False
+    draft_width: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    draft_passes: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    prompt_lookup_min: _Match = None
+    prompt_lookup_max: _Match = None
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+    def __post_init__(self) -> None:
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"prompt_lookup_min {low} is more than prompt_lookup_max {high}")
+        for key in _MEANINGLESS[self.method]:
+            if getattr(self, key) is not None:
+                raise ValueError(f'{key} has no meaning for the method "{self.method}"')
+        if self.method != "draft_model":
+            return
+        if not self.model:
+            raise ValueError(
+                f'the method "draft_model" needs a model: a directory or "{SELF_INT4}"'
+            )
+        if self.model == SELF_INT4 and self.quantization is not None:
+            raise ValueError(f"quantization {self.quantization}: the model {SELF_INT4} has 4 bits")
+        if self.draft_width is not None and not self.branches:
+            raise ValueError("draft_width needs branches: a chain has one leaf")
+
+    def __str__(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+_SUFFIX_KEYS: Final = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
+_MODEL_KEYS: Final = ("model", "quantization", "draft_width", "draft_passes")
+_MEANINGLESS: Final = {
+    "suffix": _MODEL_KEYS,
+    "ngram": (*_SUFFIX_KEYS, *_MODEL_KEYS),
+    "draft_model": (*_SUFFIX_KEYS, "prompt_lookup_min", "prompt_lookup_max"),
+}
+"""By method, the keys that have none there."""
+
+
+def parse_speculation(text: str) -> Speculation:
+    """Read the JSON object `text`; raises ConfigError naming the key that is wrong."""
+    try:
+        return msgspec.json.decode(text, type=Speculation)
+    except msgspec.DecodeError as error:
+        _, *others = Speculation.__struct_fields__
+        keys = ", ".join(['method ("suffix", "ngram" or "draft_model")', *others])
+        raise ConfigError(f"{text!r}: {error}; it is off or a JSON object of {keys}") from None
