@@ -21,7 +21,7 @@ PYTEST = $(VENV)/bin/python -m pytest
 # Two processes, each of which starts engines of several threads or processes.
 TESTS = $(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu"
 
-PACKAGES = topspin models kernels m2n_comm attention_nodes expert_nodes server
+PACKAGES = topspin models kernels m2n_comm spec_decode attention_nodes expert_nodes draft_nodes server
 SOURCES = $(PACKAGES) tests benchmarks .ci
 
 BENCHMARKS = vs_transformers m2n disaggregation pingpong payload scheduler_overhead cpu_kernels gateway startup

@@ -19,12 +19,10 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.box import SIMPLE
@@ -40,13 +38,13 @@ from benchmarks.load.compare_plan import Named, Plan
 from benchmarks.load.contracts import BenchRequest, Run, Target
 from benchmarks.load.metrics import measure_run
 from benchmarks.load.result import result_json
-from benchmarks.load.runner import prepare, run_load
-from benchmarks.load.started_server import StartedServer
+from benchmarks.load.runner import check_complete, prepare, run_load
+from benchmarks.load.started_server import StartedServer, ended_by_signals
 from benchmarks.load.targets import first_model, wait_until_ready
 from benchmarks.load.view import Progress
 from benchmarks.roofline import ceiling
 from models.tokenizer import Tokenizer
-from topspin.errors import ConfigError, EngineUnavailable, TopspinError
+from topspin.errors import ConfigError, TopspinError
 
 # The questions to every target, one at a time, before it is measured.
 QUESTIONS = (
@@ -106,7 +104,7 @@ def main(flags: Sequence[str] | None = None) -> int:
     found = Comparison(floor_bytes=plan.floor_bytes)
     status, failure = 0, None
     try:
-        with _ended_by_signals():
+        with ended_by_signals():
             _ask_all(plan, found)
             _judge_answers(plan, found)
             for number in range(plan.rounds):
@@ -122,28 +120,6 @@ def main(flags: Sequence[str] | None = None) -> int:
     if failure is not None:
         raise failure
     return status
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process by SystemExit, so that started servers are stopped.
-
-    An ignored SIGHUP stays ignored: the comparison was started under nohup.
-    """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    if before[signal.SIGHUP] == signal.SIG_IGN:
-        del before[signal.SIGHUP]
-    for number in before:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -293,15 +269,8 @@ def _encoder(tokenizer: Tokenizer) -> Any:
 
 
 def _check(named: Named, run: Run, found: Comparison) -> None:
-    """Raise if requests failed, since ratios with failed requests mean nothing."""
-    if run.interrupted:
-        raise KeyboardInterrupt
-    failed = [record for record in run.records if not record.ok]
-    if failed:
-        raise EngineUnavailable(
-            f"{named.name} failed {len(failed)} of {len(run.records)} requests, the first by "
-            f"{failed[0].error_kind}: {failed[0].error}"
-        )
+    """Raise if requests failed; keep a warning if the client was saturated."""
+    check_complete(run, named.name)
     for reason in run.health.reasons:
         found.warnings.append(f"{named.name}: the client was saturated. {reason}")
 

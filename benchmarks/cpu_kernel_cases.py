@@ -11,7 +11,7 @@ Dimension letters as in `kernels.contracts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +22,10 @@ from torch import Tensor
 from benchmarks import roofline
 from benchmarks.roofline import Work
 from kernels.contracts import AttentionMeta, ExpertWeights, HeadRows, LinearWeight
+from kernels.cpu.sampling import sample
 from kernels.dispatch import Ops, select_ops
 from kernels.reference import permute
-from kernels.sampling import SamplingBatch, sample
+from kernels.sampling import SamplingBatch
 from topspin.precision import UNQUANTISED, Format
 
 PRECISIONS = {"bf16": 16, "int8": 8, "int4": 4}
@@ -34,6 +35,8 @@ CONTEXTS = (160, 1024, 4096)
 PREFILLS = ((128, 128), (512, 512), (128, 1024))
 BLOCK_SIZE = 16
 EPS = 1e-5
+# Tokens of a prompt, and of an output, that penalties look at.
+HISTORY = 400
 # Copies of cold tensors fill the last-level cache so many times, up to this many copies.
 CACHE_FILLS = 3
 MAX_COPIES = 48
@@ -130,11 +133,11 @@ def projections(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
 
 
 def lm_head(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
-    """The LM head, to fp32; if quantised, always in 8 bits."""
+    """The LM head, to fp32, in every precision; a model's has 4 bits only if a rule says so."""
     num_out, num_in = shape.vocabulary, shape.hidden
     matrix = _random(num_out, num_in)
-    for precision in ("bf16", "int8"):
-        ops, bits = ops_of(precision), PRECISIONS[precision]
+    for precision, bits in PRECISIONS.items():
+        ops = ops_of(precision)
         copies = num_copies(roofline.weight_bytes(num_out, num_in, bits))
         packed = [ops.pack_linear(matrix.clone(), FORMATS[precision]) for _ in range(copies)]
         for num_rows in rows:
@@ -355,12 +358,22 @@ def _routing(shape: Shape, num_rows: int) -> Iterator[Case]:
 
 
 def sampling(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
-    """The choice of tokens: greedy, and drawn with temperature 0.8 and top_p 0.95."""
-    for name, temperature, top_p in (("greedy", 0.0, 1.0), ("top_p draw", 0.8, 0.95)):
+    """The choice of tokens: greedy, and drawn with temperature 0.8 and filters.
+
+    Scores of a small spread are the hard case of top_p: nearly all tokens are in the nucleus.
+    """
+    for name, spread, settings in (
+        ("greedy", 3.0, {"temperature": 0.0}),
+        ("draw", 3.0, {}),
+        ("top_k draw", 3.0, {"top_k": 50}),
+        ("top_p draw", 3.0, {"top_p": 0.95}),
+        ("flat top_p draw", 0.5, {"top_p": 0.95}),
+        ("penalised draw", 3.0, {"repetition_penalty": 1.1, "frequency_penalty": 0.5}),
+    ):
         for num_rows in rows:
-            logits = torch.randn(num_rows, shape.vocabulary) * 3
-            batch = _sampling_batch(num_rows, temperature=temperature, top_p=top_p)
-            work = roofline.sample(num_rows, shape.vocabulary, draws=temperature > 0)
+            logits = torch.randn(num_rows, shape.vocabulary) * spread
+            batch = _sampling_batch(num_rows, shape.vocabulary, settings)
+            work = roofline.sample(num_rows, shape.vocabulary, draws=name != "greedy")
             yield Case(
                 *(name, shape.model, "bf16", num_rows, work),
                 _sample(logits, batch),
@@ -372,19 +385,25 @@ def _sample(logits: Tensor, batch: SamplingBatch) -> Call:
     return lambda i: sample(logits, batch)
 
 
-def _sampling_batch(num_rows: int, *, temperature: float, top_p: float) -> SamplingBatch:
-    zeros, ids = torch.zeros(num_rows), torch.arange(num_rows)
+def _sampling_batch(num_rows: int, vocabulary: int, settings: Mapping[str, float]) -> SamplingBatch:
+    def column(name: str, neutral: float) -> Tensor:
+        return torch.full((num_rows,), settings.get(name, neutral))
+
+    ids = torch.arange(num_rows)
+    history = list(torch.randint(vocabulary, (num_rows, HISTORY), dtype=torch.int32))
     return SamplingBatch(
-        temperature=torch.full_like(zeros, temperature),
-        top_k=torch.zeros_like(ids),
-        top_p=torch.full_like(zeros, top_p),
-        min_p=zeros,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        repetition_penalty=torch.ones_like(zeros),
+        temperature=column("temperature", 0.8),
+        top_k=column("top_k", 0).long(),
+        top_p=column("top_p", 1.0),
+        min_p=column("min_p", 0.0),
+        presence_penalty=column("presence_penalty", 0.0),
+        frequency_penalty=column("frequency_penalty", 0.0),
+        repetition_penalty=column("repetition_penalty", 1.0),
         seeds=ids,
         choices=torch.zeros_like(ids),
         positions=ids,
+        prompts=history,
+        outputs=history,
     )
 
 

@@ -8,6 +8,8 @@ For a scale, the same for the whole model in bf16, and with the same matrices an
 rounded as llama.cpp's Q4_0 does (by the gguf package; its embeddings and LM head, which llama.cpp
 rounds too, stay as they are). Run as `topspin bench quantization`.
 
+In int8 and int4 the LM head has 8 bits, in int4-head 4 like all else.
+
 A GPU's formats (gpu-fp8, gpu-int8, gpu-int4) need no GPU: torch multiplies, in fp32, by the
 unpacked matrices, and for fp8 the experts' rows are rounded as well.
 """
@@ -50,7 +52,11 @@ from topspin.precision import (
 
 TEXT = Path(__file__).with_name("payload_text.txt")
 GPU_MODES: dict[str, Format] = {"gpu-fp8": "fp8", "gpu-int8": "int8", "gpu-int4": "int4"}
-CPU_MODES: dict[str, Format] = {"int8": "int8", "int4": "int4"}
+CPU_MODES: dict[str, Rules] = {
+    "int8": rules_of("int8"),
+    "int4": rules_of("int4"),
+    "int4-head": (*rules_of("int4"), PrecisionRule(format="int4", part="lm_head")),
+}
 MODES = ("bf16", *CPU_MODES, *GPU_MODES, "q4_0")
 
 
@@ -156,7 +162,7 @@ def mode_ops(mode: str) -> tuple[Any, Rules]:
         return peer_ops(), (PrecisionRule(format="int4"), kept)
     if mode in GPU_MODES:
         return gpu_ops(GPU_MODES[mode]), rules_of(GPU_MODES[mode])
-    rules = rules_of(CPU_MODES[mode])
+    rules = CPU_MODES[mode]
     return select_ops(cpu.name, torch.float32, formats(rules, "attention")), rules
 
 

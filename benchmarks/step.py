@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 from rich.box import SIMPLE
@@ -60,7 +61,7 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
-from topspin.precision import formats
+from topspin.precision import LM_HEAD_FORMATS, PrecisionRule, formats
 
 # Steps of each kind that are not measured: caches fill, the second is recorded.
 NUM_WARM_UP: Final = 4
@@ -95,6 +96,9 @@ class Node:
             ),
             model,
         )
+        if args.lm_head is not None:
+            rule = PrecisionRule(format=args.lm_head, part="lm_head")
+            plan = msgspec.structs.replace(plan, precision=(*plan.precision, rule))
         config = plan.for_node()
         self.runner = ModelRunner.load(path, config)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -264,6 +268,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="topspin bench step", description=__doc__)
     parser.add_argument("model", nargs="?", default="smollm2-moe")
     parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none")
+    parser.add_argument(
+        "--lm-head",
+        choices=LM_HEAD_FORMATS,
+        default=None,
+        help="format of the LM head, as by a rule of the engine plan (default: as --quantization)",
+    )
     parser.add_argument("--rows", type=int, default=1, help="sequences (%(default)s)")
     parser.add_argument("--context", type=int, default=128, help="tokens (%(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="measured steps (%(default)s)")

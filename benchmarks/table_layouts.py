@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.load.compare import NAMES, floor_row
@@ -79,6 +80,60 @@ def _compared(row: Result | None) -> str:
     if ratio is None:
         return text
     return f"{text} ({ratio['median']:.2f}x [{ratio['least']:.2f}..{ratio['greatest']:.2f}])"
+
+
+SPEC_HEADINGS = (
+    "prompts",
+    "server",
+    "tokens/s",
+    "median TPOT (ms)",
+    "accepted a draft",
+    "drafted",
+    "answers as off",
+)
+
+
+def spec(result: Result) -> str:
+    """Lay out `topspin bench spec`; raise ConfigError if it failed."""
+    if result["error"] is not None:
+        raise ConfigError(f"{result['benchmark']}: {result['error']}")
+    parts = [
+        f"{Path(result['model']).name}, `{result['servers']['adaptive']}`, at most "
+        f"{result['output_len']} tokens an answer:"
+    ]
+    for at, kinds in result["concurrencies"].items():
+        first, *others = SPEC_HEADINGS
+        parts.append(table([f"{first}, {at} at once", *others], spec_rows(kinds)))
+    parts.append(
+        f"Medians of {result['rounds_measured']} rounds in turn; x: ratio to off, in brackets its "
+        "95 % interval (Student's t on the logarithms of the rounds' ratios)."
+    )
+    return "\n\n".join([*parts, *(f"Warning: {warning}" for warning in result["warnings"])])
+
+
+def spec_rows(kinds: Mapping[str, Mapping[str, Result]]) -> list[list[str]]:
+    """Return a row for each kind and server; the table is that of spec_figures.summarise."""
+    return [
+        [
+            *(kind, server),
+            *(_with_interval(figures[name]) for name in ("output_throughput", "median_tpot_ms")),
+            *(number(figures["accepted_per_draft"]), str(figures["draft_tokens"])),
+            percent(figures["equal_answers"]) if "equal_answers" in figures else "-",
+        ]
+        for kind, servers in kinds.items()
+        for server, figures in servers.items()
+    ]
+
+
+def _with_interval(row: Result | None) -> str:
+    if row is None:
+        return "-"
+    text, ratio = number(row["median"]), row.get("ratio")
+    if ratio is None:
+        return text
+    if ratio["low"] is None:
+        return f"{text} ({ratio['mean']:.2f}x)"
+    return f"{text} ({ratio['mean']:.2f}x [{ratio['low']:.2f}..{ratio['high']:.2f}])"
 
 
 def quantization(result: Result) -> str:
@@ -352,6 +407,9 @@ LAYOUTS: dict[str, Layout] = {
     "load_client": load_client,
     "m2n": m2n,
     "payload": payload,
+    "peers-one-user-qwen3-moe-686m": peers,
+    "peers-one-user-qwen3-moe-686m-int4": peers,
+    "peers-one-user-smollm2-moe": peers,
     "peers-qwen3-moe-686m": peers,
     "peers-qwen3-moe-686m-int4": peers,
     "peers-smollm2-moe": peers,
@@ -359,6 +417,7 @@ LAYOUTS: dict[str, Layout] = {
     "pingpong": pingpong,
     "quantization": quantization,
     "scheduler_overhead": scheduler_overhead,
+    "spec": spec,
     "startup": startup,
     "vs_transformers": vs_transformers,
 }

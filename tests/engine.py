@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from attention_nodes.command import connect_worker
+from draft_nodes.drafter import make_drafter
 from expert_nodes.command import run_worker
 from m2n_comm.addresses import Between
 from models.config import load_model_config
@@ -40,6 +41,7 @@ from topspin.config import (
     ModelSection,
     Payload,
     SchedulerSection,
+    SpeculationSection,
     TopologySection,
     Transport,
 )
@@ -62,6 +64,7 @@ from topspin.messages import (
 )
 from topspin.node_life import run_node
 from topspin.plan import EnginePlan
+from topspin.speculation import Speculation
 
 TIMEOUT_S = 60.0
 
@@ -108,6 +111,7 @@ def engine_config(
     link_latency_us: float = 0.0,
     balance: BalanceSection | None = None,
     failover: FailoverSection | None = None,
+    speculation: Speculation | None = None,
     **scheduler: Any,
 ) -> EnginePlan:
     """Return the plan of equal nodes for a tiny model; windows are small on purpose."""
@@ -124,6 +128,7 @@ def engine_config(
             **scheduler,
         ),
         cache=CacheSection(block_size=block_size, kv_cache_bytes=kv_cache_bytes),
+        speculation=SpeculationSection(config=speculation),
         m2n=M2NSection(
             transport=transport,
             payload=payload,
@@ -274,7 +279,9 @@ class Engine:
             index,
             self._control_of(f"attention {index}", self._address),
             logger=logging.getLogger("attention"),
-            body=lambda control: connect_worker(control, index=index, model_path=self._path),
+            body=lambda control: connect_worker(
+                control, index=index, model_path=self._path, make_drafter=make_drafter
+            ),
             heartbeat=self._heartbeat,
         )
 

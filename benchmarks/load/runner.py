@@ -24,7 +24,7 @@ from benchmarks.load.client import Client, request_body
 from benchmarks.load.contracts import BenchRequest, Load, Message, RequestRecord, Run, Target
 from benchmarks.load.files import allow_open_files
 from benchmarks.load.health import Monitor
-from topspin.errors import ConfigError
+from topspin.errors import ConfigError, EngineUnavailable
 
 WATCH_PERIOD_S = 0.25
 
@@ -122,6 +122,22 @@ async def measure(
         interrupted=interrupted,
         settings=settings or {},
     )
+
+
+def check_complete(run: Run, name: str) -> None:
+    """Raise unless every request succeeded: a ratio of runs with failed requests means nothing.
+
+    KeyboardInterrupt if the run was ended early, else EngineUnavailable, naming `name`'s first
+    failure.
+    """
+    if run.interrupted:
+        raise KeyboardInterrupt
+    failed = [record for record in run.records if not record.ok]
+    if failed:
+        raise EngineUnavailable(
+            f"{name} failed {len(failed)} of {len(run.records)} requests, the first by "
+            f"{failed[0].error_kind}: {failed[0].error}"
+        )
 
 
 def prepare(target: Target, requests: Sequence[BenchRequest], load: Load) -> Plan:

@@ -1,8 +1,8 @@
 """A server started for a measurement and stopped after it, so that two never share the cores.
 
 Owns one child process group, its log file, the wait until it answers, and its end. Knows no
-engine: the user gives the command and the URL. Called by
-benchmarks.compare.
+engine: the caller gives the command and the URL. Called by
+benchmarks.compare and benchmarks.spec.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import httpx
 
@@ -37,6 +39,28 @@ def answers(url: str) -> bool:
         if status != 404:
             return status == 200
     return False
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the process by SystemExit, so that started servers are stopped.
+
+    An ignored SIGHUP stays ignored: the command was started under nohup.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StartedServer:

@@ -39,11 +39,18 @@ def test_the_command_measures_every_op_and_writes_what_it_found(
     assert topspin(["bench", "cpu-kernels", "--rows", "1,3", "--rounds", "2"]) == 0
     result: dict[str, Any] = json.loads((tiny / "cpu_kernels.json").read_text())
     assert {(row["op"], row["precision"]) for row in result["rows"]} == {
-        *((op, kind) for op in ("qkv", "o", "experts") for kind in ("bf16", "int8", "int4")),
-        *(("lm_head", kind) for kind in ("bf16", "int8")),
+        *(
+            (op, kind)
+            for op in ("qkv", "o", "lm_head", "experts")
+            for kind in ("bf16", "int8", "int4")
+        ),
         *((f"{kind} attention", "bf16") for kind in ("decode", "prefill")),
         *((op, "bf16") for op in ("rms_norm", "add_rms_norm", "rotate_and_store")),
-        *((op, "bf16") for op in ("router", "route", "permute", "greedy", "top_p draw")),
+        *((op, "bf16") for op in ("router", "route", "permute", "greedy")),
+        *(
+            (f"{kind}draw", "bf16")
+            for kind in ("", "top_k ", "top_p ", "flat top_p ", "penalised ")
+        ),
     }
     assert len({(row["op"], row["precision"], row["rows"]) for row in result["rows"]}) == len(
         result["rows"]

@@ -45,12 +45,13 @@ def test_every_mode_moves_the_logits_by_its_own_measure(
     plain = model(tokens).logits
     names = [name for name, _ in model.named_modules()]
     moved = {}
-    for mode in ("int8", "int4", "gpu-fp8", "gpu-int8", "gpu-int4", "q4_0"):
+    for mode in ("int8", "int4", "int4-head", "gpu-fp8", "gpu-int8", "gpu-int4", "q4_0"):
         with patched(model, *mode_ops(mode)) as num_modules:
             moved[mode] = float((model(tokens).logits - plain).norm() / plain.norm())
         wanted = sum(name.endswith(("_proj", "lm_head", "mlp.experts")) for name in names)
         assert num_modules == wanted
     assert 0 < moved["int8"] < moved["int4"] / 3
+    assert moved["int4"] < moved["int4-head"]
     assert moved["int4"] < moved["q4_0"]
     assert 0 < moved["gpu-int8"] < moved["gpu-fp8"] < moved["gpu-int4"] < 0.5
     assert moved["q4_0"] < 0.5

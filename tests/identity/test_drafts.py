@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from attention_nodes.drafts import ROOT, Draft, DraftRequest
 from attention_nodes.model_runner import ModelRunner
 from models.config import load_model_config
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.policy import Policy
+from spec_decode.draft import ROOT, Draft, DraftRequest, Text
 from tests.engine import engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from topspin.expert_table import uniform_table
@@ -37,8 +37,11 @@ class Spoiled:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [self._draft(each) for each in requests]
 
+    def end(self, text: Text) -> None:
+        pass
+
     def _draft(self, request: DraftRequest) -> Draft:
-        known = request.tokens.tolist()
+        known = request.text.tokens.tolist()
         text = next(text for text in self._texts if text[: len(known)] == known)
         tokens: list[int] = []
         parents: list[int] = []

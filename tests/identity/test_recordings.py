@@ -18,6 +18,7 @@ from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
+from topspin.config import Transport
 from topspin.precision import Format, PrecisionRule
 
 pytestmark = pytest.mark.skipif(
@@ -30,12 +31,25 @@ NUM_TOKENS = 20
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128}
 
 
-def run(path: Path, weights: Format, expert_nodes: int, *, recordings: bool) -> Any:
+def run(
+    path: Path,
+    weights: Format,
+    expert_nodes: int,
+    *,
+    recordings: bool,
+    attention_nodes: int = 1,
+    transport: Transport = "local",
+    micro_batches: int = 1,
+) -> Any:
     """Return greedy and drawn continuations, greedy ones again, and how often a program ran."""
     plan = engine_config(
         path,
         dtype="bfloat16",
         expert_nodes=expert_nodes,
+        attention_nodes=attention_nodes,
+        transport=transport,
+        micro_batches=micro_batches,
+        window_rows=64,
         num_threads=2,
         recordings=recordings,
     )
@@ -64,6 +78,9 @@ def run(path: Path, weights: Format, expert_nodes: int, *, recordings: bool) -> 
         ("qwen3_moe", "none", 1),
         ("mixtral", "int4", 2),
         ("llama", "none", 1),
+        ("olmoe_clip_qkv", "none", 1),
+        ("qwen2_moe", "none", 1),
+        pytest.param("olmoe", "none", 2, marks=pytest.mark.slow),
         pytest.param("mixtral", "none", 2, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", "int8", 1, marks=pytest.mark.slow),
     ],
@@ -76,9 +93,9 @@ def test_tokens_are_those_of_steps_layer_by_layer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "recordings")
-    sizes = SIZES if variant == "qwen3_moe" else {**SIZES, "intermediate_size": 64}
-    if variant != "qwen3_moe":
-        del sizes["moe_intermediate_size"]
+    sizes = dict(SIZES)
+    if not variant.startswith("qwen"):
+        sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
     path = make_checkpoint(tmp_path, variant, **sizes)
     *plain, none = run(path, weights, expert_nodes, recordings=False)
     *recorded, runs = run(path, weights, expert_nodes, recordings=True)
@@ -97,3 +114,33 @@ def test_a_recording_that_was_forgotten_is_made_again(
     *recorded, runs = run(path, "none", 1, recordings=True)
     assert recorded == plain
     assert runs > NUM_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("transport", "attention_nodes", "expert_nodes", "micro_batches"),
+    [("shm", 1, 1, 1), ("shm", 2, 2, 2), ("tcp", 1, 3, 2)],
+)
+def test_between_processes_the_hops_are_recorded_too(
+    tmp_path: Path,
+    transport: Transport,
+    attention_nodes: int,
+    expert_nodes: int,
+    micro_batches: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "recordings")
+    path = make_checkpoint(tmp_path, "mixtral", hidden_size=64, intermediate_size=64)
+    *plain, none = run(path, "none", expert_nodes, recordings=False)
+    *recorded, runs = run(
+        path,
+        "none",
+        expert_nodes,
+        recordings=True,
+        attention_nodes=attention_nodes,
+        transport=transport,
+        micro_batches=micro_batches,
+    )
+    assert recorded == plain
+    assert none == 0
+    assert runs > 2 * (1 + expert_nodes) * NUM_TOKENS
+    assert "not recorded" not in caplog.text

@@ -9,15 +9,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import msgspec
 import pytest
 
+from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.program import Program
 from m2n_comm.host.faults import Change, Damage, Drop, Duplicate, Fault, Reorder
 from models.config import load_model_config
+from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
 from tests.structs import changed, with_nodes
@@ -181,6 +187,45 @@ def expert_process(engine: Engine, tiny: Tiny) -> Iterator[subprocess.Popen[str]
         process.wait()
         assert process.stderr is not None
         process.stderr.close()
+
+
+@pytest.mark.skipif(not block_width(), reason="oneDNN computes bf16 here, unrecorded")
+def test_a_node_that_is_killed_inside_a_recorded_step(tmp_path: Path) -> None:
+    prompts = [[7, 3, 9, 200, 4], [5], [100, 101, 102, 250]]
+    tiny = Tiny(make_checkpoint(tmp_path, "mixtral", hidden_size=64, intermediate_size=64), [], [])
+    config = engine_config(
+        tiny.path,
+        dtype="bfloat16",
+        transport="shm",
+        window_rows=64,
+        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+    )
+    with (
+        mock.patch.object(Program, "run", autospec=True, side_effect=Program.run) as run,
+        Engine(config, external=("expert 0",)) as engine,
+        expert_process(engine, tiny) as first,
+    ):
+        engine.wait_until_ready()
+        expected = engine.generate(prompts, max_tokens=NUM_TOKENS)
+        ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
+        found = [engine.requests[each].tokens for each in ids]
+        engine.collect(until=lambda: all(len(tokens) >= 6 for tokens in found))
+        # Frozen first, so that the attention node is inside of the step when it is killed.
+        os.kill(first.pid, signal.SIGSTOP)
+        seen, num_runs, killed_s = len(engine.log), run.call_count, time.monotonic()
+        first.kill()
+        engine.collect(until=lambda: any("expert 0" in text for _, text in engine.log[seen:]))
+        before = [list(tokens) for tokens in found]
+        assert time.monotonic() - killed_s < 5
+        assert num_runs > NUM_TOKENS
+        with expert_process(engine, tiny):
+            engine.collect()
+            assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
+            assert [len(tokens) for tokens in found] == [NUM_TOKENS] * len(ids)
+            for early, whole in zip(before, expected, strict=True):
+                assert early == whole[: len(early)]
+            assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
+            assert run.call_count > num_runs + NUM_TOKENS
 
 
 @slow
