@@ -8,6 +8,7 @@ server.scheduler.nodes.roster and failover.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -47,6 +48,9 @@ from topspin.messages import (
 )
 from topspin.process import CONFIG_ERROR_STATUS, new_incarnation
 from topspin.progress import StepProgress
+
+# How long a Stop may come after the peers' one. A scheduler that fails sends none and is gone.
+STOP_NOTICE_S = 2.0
 
 
 class Worker(Protocol):
@@ -169,11 +173,27 @@ class NodeLife:
             self.send(self._failure(0, welcome.topology.generation, error))
 
     def report_failure(self, ticket: StepTicket, error: Exception) -> None:
-        """Report that the step of `ticket` has failed; raises `error` unless the engine reforms."""
+        """Report that the step of `ticket` has failed.
+
+        Raises `error` unless the engine reforms, Stopped if the net failed because it stops.
+        """
         self.send(self._failure(ticket.step, ticket.generation, error))
-        if not (self._restarts and self._can_reform and isinstance(error, TransportError)):
+        if not isinstance(error, TransportError):
+            raise error
+        if not (self._restarts and self._can_reform):
+            self._await_stop()
             raise error
         self._logger.warning("%s %d: step %d: %s", self._role, self._index, ticket.step, error)
+
+    def _await_stop(self) -> None:
+        """Raise Stopped if the engine is told to stop; returns if it is not, or has failed.
+
+        Nodes do not stop at the same moment, and one that stops drops the steps it has not begun:
+        its peers, which have begun them, see a closed connection before their own Stop.
+        """
+        with contextlib.suppress(PeerLost, ProtocolError):
+            while self.inbox.next(STOP_NOTICE_S) is not None:
+                pass
 
     def _failure(self, step: int, generation: int, error: Exception) -> StepFailed:
         return StepFailed(

@@ -230,6 +230,14 @@ def test_a_failed_step_is_told_and_ends_the_node_unless_the_engine_reforms(
     assert (node.sent[-1].step, node.sent[-1].generation, node.sent[-1].index) == (7, 1, 3)
 
 
+def test_a_net_that_fails_because_the_engine_stops_is_no_failure() -> None:
+    node = Node(welcome(restart=False), TICKET, TICKET, Stop(reason="over"))
+    node.step_fault = PeerLost("attention 0 closed its connection")
+    with pytest.raises(Stopped, match="over"):
+        node.serve()
+    assert node.done == ["load", "form 1", "StepTicket", "disband"]
+
+
 def test_a_node_that_cannot_reform_knows_no_halt() -> None:
     node = Node(welcome(), Halt(generation=2), can_reform=False)
     with pytest.raises(Stopped):

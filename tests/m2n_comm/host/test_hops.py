@@ -124,7 +124,7 @@ def test_replays_give_the_sums_of_their_own_rows(
     assert fleet.run(tickets(m=len(counts)), attention) == {}
     assert runs.call_count == NUM_STEPS - 1
     assert all(0 < each.expert_s < 20 for each in waits)
-    assert 0 < sum(each.wait_s for each in waits) < 20
+    assert 0 <= sum(each.wait_s for each in waits) < 20  # an answer may be there at once
     fleet.close()
 
 
@@ -211,12 +211,13 @@ def test_a_fault_inside_a_replay_ends_as_in_a_plain_step(
     # The frame of layer 0 in the fourth step.
     injector = FaultInjector({3 * shape.num_layers: fault})
     injector.attach(fleet.experts[0] if faulty == "answer" else fleet.attention[0])
-    node = RecordedNode(shape, (4,))
+    node, waits = RecordedNode(shape, (4,)), []
 
     def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
         if faulty == "answer":
             rows = node.step(net, ticket.step)[0].hidden.float()
             sums = list(node.sums[0])
+            waits.append(net.times().wait_s)
         else:
             rows, *sums = send_plain(shape, 4, ticket.step, net)
         assert all(torch.equal(each, rows) for each in sums)
@@ -228,6 +229,8 @@ def test_a_fault_inside_a_replay_ends_as_in_a_plain_step(
     if error is None:
         assert failures == {}
         assert runs.call_count == NUM_STEPS - (1 if faulty == "answer" else 2)
+        if faulty == "answer" and isinstance(fault, Delay):
+            assert 0 < max(waits) < 20
     else:
         assert type(failures[victim]) is error, failures
         assert runs.call_count == (3 if faulty == "answer" else 2)
