@@ -116,7 +116,6 @@ class ModelRunner:
         self._generation = 0
         self._last_step = 0
         self.trace = ring_of(config)
-        self._stamps = self.runtime.stamps_of(self.trace)
         self._finished_s: float | None = None
 
     def _make_executor(self, config: NodeConfig) -> Executor:
@@ -347,7 +346,7 @@ class ModelRunner:
         """Enqueue one step, behind at most one other; raises as execute()."""
         assert len(self._launched) < MAX_LAUNCHED, "collect() first"
         started = time.perf_counter()
-        trace = self._stamps
+        trace = self.runtime.stamps_of(self.trace)
         if trace is not None:
             trace.step = plan.ticket.step
             trace.stamp(Kind.PLAN_RECEIVED)

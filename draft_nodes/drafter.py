@@ -16,7 +16,8 @@ from attention_nodes.worker import text_drafter
 from draft_nodes.model import DraftModel, Settings
 from models.config import load_model_config
 from spec_decode.draft import Drafter
-from spec_decode.serial import Growth, SerialDrafter
+from spec_decode.forest import Growth
+from spec_decode.serial import SerialDrafter
 from topspin.errors import ConfigError
 from topspin.plan import NodeConfig
 from topspin.precision import UNQUANTISED, rules_of

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spec_decode.draft import ROOT
-from spec_decode.serial import Kept, Rows
+from spec_decode.forest import Kept, Rows
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

@@ -2,7 +2,7 @@
 
 Owns what the attention nodes' decoder leaves to others: routed experts, all of them here, and the
 cache's layout. One pass computes rows of several requests, each a node of its request's tree: its
-keys are the verified prefix and its ancestors. Implements spec_decode.serial.DraftModel; knows no
+keys are the verified prefix and its ancestors. Implements spec_decode.forest.DraftModel; knows no
 tree's probabilities and no target.
 """
 
@@ -27,8 +27,7 @@ from kernels.runtime import Runtime, open_runtime
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_attention_weights, stream_expert_weights
-from spec_decode.draft import Text
-from spec_decode.serial import Kept, Rows
+from spec_decode.forest import Kept, Rows
 from topspin.precision import Rules, format_of, formats
 from topspin.process import release_freed_memory
 
@@ -110,8 +109,8 @@ class DraftModel:
         """Return the blocks of the cache that no sequence has."""
         return self._layout.num_free
 
-    def open(self, text: Text) -> None:
-        self._layout.open(text.seq_id, num_prompt=text.num_prompt)
+    def open(self, seq_id: int, *, num_prompt: int) -> None:
+        self._layout.open(seq_id, num_prompt=num_prompt)
 
     def reserve(self, seq_id: int, num_rows: int) -> bool:
         return self._layout.reserve(seq_id, num_rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draft_nodes.kv_layout import KvLayout
 from spec_decode.draft import ROOT
-from spec_decode.serial import Kept, Rows
+from spec_decode.forest import Kept, Rows
 
 
 def fed(num_tokens: int) -> KvLayout:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draft_nodes.model import DraftModel, Settings
 from spec_decode.draft import NO_DRAFT, ROOT, DraftRequest, Text
-from spec_decode.serial import Growth, Kept, Rows, SerialDrafter
+from spec_decode.forest import Growth, Kept, Rows
+from spec_decode.serial import SerialDrafter
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from topspin.errors import ConfigError
 from topspin.precision import rules_of
@@ -86,7 +87,7 @@ def feed(model: DraftModel, mirrors: list[Mirror]) -> Tensor:
     rows = []
     for each in mirrors:
         tokens = np.array(each.prefix, dtype=np.int32)
-        model.open(Text(each.seq_id, tokens, num_prompt=len(tokens)))
+        model.open(each.seq_id, num_prompt=len(tokens))
         assert model.reserve(each.seq_id, len(tokens))
         parents = tuple(range(-1, len(tokens) - 1))
         rows.append(Rows(each.seq_id, tuple(each.prefix), parents, 1))
@@ -170,10 +171,10 @@ def test_blocks_are_reserved_and_come_back(checkpoint: Callable[[str], Path]) ->
     settings = F32._replace(num_slots=16)
     model = DraftModel.load(checkpoint("llama"), settings)
     text = Text(1, np.arange(5, dtype=np.int32), num_prompt=5)
-    model.open(text)
+    model.open(text.seq_id, num_prompt=text.num_prompt)
     assert model.reserve(1, 5)
     assert model.num_free_blocks == 2
-    model.open(text._replace(seq_id=2))
+    model.open(2, num_prompt=text.num_prompt)
     assert not model.reserve(2, 9)
     assert model.reserve(2, 8)
     assert model.num_free_blocks == 0

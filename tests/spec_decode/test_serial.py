@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_decode.draft import ROOT, Draft, DraftRequest, Text, accepted
-from spec_decode.serial import MAX_CHUNK, Growth, Kept, Rows, SerialDrafter
+from spec_decode.forest import MAX_CHUNK, Growth, Kept, Rows
+from spec_decode.serial import SerialDrafter
 
 VOCAB = 5
 TREE = Growth(passes=32, width=3, num_top=VOCAB)
@@ -36,9 +37,9 @@ class Table:
         self.num_rows = 0
         self.num_passes = 0
 
-    def open(self, text: Text) -> None:
-        assert text.seq_id not in self.verified
-        self.verified[text.seq_id], self.live[text.seq_id] = [], []
+    def open(self, seq_id: int, *, num_prompt: int) -> None:
+        assert seq_id not in self.verified
+        self.verified[seq_id], self.live[seq_id] = [], []
 
     def used(self) -> int:
         return sum(map(len, self.verified.values())) + sum(map(len, self.live.values()))
