@@ -8,11 +8,14 @@ A change of meaning increments PROTOCOL_VERSION.
 
 Senders and receivers:
     node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult
-                          (attention), ExpertCounts (experts), StepFailed, Goodbye
+                          (attention), ExpertCounts (experts), DraftCounts (draft
+                          nodes), StepFailed, Goodbye
     scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
                           StepPlan (attention), Stop
     gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest
     scheduler -> gateway  EngineState, Outputs, RequestFailed, Stats, Trace, Refused
+    attention -> draft    Verdicts
+    draft -> attention    TreeOffers
     for a trace           ClockPing, TraceQuery (to nodes), ClockPong, TraceDump (from nodes)
 """
 
@@ -30,6 +33,7 @@ from topspin.messages.base import (
     pack_ints,
     unpack_ints,
 )
+from topspin.messages.drafts import DraftCounts, TreeOffer, TreeOffers, Verdict, Verdicts
 from topspin.messages.lifecycle import (
     ExpertPeer,
     Goodbye,
@@ -93,6 +97,7 @@ __all__ = [
     "AnyMessage",
     "ClockPing",
     "ClockPong",
+    "DraftCounts",
     "EngineState",
     "ExpertCounts",
     "ExpertPeer",
@@ -133,6 +138,10 @@ __all__ = [
     "TraceDump",
     "TraceQuery",
     "TraceRequest",
+    "TreeOffer",
+    "TreeOffers",
+    "Verdict",
+    "Verdicts",
     "Welcome",
     "decode",
     "encode",
@@ -172,6 +181,9 @@ AnyMessage = (
     | ExpertCounts
     | PrepareTable
     | TablePrepared
+    | Verdicts
+    | TreeOffers
+    | DraftCounts
 )
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -14,9 +14,9 @@ import msgspec
 
 from topspin.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
-Role = Literal["attention", "expert", "gateway"]
+Role = Literal["attention", "expert", "draft", "gateway"]
 FinishReason = Literal["stop", "length", "abort"]
 ProgressState = Literal["working", "waiting", "done"]
 

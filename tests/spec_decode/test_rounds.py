@@ -1,0 +1,310 @@
+"""Asynchronous drafts in scripted orders of events: a target, the way between, and the rounds."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spec_decode.asking import FIRST_WAIT_S, Patience, Questions
+from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text, accepted
+from spec_decode.forest import MAX_CHUNK, Growth
+from spec_decode.round_depth import ROUNDS, RoundDepth
+from spec_decode.rounds import DraftRounds
+from tests.spec_decode.table import VOCAB, Table, logps_after
+from topspin.errors import ProtocolError
+from topspin.messages import TreeOffer, TreeOffers, Verdict, Verdicts, pack_ints, unpack_ints
+
+GROWTH = Growth(passes=4, width=2, num_top=3)
+MOST = 4
+
+
+def request(seq_id: int, tokens: Sequence[int], at_most: int = MOST) -> DraftRequest:
+    return DraftRequest(Text(seq_id, np.array(tokens, dtype=np.int32), num_prompt=2), at_most)
+
+
+def next_token(text: Sequence[int]) -> int:
+    """What plain decoding continues with: often the likeliest token of the draft model."""
+    rng = random.Random(repr(("target", list(text)[-5:])))
+    logps = logps_after(text)
+    return max(logps, key=lambda t: logps[t]) if rng.random() < 0.7 else rng.randrange(VOCAB)
+
+
+def plain(text: Sequence[int], count: int) -> list[int]:
+    found = list(text)
+    while len(found) < count:
+        found.append(next_token(found))
+    return found
+
+
+def verify(text: list[int], draft: Draft) -> int:
+    """Let the target go on by a draft; returns how many of its tokens were accepted."""
+    sampled = [next_token(text)]
+    sampled += [next_token([*text, *draft.path(idx)]) for idx in range(len(draft.tokens))]
+    path = accepted(draft, sampled, [True] * len(sampled))
+    text += [draft.tokens[idx] for idx in path]
+    text.append(sampled[1 + path[-1]] if path else sampled[0])
+    return len(path)
+
+
+class Script:
+    """One target and one draft node; what is said lies in queues until it is delivered."""
+
+    def __init__(self, texts: list[list[int]], *, table: Table | None = None) -> None:
+        self.table = table or Table()
+        self.rounds = DraftRounds(self.table, GROWTH, max_length=200)
+        self.questions = Questions()
+        self.texts = texts
+        self.to_draft: deque[Verdicts] = deque()
+        self.to_target: deque[TreeOffers] = deque()
+        self.num_accepted = 0
+        self.now_s = 0.0
+
+    def ask(self, at_most: int = MOST) -> None:
+        self.requests = [request(idx, text, at_most) for idx, text in enumerate(self.texts)]
+        self.to_draft.append(self.questions.ask(self.requests))
+
+    def hear(self) -> None:
+        self.now_s += 1.0
+        self.rounds.hear("target", self.to_draft.popleft(), self.now_s)
+
+    def answer(self) -> None:
+        self.now_s += 1.0
+        self.to_target += [message for _, message in self.rounds.take_offers()]
+
+    def take(self) -> None:
+        self.questions.take(self.to_target.popleft())
+
+    def step(self) -> None:
+        for text, draft in zip(self.texts, self.questions.drafts(self.requests), strict=True):
+            self.num_accepted += verify(text, draft)
+        self.ask()
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_order_of_events_gives_the_tokens_of_plain_decoding(data: st.DataObject) -> None:
+    script = Script([[0, 1], [3, 2, 2]])
+    script.ask()
+    for _ in range(data.draw(st.integers(1, 60))):
+        possible = ["step", "pass", "answer"]
+        possible += ["hear"] if script.to_draft else []
+        possible += ["take"] if script.to_target else []
+        match data.draw(st.sampled_from(possible)):
+            case "step":
+                script.step()
+            case "pass":
+                script.rounds.grow()
+            case "answer":
+                script.answer()
+            case "hear":
+                script.hear()
+            case "take":
+                script.take()
+        for idx, text in enumerate(script.texts):
+            assert text == plain([[0, 1], [3, 2, 2]][idx], len(text))
+        for own, verified in script.table.verified.items():
+            assert any(verified == text[: len(verified)] for text in script.texts), own
+
+
+def run_rounds(script: Script, count: int, *, passes: int) -> None:
+    """Let `count` steps be answered in time, with so many passes while the target verifies."""
+    script.ask()
+    for _ in range(count):
+        script.hear()
+        while script.rounds.has_questions:
+            script.answer()
+            if script.rounds.has_questions:
+                assert script.rounds.grow()
+        script.take()
+        for _ in range(passes):
+            script.rounds.grow()
+        script.step()
+
+
+def test_a_hit_is_answered_without_a_pass_and_a_miss_after_one() -> None:
+    script = Script([[0, 1]])
+    run_rounds(script, 40, passes=3)
+    counts = script.rounds.counts
+    assert script.num_accepted > 40
+    assert counts.num_root_hits > 10
+    assert counts.num_root_misses > 5
+    # The first question and each miss; a hit whose root is a leaf may need one as well.
+    waited = counts.num_passes - counts.num_overlapped
+    assert 1 + counts.num_root_misses <= waited < 41
+    assert counts.num_overlapped > 20
+
+
+def test_passes_while_the_target_verifies_make_longer_drafts() -> None:
+    idle, busy = Script([[0, 1]]), Script([[0, 1]])
+    busy.rounds.depth = Deep(most=GROWTH.passes)
+    run_rounds(idle, 40, passes=0)
+    run_rounds(busy, 40, passes=GROWTH.passes)
+    assert busy.num_accepted > 1.3 * idle.num_accepted
+
+
+class Deep(RoundDepth):
+    """Always as many passes as there may be."""
+
+    @property
+    def passes(self) -> int:
+        return GROWTH.passes
+
+
+def test_a_target_that_says_too_little_is_asked_to_begin_again() -> None:
+    script = Script([[0, 1]])
+    run_rounds(script, 3, passes=1)
+    script.to_draft.clear()  # the last question is lost
+    script.step()
+    script.hear()
+    script.answer()
+    assert script.to_target[0].unknown == pack_ints([0])
+    assert not script.to_target[0].offers
+    script.take()
+    script.step()
+    assert script.to_draft[0].verdicts[0].start == 0
+    script.hear()
+    script.rounds.grow()
+    script.answer()
+    script.take()
+    assert script.questions.drafts(script.requests)[0].tokens
+
+
+def test_ended_sequences_and_lost_targets_leave_nothing_behind() -> None:
+    script = Script([[0, 1], [2, 2]])
+    run_rounds(script, 3, passes=1)
+    script.hear()
+    script.questions.end(0)
+    script.questions.end(7)  # was never asked for
+    script.texts = []
+    script.ask()
+    assert script.to_draft[0].ended == pack_ints([0])
+    script.hear()
+    assert len(script.table.verified) == 1
+    script.rounds.lose("target")
+    script.rounds.lose("another")
+    assert not script.table.verified
+    assert not script.rounds.grow()
+
+
+def test_a_sequence_without_room_is_not_waited_for() -> None:
+    script = Script([[1, 1], [2] * 20], table=Table(room=12))
+    script.ask()
+    script.hear()
+    for _ in range(4):
+        script.rounds.grow()
+        script.answer()
+    (answer,) = script.to_target
+    assert len(answer.offers) == 1
+
+
+def test_long_prompts_are_fed_while_the_target_goes_on() -> None:
+    prompt = [0, 1] * MAX_CHUNK
+    rounds = DraftRounds(Table(), GROWTH, max_length=10_000)
+    questions = Questions()
+    rounds.hear("target", questions.ask([request(5, prompt)]), 0.0)
+    ((_, answer),) = rounds.take_offers()
+    assert not answer.offers
+    assert rounds.grow()
+    text = plain(prompt, len(prompt) + 1)
+    rounds.hear("target", questions.ask([request(5, text)]), 1.0)
+    ((_, answer),) = rounds.take_offers()
+    assert not answer.offers, "more than a chunk is left"
+    assert rounds.grow()
+    rounds.hear("target", questions.ask([request(5, plain(text, len(text) + 1))]), 2.0)
+    assert not rounds.take_offers(), "a pass is worth the wait"
+    assert rounds.grow()
+    ((_, answer),) = rounds.take_offers()
+    assert answer.offers
+
+
+def test_texts_longer_than_the_model_knows_are_not_drafted() -> None:
+    rounds = DraftRounds(Table(), GROWTH, max_length=10)
+    rounds.hear("target", Questions().ask([request(1, [1] * 9, at_most=2)]), 0.0)
+    ((_, answer),) = rounds.take_offers()
+    assert not answer.offers
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents"), [([1, 2], [-1]), ([1], [0]), ([1], [-2]), ([-1], [-1])]
+)
+def test_offers_that_are_no_drafts_are_refused(tokens: list[int], parents: list[int]) -> None:
+    questions = Questions()
+    asked = request(0, [1, 2])
+    epoch = questions.ask([asked]).epoch
+    offer = TreeOffer(seq_id=0, root=2, tokens=pack_ints(tokens), parents=pack_ints(parents))
+    assert questions.take(TreeOffers(epoch=epoch, offers=(offer,)))
+    with pytest.raises(ProtocolError, match="an offer"):
+        questions.drafts([asked])
+
+
+def test_offers_for_another_epoch_or_root_are_dropped_and_long_ones_cut() -> None:
+    questions = Questions()
+    first = request(0, [1, 2], at_most=2)
+    epoch = questions.ask([first]).epoch
+    offer = TreeOffer(seq_id=0, root=2, tokens=pack_ints([3, 4, 1]), parents=pack_ints([-1, -1, 0]))
+    assert questions.take(TreeOffers(epoch=epoch, offers=(offer,)))
+    assert questions.drafts([first]) == [Draft((3, 4), (-1, -1))]
+    assert questions.drafts([request(0, [1, 2, 3])]) == [NO_DRAFT], "another root"
+    second = request(0, [1, 2, 3, 2])
+    asked = questions.ask([second])
+    assert asked.verdicts == (Verdict(seq_id=0, start=2, tokens=pack_ints([3, 2]), at_most=MOST),)
+    assert not questions.take(TreeOffers(epoch=epoch, offers=(offer,)))
+    assert questions.drafts([second]) == [NO_DRAFT], "another epoch"
+
+
+def test_whoever_is_late_is_not_waited_for_until_it_answers_in_time() -> None:
+    patience = Patience()
+    assert patience.step_s(0.0) == 0.0
+    assert patience.wait_s == FIRST_WAIT_S
+    patience.done(0.001, was_answered=True)
+    assert patience.step_s(0.011) == pytest.approx(0.010)
+    assert patience.wait_s == pytest.approx(0.010)
+    patience.done(0.021, was_answered=False)
+    patience.step_s(0.031)
+    assert patience.wait_s == 0.0
+    patience.done(0.031, was_answered=False)
+    patience.answered_late()
+    assert patience.wait_s == pytest.approx(0.010)
+
+
+def play(depth: RoundDepth, *, target_s: float, tokens: dict[int, int], rounds: int) -> list[int]:
+    """Run rounds of a target and passes of 1 s each; `tokens` are found by passes per round."""
+    now_s, used = 0.0, []
+    for _ in range(rounds):
+        passes = depth.passes
+        used.append(passes)
+        for _ in range(passes):
+            depth.passed(1.0)
+        now_s += max(target_s, float(passes))
+        depth.heard(now_s, target_s=target_s, num_tokens=tokens.get(passes, 1))
+    return used
+
+
+@pytest.mark.parametrize(("tokens", "best"), [({3: 4, 4: 4}, 3), ({3: 4, 4: 9}, 4)])
+def test_the_depth_is_what_fits_or_one_more_whichever_is_faster(
+    tokens: dict[int, int], best: int
+) -> None:
+    depth = RoundDepth(most=8)
+    used = play(depth, target_s=3.5, tokens=tokens, rounds=4 * ROUNDS)
+    assert used[0] == 1, "nothing is known"
+    assert {3, 4} <= set(used[ROUNDS:])
+    assert used[-1] == best
+    assert RoundDepth(most=8).passes == 1
+
+
+def test_the_depth_has_a_limit() -> None:
+    depth = RoundDepth(most=2)
+    assert max(play(depth, target_s=100.0, tokens={}, rounds=3 * ROUNDS)) == 2
+
+
+def test_packed_fields_of_a_wrong_size_are_refused() -> None:
+    rounds = DraftRounds(Table(), GROWTH, max_length=10)
+    with pytest.raises(ProtocolError, match="multiple of 4"):
+        rounds.hear("target", Verdicts(epoch=1, ended=b"abc"), 0.0)
+    assert list(unpack_ints(Questions().ask([request(1, [4, 5])]).verdicts[0].tokens)) == [4, 5]
