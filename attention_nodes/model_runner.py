@@ -25,7 +25,7 @@ from attention_nodes.decoder import Decoder
 from attention_nodes.device_executor import DeviceExecutor
 from attention_nodes.drafts import draft_requests, end_texts, take_drafts
 from attention_nodes.executor import Executor
-from attention_nodes.host_executor import HostExecutor, Renew
+from attention_nodes.host_executor import HostExecutor
 from attention_nodes.launched import LaunchedStep, check_of
 from attention_nodes.memory_budget import (
     AbsentExperts,
@@ -40,7 +40,7 @@ from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.scores import report
 from attention_nodes.sequences import IntArray, Limits, SequenceTable, unpack
 from attention_nodes.step_inputs import Slices, slice_up
-from kernels.dispatch import Ops, select_ops
+from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime, Runtime, open_runtime
 from m2n_comm.net import AttentionNet, NetShape, NetTimes
 from models.checkpoint import Checkpoint
@@ -126,7 +126,7 @@ class ModelRunner:
                 rotary,
                 self.runtime,
                 max_tokens=self._max_tokens,
-                renew=_renew_of(self._decoder.ops) if config.execution.recordings else None,
+                recordings=config.execution.recordings,
             )
         return DeviceExecutor(
             self._decoder,
@@ -486,15 +486,6 @@ class ModelRunner:
         for slices in micro_batches:
             self._table.commit(slices.rows, slices.certain)
         return micro_batches
-
-
-def _renew_of(ops: Ops) -> Renew | None:
-    """Return how a recorded step gets its keys; None: these kernels are not recorded."""
-    if ops.name != "cpu":
-        return None
-    from kernels.cpu.attention import renew
-
-    return renew
 
 
 def _micro_batches(config: NodeConfig) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """Paged attention on the CPU: plan once per micro-batch, then few calls per layer.
 
 The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pieces, decode
-rows above all, are computed one by one by `kernels.cpu.compiled.attention`, which reads the keys in
-the cache. The plan joins other short pieces (draft trees, ends of prompts) to padded groups, and
-keeps for each group the cache slots to gather and the keys that each query sees. A layer gathers
-keys and values once per group and runs one `scaled_dot_product_attention`. Knows no model
-and no sequence identity; the plan lives in `AttentionMeta.memo`. Used through `kernels.cpu.ops`.
+rows and drafts above all, are computed one by one by `kernels.cpu.compiled.attention`, which reads
+the keys in the cache. The plan joins other short pieces (large draft trees, ends of prompts) to
+padded groups, and keeps for each group the cache slots to gather and the keys that each query sees.
+A layer gathers keys and values once per group and runs one `scaled_dot_product_attention`. Knows no
+model and no sequence identity; the plan lives in `AttentionMeta.memo`. Used through
+`kernels.cpu.ops`.
 
 Letters beside those of `kernels.contracts`: P pieces of a group, n query rows of a
 piece, L keys of a piece (both padded to the longest of the group).
@@ -13,9 +14,11 @@ piece, L keys of a piece (both padded to the longest of the group).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +32,7 @@ from kernels.reference import visible
 # group 40 us and more.
 SINGLE_ROWS: Final = 8
 _MEMO: Final = "cpu_attention"
+_NO_BRANCH: Final[tuple[int, ...]] = ()
 # Pieces up to SHORT_ROWS query rows share padded groups; longer slices of a prompt are
 # cut so that early rows do not compute scores of keys that only later rows see.
 SHORT_ROWS: Final = 16
@@ -87,14 +91,9 @@ class _Plan(NamedTuple):
     num_rows: int
 
 
-def _pieces(
-    query_start: Sequence[int],
-    context_lens: Sequence[int],
-    sliding_window: int | None,
-    *,
-    tree_lens: Sequence[int] | None = None,
-) -> Iterator[_Piece]:
-    for idx, context_len in enumerate(context_lens):
+def _pieces(meta: AttentionMeta, sliding_window: int | None) -> Iterator[_Piece]:
+    query_start, tree_lens = meta.query_start.tolist(), _tree_lens(meta)
+    for idx, context_len in enumerate(meta.context_lens.tolist()):
         start = query_start[idx]
         num_new = query_start[idx + 1] - start
         if tree_lens is not None:
@@ -119,12 +118,32 @@ def _tree_piece(
     return _Piece(idx, start, num_new, key_start, key_end, num_tree)
 
 
-def _single_rows(piece: _Piece, sliding_window: int | None) -> Iterator[Row]:
-    """Return the rows of a piece that is not a tree, with the keys that each sees."""
-    for idx in range(piece.num_rows):
-        key_end = piece.key_end - piece.num_rows + idx + 1
-        key_start = 0 if sliding_window is None else max(0, key_end - sliding_window)
-        yield Row(piece.first_row + idx, piece.seq_idx, key_start, key_end)
+def _single_rows(meta: AttentionMeta, pieces: Iterable[_Piece], window: int | None) -> list[Row]:
+    """Return the rows that are computed one by one, with the keys that each sees."""
+    rows = []
+    mask = None if meta.tree_mask is None else meta.tree_mask.numpy()
+    for piece in pieces:
+        if piece.num_rows > SINGLE_ROWS:
+            continue
+        for idx in range(piece.num_rows):
+            row = piece.first_row + idx
+            num_keys, branch = piece.key_end - piece.num_rows + idx + 1, _NO_BRANCH
+            if mask is not None:
+                num_keys, branch = _branch(mask[row], piece)
+            key_start = 0 if window is None else max(0, num_keys - window)
+            rows.append(Row(row, piece.seq_idx, key_start, num_keys, branch))
+    return rows
+
+
+def _branch(seen: npt.NDArray[np.bool_], piece: _Piece) -> tuple[int, tuple[int, ...]]:
+    """Return the number of keys of a tree's row, and the positions of the last, as in Row.
+
+    `seen` is its row of the mask.
+    """
+    begin = piece.key_end - piece.num_tree
+    nodes = seen[: piece.num_tree].nonzero()[0].tolist()
+    is_chain = nodes[-1] < len(nodes)
+    return begin + len(nodes), _NO_BRANCH if is_chain else tuple(begin + node for node in nodes)
 
 
 def _join(pieces: Sequence[_Piece], elements_per_key: int) -> list[list[_Piece]]:
@@ -219,18 +238,11 @@ def _plan(
     """Return the plan of this micro-batch; the first layer's call makes it."""
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
-    singly = meta.tree_mask is None and can_attend(q, k_cache, meta.block_tables, out)
+    singly = can_attend(q, k_cache, meta.block_tables, out)
     memo_key = (_MEMO, sliding_window, block_size, num_groups, head_dim, repeat, singly)
     if memo_key not in meta.memo:
-        pieces = tuple(
-            _pieces(
-                meta.query_start.tolist(),
-                meta.context_lens.tolist(),
-                sliding_window,
-                tree_lens=_tree_lens(meta),
-            )
-        )
-        rows = _rows_of(pieces, sliding_window) if singly else []
+        pieces = tuple(_pieces(meta, sliding_window))
+        rows = _single_rows(meta, pieces, sliding_window) if singly else []
         groups = tuple(
             _make_group(
                 joined,
@@ -262,30 +274,19 @@ def _tree_lens(meta: AttentionMeta) -> list[int] | None:
     return found
 
 
-def _rows_of(pieces: Sequence[_Piece], sliding_window: int | None) -> list[Row]:
-    """Return the rows that are computed one by one."""
-    short = [piece for piece in pieces if piece.num_rows <= SINGLE_ROWS]
-    return [row for piece in short for row in _single_rows(piece, sliding_window)]
+def renew(recorded: AttentionMeta, other: AttentionMeta) -> None:
+    """Let a recorded step, which attended by `recorded`, attend by `other`.
 
-
-def renew(
-    recorded: AttentionMeta,
-    query_start: Sequence[int],
-    context_lens: Sequence[int],
-    block_tables: Tensor,
-) -> None:
-    """Let a recorded step, which attended by `recorded`, attend by other fields of AttentionMeta.
-
-    Both are of rows that are computed one by one: no trees, at most SINGLE_ROWS of a sequence.
+    Both are of rows that are computed one by one: at most SINGLE_ROWS of a sequence.
     """
     for key, plan in recorded.memo.items():
         if key[0] == _MEMO:
             assert isinstance(plan, _Plan)
             window = cast("int | None", key[1])
-            rows = _rows_of(tuple(_pieces(query_start, context_lens, window)), window)
+            rows = _single_rows(other, _pieces(other, window), window)
             if rows:  # a micro-batch may have none, each time
                 assert plan.single is not None
-                plan.single.fill(plan_work(rows), block_tables)
+                plan.single.fill(plan_work(rows), other.block_tables)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:

@@ -13,7 +13,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from attention_nodes import host_executor
+from attention_nodes import recorded_steps
 from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import make_checkpoint
@@ -110,7 +110,7 @@ def test_a_recording_that_was_forgotten_is_made_again(
 ) -> None:
     path = make_checkpoint(tmp_path, "llama", **SIZES)
     *plain, _ = run(path, "none", 1, recordings=False)
-    monkeypatch.setattr(host_executor, "MAX_RECORDINGS", 1)
+    monkeypatch.setattr(recorded_steps, "MAX_RECORDINGS", 1)
     *recorded, runs = run(path, "none", 1, recordings=True)
     assert recorded == plain
     assert runs > NUM_TOKENS

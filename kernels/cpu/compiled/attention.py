@@ -28,7 +28,7 @@ from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 # Query heads computed together.
 TILE_HEADS: Final = 8
-PIECE_BYTES: Final = 40
+PIECE_BYTES: Final = 56
 # States of the query heads of one task; half of a first-level cache.
 STATE_BYTES: Final = 16 << 10
 _VECTOR: Final = 4 * simd.LANES
@@ -39,9 +39,9 @@ _VECTOR: Final = 4 * simd.LANES
 ) = offsets(13)  # fmt: skip
 """The kernel's arguments. Strides are in bytes; WORK is the address of WorkWords."""
 
-PIECES, NUM_PIECES, MERGES, NUM_MERGES, PARTS, TABLES, TABLE_STRIDE, GROUPS_PER_TASK = range(
-    0, 64, 8
-)
+(
+    PIECES, NUM_PIECES, MERGES, NUM_MERGES, PARTS, BRANCHES, TABLES, TABLE_STRIDE, GROUPS_PER_TASK,
+) = range(0, 72, 8)  # fmt: skip
 """Offsets in WorkWords."""
 
 
@@ -83,7 +83,7 @@ class WorkWords:
 
     def __init__(self, heads: HeadShape) -> None:
         self._heads = heads
-        self._words = torch.zeros(8, dtype=torch.int64)
+        self._words = torch.zeros(9, dtype=torch.int64)
         self._read: tuple[Tensor, ...] = ()
 
     @property
@@ -105,13 +105,14 @@ class WorkWords:
             heads.num_kv_heads,
         )
         parts = torch.empty(work.num_parts * heads.num_heads, part_bytes // 4)
-        self._read = (work.pieces, work.merges, parts, block_tables)
+        self._read = (work.pieces, work.merges, parts, work.branches, block_tables)
         self._words.numpy()[:] = (
             work.pieces.data_ptr(),
             work.pieces.shape[0],
             work.merges.data_ptr(),
             work.merges.shape[0],
             parts.data_ptr(),
+            work.branches.data_ptr(),
             block_tables.data_ptr(),
             block_tables.stride(0) * 4,
             groups_per_task,
@@ -158,11 +159,29 @@ _scratch_states = simd.stack(STATE_BYTES)
 
 
 @inlined
-def _key_address(block: int, seq_idx: int, position: int) -> int:
+def _position(block: int, piece: int, key: int) -> int:
+    """Return the position of a key in the piece's sequence."""
+    if key < simd.read_i64(piece + 40):
+        return key
+    position: int = simd.read_i64(_branch(block, piece) + 8 * key)
+    return position
+
+
+@inlined
+def _branch(block: int, piece: int) -> int:
+    """Return the address behind which the positions of a branch lie, 8 bytes per key."""
+    work = simd.read_i64(block + WORK)
+    address: int = simd.read_i64(work + BRANCHES) + 8 * simd.read_i64(piece + 48)
+    return address
+
+
+@inlined
+def _key_address(block: int, piece: int, position: int) -> int:
     """Return the offset in bytes of a position's slot in either cache."""
     block_size = simd.read_i64(block + BLOCK_SIZE)
     index = position // block_size
     work = simd.read_i64(block + WORK)
+    seq_idx = simd.read_i64(piece + 8)
     table = simd.read_i64(work + TABLES) + seq_idx * simd.read_i64(work + TABLE_STRIDE)
     slot = simd.read_i32(table + 4 * index) * block_size + position - index * block_size
     offset: int = slot * _slot_bytes(block)
@@ -182,21 +201,29 @@ def _slot_bytes(block: int) -> int:
 
 
 @inlined
-def _run_length(block: int, position: int, stop: int) -> int:
-    """Count the keys of one cache block from `position` on, at most 16, below `stop`."""
+def _run_length(block: int, piece: int, key: int, position: int, stop: int) -> int:
+    """Count the keys from `key` on, at most 16, below `stop`, that lie one behind the other.
+
+    The first of them is at `position`.
+    """
     block_size = simd.read_i64(block + BLOCK_SIZE)
-    count: int = min(block_size - position % block_size, stop - position, simd.LANES)
+    most: int = min(block_size - position % block_size, stop - key, simd.LANES)
+    first_listed: int = simd.read_i64(piece + 40)
+    if key < first_listed:
+        return min(most, first_listed - key)
+    branch, count = _branch(block, piece) + 8 * key, 1
+    while count < most and simd.read_i64(branch + 8 * count) == position + count:
+        count += 1
     return count
 
 
 @inlined
-def _ask_for_run(
-    block: int, cache: int, seq_idx: int, position: int, stop: int, num_bytes: int
-) -> None:
-    """Prefetch `num_bytes` of each key or value of the run that begins at a position."""
-    if position < stop:
-        count, stride = _run_length(block, position, stop), _slot_bytes(block)
-        run = cache + _key_address(block, seq_idx, position)
+def _ask_for_run(block: int, cache: int, piece: int, key: int, stop: int, num_bytes: int) -> None:
+    """Prefetch `num_bytes` of each key or value of the run that begins at `key`."""
+    if key < stop:
+        position = _position(block, piece, key)
+        count, stride = _run_length(block, piece, key, position, stop), _slot_bytes(block)
+        run = cache + _key_address(block, piece, position)
         if num_bytes == stride:
             simd.prefetch(run, count * stride)
         else:
@@ -207,7 +234,7 @@ def _ask_for_run(
 @inlined
 def _score_chunk(
     block: int,
-    seq_idx: int,
+    piece: int,
     start: int,
     stop: int,
     keys: int,
@@ -217,28 +244,29 @@ def _score_chunk(
     ask: int,
     ask_bytes: int,
 ) -> None:
-    """Write the scaled scores of keys start <= p < stop; 16 lanes past a row may be written.
+    """Write the scaled scores of keys start <= k < stop; 16 lanes past a row may be written.
 
     Prefetches `ask_bytes` of each of their values at `ask` meanwhile; 0: none.
     """
     head_bytes, stride = _head_bytes(block), _slot_bytes(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
     scale = vectors.splat(simd.read_f32(block + SCALE))
-    position = start
-    while position < stop:
-        count = _run_length(block, position, stop)
-        run = keys + _key_address(block, seq_idx, position)
+    key = start
+    while key < stop:
+        position = _position(block, piece, key)
+        count = _run_length(block, piece, key, position, stop)
+        run = keys + _key_address(block, piece, position)
         if ask_bytes:
-            _ask_for_run(block, ask, seq_idx, position, stop, ask_bytes)
+            _ask_for_run(block, ask, piece, key, stop, ask_bytes)
         for head in range(heads):
-            place = scores + head * SCORE_PITCH + 4 * (position - start)
+            place = scores + head * SCORE_PITCH + 4 * (key - start)
             one = query + head * head_bytes
             if is_bf16:
                 found = inner.scores_bf16(one, run, stride, count, head_bytes)
             else:
                 found = inner.scores_f32(one, run, stride, count, head_bytes)
             vectors.store_f32(place, vectors.mul(found, scale))
-        position += count
+        key += count
 
 
 @inlined
@@ -270,7 +298,7 @@ def _soften(num_keys: int, scores: int, state: int, num_vectors: int) -> None:
 @inlined
 def _add_values(
     block: int,
-    seq_idx: int,
+    piece: int,
     start: int,
     stop: int,
     values: int,
@@ -280,21 +308,22 @@ def _add_values(
     pitch: int,
     ask: int,
     ask_bytes: int,
-    key_end: int,
 ) -> None:
-    """Add to the states of `heads` heads the values of keys start <= p < stop.
+    """Add to the states of `heads` heads the values of keys start <= k < stop.
 
-    Prefetches `ask_bytes` of each key at `ask` of the next chunk, below `key_end`; 0: none.
+    Prefetches `ask_bytes` of each key at `ask` of the piece's next chunk; 0: none.
     """
     head_bytes, stride = _head_bytes(block), _slot_bytes(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
-    position = start
-    while position < stop:
-        count = _run_length(block, position, stop)
-        run = values + _key_address(block, seq_idx, position)
-        weights = scores + 4 * (position - start)
+    key_end = simd.read_i64(piece + 24)
+    key = start
+    while key < stop:
+        position = _position(block, piece, key)
+        count = _run_length(block, piece, key, position, stop)
+        run = values + _key_address(block, piece, position)
+        weights = scores + 4 * (key - start)
         if ask_bytes:
-            _ask_for_run(block, ask, seq_idx, position + CHUNK_KEYS, key_end, ask_bytes)
+            _ask_for_run(block, ask, piece, key + CHUNK_KEYS, key_end, ask_bytes)
         for offset in range(0, head_bytes, SLICE):
             rest = (head_bytes - offset) // 4
             sums = state + _VECTOR + offset * (1 + is_bf16)
@@ -321,7 +350,7 @@ def _add_values(
                 else:
                     inner.weigh1_f32(here, pitch, w, v, stride, count, rest)
                     head += 1
-        position += count
+        key += count
 
 
 @inlined
@@ -369,36 +398,22 @@ def _do_chunk(
     scores: int,
     ask_bytes: int,
 ) -> int:
-    """Add keys start <= p < stop of a piece to the states of up to TILE_HEADS query heads.
+    """Add keys start <= k < stop of a piece to the states of up to TILE_HEADS query heads.
 
     `first` is the first of these heads; they share a key/value head. Returns their number.
     Prefetches meanwhile `ask_bytes` of each of these values and of the keys of the next chunk.
     """
-    row, seq_idx = simd.read_i64(piece), simd.read_i64(piece + 8)
+    row = simd.read_i64(piece)
     repeat, head_bytes = simd.read_i64(block + REPEAT), _head_bytes(block)
     group = first // repeat
     heads: int = min(repeat - first % repeat, TILE_HEADS)
     query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE) + first * head_bytes
     keys = simd.read_i64(block + K_CACHE) + group * head_bytes
     values = simd.read_i64(block + V_CACHE) + group * head_bytes
-    _score_chunk(block, seq_idx, start, stop, keys, query, heads, scores, values, ask_bytes)
+    _score_chunk(block, piece, start, stop, keys, query, heads, scores, values, ask_bytes)
     for idx in range(heads):
         _soften(stop - start, scores + idx * SCORE_PITCH, state + idx * pitch, pitch // _VECTOR)
-    key_end = simd.read_i64(piece + 24)
-    _add_values(
-        block,
-        seq_idx,
-        start,
-        stop,
-        values,
-        scores,
-        heads,
-        state,
-        pitch,
-        keys,
-        ask_bytes,
-        key_end,
-    )
+    _add_values(block, piece, start, stop, values, scores, heads, state, pitch, keys, ask_bytes)
     return heads
 
 
@@ -413,7 +428,7 @@ def _do_piece(
 ) -> None:
     """Attend one piece's row to its keys with query heads first_head <= h < last_head."""
     row, part = simd.read_i64(piece), simd.read_i64(piece + 32)
-    seq_idx, head_bytes = simd.read_i64(piece + 8), _head_bytes(block)
+    head_bytes = _head_bytes(block)
     pitch = _state_vectors(block) * _VECTOR
     state = states
     if part >= 0:
@@ -428,8 +443,8 @@ def _do_piece(
     repeat = simd.read_i64(block + REPEAT)
     ask_bytes = (last_head - first_head) // repeat * head_bytes
     keys = simd.read_i64(block + K_CACHE) + first_head // repeat * head_bytes
-    for position in range(start, min(start + CHUNK_KEYS, key_end), simd.LANES):
-        _ask_for_run(block, keys, seq_idx, position, key_end, ask_bytes)
+    for key in range(start, min(start + CHUNK_KEYS, key_end), simd.LANES):
+        _ask_for_run(block, keys, piece, key, key_end, ask_bytes)
     while start < key_end:
         stop = min(start + CHUNK_KEYS, key_end)
         head = first_head

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.contracts import AttentionMeta
 from kernels.cpu import ops as cpu
-from kernels.cpu.attention import MAX_GROUP_ELEMENTS
+from kernels.cpu.attention import MAX_GROUP_ELEMENTS, renew
 from tests.kernels.cases import AttentionCase, Heads, attention_case
 from tests.pairwise import cover_pairs
 
@@ -110,6 +110,44 @@ def test_trees(window: int | None, dtype: torch.dtype, is_new: bool) -> None:
         parents=trees,
     )
     compare(case, window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 5])
+def test_small_trees_are_computed_row_by_row_and_renewed(
+    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan that is renewed is that of the other trees, and of chains, but for the caches."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a tree of few rows became a group")
+
+    monkeypatch.setattr("kernels.cpu.attention._make_group", refuse)
+    shapes: tuple[Any, ...] = (
+        ((None, 0, 0, 1, 1, 4, 2, None), (None, 0, None)),
+        ((None, None, 1, 0, 3, 2, 2, 5), (None, 0, 1)),
+        None,
+    )
+    cases = [
+        attention_case(
+            [90 + turn, 9],
+            [8, 3],
+            heads=Heads(4, 2, 64),
+            block_size=4,
+            dtype=dtype,
+            parents=parents,
+            seed=turn,
+        )
+        for turn, parents in enumerate(shapes)
+    ]
+    kept = cases[0]
+    for other in cases:
+        compare(other, window=window)
+        renew(kept.meta, other.meta)
+        arguments = (other.q, other.k_cache, other.v_cache)
+        wanted = cpu.paged_attention(*arguments, other.meta, scale=0.2, sliding_window=window)
+        renewed = cpu.paged_attention(*arguments, kept.meta, scale=0.2, sliding_window=window)
+        assert torch.equal(renewed, wanted)
 
 
 def test_empty_slices_and_padding_rows() -> None:

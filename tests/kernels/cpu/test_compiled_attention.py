@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,56 @@ def test_shapes(heads: Heads, dtype: torch.dtype) -> None:
 def test_sliding_window(window: int, dtype: torch.dtype) -> None:
     case = attention_case(LENS, [1] * len(LENS), heads=Heads(6, 2, 64), block_size=16, dtype=dtype)
     check(case, window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [1, 16, 48])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_branches_give_the_bits_of_the_same_keys_in_a_row(
+    dtype: torch.dtype, block_size: int, window: int | None
+) -> None:
+    """Branches across chunks, pieces and blocks; keys that are not on them are no numbers."""
+    heads, rng = Heads(6, 2, 64), random.Random(block_size)
+    lens = [3, 40, 200, CHUNK_KEYS + 80, 1500]
+    case = attention_case(lens, [1] * len(lens), heads=heads, block_size=block_size, dtype=dtype)
+    seen = []
+    for length in lens:
+        first = length - min(length, 1 + length // 3)
+        branch = sorted({length - 1, *rng.sample(range(first, length), (length - first) // 2)})
+        seen.append((first, branch))
+    plain = attention_case(
+        [first + len(branch) for first, branch in seen],
+        [1] * len(lens),
+        heads=heads,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    plain.q.copy_(case.q)
+    rows = []
+    for idx, (first, branch) in enumerate(seen):
+        num_keys = first + len(branch)
+        start = 0 if window is None else max(0, num_keys - window)
+        rows.append(Row(idx, idx, start, num_keys, tuple(branch)))
+        for to, position in enumerate([*range(first), *branch]):
+            move_key(case, plain, idx, position, to)
+        for position in set(range(first, lens[idx])) - set(branch):
+            for cache in (case.k_cache, case.v_cache):
+                cache[place_of(case, idx, position)] = float("nan")
+    out = torch.full_like(case.q, float("nan"))
+    attend_rows(case.q, case.k_cache, case.v_cache, words_of(case, rows), out, scale=0.2)
+    check(plain, window)
+    assert torch.equal(out, attend(plain, window))
+
+
+def place_of(case: AttentionCase, idx: int, position: int) -> tuple[int, int]:
+    block, offset = divmod(position, case.k_cache.shape[1])
+    return int(case.meta.block_tables[idx, block]), offset
+
+
+def move_key(source: AttentionCase, target: AttentionCase, idx: int, place: int, to: int) -> None:
+    """Copy a sequence's key and value into another case."""
+    read, write = place_of(source, idx, place), place_of(target, idx, to)
+    target.k_cache[write], target.v_cache[write] = source.k_cache[read], source.v_cache[read]
 
 
 @pytest.mark.usefixtures("threads")
