@@ -50,6 +50,7 @@ def make_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
             num_slots=cache_bytes // block_bytes * block_size,
             max_length=config.model.max_model_len,
             precision=rules_of("int4" if is_self else speculation.quantization or UNQUANTISED),
+            recordings=config.execution.recordings,
         ),
     )
     if model.config.vocab_size != target.vocab_size:

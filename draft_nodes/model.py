@@ -2,8 +2,8 @@
 
 Owns what the attention nodes' decoder leaves to others: routed experts, all of them here, and the
 cache's layout. One pass computes rows of several requests, each a node of its request's tree: its
-keys are the verified prefix and its ancestors. Implements spec_decode.forest.DraftModel; knows no
-tree's probabilities and no target.
+keys are the verified prefix and its ancestors. Passes of few rows are recorded and replayed.
+Implements spec_decode.forest.DraftModel; knows no tree's probabilities and no target.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from attention_nodes import kv_cache
-from attention_nodes.decoder import Decoder
+from attention_nodes.decoder import Decoder, Layer
+from attention_nodes.recorded_steps import key_of, recorded_steps
 from attention_nodes.rotary import RotaryTable
-from attention_nodes.step_inputs import MicroBatchInputs
+from attention_nodes.step_inputs import MicroBatchInputs, StepInputs
 from draft_nodes.kv_layout import KvLayout, Placed
 from kernels.contracts import AttentionMeta
 from kernels.contracts import ExpertWeights as PackedExperts
@@ -47,6 +48,8 @@ class Settings(NamedTuple):
     device: str = "cpu"
     precision: Rules = ()
     block_size: int = BLOCK_SIZE
+    recordings: bool = True
+    """Whether passes of few rows are recorded and replayed, where the kernels can be."""
 
 
 class DraftModel:
@@ -60,6 +63,7 @@ class DraftModel:
         runtime: Runtime,
         *,
         max_length: int,
+        recordings: bool = True,
     ) -> None:
         """`experts` are those of each MoE layer, by id; `layout` is of the decoder's cache."""
         self.config: ModelConfig = decoder.config
@@ -69,6 +73,13 @@ class DraftModel:
         self._layout = layout
         self._runtime = runtime
         self._rotary = RotaryTable(self.config, max_len=self.max_length)
+        # An expert is its own slot. Looking that up can be recorded; a cast of indices cannot.
+        num_experts = self.config.moe.num_experts if self.config.moe is not None else 0
+        self._slots = torch.arange(num_experts, dtype=torch.int32, device=runtime.device)[None]
+        self._steps = None
+        if recordings:
+            vocab_size = self.config.vocab_size
+            self._steps = recorded_steps(decoder.ops, runtime, vocab_size=vocab_size)
 
     @classmethod
     def load(cls, path: Path, settings: Settings) -> DraftModel:
@@ -102,7 +113,14 @@ class DraftModel:
         longest = model.context_length
         if settings.max_length is not None:
             longest = min(longest, settings.max_length)
-        return cls(decoder, experts, layout, runtime, max_length=longest)
+        return cls(
+            decoder,
+            experts,
+            layout,
+            runtime,
+            max_length=longest,
+            recordings=settings.recordings,
+        )
 
     @property
     def num_free_blocks(self) -> int:
@@ -141,12 +159,15 @@ class DraftModel:
     @torch.inference_mode()
     def log_probs(self, rows: Sequence[Rows]) -> Tensor:
         """Compute `rows`; return fp32 log-probabilities [R, V] after the wanted ones, in order."""
-        placed = self._layout.place(rows)
-        residual = self._run(placed)
-        wanted = torch.from_numpy(placed.wanted).to(residual.device)
-        if not len(wanted):
-            return residual.new_empty(0, self.config.vocab_size, dtype=torch.float32)
-        return self._decoder.logits(residual.index_select(0, wanted)).log_softmax(-1)
+        inputs = self._inputs(self._layout.place(rows))
+        key = key_of(inputs)
+        if self._steps is None or key is None:
+            shape = (len(inputs.sample_rows), self.config.vocab_size)
+            logits = torch.empty(shape, device=inputs.tokens.device)
+            self._compute(inputs, logits)
+        else:
+            logits = self._steps.run(key, inputs, self._compute, None)
+        return logits.log_softmax(-1)
 
     @torch.inference_mode()
     def cached(self, seq_id: int) -> list[Tensor]:
@@ -155,33 +176,33 @@ class DraftModel:
         cache = self._decoder.kv
         return [each.flatten(0, 1).index_select(0, slots) for each in (*cache.keys, *cache.values)]
 
-    def _run(self, placed: Placed) -> Tensor:
-        """Run all layers; return the rows' final residual stream [T, H]."""
-        decoder, inputs = self._decoder, self._inputs(placed)
-        device = self._runtime.device
-        residual = decoder.embed(torch.from_numpy(placed.tokens).to(device))
+    def _compute(self, inputs: StepInputs, logits: Tensor) -> None:
+        """Run all layers and write the logits f32[R, V] of the wanted rows."""
+        decoder, (part,) = self._decoder, inputs.parts
+        residual = decoder.embed(inputs.tokens)
         delta: Tensor | None = None
         for layer in decoder.layers:
-            normed = decoder.attention_half(layer, residual, delta, inputs)
+            normed = decoder.attention_half(layer, residual, delta, part)
             delta = decoder.local_mlp(layer, normed)
             if layer.moe_idx is not None:
-                routing = decoder.route(layer, normed)
-                out = decoder.ops.grouped_mlp(
-                    normed,
-                    routing.experts.int(),
-                    routing.weights,
-                    self._experts[layer.moe_idx],
-                ).out
-                delta = out if delta is None else out + delta
+                routed = self._routed(layer, layer.moe_idx, normed)
+                delta = routed if delta is None else routed.add_(delta)
         assert delta is not None, "a model has layers"
         residual += delta
-        return residual
+        if len(logits):
+            decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
 
-    def _inputs(self, placed: Placed) -> MicroBatchInputs:
+    def _routed(self, layer: Layer, moe_idx: int, normed: Tensor) -> Tensor:
+        """Return the sum [T, H] of the routed experts of normed [T, H]."""
+        ops, routing = self._decoder.ops, self._decoder.route(layer, normed)
+        slots = self._slots.index_select(1, routing.experts.view(-1)).view(routing.experts.shape)
+        return ops.grouped_mlp(normed, slots, routing.weights, self._experts[moe_idx]).out
+
+    def _inputs(self, placed: Placed) -> StepInputs:
         device = self._runtime.device
         cos, sin = self._rotary.gather(placed.positions, placed.prompt_lens)
         mask, lens = placed.tree_mask, placed.tree_lens
-        return MicroBatchInputs(
+        part = MicroBatchInputs(
             start=0,
             num_tokens=len(placed.tokens),
             cos=cos.to(device),
@@ -196,6 +217,11 @@ class DraftModel:
                 tree_mask=None if mask is None else torch.from_numpy(mask).to(device),
                 tree_lens=None if lens is None else torch.from_numpy(lens).to(device),
             ),
+        )
+        return StepInputs(
+            tokens=torch.from_numpy(placed.tokens).to(device),
+            parts=[part],
+            sample_rows=torch.from_numpy(placed.wanted).to(device),
         )
 
 
