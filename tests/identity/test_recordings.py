@@ -6,6 +6,7 @@ drawn ones too. That steps without recordings are right is for the other tests o
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,12 +15,15 @@ import msgspec
 import pytest
 
 from attention_nodes import recorded_steps
+from kernels.contracts import AttentionMeta
+from kernels.cpu.attention import renew
 from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from topspin.config import Transport
 from topspin.precision import Format, PrecisionRule
+from topspin.speculation import Speculation
 
 pytestmark = pytest.mark.skipif(
     not block_width(), reason="this processor leaves bf16 products to oneDNN"
@@ -40,6 +44,7 @@ def run(
     attention_nodes: int = 1,
     transport: Transport = "local",
     micro_batches: int = 1,
+    speculation: Speculation | None = None,
 ) -> Any:
     """Return greedy and drawn continuations, greedy ones again, and how often a program ran."""
     plan = engine_config(
@@ -52,6 +57,7 @@ def run(
         window_rows=64,
         num_threads=2,
         recordings=recordings,
+        speculation=speculation,
     )
     rules = () if weights == "none" else (PrecisionRule(format=weights, part="experts"),)
     runs = 0
@@ -102,6 +108,41 @@ def test_tokens_are_those_of_steps_layer_by_layer(
     assert recorded == plain
     assert none == 0
     assert runs > 2 * NUM_TOKENS - 10
+    assert "not recorded" not in caplog.text
+
+
+DRAFT_MODEL = Speculation(
+    method="draft_model",
+    model="self-int4",
+    num_speculative_tokens=6,
+    adaptive=False,
+    branches=True,
+    draft_width=3,
+    draft_passes=3,
+)
+
+
+def test_steps_and_passes_with_trees_are_recorded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row of a tree has the bits of the same row in plain decoding."""
+    caplog.set_level("INFO", "recordings")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    path = make_checkpoint(tmp_path, "qwen3_moe", **sizes)
+    *plain, none = run(path, "none", 1, recordings=False)
+    trees: Counter[str] = Counter()
+
+    def counted(recorded: AttentionMeta, other: AttentionMeta) -> None:
+        if other.tree_mask is not None:
+            trees["target" if other.tree_lens is None else "draft"] += 1
+        renew(recorded, other)
+
+    monkeypatch.setattr("kernels.cpu.attention.renew", counted)
+    *found, runs = run(path, "none", 1, recordings=True, speculation=DRAFT_MODEL)
+    assert found == plain
+    assert none == 0
+    assert runs > NUM_TOKENS
+    assert min(trees["target"], trees["draft"]) > NUM_TOKENS // 2
     assert "not recorded" not in caplog.text
 
 
