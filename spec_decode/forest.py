@@ -16,7 +16,9 @@ from spec_decode.draft import NO_DRAFT, ROOT, Draft
 from spec_decode.tree import TokenTree
 
 MAX_CHUNK: Final = 256
-"""Rows of a text that the model has not seen, in one pass."""
+"""Rows of texts that the model has not seen, in one pass: a long prompt takes several."""
+MIN_CHUNK: Final = 8
+"""Of these, so many of each sequence, whatever others feed: who only goes on waits for nobody."""
 
 
 class Rows(NamedTuple):
@@ -182,9 +184,11 @@ class Forest:
         rows: list[Rows] = []
         nodes: list[list[int]] = []
         seq_ids: list[int] = []
+        num_left = MAX_CHUNK
         for seq_id, count in reach.items():
-            found = self._next_rows(seq_id, count, busy)
+            found = self._next_rows(seq_id, count, busy, max_fed=max(num_left, MIN_CHUNK))
             if found is not None:
+                num_left -= len(found[0].tokens)
                 seq_ids.append(seq_id)
                 rows.append(found[0])
                 nodes.append(found[1])
@@ -193,7 +197,7 @@ class Forest:
         return {seq_id: bool(own) for seq_id, own in zip(seq_ids, nodes, strict=True)}
 
     def _next_rows(
-        self, seq_id: int, reach: int, busy: Collection[int]
+        self, seq_id: int, reach: int, busy: Collection[int], *, max_fed: int
     ) -> tuple[Rows, list[int]] | None:
         """Return the next rows of a sequence, and the nodes of those that are wanted.
 
@@ -203,7 +207,7 @@ class Forest:
         if own is None:
             return None
         if own.unfed:
-            tokens = tuple(own.unfed[:MAX_CHUNK])
+            tokens = tuple(own.unfed[:max_fed])
             is_last = len(tokens) == len(own.unfed)
             rows = Rows(seq_id, tokens, tuple(range(ROOT, len(tokens) - 1)), int(is_last))
             nodes = [ROOT] if is_last else []

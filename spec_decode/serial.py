@@ -16,7 +16,8 @@ class SerialDrafter:
     """Drafts with a draft model; satisfies spec_decode.draft.Drafter.
 
     A sequence that the model has no room for is not drafted; those that were drafted longest ago
-    make room. The draft is the best one by the model's probabilities that `growth` finds.
+    make room. The draft is the best one by the model's probabilities that `growth` finds; there is
+    none of a text, as a long prompt, of which the model has not seen more than a pass feeds.
     """
 
     def __init__(self, model: DraftModel, growth: Growth, *, max_length: int) -> None:
@@ -41,7 +42,8 @@ class SerialDrafter:
             grown = forest.grow(reach, busy=fitting.keys())
             for key, has_grown in grown.items():
                 passes[key] -= has_grown
-            going = list(grown)
+            # The rest of a long prompt is fed with the next drafts: others do not wait for it.
+            going = [seq_id for seq_id in grown if not forest.lag(seq_id)]
         return [self._draft(each) for each in requests]
 
     def end(self, text: Text) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spec_decode.draft import Draft, DraftRequest, Text, accepted
-from spec_decode.forest import MAX_CHUNK, Growth
+from spec_decode.forest import MAX_CHUNK, MIN_CHUNK, Growth
 from spec_decode.serial import SerialDrafter
 from tests.spec_decode.table import VOCAB, Table, logps_after
 
@@ -110,14 +110,30 @@ def test_chains_cost_a_row_per_token() -> None:
     assert table.num_rows == 7 + 2 + 2
 
 
-def test_long_prompts_are_fed_in_chunks_beside_others() -> None:
+def test_a_long_prompt_is_fed_over_several_drafts_and_delays_no_other() -> None:
     table = Table()
     drafter = SerialDrafter(table, TREE, max_length=10_000)
-    long, short = [1] * (2 * MAX_CHUNK + 1), [2]
-    drafts = draft_of(drafter, request(1, long, 2), request(2, short, 2))
-    for draft, text in zip(drafts, (long, short), strict=True):
-        assert sorted(weights_of(draft, text), reverse=True) == pytest.approx(best_weights(text, 2))
-    assert table.num_passes <= 3 + 1
+    long, short, late = [1] * (2 * MAX_CHUNK + 5), [2], [3] * (MIN_CHUNK + 1)
+    for turn in range(3):
+        before = table.num_rows
+        asked = [request(1, long, 2), request(2, short, 2), request(3, late, 2)]
+        drafts = draft_of(drafter, *asked)
+        assert bool(drafts[0].tokens) == (turn == 2), "the long prompt has not been seen yet"
+        # The tokens that are known, at most; then the trees of two nodes.
+        assert table.num_rows - before <= MAX_CHUNK + 2 * MIN_CHUNK + 3 * TREE.passes
+        if turn:
+            assert drafts[2].tokens
+        for draft, text in zip(drafts, (long, short, late), strict=True):
+            if draft.tokens:
+                assert sorted(weights_of(draft, text), reverse=True) == pytest.approx(
+                    best_weights(text, 2)
+                )
+        assert drafts[1].tokens
+        # Each step of the target gives a token.
+        for text in (long, short, late):
+            text.append(4)
+    assert table.verified[1] == long[: len(table.verified[1])]
+    assert len(table.verified[1]) >= len(long) - 1
 
 
 def test_sequences_make_room_for_others_and_come_back() -> None:
