@@ -69,6 +69,7 @@ class AttentionWorker:
         self._open_net = open_net
         self._dry_net = dry_net
         self._make_drafter = make_drafter
+        self._drafter: Drafter | None = None
 
     def introduce(self) -> None:
         """Say Hello."""
@@ -77,16 +78,21 @@ class AttentionWorker:
     @torch.inference_mode()
     def serve(self) -> None:
         """After introduce(): join, then serve until told to stop; raises Stopped or an error."""
-        self._life.serve(self)
+        try:
+            self._life.serve(self)
+        finally:
+            if self._drafter is not None:
+                self._drafter.close()
 
     def load(self, welcome: Welcome) -> int:
+        self._drafter = self._make_drafter(welcome.config, self._model_path)
         self._runner = ModelRunner.load(
             self._model_path,
             welcome.config,
             index=self._index,
             table_version=welcome.table.version,
             open_net=self._dry_net(welcome),
-            drafter=self._make_drafter(welcome.config, self._model_path),
+            drafter=self._drafter,
         )
         self._life.inbox.trace = self._runner.trace
         return self._runner.num_blocks

@@ -1,7 +1,7 @@
-"""`python -m draft_nodes.beside_attention`: an attention node with a draft model in its process.
+"""`python -m draft_nodes.beside_attention`: an attention node whose drafts a draft model makes.
 
-The same command line as `python -m attention_nodes`. The draft model computes before each step
-that may have drafts, in the node's one busy thread: nothing overlaps.
+The same command line as `python -m attention_nodes`. Without draft nodes the model computes here,
+before each step that may have drafts, in the node's one busy thread: nothing overlaps.
 """
 
 from topspin.cores import settle_process

@@ -1,8 +1,9 @@
 """The drafter that a node's configuration asks for, a draft model among them.
 
-Owns the choice of the draft model's checkpoint, precision, cache and growth by the settings.
-Composed with attention nodes by beside_attention.py and topspin.launch; these nodes do not know
-of draft models. Other things that draft (heads that a checkpoint carries) become a Drafter here.
+Owns the choice of the draft model's checkpoint, precision, cache and growth by the settings, and
+whether it computes in the attention node's process or on a draft node. Composed with attention
+nodes by beside_attention.py and topspin.launch; these nodes do not know of draft models. Other
+things that draft (heads that a checkpoint carries) become a Drafter here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from attention_nodes.kv_cache import bytes_per_block
 from attention_nodes.worker import text_drafter
+from draft_nodes.asking import AskingDrafter
 from draft_nodes.model import DraftModel, Settings
 from models.config import load_model_config
 from spec_decode.draft import Drafter
@@ -29,36 +31,53 @@ DEFAULT_WIDTH = 4
 def make_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
     """Return what drafts for an attention node of the model at `model_path`; None: nothing does.
 
-    Loads a draft model, which takes a while. Raises ConfigError if it does not fit the model.
+    Without draft nodes a draft model is loaded here, which takes a while. Raises ConfigError if it
+    does not fit the model.
     """
     speculation = config.speculation
     if speculation is None or speculation.model is None:
         return text_drafter(config, model_path)
+    if config.draft_address is not None:
+        return AskingDrafter(config.draft_address)
     if config.node.num_threads is not None:
         torch.set_num_threads(config.node.num_threads)
-    is_self = speculation.model == SELF_INT4
-    target = load_model_config(model_path)
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
     cache_bytes, block_size = config.attention.kv_cache_bytes, config.kv_cache.block_size
     assert cache_bytes is not None, "so far draft models run on the CPU, where it is given"
     # Room for as many tokens as the node's own cache has.
-    block_bytes = bytes_per_block(target, block_size=block_size, dtype=dtype)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    block_bytes = bytes_per_block(load_model_config(model_path), block_size=block_size, dtype=dtype)
+    model = load_draft_model(
+        config, speculation, model_path, num_slots=cache_bytes // block_bytes * block_size
+    )
+    return SerialDrafter(model, growth_of(speculation), max_length=model.max_length)
+
+
+def load_draft_model(
+    config: NodeConfig, speculation: Speculation, model_path: Path, *, num_slots: int
+) -> DraftModel:
+    """Load the draft model for the model at `model_path`, with room for `num_slots` tokens.
+
+    Raises ConfigError if it does not fit that model.
+    """
+    assert speculation.model is not None
+    is_self = speculation.model == SELF_INT4
     model = DraftModel.load(
         model_path if is_self else Path(speculation.model),
         Settings(
-            dtype=dtype,
-            num_slots=cache_bytes // block_bytes * block_size,
+            dtype=getattr(torch, config.model.dtype),
+            num_slots=num_slots,
             max_length=config.model.max_model_len,
             precision=rules_of("int4" if is_self else speculation.quantization or UNQUANTISED),
             recordings=config.execution.recordings,
         ),
     )
-    if model.config.vocab_size != target.vocab_size:
+    num_tokens = load_model_config(model_path).vocab_size
+    if model.config.vocab_size != num_tokens:
         raise ConfigError(
             f"the draft model {speculation.model} has a vocabulary of {model.config.vocab_size} "
-            f"tokens, {model_path} one of {target.vocab_size}"
+            f"tokens, {model_path} one of {num_tokens}"
         )
-    return SerialDrafter(model, growth_of(speculation), max_length=model.max_length)
+    return model
 
 
 def growth_of(speculation: Speculation) -> Growth:

@@ -18,6 +18,8 @@ from topspin.messages import TreeOffer, TreeOffers, Verdict, Verdicts, pack_ints
 FIRST_WAIT_S: Final = 0.02
 """The longest wait for an offer before a step was timed."""
 MAX_WAIT_S: Final = 1.0
+MAX_UNANSWERED: Final = 4
+"""Questions without an answer after which nothing more is asked: they would only pile up."""
 _RATE: Final = 0.1
 
 
@@ -29,7 +31,17 @@ class Questions:
         self._told: dict[int, int] = {}
         self._ended: list[int] = []
         self._offers: dict[int, TreeOffer] = {}
-        self.is_answered = True
+        self._num_answered = 0
+
+    @property
+    def is_answered(self) -> bool:
+        """Return whether the last question has its answer."""
+        return self._num_answered == self._epoch
+
+    @property
+    def may_ask(self) -> bool:
+        """Return whether another question makes sense."""
+        return self._epoch - self._num_answered < MAX_UNANSWERED
 
     def ask(self, requests: Sequence[DraftRequest], *, step_s: float = 0.0) -> Verdicts:
         """Return the question for drafts of `requests`, after a step of `step_s`.
@@ -38,7 +50,6 @@ class Questions:
         """
         self._epoch += 1
         self._offers = {}
-        self.is_answered = False
         ended, self._ended = self._ended, []
         return Verdicts(
             epoch=self._epoch,
@@ -67,14 +78,16 @@ class Questions:
     def take(self, answer: TreeOffers) -> bool:
         """Take an answer in; False: it is stale.
 
-        Raises ProtocolError for packed fields of a wrong size.
+        Raises ProtocolError for packed fields of a wrong size, or an answer out of order.
         """
         for seq_id in unpack_ints(answer.unknown):
             self._told.pop(seq_id, None)
-        if answer.epoch != self._epoch:
+        if not self._num_answered < answer.epoch <= self._epoch:
+            raise ProtocolError(f"an answer to question {answer.epoch} of {self._epoch}")
+        self._num_answered = answer.epoch
+        if not self.is_answered:
             return False
         self._offers = {each.seq_id: each for each in answer.offers}
-        self.is_answered = True
         return True
 
     def drafts(self, requests: Sequence[DraftRequest]) -> list[Draft]:

@@ -83,6 +83,9 @@ class Drafter(Protocol):
     def end(self, text: Text) -> None:
         """Forget a sequence, asked for or not, that has left the node; all its tokens are known."""
 
+    def close(self) -> None:
+        """Release what it holds; it is not called again."""
+
 
 def accepted(draft: Draft, sampled: Sequence[int], valid: Sequence[bool]) -> list[int]:
     """Return the indices of the accepted tokens, a path from the root on.

@@ -11,7 +11,6 @@ be late or stale: asking.py drops those.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -56,21 +55,21 @@ class _Target:
 
 
 class DraftRounds:
-    """The sequences of all targets on one draft model. A peer is what the caller says it is."""
+    """The sequences of all targets on one draft model. A peer is a connection's id."""
 
     def __init__(self, model: DraftModel, growth: Growth, *, max_length: int) -> None:
         """`max_length` is the most positions that the model computes."""
         self._forest = Forest(model, growth)
         self._growth = growth
         self._max_length = max_length
-        self._targets: dict[Hashable, _Target] = {}
+        self._targets: dict[bytes, _Target] = {}
         self._num_opened = 0
         self.depth = RoundDepth(most=growth.passes)
         self.counts = Counts()
 
     # Messages.
 
-    def hear(self, peer: Hashable, message: Verdicts, now_s: float) -> None:
+    def hear(self, peer: bytes, message: Verdicts, now_s: float) -> None:
         """Re-root the trees of a target; raises ProtocolError for packed fields of a wrong size."""
         target = self._targets.setdefault(peer, _Target())
         ended = unpack_ints(message.ended)
@@ -113,15 +112,15 @@ class DraftRounds:
             return None
         return own
 
-    def lose(self, peer: Hashable) -> None:
+    def lose(self, peer: bytes) -> None:
         """Forget a target that is gone."""
         target = self._targets.pop(peer, None)
         if target is not None:
             self._forest.drop(target.seq_ids.values())
 
-    def take_offers(self) -> list[tuple[Hashable, TreeOffers]]:
+    def take_offers(self) -> list[tuple[bytes, TreeOffers]]:
         """Return the answers that are due, to whom; their trees may grow from now on."""
-        answers: list[tuple[Hashable, TreeOffers]] = []
+        answers: list[tuple[bytes, TreeOffers]] = []
         for peer, target in self._targets.items():
             asked = target.asked
             if asked is None or asked.is_answered or self._late(asked):

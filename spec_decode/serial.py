@@ -49,6 +49,9 @@ class SerialDrafter:
     def end(self, text: Text) -> None:
         self._forest.drop([text.seq_id])
 
+    def close(self) -> None:
+        """Do nothing: the model ends with its process."""
+
     def _fits(self, request: DraftRequest) -> bool:
         return len(request.text.tokens) + request.at_most <= self._max_length
 

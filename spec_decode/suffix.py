@@ -223,6 +223,9 @@ class SuffixDrafter:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return [self._draft(each.text, each.at_most) for each in requests]
 
+    def close(self) -> None:
+        """Do nothing: it holds memory only."""
+
     def end(self, text: Text) -> None:
         self._own.pop(text.seq_id, None)
         output = text.tokens[text.num_prompt :]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from attention_nodes.command import connect_worker
+from draft_nodes.command import run_worker as run_draft_worker
 from draft_nodes.drafter import make_drafter
 from expert_nodes.command import run_worker
 from m2n_comm.addresses import Between
@@ -45,6 +46,7 @@ from topspin.config import (
     TopologySection,
     Transport,
 )
+from topspin.launch.engine import with_draft_addresses
 from topspin.launch.local_node import LocalNode
 from topspin.messages import (
     AbortRequest,
@@ -112,6 +114,7 @@ def engine_config(
     balance: BalanceSection | None = None,
     failover: FailoverSection | None = None,
     speculation: Speculation | None = None,
+    draft_nodes: int = 0,
     **scheduler: Any,
 ) -> EnginePlan:
     """Return the plan of equal nodes for a tiny model; windows are small on purpose."""
@@ -120,7 +123,9 @@ def engine_config(
         expert_nodes = 1  # more would be refused; this one is not started
     asked = EngineConfig(
         model=ModelSection(path=str(path), dtype=dtype),
-        topology=TopologySection(attention_nodes=attention_nodes, expert_nodes=expert_nodes),
+        topology=TopologySection(
+            attention_nodes=attention_nodes, expert_nodes=expert_nodes, draft_nodes=draft_nodes
+        ),
         scheduler=SchedulerSection(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -170,8 +175,8 @@ class Engine:
         external: Sequence[str] = (),
         control_of: Callable[[str, str], str] = lambda name, address: address,
     ) -> None:
-        self.config = config
         self.address = self._address = f"ipc://@topspin-test-{secrets.token_hex(8)}"
+        self.config = config = with_draft_addresses(config, self._address)
         self._path = Path(config.model.path)
         self._threads: list[threading.Thread] = []
         self.exit_statuses: dict[str, int] = {}
@@ -240,6 +245,8 @@ class Engine:
             self._channel.close()
 
     def _start_nodes(self) -> None:
+        for node in self.config.drafts:
+            self._start(str(node), lambda index=node.index: self._run_draft(index))
         num_experts, num_attention = len(self.config.experts), len(self.config.attention)
         if self.config.is_one_process:
             node = LocalNode(
@@ -282,6 +289,16 @@ class Engine:
             body=lambda control: connect_worker(
                 control, index=index, model_path=self._path, make_drafter=make_drafter
             ),
+            heartbeat=self._heartbeat,
+        )
+
+    def _run_draft(self, index: int) -> int:
+        return run_node(
+            "draft",
+            index,
+            self._control_of(f"draft {index}", self._address),
+            logger=logging.getLogger("draft"),
+            body=lambda control: run_draft_worker(control, index=index, model_path=self._path),
             heartbeat=self._heartbeat,
         )
 

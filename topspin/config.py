@@ -82,7 +82,7 @@ class ModelSection(Section, frozen=True, kw_only=True):
 
 
 class TopologySection(Section, frozen=True, kw_only=True):
-    """The number of nodes of each role (M attention, N expert)."""
+    """The number of nodes of each role (M attention, N expert, D draft)."""
 
     attention_nodes: Annotated[
         int,
@@ -100,6 +100,15 @@ class TopologySection(Section, frozen=True, kw_only=True):
             within=(1, 1024),
         ),
     ] = 1
+    draft_nodes: Annotated[
+        int,
+        Setting(
+            "draft nodes, which compute the draft model of --speculative-config while attention "
+            "nodes verify; 0: it computes on the attention nodes, in turns with them",
+            flag="--draft-nodes D",
+            within=(0, 1024),
+        ),
+    ] = 0
 
 
 class SchedulingPolicy(Section, frozen=True, kw_only=True):

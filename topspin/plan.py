@@ -108,9 +108,15 @@ class ExpertNode(NodeSpec, frozen=True, kw_only=True, tag="expert"):
 
 
 class DraftNode(NodeSpec, frozen=True, kw_only=True, tag="draft"):
-    """A draft model's node; not served yet."""
+    """Computes the draft model of `speculation` while attention nodes verify.
+
+    Attention node i asks draft node i modulo their number. Its cache has room for
+    `kv_cache_tokens` tokens. The launcher gives the `address`.
+    """
 
     role: ClassVar[NodeRole] = "draft"
+
+    kv_cache_tokens: Count
 
 
 class LinkSpec(Section, frozen=True, kw_only=True):
@@ -147,11 +153,12 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     """The part of the plan that one node gets in its Welcome.
 
     `batch_rows`: the most token rows that reach an expert node in one batch. `shares_device`: all
-    nodes of the engine are one process on one device. `speculation` None: off. `micro_batches`:
-    the number in every step; None: it varies.
+    nodes of the engine are one process on one device. `speculation` None: off; `draft_address` is
+    the address of an attention node's draft node. `micro_batches`: the number in every step; None:
+    it varies.
     """
 
-    node: AttentionNode | ExpertNode
+    node: AttentionNode | ExpertNode | DraftNode
     model: PlannedModel
     precision: tuple[PrecisionRule, ...]
     kv_cache: KvCacheSpec
@@ -162,6 +169,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     batch_rows: int
     shares_device: bool
     speculation: Speculation | None = None
+    draft_address: str | None = None
     micro_batches: int | None = None
     restart: bool = False
     trace: TraceSection = TraceSection()
@@ -170,6 +178,12 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     def attention(self) -> AttentionNode:
         """Return the node's spec, for attention nodes."""
         assert isinstance(self.node, AttentionNode), f"{self.node} is no attention node"
+        return self.node
+
+    @property
+    def draft(self) -> DraftNode:
+        """Return the node's spec, for draft nodes."""
+        assert isinstance(self.node, DraftNode), f"{self.node} is no draft node"
         return self.node
 
 
@@ -200,13 +214,18 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         return [node for node in self.nodes if isinstance(node, ExpertNode)]
 
     @property
+    def drafts(self) -> list[DraftNode]:
+        """Return the draft nodes by index; none: attention nodes draft for themselves."""
+        return [node for node in self.nodes if isinstance(node, DraftNode)]
+
+    @property
     def link(self) -> LinkSpec:
         """Return the link between attention and expert nodes."""
         return self.links[0]
 
     @property
     def is_one_process(self) -> bool:
-        """Say whether all nodes are threads of one process."""
+        """Say whether all attention and expert nodes are threads of one process."""
         return self.link.transport == "local"
 
     @property
@@ -217,7 +236,15 @@ class EnginePlan(Section, frozen=True, kw_only=True):
 
     def for_node(self, role: NodeRole = "attention", index: int = 0) -> NodeConfig:
         """Return the part that node `index` of `role` gets."""
-        own = self.attention[index] if role == "attention" else self.experts[index]
+        nodes: dict[NodeRole, Sequence[AttentionNode | ExpertNode | DraftNode]] = {
+            "attention": self.attention,
+            "expert": self.experts,
+            "draft": self.drafts,
+        }
+        own = nodes[role][index]
+        address = None
+        if role == "attention" and self.drafts:
+            address = self.drafts[index % len(self.drafts)].address
         tokens = [node.max_num_batched_tokens for node in self.attention]
         window = min(self.link.window_rows, max(tokens))
         rows = max(tokens) if self.is_one_process else sum(min(each, window) for each in tokens)
@@ -233,6 +260,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             batch_rows=rows,
             shares_device=self.shares_device,
             speculation=self.speculation,
+            draft_address=address,
             micro_batches=self.scheduling.micro_batches,
             restart=self.failover.restart,
             trace=self.trace,
@@ -245,6 +273,8 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             _check_node(node, where=f"nodes[{idx}] ({node})")
         _check_indices("attention", self.attention)
         _check_indices("expert", self.experts)
+        _check_indices("draft", self.drafts)
+        self._check_drafts()
         if not self.attention:
             raise ConfigError("nodes: an engine needs an attention node")
         if len(self.links) != 1:
@@ -263,11 +293,26 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         self._check_effect()
         self._check_kernels()
 
+    def _check_drafts(self) -> None:
+        """Check that draft nodes have a model, and none is idle."""
+        if not self.drafts:
+            return
+        if self.speculation is None or self.speculation.model is None:
+            raise ConfigError(f"{self.drafts[0]}: there is no draft model; give speculation one")
+        if len(self.drafts) > len(self.attention):
+            raise ConfigError(
+                f"nodes: {len(self.drafts)} draft nodes for {len(self.attention)} attention nodes: "
+                "each of these asks one"
+            )
+        for node in self.drafts:
+            if node.place.is_device:
+                raise ConfigError(f"{node}: device {node.device}: they run on the CPU so far")
+
     def _check_cores(self) -> None:
         """Check that cores belong to one node only, of a process of its own."""
         owner: dict[int, NodeSpec] = {}
         for node in self.nodes:
-            if node.cores and self.is_one_process:
+            if node.cores and self.is_one_process and node.role != "draft":
                 raise ConfigError(f"{node}: cores {list(node.cores)}: all nodes are one process")
             for core in node.cores:
                 if core in owner:
@@ -276,8 +321,8 @@ class EnginePlan(Section, frozen=True, kw_only=True):
 
     def _check_threads(self) -> None:
         """Check that nodes of one process, whose threads are counted once, agree on the number."""
-        first = self.nodes[0]
-        for node in self.nodes:
+        first = self.attention[0]
+        for node in (*self.attention, *self.experts):
             if self.is_one_process and node.num_threads != first.num_threads:
                 raise ConfigError(
                     f"{node}: num_threads {node.num_threads}: all nodes are one process, and "
@@ -311,8 +356,8 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             )
 
     def _check_kernels(self) -> None:
-        """Check that all nodes add in a fixed order, or none."""
-        for node in self.nodes:
+        """Check that all nodes whose sums show add in a fixed order, or none."""
+        for node in (*self.attention, *self.experts):
             if (node.kernels == "deterministic") != self.execution.deterministic:
                 raise ConfigError(
                     f"{node}: kernels {node.kernels} with execution.deterministic "
@@ -348,8 +393,6 @@ def _check_node(node: NodeSpec, *, where: str) -> None:
         "layers": (None, "a node serves all layers"),
         "phases": ("both", "a node serves prefill and decode"),
     }
-    if isinstance(node, DraftNode):
-        raise ConfigError(f"{where}: draft nodes are not served yet")
     for name, (only, reason) in neutral.items():
         value = getattr(node, name)
         if value != only:

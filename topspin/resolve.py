@@ -8,7 +8,7 @@ plans that were read from a file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ from topspin.config import (
 )
 from topspin.cores import DEFAULT_LAYOUT, LayoutChoice, split_cores
 from topspin.devices import (
+    CPU,
     Nodes,
     assign_devices,
     auto_micro_batches,
@@ -41,6 +42,7 @@ from topspin.errors import ConfigError
 from topspin.expert_table import even_shares
 from topspin.plan import (
     AttentionNode,
+    DraftNode,
     EnginePlan,
     ExpertNode,
     KvCacheSpec,
@@ -51,6 +53,9 @@ from topspin.plan import (
 )
 from topspin.precision import check_rules, rules_of
 from topspin.settings import check_ranges
+
+DRAFT_TOKENS_PER_SEQUENCE: Final = 1024
+"""Tokens for which a draft node has room per seat of its attention nodes."""
 
 Policy = TypeVar("Policy", bound=Section)
 
@@ -94,7 +99,10 @@ def resolve(
         model=planned,
         precision=rules_of(config.model.quantization),
         kv_cache=KvCacheSpec(block_size=config.cache.block_size),
-        nodes=_nodes(config, compute, nodes, link, wait, model.num_experts, cores),
+        nodes=(
+            *_nodes(config, compute, nodes, link, wait, model.num_experts, cores),
+            *_drafts(config, planned, compute, num_attention=topology.attention_nodes),
+        ),
         links=(link,),
         execution=_policy(ExecutionPolicy, compute),
         scheduling=_scheduling(config.scheduler, nodes, link, compute, model),
@@ -113,7 +121,7 @@ def resolve(
 
 def check_precision(plan: EnginePlan, model: ModelFacts) -> None:
     """Raise ConfigError if a rule does not fit the checkpoint, or a node's kernels."""
-    for node in plan.nodes:
+    for node in (*plan.attention, *plan.experts):
         check_rules(
             plan.precision,
             num_layers=model.num_layers,
@@ -212,6 +220,39 @@ def _nodes(
         for index, (device, share) in enumerate(zip(devices.experts, shares, strict=True))
     ]
     return (*attention, *experts)
+
+
+def _drafts(
+    config: EngineConfig, model: PlannedModel, compute: ComputeSection, *, num_attention: int
+) -> list[DraftNode]:
+    """Return equal draft nodes, each with room for the longest texts of all that ask it."""
+    count, speculation = config.topology.draft_nodes, config.speculation.config
+    if not count:
+        return []
+    if speculation is None or speculation.model is None:
+        raise ConfigError(
+            f"--draft-nodes {count}: there is no draft model to compute; give one with "
+            '--speculative-config \'{"method": "draft_model", "model": ...}\''
+        )
+    if count > num_attention:
+        raise ConfigError(
+            f"--draft-nodes {count}: {num_attention} attention nodes ask one each, so that many "
+            "at most have something to do"
+        )
+    seats = config.scheduler.batch_limits(is_gpu=False).max_num_seqs * -(-num_attention // count)
+    # As long as most texts are; whoever finds no room is decoded without drafts.
+    tokens = max(model.max_model_len, seats * min(model.max_model_len, DRAFT_TOKENS_PER_SEQUENCE))
+    return [
+        DraftNode(
+            index=index,
+            device=CPU,
+            kernels="cpu",
+            wait="block",
+            num_threads=compute.num_threads,
+            kv_cache_tokens=min(tokens, 2**20),
+        )
+        for index in range(count)
+    ]
 
 
 def _scheduling(

@@ -47,9 +47,12 @@ class Kind(enum.IntEnum):
     REPLIED = 13  # expert: answers are on their way
     PLAN_SENT = 14  # scheduler: the plan of `peer` was sent
     RESULT_RECEIVED = 15  # scheduler: the result of `peer` has come
+    VERDICTS_RECEIVED = 16  # draft: the wait for verdicts
+    DRAFTED = 17  # draft: a pass of the draft model
+    OFFERED = 18  # draft: an attention node's verdicts were taken in and answered
 
 
-WAITS = frozenset({Kind.PLAN_RECEIVED, Kind.ARRIVED, Kind.GATHERED})
+WAITS = frozenset({Kind.PLAN_RECEIVED, Kind.ARRIVED, Kind.GATHERED, Kind.VERDICTS_RECEIVED})
 
 
 class Stamp(NamedTuple):

@@ -127,7 +127,7 @@ class GatewaySide:
 
     def _start_trace(self, peer: bytes, message: TraceRequest) -> None:
         is_ready = self._state.state == "ready"
-        members = self._nodes.roster.members if is_ready else []
+        members = list(self._nodes.peers) if is_ready else []
         self._nodes.ask(
             self._tracer.start(
                 peer,
@@ -153,8 +153,14 @@ class GatewaySide:
         totals = self._balancer.load.totals()
         if self.policy is not None:
             balance = self._balancer.stats()
+            drafts = self._nodes.drafts.counts
             return msgspec.structs.replace(
                 self.policy.stats(query_id, totals, self._clock()),
+                num_root_hits=sum(each.num_root_hits for each in drafts),
+                num_root_misses=sum(each.num_root_misses for each in drafts),
+                num_draft_passes=sum(each.num_passes for each in drafts),
+                num_overlapped_passes=sum(each.num_overlapped for each in drafts),
+                draft_pass_seconds=sum(each.pass_seconds for each in drafts),
                 expert_table_version=balance.table_version,
                 expert_migrations=balance.migrations,
                 expert_balance=balance.balance,

@@ -17,6 +17,7 @@ from server.scheduler.assembly import first_table, make_policy, make_watermark, 
 from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.gateways import GatewaySide
+from server.scheduler.nodes.drafts import DraftSide
 from server.scheduler.nodes.failover import POLL_S as RECOVERY_POLL_S
 from server.scheduler.nodes.failover import Failover
 from server.scheduler.nodes.faults import FailStop, Faults
@@ -107,8 +108,10 @@ class Service:
         self._log = _Log(logger)
         self._report_dead = report_dead
         tracer = Tracer(plan.trace)
+        self._drafts = DraftSide([node.index for node in plan.drafts], revision=__version__)
         self._nodes = NodeSide(
             Roster(places(plan), revision=__version__),
+            self._drafts,
             send=channel.send,
             tracer=tracer,
             log=self._log,
@@ -238,6 +241,8 @@ class Service:
         if isinstance(event, PeerGone):
             if peer in self._nodes.roster.gateways:
                 self._gateways.left(peer)
+            elif self._drafts.index(peer) is not None:
+                self._lose_draft(peer, "it closed its connection")
             elif member is not None:
                 raise self._closed(member)
         elif isinstance(event, Malformed):
@@ -248,6 +253,8 @@ class Service:
             self._on_hello(peer, event.message)
         elif peer in self._nodes.roster.gateways:
             self._gateways.handle(peer, event.message)
+        elif self._drafts.index(peer) is not None:
+            self._on_draft_message(peer, event.message)
         elif member is not None:
             self._on_node_message(member, event.message)
         else:
@@ -259,7 +266,10 @@ class Service:
     def _on_hello(self, peer: bytes, hello: Hello) -> None:
         roster = self._nodes.roster
         try:
-            roster.join(peer, hello)
+            if hello.role == "draft":
+                self._drafts.join(peer, hello)
+            else:
+                roster.join(peer, hello)
         except (VersionMismatch, ConfigError) as error:
             self._gateways.refuse(peer, str(error))
             if hello.role != "gateway" and self._gateways.is_starting:
@@ -268,19 +278,25 @@ class Service:
         self._log.info("%s %d joined (pid %d)", hello.role, hello.index, hello.pid)
         if hello.role == "gateway":
             self._gateways.joined(peer)
+        elif hello.role == "draft":
+            self._welcome_draft(peer, hello.index)
         elif self._policy is not None:
             self._faults.joined(Member(hello.role, hello.index))
         else:
             if roster.is_complete:
                 self._welcome()
-            self._gateways.set_state("starting", roster.awaited())
+            self._set_starting()
+
+    def _set_starting(self) -> None:
+        awaited = [self._nodes.roster.awaited(), self._drafts.awaited()]
+        self._gateways.set_state("starting", ", ".join(filter(None, awaited)))
 
     def _welcome(self) -> None:
         """Send Welcome to every node, now that all have joined; they then load."""
         roster, formation = self._nodes.roster, self.formation
         topology = roster.topology(roster.places, formation.table, generation=formation.generation)
         for member in roster.places:
-            assert member.role != "gateway"
+            assert member.role in ("attention", "expert")
             config = self._plan.for_node(member.role, member.index)
             if not self._nodes.tell(member, Welcome(config=config, topology=topology)):
                 raise NodeLost(f"{member} cannot be sent Welcome")
@@ -338,8 +354,13 @@ class Service:
         roster = self._nodes.roster
         roster.ready(member, message)
         self._log.info("%s ready (%.1f s)", member, message.load_s)
-        if not roster.is_ready:
-            self._gateways.set_state("starting", roster.awaited())
+        self._serve_if_ready()
+
+    def _serve_if_ready(self) -> None:
+        """Begin to serve once every node is ready."""
+        roster = self._nodes.roster
+        if not (roster.is_ready and self._drafts.is_ready):
+            self._set_starting()
             return
         policy = make_policy(self._plan, self._facts, roster, self.formation)
         self._policy = self._gateways.policy = policy
@@ -355,6 +376,42 @@ class Service:
                 report_dead=self._report_dead,
             )
         self._gateways.set_state("ready")
+
+    # Draft nodes.
+
+    def _welcome_draft(self, peer: bytes, index: int) -> None:
+        topology = self._nodes.roster.topology(
+            (), self.formation.full_table, generation=self.formation.generation
+        )
+        config = self._plan.for_node("draft", index)
+        self._channel.send(peer, Welcome(config=config, topology=topology))
+
+    def _on_draft_message(self, peer: bytes, message: AnyMessage) -> None:
+        if isinstance(message, ClockPong | TraceDump):
+            index = self._drafts.index(peer)
+            assert index is not None
+            self._gateways.trace_answer(Member("draft", index), message)
+            return
+        try:
+            is_ready = self._drafts.heard(peer, message)
+        except TopspinError as error:
+            if isinstance(error, ConfigError) and self._policy is None:
+                raise  # the engine cannot start as configured
+            self._lose_draft(peer, str(error))
+            return
+        if is_ready:
+            self._log.info("draft %d ready", self._drafts.index(peer))
+            if self._policy is None:
+                self._serve_if_ready()
+
+    def _lose_draft(self, peer: bytes, reason: str) -> None:
+        """Go on without a draft node; before the engine is ready its loss ends the start."""
+        index = self._drafts.index(peer)
+        self._drafts.leave(peer)
+        error = NodeLost(f"lost draft {index}: {reason}")
+        if self._policy is None:
+            raise error
+        self._log.warning("%s; decoding goes on without its drafts", error)
 
     def _name_cause(self, member: Member, code: str) -> None:
         """If `member` reports a lost peer, wait for its disconnection and raise NodeLost for it."""
@@ -386,19 +443,20 @@ class Service:
             self._gateways.deliver(
                 self._policy.fail_all(EngineUnavailable(f"the engine stops: {reason}"))
             )
-        roster = self._nodes.roster
-        leaving = {m for m in roster.members if self._nodes.tell(m, Stop(reason=reason))}
+        stop = Stop(reason=reason)
+        peers = self._nodes.peers.items()
+        leaving = {peer: str(member) for member, peer in peers if self._channel.send(peer, stop)}
         deadline_s = self._clock() + STOP_WAIT_S
         while True:
             gone = {event.peer for event in self._events if isinstance(event, PeerGone)}
-            leaving -= {member for member in leaving if roster.peer(member) in gone}
+            leaving = {peer: name for peer, name in leaving.items() if peer not in gone}
             self._refuse_rest()
             left_s = deadline_s - self._clock()
             if not leaving or left_s <= 0:
                 break
             self._events.extend(self._channel.poll(left_s))
-        for member in leaving:
-            self._log.warning("%s has not left", member)
+        for name in leaving.values():
+            self._log.warning("%s has not left", name)
 
     def _refuse_rest(self) -> None:
         """Refuse the requests among the remaining events, and drop the events."""

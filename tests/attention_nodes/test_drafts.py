@@ -73,6 +73,9 @@ class Script:
     def end(self, text: Text) -> None:
         self.ended.append((text.seq_id, text.tokens.tolist(), text.num_prompt, text.salt))
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -40,6 +40,9 @@ class Spoiled:
     def end(self, text: Text) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def _draft(self, request: DraftRequest) -> Draft:
         known = request.text.tokens.tolist()
         text = next(text for text in self._texts if text[: len(known)] == known)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spec_decode.asking import FIRST_WAIT_S, Patience, Questions
+from spec_decode.asking import FIRST_WAIT_S, MAX_UNANSWERED, Patience, Questions
 from spec_decode.draft import NO_DRAFT, Draft, DraftRequest, Text, accepted
 from spec_decode.forest import MAX_CHUNK, Growth
 from spec_decode.round_depth import ROUNDS, RoundDepth
@@ -71,7 +71,7 @@ class Script:
 
     def hear(self) -> None:
         self.now_s += 1.0
-        self.rounds.hear("target", self.to_draft.popleft(), self.now_s)
+        self.rounds.hear(b"target", self.to_draft.popleft(), self.now_s)
 
     def answer(self) -> None:
         self.now_s += 1.0
@@ -186,8 +186,8 @@ def test_ended_sequences_and_lost_targets_leave_nothing_behind() -> None:
     assert script.to_draft[0].ended == pack_ints([0])
     script.hear()
     assert len(script.table.verified) == 1
-    script.rounds.lose("target")
-    script.rounds.lose("another")
+    script.rounds.lose(b"target")
+    script.rounds.lose(b"another")
     assert not script.table.verified
     assert not script.rounds.grow()
 
@@ -207,16 +207,16 @@ def test_long_prompts_are_fed_while_the_target_goes_on() -> None:
     prompt = [0, 1] * MAX_CHUNK
     rounds = DraftRounds(Table(), GROWTH, max_length=10_000)
     questions = Questions()
-    rounds.hear("target", questions.ask([request(5, prompt)]), 0.0)
+    rounds.hear(b"target", questions.ask([request(5, prompt)]), 0.0)
     ((_, answer),) = rounds.take_offers()
     assert not answer.offers
     assert rounds.grow()
     text = plain(prompt, len(prompt) + 1)
-    rounds.hear("target", questions.ask([request(5, text)]), 1.0)
+    rounds.hear(b"target", questions.ask([request(5, text)]), 1.0)
     ((_, answer),) = rounds.take_offers()
     assert not answer.offers, "more than a chunk is left"
     assert rounds.grow()
-    rounds.hear("target", questions.ask([request(5, plain(text, len(text) + 1))]), 2.0)
+    rounds.hear(b"target", questions.ask([request(5, plain(text, len(text) + 1))]), 2.0)
     assert not rounds.take_offers(), "a pass is worth the wait"
     assert rounds.grow()
     ((_, answer),) = rounds.take_offers()
@@ -225,7 +225,7 @@ def test_long_prompts_are_fed_while_the_target_goes_on() -> None:
 
 def test_texts_longer_than_the_model_knows_are_not_drafted() -> None:
     rounds = DraftRounds(Table(), GROWTH, max_length=10)
-    rounds.hear("target", Questions().ask([request(1, [1] * 9, at_most=2)]), 0.0)
+    rounds.hear(b"target", Questions().ask([request(1, [1] * 9, at_most=2)]), 0.0)
     ((_, answer),) = rounds.take_offers()
     assert not answer.offers
 
@@ -254,8 +254,23 @@ def test_offers_for_another_epoch_or_root_are_dropped_and_long_ones_cut() -> Non
     second = request(0, [1, 2, 3, 2])
     asked = questions.ask([second])
     assert asked.verdicts == (Verdict(seq_id=0, start=2, tokens=pack_ints([3, 2]), at_most=MOST),)
-    assert not questions.take(TreeOffers(epoch=epoch, offers=(offer,)))
+    questions.ask([second])
+    assert not questions.take(TreeOffers(epoch=asked.epoch, offers=(offer,)))
     assert questions.drafts([second]) == [NO_DRAFT], "another epoch"
+    with pytest.raises(ProtocolError, match="an answer to question 9 of 3"):
+        questions.take(TreeOffers(epoch=9))
+
+
+def test_a_draft_node_that_never_answers_is_not_asked_for_ever() -> None:
+    questions = Questions()
+    epochs = []
+    while questions.may_ask:
+        epochs.append(questions.ask([request(0, [1, 2])]).epoch)
+    assert len(epochs) == MAX_UNANSWERED
+    assert not questions.is_answered
+    assert questions.take(TreeOffers(epoch=epochs[-1]))
+    assert questions.is_answered
+    assert questions.may_ask
 
 
 def test_whoever_is_late_is_not_waited_for_until_it_answers_in_time() -> None:
@@ -306,5 +321,5 @@ def test_the_depth_has_a_limit() -> None:
 def test_packed_fields_of_a_wrong_size_are_refused() -> None:
     rounds = DraftRounds(Table(), GROWTH, max_length=10)
     with pytest.raises(ProtocolError, match="multiple of 4"):
-        rounds.hear("target", Verdicts(epoch=1, ended=b"abc"), 0.0)
+        rounds.hear(b"target", Verdicts(epoch=1, ended=b"abc"), 0.0)
     assert list(unpack_ints(Questions().ask([request(1, [4, 5])]).verdicts[0].tokens)) == [4, 5]

@@ -105,9 +105,10 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
             str(len(plan.experts)),
         )
         environment = _node_environment(plan, plan.attention[0])
-        return [RoleCommand(name="local node", argv=argv, environment=environment)]
+        local = RoleCommand(name="local node", argv=argv, environment=environment)
+        return [local, *_draft_commands(plan, common)]
     watched = ("--failover",) if plan.failover.restart else ()
-    commands = []
+    commands = _draft_commands(plan, common)
     for node in (*plan.experts, *plan.attention):
         own = ("--transport", plan.link.transport) if node.role == "expert" else ()
         module = f"{node.role}_nodes"
@@ -119,6 +120,30 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
     return commands
 
 
+def with_draft_addresses(plan: EnginePlan, control: str) -> EnginePlan:
+    """Return `plan` with the addresses of its draft nodes, beside the scheduler's."""
+    nodes = [
+        msgspec.structs.replace(node, address=f"{control}-draft-{node.index}")
+        if node.role == "draft"
+        else node
+        for node in plan.nodes
+    ]
+    return msgspec.structs.replace(plan, nodes=tuple(nodes))
+
+
+def _draft_commands(plan: EnginePlan, common: Sequence[str]) -> list[RoleCommand]:
+    """Return the commands of draft nodes; the engine goes on without them."""
+    return [
+        RoleCommand(
+            name=str(node),
+            argv=module_argv("draft_nodes", *common, "--index", str(node.index)),
+            environment=_node_environment(plan, node),
+            part="helper",
+        )
+        for node in plan.drafts
+    ]
+
+
 def _node_environment(plan: EnginePlan, node: NodeSpec) -> dict[str, str]:
     """Return the environment of the process of `node`.
 
@@ -126,7 +151,7 @@ def _node_environment(plan: EnginePlan, node: NodeSpec) -> dict[str, str]:
     while it loads.
     """
     on_device = node.place.is_device
-    if plan.is_one_process:
+    if plan.is_one_process and node.role != "draft":
         on_device = plan.shares_device or (on_device and not plan.experts)
     environment = node_environment(
         os.environ,
@@ -170,6 +195,8 @@ def launch(
     Raises EngineError if the system cannot start a process. No process is left behind.
     """
     started = time.monotonic()
+    control = f"ipc://@topspin-{secrets.token_hex(16)}"
+    config = msgspec.structs.replace(config, plan=with_draft_addresses(config.plan, control))
     display = open_display() if display is None else display
     reader_fd, writer_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(reader_fd, "rb", buffering=0) as port_reader, ExitStack() as stack:
@@ -183,7 +210,7 @@ def launch(
         with _config_file(config) as config_fd:
             context = LaunchContext(
                 config=config,
-                control=f"ipc://@topspin-{secrets.token_hex(16)}",
+                control=control,
                 config_fd=config_fd,
                 port_fd=writer_fd,
                 dead_fd=dead_writer_fd,
@@ -196,8 +223,9 @@ def launch(
         if start.follow(supervisor, display, kernels):
             kernels.finish()
             display.announce(start.announcement())
+            supervisor.restart("helper")
             if config.plan.failover.restart:
-                supervisor.restart_workers()
+                supervisor.restart("worker")
                 _kill_the_dead(supervisor, dead_reader)
         while not supervisor.is_ending:
             supervisor.step(None)
@@ -284,6 +312,8 @@ class EngineStart:
             {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
         ).decode()
         nodes = f"{len(plan.attention)} attention + {len(plan.experts)} expert nodes"
+        if plan.drafts:
+            nodes = nodes.replace(" +", f" + {len(plan.drafts)} draft +")
         devices = dict.fromkeys(node.device for node in plan.nodes)
         if any(node.place.is_gpu for node in plan.nodes):
             nodes += f" on {' + '.join(devices)}"

@@ -33,7 +33,7 @@ _MAX_LINE_BYTES = 65536
 _MAX_LAST_WORDS_BYTES = 2**20
 
 
-Part = Literal["front", "coordinator", "worker"]
+Part = Literal["front", "coordinator", "worker", "helper"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,8 @@ class RoleCommand:
 
     `part` decides when the role is asked to stop: the front (gateway) first, so that it can finish
     its requests while the others run; then the coordinator (scheduler), which tells the workers
-    (nodes) to stop; a worker only if it was not told.
+    (nodes) to stop; a worker only if it was not told. Helpers are workers without which the others
+    go on.
     """
 
     name: str
@@ -200,7 +201,7 @@ class Supervisor:
         self._exits: list[RoleExit] = []
         self._signals: list[int] = []
         self._restarts: dict[str, _Restart] = {}
-        self._restarting = False
+        self._restarting: set[Part] = set()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._old_handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -258,12 +259,12 @@ class Supervisor:
         """Return whether a role has ended or a signal has come."""
         return bool(self._exits or self._signals)
 
-    def restart_workers(self) -> None:
-        """From now on restart a worker that ends, instead of reporting its exit.
+    def restart(self, part: Part) -> None:
+        """From now on restart a role of this part that ends, instead of reporting its exit.
 
         At once after a long life; each early end doubles the delay.
         """
-        self._restarting = True
+        self._restarting.add(part)
 
     def kill(self, pid: int) -> None:
         """Kill the running worker with process id `pid`, if there is one."""
@@ -307,7 +308,7 @@ class Supervisor:
         # If several exits are found at once, one killed by a signal is the likelier cause.
         exits = {child: self._collect(child) for child in ended}
         for child, gone in sorted(exits.items(), key=lambda item: item[1].returncode >= 0):
-            if self._restarting and child.command.part == "worker":
+            if child.command.part in self._restarting:
                 self._plan_restart(child, gone)
             else:
                 self._exits.append(gone)
@@ -341,7 +342,7 @@ class Supervisor:
 
     def stop(self) -> None:
         """End all roles: SIGTERM in order, SIGKILL for those that stay. Idempotent."""
-        self._restarting = False
+        self._restarting.clear()
         self._restarts.clear()
         front = self._of("front")
         self._terminate(front)
@@ -349,7 +350,7 @@ class Supervisor:
         # A front that is still busy gets as long as the others: it may be answering clients.
         if self._terminate(self._of("coordinator")):
             self._step_until_ended(self._children, self._graces.coordinated_s)
-        self._terminate(self._of("worker"))
+        self._terminate([*self._of("worker"), *self._of("helper")])
         self._step_until_ended(self._children, self._graces.stop_s)
         for child in self._running(self._children):
             self._emit(f"{child.command.name} did not stop in time and is killed")

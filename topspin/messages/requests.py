@@ -146,7 +146,8 @@ class Stats(Message, frozen=True, kw_only=True):
     `expert_balance_before` is that of the previous table when it was replaced. `expert_migrations`
     counts the experts that nodes had to read for new tables. `progress_age_s`: seconds since a node
     last made progress on the oldest step in flight; None if no step is in flight.
-    `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted.
+    `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted. The next
+    five are the draft nodes' (DraftCounts).
     """
 
     query_id: int
@@ -168,6 +169,11 @@ class Stats(Message, frozen=True, kw_only=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: tuple[int, ...] = ()
+    num_root_hits: int = 0
+    num_root_misses: int = 0
+    num_draft_passes: int = 0
+    num_overlapped_passes: int = 0
+    draft_pass_seconds: float = 0.0
     expert_table_version: int = 1
     expert_migrations: int = 0
     expert_balance: float = 1.0

@@ -120,6 +120,21 @@ class EngineCollector(Collector):
         for position, count in enumerate(stats.num_accepted_tokens):
             family.add_metric((self._model_name, str(position)), count)
         yield family
+        prefix = "spec_decode"
+        hits, misses = stats.num_root_hits, stats.num_root_misses
+        yield counter(f"{prefix}_root_hits", "Verified tokens that a draft node's tree had", hits)
+        yield counter(f"{prefix}_root_misses", "Verified tokens that ended such a tree", misses)
+        yield counter(
+            f"{prefix}_draft_passes", "Passes of draft nodes' models", stats.num_draft_passes
+        )
+        yield counter(
+            f"{prefix}_overlapped_draft_passes",
+            "Of these, passes for which no attention node waited",
+            stats.num_overlapped_passes,
+        )
+        yield counter(
+            f"{prefix}_draft_pass_seconds", "Time of these passes", stats.draft_pass_seconds
+        )
 
     def _expert_tokens(self, layers: Sequence[Sequence[int]]) -> Metric:
         """Return the sum of the routed pairs or, if `per_expert`, a line for each expert."""

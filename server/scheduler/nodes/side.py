@@ -1,4 +1,4 @@
-"""The scheduler's side of its nodes: their roster, and the sending of messages to them.
+"""The scheduler's side of its nodes: their lists, and the sending of messages to them.
 
 Owns sending by place, and the check that a node's messages name the node itself.
 Knows no request, and decides nothing. Called by service.py, failover.py and gateways.py.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from server.scheduler.nodes.drafts import DraftSide
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.planning.plans import Step
 from server.scheduler.traces import Ask, Tracer
@@ -53,6 +54,7 @@ class NodeSide:
     def __init__(
         self,
         roster: Roster,
+        drafts: DraftSide,
         *,
         send: Callable[[bytes, Message], bool],
         tracer: Tracer,
@@ -61,6 +63,7 @@ class NodeSide:
     ) -> None:
         """Without `experts_follow_tickets` the attention nodes' combine() runs the experts."""
         self.roster = roster
+        self.drafts = drafts
         self.experts_follow_tickets = experts_follow_tickets
         self._send = send
         self._tracer = tracer
@@ -114,9 +117,15 @@ class NodeSide:
             self._tracer.stamp(Kind.PLAN_SENT, step.ticket.step, index)
         return None
 
+    @property
+    def peers(self) -> dict[Member, bytes]:
+        """Return the connection of every node that is there, draft nodes too."""
+        taking_part = {member: self.roster.peer(member) for member in self.roster.members}
+        return taking_part | self.drafts.members
+
     def ask(self, asks: list[Ask]) -> None:
         """Send a trace's questions; a node that is lost is noticed elsewhere."""
-        members = {str(member): member for member in self.roster.members}
+        peers = {str(member): peer for member, peer in self.peers.items()}
         for name, question in asks:
-            if name in members:
-                self.tell(members[name], question)
+            if name in peers:
+                self._send(peers[name], question)

@@ -234,7 +234,7 @@ def test_nothing_stays_open() -> None:
 def test_a_worker_that_ends_is_started_again_later_each_time() -> None:
     lines: list[str] = []
     with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart_workers()
+        supervisor.restart("worker")
         started = time.monotonic()
         supervisor.start(dummy("expert 1", "crash"))
         while sum("started again" in line for line in lines) < 3:  # it ran three times
@@ -249,7 +249,7 @@ def test_a_worker_that_ends_is_started_again_later_each_time() -> None:
 @pytest.mark.parametrize("part", ["front", "coordinator"])
 def test_only_workers_are_started_again(part: Part) -> None:
     with Supervisor(emit=lambda line: None) as supervisor:
-        supervisor.restart_workers()
+        supervisor.restart("worker")
         run_until_an_exit(supervisor, [dummy("gateway", "crash", part=part)])
         assert [gone.name for gone in supervisor.exits] == ["gateway"]
 
@@ -257,7 +257,7 @@ def test_only_workers_are_started_again(part: Part) -> None:
 def test_a_stop_cancels_restarts() -> None:
     lines: list[str] = []
     with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart_workers()
+        supervisor.restart("worker")
         supervisor.start(dummy("expert 1", "crash"))
         while not any("started again" in line for line in lines):
             supervisor.step(STEP_TIMEOUT_S)
@@ -267,7 +267,7 @@ def test_a_stop_cancels_restarts() -> None:
 def test_a_worker_that_is_taken_for_dead_is_killed_though_it_is_frozen() -> None:
     lines: list[str] = []
     with Supervisor(emit=lines.append) as supervisor:
-        supervisor.restart_workers()
+        supervisor.restart("worker")
         supervisor.start(dummy("expert 1", "wait"))
         while not any(" | pid " in line for line in lines):
             supervisor.step(STEP_TIMEOUT_S)

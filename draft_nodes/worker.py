@@ -1,0 +1,128 @@
+"""The draft node: hear verdicts, make a pass, send offers.
+
+Owns one turn of the loop between the sockets and spec_decode.rounds; the node's life is
+topspin.node_life's. Attention nodes connect to it directly; the scheduler only starts and stops it
+and asks for its trace. Runs in the process's one busy thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from draft_nodes.model import DraftModel
+from spec_decode.forest import Growth
+from spec_decode.rounds import Counts, DraftRounds
+from topspin.channel import ControlClient, ControlServer, Event, PeerGone, Received
+from topspin.errors import ProtocolError
+from topspin.messages import AnyMessage, DraftCounts, Verdicts, Welcome
+from topspin.node_life import NodeLife
+from topspin.plan import NodeConfig
+from topspin.trace import Kind, Ring
+from topspin.trace_node import ring_of
+
+IDLE_S = 0.05
+"""How long a node with nothing to do waits for verdicts before it looks for a Stop."""
+COUNTS_INTERVAL_S = 1.0
+
+Load = Callable[[NodeConfig], tuple[DraftModel, Growth]]
+
+
+class DraftWorker:
+    """One draft node; implements topspin.node_life.Worker. Knows no generation and no step."""
+
+    def __init__(
+        self,
+        control: ControlClient,
+        *,
+        index: int,
+        load: Load,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`load` returns the model and how its trees grow."""
+        self._life = NodeLife(control, role="draft", index=index, can_reform=False)
+        self._index = index
+        self._load = load
+        self._clock = clock
+        self._logger = logging.getLogger("draft")
+        self._rounds: DraftRounds | None = None
+        self._server: ControlServer | None = None
+        self._trace: Ring | None = None
+        self._sent_counts = Counts()
+        self._sent_s = clock()
+        self._is_growing = False
+
+    @torch.inference_mode()
+    def serve(self) -> None:
+        """Join, serve until told to stop; raises Stopped, or an error."""
+        self._life.introduce("")
+        self._life.serve(self)
+
+    def load(self, welcome: Welcome) -> int:
+        config = welcome.config
+        model, growth = self._load(config)
+        self._rounds = DraftRounds(model, growth, max_length=model.max_length)
+        self._trace = self._life.inbox.trace = ring_of(config)
+        assert config.node.address is not None, "the launcher gives draft nodes their addresses"
+        self._server = ControlServer(config.node.address)
+        return 0
+
+    def form(self, welcome: Welcome) -> None:
+        pass
+
+    def disband(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    def wait_s(self) -> float | None:
+        """Make one turn: what has come, answers, a pass."""
+        assert self._rounds is not None
+        assert self._server is not None
+        rounds, server = self._rounds, self._server
+        events = server.poll(0.0 if self._is_growing else IDLE_S)
+        self._stamp(Kind.VERDICTS_RECEIVED)
+        for event in events:
+            self._hear(rounds, event)
+        for peer, offers in rounds.take_offers():
+            server.send(peer, offers)  # who does not read them is answered when it asks again
+            self._stamp(Kind.OFFERED)
+        began_s = self._clock()
+        self._is_growing = rounds.grow()
+        if self._is_growing:
+            rounds.took(self._clock() - began_s)
+            self._stamp(Kind.DRAFTED)
+        self._report_counts()
+        return 0.0
+
+    def _hear(self, rounds: DraftRounds, event: Event) -> None:
+        if isinstance(event, PeerGone):
+            rounds.lose(event.peer)
+            return
+        try:
+            if not isinstance(event, Received) or not isinstance(event.message, Verdicts):
+                raise ProtocolError("not a Verdicts")
+            rounds.hear(event.peer, event.message, self._clock())
+        except ProtocolError as error:
+            self._logger.warning("draft %d: dropped a message: %s", self._index, error)
+
+    def _report_counts(self) -> None:
+        assert self._rounds is not None
+        counts, now_s = self._rounds.counts, self._clock()
+        if counts == self._sent_counts or now_s - self._sent_s < COUNTS_INTERVAL_S:
+            return
+        self._sent_counts, self._sent_s = counts, now_s
+        self._life.send(DraftCounts(index=self._index, **counts._asdict()))
+
+    def _stamp(self, kind: Kind) -> None:
+        if self._trace is not None:
+            self._trace.stamp(kind)
+
+    def idle(self) -> None:
+        pass
+
+    def handle(self, message: AnyMessage) -> None:
+        raise ProtocolError(f"a draft node got {type(message).__name__}")
