@@ -19,7 +19,32 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention_rows import Work
-from kernels.cpu.compiled.runtime import Kernel, float_word, inlined, launch, offsets
+from kernels.cpu.compiled.attention_keys import (
+    GROUPS_PER_TASK,
+    IS_BF16,
+    K_CACHE,
+    MERGES,
+    NUM_KV_HEADS,
+    NUM_MERGES,
+    NUM_PIECES,
+    OUT,
+    OUT_STRIDE,
+    PARTS,
+    PIECES,
+    Q_STRIDE,
+    REPEAT,
+    SCALE,
+    V_CACHE,
+    WORK,
+    Q,
+    ask_for_run,
+    bytes_of_head,
+    bytes_of_slot,
+    key_offset,
+    position_of,
+    run_length,
+)
+from kernels.cpu.compiled.runtime import Kernel, float_word, inlined, launch
 from kernels.cpu.simd import attention as inner
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
@@ -32,17 +57,6 @@ PIECE_BYTES: Final = 56
 # States of the query heads of one task; half of a first-level cache.
 STATE_BYTES: Final = 16 << 10
 _VECTOR: Final = 4 * simd.LANES
-
-(
-    Q, Q_STRIDE, OUT, OUT_STRIDE, K_CACHE, V_CACHE, BLOCK_SIZE, NUM_KV_HEADS, REPEAT, HEAD_DIM,
-    IS_BF16, SCALE, WORK,
-) = offsets(13)  # fmt: skip
-"""The kernel's arguments. Strides are in bytes; WORK is the address of WorkWords."""
-
-(
-    PIECES, NUM_PIECES, MERGES, NUM_MERGES, PARTS, BRANCHES, TABLES, TABLE_STRIDE, GROUPS_PER_TASK,
-) = range(0, 72, 8)  # fmt: skip
-"""Offsets in WorkWords."""
 
 
 def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
@@ -159,79 +173,6 @@ _scratch_states = simd.stack(STATE_BYTES)
 
 
 @inlined
-def _position(block: int, piece: int, key: int) -> int:
-    """Return the position of a key in the piece's sequence."""
-    if key < simd.read_i64(piece + 40):
-        return key
-    position: int = simd.read_i64(_branch(block, piece) + 8 * key)
-    return position
-
-
-@inlined
-def _branch(block: int, piece: int) -> int:
-    """Return the address behind which the positions of a branch lie, 8 bytes per key."""
-    work = simd.read_i64(block + WORK)
-    address: int = simd.read_i64(work + BRANCHES) + 8 * simd.read_i64(piece + 48)
-    return address
-
-
-@inlined
-def _key_address(block: int, piece: int, position: int) -> int:
-    """Return the offset in bytes of a position's slot in either cache."""
-    block_size = simd.read_i64(block + BLOCK_SIZE)
-    index = position // block_size
-    work = simd.read_i64(block + WORK)
-    seq_idx = simd.read_i64(piece + 8)
-    table = simd.read_i64(work + TABLES) + seq_idx * simd.read_i64(work + TABLE_STRIDE)
-    slot = simd.read_i32(table + 4 * index) * block_size + position - index * block_size
-    offset: int = slot * _slot_bytes(block)
-    return offset
-
-
-@inlined
-def _head_bytes(block: int) -> int:
-    size: int = simd.read_i64(block + HEAD_DIM) * (4 - 2 * simd.read_i64(block + IS_BF16))
-    return size
-
-
-@inlined
-def _slot_bytes(block: int) -> int:
-    size: int = simd.read_i64(block + NUM_KV_HEADS) * _head_bytes(block)
-    return size
-
-
-@inlined
-def _run_length(block: int, piece: int, key: int, position: int, stop: int) -> int:
-    """Count the keys from `key` on, at most 16, below `stop`, that lie one behind the other.
-
-    The first of them is at `position`.
-    """
-    block_size = simd.read_i64(block + BLOCK_SIZE)
-    most: int = min(block_size - position % block_size, stop - key, simd.LANES)
-    first_listed: int = simd.read_i64(piece + 40)
-    if key < first_listed:
-        return min(most, first_listed - key)
-    branch, count = _branch(block, piece) + 8 * key, 1
-    while count < most and simd.read_i64(branch + 8 * count) == position + count:
-        count += 1
-    return count
-
-
-@inlined
-def _ask_for_run(block: int, cache: int, piece: int, key: int, stop: int, num_bytes: int) -> None:
-    """Prefetch `num_bytes` of each key or value of the run that begins at `key`."""
-    if key < stop:
-        position = _position(block, piece, key)
-        count, stride = _run_length(block, piece, key, position, stop), _slot_bytes(block)
-        run = cache + _key_address(block, piece, position)
-        if num_bytes == stride:
-            simd.prefetch(run, count * stride)
-        else:
-            for idx in range(count):
-                simd.prefetch(run + idx * stride, num_bytes)
-
-
-@inlined
 def _score_chunk(
     block: int,
     piece: int,
@@ -248,16 +189,16 @@ def _score_chunk(
 
     Prefetches `ask_bytes` of each of their values at `ask` meanwhile; 0: none.
     """
-    head_bytes, stride = _head_bytes(block), _slot_bytes(block)
+    head_bytes, stride = bytes_of_head(block), bytes_of_slot(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
     scale = vectors.splat(simd.read_f32(block + SCALE))
     key = start
     while key < stop:
-        position = _position(block, piece, key)
-        count = _run_length(block, piece, key, position, stop)
-        run = keys + _key_address(block, piece, position)
+        position = position_of(block, piece, key)
+        count = run_length(block, piece, key, position, stop)
+        run = keys + key_offset(block, piece, position)
         if ask_bytes:
-            _ask_for_run(block, ask, piece, key, stop, ask_bytes)
+            ask_for_run(block, ask, piece, key, stop, ask_bytes)
         for head in range(heads):
             place = scores + head * SCORE_PITCH + 4 * (key - start)
             one = query + head * head_bytes
@@ -313,17 +254,17 @@ def _add_values(
 
     Prefetches `ask_bytes` of each key at `ask` of the piece's next chunk; 0: none.
     """
-    head_bytes, stride = _head_bytes(block), _slot_bytes(block)
+    head_bytes, stride = bytes_of_head(block), bytes_of_slot(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
     key_end = simd.read_i64(piece + 24)
     key = start
     while key < stop:
-        position = _position(block, piece, key)
-        count = _run_length(block, piece, key, position, stop)
-        run = values + _key_address(block, piece, position)
+        position = position_of(block, piece, key)
+        count = run_length(block, piece, key, position, stop)
+        run = values + key_offset(block, piece, position)
         weights = scores + 4 * (key - start)
         if ask_bytes:
-            _ask_for_run(block, ask, piece, key + CHUNK_KEYS, key_end, ask_bytes)
+            ask_for_run(block, ask, piece, key + CHUNK_KEYS, key_end, ask_bytes)
         for offset in range(0, head_bytes, SLICE):
             rest = (head_bytes - offset) // 4
             sums = state + _VECTOR + offset * (1 + is_bf16)
@@ -364,7 +305,7 @@ def _clear(state: int, num_vectors: int) -> None:
 @inlined
 def _write_out(block: int, state: int, out: int) -> None:
     """Divide a head's weighted sum by its sum of exponentials and write it."""
-    head_bytes = _head_bytes(block)
+    head_bytes = bytes_of_head(block)
     is_bf16 = simd.read_i64(block + IS_BF16)
     total = vectors.splat(simd.read_f32(state + 4))
     for offset in range(0, head_bytes, SLICE):
@@ -380,7 +321,7 @@ def _write_out(block: int, state: int, out: int) -> None:
 
 @inlined
 def _state_vectors(block: int) -> int:
-    head_bytes = _head_bytes(block)
+    head_bytes = bytes_of_head(block)
     slices = (head_bytes + SLICE - 1) // SLICE
     count: int = 1 + slices * (1 + simd.read_i64(block + IS_BF16))
     return count
@@ -404,7 +345,7 @@ def _do_chunk(
     Prefetches meanwhile `ask_bytes` of each of these values and of the keys of the next chunk.
     """
     row = simd.read_i64(piece)
-    repeat, head_bytes = simd.read_i64(block + REPEAT), _head_bytes(block)
+    repeat, head_bytes = simd.read_i64(block + REPEAT), bytes_of_head(block)
     group = first // repeat
     heads: int = min(repeat - first % repeat, TILE_HEADS)
     query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE) + first * head_bytes
@@ -428,7 +369,7 @@ def _do_piece(
 ) -> None:
     """Attend one piece's row to its keys with query heads first_head <= h < last_head."""
     row, part = simd.read_i64(piece), simd.read_i64(piece + 32)
-    head_bytes = _head_bytes(block)
+    head_bytes = bytes_of_head(block)
     pitch = _state_vectors(block) * _VECTOR
     state = states
     if part >= 0:
@@ -444,7 +385,7 @@ def _do_piece(
     ask_bytes = (last_head - first_head) // repeat * head_bytes
     keys = simd.read_i64(block + K_CACHE) + first_head // repeat * head_bytes
     for key in range(start, min(start + CHUNK_KEYS, key_end), simd.LANES):
-        _ask_for_run(block, keys, piece, key, key_end, ask_bytes)
+        ask_for_run(block, keys, piece, key, key_end, ask_bytes)
     while start < key_end:
         stop = min(start + CHUNK_KEYS, key_end)
         head = first_head
@@ -463,7 +404,7 @@ def _do_piece(
 def _merge(block: int, merge: int, group: int, state: int) -> None:
     """Join the parts of one row for the query heads of one key/value head."""
     row, first, count = simd.read_i64(merge), simd.read_i64(merge + 8), simd.read_i64(merge + 16)
-    repeat, head_bytes = simd.read_i64(block + REPEAT), _head_bytes(block)
+    repeat, head_bytes = simd.read_i64(block + REPEAT), bytes_of_head(block)
     num_vectors = _state_vectors(block)
     num_heads = repeat * simd.read_i64(block + NUM_KV_HEADS)
     step = num_heads * num_vectors * _VECTOR
