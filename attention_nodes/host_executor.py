@@ -51,10 +51,7 @@ class HostExecutor:
         self._rotary = rotary
         self._stream = runtime.current_stream()
         self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
-        self._steps = None
-        if recordings:
-            vocab_size = decoder.config.vocab_size
-            self._steps = recorded_steps(decoder.ops, runtime, vocab_size=vocab_size)
+        self._steps = recorded_steps(decoder, runtime, rotary) if recordings else None
         # Its only stamp is when the layers of the last recorded step ended.
         self._clock = Ring(1)
         stamps = runtime.stamps_of(self._clock)
@@ -78,9 +75,17 @@ class HostExecutor:
         return host_inputs(micro_batches, self._rotary)
 
     def place(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Placed:
-        inputs = host_inputs(micro_batches, self._rotary)
-        is_recorded = self._steps is not None and (net is None or net.is_graph_safe)
-        return Placed(inputs, key_of(inputs) if is_recorded else None)
+        key = self._key(micro_batches, net)
+        if key is not None and self._steps is not None:
+            inputs = self._steps.take(key, micro_batches)
+            if inputs is not None:
+                return Placed(inputs, key)
+        return Placed(host_inputs(micro_batches, self._rotary), key)
+
+    def _key(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Key | None:
+        if self._steps is None or not (net is None or net.is_graph_safe):
+            return None
+        return None if any(each.scored for each in micro_batches) else key_of(micro_batches)
 
     def run(
         self, placed: Placed, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None

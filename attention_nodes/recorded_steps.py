@@ -8,15 +8,17 @@ host_executor.py and by draft_nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.step_inputs import StepInputs
+from attention_nodes.decoder import Decoder
+from attention_nodes.rotary import RotaryTable
+from attention_nodes.step_inputs import Indexed, StepInputs
 from kernels.contracts import AttentionMeta
-from kernels.dispatch import Ops
 from kernels.recordings import Recordings
 from kernels.runtime import Runtime
 
@@ -27,20 +29,23 @@ MAX_SEQUENCE_ROWS: Final = 8
 # Recordings that are kept: about 100 KB each for 30 layers, besides their rows.
 MAX_RECORDINGS: Final = 64
 
-Renew = Callable[[AttentionMeta, AttentionMeta], None]
+Renew = Callable[
+    [AttentionMeta, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], None
+]
 """Lets a recorded step attend to other keys: kernels.cpu.attention.renew."""
 
 Key = tuple[tuple[int, ...], int]
 """The rows of each micro-batch, and the number of rows to sample."""
 
 
-def key_of(inputs: StepInputs) -> Key | None:
+def key_of(micro_batches: Sequence[Indexed]) -> Key | None:
     """Return the shape of a step; None: such steps are not recorded."""
-    rows = tuple(part.num_tokens for part in inputs.parts)
-    longest = max((part.meta.max_query_len for part in inputs.parts), default=0)
-    if not 0 < sum(rows) <= MAX_RECORDED_ROWS or longest > MAX_SEQUENCE_ROWS:
+    rows = tuple(len(each.tokens) for each in micro_batches)
+    if not 0 < sum(rows) <= MAX_RECORDED_ROWS:
         return None
-    return None if inputs.to_score is not None else (rows, len(inputs.sample_rows))
+    if any(each.counts.max(initial=0) > MAX_SEQUENCE_ROWS for each in micro_batches):
+        return None
+    return rows, sum(len(each.sample_rows) for each in micro_batches)
 
 
 class _Recorded(NamedTuple):
@@ -49,29 +54,52 @@ class _Recorded(NamedTuple):
     inputs: StepInputs
     logits: Tensor
 
-    def take(self, other: StepInputs, renew: Renew) -> None:
-        """Let the next replay run with the numbers of `other`.
+    def take(self, micro_batches: Sequence[Indexed], rotary: RotaryTable, renew: Renew) -> None:
+        """Let the next replay run with the numbers of `micro_batches`.
 
         They are copied as arrays: a tensor's copy_ takes several times as long.
         """
-        own = self.inputs
-        own.tokens.numpy()[:] = other.tokens.numpy()
-        own.sample_rows.numpy()[:] = other.sample_rows.numpy()
-        for part, theirs in zip(own.parts, other.parts, strict=True):
-            part.cos.numpy()[:] = theirs.cos.numpy()
-            part.sin.numpy()[:] = theirs.sin.numpy()
-            part.kv_slots.numpy()[:] = theirs.kv_slots.numpy()
-            renew(part.meta, theirs.meta)
+        begin, tokens, sample_rows = 0, self.inputs.tokens.numpy(), self.inputs.sample_rows.numpy()
+        for part, each in zip(self.inputs.parts, micro_batches, strict=True):
+            tokens[part.start : part.start + part.num_tokens] = each.tokens
+            end = begin + len(each.sample_rows)
+            sample_rows[begin:end] = each.sample_rows + part.start
+            begin = end
+            rotary.gather(each.positions, each.prompt_lens, out=(part.cos, part.sin))
+            part.kv_slots.numpy()[:] = each.kv_slots
+            renew(
+                part.meta,
+                each.query_start,
+                each.context_lens,
+                each.block_tables,
+                each.tree_mask,
+                each.tree_lens,
+            )
 
 
 class RecordedSteps:
     """The recorded steps of one model."""
 
-    def __init__(self, runtime: Runtime, renew: Renew, *, vocab_size: int) -> None:
+    def __init__(
+        self, runtime: Runtime, rotary: RotaryTable, renew: Renew, *, vocab_size: int
+    ) -> None:
+        self._rotary = rotary
         self._renew = renew
         self._vocab_size = vocab_size
         self._recordings: Recordings[Key] = Recordings(runtime)
         self._recorded: dict[Key, _Recorded] = {}
+
+    def take(self, key: Key, micro_batches: Sequence[Indexed]) -> StepInputs | None:
+        """Return the tensors of the recorded step of `key`, with the numbers of `micro_batches`.
+
+        None: there is none yet.
+        """
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            return None
+        # The steps before have ended.
+        recorded.take(micro_batches, self._rotary, self._renew)
+        return recorded.inputs
 
     def run(
         self,
@@ -82,23 +110,21 @@ class RecordedSteps:
     ) -> Tensor:
         """Return the logits f32[R, V] of a step whose key is `key`, valid until its next run.
 
-        `body` computes a step and writes its logits. Recordings depend on `state`.
+        `inputs` are those of take(), or, if there were none, new ones. `body` computes a step and
+        writes its logits. Recordings depend on `state`.
         """
         recorded = self._recorded.pop(key, None)
         if recorded is None:
             recorded = _Recorded(inputs, torch.empty(key[1], self._vocab_size))
-        else:
-            # The steps before have ended.
-            recorded.take(inputs, self._renew)
+        logits = recorded.logits
         self._recorded[key] = recorded
         if len(self._recorded) > MAX_RECORDINGS:
             # A recording writes to the tensors that go with it: they end together.
             oldest = next(iter(self._recorded))
             del self._recorded[oldest]
             self._recordings.drop(oldest)
-        own = recorded
-        self._recordings.run(key, lambda: body(own.inputs, own.logits), state)
-        return recorded.logits
+        self._recordings.run(key, lambda: body(inputs, logits), state)
+        return logits
 
     def clear(self) -> None:
         """Forget all recordings."""
@@ -106,10 +132,10 @@ class RecordedSteps:
         self._recorded.clear()
 
 
-def recorded_steps(ops: Ops, runtime: Runtime, *, vocab_size: int) -> RecordedSteps | None:
-    """Return the recorded steps of a model that `ops` compute; None: these are not recorded."""
-    if ops.name != "cpu":
+def recorded_steps(decoder: Decoder, runtime: Runtime, rotary: RotaryTable) -> RecordedSteps | None:
+    """Return the recorded steps of a model; None: its kernels are not recorded."""
+    if decoder.ops.name != "cpu":
         return None
     from kernels.cpu.attention import renew
 
-    return RecordedSteps(runtime, renew, vocab_size=vocab_size)
+    return RecordedSteps(runtime, rotary, renew, vocab_size=decoder.config.vocab_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +120,8 @@ class Slices(NamedTuple):
     seq_ids: IntArray
     tree_mask: npt.NDArray[np.bool_] | None = None
     """bool[T, most rows of a slice], as AttentionMeta's; None: no draft branches."""
+    tree_lens: np.ndarray | None = None
+    """i32[S], as AttentionMeta's; None: a tree is the rows of its slice."""
     drafted: tuple[Drafted, ...] = ()
     scored: tuple[Scored, ...] = ()
     ended: tuple[int, ...] = ()
@@ -128,6 +130,43 @@ class Slices(NamedTuple):
     def num_tokens(self) -> int:
         """Return T."""
         return len(self.tokens)
+
+
+class Indexed(Protocol):
+    """What a model's layers need of a micro-batch: the fields of Slices that have these names."""
+
+    @property
+    def counts(self) -> IntArray: ...
+
+    @property
+    def tokens(self) -> IntArray: ...
+
+    @property
+    def positions(self) -> IntArray: ...
+
+    @property
+    def prompt_lens(self) -> IntArray: ...
+
+    @property
+    def kv_slots(self) -> IntArray: ...
+
+    @property
+    def query_start(self) -> np.ndarray: ...
+
+    @property
+    def context_lens(self) -> np.ndarray: ...
+
+    @property
+    def block_tables(self) -> np.ndarray: ...
+
+    @property
+    def sample_rows(self) -> IntArray: ...
+
+    @property
+    def tree_mask(self) -> npt.NDArray[np.bool_] | None: ...
+
+    @property
+    def tree_lens(self) -> np.ndarray | None: ...
 
 
 class _Planned(NamedTuple):
@@ -302,24 +341,7 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
     sample_rows = []
     start = 0
     for slices in micro_batches:
-        cos, sin = rotary.gather(slices.positions, slices.prompt_lens)
-        parts.append(
-            MicroBatchInputs(
-                start=start,
-                num_tokens=slices.num_tokens,
-                cos=cos,
-                sin=sin,
-                kv_slots=torch.from_numpy(slices.kv_slots),
-                meta=AttentionMeta(
-                    query_start=torch.from_numpy(slices.query_start),
-                    context_lens=torch.from_numpy(slices.context_lens),
-                    block_tables=torch.from_numpy(slices.block_tables),
-                    max_query_len=int(slices.counts.max(initial=0)),
-                    max_context_len=int(slices.context_lens.max(initial=0)),
-                    tree_mask=mask_of(slices, torch.device("cpu")),
-                ),
-            )
-        )
+        parts.append(host_part(slices, rotary, start=start))
         sample_rows.append(slices.sample_rows + start)
         start += slices.num_tokens
     return StepInputs(
@@ -330,7 +352,29 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
     )
 
 
-def mask_of(slices: Slices, device: torch.device) -> Tensor | None:
+def host_part(slices: Indexed, rotary: RotaryTable, *, start: int = 0) -> MicroBatchInputs:
+    """Return the tensors, on the CPU, of a micro-batch that begins at the step's row `start`."""
+    cos, sin = rotary.gather(slices.positions, slices.prompt_lens)
+    lens = slices.tree_lens
+    return MicroBatchInputs(
+        start=start,
+        num_tokens=len(slices.tokens),
+        cos=cos,
+        sin=sin,
+        kv_slots=torch.from_numpy(slices.kv_slots),
+        meta=AttentionMeta(
+            query_start=torch.from_numpy(slices.query_start),
+            context_lens=torch.from_numpy(slices.context_lens),
+            block_tables=torch.from_numpy(slices.block_tables),
+            max_query_len=int(slices.counts.max(initial=0)),
+            max_context_len=int(slices.context_lens.max(initial=0)),
+            tree_mask=mask_of(slices, torch.device("cpu")),
+            tree_lens=None if lens is None else torch.from_numpy(lens),
+        ),
+    )
+
+
+def mask_of(slices: Indexed, device: torch.device) -> Tensor | None:
     """Return the tree mask on `device`."""
     return None if slices.tree_mask is None else torch.from_numpy(slices.tree_mask).to(device)
 

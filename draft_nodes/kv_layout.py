@@ -22,22 +22,22 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Placed(NamedTuple):
-    """The T rows of a pass over S sequences; fields as in AttentionMeta where they have its names.
+    """The T rows of a pass over S sequences, R of them wanted; fields as in Slices.
 
-    `positions` [T] are those in the text, `prompt_lens` [T] the lengths of the rows' prompts.
+    `sample_rows` [R] are the rows after which the next tokens are wanted.
     """
 
+    counts: IntArray
     tokens: IntArray
     positions: IntArray
     prompt_lens: IntArray
-    slots: IntArray
+    kv_slots: IntArray
     query_start: npt.NDArray[np.int32]
     context_lens: npt.NDArray[np.int32]
     block_tables: npt.NDArray[np.int32]
     tree_mask: BoolArray | None
     tree_lens: npt.NDArray[np.int32] | None
-    wanted: IntArray
-    """The rows after which the next tokens are wanted."""
+    sample_rows: IntArray
 
 
 class _Sequence:
@@ -120,12 +120,13 @@ class KvLayout:
         first_wanted = query_start[1:] - [each.num_wanted for each in rows]
         mask = _tree_mask(known, counts)
         return Placed(
+            counts=counts,
             tokens=np.array([token for each in rows for token in each.tokens], dtype=np.int64),
             positions=np.concatenate(
                 [own.num_verified - 1 + own.seen[-n:].sum(1) for own, n in _zip(known, counts)]
             ),
             prompt_lens=np.array([own.num_prompt for own in known]).repeat(counts),
-            slots=tables[seq, storage // size].astype(np.int64) * size + storage % size,
+            kv_slots=tables[seq, storage // size].astype(np.int64) * size + storage % size,
             query_start=query_start.astype(np.int32),
             context_lens=ends.astype(np.int32),
             block_tables=tables,
@@ -133,7 +134,7 @@ class KvLayout:
             tree_lens=None
             if mask is None
             else np.array([len(own.seen) for own in known], dtype=np.int32),
-            wanted=np.concatenate(
+            sample_rows=np.concatenate(
                 [np.arange(a, b) for a, b in zip(first_wanted, query_start[1:], strict=True)]
             ),
         )

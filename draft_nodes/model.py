@@ -9,6 +9,7 @@ Implements spec_decode.forest.DraftModel; knows no tree's probabilities and no t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,9 +20,8 @@ from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder, Layer
 from attention_nodes.recorded_steps import key_of, recorded_steps
 from attention_nodes.rotary import RotaryTable
-from attention_nodes.step_inputs import MicroBatchInputs, StepInputs
+from attention_nodes.step_inputs import MicroBatchInputs, StepInputs, host_part
 from draft_nodes.kv_layout import KvLayout, Placed
-from kernels.contracts import AttentionMeta
 from kernels.contracts import ExpertWeights as PackedExperts
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import Runtime, open_runtime
@@ -76,10 +76,7 @@ class DraftModel:
         # An expert is its own slot. Looking that up can be recorded; a cast of indices cannot.
         num_experts = self.config.moe.num_experts if self.config.moe is not None else 0
         self._slots = torch.arange(num_experts, dtype=torch.int32, device=runtime.device)[None]
-        self._steps = None
-        if recordings:
-            vocab_size = self.config.vocab_size
-            self._steps = recorded_steps(decoder.ops, runtime, vocab_size=vocab_size)
+        self._steps = recorded_steps(decoder, runtime, self._rotary) if recordings else None
 
     @classmethod
     def load(cls, path: Path, settings: Settings) -> DraftModel:
@@ -159,15 +156,7 @@ class DraftModel:
     @torch.inference_mode()
     def log_probs(self, rows: Sequence[Rows]) -> Tensor:
         """Compute `rows`; return fp32 log-probabilities [R, V] after the wanted ones, in order."""
-        inputs = self._inputs(self._layout.place(rows))
-        key = key_of(inputs)
-        if self._steps is None or key is None:
-            shape = (len(inputs.sample_rows), self.config.vocab_size)
-            logits = torch.empty(shape, device=inputs.tokens.device)
-            self._compute(inputs, logits)
-        else:
-            logits = self._steps.run(key, inputs, self._compute, None)
-        return logits.log_softmax(-1)
+        return self._logits(self._layout.place(rows)).log_softmax(-1)
 
     @torch.inference_mode()
     def cached(self, seq_id: int) -> list[Tensor]:
@@ -175,6 +164,18 @@ class DraftModel:
         slots = torch.from_numpy(self._layout.slots_of(seq_id)).to(self._runtime.device)
         cache = self._decoder.kv
         return [each.flatten(0, 1).index_select(0, slots) for each in (*cache.keys, *cache.values)]
+
+    def _logits(self, placed: Placed) -> Tensor:
+        """Return the logits f32[R, V] of the wanted rows, valid until the next pass."""
+        key = key_of([placed])
+        if self._steps is None or key is None:
+            inputs = self._inputs(placed)
+            shape = (len(inputs.sample_rows), self.config.vocab_size)
+            logits = torch.empty(shape, device=self._runtime.device)
+            self._compute(inputs, logits)
+            return logits
+        inputs = self._steps.take(key, [placed]) or self._inputs(placed)
+        return self._steps.run(key, inputs, self._compute, None)
 
     def _compute(self, inputs: StepInputs, logits: Tensor) -> None:
         """Run all layers and write the logits f32[R, V] of the wanted rows."""
@@ -200,29 +201,28 @@ class DraftModel:
 
     def _inputs(self, placed: Placed) -> StepInputs:
         device = self._runtime.device
-        cos, sin = self._rotary.gather(placed.positions, placed.prompt_lens)
-        mask, lens = placed.tree_mask, placed.tree_lens
-        part = MicroBatchInputs(
-            start=0,
-            num_tokens=len(placed.tokens),
-            cos=cos.to(device),
-            sin=sin.to(device),
-            kv_slots=torch.from_numpy(placed.slots).to(device),
-            meta=AttentionMeta(
-                query_start=torch.from_numpy(placed.query_start).to(device),
-                context_lens=torch.from_numpy(placed.context_lens).to(device),
-                block_tables=torch.from_numpy(placed.block_tables).to(device),
-                max_query_len=int((placed.query_start[1:] - placed.query_start[:-1]).max()),
-                max_context_len=int(placed.context_lens.max()),
-                tree_mask=None if mask is None else torch.from_numpy(mask).to(device),
-                tree_lens=None if lens is None else torch.from_numpy(lens).to(device),
-            ),
-        )
-        return StepInputs(
-            tokens=torch.from_numpy(placed.tokens).to(device),
-            parts=[part],
-            sample_rows=torch.from_numpy(placed.wanted).to(device),
-        )
+        part = host_part(placed, self._rotary)
+        tokens, wanted = (torch.from_numpy(each) for each in (placed.tokens, placed.sample_rows))
+        return StepInputs(tokens.to(device), [_on_device(part, device)], wanted.to(device))
+
+
+def _on_device(part: MicroBatchInputs, device: torch.device) -> MicroBatchInputs:
+    """Return the tensors of `part` on `device`."""
+    meta = part.meta
+    return replace(
+        part,
+        cos=part.cos.to(device),
+        sin=part.sin.to(device),
+        kv_slots=part.kv_slots.to(device),
+        meta=replace(
+            meta,
+            query_start=meta.query_start.to(device),
+            context_lens=meta.context_lens.to(device),
+            block_tables=meta.block_tables.to(device),
+            tree_mask=None if meta.tree_mask is None else meta.tree_mask.to(device),
+            tree_lens=None if meta.tree_lens is None else meta.tree_lens.to(device),
+        ),
+    )
 
 
 def _pack_experts(

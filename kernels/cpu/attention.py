@@ -31,6 +31,9 @@ from kernels.reference import visible
 # Pieces up to SINGLE_ROWS query rows are computed row by row: a row takes 5 us at 160 keys, a
 # group 40 us and more.
 SINGLE_ROWS: Final = 8
+Integers = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+
 _MEMO: Final = "cpu_attention"
 _NO_BRANCH: Final[tuple[int, ...]] = ()
 # Pieces up to SHORT_ROWS query rows share padded groups; longer slices of a prompt are
@@ -62,6 +65,18 @@ class _Piece(NamedTuple):
         return self.key_end - self.key_start
 
 
+class _Queries(NamedTuple):
+    """The fields of AttentionMeta by which rows and keys are chosen, on the host.
+
+    `tree_mask` None: there are no trees, and `tree_lens` does not matter.
+    """
+
+    query_start: Sequence[int]
+    context_lens: Sequence[int]
+    tree_mask: Mask | None
+    tree_lens: Sequence[int]
+
+
 class _Group(NamedTuple):
     """Pieces that are computed by one call."""
 
@@ -91,12 +106,12 @@ class _Plan(NamedTuple):
     num_rows: int
 
 
-def _pieces(meta: AttentionMeta, sliding_window: int | None) -> Iterator[_Piece]:
-    query_start, tree_lens = meta.query_start.tolist(), _tree_lens(meta)
-    for idx, context_len in enumerate(meta.context_lens.tolist()):
+def _pieces(queries: _Queries, sliding_window: int | None) -> Iterator[_Piece]:
+    query_start, context_lens, tree_mask, tree_lens = queries
+    for idx, context_len in enumerate(context_lens):
         start = query_start[idx]
         num_new = query_start[idx + 1] - start
-        if tree_lens is not None:
+        if tree_mask is not None:
             if num_new:
                 yield _tree_piece(idx, start, num_new, context_len, tree_lens[idx], sliding_window)
             continue
@@ -118,24 +133,25 @@ def _tree_piece(
     return _Piece(idx, start, num_new, key_start, key_end, num_tree)
 
 
-def _single_rows(meta: AttentionMeta, pieces: Iterable[_Piece], window: int | None) -> list[Row]:
+def _single_rows(
+    pieces: Iterable[_Piece], tree_mask: Mask | None, sliding_window: int | None
+) -> list[Row]:
     """Return the rows that are computed one by one, with the keys that each sees."""
     rows = []
-    mask = None if meta.tree_mask is None else meta.tree_mask.numpy()
     for piece in pieces:
         if piece.num_rows > SINGLE_ROWS:
             continue
         for idx in range(piece.num_rows):
             row = piece.first_row + idx
             num_keys, branch = piece.key_end - piece.num_rows + idx + 1, _NO_BRANCH
-            if mask is not None:
-                num_keys, branch = _branch(mask[row], piece)
-            key_start = 0 if window is None else max(0, num_keys - window)
+            if tree_mask is not None:
+                num_keys, branch = _branch(tree_mask[row], piece)
+            key_start = 0 if sliding_window is None else max(0, num_keys - sliding_window)
             rows.append(Row(row, piece.seq_idx, key_start, num_keys, branch))
     return rows
 
 
-def _branch(seen: npt.NDArray[np.bool_], piece: _Piece) -> tuple[int, tuple[int, ...]]:
+def _branch(seen: Mask, piece: _Piece) -> tuple[int, tuple[int, ...]]:
     """Return the number of keys of a tree's row, and the positions of the last, as in Row.
 
     `seen` is its row of the mask.
@@ -241,8 +257,14 @@ def _plan(
     singly = can_attend(q, k_cache, meta.block_tables, out)
     memo_key = (_MEMO, sliding_window, block_size, num_groups, head_dim, repeat, singly)
     if memo_key not in meta.memo:
-        pieces = tuple(_pieces(meta, sliding_window))
-        rows = _single_rows(meta, pieces, sliding_window) if singly else []
+        queries = _queries(
+            meta.query_start.numpy(),
+            meta.context_lens.numpy(),
+            None if meta.tree_mask is None else meta.tree_mask.numpy(),
+            None if meta.tree_lens is None else meta.tree_lens.numpy(),
+        )
+        pieces = tuple(_pieces(queries, sliding_window))
+        rows = _single_rows(pieces, queries.tree_mask, sliding_window) if singly else []
         groups = tuple(
             _make_group(
                 joined,
@@ -265,28 +287,39 @@ def _plan(
     return cast("_Plan", meta.memo[memo_key])
 
 
-def _tree_lens(meta: AttentionMeta) -> list[int] | None:
-    """Return the lengths of the sequences' trees; None: there are none."""
-    if meta.tree_mask is None:
-        return None
-    lengths = meta.query_start.diff() if meta.tree_lens is None else meta.tree_lens
-    found: list[int] = lengths.tolist()
-    return found
+def _queries(
+    query_start: Integers,
+    context_lens: Integers,
+    tree_mask: Mask | None,
+    tree_lens: Integers | None,
+) -> _Queries:
+    lengths: list[int] = []
+    if tree_mask is not None:
+        lengths = (np.diff(query_start) if tree_lens is None else tree_lens).tolist()
+    return _Queries(query_start.tolist(), context_lens.tolist(), tree_mask, lengths)
 
 
-def renew(recorded: AttentionMeta, other: AttentionMeta) -> None:
-    """Let a recorded step, which attended by `recorded`, attend by `other`.
+def renew(
+    recorded: AttentionMeta,
+    query_start: Integers,
+    context_lens: Integers,
+    block_tables: Integers,
+    tree_mask: Mask | None = None,
+    tree_lens: Integers | None = None,
+) -> None:
+    """Let a recorded step, which attended by `recorded`, attend by other fields of AttentionMeta.
 
     Both are of rows that are computed one by one: at most SINGLE_ROWS of a sequence.
     """
+    queries = _queries(query_start, context_lens, tree_mask, tree_lens)
     for key, plan in recorded.memo.items():
         if key[0] == _MEMO:
             assert isinstance(plan, _Plan)
             window = cast("int | None", key[1])
-            rows = _single_rows(other, _pieces(other, window), window)
+            rows = _single_rows(_pieces(queries, window), tree_mask, window)
             if rows:  # a micro-batch may have none, each time
                 assert plan.single is not None
-                plan.single.fill(plan_work(rows), other.block_tables)
+                plan.single.fill(plan_work(rows), torch.from_numpy(block_tables))
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:

@@ -75,7 +75,7 @@ def plan_work(rows: Sequence[Row]) -> Work:
         torch.from_numpy(np.array(pieces, dtype=np.int64).reshape(-1, 7)),
         torch.from_numpy(np.array(merges, dtype=np.int64).reshape(-1, 3)),
         num_parts,
-        torch.tensor(branches, dtype=torch.int64),
+        torch.from_numpy(np.array(branches, dtype=np.int64)),
     )
 
 

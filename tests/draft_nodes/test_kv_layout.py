@@ -40,7 +40,7 @@ def test_survivors_of_another_branch_move_behind_the_prefix_in_overlapping_range
     # The survivor follows the end of the prefix; a new row follows it.
     placed_at = layout.place([Rows(5, (9,), (0,), 1)])
     assert placed_at.positions.tolist() == [6]
-    assert placed_at.slots.tolist() == [6]
+    assert placed_at.kv_slots.tolist() == [6]
     assert placed_at.tree_mask is None, "a chain needs no mask"
 
 

@@ -132,10 +132,11 @@ def test_steps_and_passes_with_trees_are_recorded_too(
     *plain, none = run(path, "none", 1, recordings=False)
     trees: Counter[str] = Counter()
 
-    def counted(recorded: AttentionMeta, other: AttentionMeta) -> None:
-        if other.tree_mask is not None:
-            trees["target" if other.tree_lens is None else "draft"] += 1
-        renew(recorded, other)
+    def counted(recorded: AttentionMeta, *fields: Any) -> None:
+        *_, tree_mask, tree_lens = fields
+        if tree_mask is not None:
+            trees["target" if tree_lens is None else "draft"] += 1
+        renew(recorded, *fields)
 
     monkeypatch.setattr("kernels.cpu.attention.renew", counted)
     *found, runs = run(path, "none", 1, recordings=True, speculation=DRAFT_MODEL)
