@@ -201,6 +201,7 @@ def test_processors_without_bf16_instructions() -> None:
         "    case = attention_case(LENS, [1] * len(LENS), heads=heads, block_size=16,"
         " dtype=torch.bfloat16)\n"
         "    check(case)\n"
+        "test_branches_give_the_bits_of_the_same_keys_in_a_row(torch.bfloat16, 16, None)\n"
     )
     environment = os.environ | {PORTABLE_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(

@@ -1,0 +1,35 @@
+"""Which steps are recorded; that recorded ones are right is for tests/identity."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from attention_nodes.recorded_steps import MAX_RECORDED_ROWS, MAX_SEQUENCE_ROWS, key_of
+from attention_nodes.step_inputs import Indexed
+
+
+def indexed(counts: list[int], num_sampled: int) -> Indexed:
+    """Return a micro-batch of sequences with so many rows."""
+    fields: dict[str, Any] = dict.fromkeys(
+        ("positions", "prompt_lens", "kv_slots", "query_start", "context_lens", "block_tables")
+    )
+    fields |= {"tree_mask": np.tri(sum(counts), dtype=bool), "tree_lens": None}
+    fields |= {"counts": np.array(counts), "tokens": np.zeros(sum(counts), dtype=np.int64)}
+    fields["sample_rows"] = np.arange(num_sampled)
+    return cast("Indexed", type("_Indexed", (), fields)())
+
+
+def test_a_step_is_recorded_by_its_rows_whatever_sequences_have_them() -> None:
+    assert key_of([indexed([1, 8, 3], 5), indexed([2], 1)]) == ((12, 2), 6)
+    assert key_of([indexed([8, 1, 1, 2], 5), indexed([1, 1], 1)]) == ((12, 2), 6)
+    assert key_of([indexed([], 0), indexed([1], 1)]) == ((0, 1), 1)
+
+
+@pytest.mark.parametrize(
+    "counts", [[], [MAX_SEQUENCE_ROWS + 1], [1] * (MAX_RECORDED_ROWS + 1)], ids=len
+)
+def test_long_pieces_and_large_steps_are_not(counts: list[int]) -> None:
+    assert key_of([indexed(counts, len(counts))]) is None
