@@ -24,7 +24,10 @@ _log = logging.getLogger("attention")
 
 
 class AskingDrafter:
-    """Drafts by the draft node at an address; satisfies spec_decode.draft.Drafter."""
+    """Drafts by the draft node at an address; satisfies spec_decode.draft.Drafter.
+
+    `num_losses` counts the connections that have ended.
+    """
 
     def __init__(
         self,
@@ -37,7 +40,8 @@ class AskingDrafter:
         self._connect = connect
         self._clock = clock
         self._patience = Patience()
-        self._lost_s: float | None = None
+        self._lost_s = 0.0
+        self.num_losses = 0
         self._open()
 
     def _open(self) -> None:
@@ -47,7 +51,7 @@ class AskingDrafter:
 
     def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         now_s = self._clock()
-        if self._client is None and self._lost_s is not None and now_s - self._lost_s >= RETRY_S:
+        if self._client is None and now_s - self._lost_s >= RETRY_S:
             self._open()
         client = self._client
         if client is None:
@@ -57,6 +61,7 @@ class AskingDrafter:
         except (PeerLost, ProtocolError) as error:
             _log.warning("the draft node is lost, decoding goes on without drafts: %s", error)
             self._client, self._lost_s = None, now_s
+            self.num_losses += 1
             client.close()
             return [NO_DRAFT] * len(requests)
 

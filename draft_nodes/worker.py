@@ -18,7 +18,7 @@ from spec_decode.forest import Growth
 from spec_decode.rounds import Counts, DraftRounds
 from topspin.channel import ControlClient, ControlServer, Event, PeerGone, Received
 from topspin.errors import ProtocolError
-from topspin.messages import AnyMessage, DraftCounts, Verdicts, Welcome
+from topspin.messages import AnyMessage, DraftCounts, Verdict, Verdicts, Welcome, pack_ints
 from topspin.node_life import NodeLife
 from topspin.plan import NodeConfig
 from topspin.trace import Kind, Ring
@@ -27,6 +27,8 @@ from topspin.trace_node import ring_of
 IDLE_S = 0.05
 """How long a node with nothing to do waits for verdicts before it looks for a Stop."""
 COUNTS_INTERVAL_S = 1.0
+NUM_WARM_UP_PASSES = 3
+"""One feeds a text, two expand leaves: the second of a shape is recorded."""
 
 Load = Callable[[NodeConfig], tuple[DraftModel, Growth]]
 
@@ -65,10 +67,21 @@ class DraftWorker:
         config = welcome.config
         model, growth = self._load(config)
         self._rounds = DraftRounds(model, growth, max_length=model.max_length)
+        self._warm_up(self._rounds)
         self._trace = self._life.inbox.trace = ring_of(config)
         assert config.node.address is not None, "the launcher gives draft nodes their addresses"
         self._server = ControlServer(config.node.address)
         return 0
+
+    def _warm_up(self, rounds: DraftRounds) -> None:
+        """Make passes for a text of no one, so that the first request finds code and memory."""
+        text = Verdict(seq_id=0, start=0, tokens=pack_ints([0] * 4), at_most=2, num_prompt=4)
+        rounds.hear(b"", Verdicts(epoch=1, verdicts=(text,)), self._clock())
+        for _ in range(NUM_WARM_UP_PASSES):
+            rounds.take_offers()
+            rounds.grow()
+        rounds.lose(b"")
+        rounds.counts = Counts()
 
     def form(self, welcome: Welcome) -> None:
         pass

@@ -23,6 +23,7 @@ from topspin.messages import (
     AnyMessage,
     ClockPing,
     ClockPong,
+    DraftCounts,
     EngineState,
     ExpertCounts,
     ExpertPeer,
@@ -58,6 +59,10 @@ from topspin.messages import (
     TraceDump,
     TraceQuery,
     TraceRequest,
+    TreeOffer,
+    TreeOffers,
+    Verdict,
+    Verdicts,
     Welcome,
     decode,
     encode,
@@ -202,6 +207,27 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     PrepareTable(table=uniform_table(num_layers=1, num_experts=3, num_nodes=2, num_redundant=2)),
     TablePrepared(role="expert", index=1, version=2),
     TablePrepared(role="expert", index=1, version=2, refusal="no memory"),
+    Verdicts(
+        epoch=5,
+        step_s=0.25,
+        verdicts=(Verdict(seq_id=4, start=2, tokens=pack_ints([7, 8]), at_most=3),),
+        ended=pack_ints([1]),
+    ),
+    TreeOffers(
+        epoch=5,
+        offers=(
+            TreeOffer(seq_id=4, root=8, tokens=pack_ints([9, 3]), parents=pack_ints([-1, -1])),
+        ),
+        unknown=pack_ints([6]),
+    ),
+    DraftCounts(
+        index=0,
+        num_root_hits=3,
+        num_root_misses=1,
+        num_passes=8,
+        num_overlapped=6,
+        pass_seconds=0.5,
+    ),
 )
 
 
@@ -251,7 +277,7 @@ def _plain(value: Any) -> Any:
 
 def test_golden_bytes_of_a_ticket() -> None:
     """The form on the wire; when it changes, so does PROTOCOL_VERSION."""
-    assert PROTOCOL_VERSION == 2
+    assert PROTOCOL_VERSION == 3
     golden = (
         b"\x88\xa4type\xaaStepTicket\xa4step\x09\xa8previous\x08\xaageneration\x01"
         b"\xadtable_version\x02\xb1num_micro_batches\x02\xacparticipants\x92\x00\x01"

@@ -34,6 +34,7 @@ from topspin.plan import (
     load_serve_config,
 )
 from topspin.precision import rules_of
+from topspin.speculation import Speculation
 
 ATTENTION = AttentionNode(
     index=0,
@@ -45,7 +46,8 @@ ATTENTION = AttentionNode(
     kv_cache_bytes=2**20,
 )
 EXPERT = ExpertNode(index=0, device="cpu", kernels="cpu", wait="block", experts=8)
-DRAFT = DraftNode(index=0, device="cpu", kernels="cpu", wait="block")
+DRAFT = DraftNode(index=0, device="cpu", kernels="cpu", wait="block", kv_cache_tokens=99)
+SELF = Speculation(method="draft_model", model="self-int4")
 LINK = LinkSpec(transport="shm", payload="bf16", window_rows=32)
 LOCAL = replace(LINK, transport="local")
 ON_GPU: dict[str, Any] = {"device": "cuda:0", "kernels": "triton"}
@@ -76,6 +78,19 @@ def test_nodes_are_found_by_role_and_index() -> None:
     assert [str(node) for node in made.nodes] == ["expert 0", "attention 0", "attention 1"]
     with pytest.raises(AssertionError, match="expert 0 is no attention node"):
         _ = made.for_node("expert").attention
+
+
+def test_attention_nodes_share_draft_nodes_by_index() -> None:
+    attention = [replace(ATTENTION, index=index) for index in range(3)]
+    drafts = [replace(DRAFT, index=index, address=f"ipc:{index}") for index in range(2)]
+    made = made_of(*attention, EXPERT, *drafts, speculation=SELF)
+    assert made.drafts == drafts
+    assert made.for_node("draft", 1).draft == drafts[1]
+    found = [made.for_node("attention", index).draft_address for index in range(3)]
+    assert found == ["ipc:0", "ipc:1", "ipc:0"]
+    assert made_of(ATTENTION, EXPERT).for_node("attention").draft_address is None
+    with pytest.raises(AssertionError, match="expert 0 is no draft node"):
+        _ = made.for_node("expert").draft
 
 
 def test_every_node_gets_the_parts_that_it_shares() -> None:
@@ -144,6 +159,22 @@ def test_one_process_on_one_device_shares_it() -> None:
         changed(link=replace(LOCAL, gbps=5.0, latency_us=1.0, payload="int8"), wait="spin"),
         changed(link=LOCAL, num_threads=None),
         made_of(ATTENTION, link=LOCAL),
+        made_of(ATTENTION, EXPERT, DRAFT, speculation=SELF),
+        # A process of its own beside that of the others, with other threads and kernels.
+        made_of(
+            replace(ATTENTION, num_threads=2),
+            replace(EXPERT, num_threads=2),
+            replace(DRAFT, num_threads=1, cores=(1,)),
+            link=LOCAL,
+            speculation=SELF,
+        ),
+        made_of(
+            replace(ATTENTION, kernels="deterministic"),
+            replace(EXPERT, kernels="deterministic"),
+            DRAFT,
+            speculation=SELF,
+            execution=ExecutionPolicy(deterministic=True),
+        ),
         made_of(
             replace(ATTENTION, kernels="deterministic"),
             replace(EXPERT, kernels="deterministic"),
@@ -156,7 +187,23 @@ def test_what_an_engine_can_run_is_accepted(made: EnginePlan) -> None:
 
 
 REFUSED: list[tuple[EnginePlan, str]] = [
-    (made_of(ATTENTION, EXPERT, DRAFT), r"nodes\[2\] \(draft 0\): draft nodes are not served yet"),
+    (made_of(ATTENTION, EXPERT, DRAFT), r"draft 0: there is no draft model; give speculation one"),
+    (
+        made_of(ATTENTION, EXPERT, DRAFT, replace(DRAFT, index=1), speculation=SELF),
+        r"nodes: 2 draft nodes for 1 attention nodes: each of these asks one",
+    ),
+    (
+        made_of(ATTENTION, EXPERT, replace(DRAFT, **ON_GPU), speculation=SELF),
+        r"draft 0: device cuda:0: they run on the CPU so far",
+    ),
+    (
+        made_of(ATTENTION, EXPERT, replace(DRAFT, index=1), speculation=SELF),
+        r"nodes: draft nodes have the indices \[1\], not 0",
+    ),
+    (
+        made_of(ATTENTION, EXPERT, replace(DRAFT, address="ipc:x"), speculation=SELF),
+        r"nodes\[2\] \(draft 0\): address 'ipc:x': nodes of one host find each other",
+    ),
     (changed(tp=2), r"nodes\[0\] \(attention 0\): tp 2: a node is one device .*leave it at 1"),
     (changed(layers=(0, 4)), r".*: layers \(0, 4\): a node serves all layers .*leave it at null"),
     (changed(phases="decode"), r".*: phases 'decode': a node serves prefill and .*at both"),

@@ -298,6 +298,7 @@ def test_memory_of_another_kind_is_refused_and_nothing_stays_open(
 
     monkeypatch.setattr("m2n_comm.gpu.ipc_forming.open_memory", open_memory)
     waits = Waits(timeout_s=10.0)
+    gc.collect()  # what earlier tests left must not be closed meanwhile
     before = len(os.listdir("/proc/self/fd"))
     shape = ipc_shape()
     table = make_table(shape, 1)

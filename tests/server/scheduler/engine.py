@@ -35,6 +35,7 @@ from topspin.messages import (
 )
 from topspin.plan import (
     AttentionNode,
+    DraftNode,
     EnginePlan,
     ExpertNode,
     KvCacheSpec,
@@ -61,6 +62,7 @@ def make_config(
     transport: Transport = "shm",
     deadline_s: float = 30.0,
     failover: FailoverSection | None = None,
+    draft_nodes: int = 0,
 ) -> EnginePlan:
     """Return the plan of equal nodes with small limits; expert nodes hold 2 experts each."""
     attention = [
@@ -79,10 +81,14 @@ def make_config(
         ExpertNode(index=index, device="cpu", kernels="cpu", wait="block", experts=2)
         for index in range(num_expert_nodes)
     ]
+    drafts = [
+        DraftNode(index=index, device="cpu", kernels="cpu", wait="block", kv_cache_tokens=64)
+        for index in range(draft_nodes)
+    ]
     return EnginePlan(
         model=PlannedModel(path="unused", max_model_len=max_model_len, dtype="float32"),
         kv_cache=KvCacheSpec(block_size=block_size),
-        nodes=(*attention, *experts),
+        nodes=(*attention, *experts, *drafts),
         links=(
             LinkSpec(transport=transport, payload="fp32", window_rows=16, deadline_s=deadline_s),
         ),

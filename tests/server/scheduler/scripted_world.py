@@ -73,11 +73,18 @@ class FakeChannel:
 class World:
     """A service and its peers: two attention nodes, two expert nodes and a gateway."""
 
-    def __init__(self, *, transport: Transport = "shm", facts: EngineFacts = FACTS) -> None:
+    def __init__(
+        self,
+        *,
+        transport: Transport = "shm",
+        facts: EngineFacts = FACTS,
+        draft_nodes: int = 0,
+    ) -> None:
         config = make_config(
             num_nodes=2,
             num_expert_nodes=2 if facts.num_moe_layers else 0,
             transport=transport,
+            draft_nodes=draft_nodes,
         )
         self.channel = FakeChannel()
         self.service = Service(

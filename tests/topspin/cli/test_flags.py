@@ -27,6 +27,7 @@ FLAGS = [
     "--quantization",
     "--attention-nodes",
     "--expert-nodes",
+    "--draft-nodes",
     "--micro-batches",
     "--enable-prefix-caching",
     "--max-queued-requests",
@@ -62,6 +63,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--quantization int4", "model.quantization", "int4"),
     ("--attention-nodes 2", "topology.attention_nodes", 2),
     ("--expert-nodes 3", "topology.expert_nodes", 3),
+    ("--draft-nodes 2", "topology.draft_nodes", 2),
     ("--max-num-seqs 5", "scheduler.max_num_seqs", 5),
     ("--max-num-batched-tokens 99", "scheduler.max_num_batched_tokens", 99),
     ("--micro-batches 3", "scheduler.micro_batches", 3),
@@ -187,6 +189,11 @@ def test_a_model_is_named_as_users_name_it(
         ("--attention-device cuda --deterministic", "only the kernels for the CPU add in"),
         ("--gpu-memory-utilization 1.5", "--gpu-memory-utilization 1.5: must be a finite number"),
         ("--expert-nodes 9", "--expert-nodes 9: the model has 8 experts per layer"),
+        ("--draft-nodes 1", "--draft-nodes 1: there is no draft model to compute"),
+        (
+            '--draft-nodes 2 --speculative-config {"method":"draft_model","model":"self-int4"}',
+            "--draft-nodes 2: 1 attention nodes ask one each",
+        ),
         ("--speculative-config on", "--speculative-config: 'on': JSON is malformed"),
         (
             '--speculative-config {"method":"eagle"}',

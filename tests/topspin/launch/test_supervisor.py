@@ -254,6 +254,18 @@ def test_only_workers_are_started_again(part: Part) -> None:
         assert [gone.name for gone in supervisor.exits] == ["gateway"]
 
 
+def test_helpers_are_started_again_where_workers_are_not() -> None:
+    lines: list[str] = []
+    with Supervisor(emit=lines.append) as supervisor:
+        supervisor.restart("helper")
+        supervisor.start(dummy("draft 0", "crash", part="helper"))
+        while not any("started again" in line for line in lines):
+            supervisor.step(STEP_TIMEOUT_S)
+        assert not supervisor.is_ending
+        run_until_an_exit(supervisor, [dummy("expert 1", "crash")])
+        assert [gone.name for gone in supervisor.exits] == ["expert 1"]
+
+
 def test_a_stop_cancels_restarts() -> None:
     lines: list[str] = []
     with Supervisor(emit=lines.append) as supervisor:

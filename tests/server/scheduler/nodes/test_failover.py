@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from server.scheduler.gateways import StateName
+from server.scheduler.nodes.drafts import DraftSide
 from server.scheduler.nodes.failover import Failover
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member, Roster
@@ -66,6 +67,7 @@ class World:
         log = logging.LoggerAdapter(logging.getLogger("test"))
         self.nodes = NodeSide(
             self.roster,
+            DraftSide([], revision="test"),
             send=self._send,
             tracer=Tracer(config.trace),
             log=log,
