@@ -39,7 +39,8 @@ class LaunchedStep:
     that had nothing to feed.
     `check` is called during the wait for the step and at its end. The host began the step at
     `started_s` and enqueued its layers from `prepared_s` on (time.perf_counter); `began` and
-    `rallied` are the events of the device's begin and end of the layers.
+    `rallied` are the events of the device's begin and end of the layers. `draft_s` of its
+    preparation went to drafts.
     """
 
     ticket: StepTicket
@@ -52,6 +53,7 @@ class LaunchedStep:
     began: Event
     rallied: Event
     times: NetTimes
+    draft_s: float = 0.0
     num_drawn: int = 0
     scored: tuple[Scored, ...] = ()
     ended: tuple[int, ...] = ()
@@ -119,5 +121,6 @@ class LaunchedStep:
                 expert_s=self.times.expert_s,
                 link_s=self.times.link_s,
                 gap_s=0.0 if previous_s is None else free_s - previous_s,
+                draft_s=self.draft_s,
             ),
         )

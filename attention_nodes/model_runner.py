@@ -351,7 +351,10 @@ class ModelRunner:
             trace.step = plan.ticket.step
             trace.stamp(Kind.PLAN_RECEIVED)
         self._follow(plan, index)
-        micro_batches = self._slice_up(plan, self._drafts(plan))
+        followed = time.perf_counter()
+        drafts = self._drafts(plan)
+        drafted = time.perf_counter()
+        micro_batches = self._slice_up(plan, drafts)
         sampled = Sampled.of(micro_batches)
         self._settle_for(sampled.rows)
         asked = self._sampler.ask(sampled)
@@ -375,6 +378,7 @@ class ModelRunner:
             reserved=reserved,
             receipt=self._executor.fetch([*drawn, *ran.scores]),
             started_s=started,
+            draft_s=0.0 if self._drafter is None else drafted - followed,
             prepared_s=prepared,
             began=began,
             rallied=ran.rallied,

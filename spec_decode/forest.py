@@ -8,6 +8,7 @@ protocol.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
@@ -19,6 +20,9 @@ MAX_CHUNK: Final = 256
 """Rows of texts that the model has not seen, in one pass: a long prompt takes several."""
 MIN_CHUNK: Final = 8
 """Of these, so many of each sequence, whatever others feed: who only goes on waits for nobody."""
+FIRST_SHARE: Final = 0.7
+"""The probability of a likeliest token, before the model has named one."""
+_RATE: Final = 0.05
 
 
 class Rows(NamedTuple):
@@ -81,6 +85,13 @@ class Growth(NamedTuple):
     num_top: int
 
 
+class Prospects(NamedTuple):
+    """The tokens that a step is expected to give, and how many more after a pass."""
+
+    tokens: float
+    gain: float
+
+
 class _Sequence:
     """A sequence's tree over the last of its `known` tokens; `unfed` are not in the cache.
 
@@ -123,6 +134,7 @@ class Forest:
         self._model = model
         self._growth = growth
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()
+        self._best_share = FIRST_SHARE
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
@@ -165,6 +177,23 @@ class Forest:
         """Return whether anything may follow a sequence's last token."""
         own = self._sequences.get(seq_id)
         return own is not None and len(own.tree) > 0
+
+    def prospects(self, seq_id: int, at_most: int) -> Prospects:
+        """Return what a draft of `at_most` tokens promises, now and after a pass.
+
+        By the model's probabilities: a node of the draft counts as much as it is likely, the bonus
+        token as one; a leaf's best child as the best ones were so far.
+        """
+        own = self._sequences[seq_id]
+        best = own.tree.weights(at_most)
+        tokens = 1.0 + sum(math.exp(weight) for _, weight in best)
+        if not own.tree.is_expanded(ROOT):
+            return Prospects(tokens, self._best_share)
+        leaves = [weight for node, weight in best[:-1] if not own.tree.is_expanded(node)]
+        if len(best) < at_most:
+            leaves += [weight for node, weight in best[-1:] if not own.tree.is_expanded(node)]
+        reached = leaves[: self._growth.width]
+        return Prospects(tokens, self._best_share * sum(map(math.exp, reached)))
 
     def lag(self, seq_id: int) -> int:
         """Return how many tokens of a sequence the model has not seen."""
@@ -245,4 +274,6 @@ class Forest:
                 own.places |= {node: begin + idx for idx, node in enumerate(own_nodes)}
             for node, logps in zip(own_nodes, wanted, strict=True):
                 own.tree.expand(node, logps)
+                share = math.exp(max(logps.values(), default=-math.inf))
+                self._best_share += _RATE * (share - self._best_share)
         self._model.keep(fed)

@@ -39,6 +39,13 @@ class RoundDepth:
         fitting = int(self._target_s / self._pass_s)
         return max(1, min(fitting + self._extra, self._most))
 
+    @property
+    def pass_share(self) -> float:
+        """Return the time of a pass in steps of the target; 0 if nothing was timed."""
+        if self._target_s is None or self._pass_s is None:
+            return 0.0
+        return self._pass_s / self._target_s
+
     def passed(self, took_s: float) -> None:
         """Learn how long a pass took."""
         self._pass_s = _mean(self._pass_s, took_s)

@@ -2,11 +2,11 @@
 
 Owns what is done next: a verdict re-roots its sequence's tree; whoever waits for an offer is
 answered at once if the tree goes on there (a hit, also where the bonus token was in the tree but
-not in the verified part), else after one immediate pass; the time until the next verdict goes to
-growing the trees, up to a depth. After SwiftSpec (arXiv 2506.11309, algorithm 1), for many
-sequences of several targets. Pure: messages and durations come in, passes of the model and messages
-go out; draft_nodes.worker connects it to sockets, tests replay any order of events. Any offer may
-be late or stale: asking.py drops those.
+not in the verified part), else after one immediate pass, and more where they are worth the target's
+time; the time until the next verdict goes to growing the trees, up to a depth. After SwiftSpec
+(arXiv 2506.11309, algorithm 1), for many sequences of several targets. Pure: messages and durations
+come in, passes of the model and messages go out; draft_nodes.worker connects it to sockets, tests
+replay any order of events. Any offer may be late or stale: asking.py drops those.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from spec_decode.round_depth import RoundDepth
 from topspin.messages import TreeOffer, TreeOffers, Verdict, Verdicts, pack_ints, unpack_ints
 
 MAX_LIVE: Final = 48
-"""Best nodes of a tree among which leaves are expanded: what its rows' masks can hold, with more
-to come in a pass."""
+"""Best nodes of a tree among which leaves are expanded while the target verifies."""
+WAIT_FACTOR: Final = 2.0
+"""A pass for which a target waits must bring so many times its time: later ones cost nothing.
+Between 1 and 5 the best one in benchmarks/spec_simulator.py."""
 
 
 class Counts(NamedTuple):
@@ -36,12 +38,16 @@ class Counts(NamedTuple):
 
 @dataclass(slots=True)
 class _Asked:
-    """A target's last question: `wanted` by sequence (its id there): our id and the most tokens."""
+    """A target's last question: `wanted` by sequence (its id there): our id and the most tokens.
+
+    The `settled` of these are not waited for any more.
+    """
 
     epoch: int
     wanted: dict[int, tuple[int, int]]
     roots: dict[int, int]
     unknown: list[int]
+    settled: set[int] = field(default_factory=set)
     is_answered: bool = False
 
 
@@ -140,25 +146,38 @@ class DraftRounds:
 
     # Passes.
 
-    def _late(self, asked: _Asked) -> list[int]:
-        """Return the sequences of a question for which one pass makes a draft."""
-        forest = self._forest
-        return [
-            own
-            for own, _ in asked.wanted.values()
-            if own in forest and not forest.has_draft(own) and forest.lag(own) <= MAX_CHUNK
-        ]
+    def _late(self, asked: _Asked) -> dict[int, int]:
+        """Return the sequences of a question for which a pass is worth its time, and how far.
+
+        Without any draft it always is (a miss); else if it makes tokens come faster: if it adds a
+        greater share to those that the step is expected to give than to the step's time.
+        """
+        forest, known = self._forest, asked.wanted.values()
+        able = {o: n for o, n in known if o in forest and forest.lag(o) <= MAX_CHUNK}
+        going = {own: n for own, n in able.items() if own not in asked.settled}
+        misses = {own: n for own, n in going.items() if not forest.has_draft(own)}
+        if misses:
+            return misses
+        prospects = {own: forest.prospects(own, n) for own, n in able.items()}
+        tokens = sum(each.tokens for each in prospects.values())
+        gain = sum(prospects[own].gain for own in going)
+        if gain <= WAIT_FACTOR * tokens * self.depth.pass_share:
+            return {}
+        return {own: n for own, n in going.items() if prospects[own].gain}
 
     def grow(self) -> bool:
         """Make one pass: for those that wait, else for what may be asked next; False: no need."""
+        late: dict[int, int] = {}
         waiting = [t.asked for t in self._targets.values() if t.asked and not t.asked.is_answered]
-        late = [own for asked in waiting for own in self._late(asked)]
-        reach = dict.fromkeys(late, 0) if late else self._ahead()
+        for asked in waiting:
+            late |= self._late(asked)
+        reach = late or self._ahead()
         if not reach:
             return False
         grown = self._forest.grow(reach, busy=reach.keys())
-        # Who has no room, or whose model gives no numbers, would wait for ever.
-        self._give_up({own for own in late if not self._forest.has_draft(own)})
+        for asked in waiting:
+            # Who has no room would wait for ever.
+            asked.settled |= late.keys() - grown.keys()
         if grown:
             self.counts = self.counts._replace(
                 num_passes=self.counts.num_passes + 1,
@@ -172,20 +191,11 @@ class DraftRounds:
         for target in self._targets.values():
             if target.asked is None or not target.asked.is_answered:
                 continue
-            for own, at_most in target.asked.wanted.values():
+            for own, _ in target.asked.wanted.values():
                 if own in self._forest and (target.passes_left or self._forest.lag(own)):
-                    reach[own] = min(2 * at_most, MAX_LIVE)
+                    reach[own] = MAX_LIVE
             target.passes_left = max(0, target.passes_left - 1)
         return reach
-
-    def _give_up(self, seq_ids: set[int]) -> None:
-        """Let those who wait not wait for these."""
-        for target in self._targets.values():
-            if target.asked is not None and not target.asked.is_answered:
-                wanted = target.asked.wanted
-                target.asked.wanted = {
-                    key: each for key, each in wanted.items() if each[0] not in seq_ids
-                }
 
     def took(self, pass_s: float) -> None:
         """Learn how long the last pass took."""

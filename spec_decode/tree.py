@@ -16,6 +16,7 @@ import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from spec_decode.draft import ROOT, Draft
@@ -117,6 +118,10 @@ class TokenTree:
                 break
             chosen.append(node)
         return chosen
+
+    def weights(self, count: int) -> list[tuple[int, float]]:
+        """Return the `count` nodes of greatest weight and their weights, best first."""
+        return list(islice(self._by_weight(), count))
 
     def best_candidates(self, count: int) -> list[int]:
         """Return the `count` nodes of greatest weight that are not expanded, perhaps ROOT."""

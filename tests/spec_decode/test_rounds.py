@@ -20,8 +20,10 @@ from tests.spec_decode.table import VOCAB, Table, logps_after
 from topspin.errors import ProtocolError
 from topspin.messages import TreeOffer, TreeOffers, Verdict, Verdicts, pack_ints, unpack_ints
 
-GROWTH = Growth(passes=4, width=2, num_top=3)
+GROWTH = Growth(passes=4, width=2, num_top=2)
 MOST = 4
+STEP_S, PASS_S = 4.0, 1.0
+"""A pass that a target waits for pays on a miss, and not where the tree has a draft."""
 
 
 def request(seq_id: int, tokens: Sequence[int], at_most: int = MOST) -> DraftRequest:
@@ -67,7 +69,13 @@ class Script:
 
     def ask(self, at_most: int = MOST) -> None:
         self.requests = [request(idx, text, at_most) for idx, text in enumerate(self.texts)]
-        self.to_draft.append(self.questions.ask(self.requests))
+        self.to_draft.append(self.questions.ask(self.requests, step_s=STEP_S))
+
+    def grow(self) -> bool:
+        has_grown = self.rounds.grow()
+        if has_grown:
+            self.rounds.took(PASS_S)
+        return has_grown
 
     def hear(self) -> None:
         self.now_s += 1.0
@@ -99,7 +107,7 @@ def test_any_order_of_events_gives_the_tokens_of_plain_decoding(data: st.DataObj
             case "step":
                 script.step()
             case "pass":
-                script.rounds.grow()
+                script.grow()
             case "answer":
                 script.answer()
             case "hear":
@@ -120,10 +128,10 @@ def run_rounds(script: Script, count: int, *, passes: int) -> None:
         while script.rounds.has_questions:
             script.answer()
             if script.rounds.has_questions:
-                assert script.rounds.grow()
+                assert script.grow()
         script.take()
         for _ in range(passes):
-            script.rounds.grow()
+            script.grow()
         script.step()
 
 
@@ -156,6 +164,20 @@ class Deep(RoundDepth):
         return GROWTH.passes
 
 
+def test_a_small_tree_grows_before_the_answer_where_passes_are_fast() -> None:
+    for step_s, most in ((100.0, 4), (4.0, 2)):
+        script = Script([[0, 1]])
+        script.rounds.took(PASS_S)
+        asked = script.questions.ask([request(0, [0, 1])], step_s=step_s)
+        script.rounds.hear(b"target", asked, 0.0)
+        num_passes = 0
+        while script.rounds.has_questions:
+            script.answer()
+            num_passes += script.rounds.has_questions and script.grow()
+        assert 1 <= num_passes <= most
+        assert (num_passes > 1) == (step_s == 100.0)
+
+
 def test_a_target_that_says_too_little_is_asked_to_begin_again() -> None:
     script = Script([[0, 1]])
     run_rounds(script, 3, passes=1)
@@ -169,7 +191,7 @@ def test_a_target_that_says_too_little_is_asked_to_begin_again() -> None:
     script.step()
     assert script.to_draft[0].verdicts[0].start == 0
     script.hear()
-    script.rounds.grow()
+    script.grow()
     script.answer()
     script.take()
     assert script.questions.drafts(script.requests)[0].tokens
@@ -189,7 +211,7 @@ def test_ended_sequences_and_lost_targets_leave_nothing_behind() -> None:
     script.rounds.lose(b"target")
     script.rounds.lose(b"another")
     assert not script.table.verified
-    assert not script.rounds.grow()
+    assert not script.grow()
 
 
 def test_a_sequence_without_room_is_not_waited_for() -> None:
@@ -197,7 +219,7 @@ def test_a_sequence_without_room_is_not_waited_for() -> None:
     script.ask()
     script.hear()
     for _ in range(4):
-        script.rounds.grow()
+        script.grow()
         script.answer()
     (answer,) = script.to_target
     assert len(answer.offers) == 1
@@ -218,9 +240,9 @@ def test_long_prompts_are_fed_while_the_target_goes_on() -> None:
     assert rounds.grow()
     rounds.hear(b"target", questions.ask([request(5, plain(text, len(text) + 1))]), 2.0)
     assert not rounds.take_offers(), "a pass is worth the wait"
-    assert rounds.grow()
-    ((_, answer),) = rounds.take_offers()
-    assert answer.offers
+    while not (answers := rounds.take_offers()):
+        assert rounds.grow()
+    assert answers[0][1].offers
 
 
 def test_texts_longer_than_the_model_knows_are_not_drafted() -> None:

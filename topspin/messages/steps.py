@@ -92,7 +92,8 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     total = prepare (the plan's inputs) + attention + wait (for the experts) + sample. `expert_s` is
     the busiest expert node's computing time in the step, `link_s` the mean one-way time where it
-    could be separated from waiting. `gap_s`: the time without a plan before this step.
+    could be separated from waiting. `gap_s`: the time without a plan before this step. `draft_s`,
+    a part of prepare: making drafts, or waiting for those of a draft node.
     """
 
     total_s: float
@@ -103,6 +104,7 @@ class StepTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     expert_s: float = 0.0
     link_s: float | None = None
     gap_s: float = 0.0
+    draft_s: float = 0.0
 
 
 class StepResult(Message, frozen=True, kw_only=True):

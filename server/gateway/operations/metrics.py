@@ -39,6 +39,7 @@ _E2E_BUCKETS_S = (
 
 _PHASE_TEXTS = {
     "prepare": "Per step and attention node: turning the plan into inputs",
+    "draft": "Per step and attention node: making drafts, or waiting for a draft node's",
     "attention": "Per step and attention node: its own computing in all layers",
     "expert": "Per step: computing of the busiest expert node",
     "wait": "Per step and attention node: waiting for the experts",

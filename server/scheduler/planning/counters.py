@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from topspin.messages import STEP_BUCKETS_S, StepHistogram, StepTimings
 
-PHASES = ("prepare", "attention", "expert", "wait", "link", "sample", "scheduler_gap")
+PHASES = ("prepare", "draft", "attention", "expert", "wait", "link", "sample", "scheduler_gap")
 
 
 @dataclass(slots=True)
@@ -60,6 +60,8 @@ class Counters:
         """Count one attention node's step; the gap before it only unless `after_idle`."""
         phases = self.phases
         phases["prepare"].observe(timings.prepare_s)
+        if timings.draft_s:
+            phases["draft"].observe(timings.draft_s)
         phases["attention"].observe(timings.attention_s)
         phases["expert"].observe(timings.expert_s)
         phases["wait"].observe(timings.wait_s)

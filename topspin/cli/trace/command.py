@@ -13,6 +13,7 @@ import httpx
 import msgspec
 
 from topspin.cli.trace.accounts import accounts_of, explained
+from topspin.cli.trace.drafts import drafting_of
 from topspin.cli.trace.export import chrome_trace
 from topspin.cli.trace.plot import draw_gantt, gantt_window
 from topspin.cli.trace.report import Lane, Report, lanes_of, make_report
@@ -80,6 +81,11 @@ def describe(report: Report | None, lanes: Sequence[Lane]) -> str:
     ]
     lines.append("bubbles: " + ", ".join(bubbles))
     lines += _accounts(report, lanes)
+    lines += [
+        f"{each.name}: {each.num_passes} passes of {_ms(each.pass_s)} (median), {each.overlap:.0%} "
+        "of their time while attention nodes were in a step"
+        for each in drafting_of(lanes)
+    ]
     lines.append(_straggler(report))
     if error_ns := max((lane.error_ns for lane in lanes), default=0):
         lines.append(f"clocks of the nodes are known to within {error_ns / 1e6:.3f} ms")

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from topspin.cli.trace.report import Lane
-from topspin.trace import Kind
+from topspin.trace import WAITS, Kind
 
 _WAIT_THREAD = 100
 _STEP_THREAD = 101
-_STEP_KINDS = {Kind.STEP_BEGAN, Kind.RALLIED, Kind.STEP_ENDED}
+_STEP_KINDS = {Kind.STEP_BEGAN, Kind.RALLIED, Kind.STEP_ENDED, Kind.DRAFTED, Kind.OFFERED}
 
 Event = dict[str, Any]
 
@@ -48,7 +48,7 @@ def chrome_trace(lanes: Sequence[Lane]) -> dict[str, Any]:
 
 
 def _thread_of(kind: Kind, micro_batch: int) -> int:
-    if kind in (Kind.ARRIVED, Kind.GATHERED, Kind.PLAN_RECEIVED):
+    if kind in WAITS:
         return _WAIT_THREAD
     return _STEP_THREAD if kind in _STEP_KINDS else micro_batch
 

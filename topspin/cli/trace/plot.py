@@ -16,7 +16,7 @@ from topspin.trace import Kind
 # Okabe and Ito's palette: told apart without red and green.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 _OTHER_COLOUR = "#B0B0B0"
-_OTHER = {Kind.STEP_BEGAN, Kind.RALLIED, Kind.STEP_ENDED}
+_OTHER = {Kind.STEP_BEGAN, Kind.RALLIED, Kind.STEP_ENDED, Kind.DRAFTED, Kind.OFFERED}
 _LAYERS_SHOWN = 6
 
 
@@ -57,7 +57,7 @@ def draw_gantt(
     axes.set_xlabel("ms")
     axes.set_title(title, fontsize=10)
     handles = [Patch(color=COLOURS[mb % 4], label=f"micro-batch {mb}") for mb in sorted(used)]
-    handles.append(Patch(color=_OTHER_COLOUR, label="plan, sampling"))
+    handles.append(Patch(color=_OTHER_COLOUR, label="plan, sampling, drafts"))
     figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
