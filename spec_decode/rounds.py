@@ -70,7 +70,8 @@ class DraftRounds:
         self._max_length = max_length
         self._targets: dict[bytes, _Target] = {}
         self._num_opened = 0
-        self.depth = RoundDepth(most=growth.passes)
+        # A draft that is accepted whole uses up one more token than it has.
+        self.depth = RoundDepth(most=2 * growth.passes)
         self.counts = Counts()
 
     # Messages.

@@ -6,19 +6,22 @@ the moment: tokens may not.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
-from tests.identity.conftest import NUM_TOKENS, CaseOf
+from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.identity.test_draft_model import TREES, VARIANT, speculation_of
 from tests.identity.test_sampling import SAMPLING
 from tests.identity.test_speculation import SAMPLINGS, accepted, ask, config_of
 from topspin.messages import Stats
 
 slow = pytest.mark.slow
+TIMEOUT_S = 60.0
 LAYOUTS = (
     ("local", (1, 1), 1, 1, TREES),
     ("shm", (2, 2), 2, 1, {}),
@@ -28,13 +31,19 @@ LAYOUTS = (
 )
 
 
-def final_stats(engine: Engine) -> Stats:
-    """Return the counters once the draft nodes, which report every second, have sent theirs."""
+def generate_until(engine: Engine, case: Case, wanted: Callable[[Stats], bool]) -> None:
+    """Generate again and again, the same tokens each time, until the counters are as wanted.
+
+    How often a draft comes in time depends on the machine, and nodes report every second.
+    """
+    deadline_s = time.monotonic() + TIMEOUT_S
     while True:
+        found = engine.generate(case.prompts, max_tokens=NUM_TOKENS)
+        assert found == case.tokens
         stats = engine.stats()
-        if stats.num_draft_passes:
-            return stats
-        engine.generate([[1, 2, 3]], max_tokens=8)
+        if wanted(stats):
+            return
+        assert time.monotonic() < deadline_s, stats
 
 
 @pytest.mark.parametrize(("transport", "topology", "micro_batches", "nodes", "settings"), LAYOUTS)
@@ -52,12 +61,16 @@ def test_a_perfect_draft_gives_transformers_tokens_in_few_steps(
         case, transport, topology, micro_batches, speculation=speculation, draft_nodes=nodes
     )
     with Engine(config) as engine:
-        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
-        assert accepted(engine.stats()) > len(case.prompts) * NUM_TOKENS // 4
-        stats = final_stats(engine)
-    assert stats.num_root_hits > 0
-    assert 0 < stats.num_overlapped_passes < stats.num_draft_passes
-    assert stats.draft_pass_seconds > 0
+        generate_until(
+            engine,
+            case,
+            lambda stats: (
+                accepted(stats) > NUM_TOKENS
+                and stats.num_root_hits > 0
+                and 0 < stats.num_overlapped_passes < stats.num_draft_passes
+                and stats.draft_pass_seconds > 0
+            ),
+        )
 
 
 @pytest.mark.parametrize("settings", [{}, TREES], ids=["chains", "trees"])
@@ -68,10 +81,11 @@ def test_another_checkpoint_changes_no_token(
     draft = make_checkpoint(tmp_path, "mixtral_sliding_window", seed=77)
     config = engine_config(case.path, draft_nodes=1, speculation=speculation_of(draft, **settings))
     with Engine(config) as engine:
-        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
-        stats = final_stats(engine)
-    assert stats.num_root_misses > 0
-    assert stats.num_draft_tokens > accepted(stats)
+        generate_until(
+            engine,
+            case,
+            lambda stats: stats.num_root_misses > 0 and stats.num_draft_tokens > accepted(stats),
+        )
 
 
 def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf) -> None:
@@ -82,10 +96,12 @@ def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf) -> None:
     speculation = speculation_of(case.path, **TREES)
     config = config_of(case, "shm", (1, 2), 2, speculation=speculation, draft_nodes=1)
     with Engine(config) as engine:
-        for sampling, expected in zip(options, plain, strict=True):
-            found = ask(engine, case, **sampling)
-            assert [each.tokens for each in found] == [each.tokens for each in expected]
-        assert accepted(engine.stats()) > 0
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not accepted(engine.stats()):
+            for sampling, expected in zip(options, plain, strict=True):
+                found = ask(engine, case, **sampling)
+                assert [each.tokens for each in found] == [each.tokens for each in expected]
+            assert time.monotonic() < deadline_s
 
 
 def test_preempted_requests_begin_again_on_the_draft_node(case_of: CaseOf) -> None:
@@ -101,7 +117,6 @@ def test_preempted_requests_begin_again_on_the_draft_node(case_of: CaseOf) -> No
         speculation=speculation_of(case.path),
     )
     with Engine(config) as engine:
-        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
-        stats = engine.stats()
-    assert stats.num_preemptions > 0
-    assert accepted(stats) > 0
+        generate_until(
+            engine, case, lambda stats: stats.num_preemptions > 0 and accepted(stats) > 0
+        )

@@ -164,6 +164,29 @@ class Deep(RoundDepth):
         return GROWTH.passes
 
 
+def test_chains_that_are_accepted_whole_stay_as_long() -> None:
+    """Passes in the time of a step make up for the tokens of the draft and the one behind it."""
+    table = Table()
+    rounds = DraftRounds(table, Growth(passes=MOST, width=1, num_top=1), max_length=500)
+    questions, text, lengths = Questions(), [0, 1], []
+    for step in range(30):
+        asked = request(0, text)
+        rounds.hear(b"target", questions.ask([asked], step_s=20.0), float(step))
+        while not (answers := rounds.take_offers()):
+            rounds.grow()
+            rounds.took(PASS_S)
+        questions.take(answers[0][1])
+        (draft,) = questions.drafts([asked])
+        lengths.append(len(draft.tokens))
+        text += draft.tokens
+        logps = logps_after(text)
+        text.append(max(logps, key=lambda token: logps[token]))
+        while rounds.grow():
+            rounds.took(PASS_S)
+    assert lengths[5:] == [MOST] * 25
+    assert rounds.counts.num_root_misses == 0
+
+
 def test_a_small_tree_grows_before_the_answer_where_passes_are_fast() -> None:
     for step_s, most in ((100.0, 4), (4.0, 2)):
         script = Script([[0, 1]])

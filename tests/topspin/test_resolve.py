@@ -17,14 +17,16 @@ from topspin.config import (
     M2NSection,
     ModelSection,
     SchedulerSection,
+    SpeculationSection,
     TopologySection,
     TraceSection,
 )
 from topspin.cores import LayoutChoice
 from topspin.errors import ConfigError, TopspinError
-from topspin.plan import AttentionNode, EnginePlan, ExpertNode, LinkSpec, PlannedModel
+from topspin.plan import AttentionNode, DraftNode, EnginePlan, ExpertNode, LinkSpec, PlannedModel
 from topspin.precision import PrecisionRule, rules_of
-from topspin.resolve import ModelFacts, check_model
+from topspin.resolve import DRAFT_TOKENS_PER_SEQUENCE, ModelFacts, check_model
+from topspin.speculation import Speculation
 
 
 def test_every_auto_becomes_concrete() -> None:
@@ -84,6 +86,33 @@ def test_what_is_asked_for_is_in_the_plan() -> None:
     assert (made.execution.spin_count, made.execution.recordings) == (11, False)
     assert made.balance.interval_s == 7.0
     assert (made.failover, made.trace) == (failover, trace)
+
+
+def test_draft_nodes_have_room_for_all_who_ask_them() -> None:
+    speculation = SpeculationSection(config=Speculation(method="draft_model", model="m"))
+    scheduler = SchedulerSection(max_num_seqs=3)
+    made = plan(
+        topology=TopologySection(attention_nodes=3, draft_nodes=2),
+        speculation=speculation,
+        scheduler=scheduler,
+        compute=ComputeSection(num_threads=1),
+    )
+    node = DraftNode(
+        index=0,
+        device="cpu",
+        kernels="cpu",
+        wait="block",
+        num_threads=1,
+        kv_cache_tokens=2 * 3 * DRAFT_TOKENS_PER_SEQUENCE,
+    )
+    assert made.drafts == [node, msgspec.structs.replace(node, index=1)]
+    alone = plan(
+        topology=TopologySection(draft_nodes=1),
+        speculation=speculation,
+        scheduler=SchedulerSection(max_num_seqs=1),
+    )
+    assert alone.drafts[0].kv_cache_tokens == 2048, "the longest text fits"
+    assert plan(speculation=speculation).drafts == []
 
 
 def test_a_measured_layout_is_what_auto_means() -> None:

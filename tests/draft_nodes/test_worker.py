@@ -1,0 +1,152 @@
+"""The draft node on real sockets: verdicts in, offers out, nonsense dropped, counters told."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from draft_nodes.worker import COUNTS_INTERVAL_S, DraftWorker
+from spec_decode.forest import Growth
+from tests.server.scheduler.engine import make_config
+from tests.spec_decode.table import Table
+from topspin.channel import ControlClient, ControlServer, Received
+from topspin.expert_table import uniform_table
+from topspin.launch.engine import with_draft_addresses
+from topspin.messages import (
+    DraftCounts,
+    Hello,
+    Message,
+    Ready,
+    Stop,
+    Topology,
+    TreeOffers,
+    Verdict,
+    Verdicts,
+    Welcome,
+    pack_ints,
+)
+from topspin.node_life import run_node
+
+TIMEOUT_S = 30.0
+
+
+class Model(Table):
+    """A draft model with the attribute that the worker reads."""
+
+    max_length = 100
+
+
+class Clock:
+    """Each look is a little later."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += COUNTS_INTERVAL_S / 50
+        return self.now_s
+
+
+class World:
+    """A draft node in a thread, and its scheduler."""
+
+    def __init__(self) -> None:
+        address = f"ipc://@topspin-test-{secrets.token_hex(8)}"
+        self.scheduler = ControlServer(address)
+        self.status: list[int] = []
+        plan = with_draft_addresses(make_config(draft_nodes=1), address)
+        model: Any = Model()
+
+        def body(control: ControlClient) -> None:
+            growth = Growth(passes=3, width=2, num_top=2)
+            DraftWorker(
+                control, index=0, load=lambda config: (model, growth), clock=Clock()
+            ).serve()
+
+        def run() -> None:
+            self.status.append(
+                run_node("draft", 0, address, logger=logging.getLogger("draft"), body=body)
+            )
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        hello = self.hear(Hello)
+        assert (hello.role, hello.fingerprint) == ("draft", "")
+        table = uniform_table(num_layers=1, num_experts=2, num_nodes=1)
+        topology = Topology(table=table, experts=(), attention_incarnations=())
+        self.tell(Welcome(config=plan.for_node("draft"), topology=topology))
+        assert self.hear(Ready).role == "draft"
+        node = plan.drafts[0].address
+        assert node is not None
+        self.target = ControlClient(node)
+
+    def hear(self, kind: type[Any]) -> Any:
+        """Return the next message of a kind to the scheduler."""
+        while True:
+            for event in self.scheduler.poll(TIMEOUT_S):
+                assert isinstance(event, Received), event
+                self.peer = event.peer
+                if isinstance(event.message, kind):
+                    return event.message
+
+    def tell(self, message: Message) -> None:
+        assert self.scheduler.send(self.peer, message)
+
+    def ask(self, verdicts: Message) -> TreeOffers:
+        self.target.send(verdicts)
+        answer = self.target.recv(TIMEOUT_S)
+        assert isinstance(answer, TreeOffers)
+        return answer
+
+    def stop(self) -> None:
+        self.tell(Stop(reason="over"))
+        self._thread.join(TIMEOUT_S)
+        assert not self._thread.is_alive()
+        self.target.close()
+        self.scheduler.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.stop()
+    assert made.status == [0]
+
+
+def verdicts(epoch: int, start: int, *tokens: int) -> Verdicts:
+    own = Verdict(seq_id=7, start=start, tokens=pack_ints(tokens), at_most=3, num_prompt=2)
+    return Verdicts(epoch=epoch, verdicts=(own,))
+
+
+def test_verdicts_are_answered_and_counted(world: World) -> None:
+    answer = world.ask(verdicts(1, 0, 1, 2))
+    assert (answer.epoch, answer.offers[0].seq_id, answer.offers[0].root) == (1, 7, 2)
+    first = answer.offers[0].tokens[:4]
+    again = world.ask(verdicts(2, 2, int.from_bytes(first, "little")))
+    assert again.offers[0].tokens
+    counts = world.hear(DraftCounts)
+    while not counts.num_root_hits:
+        counts = world.hear(DraftCounts)
+    assert counts.num_root_misses == 0, "the warm-up does not count"
+    assert counts.num_passes >= 1
+    assert counts.pass_seconds > 0
+
+
+def test_what_is_no_verdict_is_dropped(world: World) -> None:
+    world.target.send(Stop(reason="a target may not"))
+    world.target.send(Verdicts(epoch=1, ended=b"abc"))
+    assert world.ask(verdicts(2, 0, 1, 2)).epoch == 2
+
+
+def test_a_target_that_leaves_is_forgotten(world: World) -> None:
+    node = world.target
+    world.ask(verdicts(1, 0, 1, 2))
+    assert world.ask(verdicts(2, 9, 3)).unknown == pack_ints([7]), "it has two tokens, not nine"
+    node.send(Verdicts(epoch=3, ended=pack_ints([7])))
+    assert world.ask(verdicts(4, 2, 3)).epoch in (3, 4)
