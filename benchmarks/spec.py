@@ -164,8 +164,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; returns the exit status.
 
-    0 if all rounds were measured, 130 after Ctrl-C, with the complete rounds written. Raises
-    TopspinError, after writing them, if a server fails or the forced one accepts nothing.
+    0 if all rounds were measured, 128 + n after Ctrl-C or signal n, with the complete rounds
+    written. Raises TopspinError, after writing them, if a server fails or the forced one accepts
+    nothing.
     """
     plan = Plan.of(argv)
     rounds: list[Round] = []
@@ -179,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     check_accepted(turns, FORCED, at)
     except KeyboardInterrupt:
         status = 130
+    except SystemExit as end:
+        status = int(end.code or 0)
     except TopspinError as error:
         failure = error
     if rounds:

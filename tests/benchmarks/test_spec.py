@@ -228,14 +228,14 @@ def test_the_servers_differ_in_their_speculation_only(checkpoint: Path) -> None:
     assert json.loads(plan.servers["adaptive"]) == {"method": "ngram", "num_speculative_tokens": 3}
 
 
-def _rounds(monkeypatch: pytest.MonkeyPatch, *accepted: int | None) -> None:
-    """Let the servers' turns end at once: a round's accepted tokens, or None for Ctrl-C in it."""
+def _rounds(monkeypatch: pytest.MonkeyPatch, *accepted: int | BaseException) -> None:
+    """Let the servers' turns end at once: a round's accepted tokens, or what ends it."""
     counts = iter(accepted)
 
     def measured(plan: spec.Plan, number: int, warnings: list[str]) -> spec.Round:
         count = next(counts)
-        if count is None:
-            raise KeyboardInterrupt
+        if isinstance(count, BaseException):
+            raise count
         drafts = {"off": NONE, "forced": Drafts(5, 20, count), "adaptive": NONE}
         turn = {name: _phase(10.0 + number, 4.0, each) for name, each in drafts.items()}
         return {at: dict.fromkeys(KINDS, turn) for at in plan.concurrencies}
@@ -260,12 +260,17 @@ def test_a_refused_run_is_written_with_its_reason_and_fails(
         LAYOUTS["spec"](result)
 
 
+@pytest.mark.parametrize(("end", "status"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
 def test_complete_rounds_are_kept_after_an_interrupt(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    end: BaseException,
+    status: int,
 ) -> None:
-    _rounds(monkeypatch, 3, 3, None)
+    _rounds(monkeypatch, 3, 3, end)
     flags = ["--result-dir", str(tmp_path), "--concurrencies", "1,4"]
-    assert spec.main([str(checkpoint), *flags]) == 130
+    assert spec.main([str(checkpoint), *flags]) == status
     result = json.loads((tmp_path / "spec.json").read_text())
     assert (result["rounds_measured"], result["error"]) == (2, None)
     assert list(result["concurrencies"]) == ["1", "4"]
