@@ -64,7 +64,9 @@ def test_streams_survive_a_killed_expert_and_a_frozen_attention_node(
         streams.wait_for_events(12)
         chaos.stop_and_continue(server, "attention 0")
         check_identical(streams.join(), model.tokens)
-        assert "attention 0 was killed by SIGKILL; it is started again" in server.output
+        # The streams go on elsewhere: they may end before the supervisor has reaped the process.
+        told = "attention 0 was killed by SIGKILL; it is started again"
+        wait_until(lambda: told in server.output, "not started again")
 
 
 # Plans the expert table all the time and takes every gain: experts are always moving.
