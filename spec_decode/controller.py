@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 FORGET: Final = 0.95
@@ -36,41 +37,76 @@ MAX_LATE: Final = 8
 """The outcome of a try that is not known after so many steps never will be."""
 REFRESH: Final = 64
 """Steps with drafts in which plain ones were not measured, until one is."""
+TRUSTED: Final = 4
+"""A step's time is believed from so many on."""
+HOPE: Final = 0.5
+"""Rows beyond the most that were measured are assumed to cost this share of those before: what
+looks too dear is never measured."""
+FIRST_LIFE: Final = 256
+MAX_LIFE: Final = 8192
+"""A time that was not measured for so many steps is forgotten, first and at most."""
 _TIME_RATE: Final = 0.1
 _OUTLIER: Final = 2.0
 
 
-class RowTimes:
-    """The time of a step by its token rows: running means, linear between those that were seen.
+@dataclass(slots=True)
+class _Size:
+    """Steps of one number of rows: their first times, then the running mean of all.
 
-    A number of rows counts from the second time on, with the shorter of both: the first step of a
-    shape is often longer, since something is compiled or recorded.
+    They are believed from the TRUSTED-th on, until none has come for `life` steps.
+    """
+
+    first_s: list[float] = field(default_factory=list)
+    mean_s: float = 0.0
+    count: int = 0
+    last: int = 0
+    life: int = FIRST_LIFE
+
+    def add(self, took_s: float) -> None:
+        if self.count < TRUSTED:
+            self.first_s.append(took_s)
+            self.count = len(self.first_s)
+            self.mean_s = min(self.first_s)
+            return
+        self.count += 1
+        # A stall of the machine says nothing about rows.
+        took_s = min(took_s, _OUTLIER * self.mean_s)
+        self.mean_s += max(_TIME_RATE, 1.0 / self.count) * (took_s - self.mean_s)
+
+
+class RowTimes:
+    """The time of a step by its token rows: running means, linear between those that are known.
+
+    A number of rows is known from the TRUSTED-th step on, at first with the shortest time: the
+    first steps of a shape are longer, since something is compiled or recorded. It is forgotten when
+    it is not met any more, later and later: a time that was too long by accident would keep the
+    number from being chosen, and so from being measured, for ever.
     """
 
     def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = {}
+        self._num_steps = 0
         self._rows: list[int] = []
         self._times: list[float] = []
-        self._counts: list[int] = []
-        self._first: dict[int, float] = {}
 
     def add(self, num_rows: int, took_s: float) -> None:
         """Learn that a step of `num_rows` took `took_s`."""
-        size = _bucket(num_rows)
-        idx = bisect_left(self._rows, size)
-        if idx == len(self._rows) or self._rows[idx] != size:
-            first_s = self._first.pop(size, None)
-            if first_s is None:
-                self._first[size] = took_s
-                return
-            self._rows.insert(idx, size)
-            self._times.insert(idx, min(first_s, took_s))
-            self._counts.insert(idx, 1)
-            return
-        self._counts[idx] += 1
-        mean = self._times[idx]
-        # A stall of the machine says nothing about rows.
-        took_s = min(took_s, _OUTLIER * mean)
-        self._times[idx] = mean + max(_TIME_RATE, 1.0 / self._counts[idx]) * (took_s - mean)
+        self._num_steps += 1
+        size = self._sizes.setdefault(_bucket(num_rows), _Size())
+        size.add(took_s)
+        size.last = self._num_steps
+        self._forget()
+        known = sorted((r, each.mean_s) for r, each in self._sizes.items() if each.count >= TRUSTED)
+        self._rows = [num_rows for num_rows, _ in known]
+        self._times = [mean_s for _, mean_s in known]
+
+    def _forget(self) -> None:
+        """Begin again with those that were not met for long; never with the fewest rows."""
+        fewest = min(self._sizes)
+        for num_rows, each in self._sizes.items():
+            if num_rows != fewest and self._num_steps - each.last > each.life:
+                again = _Size(last=self._num_steps, life=min(2 * each.life, MAX_LIFE))
+                self._sizes[num_rows] = again
 
     @property
     def least_rows(self) -> float:
@@ -114,7 +150,7 @@ class RowTimes:
         if len(rows) > 1:
             # The upper half's: each row wakes fewer new experts than the one before.
             mid = (len(rows) - 1) // 2
-            slope = max(0.0, times[-1] - times[mid]) / (rows[-1] - rows[mid])
+            slope = HOPE * max(0.0, times[-1] - times[mid]) / (rows[-1] - rows[mid])
         return low + slope * (num_rows - rows[-1])
 
 
