@@ -19,7 +19,9 @@ from draft_nodes.model import DraftModel, Settings
 from models.config import load_model_config
 from spec_decode.draft import Drafter
 from spec_decode.forest import Growth
+from spec_decode.joined import JoinedDrafter
 from spec_decode.serial import SerialDrafter
+from spec_decode.suffix import SuffixDrafter, limits_of
 from topspin.errors import ConfigError
 from topspin.plan import NodeConfig
 from topspin.precision import UNQUANTISED, rules_of
@@ -35,8 +37,16 @@ def make_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
     does not fit the model.
     """
     speculation = config.speculation
-    if speculation is None or speculation.model is None:
+    if speculation is None or not speculation.has_model:
         return text_drafter(config, model_path)
+    modelled = _model_drafter(config, speculation, model_path)
+    if speculation.method == "draft_model":
+        return modelled
+    return JoinedDrafter([SuffixDrafter(limits_of(speculation)), modelled])
+
+
+def _model_drafter(config: NodeConfig, speculation: Speculation, model_path: Path) -> Drafter:
+    """Return what asks a draft node, or has the draft model here."""
     if config.draft_address is not None:
         return AskingDrafter(config.draft_address)
     if config.node.num_threads is not None:

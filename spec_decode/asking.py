@@ -102,12 +102,17 @@ class Questions:
         if offer is None or offer.root != request.text.tokens[-1]:
             return NO_DRAFT
         tokens, parents = tuple(unpack_ints(offer.tokens)), tuple(unpack_ints(offer.parents))
-        if len(tokens) != len(parents) or min(tokens, default=0) < 0:
-            raise ProtocolError(f"an offer of {len(tokens)} tokens has {len(parents)} parents")
+        logps = offer.logps
+        if not len(tokens) == len(parents) == len(logps) or min(tokens, default=0) < 0:
+            raise ProtocolError(
+                f"an offer of {len(tokens)} tokens has {len(parents)} parents, {len(logps)} logps"
+            )
+        if not all(logp <= 0.0 for logp in logps):
+            raise ProtocolError(f"an offer's {logps} are no log-probabilities")
         if not all(ROOT <= parent < idx for idx, parent in enumerate(parents)):
             raise ProtocolError(f"an offer's parents {parents} are no tree's")
         count = request.at_most
-        return Draft(tokens[:count], parents[:count])  # parents come before children
+        return Draft(tokens[:count], parents[:count], logps[:count])  # parents come before children
 
 
 class Patience:

@@ -20,15 +20,20 @@ ROOT: Final = -1
 
 
 class Draft(NamedTuple):
-    """n tokens, none before the one that it follows: `parents[i]` < i is its index, or ROOT."""
+    """n tokens, none before the one that it follows: `parents[i]` < i is its index, or ROOT.
+
+    `logps[i]`, at most 0, is the log-probability of token i there, as its drafter sees it. Only
+    where several drafters feed one tree does it matter; empty: nobody asks.
+    """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
+    logps: tuple[float, ...] = ()
 
     @classmethod
-    def chain(cls, tokens: Sequence[int]) -> Draft:
+    def chain(cls, tokens: Sequence[int], logps: Sequence[float] = ()) -> Draft:
         """Return the draft in which each token follows the one before it."""
-        return cls(tuple(tokens), tuple(range(ROOT, len(tokens) - 1)))
+        return cls(tuple(tokens), tuple(range(ROOT, len(tokens) - 1)), tuple(logps))
 
     @property
     def is_chain(self) -> bool:

@@ -218,4 +218,5 @@ def _offer(seq_id: int, root: int, draft: Draft) -> TreeOffer:
         root=root,
         tokens=pack_ints(draft.tokens),
         parents=pack_ints(draft.parents),
+        logps=draft.logps,
     )

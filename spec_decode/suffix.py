@@ -12,6 +12,7 @@ once: they are the leaves below one node of the suffix tree.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -265,7 +266,7 @@ class SuffixDrafter:
             return NO_DRAFT
         rows = index.after(match.ends[-MAX_BRANCHES:], at_most, is_own=is_own)
         if not limits.branches:
-            return Draft.chain(_likeliest(rows, limits.min_share))
+            return _likeliest(rows, limits.min_share)
         return _tree_of(rows, at_most, limits.min_share)
 
 
@@ -274,25 +275,28 @@ def drafter_of(settings: Speculation | None) -> Drafter | None:
     return None if settings is None else SuffixDrafter(limits_of(settings))
 
 
-def _likeliest(rows: list[list[int]], min_share: float) -> list[int]:
-    """Return the tokens each of which has followed the one before it most often.
+def _likeliest(rows: list[list[int]], min_share: float) -> Draft:
+    """Return the chain of tokens each of which has followed the one before it most often.
 
     Of equals the one of the last row; ends where that has a smaller share than `min_share`.
     """
     chain: list[int] = []
+    logps: list[float] = []
     depth = 0
     while len(rows) > 1:
         rows = [row for row in rows if len(row) > depth]
         if not rows:
-            return chain
+            return Draft.chain(chain, logps)
         # A Counter keeps the order of first meetings.
         token, count = Counter(row[depth] for row in reversed(rows)).most_common(1)[0]
         if count < min_share * len(rows):
-            return chain
+            return Draft.chain(chain, logps)
         chain.append(token)
+        logps.append(math.log(count / len(rows)))
         rows = [row for row in rows if row[depth] == token]
         depth += 1
-    return chain + rows[0][depth:]
+    rest = rows[0][depth:]
+    return Draft.chain(chain + rest, logps + [0.0] * len(rest))
 
 
 def _tree_of(rows: list[list[int]], count: int, min_share: float) -> Draft:

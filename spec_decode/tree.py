@@ -146,7 +146,8 @@ class TokenTree:
         ids = self._stored(chosen)
         place = {node: idx for idx, node in enumerate(ids)} | {ROOT: ROOT}
         tokens = tuple(self._nodes[node].token for node in ids)
-        return Draft(tokens, tuple(place[self._nodes[node].parent] for node in ids)), ids
+        parents = tuple(place[self._nodes[node].parent] for node in ids)
+        return Draft(tokens, parents, tuple(self._nodes[node].logp for node in ids)), ids
 
     def reroot(self, tokens: Sequence[int]) -> Rerooted:
         """Make the last of `tokens` the root: the target's tokens behind the present root.

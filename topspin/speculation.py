@@ -35,12 +35,13 @@ class Speculation(
 
     Method "draft_model" asks another model: `model` is its directory, `quantization` the format of
     its weights; "self-int4" is the served model in 4 bits. Of a tree `draft_width` leaves are
-    expanded in a pass of the model, in `draft_passes` passes at most.
+    expanded in a pass of the model, in `draft_passes` passes at most. With "suffix+draft_model"
+    both feed one tree, of which the likeliest tokens are verified.
 
     `adaptive`: fewer tokens, or none, where measured times and acceptance say so.
     """
 
-    method: Literal["suffix", "ngram", "draft_model"]
+    method: Literal["suffix", "ngram", "draft_model", "suffix+draft_model"]
     model: str | None = None
     quantization: Literal["int8", "int4"] | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 7
@@ -60,27 +61,34 @@ class Speculation(
         for key in _MEANINGLESS[self.method]:
             if getattr(self, key) is not None:
                 raise ValueError(f'{key} has no meaning for the method "{self.method}"')
-        if self.method != "draft_model":
+        if not self.has_model:
             return
         if not self.model:
             raise ValueError(
-                f'the method "draft_model" needs a model: a directory or "{SELF_INT4}"'
+                f'the method "{self.method}" needs a model: a directory or "{SELF_INT4}"'
             )
         if self.model == SELF_INT4 and self.quantization is not None:
             raise ValueError(f"quantization {self.quantization}: the model {SELF_INT4} has 4 bits")
         if self.draft_width is not None and not self.branches:
             raise ValueError("draft_width needs branches: a chain has one leaf")
 
+    @property
+    def has_model(self) -> bool:
+        """Return whether a draft model takes part."""
+        return self.method in ("draft_model", "suffix+draft_model")
+
     def __str__(self) -> str:
         return msgspec.json.encode(self).decode()
 
 
+_METHODS: Final = '"suffix", "ngram", "draft_model" or "suffix+draft_model"'
 _SUFFIX_KEYS: Final = ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
 _MODEL_KEYS: Final = ("model", "quantization", "draft_width", "draft_passes")
 _MEANINGLESS: Final = {
     "suffix": _MODEL_KEYS,
     "ngram": (*_SUFFIX_KEYS, *_MODEL_KEYS),
     "draft_model": (*_SUFFIX_KEYS, "prompt_lookup_min", "prompt_lookup_max"),
+    "suffix+draft_model": (),
 }
 """By method, the keys that have none there."""
 
@@ -91,5 +99,5 @@ def parse_speculation(text: str) -> Speculation:
         return msgspec.json.decode(text, type=Speculation)
     except msgspec.DecodeError as error:
         _, *others = Speculation.__struct_fields__
-        keys = ", ".join(['method ("suffix", "ngram" or "draft_model")', *others])
+        keys = ", ".join([f"method ({_METHODS})", *others])
         raise ConfigError(f"{text!r}: {error}; it is off or a JSON object of {keys}") from None

@@ -69,7 +69,8 @@ def request(tokens: Sequence[int], at_most: int = 3) -> DraftRequest:
 
 def offers(epoch: int, root: int, tokens: Sequence[int]) -> TreeOffers:
     parents = pack_ints(range(-1, len(tokens) - 1))
-    offer = TreeOffer(seq_id=7, root=root, tokens=pack_ints(tokens), parents=parents)
+    logps = (0.0,) * len(tokens)
+    offer = TreeOffer(seq_id=7, root=root, tokens=pack_ints(tokens), parents=parents, logps=logps)
     return TreeOffers(epoch=epoch, offers=(offer,))
 
 
@@ -113,7 +114,7 @@ def test_an_answer_that_is_there_in_time_is_used(node: Node) -> None:
     connect: type = Client
     drafter = AskingDrafter("unused", connect=connect, clock=Waits())
     for text in ([1, 2], [1, 2, 9], [1, 2, 9, 4]):
-        assert drafter.draft([request(text)]) == [Draft.chain([text[-1] + 1])]
+        assert drafter.draft([request(text)]) == [Draft.chain([text[-1] + 1], [0.0])]
     drafter.close()
 
 

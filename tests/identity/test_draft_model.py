@@ -18,8 +18,13 @@ slow = pytest.mark.slow
 
 
 def speculation_of(model: Any, **settings: Any) -> Speculation:
-    fields = {"num_speculative_tokens": 4, "adaptive": False, **settings}
-    return Speculation(method="draft_model", model=str(model), **fields)
+    fields = {
+        "method": "draft_model",
+        "num_speculative_tokens": 4,
+        "adaptive": False,
+        **settings,
+    }
+    return Speculation(model=str(model), **fields)
 
 
 TREES = {"num_speculative_tokens": 6, "branches": True, "draft_width": 3}
@@ -70,6 +75,25 @@ def test_another_checkpoint_changes_no_token(
         stats = engine.stats()
     assert stats.num_draft_tokens > accepted(stats)
     assert stats.num_drafts > len(case.prompts) * NUM_TOKENS // 2
+
+
+@pytest.mark.parametrize("draft_nodes", [0, 1])
+def test_a_suffix_and_a_model_feed_one_tree(
+    case_of: CaseOf, tmp_path: Any, draft_nodes: int
+) -> None:
+    """The model is mostly wrong; what was answered before is right, and is believed."""
+    case = case_of(VARIANT)
+    draft = make_checkpoint(tmp_path, "mixtral_sliding_window", seed=77)
+    speculation = speculation_of(draft, method="suffix+draft_model")
+    config = engine_config(case.path, draft_nodes=draft_nodes, speculation=speculation)
+    with Engine(config) as engine:
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        first = engine.stats()
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+        again = engine.stats()
+    gained = accepted(again) - accepted(first)
+    assert gained > len(case.prompts) * NUM_TOKENS // 2
+    assert again.num_draft_tokens - first.num_draft_tokens > gained, "the model offers too"
 
 
 @pytest.mark.parametrize("settings", [{}, TREES], ids=["chains", "trees"])

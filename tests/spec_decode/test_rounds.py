@@ -276,13 +276,26 @@ def test_texts_longer_than_the_model_knows_are_not_drafted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parents"), [([1, 2], [-1]), ([1], [0]), ([1], [-2]), ([-1], [-1])]
+    ("tokens", "parents", "logps"),
+    [
+        ([1, 2], [-1], (0.0, 0.0)),
+        ([1], [0], (0.0,)),
+        ([1], [-2], (0.0,)),
+        ([-1], [-1], (0.0,)),
+        ([1], [-1], ()),
+        ([1], [-1], (0.1,)),
+        ([1], [-1], (float("nan"),)),
+    ],
 )
-def test_offers_that_are_no_drafts_are_refused(tokens: list[int], parents: list[int]) -> None:
+def test_offers_that_are_no_drafts_are_refused(
+    tokens: list[int], parents: list[int], logps: tuple[float, ...]
+) -> None:
     questions = Questions()
     asked = request(0, [1, 2])
     epoch = questions.ask([asked]).epoch
-    offer = TreeOffer(seq_id=0, root=2, tokens=pack_ints(tokens), parents=pack_ints(parents))
+    offer = TreeOffer(
+        seq_id=0, root=2, tokens=pack_ints(tokens), parents=pack_ints(parents), logps=logps
+    )
     assert questions.take(TreeOffers(epoch=epoch, offers=(offer,)))
     with pytest.raises(ProtocolError, match="an offer"):
         questions.drafts([asked])
@@ -292,9 +305,15 @@ def test_offers_for_another_epoch_or_root_are_dropped_and_long_ones_cut() -> Non
     questions = Questions()
     first = request(0, [1, 2], at_most=2)
     epoch = questions.ask([first]).epoch
-    offer = TreeOffer(seq_id=0, root=2, tokens=pack_ints([3, 4, 1]), parents=pack_ints([-1, -1, 0]))
+    offer = TreeOffer(
+        seq_id=0,
+        root=2,
+        tokens=pack_ints([3, 4, 1]),
+        parents=pack_ints([-1, -1, 0]),
+        logps=(-0.1, -0.2, -0.3),
+    )
     assert questions.take(TreeOffers(epoch=epoch, offers=(offer,)))
-    assert questions.drafts([first]) == [Draft((3, 4), (-1, -1))]
+    assert questions.drafts([first]) == [Draft((3, 4), (-1, -1), (-0.1, -0.2))]
     assert questions.drafts([request(0, [1, 2, 3])]) == [NO_DRAFT], "another root"
     second = request(0, [1, 2, 3, 2])
     asked = questions.ask([second])

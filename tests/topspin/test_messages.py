@@ -216,7 +216,13 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     TreeOffers(
         epoch=5,
         offers=(
-            TreeOffer(seq_id=4, root=8, tokens=pack_ints([9, 3]), parents=pack_ints([-1, -1])),
+            TreeOffer(
+                seq_id=4,
+                root=8,
+                tokens=pack_ints([9, 3]),
+                parents=pack_ints([-1, -1]),
+                logps=(-0.5, -2.0),
+            ),
         ),
         unknown=pack_ints([6]),
     ),
@@ -277,7 +283,7 @@ def _plain(value: Any) -> Any:
 
 def test_golden_bytes_of_a_ticket() -> None:
     """The form on the wire; when it changes, so does PROTOCOL_VERSION."""
-    assert PROTOCOL_VERSION == 3
+    assert PROTOCOL_VERSION == 4
     golden = (
         b"\x88\xa4type\xaaStepTicket\xa4step\x09\xa8previous\x08\xaageneration\x01"
         b"\xadtable_version\x02\xb1num_micro_batches\x02\xacparticipants\x92\x00\x01"

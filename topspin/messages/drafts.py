@@ -39,12 +39,13 @@ class Verdicts(Message, frozen=True, kw_only=True):
 
 
 class TreeOffer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A draft over the token `root`; `tokens` and `parents`, packed, as spec_decode.draft.Draft."""
+    """A draft over the token `root`, as spec_decode.draft.Draft; `tokens`, `parents` packed."""
 
     seq_id: int
     root: int
     tokens: bytes
     parents: bytes
+    logps: tuple[float, ...]
 
 
 class TreeOffers(Message, frozen=True, kw_only=True):

@@ -212,6 +212,10 @@ def test_a_model_is_named_as_users_name_it(
             'the method "draft_model" needs a model: a directory or "self-int4"',
         ),
         (
+            '--speculative-config {"method":"suffix+draft_model","prompt_lookup_max":3}',
+            'the method "suffix+draft_model" needs a model: a directory or "self-int4"',
+        ),
+        (
             '--speculative-config {"method":"draft_model","model":"m","prompt_lookup_max":3}',
             'prompt_lookup_max has no meaning for the method "draft_model"',
         ),
