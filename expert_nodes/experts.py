@@ -117,7 +117,7 @@ class Experts:
         layer = version.layers[batch.layer]
         result = self._run(batch.hidden, batch.slots, batch.weights, layer)
         if self._counts:
-            self._versions.count(version, batch.layer, result.counts)
+            self._ops.add_counts(version.counts[batch.layer], result.counts)
         return result.out
 
     def warm_up(self, num_rows: Sequence[int] = (1,)) -> None:
@@ -141,7 +141,9 @@ class Experts:
         hidden = torch.zeros(rows, experts.hidden_size, dtype=experts.dtype, device=device)
         pairs = torch.arange(rows * top_k, dtype=torch.int32, device=device)
         slots = (pairs % experts.num_experts).view(rows, top_k)
-        self._run(hidden, slots, torch.zeros(rows, top_k, device=device), experts)
+        found = self._run(hidden, slots, torch.zeros(rows, top_k, device=device), experts)
+        unread = torch.zeros(experts.num_experts + 2, dtype=torch.int64, device=device)
+        self._ops.add_counts(unread, found.counts)
 
     def _run(
         self, hidden: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts

@@ -2,10 +2,10 @@
 
 Owns the versions that a node holds, their shared weights, and the counts of each. Two versions
 share the memory of the experts that both hold. Counts are on the experts' device and only grow:
-the computing thread adds and never waits; the reporting thread reads them and subtracts the
-counts reported before, so that captured graphs can keep adding. Knows no transport and no file.
-Called by experts.py; in one process with the attention node, the attention thread computes while
-another prepares and takes counts.
+the computing thread adds (`Ops.add_counts`) and never waits; the reporting thread reads them and
+subtracts the counts reported before, so that captured graphs can keep adding. Knows no transport
+and no file. Called by experts.py; in one process with the attention node, the attention thread
+computes while another prepares and takes counts.
 """
 
 from __future__ import annotations
@@ -27,18 +27,23 @@ Held = tuple[tuple[int, ...], ...]
 
 
 class SlotCounts(NamedTuple):
-    """Pairs served by version `version`: packed, per layer, one count per slot."""
+    """Pairs served by version `version`: packed, per layer, one count per slot.
+
+    `activations` and `batches` as in ExpertCounts.
+    """
 
     version: int
     counts: tuple[bytes, ...]
+    activations: int
+    batches: int
 
 
 @dataclass(slots=True)
 class Version:
     """The experts of one table version: layers[i] holds the experts held[i].
 
-    `counts` [E] by layer are views of `used`, all pairs served; `reported`, on the host, are the
-    pairs reported so far.
+    `counts` [E + 2] by layer, which `Ops.add_counts` adds to, are views of `used`; `reported`, on
+    the host, are the counts reported so far.
     """
 
     number: int
@@ -56,7 +61,7 @@ def make_version(
     device: torch.device | str = "cpu",
 ) -> Version:
     """Return a version with counts of 0; `device` is that of its experts."""
-    sizes = [layer.num_experts for layer in layers]
+    sizes = [layer.num_experts + 2 for layer in layers]
     used = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
     return Version(
         number,
@@ -137,10 +142,6 @@ class Versions:
             again = make_version(number, held, last.layers, last.used.device)
             self._versions = {number: again}
 
-    def count(self, version: Version, layer: int, counts: Tensor) -> None:
-        """Add the pairs [E] of a batch; does not wait for the device."""
-        version.counts[layer].add_(counts)
-
     def take_counts(self) -> list[SlotCounts]:
         """Return the pairs served since the last call, oldest version first.
 
@@ -163,7 +164,10 @@ def _report(version: Version) -> SlotCounts | None:
     version.reported = used
     if not new.any():
         return None
-    sizes = [len(experts) for experts in version.held]
+    layers = [part.tolist() for part in torch.split(new, [len(held) + 2 for held in version.held])]
     return SlotCounts(
-        version.number, tuple(pack_ints(layer.tolist()) for layer in torch.split(new, sizes))
+        version.number,
+        tuple(pack_ints(layer[:-2]) for layer in layers),
+        activations=sum(layer[-2] for layer in layers),
+        batches=sum(layer[-1] for layer in layers),
     )

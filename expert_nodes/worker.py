@@ -303,5 +303,13 @@ class ExpertWorker:
 
     def _report_counts(self) -> None:
         self._counts_sent_s = time.monotonic()
-        for version, counts in self.experts.take_counts():
-            self._life.send(ExpertCounts(index=self._index, table_version=version, counts=counts))
+        for found in self.experts.take_counts():
+            self._life.send(
+                ExpertCounts(
+                    index=self._index,
+                    table_version=found.version,
+                    counts=found.counts,
+                    activations=found.activations,
+                    batches=found.batches,
+                )
+            )

@@ -117,6 +117,8 @@ class Ops(Protocol):
         out: Tensor | None = None,
     ) -> ExpertOutput: ...
 
+    def add_counts(self, totals: Tensor, counts: Tensor) -> None: ...
+
     def sample(
         self, logits: Tensor, batch: SamplingBatch, *, num_top_logprobs: int | None = None
     ) -> SampleResult:

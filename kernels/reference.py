@@ -323,3 +323,14 @@ def grouped_mlp(
     return ExpertOutput(
         _deliver(total if out is not None else total.to(hidden.dtype), out), groups.counts
     )
+
+
+def add_counts(totals: Tensor, counts: Tensor) -> None:
+    """Add a batch's rows per expert, counts i64[E], to totals i64[E + 2].
+
+    Behind the experts' rows totals has the experts with rows, summed over batches, and the batches
+    with rows. Both are contiguous.
+    """
+    totals[:-2] += counts
+    totals[-2] += counts.count_nonzero()
+    totals[-1] += counts.any()

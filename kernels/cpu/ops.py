@@ -21,6 +21,7 @@ from kernels.cpu import plain as cpu_plain
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.compiled import layer as numba_layer
 from kernels.cpu.compiled import rows as numba_rows
+from kernels.cpu.compiled.rows import add_counts
 from kernels.cpu.matmul import (
     grouped_mlp,
     linear,
@@ -32,6 +33,7 @@ from kernels.cpu.sampling import sample
 from kernels.reference import embed
 
 __all__ = [
+    "add_counts",
     "add_rms_norm",
     "embed",
     "grouped_mlp",

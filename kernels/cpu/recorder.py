@@ -179,12 +179,8 @@ def _index_select(
 def _add(recorder: Recorder, out: Tensor, total: Tensor, term: object, *, alpha: float = 1) -> bool:
     if not (isinstance(term, Tensor) and term.shape == total.shape and alpha == 1):
         return False
-    both = (total, term)
-    if not all(each.is_contiguous() for each in both):
+    if not (total.is_contiguous() and term.is_contiguous()):
         return False
-    if all(each.dtype == torch.int64 for each in both):
-        recorder.add(rows.add_counts, (total.data_ptr(), term.data_ptr(), total.numel()))
-        return True
     return _combine(recorder, total, term, replaces=False)
 
 
@@ -232,7 +228,6 @@ def _clip(
 _KERNELS: Final = (
     rows.copy_rows,
     rows.look_up,
-    rows.add_counts,
     rows.add_numbers,
     rows.clip_numbers,
 )

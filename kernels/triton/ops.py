@@ -27,6 +27,7 @@ from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, HeadR
 from kernels.expert_slots import pack_slots, rebuild_slots
 from kernels.mixed_experts import MixedExperts, mixed_mlp
 from kernels.triton.attention.launches import paged_attention
+from kernels.triton.counts import add_counts
 from kernels.triton.grouped_mlp.launches import grouped_mlp
 from kernels.triton.grouped_mlp.weights import (
     PACKING,
@@ -66,6 +67,7 @@ class TritonOps:
 
     name: Final = "triton"
 
+    add_counts = staticmethod(add_counts)
     rms_norm = staticmethod(rms_norm)
     paged_attention = staticmethod(paged_attention)
     linear = staticmethod(linear)

@@ -150,7 +150,8 @@ class GatewaySide:
     # Counters.
 
     def _stats(self, query_id: int) -> Stats:
-        totals = self._balancer.load.totals()
+        load = self._balancer.load
+        totals = load.totals()
         if self.policy is not None:
             balance = self._balancer.stats()
             drafts = self._nodes.drafts.counts
@@ -161,6 +162,8 @@ class GatewaySide:
                 num_draft_passes=sum(each.num_passes for each in drafts),
                 num_overlapped_passes=sum(each.num_overlapped for each in drafts),
                 draft_pass_seconds=sum(each.pass_seconds for each in drafts),
+                expert_activations=load.activations,
+                expert_batches=load.batches,
                 expert_table_version=balance.table_version,
                 expert_migrations=balance.migrations,
                 expert_balance=balance.balance,

@@ -38,8 +38,8 @@ def batch_of(
 def taken(experts: Experts) -> dict[int, list[list[int]]]:
     """Take the counts, by version, layer and slot."""
     return {
-        version: [list(unpack_ints(layer)) for layer in counts]
-        for version, counts in experts.take_counts()
+        found.version: [list(unpack_ints(layer)) for layer in found.counts]
+        for found in experts.take_counts()
     }
 
 
@@ -81,6 +81,18 @@ def test_counts_start_again_after_they_are_taken(tmp_path: Path) -> None:
     assert taken(experts) == {1: [[1, 2], [0, 0]]}
     assert not experts.has_counts
     assert taken(experts) == {}
+
+
+@torch.inference_mode()
+def test_the_experts_that_a_batch_wakes_are_counted_once_per_batch(tmp_path: Path) -> None:
+    experts = load(make_checkpoint(tmp_path, "mixtral"), [(0, 1), (2, 3, 4)])
+    batches = [(0, [[0, 1], [1, -1]]), (0, [[1, -1]]), (0, [[-1, -1]]), (1, [[2, 0], [0, 2]])]
+    for _ in range(2):
+        for layer, slots in batches:
+            hidden, weights = torch.zeros(len(slots), 64), torch.ones(len(slots), 2)
+            experts.compute(batch_of(hidden, torch.tensor(slots), weights, layer=layer))
+        (found,) = experts.take_counts()
+        assert (found.activations, found.batches) == (2 + 1 + 2, 3)
 
 
 class RecordingNet:

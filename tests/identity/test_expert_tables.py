@@ -186,6 +186,9 @@ def test_every_routed_pair_is_reported_once(case_of: CaseOf, transport: str) -> 
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
         stats = counted(engine, model.moe.top_k * num_tokens)
         assert all(len(layer) == model.moe.num_experts for layer in stats.expert_tokens)
+    num_pairs = sum(map(sum, stats.expert_tokens))
+    assert 0 < stats.expert_batches < stats.expert_activations < num_pairs
+    assert stats.expert_activations <= stats.expert_batches * model.moe.num_experts // 2
 
 
 @pytest.mark.parametrize(

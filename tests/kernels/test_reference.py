@@ -228,6 +228,13 @@ def test_permute_groups_in_order() -> None:
     assert groups.row_of.tolist() == [1, 3, 0, 1, 3, 0, 2, 2]
 
 
+def test_counts_add_up_with_experts_that_have_rows_and_batches() -> None:
+    totals = torch.zeros(5, dtype=torch.int64)
+    for counts in ([2, 0, 3], [0, 0, 0], [0, 0, 4]):
+        reference.add_counts(totals, torch.tensor(counts))
+    assert totals.tolist() == [2, 0, 7, 3, 2]
+
+
 def test_permute_of_no_rows() -> None:
     groups = reference.permute(torch.empty(0, 2, dtype=torch.int32), 3)
     assert groups.order.numel() == 0

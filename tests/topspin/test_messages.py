@@ -203,7 +203,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     ),
     Progress(step=7, generation=2, role="attention", index=1),
     StepFailed(step=9, generation=1, role="expert", index=1, code="peer_lost", message="gone"),
-    ExpertCounts(index=0, table_version=1, counts=(pack_ints([4, 0]),)),
+    ExpertCounts(index=0, table_version=1, counts=(pack_ints([4, 0]),), activations=3, batches=2),
     PrepareTable(table=uniform_table(num_layers=1, num_experts=3, num_nodes=2, num_redundant=2)),
     TablePrepared(role="expert", index=1, version=2),
     TablePrepared(role="expert", index=1, version=2, refusal="no memory"),

@@ -141,8 +141,9 @@ class Stats(Message, frozen=True, kw_only=True):
     """The scheduler's counters and gauges, for /metrics.
 
     `num_replays` counts requests that were queued again after the loss of a node or step.
-    `expert_tokens[layer][expert]` counts routed (token, expert) pairs since start. `expert_balance`
-    is the expert nodes' max/mean of such pairs served recently under the table in use;
+    `expert_tokens[layer][expert]` counts routed (token, expert) pairs since start;
+    `expert_activations` and `expert_batches` are the sums of ExpertCounts'. `expert_balance` is the
+    expert nodes' max/mean of such pairs served recently under the table in use;
     `expert_balance_before` is that of the previous table when it was replaced. `expert_migrations`
     counts the experts that nodes had to read for new tables. `progress_age_s`: seconds since a node
     last made progress on the oldest step in flight; None if no step is in flight.
@@ -164,6 +165,8 @@ class Stats(Message, frozen=True, kw_only=True):
     step_seconds: float
     num_replays: int = 0
     expert_tokens: tuple[tuple[int, ...], ...] = ()
+    expert_activations: int = 0
+    expert_batches: int = 0
     step_phases: dict[str, StepHistogram] = msgspec.field(default_factory=dict)
     num_micro_batches: int = 0
     num_drafts: int = 0

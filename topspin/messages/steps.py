@@ -160,9 +160,13 @@ class Progress(Message, frozen=True, kw_only=True):
 class ExpertCounts(Message, frozen=True, kw_only=True):
     """(token, expert) pairs that an expert node has served since its last report.
 
-    `counts[layer]`: packed ints, one per slot of that MoE layer on this node.
+    `counts[layer]`: packed ints, one per slot of that MoE layer on this node. `batches` counts the
+    batches (m2n_comm.net.ExpertBatch) in which the node had pairs, `activations` the slots that
+    had some, summed over these.
     """
 
     index: int
     table_version: int
     counts: tuple[bytes, ...]
+    activations: int = 0
+    batches: int = 0

@@ -1,8 +1,8 @@
 """Moves and sums of rows, compiled: torch's own operations in a recorded step.
 
 Copies of chosen rows, look-ups of expert slots, sums and bounds in place, which
-`kernels.cpu.recorder` puts into programs in the place of torch's; activations and gates, for
-`kernels.cpu.ops`. Rounded as torch rounds. Knows no layer.
+`kernels.cpu.recorder` puts into programs in the place of torch's; activations, gates and counts,
+for `kernels.cpu.ops`. Rounded as torch rounds. Knows no layer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ them."""
 TABLE, NUM_TABLES, NUM_COLUMNS, COLUMNS, NUM_LOOKED_UP, FOUND = offsets(6)
 """The arguments of `look_up`: row n of FOUND i32 has COLUMNS i64 of row n of TABLE i32."""
 
-COUNTS, NEW_COUNTS, NUM_COUNTS = offsets(3)
-"""The arguments of `add_counts`, both i64."""
+TOTALS, COUNTS, NUM_COUNTS = offsets(3)
+"""The arguments of `add_expert_counts`, both i64; TOTALS has two more."""
 
 NUMBERS, NUM_NUMBERS, LOWEST, GREATEST = offsets(4)
 """The arguments of `clip_numbers`: bf16, and the bounds in fp32."""
@@ -115,13 +115,24 @@ def look_up(block: int) -> None:
     wait_for_tasks(block, 0, 1)
 
 
+def add_counts(totals: Tensor, counts: Tensor) -> None:
+    """Add counts i64[E] to totals i64[E + 2]; see `kernels.reference.add_counts`."""
+    launch(add_expert_counts, (totals.data_ptr(), counts.data_ptr(), counts.numel()), num_threads=1)
+
+
 @Kernel
-def add_counts(block: int) -> None:
-    """Add i64 to i64; one task."""
+def add_expert_counts(block: int) -> None:
+    """Add i64 to i64, and count what was added to; one task."""
     if claim_task(block, 0) == 0:
-        counts, new = simd.read_i64(block + COUNTS), simd.read_i64(block + NEW_COUNTS)
-        for at in range(0, 8 * simd.read_i64(block + NUM_COUNTS), 8):
-            simd.write_i64(counts + at, simd.read_i64(counts + at) + simd.read_i64(new + at))
+        totals, counts = simd.read_i64(block + TOTALS), simd.read_i64(block + COUNTS)
+        end = 8 * simd.read_i64(block + NUM_COUNTS)
+        woken = 0
+        for at in range(0, end, 8):
+            count = simd.read_i64(counts + at)
+            simd.write_i64(totals + at, simd.read_i64(totals + at) + count)
+            woken += count != 0
+        simd.write_i64(totals + end, simd.read_i64(totals + end) + woken)
+        simd.write_i64(totals + end + 8, simd.read_i64(totals + end + 8) + (woken != 0))
         finish_task(block, 0)
     wait_for_tasks(block, 0, 1)
 

@@ -80,6 +80,16 @@ class EngineCollector(Collector):
         for phase, histogram in stats.step_phases.items():
             yield self._phase(phase, histogram)
         yield self._expert_tokens(stats.expert_tokens)
+        yield counter(
+            "expert_activations",
+            "Experts that a batch had tokens for, summed over batches",
+            stats.expert_activations,
+        )
+        yield counter(
+            "expert_batches",
+            "Batches with tokens: what one expert node computes at once, in one layer",
+            stats.expert_batches,
+        )
         yield gauge(
             "expert_table_version", "Version of the expert table", stats.expert_table_version
         )

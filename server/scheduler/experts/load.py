@@ -1,12 +1,13 @@
 """The numbers of (token, expert) pairs that each logical expert and expert node serves.
 
-Owns the sums since start, and moving averages per MoE layer; turns the slots of a node's
-report into logical experts by the table of the version that the report names (formation.py
-keeps the tables). Called by service.py and balancer.py.
+Owns the sums since start, also of the experts woken, and moving averages per MoE layer; turns the
+slots of a node's report into logical experts by the table of the version that the report names
+(formation.py keeps the tables). Called by service.py and balancer.py.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 from server.scheduler.nodes.formation import Formation
@@ -79,7 +80,10 @@ class _Layer:
 
 
 class ExpertLoad:
-    """Sums and averages per MoE layer and logical expert, and per node."""
+    """Sums and averages per MoE layer and logical expert, and per node.
+
+    `activations` and `batches` are the sums of the reports'.
+    """
 
     def __init__(self, formation: Formation, *, half_life_pairs: int = 512) -> None:
         """`half_life_pairs` counts pairs per expert, in each layer."""
@@ -90,6 +94,8 @@ class ExpertLoad:
             for _ in table.slots
         ]
         self._reported: set[int] = set()
+        self.activations = 0
+        self.batches = 0
 
     def _follow(self) -> None:
         """Reset the averages per node if the table in use has changed."""
@@ -113,13 +119,16 @@ class ExpertLoad:
         counts_of_layers = [list(unpack_ints(layer)) for layer in report.counts]
         if [len(c) for c in counts_of_layers] != [len(e) for e in experts_of_layers]:
             raise ProtocolError(f"expert {report.index}: counts do not match its slots")
-        if any(count < 0 for counts in counts_of_layers for count in counts):
+        all_counts = (report.activations, report.batches, *chain(*counts_of_layers))
+        if any(count < 0 for count in all_counts):
             raise ProtocolError(f"expert {report.index}: a negative count")
         if report.index in self._reported:
             self._reported.clear()
             for layer in self._layers:
                 layer.fold()
         self._reported.add(report.index)
+        self.activations += report.activations
+        self.batches += report.batches
         for layer, experts, counts in zip(
             self._layers, experts_of_layers, counts_of_layers, strict=True
         ):

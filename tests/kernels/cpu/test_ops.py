@@ -68,3 +68,14 @@ def test_rotate(num_rows: int, half_tables: bool, dtype: torch.dtype) -> None:
     for ops, qkv in ((reference, wide), (plain, other)):
         ops.rotate(qkv[:, :3], qkv[:, 3:5], angles.cos(), angles.sin())
     assert torch.equal(wide, other)
+
+
+@pytest.mark.parametrize("num_experts", [1, 5, 128])
+def test_add_counts(num_experts: int) -> None:
+    totals = torch.zeros(num_experts + 2, dtype=torch.int64)
+    result = totals.clone()
+    for _ in range(3):
+        counts = torch.randint(3, (num_experts,))
+        reference.add_counts(totals, counts)
+        cpu.add_counts(result, counts)
+    assert torch.equal(result, totals)

@@ -39,7 +39,7 @@ def test_a_replay_computes_with_the_numbers_of_its_time() -> None:
     x, residual = torch.zeros(3, 70).bfloat16(), torch.zeros(3, 70).bfloat16()
     weight, table = torch.randn(70).bfloat16(), torch.randn(9, 70).bfloat16()
     indices, slots = torch.tensor([4, 0, 8]), torch.randint(-1, 5, (2, 9), dtype=torch.int32)
-    counts, found = torch.zeros(4, dtype=torch.int64), torch.tensor([1, 2, 3, 4])
+    counts, found = torch.zeros(6, dtype=torch.int64), torch.tensor([1, 0, 3, 4])
     wide, copied = torch.zeros(3, 70), torch.zeros(3, 70)
     seen: list[Tensor] = []
 
@@ -57,7 +57,7 @@ def test_a_replay_computes_with_the_numbers_of_its_time() -> None:
         copied.copy_(rows)
         rows.copy_(copied.add_(wide))
         rows.clamp_(-0.7, 0.9)
-        counts.add_(found)
+        ops.add_counts(counts, found)
         seen[:] = [slots.index_select(1, indices)]
         return rows
 
@@ -67,7 +67,7 @@ def test_a_replay_computes_with_the_numbers_of_its_time() -> None:
 
     results = run_often(body, change, recordings)
     assert len(runtime.programs) == 1
-    assert counts.tolist() == [4, 8, 12, 16]
+    assert counts.tolist() == [4, 0, 12, 16, 4 * 3, 4]
     assert torch.equal(seen[0], slots[:, indices])
     for turn, result in enumerate(results):
         assert torch.equal(result, expected(turn))

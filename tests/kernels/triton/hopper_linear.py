@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kernels.triton.counts import _add_counts
 from kernels.triton.grouped_mlp.weights import FORMATS, GpuWeight
 from kernels.triton.linear.kernels import add_splits, linear_tile
 from kernels.triton.linear.launches import default_tiles
@@ -52,6 +53,9 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         units = {"gate_up": NAMES[dtype], "out": NAMES[dtype]}
         compile_kernel(_swiglu_block, units, {"BLOCK": 1024}, num_warps=4)
+    for num_experts in ({}, {"num_experts": 1}):
+        counts = {"totals": "*i64", "counts": "*i64"}
+        compile_kernel(_add_counts, counts, {"BLOCK": 256, **num_experts}, num_warps=1)
     pairs = {
         "experts_ptr": "*i64", "slot_of_ptr": "*i32", "num_rows_ptr": "*i64", "slots_ptr": "*i32",
     }  # fmt: skip

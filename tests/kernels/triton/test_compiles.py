@@ -43,6 +43,7 @@ LINEAR = {
     "group_slot",
     "local_slots_block",
     "_swiglu_block",
+    "_add_counts",
 }
 M2N = {"put_row", "await_answer", "combine_row", "await_request", "gather_row", "send_row"}
 

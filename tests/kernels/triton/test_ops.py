@@ -111,6 +111,19 @@ def test_the_shared_experts_gate(ops: Ops, device: torch.device) -> None:
     assert_close(found, x * gate.sigmoid(), torch.float32)
 
 
+@pytest.mark.parametrize("num_experts", [1, 5, 128])
+def test_counts_add_up(num_experts: int, ops: Ops, device: torch.device) -> None:
+    totals = torch.zeros(num_experts + 2, dtype=torch.int64)
+    found = totals.to(device)
+    for turn in range(3):
+        # The second batch has no rows.
+        counts = torch.arange(num_experts).add(turn).remainder(3) * (turn != 1)
+        with NoSync():
+            ops.add_counts(found, counts.to(device))
+        reference.add_counts(totals, counts)
+    assert torch.equal(found.cpu(), totals)
+
+
 class Batch(NamedTuple):
     """A micro-batch with padding rows: they have no query, and slots in a scratch block."""
 

@@ -225,7 +225,13 @@ def test_abort_and_loss_of_a_gateway_end_its_requests() -> None:
 def test_stats_count_what_experts_report() -> None:
     world = World()
     world.start()
-    counts = ExpertCounts(index=1, table_version=1, counts=(pack_ints([3, 4]), pack_ints([5, 6])))
+    counts = ExpertCounts(
+        index=1,
+        table_version=1,
+        counts=(pack_ints([3, 4]), pack_ints([5, 6])),
+        activations=9,
+        batches=5,
+    )
     world.say("expert 1", counts)
     world.say("gateway", make_request("r", [1, 2, 3], max_tokens=2))
     world.answer(3)
@@ -233,6 +239,7 @@ def test_stats_count_what_experts_report() -> None:
     world.service.run()
     (stats,) = world.channel.to(GATEWAY, Stats)
     assert stats.expert_tokens == ((0, 0, 3, 4), (0, 0, 5, 6))
+    assert (stats.expert_activations, stats.expert_batches) == (9, 5)
     assert (stats.query_id, stats.num_blocks, stats.num_steps) == (9, 2 * NUM_BLOCKS, 2)
 
 

@@ -11,10 +11,18 @@ from topspin.expert_table import ExpertTable, uniform_table
 from topspin.messages import ExpertCounts, pack_ints
 
 
-def counts(index: int, *layers: list[int], version: int = 1) -> ExpertCounts:
+def counts(
+    index: int, *layers: list[int], version: int = 1, activations: int = 0, batches: int = 0
+) -> ExpertCounts:
     """Return a report of expert node `index`."""
     packed = tuple(pack_ints(layer) for layer in layers)
-    return ExpertCounts(index=index, table_version=version, counts=packed)
+    return ExpertCounts(
+        index=index,
+        table_version=version,
+        counts=packed,
+        activations=activations,
+        batches=batches,
+    )
 
 
 def test_slots_become_logical_experts_and_replicas_add_up() -> None:
@@ -36,6 +44,8 @@ def test_slots_become_logical_experts_and_replicas_add_up() -> None:
         counts(0, [1, 1], [1, 1]),
         counts(0, [1, -1]),
         counts(0, [1, 1], version=2),
+        counts(0, [1, 1], activations=-1, batches=1),
+        counts(0, [1, 1], activations=1, batches=-1),
         ExpertCounts(index=0, table_version=1, counts=(b"abc",)),
     ],
 )
@@ -44,6 +54,15 @@ def test_a_report_that_does_not_fit_is_refused_whole(report: ExpertCounts) -> No
     with pytest.raises(ProtocolError):
         load.add(report)
     assert load.totals() == ((0, 0, 0, 0),)
+    assert (load.activations, load.batches) == (0, 0)
+
+
+def test_experts_woken_and_batches_add_up_over_nodes_and_reports() -> None:
+    load = ExpertLoad(Formation(uniform_table(num_layers=1, num_experts=4, num_nodes=2)))
+    load.add(counts(0, [5, 1], activations=3, batches=2))
+    load.add(counts(1, [0, 2], activations=1, batches=1))
+    load.add(counts(0, [1, 0], activations=1, batches=1))
+    assert (load.activations, load.batches) == (5, 4)
 
 
 def test_a_dense_model_has_nothing_to_count() -> None:
