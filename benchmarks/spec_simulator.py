@@ -168,7 +168,7 @@ def play_parallel(world: World, ratio: float, *, num_steps: int) -> Played:
     """Run the draft node's rounds beside the target's steps."""
     model = SimulatedModel(world)
     rounds = DraftRounds(model, Growth(MAX_PASSES, WIDTH, CHOICES), max_length=10**9)
-    questions = Questions()
+    questions = Questions(VOCAB)
     text, now, num_tokens = [1, 2], 0.0, 0
     num_late = num_ahead = 0
     for step in range(num_steps):

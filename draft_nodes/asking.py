@@ -26,17 +26,20 @@ _log = logging.getLogger("attention")
 class AskingDrafter:
     """Drafts by the draft node at an address; satisfies spec_decode.draft.Drafter.
 
-    `num_losses` counts the connections that have ended.
+    `vocab_size` is that of the attention node's model. `num_losses` counts the connections that
+    have ended.
     """
 
     def __init__(
         self,
         address: str,
+        vocab_size: int,
         *,
         connect: Callable[[str], ControlClient] = ControlClient,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
+        self._vocab_size = vocab_size
         self._connect = connect
         self._clock = clock
         self._patience = Patience()
@@ -47,7 +50,7 @@ class AskingDrafter:
     def _open(self) -> None:
         """Connect, in the background: libzmq waits for a node that is not there yet."""
         self._client: ControlClient | None = self._connect(self._address)
-        self._questions = Questions()
+        self._questions = Questions(self._vocab_size)
 
     def draft(self, requests: Sequence[DraftRequest]) -> Sequence[Draft]:
         now_s = self._clock()

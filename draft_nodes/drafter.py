@@ -48,7 +48,7 @@ def make_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
 def _model_drafter(config: NodeConfig, speculation: Speculation, model_path: Path) -> Drafter:
     """Return what asks a draft node, or has the draft model here."""
     if config.draft_address is not None:
-        return AskingDrafter(config.draft_address)
+        return AskingDrafter(config.draft_address, load_model_config(model_path).vocab_size)
     if config.node.num_threads is not None:
         torch.set_num_threads(config.node.num_threads)
     cache_bytes, block_size = config.attention.kv_cache_bytes, config.kv_cache.block_size

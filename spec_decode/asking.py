@@ -26,7 +26,9 @@ _RATE: Final = 0.1
 class Questions:
     """One target's questions on one connection to a draft node."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        """`vocab_size` is the target's: offers have no other tokens."""
+        self._vocab_size = vocab_size
         self._epoch = 0
         self._told: dict[int, int] = {}
         self._ended: list[int] = []
@@ -103,10 +105,12 @@ class Questions:
             return NO_DRAFT
         tokens, parents = tuple(unpack_ints(offer.tokens)), tuple(unpack_ints(offer.parents))
         logps = offer.logps
-        if not len(tokens) == len(parents) == len(logps) or min(tokens, default=0) < 0:
+        if not len(tokens) == len(parents) == len(logps):
             raise ProtocolError(
                 f"an offer of {len(tokens)} tokens has {len(parents)} parents, {len(logps)} logps"
             )
+        if not all(0 <= token < self._vocab_size for token in tokens):
+            raise ProtocolError(f"an offer's tokens {tokens} are not of {self._vocab_size}")
         if not all(logp <= 0.0 for logp in logps):
             raise ProtocolError(f"an offer's {logps} are no log-probabilities")
         if not all(ROOT <= parent < idx for idx, parent in enumerate(parents)):

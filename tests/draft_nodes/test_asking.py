@@ -16,6 +16,7 @@ from topspin.channel import ControlServer, Received
 from topspin.messages import Message, Stop, TreeOffer, TreeOffers, Verdicts, pack_ints
 
 TIMEOUT_S = 30.0
+VOCAB = 16
 
 
 class Clock:
@@ -76,7 +77,7 @@ def offers(epoch: int, root: int, tokens: Sequence[int]) -> TreeOffers:
 
 def test_offers_for_the_present_root_are_drafts(node: Node) -> None:
     clock = Clock()
-    drafter = AskingDrafter(node.address, clock=clock)
+    drafter = AskingDrafter(node.address, VOCAB, clock=clock)
     assert drafter.draft([request([1, 2])]) == [NO_DRAFT], "nobody answers"
     assert node.verdicts().verdicts[0].tokens == pack_ints([1, 2])
     node.send(offers(1, 2, [5, 6]))  # late: the next question finds it, and waits again
@@ -112,15 +113,19 @@ def test_an_answer_that_is_there_in_time_is_used(node: Node) -> None:
             pass
 
     connect: type = Client
-    drafter = AskingDrafter("unused", connect=connect, clock=Waits())
+    drafter = AskingDrafter("unused", VOCAB, connect=connect, clock=Waits())
     for text in ([1, 2], [1, 2, 9], [1, 2, 9, 4]):
         assert drafter.draft([request(text)]) == [Draft.chain([text[-1] + 1], [0.0])]
-    drafter.close()
+    assert drafter.num_losses == 0
+    assert drafter.draft([request([1, 2, 9, 4, VOCAB - 1])]) == [NO_DRAFT], (
+        "the model has no such token"
+    )
+    assert drafter.num_losses == 1
 
 
 def test_a_silent_node_is_asked_a_few_times_and_not_waited_for(node: Node) -> None:
     clock = Clock()
-    drafter = AskingDrafter(node.address, clock=clock)
+    drafter = AskingDrafter(node.address, VOCAB, clock=clock)
     for count in range(2, 3 * MAX_UNANSWERED):
         assert drafter.draft([request([1] * count)]) == [NO_DRAFT]
     epochs = [node.verdicts().epoch for _ in range(MAX_UNANSWERED)]
@@ -132,7 +137,7 @@ def test_a_silent_node_is_asked_a_few_times_and_not_waited_for(node: Node) -> No
 @pytest.mark.parametrize("end", ["closed", "nonsense"])
 def test_a_node_that_ends_is_left_and_found_again(node: Node, end: str) -> None:
     clock = Clock()
-    drafter = AskingDrafter(node.address, clock=clock)
+    drafter = AskingDrafter(node.address, VOCAB, clock=clock)
     drafter.draft([request([1, 2])])
     node.verdicts()
     if end == "nonsense":

@@ -60,7 +60,7 @@ class Script:
     def __init__(self, texts: list[list[int]], *, table: Table | None = None) -> None:
         self.table = table or Table()
         self.rounds = DraftRounds(self.table, GROWTH, max_length=200)
-        self.questions = Questions()
+        self.questions = Questions(VOCAB)
         self.texts = texts
         self.to_draft: deque[Verdicts] = deque()
         self.to_target: deque[TreeOffers] = deque()
@@ -168,7 +168,7 @@ def test_chains_that_are_accepted_whole_stay_as_long() -> None:
     """Passes in the time of a step make up for the tokens of the draft and the one behind it."""
     table = Table()
     rounds = DraftRounds(table, Growth(passes=MOST, width=1, num_top=1), max_length=500)
-    questions, text, lengths = Questions(), [0, 1], []
+    questions, text, lengths = Questions(VOCAB), [0, 1], []
     for step in range(30):
         asked = request(0, text)
         rounds.hear(b"target", questions.ask([asked], step_s=20.0), float(step))
@@ -251,7 +251,7 @@ def test_a_sequence_without_room_is_not_waited_for() -> None:
 def test_long_prompts_are_fed_while_the_target_goes_on() -> None:
     prompt = [0, 1] * MAX_CHUNK
     rounds = DraftRounds(Table(), GROWTH, max_length=10_000)
-    questions = Questions()
+    questions = Questions(VOCAB)
     rounds.hear(b"target", questions.ask([request(5, prompt)]), 0.0)
     ((_, answer),) = rounds.take_offers()
     assert not answer.offers
@@ -270,7 +270,7 @@ def test_long_prompts_are_fed_while_the_target_goes_on() -> None:
 
 def test_texts_longer_than_the_model_knows_are_not_drafted() -> None:
     rounds = DraftRounds(Table(), GROWTH, max_length=10)
-    rounds.hear(b"target", Questions().ask([request(1, [1] * 9, at_most=2)]), 0.0)
+    rounds.hear(b"target", Questions(VOCAB).ask([request(1, [1] * 9, at_most=2)]), 0.0)
     ((_, answer),) = rounds.take_offers()
     assert not answer.offers
 
@@ -282,6 +282,7 @@ def test_texts_longer_than_the_model_knows_are_not_drafted() -> None:
         ([1], [0], (0.0,)),
         ([1], [-2], (0.0,)),
         ([-1], [-1], (0.0,)),
+        ([VOCAB], [-1], (0.0,)),
         ([1], [-1], ()),
         ([1], [-1], (0.1,)),
         ([1], [-1], (float("nan"),)),
@@ -290,7 +291,7 @@ def test_texts_longer_than_the_model_knows_are_not_drafted() -> None:
 def test_offers_that_are_no_drafts_are_refused(
     tokens: list[int], parents: list[int], logps: tuple[float, ...]
 ) -> None:
-    questions = Questions()
+    questions = Questions(VOCAB)
     asked = request(0, [1, 2])
     epoch = questions.ask([asked]).epoch
     offer = TreeOffer(
@@ -302,7 +303,7 @@ def test_offers_that_are_no_drafts_are_refused(
 
 
 def test_offers_for_another_epoch_or_root_are_dropped_and_long_ones_cut() -> None:
-    questions = Questions()
+    questions = Questions(VOCAB)
     first = request(0, [1, 2], at_most=2)
     epoch = questions.ask([first]).epoch
     offer = TreeOffer(
@@ -326,7 +327,7 @@ def test_offers_for_another_epoch_or_root_are_dropped_and_long_ones_cut() -> Non
 
 
 def test_a_draft_node_that_never_answers_is_not_asked_for_ever() -> None:
-    questions = Questions()
+    questions = Questions(VOCAB)
     epochs = []
     while questions.may_ask:
         epochs.append(questions.ask([request(0, [1, 2])]).epoch)
@@ -386,4 +387,5 @@ def test_packed_fields_of_a_wrong_size_are_refused() -> None:
     rounds = DraftRounds(Table(), GROWTH, max_length=10)
     with pytest.raises(ProtocolError, match="multiple of 4"):
         rounds.hear(b"target", Verdicts(epoch=1, ended=b"abc"), 0.0)
-    assert list(unpack_ints(Questions().ask([request(1, [4, 5])]).verdicts[0].tokens)) == [4, 5]
+    (verdict,) = Questions(VOCAB).ask([request(1, [4, 5])]).verdicts
+    assert list(unpack_ints(verdict.tokens)) == [4, 5]
