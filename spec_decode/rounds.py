@@ -203,14 +203,6 @@ class DraftRounds:
         self.counts = self.counts._replace(pass_seconds=self.counts.pass_seconds + pass_s)
         self.depth.passed(pass_s)
 
-    @property
-    def has_questions(self) -> bool:
-        """Return whether a target waits for an offer."""
-        return any(
-            target.asked is not None and not target.asked.is_answered
-            for target in self._targets.values()
-        )
-
 
 def _offer(seq_id: int, root: int, draft: Draft) -> TreeOffer:
     return TreeOffer(

@@ -125,10 +125,10 @@ def run_rounds(script: Script, count: int, *, passes: int) -> None:
     script.ask()
     for _ in range(count):
         script.hear()
-        while script.rounds.has_questions:
+        script.answer()
+        while not script.to_target:
+            assert script.grow()
             script.answer()
-            if script.rounds.has_questions:
-                assert script.grow()
         script.take()
         for _ in range(passes):
             script.grow()
@@ -194,9 +194,10 @@ def test_a_small_tree_grows_before_the_answer_where_passes_are_fast() -> None:
         asked = script.questions.ask([request(0, [0, 1])], step_s=step_s)
         script.rounds.hear(b"target", asked, 0.0)
         num_passes = 0
-        while script.rounds.has_questions:
+        script.answer()
+        while not script.to_target:
+            num_passes += script.grow()
             script.answer()
-            num_passes += script.rounds.has_questions and script.grow()
         assert 1 <= num_passes <= most
         assert (num_passes > 1) == (step_s == 100.0)
 
