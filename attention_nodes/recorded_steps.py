@@ -8,6 +8,7 @@ host_executor.py and by draft_nodes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -28,6 +29,8 @@ MAX_RECORDED_ROWS: Final = 64
 MAX_SEQUENCE_ROWS: Final = 8
 # Recordings that are kept: about 100 KB each for 30 layers, besides their rows.
 MAX_RECORDINGS: Final = 64
+
+_log = logging.getLogger("recordings")
 
 Renew = Callable[
     [AttentionMeta, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], None
@@ -137,5 +140,12 @@ def recorded_steps(decoder: Decoder, runtime: Runtime, rotary: RotaryTable) -> R
     if decoder.ops.name != "cpu":
         return None
     from kernels.cpu.attention import renew
+    from kernels.cpu.compiled.attention import HeadShape
 
-    return RecordedSteps(runtime, rotary, renew, vocab_size=decoder.config.vocab_size)
+    config = decoder.config
+    if not HeadShape(config.num_heads, config.num_kv_heads, config.head_dim).fits:
+        # renew() needs rows that are attended to one by one.
+        repeat = config.num_heads // config.num_kv_heads
+        _log.info("steps are not recorded: %d heads of %d share a key", repeat, config.head_dim)
+        return None
+    return RecordedSteps(runtime, rotary, renew, vocab_size=config.vocab_size)

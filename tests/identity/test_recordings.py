@@ -19,7 +19,7 @@ from kernels.contracts import AttentionMeta
 from kernels.cpu.attention import renew
 from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
 from topspin.config import Transport
 from topspin.precision import Format, PrecisionRule
@@ -156,6 +156,19 @@ def test_a_recording_that_was_forgotten_is_made_again(
     *recorded, runs = run(path, "none", 1, recordings=True)
     assert recorded == plain
     assert runs > NUM_TOKENS
+
+
+def test_steps_of_too_many_heads_for_row_by_row_attention_are_not_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "recordings")
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 1, "head_dim": 256}
+    path = make_checkpoint(tmp_path, "llama", **heads)
+    prompts = PROMPTS[:1]
+    with Engine(engine_config(path, recordings=True)) as engine:
+        found = engine.generate(prompts, max_tokens=NUM_TOKENS)
+    assert found == oracle_generate(path, prompts, NUM_TOKENS).tokens
+    assert "steps are not recorded: 16 heads of 256 share a key" in caplog.text
 
 
 @pytest.mark.parametrize(

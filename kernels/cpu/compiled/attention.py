@@ -59,15 +59,27 @@ STATE_BYTES: Final = 16 << 10
 _VECTOR: Final = 4 * simd.LANES
 
 
+class HeadShape(NamedTuple):
+    """The heads of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def fits(self) -> bool:
+        """Return whether attend_rows supports them."""
+        state_bytes = self.num_heads // self.num_kv_heads * _part_bytes(self.head_dim)
+        return self.head_dim % 2 == 0 and state_bytes <= STATE_BYTES
+
+
 def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
     """Return whether attend_rows supports these shapes, strides and dtypes."""
     num_heads, head_dim = q.shape[1:]
-    state_bytes = num_heads // k_cache.shape[2] * _part_bytes(head_dim)
     return (
         q.dtype == k_cache.dtype == out.dtype
         and q.dtype in (torch.float32, torch.bfloat16)
-        and head_dim % 2 == 0
-        and state_bytes <= STATE_BYTES
+        and HeadShape(num_heads, k_cache.shape[2], head_dim).fits
         and _lie_whole(q)
         and _lie_whole(out)
         and k_cache.is_contiguous()
@@ -79,14 +91,6 @@ def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) ->
 def _lie_whole(x: Tensor) -> bool:
     """Return whether the heads of each row of x [T, N, D] are contiguous."""
     return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
-
-
-class HeadShape(NamedTuple):
-    """The heads of a layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 class WorkWords:
