@@ -20,11 +20,9 @@ from attention_nodes.decoder import Decoder
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.step_inputs import Indexed, StepInputs
 from kernels.contracts import AttentionMeta
-from kernels.recordings import Recordings
+from kernels.recordings import MAX_RECORDED_ROWS, Recordings
 from kernels.runtime import Runtime
 
-# Steps with more rows spend their time in the kernels.
-MAX_RECORDED_ROWS: Final = 64
 # Rows of one sequence: what paged_attention computes one by one.
 MAX_SEQUENCE_ROWS: Final = 8
 # Recordings that are kept: about 100 KB each for 30 layers, besides their rows.

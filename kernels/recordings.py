@@ -13,9 +13,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from kernels.runtime import Replay, Runtime
+
+MAX_RECORDED_ROWS: Final = 64
+"""Of an attention node's step on CPUs; steps with more spend their time in the kernels."""
 
 Key = TypeVar("Key", bound=Hashable)
 

@@ -25,6 +25,7 @@ import torch
 
 from kernels.cpu.compiled.runtime import is_recording, launch_alone, refuse_recording
 from kernels.frame_header import FrameHeader
+from kernels.recordings import MAX_RECORDED_ROWS
 from m2n_comm.emulate import LinkEmulation, wait_delivery
 from m2n_comm.hello import Identity
 from m2n_comm.host import hops
@@ -52,9 +53,6 @@ from topspin.errors import FrameError
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.trace import Kind, Stamps
-
-MAX_RECORDED_ROWS = 64
-"""Of one attention node's micro-batch; steps with more spend their time in the kernels."""
 
 
 class _Join:

@@ -7,8 +7,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from attention_nodes.recorded_steps import MAX_RECORDED_ROWS, MAX_SEQUENCE_ROWS, key_of
+from attention_nodes.recorded_steps import MAX_SEQUENCE_ROWS, key_of
 from attention_nodes.step_inputs import Indexed
+from kernels.recordings import MAX_RECORDED_ROWS
 
 
 def indexed(counts: list[int], num_sampled: int) -> Indexed:
