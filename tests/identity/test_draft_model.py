@@ -10,7 +10,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, CaseOf
 from tests.identity.test_sampling import SAMPLING
-from tests.identity.test_speculation import SAMPLINGS, accepted, ask, config_of
+from tests.identity.test_speculation import SAMPLINGS, accepted, ask, config_of, crowded_config_of
 from topspin.speculation import Speculation
 
 VARIANT = "qwen3_moe"
@@ -115,16 +115,7 @@ def test_seeded_draws_are_those_of_plain_decoding(
 def test_few_blocks_preemptions_and_prompts_in_pieces(case_of: CaseOf) -> None:
     """The draft's cache has no room for all, and requests are begun again."""
     case = case_of(VARIANT)
-    longest = max(map(len, case.prompts)) + NUM_TOKENS
-    bytes_per_token = 2 * 4 * 2 * 2 * 32
-    config = engine_config(
-        case.path,
-        transport="shm",
-        kv_cache_bytes=(longest + 40) * bytes_per_token,
-        max_num_batched_tokens=17,
-        speculation=speculation_of(case.path),
-    )
-    with Engine(config) as engine:
+    with Engine(crowded_config_of(case, speculation=speculation_of(case.path))) as engine:
         assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
         stats = engine.stats()
     assert stats.num_preemptions > 0

@@ -17,7 +17,7 @@ from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.identity.test_draft_model import TREES, VARIANT, speculation_of
 from tests.identity.test_sampling import SAMPLING
-from tests.identity.test_speculation import SAMPLINGS, accepted, ask, config_of
+from tests.identity.test_speculation import SAMPLINGS, accepted, ask, config_of, crowded_config_of
 from topspin.messages import Stats
 
 slow = pytest.mark.slow
@@ -106,16 +106,7 @@ def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf) -> None:
 
 def test_preempted_requests_begin_again_on_the_draft_node(case_of: CaseOf) -> None:
     case = case_of(VARIANT)
-    longest = max(map(len, case.prompts)) + NUM_TOKENS
-    bytes_per_token = 2 * 4 * 2 * 2 * 32
-    config = engine_config(
-        case.path,
-        transport="shm",
-        kv_cache_bytes=(longest + 40) * bytes_per_token,
-        max_num_batched_tokens=17,
-        draft_nodes=1,
-        speculation=speculation_of(case.path),
-    )
+    config = crowded_config_of(case, draft_nodes=1, speculation=speculation_of(case.path))
     with Engine(config) as engine:
         generate_until(
             engine, case, lambda stats: stats.num_preemptions > 0 and accepted(stats) > 0

@@ -65,6 +65,19 @@ def config_of(
     )
 
 
+def crowded_config_of(case: Case, **settings: Any) -> Any:
+    """Prompts come in pieces, and there are blocks for little more than the longest request."""
+    longest = max(map(len, case.prompts)) + NUM_TOKENS
+    bytes_per_token = 2 * 4 * 2 * 2 * 32
+    return engine_config(
+        case.path,
+        transport="shm",
+        kv_cache_bytes=(longest + 40) * bytes_per_token,
+        max_num_batched_tokens=17,
+        **settings,
+    )
+
+
 @pytest.mark.parametrize(("transport", "topology", "micro_batches", "speculation"), LAYOUTS)
 def test_greedy_output_is_that_of_transformers_on_every_layout(
     case_of: CaseOf,
@@ -169,16 +182,7 @@ def test_a_deterministic_engine_gives_the_same_bits(case_of: CaseOf) -> None:
 
 def test_preempted_requests_and_prompts_in_pieces(case_of: CaseOf) -> None:
     case = case_of(VARIANT)
-    longest = max(map(len, case.prompts)) + NUM_TOKENS
-    bytes_per_token = 2 * 4 * 2 * 2 * 32
-    config = engine_config(
-        case.path,
-        transport="shm",
-        kv_cache_bytes=(longest + 40) * bytes_per_token,
-        max_num_batched_tokens=17,
-        speculation=CHAINS,
-    )
-    with Engine(config) as engine:
+    with Engine(crowded_config_of(case, speculation=CHAINS)) as engine:
         for _ in range(2):
             assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
         stats = engine.stats()
