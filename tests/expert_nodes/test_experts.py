@@ -11,6 +11,8 @@ from torch import Tensor
 
 from expert_nodes.experts import Experts
 from expert_nodes.worker import run_ticket
+from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.recorder import CpuRuntime
 from kernels.dispatch import select_ops
 from m2n_comm.net import ExpertBatch
 from models.checkpoint import Checkpoint
@@ -23,10 +25,10 @@ from topspin.messages import StepTicket, unpack_ints
 NUM_ROWS = 11
 
 
-def load(path: Path, slots: list[tuple[int, ...]]) -> Experts:
+def load(path: Path, slots: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Experts:
     config = load_model_config(path)
-    weights = load_expert_weights(Checkpoint(path), config, dtype=torch.float32, experts=slots)
-    return Experts(config, weights, select_ops("cpu", torch.float32), held=slots)
+    weights = load_expert_weights(Checkpoint(path), config, dtype=dtype, experts=slots)
+    return Experts(config, weights, select_ops("cpu", dtype), held=slots)
 
 
 def batch_of(
@@ -93,6 +95,22 @@ def test_the_experts_that_a_batch_wakes_are_counted_once_per_batch(tmp_path: Pat
             experts.compute(batch_of(hidden, torch.tensor(slots), weights, layer=layer))
         (found,) = experts.take_counts()
         assert (found.activations, found.batches) == (2 + 1 + 2, 3)
+
+
+@pytest.mark.skipif(not block_width(), reason="this processor leaves bf16 products to oneDNN")
+@torch.inference_mode()
+def test_a_recorded_batch_is_counted_at_each_replay(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "mixtral", intermediate_size=64)
+    experts, runtime = load(path, [(0, 1, 2), (3,)], torch.bfloat16), CpuRuntime()
+    slots, weights = torch.tensor([[0, 2], [2, -1]]), torch.ones(2, 2)
+    batch = batch_of(torch.zeros(2, 64).bfloat16(), slots, weights, layer=0)
+    replay = runtime.capture(lambda: (experts.compute(batch), None)[1])
+    assert len(runtime.programs) == 1
+    for _ in range(3):
+        replay()
+    (found,) = experts.take_counts()
+    assert list(unpack_ints(found.counts[0])) == [3, 0, 6]
+    assert (found.activations, found.batches) == (6, 3)
 
 
 class RecordingNet:
