@@ -53,7 +53,7 @@ class AttentionMeta:
     tree_mask: Tensor | None = None
     """bool[T, max_query_len or the most of tree_lens], or None: causal."""
     tree_lens: Tensor | None = None
-    """i32[S], at least the query rows of a sequence. Not all implementations accept it."""
+    """i32[S], at least the query rows of a sequence."""
     memo: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
 
 

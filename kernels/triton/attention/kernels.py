@@ -8,8 +8,8 @@ completely need no mask; those at the edges of the causal triangle, the window o
 
 Numbers about the batch are read from device memory: a launch depends on shapes alone.
 Arguments that differ from batch to batch are not specialised: a kernel is compiled once.
-Letters as in `kernels.contracts`; `start` is a sequence's first query row, `committed` its
-positions before that row, `table` its row of the block table.
+Letters as in `kernels.contracts`; `start` is a sequence's first query row, `num_tree` its
+positions that may be on branches, `committed` those before, `table` its row of the block table.
 """
 
 from __future__ import annotations
@@ -21,42 +21,44 @@ from kernels.triton.runtime import dot, rounded
 
 
 @triton.jit
-def _depths(
-    tree: tl.tensor, node: tl.tensor, known: tl.tensor, num_new: tl.tensor, tree_row: tl.tensor
+def _num_ancestors(
+    tree: tl.tensor, query: tl.tensor, is_row: tl.tensor, end: tl.tensor, tree_row: tl.tensor
 ) -> tl.tensor:
-    """Count the nodes on the branch of each of some tree nodes [M], itself included."""
+    """Count, for each row [M], the nodes before node `end` on its branch, itself included."""
     column = tl.arange(0, 16)
-    count = node * 0
-    for first in range(0, num_new, 16):
-        inside = known[:, None] & (first + column < num_new)[None, :]
-        place = node[:, None] * tree_row + (first + column)[None, :]
+    count = query * 0
+    for first in range(0, end, 16):
+        inside = is_row[:, None] & (first + column < end)[None, :]
+        place = query[:, None] * tree_row + (first + column)[None, :]
         count += tl.sum(tl.load(tree + place, mask=inside, other=0).to(tl.int32), axis=1)
     return count
 
 
 @triton.jit
 def _seen(
-    keys: tl.tensor, end: tl.tensor, query: tl.tensor, position: tl.tensor, is_row: tl.tensor,
-    tree: tl.tensor, tree_row: tl.tensor, num_new: tl.tensor, committed: tl.tensor,
-    window: tl.tensor, WINDOW: tl.constexpr, TREE: tl.constexpr,
+    first: tl.tensor, end: tl.tensor, query: tl.tensor, position: tl.tensor, is_row: tl.tensor,
+    tree: tl.tensor, tree_row: tl.tensor, num_tree: tl.tensor, committed: tl.tensor,
+    window: tl.tensor, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the mask of the keys [BLOCK_N] that each row [BLOCK_M] sees."""
-    key_position = keys
+    """Return the mask of the keys first .. first + BLOCK_N - 1 that each row [BLOCK_M] sees."""
+    keys = first + tl.arange(0, BLOCK_N)
+    key_position = keys[None, :]
     if TREE:
         node = keys - committed
-        is_new = (node >= 0) & (node < num_new)
         place = query[:, None] * tree_row + node[None, :]
-        inside = is_row[:, None] & is_new[None, :]
+        inside = is_row[:, None] & ((node >= 0) & (node < num_tree))[None, :]
         is_ancestor = tl.load(tree + place, mask=inside, other=0) != 0
         seen = ((node < 0)[None, :] & is_row[:, None]) | is_ancestor
         if WINDOW:
-            depth = _depths(tree, node, is_new, num_new, tree_row)
-            key_position = tl.where(is_new, committed - 1 + depth, keys)
+            # The row's own mask says how deep an ancestor is: a node in the cache has no row.
+            before = _num_ancestors(tree, query, is_row, first - committed, tree_row)
+            rank = before[:, None] + tl.cumsum(is_ancestor.to(tl.int32), axis=1)
+            key_position = tl.where((node >= 0)[None, :], committed - 1 + rank, key_position)
     else:
         seen = keys[None, :] <= position[:, None]
     seen &= (keys < end)[None, :]
     if WINDOW:
-        seen &= position[:, None] - key_position[None, :] < window
+        seen &= position[:, None] - key_position < window
     return seen
 
 
@@ -79,7 +81,7 @@ def _fold_keys(
     acc: tl.tensor, best: tl.tensor, total: tl.tensor,
     q: tl.tensor, query: tl.tensor, position: tl.tensor, is_row: tl.tensor,
     k_cache: tl.tensor, v_cache: tl.tensor, table: tl.tensor, tree: tl.tensor,
-    begin: tl.tensor, end: tl.tensor, num_new: tl.tensor, committed: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, num_tree: tl.tensor, committed: tl.tensor,
     window: tl.tensor, scale: tl.tensor,
     tree_row: tl.tensor, cache_block: tl.tensor, cache_slot: tl.tensor,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -111,8 +113,8 @@ def _fold_keys(
         scores = dot(q, tl.trans(k.to(q.dtype)), zero)
         if MASKED:
             seen = _seen(
-                keys, end, query, position, is_row, tree, tree_row, num_new, committed, window,
-                WINDOW, TREE,
+                first, end, query, position, is_row, tree, tree_row, num_tree, committed, window,
+                BLOCK_N, WINDOW, TREE,
             )  # fmt: skip
             scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, axis=1) * scale)
@@ -130,9 +132,9 @@ def _fold_keys(
 @triton.jit
 def _attend_rows(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, table: tl.tensor, tree: tl.tensor,
-    sinks: tl.tensor, start: tl.tensor, num_new: tl.tensor, committed: tl.tensor,
-    first_row: tl.tensor, kv_head: tl.tensor, begin: tl.tensor, end: tl.tensor,
-    window: tl.tensor, scale: tl.tensor, takes_sink: tl.tensor,
+    sinks: tl.tensor, start: tl.tensor, num_new: tl.tensor, num_tree: tl.tensor,
+    committed: tl.tensor, first_row: tl.tensor, kv_head: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, window: tl.tensor, scale: tl.tensor, takes_sink: tl.tensor,
     q_row: tl.tensor, q_head: tl.tensor, tree_row: tl.tensor,
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -157,7 +159,7 @@ def _attend_rows(
     if TREE:
         seen_end = committed
         if WINDOW:
-            position = committed - 1 + _depths(tree, query, is_row, num_new, tree_row)
+            position = committed - 1 + _num_ancestors(tree, query, is_row, num_tree, tree_row)
         lowest, highest = committed, tl.max(tl.where(is_row, position, 0), axis=0)
     else:
         lowest, highest = committed + first_row // GROUP, committed + last_query
@@ -179,18 +181,18 @@ def _attend_rows(
         full_begin = tl.maximum(begin, tl.cdiv(highest - window + 1, BLOCK_N) * BLOCK_N)
         acc, best, total = _fold_keys(
             acc, best, total, tile, query, position, is_row, k_cache, v_cache, table, tree,
-            begin, tl.minimum(full_begin, end), num_new, committed, window, scale, tree_row,
+            begin, tl.minimum(full_begin, end), num_tree, committed, window, scale, tree_row,
             cache_block, cache_slot, DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, WINDOW, TREE,
         )  # fmt: skip
     full_end = tl.maximum(tl.minimum(seen_end, end) // BLOCK_N * BLOCK_N, full_begin)
     acc, best, total = _fold_keys(
         acc, best, total, tile, query, position, is_row, k_cache, v_cache, table, tree,
-        full_begin, full_end, num_new, committed, window, scale, tree_row,
+        full_begin, full_end, num_tree, committed, window, scale, tree_row,
         cache_block, cache_slot, DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, False, WINDOW, TREE,
     )  # fmt: skip
     acc, best, total = _fold_keys(
         acc, best, total, tile, query, position, is_row, k_cache, v_cache, table, tree,
-        full_end, end, num_new, committed, window, scale, tree_row,
+        full_end, end, num_tree, committed, window, scale, tree_row,
         cache_block, cache_slot, DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, WINDOW, TREE,
     )  # fmt: skip
     return acc, best, total
@@ -215,6 +217,14 @@ def _store_rows(
 
 
 @triton.jit
+def _tree_len(
+    tree_lens: tl.tensor, seq: tl.tensor, num_new: tl.tensor, TREE_LENS: tl.constexpr
+) -> tl.tensor:
+    """Return the number of a sequence's last positions that may be on branches."""
+    return tl.load(tree_lens + seq) if TREE_LENS else num_new
+
+
+@triton.jit
 def _split(
     committed: tl.tensor, context_len: tl.tensor, window: tl.tensor, min_chunk: tl.tensor,
     SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
@@ -231,7 +241,7 @@ def _split(
 def attend_short(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
     partial: tl.tensor, scores: tl.tensor, query_start: tl.tensor, context_lens: tl.tensor,
-    block_tables: tl.tensor, tree: tl.tensor, sinks: tl.tensor,
+    block_tables: tl.tensor, tree: tl.tensor, tree_lens: tl.tensor, sinks: tl.tensor,
     num_rows: tl.tensor, num_seqs: tl.tensor, num_heads: tl.tensor, window: tl.tensor,
     scale: tl.tensor, v_scale: tl.tensor, min_chunk: tl.tensor,
     q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
@@ -239,7 +249,8 @@ def attend_short(
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
     SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, TREE_LENS: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend sequences of 1 .. SHORT_LEN new rows, a share of the keys in each program.
 
@@ -265,15 +276,17 @@ def attend_short(
         return
     num_new = tl.load(query_start + seq + 1) - start
     context_len = tl.load(context_lens + seq)
-    committed = context_len - num_new
+    num_tree = _tree_len(tree_lens, seq, num_new, TREE_LENS)
+    committed = context_len - num_tree
     oldest, chunk = _split(committed, context_len, window, min_chunk, SPLITS, BLOCK_N, WINDOW)
     begin = oldest + split * chunk
     if (num_new > SHORT_LEN) | (first_row >= num_new * GROUP) | (begin >= context_len):
         return
     acc, best, total = _attend_rows(
         q, k_cache, v_cache, block_tables + seq.to(tl.int64) * table_row, tree, sinks, start,
-        num_new, committed, first_row, kv_head, begin, tl.minimum(begin + chunk, context_len),
-        window, scale, split == 0, q_row, q_head, tree_row, cache_block, cache_slot, cache_head,
+        num_new, num_tree, committed, first_row, kv_head, begin,
+        tl.minimum(begin + chunk, context_len), window, scale, split == 0,
+        q_row, q_head, tree_row, cache_block, cache_slot, cache_head,
         GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_SIZE, WINDOW, TREE, SINKS,
     )  # fmt: skip
     if SPLITS == 1:
@@ -298,10 +311,10 @@ def attend_short(
 @triton.jit(do_not_specialize=["window"])
 def combine_splits(
     partial: tl.tensor, scores: tl.tensor, out: tl.tensor, query_start: tl.tensor,
-    context_lens: tl.tensor, num_heads: tl.tensor, window: tl.tensor, v_scale: tl.tensor,
-    min_chunk: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
+    context_lens: tl.tensor, tree_lens: tl.tensor, num_heads: tl.tensor, window: tl.tensor,
+    v_scale: tl.tensor, min_chunk: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
     SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, TREE_LENS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Combine the splits' results of `attend_short`; grid (S * SHORT_LEN, N)."""
     seq, query = tl.program_id(0) // SHORT_LEN, tl.program_id(0) % SHORT_LEN
@@ -311,9 +324,8 @@ def combine_splits(
     if (num_new > SHORT_LEN) | (query >= num_new):
         return
     context_len = tl.load(context_lens + seq)
-    oldest, chunk = _split(
-        context_len - num_new, context_len, window, min_chunk, SPLITS, BLOCK_N, WINDOW
-    )
+    committed = context_len - _tree_len(tree_lens, seq, num_new, TREE_LENS)
+    oldest, chunk = _split(committed, context_len, window, min_chunk, SPLITS, BLOCK_N, WINDOW)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
     was_written = oldest + split * chunk < context_len
     place = (tl.program_id(0).to(tl.int64) * num_heads + head) * SPLITS + split
@@ -332,14 +344,15 @@ def combine_splits(
 def attend_long(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
     query_start: tl.tensor, context_lens: tl.tensor, block_tables: tl.tensor,
-    tree: tl.tensor, sinks: tl.tensor, num_seqs: tl.tensor, window: tl.tensor,
-    scale: tl.tensor, v_scale: tl.tensor,
+    tree: tl.tensor, tree_lens: tl.tensor, sinks: tl.tensor, num_seqs: tl.tensor,
+    window: tl.tensor, scale: tl.tensor, v_scale: tl.tensor,
     q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
     table_row: tl.tensor, tree_row: tl.tensor,
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
     SHORT_LEN: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE: tl.constexpr, TREE_LENS: tl.constexpr,
+    SINKS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend sequences of more than SHORT_LEN new rows, all keys of a tile in one program.
 
@@ -362,9 +375,10 @@ def attend_long(
         return
     kv_head = tl.program_id(0)
     context_len = tl.load(context_lens + seq)
+    num_tree = _tree_len(tree_lens, seq, num_new, TREE_LENS)
     table = block_tables + seq.to(tl.int64) * table_row
     acc, _, total = _attend_rows(
-        q, k_cache, v_cache, table, tree, sinks, start, num_new, context_len - num_new,
+        q, k_cache, v_cache, table, tree, sinks, start, num_new, num_tree, context_len - num_tree,
         first_row, kv_head, 0, context_len, window, scale, True, q_row, q_head, tree_row,
         cache_block, cache_slot, cache_head, GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_SIZE,
         WINDOW, TREE, SINKS,

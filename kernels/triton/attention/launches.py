@@ -148,13 +148,16 @@ def _check_meta(meta: AttentionMeta, num_rows: int) -> None:
     tables = (meta.query_start, meta.context_lens, meta.block_tables)
     if any(x.dtype != torch.int32 or x.stride(-1) != 1 for x in tables):
         raise ValueError("query_start, context_lens and block_tables must be contiguous int32")
-    if meta.tree_lens is not None:
-        raise ValueError("tree_lens: here the mask of a tree is that of its new rows only")
     tree = meta.tree_mask
     if tree is not None:
         fits = len(tree) == num_rows and tree.shape[1] >= meta.max_query_len
         if not fits or tree.dtype != torch.bool or tree.stride(1) != 1:
             raise ValueError(f"tree_mask {tree.dtype} {tuple(tree.shape)} for {num_rows} rows")
+    lens = meta.tree_lens
+    if lens is not None and (
+        lens.shape != (num_seqs,) or lens.dtype != torch.int32 or lens.stride(0) != 1
+    ):
+        raise ValueError(f"tree_lens {lens.dtype} {tuple(lens.shape)} for {num_seqs} sequences")
 
 
 def paged_attention(
@@ -212,9 +215,10 @@ def attend(
         sliding_window, tiles,
     )  # fmt: skip
     tree = meta.query_start if meta.tree_mask is None else meta.tree_mask.view(torch.uint8)
+    tree_lens = meta.query_start if meta.tree_lens is None else meta.tree_lens
     batch = _Batch(
         q=q, k_cache=k_cache, v_cache=v_cache, out=out, meta=meta, tree=tree,
-        sinks=q if sinks is None else sinks, window=sliding_window or 0,
+        tree_lens=tree_lens, sinks=q if sinks is None else sinks, window=sliding_window or 0,
         scale=scale * k_scale * math.log2(math.e), v_scale=v_scale,
         strides=(
             *q.stride()[:2], *out.stride()[:2], meta.block_tables.stride(0), tree.stride(0),
@@ -224,7 +228,9 @@ def attend(
             "SHORT_LEN": plan.short_len, "GROUP": group, "DIM": head_dim,
             "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
             "BLOCK_SIZE": k_cache.shape[1], "WINDOW": sliding_window is not None,
-            "TREE": meta.tree_mask is not None, "SINKS": sinks is not None,
+            "TREE": meta.tree_mask is not None,
+            "TREE_LENS": meta.tree_mask is not None and meta.tree_lens is not None,
+            "SINKS": sinks is not None,
         },
     )  # fmt: skip
     _launch_short(batch, plan, tiles)
@@ -242,6 +248,7 @@ class _Batch(NamedTuple):
     out: Tensor
     meta: AttentionMeta
     tree: Tensor
+    tree_lens: Tensor
     sinks: Tensor
     window: int
     scale: float
@@ -266,17 +273,18 @@ def _launch_short(batch: _Batch, plan: Plan, tiles: AttentionTiles) -> None:
     grid = (batch.k_cache.shape[2], num_seqs * seq_tiles + 1, plan.splits)
     attend_short[grid](
         q, batch.k_cache, batch.v_cache, batch.out, partial, scores, meta.query_start,
-        meta.context_lens, meta.block_tables, batch.tree, batch.sinks, num_rows, num_seqs,
-        num_heads, batch.window, batch.scale, batch.v_scale, plan.min_chunk, *batch.strides,
-        **shape, SPLITS=plan.splits, BLOCK_M=plan.short_rows, BLOCK_N=tiles.short_keys,
-        num_warps=num_warps, num_stages=tiles.short_stages,
+        meta.context_lens, meta.block_tables, batch.tree, batch.tree_lens, batch.sinks,
+        num_rows, num_seqs, num_heads, batch.window, batch.scale, batch.v_scale,
+        plan.min_chunk, *batch.strides, **shape, SPLITS=plan.splits, BLOCK_M=plan.short_rows,
+        BLOCK_N=tiles.short_keys, num_warps=num_warps, num_stages=tiles.short_stages,
     )  # fmt: skip
     if plan.splits > 1:
         combine_splits[(num_seqs * short_len, num_heads)](
-            partial, scores, batch.out, meta.query_start, meta.context_lens, num_heads,
-            batch.window, batch.v_scale, plan.min_chunk, *batch.out.stride()[:2],
+            partial, scores, batch.out, meta.query_start, meta.context_lens, batch.tree_lens,
+            num_heads, batch.window, batch.v_scale, plan.min_chunk, *batch.out.stride()[:2],
             SHORT_LEN=short_len, SPLITS=plan.splits, DIM=head_dim, BLOCK_N=tiles.short_keys,
-            BLOCK_D=shape["BLOCK_D"], WINDOW=shape["WINDOW"], num_warps=4,
+            BLOCK_D=shape["BLOCK_D"], WINDOW=shape["WINDOW"], TREE_LENS=shape["TREE_LENS"],
+            num_warps=4,
         )  # fmt: skip
 
 
@@ -285,7 +293,7 @@ def _launch_long(batch: _Batch, tiles: AttentionTiles) -> None:
     num_tiles = len(batch.q) * batch.shape["GROUP"] // tiles.long_rows + num_seqs
     attend_long[(batch.k_cache.shape[2], num_tiles)](
         batch.q, batch.k_cache, batch.v_cache, batch.out, meta.query_start, meta.context_lens,
-        meta.block_tables, batch.tree, batch.sinks, num_seqs, batch.window, batch.scale,
-        batch.v_scale, *batch.strides, **batch.shape, BLOCK_M=tiles.long_rows,
+        meta.block_tables, batch.tree, batch.tree_lens, batch.sinks, num_seqs, batch.window,
+        batch.scale, batch.v_scale, *batch.strides, **batch.shape, BLOCK_M=tiles.long_rows,
         BLOCK_N=tiles.long_keys, num_warps=tiles.long_warps, num_stages=tiles.long_stages,
     )  # fmt: skip

@@ -79,14 +79,16 @@ def compile_attention(
 ) -> None:
     """Compile the three kernels with default tiles; `extras`: window, tree and sinks at once."""
     tiles: AttentionTiles = attention_tiles(head_dim, cache)
-    tables = dict.fromkeys(("query_start", "context_lens"), "*i32")
+    tables = dict.fromkeys(("query_start", "context_lens", "tree_lens"), "*i32")
     pointers = {
         "q": NAMES[q], "out": NAMES[q], "k_cache": NAMES[cache], "v_cache": NAMES[cache],
         "tree": "*u8", "sinks": "*bf16", "block_tables": "*i32", **tables,
     }  # fmt: skip
     partials = {"partial": "*fp32", "scores": "*fp32"}
     wide = triton.next_power_of_2(head_dim)
-    shape: dict[str, Any] = {"DIM": head_dim, "BLOCK_D": wide, "WINDOW": extras}
+    shape: dict[str, Any] = {
+        "DIM": head_dim, "BLOCK_D": wide, "WINDOW": extras, "TREE_LENS": extras,
+    }  # fmt: skip
     shared = {"GROUP": 8, "BLOCK_SIZE": block_size, "TREE": extras, "SINKS": extras, **shape}
     for splits, rows, length in ((1, 16, 2), (8, 64, 8)):
         constants = {"SHORT_LEN": length, "SPLITS": splits, "BLOCK_N": tiles.short_keys}

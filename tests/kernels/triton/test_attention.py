@@ -41,12 +41,14 @@ SMALL = AttentionTiles(
 def place(case: AttentionCase, device: torch.device) -> AttentionCase:
     meta = case.meta
     tree = None if meta.tree_mask is None else meta.tree_mask.to(device)
+    tree_lens = None if meta.tree_lens is None else meta.tree_lens.to(device)
     moved = replace(
         meta,
         query_start=meta.query_start.to(device),
         context_lens=meta.context_lens.to(device),
         block_tables=meta.block_tables.to(device),
         tree_mask=tree,
+        tree_lens=tree_lens,
     )
     caches = (case.k_cache.to(device), case.v_cache.to(device))
     return case._replace(q=case.q.to(device), k_cache=caches[0], v_cache=caches[1], meta=moved)
@@ -129,33 +131,36 @@ WIDE: tuple[int | None, ...] = (None, *(node // 3 for node in range(19)))
 TREES = ((None, 0, 0, 1, 1, 4, 2), (None,), (None, None, 1, 0))
 
 
+# All nodes are query rows, or only the last ones: one row each, few, and many.
+ALL = tuple(len(tree) for tree in (*TREES, WIDE))
+LAST: tuple[tuple[int, ...], ...] = ((1, 1, 0, 1), (3, 1, 2, 2), (3, 1, 2, 17))
+
+
 @pytest.mark.parametrize(
-    ("window", "dtype", "trees"),
+    ("window", "dtype", "rows"),
     [
-        (*shape, trees)
-        for shape, trees in cover_values(
-            [
-                (None, torch.float32),
-                (None, torch.bfloat16),
-                (1, torch.float32),
-                (3, torch.bfloat16),
-                (12, torch.float32),
-            ],
-            [TREES, (*TREES, WIDE)],
-        )
+        (None, torch.float32, ALL[:3]),
+        (None, torch.bfloat16, ALL),
+        (1, torch.float32, ALL[:3]),
+        (3, torch.bfloat16, ALL),
+        (12, torch.float32, ALL[:3]),
+        (None, torch.float32, LAST[0]),
+        (12, torch.float32, LAST[0]),
+        (None, torch.bfloat16, LAST[1]),
+        (12, torch.float32, LAST[1]),
+        (None, torch.float32, LAST[2]),
+        (1, torch.bfloat16, LAST[2]),
+        (3, torch.float32, LAST[2]),
     ],
 )
 def test_trees(
-    trees: tuple[tuple[int | None, ...], ...],
-    window: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
+    rows: tuple[int, ...], window: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
-    committed = (40, 0, 33, 3)[: len(trees)]
-    lens = [c + len(t) for c, t in zip(committed, trees, strict=True)]
+    trees = (*TREES, WIDE)[: len(rows)]
+    lens = [c + len(t) for c, t in zip((40, 0, 33, 3), trees, strict=False)]
     case = attention_case(
         lens,
-        [len(tree) for tree in trees],
+        rows,
         heads=Heads(4, 2, 16),
         block_size=4,
         dtype=dtype,
@@ -163,8 +168,9 @@ def test_trees(
         padding_rows=1,
     )
     # Bits beyond a sequence's own columns of the mask are not part of its tree.
-    for start, tree in zip(case.meta.query_start.tolist(), trees, strict=False):
-        case.meta.tree_mask[start : start + len(tree), len(tree) :] = True
+    starts = case.meta.query_start.tolist()
+    for start, end, tree in zip(starts, starts[1:], trees, strict=False):
+        case.meta.tree_mask[start:end, len(tree) :] = True
     compare(case, device, window=window)
 
 
@@ -331,8 +337,8 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     wrong = replace(meta, context_lens=meta.context_lens.long())
     with pytest.raises(ValueError, match="must be contiguous int32"):
         attend(q, k_cache, v_cache, wrong, scale=1.0)
-    wrong = replace(meta, tree_lens=meta.context_lens)
-    with pytest.raises(ValueError, match="tree_lens: here the mask of a tree is that of its new"):
+    wrong = replace(meta, tree_lens=meta.query_start)
+    with pytest.raises(ValueError, match=r"tree_lens torch\.int32 \(2,\) for 1 sequences"):
         attend(q, k_cache, v_cache, wrong, scale=1.0)
     wrong = replace(meta, tree_mask=torch.ones(2, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"tree_mask torch\.bool \(2, 1\) for 1 rows"):
