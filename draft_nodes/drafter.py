@@ -9,6 +9,7 @@ things that draft (heads that a checkpoint carries) become a Drafter here.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -16,6 +17,7 @@ from attention_nodes.kv_cache import bytes_per_block
 from attention_nodes.worker import text_drafter
 from draft_nodes.asking import AskingDrafter
 from draft_nodes.model import DraftModel, Settings
+from kernels.runtime import open_runtime
 from models.config import load_model_config
 from spec_decode.draft import Drafter
 from spec_decode.forest import Growth
@@ -25,9 +27,12 @@ from spec_decode.suffix import SuffixDrafter, limits_of
 from topspin.errors import ConfigError
 from topspin.plan import NodeConfig
 from topspin.precision import UNQUANTISED, rules_of
-from topspin.speculation import SELF_INT4, Speculation
+from topspin.speculation import SELF_INT4, Speculation, cached_tokens
 
-DEFAULT_WIDTH = 4
+DEFAULT_WIDTH: Final = 4
+MEMORY_SHARE: Final = 8
+"""Where the attention node's own cache takes what is left of a GPU, a draft model's takes one part
+in so many of what is free before: the target's weights and larger cache come after it."""
 
 
 def make_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
@@ -51,15 +56,39 @@ def _model_drafter(config: NodeConfig, speculation: Speculation, model_path: Pat
         return AskingDrafter(config.draft_address, load_model_config(model_path).vocab_size)
     if config.node.num_threads is not None:
         torch.set_num_threads(config.node.num_threads)
-    cache_bytes, block_size = config.attention.kv_cache_bytes, config.kv_cache.block_size
-    assert cache_bytes is not None, "so far draft models run on the CPU, where it is given"
-    # Room for as many tokens as the node's own cache has.
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    block_bytes = bytes_per_block(load_model_config(model_path), block_size=block_size, dtype=dtype)
     model = load_draft_model(
-        config, speculation, model_path, num_slots=cache_bytes // block_bytes * block_size
+        config, speculation, model_path, num_slots=_num_slots(config, speculation, model_path)
     )
     return SerialDrafter(model, growth_of(speculation), max_length=model.max_length)
+
+
+def _num_slots(config: NodeConfig, speculation: Speculation, model_path: Path) -> int:
+    """Return the tokens for which a draft model beside an attention node has room.
+
+    As many as the node's own cache has. If that is measured, which happens later: as many as a
+    draft node has room for, in MEMORY_SHARE at most.
+    """
+    node = config.attention
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+
+    def token_bytes(path: Path) -> int:
+        return bytes_per_block(load_model_config(path), block_size=1, dtype=dtype)
+
+    if node.kv_cache_bytes is not None:
+        block_size = config.kv_cache.block_size
+        num_blocks = node.kv_cache_bytes // (block_size * token_bytes(model_path))
+        return num_blocks * block_size
+    free = open_runtime(node.device, node.kernels).memory().free
+    return min(
+        cached_tokens(node.max_num_seqs, config.model.max_model_len),
+        free // MEMORY_SHARE // token_bytes(_draft_path(speculation, model_path)),
+    )
+
+
+def _draft_path(speculation: Speculation, model_path: Path) -> Path:
+    """Return the draft model's directory; that of the target is `model_path`."""
+    assert speculation.model is not None
+    return model_path if speculation.model == SELF_INT4 else Path(speculation.model)
 
 
 def load_draft_model(
@@ -67,16 +96,19 @@ def load_draft_model(
 ) -> DraftModel:
     """Load the draft model for the model at `model_path`, with room for `num_slots` tokens.
 
-    Raises ConfigError if it does not fit that model.
+    It computes on the node's device. Raises ConfigError if it does not fit the model or the device.
     """
-    assert speculation.model is not None
     is_self = speculation.model == SELF_INT4
+    place = config.node.place
     model = DraftModel.load(
-        model_path if is_self else Path(speculation.model),
+        _draft_path(speculation, model_path),
         Settings(
             dtype=getattr(torch, config.model.dtype),
             num_slots=num_slots,
             max_length=config.model.max_model_len,
+            # On the CPU the fastest, whatever the target needs: a draft's sums may have any order.
+            kernels=place.kernels if place.is_device else "cpu",
+            device=place.device,
             precision=rules_of("int4" if is_self else speculation.quantization or UNQUANTISED),
             recordings=config.execution.recordings,
         ),

@@ -2,7 +2,8 @@
 
 Owns what the attention nodes' decoder leaves to others: routed experts, all of them here, and the
 cache's layout. One pass computes rows of several requests, each a node of its request's tree: its
-keys are the verified prefix and its ancestors. Passes of few rows are recorded and replayed.
+keys are the verified prefix and its ancestors. On the CPU passes of few rows are recorded and
+replayed. On a GPU, so far, kernels are launched one by one and indices copied array by array.
 Implements spec_decode.forest.DraftModel; knows no tree's probabilities and no target.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder, Layer
+from attention_nodes.memory_budget import fitting
 from attention_nodes.recorded_steps import key_of, recorded_steps
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.step_inputs import MicroBatchInputs, StepInputs, host_part
@@ -28,11 +30,15 @@ from kernels.runtime import Runtime, open_runtime
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.weights import stream_attention_weights, stream_expert_weights
-from spec_decode.forest import Kept, Rows
+from spec_decode.draft import ROOT
+from spec_decode.forest import MAX_CHUNK, Kept, Rows
 from topspin.precision import Rules, format_of, formats
 from topspin.process import release_freed_memory
 
 BLOCK_SIZE: Final = 16
+MIN_QUERY_BOUND: Final = 2
+"""A device's attention has variants for steps of single rows, by their number and contexts, which
+decoding compiles as it records them; with a higher bound on a sequence's rows it has one."""
 
 
 class Settings(NamedTuple):
@@ -49,7 +55,7 @@ class Settings(NamedTuple):
     precision: Rules = ()
     block_size: int = BLOCK_SIZE
     recordings: bool = True
-    """Whether passes of few rows are recorded and replayed, where the kernels can be."""
+    """Whether passes of few rows are recorded and replayed; only those of the kernels "cpu" are."""
 
 
 class DraftModel:
@@ -82,8 +88,9 @@ class DraftModel:
     def load(cls, path: Path, settings: Settings) -> DraftModel:
         """Read all weights of the checkpoint at `path`.
 
-        Raises ConfigError for a model, format or device that is not supported, CheckpointError for
-        a checkpoint that lacks tensors.
+        On a GPU it makes passes of all sizes too, so that their kernels are compiled. Raises
+        ConfigError for a model, format or device that is not supported, or too small a device,
+        CheckpointError for a checkpoint that lacks tensors.
         """
         model = load_model_config(path)
         runtime = open_runtime(settings.device, settings.kernels)
@@ -93,24 +100,25 @@ class DraftModel:
         )
         ops = select_ops(settings.kernels, settings.dtype, quantised, settings.device)
         num_blocks = max(kv_cache.MIN_BLOCKS, -(-settings.num_slots // settings.block_size))
-        cache = kv_cache.of_blocks(
-            model,
-            num_blocks,
-            block_size=settings.block_size,
-            dtype=settings.dtype,
-            runtime=runtime,
-        )
-        weights = stream_attention_weights(
-            Checkpoint(path), model, dtype=settings.dtype, device=runtime.device
-        )
-        decoder = Decoder(model, weights, ops, cache, precision=rules)
-        experts = _pack_experts(path, model, ops, settings, runtime) if model.moe_layers else []
+        with fitting(runtime, "the draft model"):
+            cache = kv_cache.of_blocks(
+                model,
+                num_blocks,
+                block_size=settings.block_size,
+                dtype=settings.dtype,
+                runtime=runtime,
+            )
+            weights = stream_attention_weights(
+                Checkpoint(path), model, dtype=settings.dtype, device=runtime.device
+            )
+            decoder = Decoder(model, weights, ops, cache, precision=rules)
+            experts = _pack_experts(path, model, ops, settings, runtime) if model.moe_layers else []
         release_freed_memory()
         layout = KvLayout(num_blocks=num_blocks, block_size=settings.block_size)
         longest = model.context_length
         if settings.max_length is not None:
             longest = min(longest, settings.max_length)
-        return cls(
+        made = cls(
             decoder,
             experts,
             layout,
@@ -118,6 +126,28 @@ class DraftModel:
             max_length=longest,
             recordings=settings.recordings,
         )
+        if runtime.is_asynchronous:
+            with fitting(runtime, "a pass of the draft model"):
+                made.rehearse()
+        return made
+
+    def rehearse(self, num_rows: int = MAX_CHUNK) -> None:
+        """Make passes of up to `num_rows` rows, before any sequence is open; they leave nothing.
+
+        First and later rows of texts, and trees: the kernels of each are compiled at their first
+        use, for which no request should wait. Sizes that the cache has no room for are left out.
+        """
+        size = 1
+        while size <= min(num_rows, self.max_length - 2):
+            self.open(0, num_prompt=size)
+            if self.reserve(0, 3 * size):
+                chain = tuple(range(ROOT, size - 1))
+                for parents in (chain, (ROOT,) * size, (0,) * size):
+                    self.forward([Rows(0, (0,) * size, parents, size)], num_top=1)
+                    if parents is chain:
+                        self.keep([Kept(0, tuple(range(size)), ())])
+            self.drop(0)
+            size *= 2
 
     @property
     def num_free_blocks(self) -> int:
@@ -219,6 +249,7 @@ def _on_device(part: MicroBatchInputs, device: torch.device) -> MicroBatchInputs
             query_start=meta.query_start.to(device),
             context_lens=meta.context_lens.to(device),
             block_tables=meta.block_tables.to(device),
+            max_query_len=max(meta.max_query_len, MIN_QUERY_BOUND),
             tree_mask=None if meta.tree_mask is None else meta.tree_mask.to(device),
             tree_lens=None if meta.tree_lens is None else meta.tree_lens.to(device),
         ),

@@ -304,9 +304,6 @@ class EnginePlan(Section, frozen=True, kw_only=True):
                 f"nodes: {len(self.drafts)} draft nodes for {len(self.attention)} attention nodes: "
                 "each of these asks one"
             )
-        for node in self.drafts:
-            if node.place.is_device:
-                raise ConfigError(f"{node}: device {node.device}: they run on the CPU so far")
 
     def _check_cores(self) -> None:
         """Check that cores belong to one node only, of a process of its own."""

@@ -8,7 +8,7 @@ plans that were read from a file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -53,9 +53,7 @@ from topspin.plan import (
 )
 from topspin.precision import check_rules, rules_of
 from topspin.settings import check_ranges
-
-DRAFT_TOKENS_PER_SEQUENCE: Final = 1024
-"""Tokens for which a draft node has room per seat of its attention nodes."""
+from topspin.speculation import cached_tokens
 
 Policy = TypeVar("Policy", bound=Section)
 
@@ -101,7 +99,7 @@ def resolve(
         kv_cache=KvCacheSpec(block_size=config.cache.block_size),
         nodes=(
             *_nodes(config, compute, nodes, link, wait, model.num_experts, cores),
-            *_drafts(config, planned, compute, num_attention=topology.attention_nodes),
+            *_drafts(config, planned, compute, nodes),
         ),
         links=(link,),
         execution=_policy(ExecutionPolicy, compute),
@@ -223,10 +221,11 @@ def _nodes(
 
 
 def _drafts(
-    config: EngineConfig, model: PlannedModel, compute: ComputeSection, *, num_attention: int
+    config: EngineConfig, model: PlannedModel, compute: ComputeSection, nodes: Nodes
 ) -> list[DraftNode]:
-    """Return equal draft nodes, each with room for the longest texts of all that ask it."""
+    """Return equal draft nodes on the CPU, each with room for the texts of all that ask it."""
     count, speculation = config.topology.draft_nodes, config.speculation.config
+    num_attention = nodes.num_attention
     if not count:
         return []
     if speculation is None or speculation.model is None:
@@ -239,9 +238,8 @@ def _drafts(
             f"--draft-nodes {count}: {num_attention} attention nodes ask one each, so that many "
             "at most have something to do"
         )
-    seats = config.scheduler.batch_limits(is_gpu=False).max_num_seqs * -(-num_attention // count)
-    # As long as most texts are; whoever finds no room is decoded without drafts.
-    tokens = max(model.max_model_len, seats * min(model.max_model_len, DRAFT_TOKENS_PER_SEQUENCE))
+    limits = config.scheduler.batch_limits(is_gpu=nodes.attention.is_gpu)
+    seats = limits.max_num_seqs * -(-num_attention // count)
     return [
         DraftNode(
             index=index,
@@ -249,7 +247,7 @@ def _drafts(
             kernels="cpu",
             wait="block",
             num_threads=compute.num_threads,
-            kv_cache_tokens=min(tokens, 2**20),
+            kv_cache_tokens=cached_tokens(seats, model.max_model_len),
         )
         for index in range(count)
     ]

@@ -17,6 +17,9 @@ from topspin.errors import ConfigError
 MAX_TOKENS: Final = 32
 MAX_MATCH: Final = 64
 SELF_INT4: Final = "self-int4"
+CACHED_TOKENS_PER_SEQUENCE: Final = 1024
+"""Tokens for which a draft model has room per request that it may draft for."""
+MAX_CACHED_TOKENS: Final = 2**20
 
 _Match = Annotated[int, Meta(ge=1, le=MAX_MATCH)] | None
 
@@ -91,6 +94,15 @@ _MEANINGLESS: Final = {
     "suffix+draft_model": (),
 }
 """By method, the keys that have none there."""
+
+
+def cached_tokens(num_requests: int, max_model_len: int) -> int:
+    """Return the tokens for which a draft model of so many requests at once should have room.
+
+    As long as most texts are, and one of the longest; whoever finds no room has no drafts.
+    """
+    tokens = num_requests * min(max_model_len, CACHED_TOKENS_PER_SEQUENCE)
+    return min(max(max_model_len, tokens), MAX_CACHED_TOKENS)
 
 
 def parse_speculation(text: str) -> Speculation:

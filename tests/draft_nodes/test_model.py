@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from draft_nodes.kv_layout import Placed
 from draft_nodes.model import DraftModel, Settings
 from spec_decode.draft import NO_DRAFT, ROOT, DraftRequest, Text
 from spec_decode.forest import Growth, Kept, Rows
 from spec_decode.serial import SerialDrafter
+from tests.attention_nodes.delayed_runtime import DelayedRuntime
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from topspin.errors import ConfigError
 from topspin.precision import rules_of
@@ -23,6 +25,10 @@ from topspin.precision import rules_of
 VARIANTS = ("llama", "mixtral_sliding_window", "qwen2_moe", "qwen3_moe", "olmoe_clip_qkv")
 NUM_SLOTS = 600
 F32 = Settings(dtype=torch.float32, num_slots=NUM_SLOTS, block_size=4)
+# Without a GPU the device is the CPU, where Triton's kernels are interpreted.
+HAS_GPU = torch.cuda.is_available()
+ON_DEVICE = F32._replace(kernels="triton", device="cuda:0" if HAS_GPU else "cpu")
+on_device = [pytest.mark.gpu] if HAS_GPU else []
 
 
 @pytest.fixture(scope="module")
@@ -102,20 +108,27 @@ def oracle_log_probs(oracle: Any, tokens: list[int]) -> Tensor:
     return logits.log_softmax(-1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "settings", "num_turns"),
+    [
+        *((variant, F32, 8) for variant in VARIANTS),
+        pytest.param("mixtral_sliding_window", ON_DEVICE, 3, marks=on_device, id="mixtral-triton"),
+        pytest.param("qwen3_moe", ON_DEVICE, 3, marks=on_device, id="qwen3_moe-triton"),
+    ],
+)
 def test_nodes_of_random_trees_have_the_log_probabilities_of_their_paths(
-    checkpoint: Callable[[str], Path], variant: str
+    checkpoint: Callable[[str], Path], variant: str, settings: Settings, num_turns: int
 ) -> None:
     rng = random.Random(variant)
     path = checkpoint(variant)
-    model, oracle = DraftModel.load(path, F32), oracle_model(path)
+    model, oracle = DraftModel.load(path, settings), oracle_model(path)
     mirrors = [Mirror(idx, rng.choices(range(VOCAB_SIZE), k=n)) for idx, n in enumerate((1, 9, 22))]
     found = feed(model, mirrors)
-    for logps, each in zip(found, mirrors, strict=True):
+    for logps, each in zip(found.cpu(), mirrors, strict=True):
         torch.testing.assert_close(
             logps, oracle_log_probs(oracle, each.prefix), rtol=1e-4, atol=1e-4
         )
-    for turn in range(8):
+    for turn in range(num_turns):
         growing = rng.sample(mirrors, rng.randint(1, 3))
         sizes = [rng.randint(1, 5) for _ in growing]
         firsts = [len(each.tokens) for each in growing]
@@ -123,7 +136,7 @@ def test_nodes_of_random_trees_have_the_log_probabilities_of_their_paths(
         for each, size in zip(growing, sizes, strict=True):
             assert model.reserve(each.seq_id, size)
             rows.append(each.grow(rng, size))
-        answers = iter(model.log_probs(rows))
+        answers = iter(model.log_probs(rows).cpu())
         for each, first in zip(growing, firsts, strict=True):
             for place in range(first, len(each.tokens)):
                 wanted = oracle_log_probs(oracle, each.prefix + each.path(place))
@@ -131,7 +144,7 @@ def test_nodes_of_random_trees_have_the_log_probabilities_of_their_paths(
         if turn % 3 == 2:
             model.keep([each.reroot(rng) for each in mirrors])
     # What random re-roots have moved is what a fresh prefill gives.
-    fresh = DraftModel.load(path, F32)
+    fresh = DraftModel.load(path, settings)
     feed(fresh, mirrors)
     for each in mirrors:
         for mine, theirs in zip(model.cached(each.seq_id), fresh.cached(each.seq_id), strict=True):
@@ -180,6 +193,46 @@ def test_blocks_are_reserved_and_come_back(checkpoint: Callable[[str], Path]) ->
     assert model.num_free_blocks == 0
     model.drop(1)
     assert model.num_free_blocks == 2
+
+
+def test_a_rehearsal_makes_passes_of_all_kinds_and_leaves_nothing(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First and later rows of a text, trees, and trees whose first rows are in the cache."""
+    model = DraftModel.load(checkpoint("llama"), F32._replace(num_slots=32, max_length=20))
+    free, kinds = model.num_free_blocks, set()
+
+    def logits(self: DraftModel, placed: Placed) -> Tensor:
+        is_deeper = placed.tree_lens is not None and placed.tree_lens[0] > placed.counts[0]
+        kinds.add((int(placed.counts[0]), placed.tree_mask is not None, bool(is_deeper)))
+        return compute(self, placed)
+
+    compute = DraftModel._logits
+    monkeypatch.setattr(DraftModel, "_logits", logits)
+    model.rehearse()
+    # There is room for 3 * 8 rows, not for 3 * 16.
+    assert {size for size, _, _ in kinds} == {1, 2, 4, 8}
+    assert {(8, False, False), (8, True, False), (8, True, True)} < kinds
+    assert model.num_free_blocks == free
+    # Nor are there positions for more than the longest text.
+    kinds.clear()
+    model.max_length = 5
+    model.rehearse()
+    assert {size for size, _, _ in kinds} == {1, 2}
+
+
+def test_a_model_on_a_gpu_rehearses_before_it_serves(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rehearse(self: DraftModel) -> None:
+        rehearsed.append(self)
+
+    rehearsed: list[DraftModel] = []
+    monkeypatch.setattr(DraftModel, "rehearse", rehearse)
+    DraftModel.load(checkpoint("llama"), F32)
+    assert rehearsed == []
+    monkeypatch.setattr("draft_nodes.model.open_runtime", lambda *_: DelayedRuntime())
+    assert rehearsed == [DraftModel.load(checkpoint("llama"), F32)]
 
 
 def test_a_model_without_numbers_drafts_nothing(checkpoint: Callable[[str], Path]) -> None:

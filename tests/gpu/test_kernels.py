@@ -6,6 +6,9 @@ are interpreted. Other shapes, views, bad arguments and exact rounding: tests/ke
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -112,6 +115,31 @@ def test_attention_of_decode(contexts: tuple[int, ...], device: torch.device) ->
 
 def test_attention_of_a_prompt_beside_a_decode(device: torch.device) -> None:
     check_attention((PROMPT, 1), (PROMPT, CONTEXTS[0][0]), device)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_attention_of_trees_that_grow(window: int | None, device: torch.device) -> None:
+    """Of each tree's nodes the last ones are rows; a node follows any node before it, or none."""
+    new, lens = (1, 5, PROMPT // 10), (3, 5, PROMPT // 10 + 4)
+    q, caches, meta = attention_case(new, tuple(n + CONTEXTS[0][0] for n in lens), device)
+    mask = torch.zeros(sum(new), max(lens), dtype=torch.bool)
+    begin = 0
+    for num_rows, num_nodes in zip(new, lens, strict=True):
+        seen = torch.eye(num_nodes, dtype=torch.bool)
+        for node in range(1, num_nodes):
+            parent = int(torch.randint(-1, node, ()))
+            seen[node] |= seen[parent] if parent >= 0 else seen[node]
+        mask[begin : begin + num_rows, :num_nodes] = seen[num_nodes - num_rows :]
+        begin += num_rows
+    meta = replace(
+        meta,
+        tree_mask=mask.to(device),
+        tree_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+    )
+    options: dict[str, Any] = {"scale": SIZES.head_dim**-0.5, "sliding_window": window}
+    found = attend(q, *caches, meta, **options)
+    wanted = reference.paged_attention(q.float(), *caches.float(), meta, **options)
+    torch.testing.assert_close(found.float(), wanted, **BF16)
 
 
 @pytest.mark.parametrize("num_rows", ROWS)

@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.checkpoints import MOE_VARIANTS
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
+from tests.identity.test_draft_model import TREES, speculation_of
+from tests.identity.test_draft_nodes import generate_until
 from tests.identity.test_expert_tables import config_of, only_copies, random_tables
+from tests.identity.test_speculation import accepted
 from tests.pairwise import cover_pairs
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -176,3 +180,32 @@ def test_experts_move_on_a_device_while_requests_run(
         engine.collect(until=change_on)
         assert [request.tokens for request in requests] == [case.tokens[idx] for idx in chosen]
         assert engine.stats().expert_table_version >= 3
+
+
+def test_a_draft_model_beside_attention_on_a_device(case_of: CaseOf) -> None:
+    case = case_of("qwen3_moe")
+    config = engine_config(
+        case.path,
+        transport="shm",
+        max_num_seqs=MAX_NUM_SEQS,
+        speculation=speculation_of(case.path, **TREES),
+        **ATTENTION_ON_IT,
+    )
+    with Engine(config) as engine:
+        idx = prompts_of(case)[0]
+        assert engine.generate([case.prompts[idx]], max_tokens=6) == [case.tokens[idx][:6]]
+        assert accepted(engine.stats()) >= 3
+
+
+@slow
+def test_a_draft_node_on_a_device(case_of: CaseOf) -> None:
+    """Interpreted, it takes most of this process's time: few prompts of a dense model."""
+    case = case_of("llama")
+    case = case._replace(prompts=case.prompts[:2], tokens=case.tokens[:2])
+    config = engine_config(case.path, speculation=speculation_of(case.path, **TREES), draft_nodes=1)
+    nodes = [
+        replace(node, device=DEVICE, kernels="triton") if node.role == "draft" else node
+        for node in config.nodes
+    ]
+    with Engine(replace(config, nodes=tuple(nodes))) as engine:
+        generate_until(engine, case, lambda stats: stats.num_draft_passes > 0)

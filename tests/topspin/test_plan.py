@@ -160,6 +160,13 @@ def test_one_process_on_one_device_shares_it() -> None:
         changed(link=LOCAL, num_threads=None),
         made_of(ATTENTION, link=LOCAL),
         made_of(ATTENTION, EXPERT, DRAFT, speculation=SELF),
+        made_of(ATTENTION, EXPERT, replace(DRAFT, **ON_GPU), speculation=SELF),
+        made_of(
+            replace(ATTENTION, **ON_GPU, kv_cache_bytes=None),
+            EXPERT,
+            replace(DRAFT, device="cuda:1", kernels="triton"),
+            speculation=SELF,
+        ),
         # A process of its own beside that of the others, with other threads and kernels.
         made_of(
             replace(ATTENTION, num_threads=2),
@@ -193,8 +200,16 @@ REFUSED: list[tuple[EnginePlan, str]] = [
         r"nodes: 2 draft nodes for 1 attention nodes: each of these asks one",
     ),
     (
-        made_of(ATTENTION, EXPERT, replace(DRAFT, **ON_GPU), speculation=SELF),
-        r"draft 0: device cuda:0: they run on the CPU so far",
+        made_of(ATTENTION, EXPERT, replace(DRAFT, device="cuda:0"), speculation=SELF),
+        r"nodes\[2\] \(draft 0\): kernels cpu compute on the CPU only",
+    ),
+    (
+        made_of(ATTENTION, EXPERT, replace(DRAFT, device="cuda"), speculation=SELF),
+        r"nodes\[2\] \(draft 0\): device cuda: give its number, for example cuda:0",
+    ),
+    (
+        made_of(ATTENTION, EXPERT, replace(DRAFT, **ON_GPU, cores=(1,)), speculation=SELF),
+        r"nodes\[2\] \(draft 0\): cores: a node on a GPU needs none",
     ),
     (
         made_of(ATTENTION, EXPERT, replace(DRAFT, index=1), speculation=SELF),

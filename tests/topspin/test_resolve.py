@@ -25,8 +25,8 @@ from topspin.cores import LayoutChoice
 from topspin.errors import ConfigError, TopspinError
 from topspin.plan import AttentionNode, DraftNode, EnginePlan, ExpertNode, LinkSpec, PlannedModel
 from topspin.precision import PrecisionRule, rules_of
-from topspin.resolve import DRAFT_TOKENS_PER_SEQUENCE, ModelFacts, check_model
-from topspin.speculation import Speculation
+from topspin.resolve import ModelFacts, check_model
+from topspin.speculation import CACHED_TOKENS_PER_SEQUENCE, Speculation
 
 
 def test_every_auto_becomes_concrete() -> None:
@@ -103,7 +103,7 @@ def test_draft_nodes_have_room_for_all_who_ask_them() -> None:
         kernels="cpu",
         wait="block",
         num_threads=1,
-        kv_cache_tokens=2 * 3 * DRAFT_TOKENS_PER_SEQUENCE,
+        kv_cache_tokens=2 * 3 * CACHED_TOKENS_PER_SEQUENCE,
     )
     assert made.drafts == [node, msgspec.structs.replace(node, index=1)]
     alone = plan(
@@ -113,6 +113,15 @@ def test_draft_nodes_have_room_for_all_who_ask_them() -> None:
     )
     assert alone.drafts[0].kv_cache_tokens == 2048, "the longest text fits"
     assert plan(speculation=speculation).drafts == []
+    beside_gpu = plan(
+        topology=TopologySection(draft_nodes=1),
+        speculation=speculation,
+        compute=ComputeSection(attention_device="cuda"),
+        model=ModelSection(path="x", max_model_len=100),
+    )
+    (draft,) = beside_gpu.drafts
+    assert (draft.device, draft.kernels) == ("cpu", "cpu")
+    assert draft.kv_cache_tokens == 256 * 100, "a GPU's steps have more requests"
 
 
 def test_a_measured_layout_is_what_auto_means() -> None:

@@ -112,8 +112,6 @@ def check_draft_model(plan: EnginePlan, model: ModelConfig) -> None:
     if speculation is None or speculation.model is None:
         return
     flag = f"--speculative-config: the draft model {speculation.model}"
-    if any(node.place.is_device for node in plan.attention):
-        raise ConfigError(f"{flag}: draft models run on attention nodes on the CPU only, so far")
     if speculation.model == SELF_INT4:
         return
     try:

@@ -229,10 +229,6 @@ def test_a_model_is_named_as_users_name_it(
             "quantization int8: the model self-int4 has 4 bits",
         ),
         (
-            '--attention-device cuda --speculative-config {"method":"draft_model","model":"m"}',
-            "the draft model m: draft models run on attention nodes on the CPU only, so far",
-        ),
-        (
             '--speculative-config {"method":"draft_model","model":"/nowhere"}',
             "--speculative-config: the draft model /nowhere: ",
         ),
@@ -302,8 +298,9 @@ def test_processes_get_the_draft_models_directory(
     monkeypatch.chdir(tmp_path)
     for name, path in (("./draft", str(draft)), ("self-int4", "self-int4")):
         flag = json.dumps({"method": "draft_model", "model": name})
-        config = serve_config(
-            asked_for(parse(str(checkpoint), "--layout", "shared", "--speculative-config", flag))
-        )
-        assert config.plan.speculation is not None
-        assert config.plan.speculation.model == path
+        for device in ("cpu", "cuda"):
+            flags = ("--layout", "shared", "--attention-device", device)
+            asked = asked_for(parse(str(checkpoint), *flags, "--speculative-config", flag))
+            speculation = serve_config(asked).plan.speculation
+            assert speculation is not None
+            assert speculation.model == path

@@ -1,0 +1,65 @@
+"""A draft model's passes over trees, by Triton's kernels and by the reference's on one device.
+
+Random weights and a tiny model, on a GPU too: its kernels at real sizes are test_kernels.py's.
+Against transformers: tests/draft_nodes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention_nodes import kv_cache
+from attention_nodes.decoder import Decoder
+from benchmarks.gpu.engine import read_fields
+from benchmarks.gpu.weights import RandomWeights
+from benchmarks.gpu.workload import TINY
+from draft_nodes.kv_layout import KvLayout
+from draft_nodes.model import DraftModel
+from kernels.dispatch import select_ops
+from kernels.runtime import open_runtime
+from spec_decode.draft import ROOT
+from spec_decode.forest import Kept, Rows
+
+NUM_BLOCKS = 16
+PROMPT = (5, 9, 2, 60, 33)
+PASSES = (
+    # A tree, rows of it that follow rows in the cache, and a second text beside them.
+    [Rows(0, (7, 8, 9), (ROOT, ROOT, 0), 3)],
+    [Rows(0, (10, 11), (1, 2), 2), Rows(1, (3, 4), (ROOT, ROOT), 2)],
+    [Rows(0, (12,), (4,), 1)],
+)
+
+
+def make(kernels: str, device: torch.device) -> DraftModel:
+    model = read_fields(TINY)
+    runtime = open_runtime(str(device), kernels)
+    ops = select_ops(kernels, torch.float32, frozenset(), str(device))
+    cache = kv_cache.of_blocks(
+        model, NUM_BLOCKS, block_size=4, dtype=torch.float32, runtime=runtime
+    )
+    weights = RandomWeights(model, device=runtime.device, dtype=torch.float32, seed=3)
+    decoder = Decoder(model, weights.attention(), ops, cache)
+    experts = [ops.pack_experts(each.gate_up, each.down) for each in weights.experts()]
+    layout = KvLayout(num_blocks=NUM_BLOCKS, block_size=4)
+    return DraftModel(decoder, experts, layout, runtime, max_length=64)
+
+
+@pytest.mark.parametrize("is_rehearsed", [True, False])
+def test_passes_over_trees(is_rehearsed: bool, device: torch.device) -> None:
+    ours, theirs = make("triton", device), make("reference", device)
+    if is_rehearsed:
+        ours.rehearse(num_rows=2)
+    for model in (ours, theirs):
+        for seq_id in range(2):
+            model.open(seq_id, num_prompt=len(PROMPT))
+            assert model.reserve(seq_id, 16)
+    chain = tuple(range(ROOT, len(PROMPT) - 1))
+    feed = [Rows(seq_id, PROMPT[seq_id:], chain[: len(PROMPT) - seq_id], 1) for seq_id in range(2)]
+    for number, rows in enumerate((feed, *PASSES)):
+        torch.testing.assert_close(
+            ours.log_probs(rows), theirs.log_probs(rows), rtol=1e-4, atol=1e-4
+        )
+        if number == 0:
+            for model in (ours, theirs):
+                model.keep([Kept(each.seq_id, tuple(range(len(each.tokens))), ()) for each in feed])
