@@ -60,9 +60,9 @@ _COSTLIEST: Final = SamplingParams(
 class MemoryUse(NamedTuple):
     """Bytes of a device: the total, the use by other processes, and the needs of this process.
 
-    `weights` stay allocated: includes experts of this process and fragmentation. `activations`
-    is the peak of a step beyond that, `graphs` the estimate for recordings, `windows` the memory
-    that expert nodes write into.
+    `weights` stay allocated: includes experts of this process, a draft model and its cache, and
+    fragmentation. `activations` is the peak of a step beyond that, `graphs` the estimate for
+    recordings, `windows` the memory that expert nodes write into.
     """
 
     total: int

@@ -111,7 +111,7 @@ class DraftNode(NodeSpec, frozen=True, kw_only=True, tag="draft"):
     """Computes the draft model of `speculation` while attention nodes verify.
 
     Attention node i asks draft node i modulo their number. Its cache has room for
-    `kv_cache_tokens` tokens. The launcher gives the `address`.
+    `kv_cache_tokens` tokens, on a GPU too. The launcher gives the `address`.
     """
 
     role: ClassVar[NodeRole] = "draft"

@@ -2,8 +2,8 @@
 
 The first part of `make gpu`. Prints a line for each requirement of Triton and Topspin (compiler,
 Python.h, driver, torch, triton, packages), naming missing ones; then runs the tests of tests/gpu
-(one per kernel at the tiles and shapes of real use, and both sides of M2N at once on two streams)
-and cuda_ipc between two processes. Imports no package that may be missing.
+(one per kernel at the tiles and shapes of real use, a tiny draft model, and both sides of M2N at
+once on two streams) and cuda_ipc between two processes. Imports no package that may be missing.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draft_nodes.kv_layout import Placed
 from draft_nodes.model import DraftModel, Settings
+from kernels.runtime import DeviceMemory, HostRuntime
 from spec_decode.draft import NO_DRAFT, ROOT, DraftRequest, Text
 from spec_decode.forest import Growth, Kept, Rows
 from spec_decode.serial import SerialDrafter
@@ -233,6 +234,22 @@ def test_a_model_on_a_gpu_rehearses_before_it_serves(
     assert rehearsed == []
     monkeypatch.setattr("draft_nodes.model.open_runtime", lambda *_: DelayedRuntime())
     assert rehearsed == [DraftModel.load(checkpoint("llama"), F32)]
+
+
+def test_a_model_that_does_not_fit_on_a_gpu_is_refused(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(HostRuntime):
+        def memory(self) -> DeviceMemory:
+            return DeviceMemory(total=2**30, free=2**20)
+
+    def allocate(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("draft_nodes.model.open_runtime", lambda *_: Full())
+    monkeypatch.setattr("attention_nodes.kv_cache.of_blocks", allocate)
+    with pytest.raises(ConfigError, match=r"the draft model does not fit: 1\.\d.*of 1"):
+        DraftModel.load(checkpoint("llama"), F32)
 
 
 def test_a_model_without_numbers_drafts_nothing(checkpoint: Callable[[str], Path]) -> None:
