@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
+from tests.engine import engine_config
 from tests.system import chaos
 from tests.system.chaos import Streams, check_identical, wait_until_whole
 from tests.system.conftest import Tiny
 from tests.system.server import Server, plan_flags
 from tests.system.test_serve import complete
+from tests.system.test_speculation import accepted
+from topspin.speculation import Speculation
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -52,6 +56,30 @@ def test_devices_serve_transformers_tokens(
     with Server(tiny.path, tmp_path, *SMALL, *flags, env=INTERPRETED, settings=TRITON) as server:
         tokens = complete(server.url, tiny.prompts[0], max_tokens=NUM_TOKENS)
         assert tokens == tiny.tokens[0][:NUM_TOKENS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["attention", "draft"])
+def test_a_draft_model_on_a_device(tiny: Tiny, tmp_path: Path, role: str) -> None:
+    """Beside attention, or on a node of its own; all else is on the CPU."""
+    plan = engine_config(
+        tiny.path,
+        transport="shm",
+        max_num_seqs=2,
+        speculation=Speculation(
+            method="draft_model", model=str(tiny.path), branches=True, adaptive=False
+        ),
+        draft_nodes=1 if role == "draft" else 0,
+    )
+    nodes = [
+        replace(node, device=DEVICE, kernels="triton") if node.role == role else node
+        for node in plan.nodes
+    ]
+    plan = replace(plan, nodes=tuple(nodes))
+    with Server(tiny.path, tmp_path, plan=plan, env=INTERPRETED) as server:
+        tokens = complete(server.url, tiny.prompts[0], max_tokens=2 * NUM_TOKENS)
+        assert tokens == tiny.tokens[0][: 2 * NUM_TOKENS]
+        assert role == "draft" or accepted(server) > 0
 
 
 def serve(*flags: str) -> subprocess.CompletedProcess[str]:
