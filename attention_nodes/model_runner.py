@@ -47,7 +47,7 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.unused_tensors import describe_unused, unused_tensors
 from models.weights import stream_attention_weights
-from spec_decode.draft import Draft, Drafter
+from spec_decode.draft import Draft, Drafter, trim
 from topspin.errors import ProtocolError
 from topspin.messages import (
     SAMPLE,
@@ -111,6 +111,8 @@ class ModelRunner:
         self.runtime = runtime or HostRuntime()
         self._stream = self.runtime.current_stream()
         self._max_tokens = config.attention.max_num_batched_tokens
+        # Recorded steps have a number of rows each.
+        self._trims = config.execution.recordings and not config.node.place.is_device
         self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
         self._generation = 0
@@ -444,7 +446,15 @@ class ModelRunner:
         if self._drafter is None or not may_draft:
             return {}
         requests = [draft_requests(each, self._table) for each in plan.micro_batches]
-        return take_drafts(self._drafter, list(chain.from_iterable(requests)))
+        drafts = take_drafts(self._drafter, list(chain.from_iterable(requests)))
+        if not self._trims:
+            return drafts
+        trimmed: dict[int, Draft] = {}
+        for micro_batch, own in zip(plan.micro_batches, requests, strict=True):
+            ids = [each.text.seq_id for each in own]
+            num_rows = int(unpack(micro_batch.num_tokens, what="num_tokens").sum())
+            trimmed |= trim({each: drafts[each] for each in ids if each in drafts}, num_rows)
+        return trimmed
 
     def _settle_for(self, sampled: IntArray) -> None:
         """Wait for steps under way if sampling these rows needs their tokens."""

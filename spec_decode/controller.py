@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from spec_decode.draft import row_step
+
 FORGET: Final = 0.95
 """Of the weight of a draft's outcome, what is left after the next one of the request."""
 FORGET_SHARED: Final = 0.99
@@ -42,16 +44,17 @@ TRUSTED: Final = 4
 HOPE: Final = 0.5
 """Rows beyond the most that were measured are assumed to cost this share of those before: what
 looks too dear is never measured."""
-FIRST_LIFE: Final = 256
+FIRST_LIFE: Final = 512
 MAX_LIFE: Final = 8192
 """A time that was not measured for so many steps is forgotten, first and at most."""
-_TIME_RATE: Final = 0.1
+_UP_RATE: Final = 0.1
+_DOWN_RATE: Final = 0.3
 _OUTLIER: Final = 2.0
 
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of one number of rows: their first times, then the running mean of all.
+    """Steps of one number of rows: their first times, then a running mean.
 
     They are believed from the TRUSTED-th on, until none has come for `life` steps.
     """
@@ -69,9 +72,9 @@ class _Size:
             self.mean_s = min(self.first_s)
             return
         self.count += 1
-        # A stall of the machine says nothing about rows.
-        took_s = min(took_s, _OUTLIER * self.mean_s)
-        self.mean_s += max(_TIME_RATE, 1.0 / self.count) * (took_s - self.mean_s)
+        # A stall of the machine says nothing about rows: what is shorter is believed sooner.
+        rate = _UP_RATE if took_s > self.mean_s else _DOWN_RATE
+        self.mean_s += rate * (min(took_s, _OUTLIER * self.mean_s) - self.mean_s)
 
 
 class RowTimes:
@@ -156,9 +159,7 @@ class RowTimes:
 
 def _bucket(num_rows: int) -> int:
     """Return the size under which a step is counted: within 6 %, exact up to 16."""
-    if num_rows <= 16:
-        return num_rows
-    step: int = 2 ** (num_rows.bit_length() - 4)
+    step = row_step(num_rows)
     return (num_rows + step // 2) // step * step
 
 
@@ -265,6 +266,8 @@ class Controller:
             gain, _, idx = rows[count - 1]
             more += shares[idx] * gain
             offered += shares[idx]
+            if (num_rows + count) % row_step(num_rows + count):
+                continue  # drafts are trimmed to such numbers
             # Drafts that are not offered leave the step as it is.
             longer = offered / count * (took_s / plain_s - 1.0)
             speed = (1.0 + more / num_known) / (1.0 + longer)

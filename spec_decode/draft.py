@@ -9,7 +9,7 @@ Knows no tensors and no cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -90,6 +90,35 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Release what it holds; it is not called again."""
+
+
+def row_step(num_rows: int) -> int:
+    """Return the distance between the numbers of rows near `num_rows` that steps should have.
+
+    Each number is a shape of its own, which has to be recorded and timed: every one up to 16, then
+    those within an eighth of each other.
+    """
+    step: int = 1 if num_rows < 16 else 2 ** (num_rows.bit_length() - 4)
+    return step
+
+
+def trim(drafts: Mapping[int, Draft], num_rows: int) -> dict[int, Draft]:
+    """Return `drafts` without the tokens by which a step has too many rows for a shape.
+
+    The step has `num_rows` besides. The longest drafts lose their last tokens, which nothing
+    follows; a draft that loses all is left out.
+    """
+    kept = dict(drafts)
+    total = num_rows + sum(len(each.tokens) for each in kept.values())
+    for _ in range(total % row_step(total)):
+        if not kept:
+            break
+        longest = max(kept, key=lambda key: len(kept[key].tokens))
+        draft = kept[longest]
+        kept[longest] = Draft(draft.tokens[:-1], draft.parents[:-1], draft.logps[:-1])
+        if not kept[longest].tokens:
+            del kept[longest]
+    return kept
 
 
 def accepted(draft: Draft, sampled: Sequence[int], valid: Sequence[bool]) -> list[int]:

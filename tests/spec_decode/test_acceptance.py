@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from spec_decode.draft import ROOT, Draft, accepted
+from spec_decode.draft import ROOT, Draft, accepted, row_step, trim
 
 VOCAB = 3
 LENGTH = 3
@@ -177,3 +177,28 @@ def test_nothing_is_accepted_behind_a_row_without_numbers() -> None:
     assert accepted(draft, [8, 0, 7, 9, 5], [True] * 5) == [1, 2, 3]
     assert accepted(draft, [8, 0, 7, 9, 5], [True, True, True, False, True]) == [1, 2]
     assert accepted(draft, [8, 0, 7, 9, 5], [False, True, True, True, True]) == []
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "lengths", "left"),
+    [
+        (1, [7], [7]),
+        (3, [5, 7], [5, 7]),
+        (4, [7, 6], [6, 6]),
+        (12, [1, 4], [1, 3]),
+        (30, [1, 1, 1, 2], [1, 1]),
+        (33, [1], []),
+        (33, [4, 3], [4, 3]),
+    ],
+)
+def test_drafts_are_trimmed_to_few_numbers_of_rows(
+    num_rows: int, lengths: list[int], left: list[int]
+) -> None:
+    drafts = {key: Draft.chain(range(length), [0.0] * length) for key, length in enumerate(lengths)}
+    kept = trim(drafts, num_rows)
+    assert sorted(len(each.tokens) for each in kept.values()) == sorted(left)
+    total = num_rows + sum(left)
+    assert total % row_step(total) == 0 or not left
+    for key, each in kept.items():
+        count = len(each.tokens)
+        assert each == Draft(*(part[:count] for part in drafts[key]))

@@ -20,7 +20,7 @@ from spec_decode.controller import (
 )
 
 MOST = 7
-ROOM = 64
+ROOM = 128
 Step = Callable[[int], float]
 
 
@@ -113,7 +113,7 @@ def speed_of(
 
 @pytest.mark.parametrize(
     ("step_s", "accept", "num"),
-    [*product((flat, moe, steep), (0.0, 0.3, 0.6, 0.8, 0.95), (1, 4))],
+    [*product((flat, moe, steep), (0.0, 0.3, 0.6, 0.8, 0.95), (1, 4, 16))],
 )
 def test_the_speed_is_near_that_of_the_best_depth(step_s: Step, accept: float, num: int) -> None:
     best = max(speed_of(step_s, accept, depth, num=num) for depth in range(MOST + 1))
