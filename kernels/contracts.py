@@ -6,18 +6,54 @@ Knows no arithmetic and no device. Callers (attention and expert nodes) build
 
 Dimensions: T tokens, H hidden, N query heads, G key/value heads, D head size,
 S sequences, R rows, K experts per token, E local experts, F ffn size, V vocabulary,
-B cache blocks.
+B cache blocks. Of coded keys: M sub-spaces of W = D / M numbers, C centroids each, P segments.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from topspin.precision import UNQUANTISED, Format
+
+SEGMENT_KEYS: Final = 1024
+"""The keys of a segment, which have a codebook of their own."""
+NUM_SUBSPACES: Final = 8
+NUM_CENTROIDS: Final = 64
+"""Of each sub-space."""
+
+
+@dataclass(frozen=True, eq=False)
+class KeyCodes:
+    """The coded segments of one layer, in any order."""
+
+    centroids: Tensor
+    """bf16[P, G, M, C, W]."""
+    codes: Tensor
+    """u8[P, G, M, SEGMENT_KEYS], below C: a sub-space's codes lie one behind the other."""
+
+
+class Retrieval(NamedTuple):
+    """The R sequences of a micro-batch whose rows attend to a selection of their keys.
+
+    A sequence's keys num_sinks <= k < coded_end are searched for the `budgets` best ones of each
+    key/value head, once for all of its rows; keys before and behind are attended to anyway, as
+    far as each row sees them. Key k is in segment k // SEGMENT_KEYS of its sequence.
+    """
+
+    seqs: Tensor
+    """i32[R], sequences of the AttentionMeta, ascending; their new rows are chains."""
+    segments: Tensor
+    """i32[R, max_segments], the coded segments of each sequence in KeyCodes; the last may not be
+    full, entries behind it are not read."""
+    coded_end: Tensor
+    """i32[R], more than num_sinks and at most the committed length."""
+    budgets: Tensor
+    """i32[R], at least 1."""
+    num_sinks: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +90,8 @@ class AttentionMeta:
     """bool[T, max_query_len or the most of tree_lens], or None: causal."""
     tree_lens: Tensor | None = None
     """i32[S], at least the query rows of a sequence."""
+    retrieval: Retrieval | None = None
+    """The sequences that attend to a selection of their keys, in layers that have codes."""
     memo: dict[tuple[object, ...], object] = field(default_factory=dict, repr=False)
 
 

@@ -23,11 +23,14 @@ from kernels.contracts import (
     ExpertOutput,
     ExpertWeights,
     HeadRows,
+    KeyCodes,
     LinearWeight,
     Permutation,
+    Retrieval,
     Routing,
 )
 from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
+from kernels.retrieval import select
 from kernels.sampling import sample as sample
 from topspin.precision import UNQUANTISED, Format
 
@@ -140,14 +143,19 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend q [T, N, D] to the cached keys and values [B, block_size, G, D].
 
     The keys and values of the new tokens are in the cache already (write_kv). Query
     head h reads key/value head h // (N / G). Gives [T, N, D] in q.dtype; scores,
-    softmax and the sum are fp32.
+    softmax and the sum are fp32. With the layer's `codes`, which layers with a window do not have,
+    the sequences of meta.retrieval attend to the keys that they select.
     """
+    retrieving: dict[int, int] = {}
+    if codes is not None and meta.retrieval is not None:
+        retrieving = {seq: idx for idx, seq in enumerate(meta.retrieval.seqs.tolist())}
     block_size, num_groups = k_cache.shape[1], k_cache.shape[2]
     repeat = q.shape[1] // num_groups
     result = torch.zeros_like(q)
@@ -168,11 +176,26 @@ def paged_attention(
         seen = visible(
             num_new, context_len, sliding_window=sliding_window, tree=tree, device=q.device
         )
+        if idx in retrieving:
+            assert codes is not None
+            assert meta.retrieval is not None
+            kept = _kept(q[start:end], codes, meta.retrieval, retrieving[idx], context_len)
+            seen = seen & kept.repeat_interleave(repeat, dim=0)[:, None]
         scores = torch.einsum("qnd,knd->nqk", q[start:end].float(), keys) * scale
         scores = scores.masked_fill(~seen, float("-inf"))
         summed = torch.einsum("nqk,knd->qnd", scores.softmax(-1), values)
         result[start:end] = summed.to(q.dtype)
     return _deliver(result, out)
+
+
+def _kept(
+    queries: Tensor, codes: KeyCodes, retrieval: Retrieval, idx: int, context_len: int
+) -> Tensor:
+    """Return bool[G, context_len]: the keys that sequence `idx` of `retrieval` attends to."""
+    selected = select(queries, codes, retrieval, idx)
+    kept = torch.ones(len(selected), context_len, dtype=torch.bool, device=queries.device)
+    kept[:, retrieval.num_sinks : int(retrieval.coded_end[idx])] = False
+    return kept.scatter_(1, selected, True)
 
 
 def pack_linear(weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
