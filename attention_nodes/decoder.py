@@ -9,6 +9,7 @@ Dimensions: T tokens, H hidden, N query heads, G kv heads, D head size, V vocabu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from attention_nodes.kv_cache import KvCache
 from attention_nodes.step_inputs import MicroBatchInputs
-from kernels.contracts import HeadRows, LinearWeight, Routing
+from kernels.contracts import HeadRows, KeyCodes, LinearWeight, Routing
 from kernels.dispatch import Ops
 from models.config import ModelConfig
 from models.families import FAMILIES
@@ -46,7 +47,10 @@ class Layer:
 
 
 class Decoder:
-    """One runner's layers. Its only state between calls is the KV cache `kv`."""
+    """One runner's layers. Its only state between calls is the KV cache `kv`.
+
+    `codes` are those of its keys by layer, where sequences may attend to a selection of them.
+    """
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Decoder:
         self.config = config
         self.ops = ops
         self.kv = kv_cache
+        self.codes: Mapping[int, KeyCodes] = {}
         self._scale = config.head_dim**-0.5
         self._embed = weights.embed
         self._final_norm = weights.final_norm
@@ -135,6 +140,7 @@ class Decoder:
             inputs.meta,
             scale=self._scale,
             sliding_window=layer.sliding_window,
+            codes=self.codes.get(layer.idx),
         )
         out = ops.linear(attended.flatten(1), layer.o, layer.o_bias)
         return ops.add_rms_norm(out, residual, layer.post_norm, eps=eps)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention_nodes.executor import Receipt
+from attention_nodes.retrieval import NONE_RETRIEVED, RetrievalCounts
 from attention_nodes.sampler import NO_VERDICT, Asked, Drawn, Verdict
 from attention_nodes.scores import NO_SCORES, Scores
 from attention_nodes.sequences import IntArray, Reserved, SequenceTable
@@ -90,7 +91,12 @@ class LaunchedStep:
         return np.concatenate(sources), np.concatenate(targets)
 
     def result(
-        self, drawn: Drawn, scores: Scores = NO_SCORES, *, previous_s: float | None
+        self,
+        drawn: Drawn,
+        scores: Scores = NO_SCORES,
+        *,
+        previous_s: float | None,
+        retrieved: RetrievalCounts = NONE_RETRIEVED,
     ) -> StepResult:
         """Return the result; `previous_s` is the time of the previous step's result.
 
@@ -111,6 +117,8 @@ class LaunchedStep:
             logprobs=drawn.logprobs,
             prompt_logprobs=scores.prompt_logprobs,
             errors=drawn.errors | scores.errors,
+            num_selected_rows=retrieved.num_selected_rows,
+            num_coded_segments=retrieved.num_segments,
             timings=StepTimings(
                 total_s=prepare_s + layers_s + sample_s,
                 # The device may still compute while the host waits for experts.

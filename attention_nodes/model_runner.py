@@ -35,6 +35,7 @@ from attention_nodes.memory_budget import (
     measure,
     window_bytes,
 )
+from attention_nodes.retrieval import NONE_RETRIEVED, KeyIndex
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.scores import report
@@ -113,12 +114,28 @@ class ModelRunner:
         self._max_tokens = config.attention.max_num_batched_tokens
         # Recorded steps have a number of rows each.
         self._trims = config.execution.recordings and not config.node.place.is_device
+        self._index = self._make_index(config)
         self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
         self._generation = 0
         self._last_step = 0
         self.trace = ring_of(config)
         self._finished_s: float | None = None
+
+    def _make_index(self, config: NodeConfig) -> KeyIndex | None:
+        """Return the codes of the cache's keys, if sequences may attend to a selection of them."""
+        policy = config.kv_cache.retrieval
+        if policy is None:
+            return None
+        index = KeyIndex(
+            self._model,
+            self._decoder.kv,
+            self._table,
+            policy,
+            max_num_seqs=config.attention.max_num_seqs,
+        )
+        self._decoder.codes = index.codes
+        return index
 
     def _make_executor(self, config: NodeConfig) -> Executor:
         rotary = RotaryTable(self._model, max_len=self._table.limits.max_len)
@@ -393,6 +410,9 @@ class ModelRunner:
         self._launched.append(launched)
         if not self._executor.keeps_tokens:
             self._settle(launched)
+        if self._index is not None:
+            for slices in micro_batches:
+                self._index.follow(slices.rows)
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""
@@ -405,7 +425,8 @@ class ModelRunner:
             self.trace.step = launched.ticket.step
             self.trace.stamp(Kind.STEP_ENDED)
         previous_s, self._finished_s = self._finished_s, time.perf_counter()
-        return launched.result(drawn, scores, previous_s=previous_s)
+        retrieved = NONE_RETRIEVED if self._index is None else self._index.take_counts()
+        return launched.result(drawn, scores, previous_s=previous_s, retrieved=retrieved)
 
     def discard(self) -> None:
         """Forget launched and recorded steps, once all have ended; their generation is over."""
@@ -478,10 +499,15 @@ class ModelRunner:
             finished = self._table.seq_ids + finished
         if self._drafter is not None:
             end_texts(self._drafter, finished, self._table)
+        if self._index is not None:
+            self._index.end(self._table.rows_of(np.array(finished, dtype=np.int64)))
         for seq_id in finished:
             self._table.forget(seq_id)
         for new in plan.new:
             self._table.admit(new)
+            if self._index is not None:
+                kept = new.num_computed // self._table.limits.block_size
+                self._index.overwrite(unpack(new.blocks, what="blocks")[kept:].tolist())
 
     def _check_ticket(self, ticket: StepTicket, index: int) -> None:
         if ticket.generation < self._generation:
@@ -497,6 +523,13 @@ class ModelRunner:
         num_tokens = sum(slices.num_tokens for slices in micro_batches)
         if num_tokens > self._max_tokens:
             raise ProtocolError(f"{num_tokens} tokens in a step, more than {self._max_tokens}")
+        if self._index is not None:
+            micro_batches = [
+                slices._replace(retrieval=self._index.retrieval_of(slices))
+                for slices in micro_batches
+            ]
+            for each in plan.micro_batches:
+                self._index.overwrite(unpack(each.block_ids, what="block_ids").tolist())
         for slices in micro_batches:
             self._table.commit(slices.rows, slices.certain)
         return micro_batches

@@ -44,7 +44,10 @@ def key_of(micro_batches: Sequence[Indexed]) -> Key | None:
     rows = tuple(len(each.tokens) for each in micro_batches)
     if not 0 < sum(rows) <= MAX_RECORDED_ROWS:
         return None
-    if any(each.counts.max(initial=0) > MAX_SEQUENCE_ROWS for each in micro_batches):
+    if any(
+        each.counts.max(initial=0) > MAX_SEQUENCE_ROWS or each.retrieval is not None
+        for each in micro_batches
+    ):
         return None
     return rows, sum(len(each.sample_rows) for each in micro_batches)
 

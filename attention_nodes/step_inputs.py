@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sequences import IntArray, SequenceTable, unpack
-from kernels.contracts import AttentionMeta
+from kernels.contracts import AttentionMeta, Retrieval
 from spec_decode.draft import Draft
 from topspin.errors import ProtocolError
 from topspin.messages import SAMPLE, SCORE, MicroBatch
@@ -122,6 +122,8 @@ class Slices(NamedTuple):
     """bool[T, most rows of a slice], as AttentionMeta's; None: no draft branches."""
     tree_lens: np.ndarray | None = None
     """i32[S], as AttentionMeta's; None: a tree is the rows of its slice."""
+    retrieval: Retrieval | None = None
+    """The sequences that attend to a selection of their keys; None: all attend to all."""
     drafted: tuple[Drafted, ...] = ()
     scored: tuple[Scored, ...] = ()
     ended: tuple[int, ...] = ()
@@ -167,6 +169,9 @@ class Indexed(Protocol):
 
     @property
     def tree_lens(self) -> np.ndarray | None: ...
+
+    @property
+    def retrieval(self) -> Retrieval | None: ...
 
 
 class _Planned(NamedTuple):
@@ -370,6 +375,7 @@ def host_part(slices: Indexed, rotary: RotaryTable, *, start: int = 0) -> MicroB
             max_context_len=int(slices.context_lens.max(initial=0)),
             tree_mask=mask_of(slices, torch.device("cpu")),
             tree_lens=None if lens is None else torch.from_numpy(lens),
+            retrieval=slices.retrieval,
         ),
     )
 

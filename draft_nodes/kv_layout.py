@@ -38,6 +38,7 @@ class Placed(NamedTuple):
     tree_mask: BoolArray | None
     tree_lens: npt.NDArray[np.int32] | None
     sample_rows: IntArray
+    retrieval: None = None
 
 
 class _Sequence:

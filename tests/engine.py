@@ -106,6 +106,7 @@ def engine_config(
     dtype: Literal["float32", "bfloat16"] = "float32",
     block_size: int = 4,
     kv_cache_bytes: int = 8 * 2**20,
+    kv_retrieval_tokens: int | None = None,
     window_rows: int = 16,
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 48,
@@ -132,7 +133,11 @@ def engine_config(
             micro_batches=micro_batches,
             **scheduler,
         ),
-        cache=CacheSection(block_size=block_size, kv_cache_bytes=kv_cache_bytes),
+        cache=CacheSection(
+            block_size=block_size,
+            kv_cache_bytes=kv_cache_bytes,
+            kv_retrieval_tokens=kv_retrieval_tokens,
+        ),
         speculation=SpeculationSection(config=speculation),
         m2n=M2NSection(
             transport=transport,

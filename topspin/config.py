@@ -16,6 +16,7 @@ import msgspec
 from topspin.cores import DEFAULT_LAYOUT, SPIN_COUNT, Layout
 from topspin.devices import CPU, KernelName, NodeRole, Nodes, Place
 from topspin.precision import Format
+from topspin.retrieval import MIN_TOKENS
 from topspin.settings import Setting
 from topspin.speculation import Speculation, parse_speculation
 from topspin.units import format_size, parse_origins, parse_size, parse_switch
@@ -199,6 +200,15 @@ class CacheSection(Section, frozen=True, kw_only=True):
             flag="--kv-cache-memory SIZE",
             within=(1, 2**50),
             parse=parse_size,
+        ),
+    ] = None
+    kv_retrieval_tokens: Annotated[
+        int | None,
+        Setting(
+            "keys that a decoded token attends to in a longer context, found by product-quantised "
+            "codes; auto: all",
+            flag="--kv-retrieval-tokens TOKENS",
+            within=(MIN_TOKENS, 2**24),
         ),
     ] = None
     gpu_memory_utilization: Annotated[

@@ -38,6 +38,7 @@ from topspin.devices import (
 )
 from topspin.errors import ConfigError
 from topspin.precision import PrecisionRule
+from topspin.retrieval import RetrievalPolicy
 from topspin.settings import check_ranges
 from topspin.speculation import Speculation
 
@@ -143,10 +144,12 @@ class KvCacheSpec(Section, frozen=True, kw_only=True):
     """The paged KV cache, the same on all attention nodes.
 
     `dtypes` gives layers another dtype than the model's, {layer: dtype}; not served yet.
+    `retrieval` null: every token attends to its whole context.
     """
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     dtypes: dict[int, str] = msgspec.field(default_factory=dict)
+    retrieval: RetrievalPolicy | None = None
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):
@@ -283,6 +286,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             )
         if self.kv_cache.dtypes:
             raise ConfigError("kv_cache.dtypes: all layers keep the model's dtype; leave it empty")
+        self._check_retrieval()
         self._check_cores()
         self._check_threads()
         check_transport(
@@ -292,6 +296,18 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         )
         self._check_effect()
         self._check_kernels()
+
+    def _check_retrieval(self) -> None:
+        """Check that the kernels of all attention nodes search codes."""
+        if self.kv_cache.retrieval is None:
+            return
+        for node in self.attention:
+            if node.kernels not in ("cpu", "reference"):
+                raise ConfigError(
+                    f"kv_cache.retrieval (--kv-retrieval-tokens): {node} has the kernels "
+                    f"{node.kernels}; only those for the CPU search codes, and --deterministic "
+                    "attends to all keys"
+                )
 
     def _check_drafts(self) -> None:
         """Check that draft nodes have a model, and none is idle."""

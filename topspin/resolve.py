@@ -52,6 +52,7 @@ from topspin.plan import (
     Wait,
 )
 from topspin.precision import check_rules, rules_of
+from topspin.retrieval import policy_of
 from topspin.settings import check_ranges
 from topspin.speculation import cached_tokens
 
@@ -96,7 +97,10 @@ def resolve(
     plan = EnginePlan(
         model=planned,
         precision=rules_of(config.model.quantization),
-        kv_cache=KvCacheSpec(block_size=config.cache.block_size),
+        kv_cache=KvCacheSpec(
+            block_size=config.cache.block_size,
+            retrieval=policy_of(config.cache.kv_retrieval_tokens),
+        ),
         nodes=(
             *_nodes(config, compute, nodes, link, wait, model.num_experts, cores),
             *_drafts(config, planned, compute, nodes),

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contracts import AttentionMeta
+from kernels import reference
+from kernels.contracts import AttentionMeta, KeyCodes
 from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.reference import visible
@@ -358,9 +359,14 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend to the cached positions; see `kernels.reference.paged_attention`."""
+    if codes is not None and meta.retrieval is not None:
+        return reference.paged_attention(
+            q, k_cache, v_cache, meta, scale=scale, codes=codes, out=out
+        )
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     plan = _plan(meta, q, k_cache, out, sliding_window)

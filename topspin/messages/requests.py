@@ -148,7 +148,8 @@ class Stats(Message, frozen=True, kw_only=True):
     counts the experts that nodes had to read for new tables. `progress_age_s`: seconds since a node
     last made progress on the oldest step in flight; None if no step is in flight.
     `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted. The next
-    five are the draft nodes' (DraftCounts).
+    five are the draft nodes' (DraftCounts). `num_selected_rows` and `num_coded_segments` are the
+    sums of StepResult's.
     """
 
     query_id: int
@@ -177,6 +178,8 @@ class Stats(Message, frozen=True, kw_only=True):
     num_draft_passes: int = 0
     num_overlapped_passes: int = 0
     draft_pass_seconds: float = 0.0
+    num_selected_rows: int = 0
+    num_coded_segments: int = 0
     expert_table_version: int = 1
     expert_migrations: int = 0
     expert_balance: float = 1.0

@@ -116,7 +116,8 @@ class StepResult(Message, frozen=True, kw_only=True):
     (empty: no sequence had one). `logprobs` has an entry per token for the
     sequences that asked, `prompt_logprobs` for the slices with SCORE one per prompt token that
     follows a row; `errors` the sequences that failed, with the reason (their requests fail, the
-    step does not).
+    step does not). `num_selected_rows` counts rows, by layer, that attended to a selection of
+    their keys, `num_coded_segments` the segments whose codebooks were learnt behind the step.
     """
 
     step: int
@@ -130,6 +131,8 @@ class StepResult(Message, frozen=True, kw_only=True):
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)
+    num_selected_rows: int = 0
+    num_coded_segments: int = 0
 
 
 class StepFailed(Message, frozen=True, kw_only=True):

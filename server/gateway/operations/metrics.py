@@ -77,6 +77,16 @@ class EngineCollector(Collector):
         yield counter("engine_step_seconds", "Time spent in steps", stats.step_seconds)
         yield gauge("micro_batches", "Micro-batches of the last step", stats.num_micro_batches)
         yield from self._drafts(stats)
+        yield counter(
+            "kv_retrieval_selected_rows",
+            "Decoded rows, by layer, that attended to a selection of their keys",
+            stats.num_selected_rows,
+        )
+        yield counter(
+            "kv_retrieval_coded_segments",
+            "Segments of 1024 keys whose codebooks were learnt",
+            stats.num_coded_segments,
+        )
         for phase, histogram in stats.step_phases.items():
             yield self._phase(phase, histogram)
         yield self._expert_tokens(stats.expert_tokens)

@@ -47,6 +47,8 @@ class Counters:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
+    num_selected_rows: int = 0
+    num_coded_segments: int = 0
 
     def observe_draft(self, length: int, accepted: int) -> None:
         """Count a draft of `length` tokens, of which a path of `accepted` was kept."""

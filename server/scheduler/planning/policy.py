@@ -383,6 +383,8 @@ class Policy:
         """Commit one node's slices of a step that has succeeded."""
         errors, caches = result.errors, self._plan.scheduling.prefix_caching
         counters, varies = self._counters, bool(result.counts) or any(part.drafts)
+        counters.num_selected_rows += result.num_selected_rows
+        counters.num_coded_segments += result.num_coded_segments
         if part.drafted:
             for length, tokens in zip(part.drafted, part.tokens, strict=True):
                 if length and tokens:
@@ -454,6 +456,8 @@ class Policy:
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=tuple(counters.accepted),
+            num_selected_rows=counters.num_selected_rows,
+            num_coded_segments=counters.num_coded_segments,
             expert_tokens=expert_tokens,
             progress_age_s=now - self._in_flight.progress_s if is_busy else None,
         )

@@ -1,0 +1,214 @@
+"""Codes of the keys of long sequences, and which of a step's sequences attend by them.
+
+Owns the memory of the codes, one set per layer without a window, when keys are coded, and the
+Retrieval of each micro-batch. Keys up to the last full segment are coded by its own codebook, which
+is learnt as soon as the segment is committed; those behind it, up to the recent window, by the one
+before, a few at a time. What is coded follows from the committed length alone, so a replay codes
+the same. Knows no scores: kernels search and attend. Called by model_runner.py between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention_nodes.kv_cache import KvCache
+from attention_nodes.segments import SegmentPool
+from attention_nodes.sequences import IntArray, SequenceTable
+from attention_nodes.step_inputs import Slices
+from kernels.contracts import (
+    NUM_CENTROIDS,
+    NUM_SUBSPACES,
+    SEGMENT_KEYS,
+    KeyCodes,
+    Retrieval,
+)
+from kernels.retrieval import encode, learn_codebooks
+from models.config import ModelConfig
+from topspin.errors import ConfigError
+from topspin.retrieval import RetrievalPolicy
+
+OPEN_KEYS: Final = 64
+"""Keys of an open segment are coded so many at a time."""
+SPARE_PLACES: Final = 1.25
+"""Places for segments, by the cache's size in segments: some share all but their last blocks."""
+
+
+class RetrievalCounts(NamedTuple):
+    """Rows that attended to a selection, summed over layers; segments that got a codebook."""
+
+    num_selected_rows: int = 0
+    num_segments: int = 0
+
+
+NONE_RETRIEVED: Final = RetrievalCounts()
+
+
+class KeyIndex:
+    """The codes of one attention node."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        cache: KvCache,
+        table: SequenceTable,
+        policy: RetrievalPolicy,
+        *,
+        max_num_seqs: int,
+    ) -> None:
+        """Raises ConfigError for a model whose keys are not coded."""
+        if model.head_dim % NUM_SUBSPACES:
+            raise ConfigError(
+                f"--kv-retrieval-tokens: keys of {model.head_dim} numbers are not coded; that "
+                f"must be a multiple of {NUM_SUBSPACES}"
+            )
+        if SEGMENT_KEYS % cache.block_size:
+            raise ConfigError(
+                f"--kv-retrieval-tokens: blocks of {cache.block_size} tokens (--block-size) do not "
+                f"fill a segment of {SEGMENT_KEYS}"
+            )
+        if all(layer.sliding_window is not None for layer in model.layers):
+            raise ConfigError("--kv-retrieval-tokens: all layers of the model have a window")
+        self._cache = cache
+        self._table = table
+        self._policy = policy
+        num_segments = -(-cache.num_blocks * cache.block_size // SEGMENT_KEYS)
+        num_places = int(SPARE_PLACES * num_segments) + max_num_seqs
+        self._pool = SegmentPool(num_places)
+        self._coded: dict[int, int] = {}
+        self.codes: dict[int, KeyCodes] = {
+            idx: _allocate(num_places, model.num_kv_heads, model.head_dim)
+            for idx, layer in enumerate(model.layers)
+            if layer.sliding_window is None
+        }
+        self._counts = NONE_RETRIEVED
+
+    def take_counts(self) -> RetrievalCounts:
+        """Return the counts since the last call."""
+        counts, self._counts = self._counts, NONE_RETRIEVED
+        return counts
+
+    def overwrite(self, blocks: Iterable[int]) -> None:
+        """Learn that the content of these cache blocks changes with the next step."""
+        self._pool.overwrite(blocks)
+
+    def end(self, rows: IntArray) -> None:
+        """Forget the sequences in `rows` of the table."""
+        for row in rows.tolist():
+            self._pool.end(row)
+            self._coded.pop(row, None)
+
+    @torch.inference_mode()
+    def follow(self, rows: IntArray) -> None:
+        """Code what the sequences in `rows` of the table have committed; after a step."""
+        for row in rows.tolist():
+            committed = int(self._table.num_committed[row])
+            if committed > self._policy.num_tokens:
+                self._follow(row, committed)
+
+    def _follow(self, row: int, committed: int) -> None:
+        block_size = self._cache.block_size
+        closed = len(self._pool.closed(row))
+        while (closed + 1) * SEGMENT_KEYS <= committed:
+            begin = closed * SEGMENT_KEYS
+            last_block = int(
+                self._table.block_tables[row, (begin + SEGMENT_KEYS) // block_size - 1]
+            )
+            if not self._pool.share(row, last_block):
+                place = self._pool.close(row, last_block)
+                if place is None:
+                    return
+                self._learn(place, row, begin)
+            closed += 1
+            self._coded[row] = closed * SEGMENT_KEYS
+        coded = self._coded.get(row, 0)
+        end = (committed - self._policy.num_recent) // OPEN_KEYS * OPEN_KEYS
+        if coded and end > coded:
+            self._code_open(row, coded, end)
+
+    def _learn(self, place: int, row: int, begin: int) -> None:
+        """Learn the codebooks of a segment and code its keys, in all layers."""
+        slots = self._slots(row, begin, begin + SEGMENT_KEYS)
+        num_iterations = self._policy.num_iterations
+        for idx, codes in self.codes.items():
+            keys = self._keys(idx, slots)
+            codes.centroids[place] = learn_codebooks(keys, num_iterations=num_iterations)
+            codes.codes[place] = encode(keys, codes.centroids[place])
+        self._counts = self._counts._replace(num_segments=self._counts.num_segments + 1)
+
+    def _code_open(self, row: int, begin: int, end: int) -> None:
+        """Code keys of the open segment by the codebook of the one before."""
+        place = self._pool.open_place(row)
+        last = self._pool.closed(row)[-1]
+        is_new = place is None
+        if place is None:
+            place = self._pool.begin(row)
+        if place is None:
+            return
+        slots = self._slots(row, begin, end)
+        first = begin % SEGMENT_KEYS
+        for idx, codes in self.codes.items():
+            if is_new:
+                codes.centroids[place] = codes.centroids[last]
+            found = encode(self._keys(idx, slots), codes.centroids[place])
+            codes.codes[place, :, :, first : first + end - begin] = found
+        self._coded[row] = end
+
+    def _slots(self, row: int, begin: int, end: int) -> Tensor:
+        return torch.from_numpy(self._table.slots(row, np.arange(begin, end)))
+
+    def _keys(self, layer: int, slots: Tensor) -> Tensor:
+        """Return the keys [G, n, D] at `slots`."""
+        return self._cache.keys[layer].flatten(0, 1).index_select(0, slots).transpose(0, 1)
+
+    def retrieval_of(self, slices: Slices) -> Retrieval | None:
+        """Return which sequences of a micro-batch attend to a selection of their keys.
+
+        Those that decode, one token and perhaps a draft that is a chain, and have more coded keys
+        than they select. None: there are none. Before the step.
+        """
+        if slices.tree_mask is not None or not self._coded:
+            return None
+        policy = self._policy
+        chosen: list[tuple[int, list[int], int]] = []
+        for idx, row in enumerate(slices.rows.tolist()):
+            coded, committed = self._coded.get(row, 0), int(self._table.num_committed[row])
+            if not coded or slices.certain[idx] != 1 or committed < self._table.num_prompt[row]:
+                continue
+            end = min(coded, committed - policy.num_recent)
+            if end - policy.num_sinks <= policy.num_selected:
+                continue
+            places = list(self._pool.closed(row))
+            open_place = self._pool.open_place(row)
+            if open_place is not None:
+                places.append(open_place)
+            chosen.append((idx, places[: -(-end // SEGMENT_KEYS)], end))
+        if not chosen:
+            return None
+        segments = np.zeros((len(chosen), max(len(places) for _, places, _ in chosen)), np.int32)
+        for at, (_, places, _) in enumerate(chosen):
+            segments[at, : len(places)] = places
+        num_rows = sum(int(slices.counts[idx]) for idx, _, _ in chosen)
+        self._counts = self._counts._replace(
+            num_selected_rows=self._counts.num_selected_rows + num_rows * len(self.codes)
+        )
+        return Retrieval(
+            seqs=torch.tensor([idx for idx, _, _ in chosen], dtype=torch.int32),
+            segments=torch.from_numpy(segments),
+            coded_end=torch.tensor([end for _, _, end in chosen], dtype=torch.int32),
+            budgets=torch.full((len(chosen),), policy.num_selected, dtype=torch.int32),
+            num_sinks=policy.num_sinks,
+        )
+
+
+def _allocate(num_places: int, num_groups: int, head_dim: int) -> KeyCodes:
+    shape = (num_places, num_groups, NUM_SUBSPACES)
+    width = head_dim // NUM_SUBSPACES
+    return KeyCodes(
+        centroids=torch.zeros(*shape, NUM_CENTROIDS, width, dtype=torch.bfloat16),
+        codes=torch.zeros(*shape, SEGMENT_KEYS, dtype=torch.uint8),
+    )

@@ -1,0 +1,207 @@
+"""Decoding with retrieval against transformers with the same selection in its attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kernels.contracts import SEGMENT_KEYS, KeyCodes, Retrieval
+from kernels.retrieval import encode, learn_codebooks, select
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
+from tests.engine import Engine, engine_config
+from topspin.retrieval import RetrievalPolicy, policy_of
+from topspin.speculation import Speculation
+
+NUM_TOKENS = 24
+BUDGET = 96
+PROMPT_LENS = (2 * SEGMENT_KEYS + 90, SEGMENT_KEYS - 5, 300, 2 * SEGMENT_KEYS - 10)
+CACHE_BYTES = 24 * 2**20
+
+
+def codes_of(keys: torch.Tensor, coded: int) -> KeyCodes:
+    """Return the codes of the first `coded` keys [G, n, D], a segment behind the other.
+
+    What is behind the last full segment is coded by that one's codebook.
+    """
+    centroids, codes = [], []
+    for begin in range(0, coded, SEGMENT_KEYS):
+        own = keys[:, begin : min(begin + SEGMENT_KEYS, coded)]
+        is_full = own.shape[1] == SEGMENT_KEYS
+        book = learn_codebooks(own, num_iterations=4) if is_full else centroids[-1]
+        centroids.append(book)
+        found = torch.zeros(*book.shape[:2], SEGMENT_KEYS, dtype=torch.uint8)
+        found[:, :, : own.shape[1]] = encode(own, book)
+        codes.append(found)
+    return KeyCodes(torch.stack(centroids), torch.stack(codes))
+
+
+class Oracle:
+    """Attention of transformers in which a decoded token sees what `policy` lets it see."""
+
+    def __init__(self, policy: RetrievalPolicy) -> None:
+        self.policy = policy
+        self.num_selected = 0
+
+    def attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        scaling: float,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        repeat, num_new, length = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+        seen = torch.ones(num_new, length, dtype=torch.bool).tril(length - num_new)
+        seen = seen.expand(query.shape[1], num_new, length)
+        if num_new == 1:
+            kept = self._kept(query[0].transpose(0, 1), key[0], length - 1)
+            seen = seen & kept.repeat_interleave(repeat, 0)[:, None]
+        scores = query[0] @ key[0].repeat_interleave(repeat, 0).transpose(1, 2) * scaling
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out = weights @ value[0].repeat_interleave(repeat, 0)
+        return out.transpose(0, 1)[None], None
+
+    def _kept(self, query: torch.Tensor, keys: torch.Tensor, committed: int) -> torch.Tensor:
+        policy = self.policy
+        kept = torch.ones(len(keys), committed + 1, dtype=torch.bool)
+        coded = committed // SEGMENT_KEYS * SEGMENT_KEYS
+        if coded:
+            coded = max(coded, (committed - policy.num_recent) // 64 * 64)
+        end = min(coded, committed - policy.num_recent)
+        if end - policy.num_sinks <= policy.num_selected:
+            return kept
+        codes = codes_of(keys, coded)
+        retrieval = Retrieval(
+            seqs=torch.zeros(1, dtype=torch.int32),
+            segments=torch.arange(len(codes.codes), dtype=torch.int32)[None],
+            coded_end=torch.tensor([end], dtype=torch.int32),
+            budgets=torch.tensor([policy.num_selected], dtype=torch.int32),
+            num_sinks=policy.num_sinks,
+        )
+        kept[:, policy.num_sinks : end] = False
+        kept.scatter_(1, select(query, codes, retrieval, 0), True)
+        self.num_selected += 1
+        return kept
+
+
+@pytest.fixture
+def oracle() -> Iterator[Oracle]:
+    policy = policy_of(BUDGET)
+    assert policy is not None
+    made = Oracle(policy)
+    ALL_ATTENTION_FUNCTIONS.register("retrieving", made.attend)
+    yield made
+    ALL_ATTENTION_FUNCTIONS.pop("retrieving")
+
+
+def generate(path: Any, prompts: list[list[int]], implementation: str) -> list[list[int]]:
+    model = oracle_model(path)
+    model.set_attn_implementation(implementation)
+    found = []
+    for prompt in prompts:
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def prompts_of(lengths: tuple[int, ...] = PROMPT_LENS) -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, VOCAB_SIZE - 8, size=length).tolist() for length in lengths]
+
+
+def config_of(path: Any, **settings: Any) -> Any:
+    return engine_config(
+        path,
+        block_size=16,
+        kv_cache_bytes=CACHE_BYTES,
+        max_num_batched_tokens=512,
+        window_rows=256,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "llama"])
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_tokens_are_those_of_transformers_with_the_same_selection(
+    tmp_path: Any, oracle: Oracle, variant: str, kernels: Any
+) -> None:
+    path = make_checkpoint(tmp_path, variant, max_position_embeddings=4096)
+    prompts = prompts_of()
+    dense = generate(path, prompts, "eager")
+    expected = generate(path, prompts, "retrieving")
+    assert oracle.num_selected > 0
+    assert expected != dense, "the selection matters"
+    with Engine(config_of(path, kernels=kernels, kv_retrieval_tokens=BUDGET)) as engine:
+        assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
+        stats = engine.stats()
+    assert stats.num_selected_rows > 2 * NUM_TOKENS
+    assert stats.num_coded_segments >= 4
+
+
+def test_a_budget_for_the_whole_context_is_plain_attention(tmp_path: Any) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    prompts = prompts_of()
+    with Engine(config_of(path)) as engine:
+        expected = engine.generate(prompts, max_tokens=NUM_TOKENS)
+    with Engine(config_of(path, kv_retrieval_tokens=4096)) as engine:
+        assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
+        assert engine.stats().num_selected_rows == 0
+
+
+def test_shared_prefixes_share_codes(tmp_path: Any) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    (prompt,) = prompts_of((2 * SEGMENT_KEYS + 90,))
+    with Engine(config_of(path, kv_retrieval_tokens=BUDGET)) as engine:
+        first = engine.generate([prompt], max_tokens=NUM_TOKENS)
+        coded = engine.stats().num_coded_segments
+        assert engine.generate([prompt], max_tokens=NUM_TOKENS) == first
+        stats = engine.stats()
+    assert stats.prefix_cache_hits > 0
+    assert coded == stats.num_coded_segments == 2
+
+
+def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
+    """Two do not fit: one is preempted, begins again, and answers the same."""
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    prompts = prompts_of((SEGMENT_KEYS + 300, SEGMENT_KEYS + 295))
+    bytes_per_token = 2 * 4 * 2 * 2 * 32
+    longest = 2 * SEGMENT_KEYS + 595
+    settings: dict[str, Any] = {"kv_retrieval_tokens": BUDGET, "prefix_caching": False}
+    with Engine(config_of(path, **settings)) as engine:
+        expected = engine.generate(prompts, max_tokens=NUM_TOKENS)
+    config = engine_config(
+        path,
+        block_size=16,
+        kv_cache_bytes=(longest + 32) * bytes_per_token,
+        max_num_batched_tokens=512,
+        window_rows=256,
+        **settings,
+    )
+    with Engine(config) as engine:
+        assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
+        stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_selected_rows > 0
+
+
+def test_drafts_of_a_sequence_share_its_selection(tmp_path: Any) -> None:
+    """What a draft is verified by is another selection, so tokens may differ; none is lost."""
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    (prompt,) = prompts_of((64,))
+    speculation = Speculation(method="suffix", adaptive=False, num_speculative_tokens=4)
+    config = config_of(path, kv_retrieval_tokens=BUDGET, speculation=speculation)
+    with Engine(config) as engine:
+        (found,) = engine.generate([prompt * 20], max_tokens=NUM_TOKENS)
+        stats = engine.stats()
+    assert len(found) == NUM_TOKENS
+    assert stats.num_drafts > 0
+    assert stats.num_selected_rows > 0

@@ -1,0 +1,50 @@
+"""The settings of KV retrieval, as plans hold them.
+
+Owns what a row of a long sequence attends to, and how codebooks are learnt. Knows no keys:
+attention nodes code them, kernels search them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+MIN_TOKENS: Final = 64
+"""The least that a token may be let attend to."""
+_MOST_RECENT: Final = 128
+
+
+class RetrievalPolicy(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Of a longer context a decoded token attends to `num_tokens` keys per key/value head.
+
+    These are the first `num_sinks`, the last `num_recent` and the best of the others by their
+    codes; at most 64 more, which have no codes yet. `num_iterations` of k-means learn a codebook.
+    """
+
+    num_tokens: Annotated[int, Meta(ge=MIN_TOKENS, le=2**24)]
+    num_sinks: Annotated[int, Meta(ge=0, le=1024)] = 16
+    num_recent: Annotated[int, Meta(ge=1, le=2**20)] = _MOST_RECENT
+    num_iterations: Annotated[int, Meta(ge=1, le=100)] = 4
+
+    def __post_init__(self) -> None:
+        if self.num_selected < 1:
+            raise ValueError(
+                f"num_tokens {self.num_tokens} leaves none to select beside {self.num_sinks} "
+                f"sinks and {self.num_recent} recent ones"
+            )
+
+    @property
+    def num_selected(self) -> int:
+        """Return how many coded keys are selected."""
+        return self.num_tokens - self.num_sinks - self.num_recent
+
+
+def policy_of(num_tokens: int | None) -> RetrievalPolicy | None:
+    """Return the policy for --kv-retrieval-tokens: up to a quarter are recent ones."""
+    if num_tokens is None:
+        return None
+    return RetrievalPolicy(num_tokens=num_tokens, num_recent=min(_MOST_RECENT, num_tokens // 4))
