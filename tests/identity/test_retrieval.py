@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ from tests.engine import Engine, engine_config
 from topspin.retrieval import RetrievalPolicy, policy_of
 from topspin.speculation import Speculation
 
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 BUDGET = 96
-PROMPT_LENS = (2 * SEGMENT_KEYS + 90, SEGMENT_KEYS - 5, 300, 2 * SEGMENT_KEYS - 10)
+PROMPT_LENS = (SEGMENT_KEYS + 250, SEGMENT_KEYS - 5, 300)
 CACHE_BYTES = 24 * 2**20
 
 
@@ -92,13 +91,12 @@ class Oracle:
 
 
 @pytest.fixture
-def oracle() -> Iterator[Oracle]:
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     policy = policy_of(BUDGET)
     assert policy is not None
     made = Oracle(policy)
-    ALL_ATTENTION_FUNCTIONS.register("retrieving", made.attend)
-    yield made
-    ALL_ATTENTION_FUNCTIONS.pop("retrieving")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "retrieving", made.attend)
+    return made
 
 
 def generate(path: Any, prompts: list[list[int]], implementation: str) -> list[list[int]]:
@@ -129,8 +127,13 @@ def config_of(path: Any, **settings: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "llama"])
-@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("variant", "kernels"),
+    [
+        ("qwen3_moe", "cpu"),
+        ("llama", "reference"),
+    ],
+)
 def test_tokens_are_those_of_transformers_with_the_same_selection(
     tmp_path: Any, oracle: Oracle, variant: str, kernels: Any
 ) -> None:
@@ -144,7 +147,7 @@ def test_tokens_are_those_of_transformers_with_the_same_selection(
         assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
         stats = engine.stats()
     assert stats.num_selected_rows > 2 * NUM_TOKENS
-    assert stats.num_coded_segments >= 4
+    assert stats.num_coded_segments == 2
 
 
 def test_a_budget_for_the_whole_context_is_plain_attention(tmp_path: Any) -> None:
@@ -170,14 +173,18 @@ def test_shared_prefixes_share_codes(tmp_path: Any) -> None:
 
 
 def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
-    """Two do not fit: one is preempted, begins again, and answers the same."""
+    """Two do not fit: one is preempted and begins again; the other answers the same.
+
+    What the first had generated is computed again as a prompt, with attention to all keys, so that
+    its later tokens may be others.
+    """
     path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     prompts = prompts_of((SEGMENT_KEYS + 300, SEGMENT_KEYS + 295))
     bytes_per_token = 2 * 4 * 2 * 2 * 32
     longest = 2 * SEGMENT_KEYS + 595
     settings: dict[str, Any] = {"kv_retrieval_tokens": BUDGET, "prefix_caching": False}
     with Engine(config_of(path, **settings)) as engine:
-        expected = engine.generate(prompts, max_tokens=NUM_TOKENS)
+        expected = engine.generate(prompts, max_tokens=3 * NUM_TOKENS)[0]
     config = engine_config(
         path,
         block_size=16,
@@ -187,8 +194,10 @@ def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
         **settings,
     )
     with Engine(config) as engine:
-        assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
+        found = engine.generate(prompts, max_tokens=3 * NUM_TOKENS)
         stats = engine.stats()
+    assert found[0] == expected
+    assert len(found[1]) == 3 * NUM_TOKENS
     assert stats.num_preemptions > 0
     assert stats.num_selected_rows > 0
 
@@ -197,7 +206,9 @@ def test_drafts_of_a_sequence_share_its_selection(tmp_path: Any) -> None:
     """What a draft is verified by is another selection, so tokens may differ; none is lost."""
     path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     (prompt,) = prompts_of((64,))
-    speculation = Speculation(method="suffix", adaptive=False, num_speculative_tokens=4)
+    speculation = Speculation(
+        method="ngram", prompt_lookup_max=1, adaptive=False, num_speculative_tokens=4
+    )
     config = config_of(path, kv_retrieval_tokens=BUDGET, speculation=speculation)
     with Engine(config) as engine:
         (found,) = engine.generate([prompt * 20], max_tokens=NUM_TOKENS)
