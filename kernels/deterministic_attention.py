@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.contracts import AttentionMeta
+from kernels.contracts import AttentionMeta, KeyCodes
 
 CHUNK_KEYS: Final = 64
 UNIT_ROWS: Final = 16
@@ -261,9 +261,15 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend to the cached positions; see `kernels.reference.paged_attention`."""
+    """Attend to the cached positions; see `kernels.reference.paged_attention`.
+
+    Raises ValueError for sequences that select their keys: by what, would depend on the step.
+    """
+    if codes is not None and meta.retrieval is not None:
+        raise ValueError("deterministic kernels attend to all keys")
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     out[int(meta.query_start[-1]) :] = 0

@@ -22,6 +22,7 @@ from kernels.contracts import (
     ExpertOutput,
     ExpertWeights,
     HeadRows,
+    KeyCodes,
     LinearWeight,
     Routing,
 )
@@ -68,6 +69,7 @@ class Ops(Protocol):
         *,
         scale: float,
         sliding_window: int | None = None,
+        codes: KeyCodes | None = None,
         out: Tensor | None = None,
     ) -> Tensor: ...
 

@@ -47,7 +47,7 @@ def learn_codebooks(keys: Tensor, *, num_iterations: int) -> Tensor:
 
 
 def encode(keys: Tensor, centroids: Tensor) -> Tensor:
-    """Return the codes u8[G, M, n] of keys [G, n, D]: their nearest centroids' numbers."""
+    """Return the codes u8[G, M, n] of keys [G, n, D]: the nearest centroids, the first if equal."""
     return _nearest(_parts(keys), centroids.float()).to(torch.uint8)
 
 

@@ -24,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
-from kernels.contracts import AttentionMeta, KeyCodes
+from kernels.contracts import AttentionMeta, KeyCodes, Retrieval
 from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, can_attend
-from kernels.reference import visible
+from kernels.cpu.compiled.retrieval import attend_selected, can_search
+from kernels.cpu.compiled.retrieval_words import RetrievalWords
+from kernels.cpu.compiled.runtime import refuse_recording
 
 # Pieces up to SINGLE_ROWS query rows are computed row by row: a row takes 5 us at 160 keys, a
 # group 40 us and more.
@@ -102,9 +104,11 @@ class _Plan(NamedTuple):
     """All groups of a micro-batch, and the number of its query rows without padding."""
 
     single: WorkWords | None
-    """The rows that are computed one by one."""
+    """The rows that are computed one by one, and attend to all keys that they see."""
     groups: tuple[_Group, ...]
     num_rows: int
+    retrieval: RetrievalWords | None
+    """The rows that attend to the keys that their sequences select."""
 
 
 def _pieces(queries: _Queries, sliding_window: int | None) -> Iterator[_Piece]:
@@ -190,7 +194,7 @@ def _seen_in_trees(
     seen = torch.zeros(shape, dtype=torch.bool, device=tree_mask.device)
     for idx, piece in enumerate(pieces):
         rows = slice(piece.first_row, piece.first_row + piece.num_rows)
-        seen[idx, : piece.num_rows, : piece.num_keys] = visible(
+        seen[idx, : piece.num_rows, : piece.num_keys] = reference.visible(
             piece.num_rows,
             piece.key_end,
             sliding_window=sliding_window,
@@ -250,13 +254,19 @@ def _make_group(
 
 
 def _plan(
-    meta: AttentionMeta, q: Tensor, k_cache: Tensor, out: Tensor, sliding_window: int | None
+    meta: AttentionMeta,
+    q: Tensor,
+    k_cache: Tensor,
+    out: Tensor,
+    sliding_window: int | None,
+    retrieval: Retrieval | None,
 ) -> _Plan:
     """Return the plan of this micro-batch; the first layer's call makes it."""
     _, block_size, num_groups, head_dim = k_cache.shape
     repeat = q.shape[1] // num_groups
     singly = can_attend(q, k_cache, meta.block_tables, out)
-    memo_key = (_MEMO, sliding_window, block_size, num_groups, head_dim, repeat, singly)
+    retrieves = retrieval is not None
+    memo_key = (_MEMO, sliding_window, block_size, num_groups, head_dim, repeat, singly, retrieves)
     if memo_key not in meta.memo:
         queries = _queries(
             meta.query_start.numpy(),
@@ -264,7 +274,8 @@ def _plan(
             None if meta.tree_mask is None else meta.tree_mask.numpy(),
             None if meta.tree_lens is None else meta.tree_lens.numpy(),
         )
-        pieces = tuple(_pieces(queries, sliding_window))
+        apart = () if retrieval is None else retrieval.seqs.tolist()
+        pieces = [piece for piece in _pieces(queries, sliding_window) if piece.seq_idx not in apart]
         rows = _single_rows(pieces, queries.tree_mask, sliding_window) if singly else []
         groups = tuple(
             _make_group(
@@ -280,11 +291,16 @@ def _plan(
                 num_groups * head_dim,
             )
         )
-        single = None
+        single = selecting = None
+        heads = HeadShape(q.shape[1], num_groups, head_dim)
         if rows:
-            single = WorkWords(HeadShape(q.shape[1], num_groups, head_dim))
+            single = WorkWords(heads)
             single.fill(plan_work(rows), meta.block_tables)
-        meta.memo[memo_key] = _Plan(single, groups, int(meta.query_start[-1]))
+        if retrieval is not None:
+            selecting = RetrievalWords(heads)
+            selecting.fill(meta, retrieval)
+        num_rows = int(meta.query_start[-1])
+        meta.memo[memo_key] = _Plan(single, groups, num_rows, selecting)
     return cast("_Plan", meta.memo[memo_key])
 
 
@@ -363,17 +379,30 @@ def paged_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend to the cached positions; see `kernels.reference.paged_attention`."""
-    if codes is not None and meta.retrieval is not None:
-        return reference.paged_attention(
-            q, k_cache, v_cache, meta, scale=scale, codes=codes, out=out
-        )
     if out is None:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    plan = _plan(meta, q, k_cache, out, sliding_window)
+    retrieval = None if codes is None else meta.retrieval
+    if codes is not None and retrieval is not None:
+        refuse_recording("a recording does not renew what is searched")
+        is_known = can_attend(q, k_cache, meta.block_tables, out) and can_search(codes, k_cache)
+        if not is_known or sliding_window is not None:
+            return reference.paged_attention(
+                q,
+                k_cache,
+                v_cache,
+                meta,
+                scale=scale,
+                sliding_window=sliding_window,
+                codes=codes,
+                out=out,
+            )
+    plan = _plan(meta, q, k_cache, out, sliding_window, retrieval)
     if plan.num_rows < len(out):
         out[plan.num_rows :] = 0
     if plan.single is not None:
         attend_rows(q, k_cache, v_cache, plan.single, out, scale=scale)
+    if codes is not None and plan.retrieval is not None:
+        attend_selected(q, k_cache, v_cache, codes, plan.retrieval, out, scale=scale)
     if not plan.groups:
         return out
     k_slots, v_slots = k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +43,14 @@ from kernels.cpu.compiled.attention_keys import (
     position_of,
     run_length,
 )
+from kernels.cpu.compiled.attention_states import (
+    VECTOR,
+    clear,
+    merge_parts,
+    soften,
+    state_vectors,
+    write_out,
+)
 from kernels.cpu.compiled.runtime import Kernel, float_word, inlined, launch
 from kernels.cpu.simd import attention as inner
 from kernels.cpu.simd import lanes as simd
@@ -56,7 +63,6 @@ TILE_HEADS: Final = 8
 PIECE_BYTES: Final = 56
 # States of the query heads of one task; half of a first-level cache.
 STATE_BYTES: Final = 16 << 10
-_VECTOR: Final = 4 * simd.LANES
 
 
 class HeadShape(NamedTuple):
@@ -144,8 +150,16 @@ def attend_rows(
 
     The heads of a row of out are contiguous, as those of q.
     """
+    arguments = head_arguments(q, k_cache, v_cache, work, out, scale=scale)
+    launch(_attend, arguments, num_threads=torch.get_num_threads())
+
+
+def head_arguments(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, work: WorkWords, out: Tensor, *, scale: float
+) -> tuple[int, ...]:
+    """Return the arguments of `kernels.cpu.compiled.attention_keys`, in their order."""
     _, block_size, num_groups, head_dim = k_cache.shape
-    arguments = (
+    return (
         q.data_ptr(),
         q.stride(0) * q.itemsize,
         out.data_ptr(),
@@ -160,20 +174,15 @@ def attend_rows(
         float_word(scale),
         work.address,
     )
-    launch(_attend, arguments, num_threads=torch.get_num_threads())
 
 
 def _part_bytes(head_dim: int) -> int:
     """Return an upper bound of the size of one query head's state."""
-    return _VECTOR + 4 * -(-head_dim // 32) * 32
+    return VECTOR + 4 * -(-head_dim // 32) * 32
 
 
 _scratch_scores = simd.stack(TILE_HEADS * SCORE_PITCH)
 _scratch_states = simd.stack(STATE_BYTES)
-
-
-# The kernel. The state of a query head is the greatest score so far, the sum of the
-# exponentials, and from _VECTOR on the weighted sum of the values.
 
 
 @inlined
@@ -215,32 +224,6 @@ def _score_chunk(
 
 
 @inlined
-def _soften(num_keys: int, scores: int, state: int, num_vectors: int) -> None:
-    """Turn a head's new scores into weights, and rescale its state to the greatest score so far."""
-    lowest = np.float32(-np.inf)
-    greatest = vectors.splat(lowest)
-    for begin in range(0, num_keys, simd.LANES):
-        found = vectors.load_f32(scores + 4 * begin)
-        greatest = vectors.maximum(greatest, vectors.keep_first(found, num_keys - begin, lowest))
-    before = simd.read_f32(state)
-    peak = max(before, vectors.max_lanes(greatest))
-    shift = vectors.splat(peak)
-    total = vectors.splat(np.float32(0))
-    for begin in range(0, num_keys, simd.LANES):
-        weights = vectors.exp(vectors.sub(vectors.load_f32(scores + 4 * begin), shift))
-        weights = vectors.keep_first(weights, num_keys - begin, np.float32(0))
-        vectors.store_f32(scores + 4 * begin, weights)
-        total = vectors.add(total, weights)
-    factor = vectors.exp(vectors.sub(vectors.splat(before), shift))
-    shrink = vectors.max_lanes(factor)
-    simd.write_f32(state + 4, simd.read_f32(state + 4) * shrink + vectors.sum_lanes(total))
-    simd.write_f32(state, peak)
-    for vector in range(1, num_vectors):
-        place = state + vector * _VECTOR
-        vectors.store_f32(place, vectors.mul(vectors.load_f32(place), factor))
-
-
-@inlined
 def _add_values(
     block: int,
     piece: int,
@@ -271,7 +254,7 @@ def _add_values(
             ask_for_run(block, ask, piece, key + CHUNK_KEYS, key_end, ask_bytes)
         for offset in range(0, head_bytes, SLICE):
             rest = (head_bytes - offset) // 4
-            sums = state + _VECTOR + offset * (1 + is_bf16)
+            sums = state + VECTOR + offset * (1 + is_bf16)
             head = 0
             while head < heads:
                 left = heads - head
@@ -296,39 +279,6 @@ def _add_values(
                     inner.weigh1_f32(here, pitch, w, v, stride, count, rest)
                     head += 1
         key += count
-
-
-@inlined
-def _clear(state: int, num_vectors: int) -> None:
-    zeros = vectors.splat(np.float32(0))
-    for vector in range(num_vectors):
-        vectors.store_f32(state + vector * _VECTOR, zeros)
-    simd.write_f32(state, np.float32(-np.inf))
-
-
-@inlined
-def _write_out(block: int, state: int, out: int) -> None:
-    """Divide a head's weighted sum by its sum of exponentials and write it."""
-    head_bytes = bytes_of_head(block)
-    is_bf16 = simd.read_i64(block + IS_BF16)
-    total = vectors.splat(simd.read_f32(state + 4))
-    for offset in range(0, head_bytes, SLICE):
-        rest = (head_bytes - offset) // 4
-        place = state + _VECTOR + offset * (1 + is_bf16)
-        first = vectors.div(vectors.load_f32(place), total)
-        if is_bf16:
-            second = vectors.div(vectors.load_f32(place + _VECTOR), total)
-            vectors.store_first_pairs(out + offset, first, second, rest)
-        else:
-            vectors.store_first_f32(out + offset, first, rest)
-
-
-@inlined
-def _state_vectors(block: int) -> int:
-    head_bytes = bytes_of_head(block)
-    slices = (head_bytes + SLICE - 1) // SLICE
-    count: int = 1 + slices * (1 + simd.read_i64(block + IS_BF16))
-    return count
 
 
 @inlined
@@ -357,7 +307,7 @@ def _do_chunk(
     values = simd.read_i64(block + V_CACHE) + group * head_bytes
     _score_chunk(block, piece, start, stop, keys, query, heads, scores, values, ask_bytes)
     for idx in range(heads):
-        _soften(stop - start, scores + idx * SCORE_PITCH, state + idx * pitch, pitch // _VECTOR)
+        soften(stop - start, scores + idx * SCORE_PITCH, state + idx * pitch, pitch // VECTOR)
     _add_values(block, piece, start, stop, values, scores, heads, state, pitch, keys, ask_bytes)
     return heads
 
@@ -374,14 +324,14 @@ def _do_piece(
     """Attend one piece's row to its keys with query heads first_head <= h < last_head."""
     row, part = simd.read_i64(piece), simd.read_i64(piece + 32)
     head_bytes = bytes_of_head(block)
-    pitch = _state_vectors(block) * _VECTOR
+    pitch = state_vectors(block) * VECTOR
     state = states
     if part >= 0:
         num_heads = simd.read_i64(block + REPEAT) * simd.read_i64(block + NUM_KV_HEADS)
         parts = simd.read_i64(simd.read_i64(block + WORK) + PARTS)
         state = parts + (part * num_heads + first_head) * pitch
     for idx in range(last_head - first_head):
-        _clear(state + idx * pitch, pitch // _VECTOR)
+        clear(state + idx * pitch, pitch // VECTOR)
     start, key_end = simd.read_i64(piece + 16), simd.read_i64(piece + 24)
     # A sequence's blocks may lie anywhere in memory: the keys of the first chunk are asked for now,
     # all else little by little.
@@ -401,37 +351,7 @@ def _do_piece(
     if part < 0:
         out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
         for head in range(first_head, last_head):
-            _write_out(block, state + (head - first_head) * pitch, out + head * head_bytes)
-
-
-@inlined
-def _merge(block: int, merge: int, group: int, state: int) -> None:
-    """Join the parts of one row for the query heads of one key/value head."""
-    row, first, count = simd.read_i64(merge), simd.read_i64(merge + 8), simd.read_i64(merge + 16)
-    repeat, head_bytes = simd.read_i64(block + REPEAT), bytes_of_head(block)
-    num_vectors = _state_vectors(block)
-    num_heads = repeat * simd.read_i64(block + NUM_KV_HEADS)
-    step = num_heads * num_vectors * _VECTOR
-    out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
-    memory = simd.read_i64(simd.read_i64(block + WORK) + PARTS)
-    for head in range(group * repeat, group * repeat + repeat):
-        parts = memory + (first * num_heads + head) * num_vectors * _VECTOR
-        peak = np.float32(-np.inf)
-        for idx in range(count):
-            peak = max(peak, simd.read_f32(parts + idx * step))
-        _clear(state, num_vectors)
-        for idx in range(count):
-            part = parts + idx * step
-            factor = vectors.exp(vectors.splat(simd.read_f32(part) - peak))
-            total = simd.read_f32(part + 4) * vectors.max_lanes(factor)
-            simd.write_f32(state + 4, simd.read_f32(state + 4) + total)
-            for vector in range(1, num_vectors):
-                place = vector * _VECTOR
-                added = vectors.fma(
-                    vectors.load_f32(part + place), factor, vectors.load_f32(state + place)
-                )
-                vectors.store_f32(state + place, added)
-        _write_out(block, state, out + head * head_bytes)
+            write_out(block, state + (head - first_head) * pitch, out + head * head_bytes)
 
 
 @Kernel
@@ -455,7 +375,7 @@ def _attend(block: int) -> None:
     task = claim_task(block, 1)
     while task < num_tasks:
         merge = simd.read_i64(work + MERGES) + task // num_groups * 24
-        _merge(block, merge, task % num_groups, states)
+        merge_parts(block, merge, task % num_groups, states)
         finish_task(block, 1)
         task = claim_task(block, 1)
     wait_for_tasks(block, 1, num_tasks)

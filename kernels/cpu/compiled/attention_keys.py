@@ -54,10 +54,16 @@ def position_of(block: int, piece: int, key: int) -> int:
 @inlined
 def key_offset(block: int, piece: int, position: int) -> int:
     """Return the offset in bytes of a position's slot in either cache."""
+    offset: int = slot_offset(block, simd.read_i64(piece + 8), position)
+    return offset
+
+
+@inlined
+def slot_offset(block: int, seq_idx: int, position: int) -> int:
+    """Return the offset in bytes of the slot of a sequence's position in either cache."""
     block_size = simd.read_i64(block + BLOCK_SIZE)
     index = position // block_size
     work = simd.read_i64(block + WORK)
-    seq_idx = simd.read_i64(piece + 8)
     table = simd.read_i64(work + TABLES) + seq_idx * simd.read_i64(work + TABLE_STRIDE)
     slot = simd.read_i32(table + 4 * index) * block_size + position - index * block_size
     offset: int = slot * bytes_of_slot(block)

@@ -30,7 +30,7 @@ Load = Callable[[ir.Value], ir.Value]
 Turn = Callable[[ir.Value, list[ir.Value]], list[ir.Value]]
 
 
-def _emit_scores(wide: bool) -> simd.Emit:
+def _emit_scores(wide: bool, listed: bool = False) -> simd.Emit:
     def scores(
         builder: ir.IRBuilder,
         query: ir.Value,
@@ -41,6 +41,7 @@ def _emit_scores(wide: bool) -> simd.Emit:
     ) -> ir.Value:
         """Return the dot products of a query with `count` keys, at most 16 that lie `stride` apart.
 
+        If they are `listed`, `stride` is the address of their offsets, i64, from `keys`.
         The lanes from `count` on repeat the last key.
         """
         last = builder.sub(count, simd.constant(1))
@@ -48,7 +49,8 @@ def _emit_scores(wide: bool) -> simd.Emit:
         for lane in range(simd.LANES):
             within = builder.icmp_signed("<", simd.constant(lane), last)
             index = builder.select(within, simd.constant(lane), last)
-            addresses.append(builder.add(keys, builder.mul(index, stride)))
+            offset = _offset(builder, index, stride, listed)
+            addresses.append(builder.add(keys, offset))
         totals: list[ir.Value] = []
         for first in range(0, simd.LANES, _KEYS_AT_ONCE):
             together = addresses[first : first + _KEYS_AT_ONCE]
@@ -56,6 +58,12 @@ def _emit_scores(wide: bool) -> simd.Emit:
         return simd.sum_each(builder, totals)
 
     return scores
+
+
+def _offset(builder: ir.IRBuilder, index: ir.Value, stride: ir.Value, listed: bool) -> ir.Value:
+    if not listed:
+        return builder.mul(index, stride)
+    return simd.load(builder, builder.add(stride, builder.mul(index, simd.constant(8))), simd.I64)
 
 
 def _dot_keys(
@@ -106,9 +114,15 @@ def _multiply_wide(builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Va
 _SCORE_OPERANDS = [types.int64] * 5
 scores_bf16 = operation(F32x16, _SCORE_OPERANDS, apart=True)(_emit_scores(wide=False))
 scores_f32 = operation(F32x16, _SCORE_OPERANDS, apart=True)(_emit_scores(wide=True))
+listed_scores_bf16 = operation(F32x16, _SCORE_OPERANDS, apart=True)(
+    _emit_scores(wide=False, listed=True)
+)
+listed_scores_f32 = operation(F32x16, _SCORE_OPERANDS, apart=True)(
+    _emit_scores(wide=True, listed=True)
+)
 
 
-def _weigh(heads: int, wide: bool) -> Callable[..., None]:
+def _weigh(heads: int, wide: bool, listed: bool = False) -> Callable[..., None]:
     def weigh(
         builder: ir.IRBuilder,
         sums: ir.Value,
@@ -121,7 +135,8 @@ def _weigh(heads: int, wide: bool) -> Callable[..., None]:
     ) -> None:
         """Add the weighted values of `count` keys to one slice of the sums of `heads` heads.
 
-        The sums of heads lie `pitch` bytes apart, their weights SCORE_PITCH. `rest` is the
+        The sums of heads lie `pitch` bytes apart, their weights SCORE_PITCH. If the values are
+        `listed`, `stride` is the address of their offsets, i64. `rest` is the
         number of lanes of the slice that the cache holds (16: all).
         """
         per_slice = 1 if wide else 2
@@ -138,7 +153,7 @@ def _weigh(heads: int, wide: bool) -> Callable[..., None]:
 
         def add_key(load: Load) -> Turn:
             def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                read = load(builder.add(values, builder.mul(index, stride)))
+                read = load(builder.add(values, _offset(builder, index, stride, listed)))
                 parts = (
                     [read]
                     if wide
@@ -180,3 +195,7 @@ def _weigh(heads: int, wide: bool) -> Callable[..., None]:
 
 weigh1_bf16, weigh2_bf16, weigh3_bf16, weigh4_bf16 = (_weigh(n, wide=False) for n in (1, 2, 3, 4))
 weigh1_f32, weigh4_f32 = _weigh(1, wide=True), _weigh(4, wide=True)
+listed_weigh1_bf16, listed_weigh2_bf16, listed_weigh3_bf16, listed_weigh4_bf16 = (
+    _weigh(n, wide=False, listed=True) for n in (1, 2, 3, 4)
+)
+listed_weigh1_f32, listed_weigh4_f32 = (_weigh(n, wide=True, listed=True) for n in (1, 4))

@@ -19,7 +19,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.contracts import AttentionMeta
+from kernels import reference
+from kernels.contracts import AttentionMeta, KeyCodes
 from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
 
 CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -168,9 +169,24 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    codes: KeyCodes | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Implement `kernels.reference.paged_attention`; `attend` has further options."""
+    """Implement `kernels.reference.paged_attention`; `attend` has further options.
+
+    A batch with sequences that select their keys is left to plain torch.
+    """
+    if codes is not None and meta.retrieval is not None:
+        return reference.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            meta,
+            scale=scale,
+            sliding_window=sliding_window,
+            codes=codes,
+            out=out,
+        )
     return attend(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, out=out)
 
 

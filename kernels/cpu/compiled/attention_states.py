@@ -1,0 +1,122 @@
+"""What a query head has gathered from the keys that it has seen so far, in compiled attention.
+
+Owns the layout of a state: the greatest score so far, the sum of the exponentials, and from VECTOR
+on the weighted sum of the values (even and odd numbers of a slice apart, if they are bf16). States
+of parts of a row are joined by merge_parts. Knows no keys. Used by the kernels of
+`kernels.cpu.compiled`, inside compiled functions; `block` has the arguments of
+`kernels.cpu.compiled.attention_keys`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kernels.cpu.compiled.attention_keys import (
+    IS_BF16,
+    NUM_KV_HEADS,
+    OUT,
+    OUT_STRIDE,
+    PARTS,
+    REPEAT,
+    WORK,
+    bytes_of_head,
+)
+from kernels.cpu.compiled.runtime import inlined
+from kernels.cpu.simd import lanes as simd
+from kernels.cpu.simd import vectors
+from kernels.cpu.simd.attention import SLICE
+
+VECTOR: Final = 4 * simd.LANES
+
+
+@inlined
+def soften(num_keys: int, scores: int, state: int, num_vectors: int) -> None:
+    """Turn a head's new scores into weights, and rescale its state to the greatest score so far."""
+    lowest = np.float32(-np.inf)
+    greatest = vectors.splat(lowest)
+    for begin in range(0, num_keys, simd.LANES):
+        found = vectors.load_f32(scores + 4 * begin)
+        greatest = vectors.maximum(greatest, vectors.keep_first(found, num_keys - begin, lowest))
+    before = simd.read_f32(state)
+    peak = max(before, vectors.max_lanes(greatest))
+    shift = vectors.splat(peak)
+    total = vectors.splat(np.float32(0))
+    for begin in range(0, num_keys, simd.LANES):
+        weights = vectors.exp(vectors.sub(vectors.load_f32(scores + 4 * begin), shift))
+        weights = vectors.keep_first(weights, num_keys - begin, np.float32(0))
+        vectors.store_f32(scores + 4 * begin, weights)
+        total = vectors.add(total, weights)
+    factor = vectors.exp(vectors.sub(vectors.splat(before), shift))
+    shrink = vectors.max_lanes(factor)
+    simd.write_f32(state + 4, simd.read_f32(state + 4) * shrink + vectors.sum_lanes(total))
+    simd.write_f32(state, peak)
+    for vector in range(1, num_vectors):
+        place = state + vector * VECTOR
+        vectors.store_f32(place, vectors.mul(vectors.load_f32(place), factor))
+
+
+@inlined
+def clear(state: int, num_vectors: int) -> None:
+    """Begin a state: no keys."""
+    zeros = vectors.splat(np.float32(0))
+    for vector in range(num_vectors):
+        vectors.store_f32(state + vector * VECTOR, zeros)
+    simd.write_f32(state, np.float32(-np.inf))
+
+
+@inlined
+def write_out(block: int, state: int, out: int) -> None:
+    """Divide a head's weighted sum by its sum of exponentials and write it."""
+    head_bytes = bytes_of_head(block)
+    is_bf16 = simd.read_i64(block + IS_BF16)
+    total = vectors.splat(simd.read_f32(state + 4))
+    for offset in range(0, head_bytes, SLICE):
+        rest = (head_bytes - offset) // 4
+        place = state + VECTOR + offset * (1 + is_bf16)
+        first = vectors.div(vectors.load_f32(place), total)
+        if is_bf16:
+            second = vectors.div(vectors.load_f32(place + VECTOR), total)
+            vectors.store_first_pairs(out + offset, first, second, rest)
+        else:
+            vectors.store_first_f32(out + offset, first, rest)
+
+
+@inlined
+def state_vectors(block: int) -> int:
+    """Return the vectors of a state."""
+    head_bytes = bytes_of_head(block)
+    slices = (head_bytes + SLICE - 1) // SLICE
+    count: int = 1 + slices * (1 + simd.read_i64(block + IS_BF16))
+    return count
+
+
+@inlined
+def merge_parts(block: int, merge: int, group: int, state: int) -> None:
+    """Join the parts of one row for the query heads of one key/value head."""
+    row, first, count = simd.read_i64(merge), simd.read_i64(merge + 8), simd.read_i64(merge + 16)
+    repeat, head_bytes = simd.read_i64(block + REPEAT), bytes_of_head(block)
+    num_vectors = state_vectors(block)
+    num_heads = repeat * simd.read_i64(block + NUM_KV_HEADS)
+    step = num_heads * num_vectors * VECTOR
+    out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
+    memory = simd.read_i64(simd.read_i64(block + WORK) + PARTS)
+    for head in range(group * repeat, group * repeat + repeat):
+        parts = memory + (first * num_heads + head) * num_vectors * VECTOR
+        peak = np.float32(-np.inf)
+        for idx in range(count):
+            peak = max(peak, simd.read_f32(parts + idx * step))
+        clear(state, num_vectors)
+        for idx in range(count):
+            part = parts + idx * step
+            factor = vectors.exp(vectors.splat(simd.read_f32(part) - peak))
+            total = simd.read_f32(part + 4) * vectors.max_lanes(factor)
+            simd.write_f32(state + 4, simd.read_f32(state + 4) + total)
+            for vector in range(1, num_vectors):
+                place = vector * VECTOR
+                added = vectors.fma(
+                    vectors.load_f32(part + place), factor, vectors.load_f32(state + place)
+                )
+                vectors.store_f32(state + place, added)
+        write_out(block, state, out + head * head_bytes)

@@ -1,0 +1,312 @@
+"""The search of a step's queries among coded keys, compiled; see `kernels.retrieval`.
+
+Tasks in three phases: of each unit (`kernels.cpu.compiled.retrieval_words`) the products of the
+query heads with the centroids, then the scores of its keys, with one scale for all units of a
+sequence's head, then, of each sequence's head, the keys with the greatest scores and the list of
+all keys that it attends to. Scores are i16 (`kernels.cpu.simd.retrieval`): of keys whose scores
+differ by less than about a 4000th of the greatest the lower position may win. The result does not
+depend on the number of threads. Knows nothing of attention, which follows it as a second launch.
+Used by `kernels.cpu.attention`.
+
+Letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS, KeyCodes
+from kernels.cpu.compiled.attention import head_arguments
+from kernels.cpu.compiled.attention_keys import (
+    HEAD_DIM,
+    IS_BF16,
+    NUM_KV_HEADS,
+    Q_STRIDE,
+    REPEAT,
+    Q,
+    bytes_of_head,
+    slot_offset,
+)
+from kernels.cpu.compiled.retrieval_attention import attend_lists
+from kernels.cpu.compiled.retrieval_words import (
+    BOUNDS,
+    CENTROIDS,
+    CODED_END,
+    CODES,
+    CONTEXT_LEN,
+    FIRST_LISTED,
+    FIRST_POSITION,
+    FIRST_ROW,
+    FIRST_SEGMENT,
+    FIRST_TABLE,
+    LISTS,
+    NUM_LISTED,
+    NUM_ROWS,
+    NUM_SEGMENTS,
+    NUM_SELECTED,
+    NUM_SEQS,
+    NUM_SINKS,
+    POSITIONS,
+    SCORES,
+    SEARCH,
+    SEGMENT_BYTES,
+    SEGMENT_NUMBER,
+    SEGMENT_PLACE,
+    SEGMENT_SEQ,
+    SEGMENTS,
+    SEQ_BYTES,
+    SEQ_IDX,
+    SEQ_SEGMENTS,
+    SEQS,
+    TABLES,
+    RetrievalWords,
+)
+from kernels.cpu.compiled.runtime import Kernel, inlined, launch
+from kernels.cpu.simd import doubles, vectors
+from kernels.cpu.simd import lanes as simd
+from kernels.cpu.simd import retrieval as inner
+from kernels.cpu.simd.retrieval import (
+    EXCLUDED,
+    GREATEST,
+    KEYS_AT_ONCE,
+    KEYS_OF_MASK,
+    PART_BYTES,
+    TABLE_BYTES,
+)
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
+
+HEAD_DIMS: Final = (16, 32, 64, 128, 256)
+_SCORE_BYTES: Final = 2 * SEGMENT_KEYS
+_CODES_BYTES: Final = NUM_SUBSPACES * SEGMENT_KEYS
+
+
+def can_search(codes: KeyCodes, k_cache: Tensor) -> bool:
+    """Return whether attend_selected supports these codes, for a cache that attend_rows does."""
+    num_groups, head_dim = k_cache.shape[2:]
+    width = head_dim // NUM_SUBSPACES
+    return (
+        head_dim in HEAD_DIMS
+        and codes.centroids.dtype == torch.bfloat16
+        and codes.codes.dtype == torch.uint8
+        and codes.centroids.shape[1:] == (num_groups, NUM_SUBSPACES, NUM_CENTROIDS, width)
+        and codes.codes.shape[1:] == (num_groups, NUM_SUBSPACES, SEGMENT_KEYS)
+        and codes.centroids.is_contiguous()
+        and codes.codes.is_contiguous()
+    )
+
+
+def attend_selected(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    codes: KeyCodes,
+    words: RetrievalWords,
+    out: Tensor,
+    *,
+    scale: float,
+) -> None:
+    """Select keys, and write the rows of `words` of out [T, N, D]; all as in `paged_attention`."""
+    arguments = (
+        *head_arguments(q, k_cache, v_cache, words.work, out, scale=scale),
+        codes.centroids.data_ptr(),
+        codes.codes.data_ptr(),
+        words.address,
+    )
+    for kernel in (_search, attend_lists):
+        launch(kernel, arguments, num_threads=torch.get_num_threads())
+
+
+_scratch_centroids = simd.stack(HEAD_DIMS[-1] // NUM_SUBSPACES // 2 * PART_BYTES)
+_scratch_peaks = simd.stack(4 * simd.LANES)
+_scratch_tables = simd.stack(TABLE_BYTES // 2)
+_scratch_count = simd.stack(8)
+
+
+@inlined
+def _first_unit(block: int, seq: int, group: int) -> int:
+    """Return the first unit of a sequence's head."""
+    first = simd.read_i64(seq + FIRST_SEGMENT) * simd.read_i64(block + NUM_KV_HEADS)
+    unit: int = first + group * simd.read_i64(seq + SEQ_SEGMENTS)
+    return unit
+
+
+@inlined
+def _tables_of(block: int, seq: int, group: int, number: int) -> int:
+    """Return the address of the fp32 tables [n * N / G, M, C] of a sequence's unit."""
+    units = group * simd.read_i64(seq + SEQ_SEGMENTS) + number
+    heads = simd.read_i64(seq + NUM_ROWS) * simd.read_i64(block + REPEAT)
+    first = simd.read_i64(seq + FIRST_TABLE) + units * heads
+    address: int = simd.read_i64(simd.read_i64(block + SEARCH) + TABLES) + first * TABLE_BYTES
+    return address
+
+
+@inlined
+def _transpose(num_pairs: int, centroids: int, target: int) -> None:
+    if num_pairs == 1:
+        inner.transpose1(centroids, target)
+    elif num_pairs == 2:
+        inner.transpose2(centroids, target)
+    elif num_pairs == 4:
+        inner.transpose4(centroids, target)
+    elif num_pairs == 8:
+        inner.transpose8(centroids, target)
+    else:
+        inner.transpose16(centroids, target)
+
+
+@inlined
+def _make_tables(block: int, segment: int, group: int, transposed: int, peaks: int) -> None:
+    """Write the tables of a unit and the bound of its scores."""
+    search = simd.read_i64(block + SEARCH)
+    seq = simd.read_i64(search + SEQS) + SEQ_BYTES * simd.read_i64(segment + SEGMENT_SEQ)
+    number = simd.read_i64(segment + SEGMENT_NUMBER)
+    num_groups, repeat = simd.read_i64(block + NUM_KV_HEADS), simd.read_i64(block + REPEAT)
+    num_pairs = simd.read_i64(block + HEAD_DIM) // (2 * NUM_SUBSPACES)
+    place = simd.read_i64(segment + SEGMENT_PLACE) * num_groups + group
+    centroids = simd.read_i64(block + CENTROIDS) + place * NUM_SUBSPACES * num_pairs * PART_BYTES
+    head_bytes, row_bytes = bytes_of_head(block), simd.read_i64(block + Q_STRIDE)
+    is_bf16 = simd.read_i64(block + IS_BF16)
+    num_rows = simd.read_i64(seq + NUM_ROWS)
+    query = simd.read_i64(block + Q) + simd.read_i64(seq + FIRST_ROW) * row_bytes
+    query += group * repeat * head_bytes
+    tables = _tables_of(block, seq, group, number)
+    bound = np.float32(0)
+    for part in range(NUM_SUBSPACES):
+        _transpose(num_pairs, centroids + part * num_pairs * PART_BYTES, transposed)
+        vectors.store_f32(peaks, vectors.splat(np.float32(0)))
+        numbers = query + part * (head_bytes // NUM_SUBSPACES)
+        for row in range(num_rows):
+            for head in range(repeat):
+                asked = numbers + row * row_bytes + head * head_bytes
+                table = tables + (row * repeat + head) * TABLE_BYTES + part * PART_BYTES
+                if is_bf16:
+                    inner.products_bf16(asked, transposed, num_pairs, table, peaks)
+                else:
+                    inner.products_f32(asked, transposed, num_pairs, table, peaks)
+        bound += np.float32(vectors.max_lanes(vectors.load_f32(peaks)))
+    unit = _first_unit(block, seq, group) + number
+    simd.write_f32(simd.read_i64(search + BOUNDS) + 4 * unit, bound)
+
+
+@inlined
+def _score_unit(block: int, segment: int, group: int, tables: int) -> None:
+    """Write the scores of a unit's keys; EXCLUDED are those that are not searched."""
+    search = simd.read_i64(block + SEARCH)
+    seq = simd.read_i64(search + SEQS) + SEQ_BYTES * simd.read_i64(segment + SEGMENT_SEQ)
+    number = simd.read_i64(segment + SEGMENT_NUMBER)
+    first_unit = _first_unit(block, seq, group)
+    bounds = simd.read_i64(search + BOUNDS) + 4 * first_unit
+    bound = np.float32(0)
+    for idx in range(simd.read_i64(seq + SEQ_SEGMENTS)):
+        bound = max(bound, np.float32(simd.read_f32(bounds + 4 * idx)))
+    scale = np.float32(GREATEST) / bound
+    scores = simd.read_i64(search + SCORES) + (first_unit + number) * _SCORE_BYTES
+    inner.clear_scores(scores, SEGMENT_KEYS // KEYS_AT_ONCE)
+    begin = number * SEGMENT_KEYS
+    num_keys = min(simd.read_i64(seq + CODED_END) - begin, SEGMENT_KEYS)
+    place = simd.read_i64(segment + SEGMENT_PLACE) * simd.read_i64(block + NUM_KV_HEADS) + group
+    codes = simd.read_i64(block + CODES) + place * _CODES_BYTES
+    table = _tables_of(block, seq, group, number)
+    for _ in range(simd.read_i64(seq + NUM_ROWS) * simd.read_i64(block + REPEAT)):
+        inner.quantise_table(table, scale, tables)
+        inner.look_up(tables, codes, scores, (num_keys + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE)
+        table += TABLE_BYTES
+    for key in range(min(simd.read_i64(search + NUM_SINKS) - begin, num_keys)):
+        inner.exclude(scores + 2 * key)
+    for key in range(num_keys, SEGMENT_KEYS):
+        inner.exclude(scores + 2 * key)
+
+
+@inlined
+def _limit_of(scores: int, num_masks: int, wanted: int, count: int) -> int:
+    """Return the greatest limit that `wanted` scores reach; `count` is the address of an i64."""
+    low, high = EXCLUDED + 1, -EXCLUDED - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        inner.count_above(scores, num_masks, middle - 1, count)
+        if simd.read_i64(count) >= wanted:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@inlined
+def _collect(scores: int, num_masks: int, wanted: int, positions: int, count: int) -> None:
+    """Write the positions of the `wanted` greatest scores, ascending; of equals the lowest."""
+    limit = _limit_of(scores, num_masks, wanted, count)
+    inner.count_above(scores, num_masks, limit, count)
+    left = wanted - simd.read_i64(count)
+    for idx in range(num_masks):
+        place = scores + 2 * KEYS_OF_MASK * idx
+        chosen = inner.above(place, limit)
+        if left > 0:
+            even = inner.equal(place, limit)
+            while even != 0 and left > 0:
+                chosen |= even & -even
+                even &= even - 1
+                left -= 1
+        while chosen != 0:
+            simd.write_i32(positions, idx * KEYS_OF_MASK + doubles.first_bit(chosen))
+            chosen &= chosen - 1
+            positions += 4
+
+
+@inlined
+def _select(block: int, seq: int, group: int, count: int) -> None:
+    """Write what a sequence's head selects, and the list of all that it attends to."""
+    search = simd.read_i64(block + SEARCH)
+    first_unit = _first_unit(block, seq, group)
+    scores = simd.read_i64(search + SCORES) + first_unit * _SCORE_BYTES
+    num_selected = simd.read_i64(seq + NUM_SELECTED)
+    first = simd.read_i64(seq + FIRST_POSITION) + group * num_selected
+    positions = simd.read_i64(search + POSITIONS) + 4 * first
+    num_masks = simd.read_i64(seq + SEQ_SEGMENTS) * (SEGMENT_KEYS // KEYS_OF_MASK)
+    _collect(scores, num_masks, num_selected, positions, count)
+    listed = simd.read_i64(seq + FIRST_LISTED) + group * simd.read_i64(seq + NUM_LISTED)
+    place, seq_idx = simd.read_i64(search + LISTS) + 8 * listed, simd.read_i64(seq + SEQ_IDX)
+    for position in range(simd.read_i64(search + NUM_SINKS)):
+        simd.write_i64(place, slot_offset(block, seq_idx, position))
+        place += 8
+    for idx in range(num_selected):
+        position = simd.read_i32(positions + 4 * idx)
+        simd.write_i64(place, slot_offset(block, seq_idx, position))
+        place += 8
+    for position in range(simd.read_i64(seq + CODED_END), simd.read_i64(seq + CONTEXT_LEN)):
+        simd.write_i64(place, slot_offset(block, seq_idx, position))
+        place += 8
+
+
+@Kernel
+def _search(block: int) -> None:
+    transposed, peaks = _scratch_centroids(), _scratch_peaks()
+    tables, count = _scratch_tables(), _scratch_count()
+    search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
+    segments = simd.read_i64(search + SEGMENTS)
+    num_units = simd.read_i64(search + NUM_SEGMENTS) * num_groups
+    task = claim_task(block, 0)
+    while task < num_units:
+        segment = segments + task // num_groups * SEGMENT_BYTES
+        _make_tables(block, segment, task % num_groups, transposed, peaks)
+        finish_task(block, 0)
+        task = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_units)
+    task = claim_task(block, 1)
+    while task < num_units:
+        segment = segments + task // num_groups * SEGMENT_BYTES
+        _score_unit(block, segment, task % num_groups, tables)
+        finish_task(block, 1)
+        task = claim_task(block, 1)
+    wait_for_tasks(block, 1, num_units)
+    num_tasks = simd.read_i64(search + NUM_SEQS) * num_groups
+    task = claim_task(block, 2)
+    while task < num_tasks:
+        seq = simd.read_i64(search + SEQS) + task // num_groups * SEQ_BYTES
+        _select(block, seq, task % num_groups, count)
+        finish_task(block, 2)
+        task = claim_task(block, 2)
+    wait_for_tasks(block, 2, num_tasks)

@@ -1,0 +1,217 @@
+"""Attention of query rows to lists of keys that lie anywhere in the caches, compiled.
+
+A task is a part of a row's list and one key/value head, with all query heads that share it, as in
+`kernels.cpu.compiled.attention`; keys are found by their offsets, since next to no two of them lie
+one behind the other. A second phase merges the parts of a row. Knows no codes and no positions: the
+lists are written by `kernels.cpu.compiled.retrieval`, which launches this.
+"""
+
+from __future__ import annotations
+
+from kernels.cpu.compiled.attention import PIECE_BYTES, STATE_BYTES, TILE_HEADS
+from kernels.cpu.compiled.attention_keys import (
+    IS_BF16,
+    K_CACHE,
+    MERGES,
+    NUM_KV_HEADS,
+    NUM_MERGES,
+    NUM_PIECES,
+    OUT,
+    OUT_STRIDE,
+    PARTS,
+    PIECES,
+    Q_STRIDE,
+    REPEAT,
+    SCALE,
+    V_CACHE,
+    WORK,
+    Q,
+    bytes_of_head,
+)
+from kernels.cpu.compiled.attention_states import (
+    VECTOR,
+    clear,
+    merge_parts,
+    soften,
+    state_vectors,
+    write_out,
+)
+from kernels.cpu.compiled.retrieval_words import (
+    FIRST_LISTED,
+    LISTS,
+    NUM_LISTED,
+    SEARCH,
+    SEQ_BYTES,
+    SEQS,
+)
+from kernels.cpu.compiled.runtime import Kernel, inlined
+from kernels.cpu.simd import attention as inner
+from kernels.cpu.simd import lanes as simd
+from kernels.cpu.simd import vectors
+from kernels.cpu.simd.attention import CHUNK_KEYS, SCORE_PITCH, SLICE
+from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
+
+_scratch_scores = simd.stack(TILE_HEADS * SCORE_PITCH)
+_scratch_states = simd.stack(STATE_BYTES)
+
+
+@inlined
+def _list_of(block: int, piece: int, group: int) -> int:
+    """Return the address of the offsets of a piece's keys."""
+    search = simd.read_i64(block + SEARCH)
+    seq = simd.read_i64(search + SEQS) + SEQ_BYTES * simd.read_i64(piece + 8)
+    first = simd.read_i64(seq + FIRST_LISTED) + group * simd.read_i64(seq + NUM_LISTED)
+    address: int = simd.read_i64(search + LISTS) + 8 * first
+    return address
+
+
+@inlined
+def _ask(cache: int, listed: int, count: int, head_bytes: int) -> None:
+    """Prefetch a head of `count` keys or values."""
+    for idx in range(count):
+        simd.prefetch(cache + simd.read_i64(listed + 8 * idx), head_bytes)
+
+
+@inlined
+def _score(
+    block: int,
+    query: int,
+    keys: int,
+    listed: int,
+    count: int,
+    heads: int,
+    scores: int,
+    values: int,
+    asks: int,
+) -> None:
+    """Write the scaled scores of up to CHUNK_KEYS keys; 16 lanes past a row may be written.
+
+    Prefetches their values meanwhile, if `asks`.
+    """
+    head_bytes, is_bf16 = bytes_of_head(block), simd.read_i64(block + IS_BF16)
+    scale = vectors.splat(simd.read_f32(block + SCALE))
+    for begin in range(0, count, simd.LANES):
+        here, some = min(count - begin, simd.LANES), listed + 8 * begin
+        if asks:
+            _ask(values, some, here, head_bytes)
+        for head in range(heads):
+            one = query + head * head_bytes
+            if is_bf16:
+                found = inner.listed_scores_bf16(one, keys, some, here, head_bytes)
+            else:
+                found = inner.listed_scores_f32(one, keys, some, here, head_bytes)
+            place = scores + head * SCORE_PITCH + 4 * begin
+            vectors.store_f32(place, vectors.mul(found, scale))
+
+
+@inlined
+def _add_values(
+    block: int,
+    values: int,
+    listed: int,
+    count: int,
+    heads: int,
+    scores: int,
+    state: int,
+    keys: int,
+    num_asked: int,
+) -> None:
+    """Add the values of up to CHUNK_KEYS keys to the states of `heads` heads.
+
+    Prefetches the following `num_asked` keys meanwhile.
+    """
+    head_bytes, is_bf16 = bytes_of_head(block), simd.read_i64(block + IS_BF16)
+    pitch = state_vectors(block) * VECTOR
+    for begin in range(0, count, simd.LANES):
+        here, some = min(count - begin, simd.LANES), listed + 8 * begin
+        asked = min(num_asked - begin, simd.LANES)
+        _ask(keys, listed + 8 * (count + begin), asked, head_bytes)
+        for offset in range(0, head_bytes, SLICE):
+            rest = (head_bytes - offset) // 4
+            sums = state + VECTOR + offset * (1 + is_bf16)
+            v = values + offset
+            head = 0
+            while head < heads:
+                left = heads - head
+                to, w = sums + head * pitch, scores + head * SCORE_PITCH + 4 * begin
+                if is_bf16 and left >= 4:
+                    inner.listed_weigh4_bf16(to, pitch, w, v, some, here, rest)
+                    head += 4
+                elif is_bf16 and left == 3:
+                    inner.listed_weigh3_bf16(to, pitch, w, v, some, here, rest)
+                    head += 3
+                elif is_bf16 and left == 2:
+                    inner.listed_weigh2_bf16(to, pitch, w, v, some, here, rest)
+                    head += 2
+                elif is_bf16:
+                    inner.listed_weigh1_bf16(to, pitch, w, v, some, here, rest)
+                    head += 1
+                elif left >= 4:
+                    inner.listed_weigh4_f32(to, pitch, w, v, some, here, rest)
+                    head += 4
+                else:
+                    inner.listed_weigh1_f32(to, pitch, w, v, some, here, rest)
+                    head += 1
+
+
+@inlined
+def _attend_piece(block: int, piece: int, group: int, states: int, scores: int) -> None:
+    """Attend one piece's row to its keys with the query heads of one key/value head."""
+    row, part = simd.read_i64(piece), simd.read_i64(piece + 32)
+    repeat, head_bytes = simd.read_i64(block + REPEAT), bytes_of_head(block)
+    num_vectors = state_vectors(block)
+    pitch, first = num_vectors * VECTOR, group * repeat
+    state = states
+    if part >= 0:
+        num_heads = repeat * simd.read_i64(block + NUM_KV_HEADS)
+        parts = simd.read_i64(simd.read_i64(block + WORK) + PARTS)
+        state = parts + (part * num_heads + first) * pitch
+    for head in range(repeat):
+        clear(state + head * pitch, num_vectors)
+    query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE) + first * head_bytes
+    keys = simd.read_i64(block + K_CACHE) + group * head_bytes
+    values = simd.read_i64(block + V_CACHE) + group * head_bytes
+    offsets = _list_of(block, piece, group)
+    start, end = simd.read_i64(piece + 16), simd.read_i64(piece + 24)
+    _ask(keys, offsets + 8 * start, min(end - start, CHUNK_KEYS), head_bytes)
+    while start < end:
+        count = min(end - start, CHUNK_KEYS)
+        following = min(end - start - count, CHUNK_KEYS)
+        listed = offsets + 8 * start
+        for head in range(0, repeat, TILE_HEADS):
+            heads = min(repeat - head, TILE_HEADS)
+            asks, own = int(head == 0), state + head * pitch
+            one = query + head * head_bytes
+            _score(block, one, keys, listed, count, heads, scores, values, asks)
+            for idx in range(heads):
+                soften(count, scores + idx * SCORE_PITCH, own + idx * pitch, num_vectors)
+            num_asked = following if asks else 0
+            _add_values(block, values, listed, count, heads, scores, own, keys, num_asked)
+        start += count
+    if part < 0:
+        out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
+        for head in range(repeat):
+            write_out(block, state + head * pitch, out + (first + head) * head_bytes)
+
+
+@Kernel
+def attend_lists(block: int) -> None:
+    """Write the rows of WORK, whose keys the lists of SEARCH name."""
+    scores, states = _scratch_scores(), _scratch_states()
+    num_groups, work = simd.read_i64(block + NUM_KV_HEADS), simd.read_i64(block + WORK)
+    num_tasks = simd.read_i64(work + NUM_PIECES) * num_groups
+    task = claim_task(block, 0)
+    while task < num_tasks:
+        piece = simd.read_i64(work + PIECES) + task // num_groups * PIECE_BYTES
+        _attend_piece(block, piece, task % num_groups, states, scores)
+        finish_task(block, 0)
+        task = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_tasks)
+    num_tasks = simd.read_i64(work + NUM_MERGES) * num_groups
+    task = claim_task(block, 1)
+    while task < num_tasks:
+        merge = simd.read_i64(work + MERGES) + task // num_groups * 24
+        merge_parts(block, merge, task % num_groups, states)
+        finish_task(block, 1)
+        task = claim_task(block, 1)
+    wait_for_tasks(block, 1, num_tasks)

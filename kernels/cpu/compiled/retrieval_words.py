@@ -1,0 +1,130 @@
+"""What the kernels of retrieval do in each layer of a micro-batch, in memory.
+
+Owns the arguments of these kernels behind those of `kernels.cpu.compiled.attention_keys`, the words
+that describe a search, and its scratch memory. A unit is a segment of a sequence for one key/value
+head; units of a sequence's head lie one behind the other. A list has the offsets in the caches of
+all keys that the last row of a sequence attends to with one key/value head, by ascending
+position: num_sinks first ones, the selected ones, those behind the coded ones; earlier rows see
+less of its end. Which keys are selected is not known before the layer's queries are; how many, is.
+Knows no codes. Used by `kernels.cpu.attention`, once per micro-batch.
+
+Letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS, AttentionMeta, Retrieval
+from kernels.cpu.attention_rows import Row, plan_work
+from kernels.cpu.compiled.attention import HeadShape, WorkWords
+from kernels.cpu.compiled.runtime import offsets
+
+CENTROIDS, CODES, SEARCH = offsets(16)[13:]
+"""The kernels' further arguments; SEARCH is the address of the words."""
+
+(
+    SEQS, NUM_SEQS, SEGMENTS, NUM_SEGMENTS, NUM_SINKS, TABLES, BOUNDS, SCORES, POSITIONS, LISTS,
+) = range(0, 80, 8)  # fmt: skip
+"""Offsets in the words: addresses and numbers."""
+
+(
+    FIRST_ROW, NUM_ROWS, SEQ_IDX, CONTEXT_LEN, CODED_END, NUM_SELECTED, FIRST_SEGMENT,
+    SEQ_SEGMENTS, FIRST_TABLE, FIRST_POSITION, FIRST_LISTED, NUM_LISTED,
+) = range(0, 96, 8)  # fmt: skip
+"""Offsets in the words of a sequence at SEQS. FIRST_TABLE counts tables of one query head,
+FIRST_POSITION and FIRST_LISTED entries at POSITIONS (i32) and LISTS (i64)."""
+SEQ_BYTES = 96
+
+SEGMENT_SEQ, SEGMENT_NUMBER, SEGMENT_PLACE = range(0, 24, 8)
+"""Offsets in the words of a segment at SEGMENTS: its sequence here, its number in that, and its
+place in KeyCodes."""
+SEGMENT_BYTES = 24
+
+
+class RetrievalWords:
+    """The searches of a micro-batch and the rows that attend to what they find."""
+
+    def __init__(self, heads: HeadShape) -> None:
+        self._heads = heads
+        self.work = WorkWords(heads)
+        """The rows; the sequence of a piece is its number at SEQS, its keys those of a list."""
+        self._words = torch.zeros(10, dtype=torch.int64)
+        self._read: tuple[Tensor, ...] = ()
+        self.positions = torch.empty(0, dtype=torch.int32)
+        """Those selected in the last layer: by sequence [G, number], one behind the other."""
+
+    @property
+    def address(self) -> int:
+        """Return the address of the words."""
+        return self._words.data_ptr()
+
+    def fill(self, meta: AttentionMeta, retrieval: Retrieval) -> None:
+        """Write the work of the next launches; keeps what they read."""
+        num_sinks, num_groups = retrieval.num_sinks, self._heads.num_kv_heads
+        repeat = self._heads.num_heads // num_groups
+        starts, lens = meta.query_start.tolist(), meta.context_lens.tolist()
+        seqs: list[tuple[int, ...]] = []
+        segments: list[tuple[int, int, int]] = []
+        rows: list[Row] = []
+        num_tables = num_positions = num_listed = 0
+        for seq, places, end, budget in zip(
+            retrieval.seqs.tolist(),
+            retrieval.segments.tolist(),
+            retrieval.coded_end.tolist(),
+            retrieval.budgets.tolist(),
+            strict=True,
+        ):
+            num_rows = starts[seq + 1] - starts[seq]
+            if num_rows == 0:
+                continue
+            number, num_segments = len(seqs), -(-end // SEGMENT_KEYS)
+            num_selected = min(budget, end - num_sinks)
+            length = num_sinks + num_selected + lens[seq] - end
+            seqs.append(
+                (
+                    starts[seq],
+                    num_rows,
+                    seq,
+                    lens[seq],
+                    end,
+                    num_selected,
+                    len(segments),
+                    num_segments,
+                    num_tables,
+                    num_positions,
+                    num_listed,
+                    length,
+                )
+            )
+            segments += [(number, idx, place) for idx, place in enumerate(places[:num_segments])]
+            rows += [
+                Row(starts[seq] + row, number, 0, length - num_rows + 1 + row)
+                for row in range(num_rows)
+            ]
+            num_tables += num_groups * num_segments * num_rows * repeat
+            num_positions += num_groups * num_selected
+            num_listed += num_groups * length
+        self.work.fill(plan_work(rows), meta.block_tables)
+        seq_words = torch.tensor(seqs, dtype=torch.int64)
+        segment_words = torch.tensor(segments, dtype=torch.int64)
+        num_units = len(segments) * num_groups
+        tables = torch.empty(num_tables, NUM_SUBSPACES * NUM_CENTROIDS)
+        bounds = torch.empty(num_units)
+        scores = torch.empty(num_units, SEGMENT_KEYS, dtype=torch.int16)
+        self.positions = torch.empty(num_positions, dtype=torch.int32)
+        lists = torch.empty(num_listed, dtype=torch.int64)
+        self._read = (seq_words, segment_words, tables, bounds, scores, lists)
+        self._words.numpy()[:] = (
+            seq_words.data_ptr(),
+            len(seqs),
+            segment_words.data_ptr(),
+            len(segments),
+            num_sinks,
+            tables.data_ptr(),
+            bounds.data_ptr(),
+            scores.data_ptr(),
+            self.positions.data_ptr(),
+            lists.data_ptr(),
+        )
