@@ -393,6 +393,12 @@ def write_i8(builder: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     builder.store(byte, pointer(builder, address, byte.type), align=1)
 
 
+@operation(types.int64, [types.int64])
+def read_u8(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """Read an unsigned byte."""
+    return builder.zext(builder.load(pointer(builder, address, ir.IntType(8)), align=1), I64)
+
+
 @operation(types.float32, [types.int64])
 def read_bf16(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Read a bf16 number."""

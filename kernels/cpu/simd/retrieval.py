@@ -72,7 +72,7 @@ def _all(builder: ir.IRBuilder, number: ir.Value, kind: ir.VectorType) -> ir.Val
     return builder.shuffle_vector(first, first, places)
 
 
-def _dealt(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> list[ir.Value]:
+def dealt(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> list[ir.Value]:
     """Return vectors of which number p has the lanes p, p + P, p + 2 P of P vectors in a row."""
     if len(vectors) == 1:
         return list(vectors)
@@ -80,7 +80,7 @@ def _dealt(builder: ir.IRBuilder, vectors: Sequence[ir.Value]) -> list[ir.Value]
     halves = []
     for first in (0, 1):
         picked = list(range(first, 2 * LANES, 2))
-        halves.append(_dealt(builder, [shuffled(builder, a, b, picked) for a, b in pairs]))
+        halves.append(dealt(builder, [shuffled(builder, a, b, picked) for a, b in pairs]))
     return [vector for both in zip(*halves, strict=True) for vector in both]
 
 
@@ -93,7 +93,7 @@ def _transpose(num_pairs: int) -> Callable[..., None]:
                 load(builder, builder.add(centroids, constant(_VECTOR * place)), I32_LANES)
                 for place in places
             ]
-            for pair, vector in enumerate(_dealt(builder, rows)):
+            for pair, vector in enumerate(dealt(builder, rows)):
                 offset = pair * PART_BYTES + block * _VECTOR
                 store(builder, builder.add(target, constant(offset)), vector)
 
