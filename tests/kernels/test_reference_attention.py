@@ -10,7 +10,9 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from kernels import reference
+from kernels.retrieval import select
 from tests.kernels.cases import Heads, attention_case, path
+from tests.kernels.retrieval_cases import attended, coded
 from tests.pairwise import cover_pairs
 
 
@@ -118,3 +120,20 @@ def test_written_keys_are_read_back() -> None:
     untouched = torch.ones(k_cache.shape[0] * 4, dtype=torch.bool)
     untouched[slots] = False
     assert not k_cache.view(-1, 4)[untouched].any()
+
+
+def test_sequences_that_retrieve_attend_to_what_they_select() -> None:
+    case = attention_case([1300, 20, 1200], [2, 1, 1], heads=Heads(4, 2, 32), block_size=16)
+    case, codes = coded(case, {0: (1100, 50), 2: (1150, 2000)})
+    arguments = (case.q, case.k_cache, case.v_cache, case.meta)
+    out = reference.paged_attention(*arguments, scale=0.2, codes=codes)
+    assert case.meta.retrieval is not None
+    for idx, rows in enumerate((slice(0, 2), slice(3, 4))):
+        selected = select(case.q[rows], codes, case.meta.retrieval, idx)
+        wanted = attended(case, idx, selected, 0.2)
+        torch.testing.assert_close(out[rows], wanted, rtol=1e-5, atol=1e-5)
+    dense = reference.paged_attention(*arguments, scale=0.2)
+    assert torch.equal(out[2], dense[2])
+    assert not torch.equal(out[0], dense[0])
+    # A budget for all keys.
+    torch.testing.assert_close(out[3], dense[3], rtol=1e-5, atol=1e-5)
