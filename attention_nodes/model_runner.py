@@ -129,6 +129,7 @@ class ModelRunner:
             return None
         index = KeyIndex(
             self._model,
+            self._decoder.ops,
             self._decoder.kv,
             self._table,
             policy,

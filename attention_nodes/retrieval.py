@@ -27,7 +27,7 @@ from kernels.contracts import (
     KeyCodes,
     Retrieval,
 )
-from kernels.retrieval import encode, learn_codebooks
+from kernels.dispatch import Ops
 from models.config import ModelConfig
 from topspin.errors import ConfigError
 from topspin.retrieval import RetrievalPolicy
@@ -54,6 +54,7 @@ class KeyIndex:
     def __init__(
         self,
         model: ModelConfig,
+        ops: Ops,
         cache: KvCache,
         table: SequenceTable,
         policy: RetrievalPolicy,
@@ -73,6 +74,7 @@ class KeyIndex:
             )
         if all(layer.sliding_window is not None for layer in model.layers):
             raise ConfigError("--kv-retrieval-tokens: all layers of the model have a window")
+        self._ops = ops
         self._cache = cache
         self._table = table
         self._policy = policy
@@ -135,9 +137,13 @@ class KeyIndex:
         slots = self._slots(row, begin, begin + SEGMENT_KEYS)
         num_iterations = self._policy.num_iterations
         for idx, codes in self.codes.items():
-            keys = self._keys(idx, slots)
-            codes.centroids[place] = learn_codebooks(keys, num_iterations=num_iterations)
-            codes.codes[place] = encode(keys, codes.centroids[place])
+            self._ops.code_keys(
+                self._cache.keys[idx],
+                slots,
+                codes.centroids[place],
+                codes.codes[place],
+                num_iterations=num_iterations,
+            )
         self._counts = self._counts._replace(num_segments=self._counts.num_segments + 1)
 
     def _code_open(self, row: int, begin: int, end: int) -> None:
@@ -154,16 +160,17 @@ class KeyIndex:
         for idx, codes in self.codes.items():
             if is_new:
                 codes.centroids[place] = codes.centroids[last]
-            found = encode(self._keys(idx, slots), codes.centroids[place])
-            codes.codes[place, :, :, first : first + end - begin] = found
+            self._ops.code_keys(
+                self._cache.keys[idx],
+                slots,
+                codes.centroids[place],
+                codes.codes[place, :, :, first:],
+                num_iterations=None,
+            )
         self._coded[row] = end
 
     def _slots(self, row: int, begin: int, end: int) -> Tensor:
         return torch.from_numpy(self._table.slots(row, np.arange(begin, end)))
-
-    def _keys(self, layer: int, slots: Tensor) -> Tensor:
-        """Return the keys [G, n, D] at `slots`."""
-        return self._cache.keys[layer].flatten(0, 1).index_select(0, slots).transpose(0, 1)
 
     def retrieval_of(self, slices: Slices) -> Retrieval | None:
         """Return which sequences of a micro-batch attend to a selection of their keys.

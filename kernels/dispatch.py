@@ -121,6 +121,17 @@ class Ops(Protocol):
 
     def add_counts(self, totals: Tensor, counts: Tensor) -> None: ...
 
+    def code_keys(
+        self,
+        k_cache: Tensor,
+        slots: Tensor,
+        centroids: Tensor,
+        codes: Tensor,
+        *,
+        num_iterations: int | None,
+    ) -> None:
+        """Code keys in the cache; see `kernels.retrieval.code_keys`."""
+
     def sample(
         self, logits: Tensor, batch: SamplingBatch, *, num_top_logprobs: int | None = None
     ) -> SampleResult:

@@ -30,6 +30,7 @@ from kernels.contracts import (
     Routing,
 )
 from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
+from kernels.retrieval import code_keys as code_keys
 from kernels.retrieval import select
 from kernels.sampling import sample as sample
 from topspin.precision import UNQUANTISED, Format

@@ -51,6 +51,25 @@ def encode(keys: Tensor, centroids: Tensor) -> Tensor:
     return _nearest(_parts(keys), centroids.float()).to(torch.uint8)
 
 
+def code_keys(
+    k_cache: Tensor,
+    slots: Tensor,
+    centroids: Tensor,
+    codes: Tensor,
+    *,
+    num_iterations: int | None,
+) -> None:
+    """Code the keys at slots i64[n], n <= SEGMENT_KEYS, of a cache [B, block size, G, D].
+
+    Learns `centroids` bf16[G, M, C, W] first, with so many iterations, from at least C keys; None:
+    they are there. Writes codes[:, :, :n], u8[G, M, n or more], a part of a KeyCodes' segment.
+    """
+    keys = k_cache.flatten(0, 1).index_select(0, slots).transpose(0, 1)
+    if num_iterations is not None:
+        centroids.copy_(learn_codebooks(keys, num_iterations=num_iterations))
+    codes[:, :, : len(slots)] = encode(keys, centroids)
+
+
 def _parts(keys: Tensor) -> Tensor:
     """Return f32[G, M, n, W] of keys [G, n, D]."""
     num_groups, num_keys, head_dim = keys.shape

@@ -21,6 +21,7 @@ from kernels.cpu import plain as cpu_plain
 from kernels.cpu.attention import paged_attention
 from kernels.cpu.compiled import layer as numba_layer
 from kernels.cpu.compiled import rows as numba_rows
+from kernels.cpu.compiled.codebooks import code_keys
 from kernels.cpu.compiled.rows import add_counts
 from kernels.cpu.matmul import (
     grouped_mlp,
@@ -35,6 +36,7 @@ from kernels.reference import embed
 __all__ = [
     "add_counts",
     "add_rms_norm",
+    "code_keys",
     "embed",
     "grouped_mlp",
     "linear",

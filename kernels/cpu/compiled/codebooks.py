@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels import retrieval as plain
 from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS
 from kernels.cpu.compiled.retrieval import HEAD_DIMS
 from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
@@ -57,11 +58,10 @@ def code_keys(
     *,
     num_iterations: int | None,
 ) -> None:
-    """Code the keys at slots i64[n], n <= SEGMENT_KEYS, of a cache [B, block size, G, D].
-
-    Learns `centroids` bf16[G, M, C, W] first, with so many iterations, from at least C keys; None:
-    they are there. Writes codes[:, :, :n], u8[G, M, n or more], a part of a KeyCodes' segment.
-    """
+    """Code keys; see `kernels.retrieval.code_keys`."""
+    if not can_code(k_cache):
+        plain.code_keys(k_cache, slots, centroids, codes, num_iterations=num_iterations)
+        return
     num_keys, (num_groups, head_dim) = len(slots), k_cache.shape[2:]
     assert num_keys <= SEGMENT_KEYS
     assert num_iterations is None or num_keys >= NUM_CENTROIDS
