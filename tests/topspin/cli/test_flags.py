@@ -35,6 +35,7 @@ FLAGS = [
     "--max-num-batched-tokens",
     "--block-size",
     "--kv-cache-memory",
+    "--kv-retrieval-tokens",
     "--gpu-memory-utilization",
     "--speculative-config",
     "--transport",
@@ -72,6 +73,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--max-queued-requests 0", "scheduler.max_queued_requests", 0),
     ("--block-size 32", "cache.block_size", 32),
     ("--kv-cache-memory 2GiB", "cache.kv_cache_bytes", 2 * 2**30),
+    ("--kv-retrieval-tokens 512", "cache.kv_retrieval_tokens", 512),
     ("--gpu-memory-utilization 0.5", "cache.gpu_memory_utilization", 0.5),
     ("--transport nixl", "m2n.transport", "nixl"),
     (
@@ -248,6 +250,15 @@ def test_a_model_is_named_as_users_name_it(
         ("--micro-batches 5", "--micro-batches 5: must be between 1 and 4"),
         ("--micro-batches many", "argument --micro-batches: 'many' is not auto or int"),
         ("--kv-cache-memory lots", "argument --kv-cache-memory: 'lots' is not a size"),
+        ("--kv-retrieval-tokens 63", "--kv-retrieval-tokens 63: must be between 64 and 16777216"),
+        (
+            "--kv-retrieval-tokens 512 --deterministic",
+            "kv_cache.retrieval (--kv-retrieval-tokens): attention 0 has the kernels deterministic",
+        ),
+        (
+            "--kv-retrieval-tokens 512 --attention-device cuda",
+            "kv_cache.retrieval (--kv-retrieval-tokens): attention 0 has the kernels triton",
+        ),
         ("--restart maybe", "argument --restart: 'maybe' is neither on nor off"),
         ("--max-model-len 257", "--max-model-len 257: the model has positions up to 256"),
         ("--dtype int8", "argument --dtype: invalid choice: 'int8'"),
