@@ -165,15 +165,18 @@ products_f32 = operation(types.none, [types.int64] * 5, apart=True)(_emit_produc
 def quantise_table(
     builder: ir.IRBuilder, table: ir.Value, scale: ir.Value, target: ir.Value
 ) -> None:
-    """Write round(table * scale) as i16[M, C]; what is no number becomes 0."""
+    """Write round(table * scale) as i16[M, C]; what is no number becomes any."""
     factor = broadcast(builder, scale)
 
     def turn(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         number = load(builder, _at(builder, table, index, _VECTOR), F32_LANES)
         scaled = builder.fmul(number, factor)
         rounded = call(builder, "llvm.rint.v16f32", F32_LANES, [scaled])
-        kind = ir.VectorType(_I16, LANES)
-        short = call(builder, "llvm.fptosi.sat.v16i16.v16f32", kind, [rounded])
+        least, most = lanes_of(F32_LANES, -GREATEST), lanes_of(F32_LANES, GREATEST)
+        held = call(builder, "llvm.maxnum.v16f32", F32_LANES, [rounded, least])
+        held = call(builder, "llvm.minnum.v16f32", F32_LANES, [held, most])
+        whole = builder.fptosi(held, I32_LANES)
+        short = builder.trunc(whole, ir.VectorType(_I16, LANES))
         store(builder, _at(builder, target, index, 2 * LANES), short)
         return []
 
