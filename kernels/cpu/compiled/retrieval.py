@@ -159,15 +159,33 @@ def _transpose(num_pairs: int, centroids: int, target: int) -> None:
 
 
 @inlined
-def _make_tables(block: int, segment: int, group: int, transposed: int, peaks: int) -> None:
-    """Write the tables of a unit and the bound of its scores."""
+def _place_of(block: int, task: int) -> int:
+    """Return the number of the segment's head in KeyCodes that a task is about; -1: no task."""
+    search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
+    if task >= simd.read_i64(search + NUM_SEGMENTS) * num_groups:
+        return -1
+    segment = simd.read_i64(search + SEGMENTS) + task // num_groups * SEGMENT_BYTES
+    place: int = simd.read_i64(segment + SEGMENT_PLACE) * num_groups + task % num_groups
+    return place
+
+
+@inlined
+def _make_tables(block: int, task: int, following: int, transposed: int, peaks: int) -> None:
+    """Write the tables of a unit and the bound of its scores.
+
+    Prefetches the centroids of the unit that this thread does next.
+    """
     search = simd.read_i64(block + SEARCH)
-    seq = simd.read_i64(search + SEQS) + SEQ_BYTES * simd.read_i64(segment + SEGMENT_SEQ)
-    number = simd.read_i64(segment + SEGMENT_NUMBER)
     num_groups, repeat = simd.read_i64(block + NUM_KV_HEADS), simd.read_i64(block + REPEAT)
+    segment = simd.read_i64(search + SEGMENTS) + task // num_groups * SEGMENT_BYTES
+    group, number = task % num_groups, simd.read_i64(segment + SEGMENT_NUMBER)
+    seq = simd.read_i64(search + SEQS) + SEQ_BYTES * simd.read_i64(segment + SEGMENT_SEQ)
     num_pairs = simd.read_i64(block + HEAD_DIM) // (2 * NUM_SUBSPACES)
-    place = simd.read_i64(segment + SEGMENT_PLACE) * num_groups + group
-    centroids = simd.read_i64(block + CENTROIDS) + place * NUM_SUBSPACES * num_pairs * PART_BYTES
+    part_bytes = num_pairs * PART_BYTES
+    centroids = simd.read_i64(block + CENTROIDS)
+    ask = centroids + _place_of(block, following) * NUM_SUBSPACES * part_bytes
+    ask_bytes = part_bytes if _place_of(block, following) >= 0 else 0
+    centroids += _place_of(block, task) * NUM_SUBSPACES * part_bytes
     head_bytes, row_bytes = bytes_of_head(block), simd.read_i64(block + Q_STRIDE)
     is_bf16 = simd.read_i64(block + IS_BF16)
     num_rows = simd.read_i64(seq + NUM_ROWS)
@@ -176,7 +194,8 @@ def _make_tables(block: int, segment: int, group: int, transposed: int, peaks: i
     tables = _tables_of(block, seq, group, number)
     bound = np.float32(0)
     for part in range(NUM_SUBSPACES):
-        _transpose(num_pairs, centroids + part * num_pairs * PART_BYTES, transposed)
+        _transpose(num_pairs, centroids + part * part_bytes, transposed)
+        simd.prefetch(ask + part * part_bytes, ask_bytes)
         vectors.store_f32(peaks, vectors.splat(np.float32(0)))
         numbers = query + part * (head_bytes // NUM_SUBSPACES)
         for row in range(num_rows):
@@ -193,11 +212,15 @@ def _make_tables(block: int, segment: int, group: int, transposed: int, peaks: i
 
 
 @inlined
-def _score_unit(block: int, segment: int, group: int, tables: int) -> None:
-    """Write the scores of a unit's keys; EXCLUDED are those that are not searched."""
-    search = simd.read_i64(block + SEARCH)
+def _score_unit(block: int, task: int, following: int, tables: int) -> None:
+    """Write the scores of a unit's keys; EXCLUDED are those that are not searched.
+
+    Prefetches the codes of the unit that this thread does next.
+    """
+    search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
+    segment = simd.read_i64(search + SEGMENTS) + task // num_groups * SEGMENT_BYTES
+    group, number = task % num_groups, simd.read_i64(segment + SEGMENT_NUMBER)
     seq = simd.read_i64(search + SEQS) + SEQ_BYTES * simd.read_i64(segment + SEGMENT_SEQ)
-    number = simd.read_i64(segment + SEGMENT_NUMBER)
     first_unit = _first_unit(block, seq, group)
     bounds = simd.read_i64(search + BOUNDS) + 4 * first_unit
     bound = np.float32(0)
@@ -208,12 +231,16 @@ def _score_unit(block: int, segment: int, group: int, tables: int) -> None:
     inner.clear_scores(scores, SEGMENT_KEYS // KEYS_AT_ONCE)
     begin = number * SEGMENT_KEYS
     num_keys = min(simd.read_i64(seq + CODED_END) - begin, SEGMENT_KEYS)
-    place = simd.read_i64(segment + SEGMENT_PLACE) * simd.read_i64(block + NUM_KV_HEADS) + group
-    codes = simd.read_i64(block + CODES) + place * _CODES_BYTES
+    codes = simd.read_i64(block + CODES) + _place_of(block, task) * _CODES_BYTES
+    ask = simd.read_i64(block + CODES) + _place_of(block, following) * _CODES_BYTES
     table = _tables_of(block, seq, group, number)
-    for _ in range(simd.read_i64(seq + NUM_ROWS) * simd.read_i64(block + REPEAT)):
+    num_heads = simd.read_i64(seq + NUM_ROWS) * simd.read_i64(block + REPEAT)
+    ask_bytes = _CODES_BYTES // num_heads if _place_of(block, following) >= 0 else 0
+    for _ in range(num_heads):
         inner.quantise_table(table, scale, tables)
         inner.look_up(tables, codes, scores, (num_keys + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE)
+        simd.prefetch(ask, ask_bytes)
+        ask += ask_bytes
         table += TABLE_BYTES
     for key in range(min(simd.read_i64(search + NUM_SINKS) - begin, num_keys)):
         inner.exclude(scores + 2 * key)
@@ -286,21 +313,20 @@ def _search(block: int) -> None:
     transposed, peaks = _scratch_centroids(), _scratch_peaks()
     tables, count = _scratch_tables(), _scratch_count()
     search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
-    segments = simd.read_i64(search + SEGMENTS)
     num_units = simd.read_i64(search + NUM_SEGMENTS) * num_groups
     task = claim_task(block, 0)
     while task < num_units:
-        segment = segments + task // num_groups * SEGMENT_BYTES
-        _make_tables(block, segment, task % num_groups, transposed, peaks)
+        following = claim_task(block, 0)
+        _make_tables(block, task, following, transposed, peaks)
         finish_task(block, 0)
-        task = claim_task(block, 0)
+        task = following
     wait_for_tasks(block, 0, num_units)
     task = claim_task(block, 1)
     while task < num_units:
-        segment = segments + task // num_groups * SEGMENT_BYTES
-        _score_unit(block, segment, task % num_groups, tables)
+        following = claim_task(block, 1)
+        _score_unit(block, task, following, tables)
         finish_task(block, 1)
-        task = claim_task(block, 1)
+        task = following
     wait_for_tasks(block, 1, num_units)
     num_tasks = simd.read_i64(search + NUM_SEQS) * num_groups
     task = claim_task(block, 2)

@@ -8,6 +8,8 @@ lists are written by `kernels.cpu.compiled.retrieval`, which launches this.
 
 from __future__ import annotations
 
+from typing import Final
+
 from kernels.cpu.compiled.attention import PIECE_BYTES, STATE_BYTES, TILE_HEADS
 from kernels.cpu.compiled.attention_keys import (
     IS_BF16,
@@ -51,6 +53,8 @@ from kernels.cpu.simd import vectors
 from kernels.cpu.simd.attention import CHUNK_KEYS, SCORE_PITCH, SLICE
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
+# Keys that are prefetched before the first are used: less than two chunks' lines of a head.
+FIRST_ASKED: Final = 32
 _scratch_scores = simd.stack(TILE_HEADS * SCORE_PITCH)
 _scratch_states = simd.stack(STATE_BYTES)
 
@@ -83,16 +87,19 @@ def _score(
     scores: int,
     values: int,
     asks: int,
+    asked: int,
 ) -> None:
     """Write the scaled scores of up to CHUNK_KEYS keys; 16 lanes past a row may be written.
 
-    Prefetches their values meanwhile, if `asks`.
+    If it `asks`, prefetches meanwhile their values, and the keys behind the first `asked`.
     """
     head_bytes, is_bf16 = bytes_of_head(block), simd.read_i64(block + IS_BF16)
     scale = vectors.splat(simd.read_f32(block + SCALE))
     for begin in range(0, count, simd.LANES):
         here, some = min(count - begin, simd.LANES), listed + 8 * begin
         if asks:
+            ahead = begin + asked
+            _ask(keys, listed + 8 * ahead, min(count - ahead, simd.LANES), head_bytes)
             _ask(values, some, here, head_bytes)
         for head in range(heads):
             one = query + head * head_bytes
@@ -173,7 +180,9 @@ def _attend_piece(block: int, piece: int, group: int, states: int, scores: int) 
     values = simd.read_i64(block + V_CACHE) + group * head_bytes
     offsets = _list_of(block, piece, group)
     start, end = simd.read_i64(piece + 16), simd.read_i64(piece + 24)
-    _ask(keys, offsets + 8 * start, min(end - start, CHUNK_KEYS), head_bytes)
+    # All else is asked for little by little, while what has come is used.
+    asked = min(end - start, FIRST_ASKED)
+    _ask(keys, offsets + 8 * start, asked, head_bytes)
     while start < end:
         count = min(end - start, CHUNK_KEYS)
         following = min(end - start - count, CHUNK_KEYS)
@@ -182,12 +191,12 @@ def _attend_piece(block: int, piece: int, group: int, states: int, scores: int) 
             heads = min(repeat - head, TILE_HEADS)
             asks, own = int(head == 0), state + head * pitch
             one = query + head * head_bytes
-            _score(block, one, keys, listed, count, heads, scores, values, asks)
+            _score(block, one, keys, listed, count, heads, scores, values, asks, asked)
             for idx in range(heads):
                 soften(count, scores + idx * SCORE_PITCH, own + idx * pitch, num_vectors)
             num_asked = following if asks else 0
             _add_values(block, values, listed, count, heads, scores, own, keys, num_asked)
-        start += count
+        start, asked = start + count, CHUNK_KEYS
     if part < 0:
         out = simd.read_i64(block + OUT) + row * simd.read_i64(block + OUT_STRIDE)
         for head in range(repeat):
