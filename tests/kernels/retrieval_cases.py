@@ -79,7 +79,7 @@ def check_selection(case: AttentionCase, codes: KeyCodes, idx: int, selected: Te
     # No product of a part exceeds this; eight of them are rounded by half a unit each.
     largest = queries.square().view(*queries.shape[:2], NUM_SUBSPACES, -1).sum(-1).sqrt().max()
     length = codes.centroids[places.long()].float().square().sum(-1).sqrt().max()
-    tolerance = 8 * float(NUM_SUBSPACES * largest * length) / 32000
+    tolerance = 8 * float(NUM_SUBSPACES * largest * length) / 3800
     is_selected = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, selected, True)
     is_selected[:, :sinks] = True
     worst = scores.masked_fill(~is_selected, float("inf"))[:, sinks:].amin(1)

@@ -4,7 +4,7 @@ Tasks in three phases: of each unit (`kernels.cpu.compiled.retrieval_words`) the
 query heads with the centroids, then the scores of its keys, with one scale for all units of a
 sequence's head, then, of each sequence's head, the keys with the greatest scores and the list of
 all keys that it attends to. Scores are i16 (`kernels.cpu.simd.retrieval`): of keys whose scores
-differ by less than about a 4000th of the greatest the lower position may win. The result does not
+differ by less than about a 500th of the greatest the lower position may win. The result does not
 depend on the number of threads. Knows nothing of attention, which follows it as a second launch.
 Used by `kernels.cpu.attention`.
 
@@ -73,7 +73,6 @@ from kernels.cpu.simd.retrieval import (
     EXCLUDED,
     GREATEST,
     KEYS_AT_ONCE,
-    KEYS_OF_MASK,
     PART_BYTES,
     TABLE_BYTES,
 )
@@ -269,7 +268,7 @@ def _collect(scores: int, num_masks: int, wanted: int, positions: int, count: in
     inner.count_above(scores, num_masks, limit, count)
     left = wanted - simd.read_i64(count)
     for idx in range(num_masks):
-        place = scores + 2 * KEYS_OF_MASK * idx
+        place = scores + 2 * KEYS_AT_ONCE * idx
         chosen = inner.above(place, limit)
         if left > 0:
             even = inner.equal(place, limit)
@@ -278,7 +277,7 @@ def _collect(scores: int, num_masks: int, wanted: int, positions: int, count: in
                 even &= even - 1
                 left -= 1
         while chosen != 0:
-            simd.write_i32(positions, idx * KEYS_OF_MASK + doubles.first_bit(chosen))
+            simd.write_i32(positions, idx * KEYS_AT_ONCE + doubles.first_bit(chosen))
             chosen &= chosen - 1
             positions += 4
 
@@ -292,7 +291,7 @@ def _select(block: int, seq: int, group: int, count: int) -> None:
     num_selected = simd.read_i64(seq + NUM_SELECTED)
     first = simd.read_i64(seq + FIRST_POSITION) + group * num_selected
     positions = simd.read_i64(search + POSITIONS) + 4 * first
-    num_masks = simd.read_i64(seq + SEQ_SEGMENTS) * (SEGMENT_KEYS // KEYS_OF_MASK)
+    num_masks = simd.read_i64(seq + SEQ_SEGMENTS) * (SEGMENT_KEYS // KEYS_AT_ONCE)
     _collect(scores, num_masks, num_selected, positions, count)
     listed = simd.read_i64(seq + FIRST_LISTED) + group * simd.read_i64(seq + NUM_LISTED)
     place, seq_idx = simd.read_i64(search + LISTS) + 8 * listed, simd.read_i64(seq + SEQ_IDX)

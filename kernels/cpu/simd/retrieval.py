@@ -3,8 +3,9 @@
 Owns the numbers that such a search compares. The products of a part of a query with the centroids
 are a table in fp32; tables that are compared become i16, with one scale (`quantise_table`); a coded
 key's score is the sum of the entries that its codes name, and the greatest over query heads
-(`look_up`). With AVX512BW an instruction finds 32 entries; the portable form takes one at a time
-and gives the same integers. Scores are i16, of whole segments. Used by
+(`look_up`). Entries are split into bytes: an instruction finds those of a vector among 64
+with AVX512-VBMI, and among 16 with AVX2; the portable form takes one entry at a time. All forms
+give the same integers. Scores are i16, of whole segments. Used by
 `kernels.cpu.compiled.retrieval`, inside compiled functions only.
 
 Letters as in `kernels.contracts`.
@@ -13,7 +14,7 @@ Letters as in `kernels.contracts`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from llvmlite import ir
 from numba.core import types
@@ -47,17 +48,18 @@ from kernels.cpu.simd.lanes import (
 PART_BYTES: Final = 4 * NUM_CENTROIDS
 """Of a table in fp32: one sub-space."""
 TABLE_BYTES: Final = NUM_SUBSPACES * PART_BYTES
-KEYS_AT_ONCE: Final = 32
-KEYS_OF_MASK: Final = 64
-GREATEST: Final = 32000.0
-"""The bound of all scores is scaled to it; rounding moves a score by at most 4."""
+KEYS_AT_ONCE: Final = 64
+LOW_BITS: Final = 5
+"""Of an entry, which is split into bytes: eight times the greatest of the low ones fits a byte."""
+GREATEST: Final = 3800.0
+"""The bound of all scores is scaled to it. Rounding moves a score by at most 4; then the sum of the
+high bytes of eight entries is at least -127."""
 EXCLUDED: Final = -32768
 """The score of what is no key, or is not searched; no key has it."""
 
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _VECTOR: Final = 4 * LANES
 _SHORTS: Final = ir.VectorType(_I16, KEYS_AT_ONCE)
-_MANY_SHORTS: Final = ir.VectorType(_I16, KEYS_OF_MASK)
 
 
 def _at(builder: ir.IRBuilder, address: ir.Value, index: ir.Value, step: int) -> ir.Value:
@@ -161,12 +163,36 @@ products_bf16 = operation(types.none, [types.int64] * 5, apart=True)(_emit_produ
 products_f32 = operation(types.none, [types.int64] * 5, apart=True)(_emit_products(wide=True))
 
 
+class _Form(NamedTuple):
+    """How this processor finds entries of tables."""
+
+    num_keys: int
+    """Keys of a vector; 1: tables are not split into bytes."""
+    has_permutation: bool = False
+    """True: an instruction finds entries of 64, else of 16."""
+
+
+def _form() -> _Form:
+    if cpu_has("avx512vbmi", "avx512bw"):
+        return _Form(64, has_permutation=True)
+    if cpu_has("avx512bw"):
+        return _Form(64)
+    if cpu_has("avx2"):
+        return _Form(32)
+    return _Form(1)
+
+
 @operation(types.none, [types.int64, types.float32, types.int64], apart=True)
 def quantise_table(
     builder: ir.IRBuilder, table: ir.Value, scale: ir.Value, target: ir.Value
 ) -> None:
-    """Write round(table * scale) as i16[M, C]; what is no number becomes any."""
+    """Write round(table * scale) for `look_up`; what is no number becomes any.
+
+    Entries that are split have their lowest LOW_BITS in bytes [M, 0, C] and the rest, signed,
+    in [M, 1, C]; others are i16[M, C].
+    """
     factor = broadcast(builder, scale)
+    is_split = _form().num_keys > 1
 
     def turn(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         number = load(builder, _at(builder, table, index, _VECTOR), F32_LANES)
@@ -176,8 +202,18 @@ def quantise_table(
         held = call(builder, "llvm.maxnum.v16f32", F32_LANES, [rounded, least])
         held = call(builder, "llvm.minnum.v16f32", F32_LANES, [held, most])
         whole = builder.fptosi(held, I32_LANES)
-        short = builder.trunc(whole, ir.VectorType(_I16, LANES))
-        store(builder, _at(builder, target, index, 2 * LANES), short)
+        if not is_split:
+            short = builder.trunc(whole, ir.VectorType(_I16, LANES))
+            store(builder, _at(builder, target, index, 2 * LANES), short)
+            return []
+        parts = NUM_CENTROIDS // LANES
+        part, within = builder.sdiv(index, constant(parts)), builder.srem(index, constant(parts))
+        place = _at(builder, _at(builder, target, part, 2 * NUM_CENTROIDS), within, LANES)
+        kind = ir.VectorType(_I8, LANES)
+        low = builder.and_(whole, lanes_of(I32_LANES, (1 << LOW_BITS) - 1))
+        high = builder.ashr(whole, lanes_of(I32_LANES, LOW_BITS))
+        store(builder, place, builder.trunc(low, kind))
+        store(builder, builder.add(place, constant(NUM_CENTROIDS)), builder.trunc(high, kind))
         return []
 
     count_up(builder, constant(TABLE_BYTES // _VECTOR), [], turn)
@@ -187,69 +223,77 @@ def quantise_table(
 def look_up(
     builder: ir.IRBuilder, tables: ir.Value, codes: ir.Value, scores: ir.Value, count: ir.Value
 ) -> None:
-    """Raise the i16 scores of KEYS_AT_ONCE * count keys to their sums of entries of i16[M, C].
+    """Raise the i16 scores of KEYS_AT_ONCE * count keys to the sums of their entries.
 
-    The codes of a sub-space lie SEGMENT_KEYS apart. Sums are saturated.
+    The codes of a sub-space lie SEGMENT_KEYS apart.
     """
-    if cpu_has("avx512bw"):
-        _look_up_vectors(builder, tables, codes, scores, count)
-    else:
-        keys = builder.mul(count, constant(KEYS_AT_ONCE))
-        _look_up_numbers(builder, tables, codes, scores, keys)
-
-
-def _look_up_vectors(
-    builder: ir.IRBuilder, tables: ir.Value, codes: ir.Value, scores: ir.Value, count: ir.Value
-) -> None:
-    half_bytes = 2 * KEYS_AT_ONCE
-    halves = [
-        load(builder, builder.add(tables, constant(half_bytes * half)), _SHORTS)
-        for half in range(2 * NUM_SUBSPACES)
-    ]
+    form = _form()
+    turns = builder.mul(count, constant(KEYS_AT_ONCE // form.num_keys))
+    find = _find_number if form.num_keys == 1 else _find_vector
 
     def turn(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        keys = _at(builder, codes, index, KEYS_AT_ONCE)
-        found = []
-        for part in range(NUM_SUBSPACES):
-            place = builder.add(keys, constant(part * SEGMENT_KEYS))
-            code = builder.zext(load(builder, place, ir.VectorType(_I8, KEYS_AT_ONCE)), _SHORTS)
-            entries = [halves[2 * part], code, halves[2 * part + 1]]
-            found.append(call(builder, "llvm.x86.avx512.vpermi2var.hi.512", _SHORTS, entries))
-        while len(found) > 1:
-            found = [
-                call(builder, "llvm.sadd.sat.v32i16", _SHORTS, [a, b])
-                for a, b in zip(found[::2], found[1::2], strict=True)
-            ]
-        place = _at(builder, scores, index, half_bytes)
-        both = [load(builder, place, _SHORTS), found[0]]
-        store(builder, place, call(builder, "llvm.smax.v32i16", _SHORTS, both))
+        found = find(builder, tables, _at(builder, codes, index, form.num_keys))
+        place = _at(builder, scores, index, 2 * form.num_keys)
+        lanes = "" if form.num_keys == 1 else f"v{form.num_keys}"
+        before = load(builder, place, found.type)
+        greater = call(builder, f"llvm.smax.{lanes}i16", found.type, [before, found])
+        store(builder, place, greater)
         return []
 
-    count_up(builder, count, [], turn)
+    count_up(builder, turns, [], turn)
 
 
-def _look_up_numbers(
-    builder: ir.IRBuilder, tables: ir.Value, codes: ir.Value, scores: ir.Value, count: ir.Value
-) -> None:
-    def turn(index: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        found = []
-        for part in range(NUM_SUBSPACES):
-            place = builder.add(builder.add(codes, index), constant(part * SEGMENT_KEYS))
-            code = builder.zext(builder.load(pointer(builder, place, _I8), align=1), I64)
-            entry = builder.and_(code, constant(NUM_CENTROIDS - 1))
-            place = builder.add(tables, constant(2 * NUM_CENTROIDS * part))
-            found.append(load(builder, _at(builder, place, entry, 2), _I16))
-        while len(found) > 1:
-            found = [
-                call(builder, "llvm.sadd.sat.i16", _I16, [a, b])
-                for a, b in zip(found[::2], found[1::2], strict=True)
-            ]
-        place = _at(builder, scores, index, 2)
-        both = [load(builder, place, _I16), found[0]]
-        store(builder, place, call(builder, "llvm.smax.i16", _I16, both))
-        return []
+def _find_vector(builder: ir.IRBuilder, tables: ir.Value, codes: ir.Value) -> ir.Value:
+    """Return the sums of a vector of keys; neither sum of bytes overflows."""
+    form = _form()
+    kind = ir.VectorType(_I8, form.num_keys)
+    sums: list[ir.Value] = [ir.Constant(kind, [0] * form.num_keys)] * 2
+    for part in range(NUM_SUBSPACES):
+        code = load(builder, builder.add(codes, constant(part * SEGMENT_KEYS)), kind)
+        for half in range(2):
+            offset = (2 * part + half) * NUM_CENTROIDS
+            entries = builder.add(tables, constant(offset))
+            find = _permute if form.has_permutation else _pick
+            sums[half] = builder.add(sums[half], find(builder, entries, code))
+    wide = ir.VectorType(_I16, form.num_keys)
+    shift = ir.Constant(wide, [LOW_BITS] * form.num_keys)
+    high = builder.shl(builder.sext(sums[1], wide), shift)
+    return builder.add(builder.zext(sums[0], wide), high)
 
-    count_up(builder, count, [], turn)
+
+def _permute(builder: ir.IRBuilder, entries: ir.Value, code: ir.Value) -> ir.Value:
+    table = load(builder, entries, code.type)
+    return call(builder, "llvm.x86.avx512.permvar.qi.512", code.type, [table, code])
+
+
+def _pick(builder: ir.IRBuilder, entries: ir.Value, code: ir.Value) -> ir.Value:
+    """Find an entry in each quarter by the lowest four bits of a code; two bits choose one."""
+    count = code.type.count
+    name = "llvm.x86.avx2.pshuf.b" if count == 32 else "llvm.x86.avx512.pshuf.b.512"
+    spread = ir.Constant(ir.VectorType(I32, count), [lane % 16 for lane in range(count)])
+    found = []
+    for quarter in range(4):
+        place = builder.add(entries, constant(16 * quarter))
+        few = load(builder, place, ir.VectorType(_I8, 16))
+        table = builder.shuffle_vector(few, few, spread)
+        found.append(call(builder, name, code.type, [table, code]))
+    for bit in (16, 32):
+        mask = ir.Constant(code.type, [bit] * count)
+        is_set = builder.icmp_signed("==", builder.and_(code, mask), mask)
+        found = [builder.select(is_set, b, a) for a, b in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
+def _find_number(builder: ir.IRBuilder, tables: ir.Value, codes: ir.Value) -> ir.Value:
+    """Return the sum i16 of one key."""
+    total: ir.Value = ir.Constant(_I16, 0)
+    for part in range(NUM_SUBSPACES):
+        place = builder.add(codes, constant(part * SEGMENT_KEYS))
+        code = builder.zext(builder.load(pointer(builder, place, _I8), align=1), I64)
+        entry = builder.and_(code, constant(NUM_CENTROIDS - 1))
+        place = builder.add(tables, constant(2 * NUM_CENTROIDS * part))
+        total = builder.add(total, load(builder, _at(builder, place, entry, 2), _I16))
+    return total
 
 
 @operation(types.none, [types.int64] * 2, apart=True)
@@ -274,10 +318,10 @@ def exclude(builder: ir.IRBuilder, score: ir.Value) -> None:
 def count_above(
     builder: ir.IRBuilder, scores: ir.Value, count: ir.Value, limit: ir.Value, found: ir.Value
 ) -> None:
-    """Write how many of KEYS_OF_MASK * count scores are above `limit`, an i64."""
+    """Write how many of KEYS_AT_ONCE * count scores are above `limit`, an i64."""
 
     def turn(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-        mask = _mask(builder, ">", _at(builder, scores, index, 2 * KEYS_OF_MASK), limit)
+        mask = _mask(builder, ">", _at(builder, scores, index, 2 * KEYS_AT_ONCE), limit)
         return [builder.add(totals[0], call(builder, "llvm.ctpop.i64", I64, [mask]))]
 
     (total,) = count_up(builder, count, [constant(0)], turn)
@@ -286,17 +330,17 @@ def count_above(
 
 @operation(types.int64, [types.int64] * 2)
 def above(builder: ir.IRBuilder, scores: ir.Value, limit: ir.Value) -> ir.Value:
-    """Return the mask of the KEYS_OF_MASK scores above `limit`."""
+    """Return the mask of the KEYS_AT_ONCE scores above `limit`."""
     return _mask(builder, ">", scores, limit)
 
 
 @operation(types.int64, [types.int64] * 2)
 def equal(builder: ir.IRBuilder, scores: ir.Value, limit: ir.Value) -> ir.Value:
-    """Return the mask of the KEYS_OF_MASK scores that are `limit`."""
+    """Return the mask of the KEYS_AT_ONCE scores that are `limit`."""
     return _mask(builder, "==", scores, limit)
 
 
 def _mask(builder: ir.IRBuilder, sign: str, scores: ir.Value, limit: ir.Value) -> ir.Value:
-    bound = _all(builder, limit, _MANY_SHORTS)
-    chosen = builder.icmp_signed(sign, load(builder, scores, _MANY_SHORTS), bound)
+    bound = _all(builder, limit, _SHORTS)
+    chosen = builder.icmp_signed(sign, load(builder, scores, _SHORTS), bound)
     return builder.bitcast(chosen, I64)
