@@ -63,7 +63,6 @@ def code_keys(
         plain.code_keys(k_cache, slots, centroids, codes, num_iterations=num_iterations)
         return
     num_keys, (num_groups, head_dim) = len(slots), k_cache.shape[2:]
-    assert can_code(k_cache)
     assert num_keys <= SEGMENT_KEYS
     assert num_iterations is None or num_keys >= NUM_CENTROIDS
     assert centroids.shape == (num_groups, NUM_SUBSPACES, NUM_CENTROIDS, head_dim // NUM_SUBSPACES)
