@@ -6,18 +6,21 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from attention_nodes.recorded_steps import MAX_SEQUENCE_ROWS, key_of
 from attention_nodes.step_inputs import Indexed
+from kernels.contracts import Retrieval
 from kernels.recordings import MAX_RECORDED_ROWS
 
 
-def indexed(counts: list[int], num_sampled: int) -> Indexed:
+def indexed(counts: list[int], num_sampled: int, *, retrieval: Retrieval | None = None) -> Indexed:
     """Return a micro-batch of sequences with so many rows."""
     fields: dict[str, Any] = dict.fromkeys(
         ("positions", "prompt_lens", "kv_slots", "query_start", "context_lens", "block_tables")
     )
     fields |= {"tree_mask": np.tri(sum(counts), dtype=bool), "tree_lens": None}
+    fields["retrieval"] = retrieval
     fields |= {"counts": np.array(counts), "tokens": np.zeros(sum(counts), dtype=np.int64)}
     fields["sample_rows"] = np.arange(num_sampled)
     return cast("Indexed", type("_Indexed", (), fields)())
@@ -34,3 +37,10 @@ def test_a_step_is_recorded_by_its_rows_whatever_sequences_have_them() -> None:
 )
 def test_long_pieces_and_large_steps_are_not(counts: list[int]) -> None:
     assert key_of([indexed(counts, len(counts))]) is None
+
+
+def test_steps_with_retrieval_are_not() -> None:
+    nothing = torch.zeros(0, dtype=torch.int32)
+    retrieval = Retrieval(nothing, nothing, nothing, nothing, 16)
+    assert key_of([indexed([1], 1), indexed([1], 1)]) is not None
+    assert key_of([indexed([1], 1), indexed([1], 1, retrieval=retrieval)]) is None
