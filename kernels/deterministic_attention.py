@@ -266,7 +266,7 @@ def paged_attention(
 ) -> Tensor:
     """Attend to the cached positions; see `kernels.reference.paged_attention`.
 
-    Raises ValueError for sequences that select their keys: by what, would depend on the step.
+    Raises ValueError for sequences that select their keys: all rows of a step decide which.
     """
     if codes is not None and meta.retrieval is not None:
         raise ValueError("deterministic kernels attend to all keys")

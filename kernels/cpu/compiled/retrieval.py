@@ -58,12 +58,11 @@ from kernels.cpu.compiled.retrieval_words import (
     SEGMENT_PLACE,
     SEGMENT_SEQ,
     SEGMENTS,
-    SEQ_BYTES,
     SEQ_IDX,
     SEQ_SEGMENTS,
-    SEQS,
     TABLES,
     RetrievalWords,
+    seq_of,
 )
 from kernels.cpu.compiled.runtime import Kernel, inlined, launch
 from kernels.cpu.simd import doubles, vectors
@@ -178,7 +177,7 @@ def _make_tables(block: int, task: int, following: int, transposed: int, peaks: 
     num_groups, repeat = simd.read_i64(block + NUM_KV_HEADS), simd.read_i64(block + REPEAT)
     segment = simd.read_i64(search + SEGMENTS) + task // num_groups * SEGMENT_BYTES
     group, number = task % num_groups, simd.read_i64(segment + SEGMENT_NUMBER)
-    seq = simd.read_i64(search + SEQS) + SEQ_BYTES * simd.read_i64(segment + SEGMENT_SEQ)
+    seq = seq_of(block, simd.read_i64(segment + SEGMENT_SEQ))
     num_pairs = simd.read_i64(block + HEAD_DIM) // (2 * NUM_SUBSPACES)
     part_bytes = num_pairs * PART_BYTES
     centroids = simd.read_i64(block + CENTROIDS)
@@ -219,7 +218,7 @@ def _score_unit(block: int, task: int, following: int, tables: int) -> None:
     search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
     segment = simd.read_i64(search + SEGMENTS) + task // num_groups * SEGMENT_BYTES
     group, number = task % num_groups, simd.read_i64(segment + SEGMENT_NUMBER)
-    seq = simd.read_i64(search + SEQS) + SEQ_BYTES * simd.read_i64(segment + SEGMENT_SEQ)
+    seq = seq_of(block, simd.read_i64(segment + SEGMENT_SEQ))
     first_unit = _first_unit(block, seq, group)
     bounds = simd.read_i64(search + BOUNDS) + 4 * first_unit
     bound = np.float32(0)
@@ -330,7 +329,7 @@ def _search(block: int) -> None:
     num_tasks = simd.read_i64(search + NUM_SEQS) * num_groups
     task = claim_task(block, 2)
     while task < num_tasks:
-        seq = simd.read_i64(search + SEQS) + task // num_groups * SEQ_BYTES
+        seq = seq_of(block, task // num_groups)
         _select(block, seq, task % num_groups, count)
         finish_task(block, 2)
         task = claim_task(block, 2)

@@ -43,8 +43,7 @@ from kernels.cpu.compiled.retrieval_words import (
     LISTS,
     NUM_LISTED,
     SEARCH,
-    SEQ_BYTES,
-    SEQS,
+    seq_of,
 )
 from kernels.cpu.compiled.runtime import Kernel, inlined
 from kernels.cpu.simd import attention as inner
@@ -62,10 +61,9 @@ _scratch_states = simd.stack(STATE_BYTES)
 @inlined
 def _list_of(block: int, piece: int, group: int) -> int:
     """Return the address of the offsets of a piece's keys."""
-    search = simd.read_i64(block + SEARCH)
-    seq = simd.read_i64(search + SEQS) + SEQ_BYTES * simd.read_i64(piece + 8)
+    seq = seq_of(block, simd.read_i64(piece + 8))
     first = simd.read_i64(seq + FIRST_LISTED) + group * simd.read_i64(seq + NUM_LISTED)
-    address: int = simd.read_i64(search + LISTS) + 8 * first
+    address: int = simd.read_i64(simd.read_i64(block + SEARCH) + LISTS) + 8 * first
     return address
 
 

@@ -13,13 +13,16 @@ Letters as in `kernels.contracts`.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS, AttentionMeta, Retrieval
 from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention import HeadShape, WorkWords
-from kernels.cpu.compiled.runtime import offsets
+from kernels.cpu.compiled.runtime import inlined, offsets
+from kernels.cpu.simd import lanes as simd
 
 CENTROIDS, CODES, SEARCH = offsets(16)[13:]
 """The kernels' further arguments; SEARCH is the address of the words."""
@@ -35,12 +38,20 @@ CENTROIDS, CODES, SEARCH = offsets(16)[13:]
 ) = range(0, 96, 8)  # fmt: skip
 """Offsets in the words of a sequence at SEQS. FIRST_TABLE counts tables of one query head,
 FIRST_POSITION and FIRST_LISTED entries at POSITIONS (i32) and LISTS (i64)."""
-SEQ_BYTES = 96
+SEQ_BYTES: Final = 96
 
 SEGMENT_SEQ, SEGMENT_NUMBER, SEGMENT_PLACE = range(0, 24, 8)
 """Offsets in the words of a segment at SEGMENTS: its sequence here, its number in that, and its
 place in KeyCodes."""
-SEGMENT_BYTES = 24
+SEGMENT_BYTES: Final = 24
+
+
+@inlined
+def seq_of(block: int, number: int) -> int:
+    """Return the address of the words of a sequence, for the kernels."""
+    search = simd.read_i64(block + SEARCH)
+    address: int = simd.read_i64(search + SEQS) + SEQ_BYTES * number
+    return address
 
 
 class RetrievalWords:
