@@ -306,6 +306,8 @@ class ModelRunner:
         asked = self._sampler.ask(Sampled.of([slices]))
         self._sampler.draw(self._decoder.logits(residual), asked)
         self._table.clear()
+        if self._index is not None:
+            self._index.warm_up(self._model.num_heads)
 
     @property
     def is_moe(self) -> bool:

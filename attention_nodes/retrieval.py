@@ -24,6 +24,7 @@ from kernels.contracts import (
     NUM_CENTROIDS,
     NUM_SUBSPACES,
     SEGMENT_KEYS,
+    AttentionMeta,
     KeyCodes,
     Retrieval,
 )
@@ -93,6 +94,33 @@ class KeyIndex:
         """Return the counts since the last call."""
         counts, self._counts = self._counts, NONE_RETRIEVED
         return counts
+
+    @torch.inference_mode()
+    def warm_up(self, num_heads: int) -> None:
+        """Code keys and attend by them, so that the first long request finds compiled kernels.
+
+        Uses block 0 and place 0, whose content is not in use yet.
+        """
+        num_keys, block_size = 2 * NUM_CENTROIDS, self._cache.block_size
+        slots = torch.arange(num_keys) % block_size
+        layer, codes = next(iter(self.codes.items()))
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        for num_iterations in (1, None):
+            self._ops.code_keys(
+                keys, slots, codes.centroids[0], codes.codes[0], num_iterations=num_iterations
+            )
+        zero = torch.zeros(1, dtype=torch.int32)
+        retrieval = Retrieval(zero, zero[None], zero + NUM_CENTROIDS, zero + 1, num_sinks=0)
+        meta = AttentionMeta(
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=zero + num_keys,
+            block_tables=torch.zeros(1, -(-num_keys // block_size), dtype=torch.int32),
+            max_query_len=1,
+            max_context_len=num_keys,
+            retrieval=retrieval,
+        )
+        query = keys.new_zeros(1, num_heads, keys.shape[3])
+        self._ops.paged_attention(query, keys, values, meta, scale=1.0, codes=codes)
 
     def overwrite(self, blocks: Iterable[int]) -> None:
         """Learn that the content of these cache blocks changes with the next step."""
