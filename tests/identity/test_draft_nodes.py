@@ -7,21 +7,27 @@ the moment: tokens may not.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
-from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
+from tests.identity.conftest import NUM_TOKENS, CaseOf
 from tests.identity.test_draft_model import TREES, VARIANT, speculation_of
 from tests.identity.test_sampling import SAMPLING
-from tests.identity.test_speculation import SAMPLINGS, accepted, ask, config_of, crowded_config_of
-from topspin.messages import Stats
+from tests.identity.test_speculation import (
+    SAMPLINGS,
+    TIMEOUT_S,
+    accepted,
+    ask,
+    config_of,
+    crowded_config_of,
+    generate_until,
+    was_preempted,
+)
 
 slow = pytest.mark.slow
-TIMEOUT_S = 60.0
 LAYOUTS = (
     ("local", (1, 1), 1, 1, TREES),
     ("shm", (2, 2), 2, 1, {}),
@@ -29,21 +35,6 @@ LAYOUTS = (
     pytest.param("tcp", (1, 3), 2, 1, TREES, marks=slow),
     pytest.param("shm", (3, 2), 3, 2, {**TREES, "draft_passes": 2}, marks=slow),
 )
-
-
-def generate_until(engine: Engine, case: Case, wanted: Callable[[Stats], bool]) -> None:
-    """Generate again and again, the same tokens each time, until the counters are as wanted.
-
-    How often a draft comes in time depends on the machine, and nodes report every second.
-    """
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while True:
-        found = engine.generate(case.prompts, max_tokens=NUM_TOKENS)
-        assert found == case.tokens
-        stats = engine.stats()
-        if wanted(stats):
-            return
-        assert time.monotonic() < deadline_s, stats
 
 
 @pytest.mark.parametrize(("transport", "topology", "micro_batches", "nodes", "settings"), LAYOUTS)
@@ -108,6 +99,4 @@ def test_preempted_requests_begin_again_on_the_draft_node(case_of: CaseOf) -> No
     case = case_of(VARIANT)
     config = crowded_config_of(case, draft_nodes=1, speculation=speculation_of(case.path))
     with Engine(config) as engine:
-        generate_until(
-            engine, case, lambda stats: stats.num_preemptions > 0 and accepted(stats) > 0
-        )
+        generate_until(engine, case, was_preempted)
