@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from spec_decode.draft import row_step
+from spec_decode.draft import num_excess, row_step
 
 FORGET: Final = 0.95
 """Of the weight of a draft's outcome, what is left after the next one of the request."""
@@ -54,24 +54,21 @@ _OUTLIER: Final = 2.0
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of one number of rows: their first times, then a running mean.
+    """Steps of one number of rows: the shortest of the first ones, then a running mean.
 
     They are believed from the TRUSTED-th on, until none has come for `life` steps.
     """
 
-    first_s: list[float] = field(default_factory=list)
-    mean_s: float = 0.0
+    mean_s: float = math.inf
     count: int = 0
     last: int = 0
     life: int = FIRST_LIFE
 
     def add(self, took_s: float) -> None:
-        if self.count < TRUSTED:
-            self.first_s.append(took_s)
-            self.count = len(self.first_s)
-            self.mean_s = min(self.first_s)
-            return
         self.count += 1
+        if self.count <= TRUSTED:
+            self.mean_s = min(self.mean_s, took_s)
+            return
         # A stall of the machine says nothing about rows: what is shorter is believed sooner.
         rate = _UP_RATE if took_s > self.mean_s else _DOWN_RATE
         self.mean_s += rate * (min(took_s, _OUTLIER * self.mean_s) - self.mean_s)
@@ -266,8 +263,8 @@ class Controller:
             gain, _, idx = rows[count - 1]
             more += shares[idx] * gain
             offered += shares[idx]
-            if (num_rows + count) % row_step(num_rows + count):
-                continue  # drafts are trimmed to such numbers
+            if num_excess(num_rows + count):
+                continue  # drafts would be trimmed
             # Drafts that are not offered leave the step as it is.
             longer = offered / count * (took_s / plain_s - 1.0)
             speed = (1.0 + more / num_known) / (1.0 + longer)

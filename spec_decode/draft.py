@@ -19,6 +19,10 @@ ROOT: Final = -1
 """Instead of a token's index: the last certain token."""
 
 
+MAX_SHAPED_ROWS: Final = 64
+"""Steps with more rows, as those with prompts, are not recorded: their number does not matter."""
+
+
 class Draft(NamedTuple):
     """n tokens, none before the one that it follows: `parents[i]` < i is its index, or ROOT.
 
@@ -102,6 +106,11 @@ def row_step(num_rows: int) -> int:
     return step
 
 
+def num_excess(num_rows: int) -> int:
+    """Return by how many rows a step has too many for a shape; none where shapes do not matter."""
+    return num_rows % row_step(num_rows) if num_rows <= MAX_SHAPED_ROWS else 0
+
+
 def trim(drafts: Mapping[int, Draft], num_rows: int) -> dict[int, Draft]:
     """Return `drafts` without the tokens by which a step has too many rows for a shape.
 
@@ -110,7 +119,7 @@ def trim(drafts: Mapping[int, Draft], num_rows: int) -> dict[int, Draft]:
     """
     kept = dict(drafts)
     total = num_rows + sum(len(each.tokens) for each in kept.values())
-    for _ in range(total % row_step(total)):
+    for _ in range(num_excess(total)):
         if not kept:
             break
         longest = max(kept, key=lambda key: len(kept[key].tokens))
