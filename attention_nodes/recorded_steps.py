@@ -1,8 +1,8 @@
 """Steps of few rows on the CPU: recorded once per shape, replayed with other numbers.
 
 Owns the tensors that a recorded step reads and writes: each replay gets its own numbers in them. A
-step is recorded per number of rows of each micro-batch and of rows to sample; contexts, trees and
-cache blocks are read from memory. Knows no layer and no net: its caller computes the step. Used by
+step is recorded per number of rows of each micro-batch and of rows to sample; contexts, trees,
+selections of keys and cache blocks are read from memory. Knows no layer and no net: its caller computes the step. Used by
 host_executor.py and by draft_nodes.
 """
 
@@ -12,13 +12,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from attention_nodes.decoder import Decoder
 from attention_nodes.rotary import RotaryTable
-from attention_nodes.step_inputs import Indexed, StepInputs
+from attention_nodes.step_inputs import Indexed, StepInputs, host_meta
 from kernels.contracts import AttentionMeta
 from kernels.recordings import MAX_RECORDED_ROWS, Recordings
 from kernels.runtime import Runtime
@@ -30,13 +29,20 @@ MAX_RECORDINGS: Final = 64
 
 _log = logging.getLogger("recordings")
 
-Renew = Callable[
-    [AttentionMeta, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], None
-]
+Renew = Callable[[AttentionMeta, AttentionMeta], None]
 """Lets a recorded step attend to other keys: kernels.cpu.attention.renew."""
 
-Key = tuple[tuple[int, ...], int]
-"""The rows of each micro-batch, and the number of rows to sample."""
+
+class Key(NamedTuple):
+    """The shape of a step.
+
+    The rows of each micro-batch, whether sequences of it retrieve, and the number of rows to
+    sample.
+    """
+
+    rows: tuple[int, ...]
+    retrieves: tuple[bool, ...]
+    num_sampled: int
 
 
 def key_of(micro_batches: Sequence[Indexed]) -> Key | None:
@@ -44,12 +50,13 @@ def key_of(micro_batches: Sequence[Indexed]) -> Key | None:
     rows = tuple(len(each.tokens) for each in micro_batches)
     if not 0 < sum(rows) <= MAX_RECORDED_ROWS:
         return None
-    if any(
-        each.counts.max(initial=0) > MAX_SEQUENCE_ROWS or each.retrieval is not None
-        for each in micro_batches
-    ):
+    if any(each.counts.max(initial=0) > MAX_SEQUENCE_ROWS for each in micro_batches):
         return None
-    return rows, sum(len(each.sample_rows) for each in micro_batches)
+    return Key(
+        rows,
+        tuple(each.retrieval is not None for each in micro_batches),
+        sum(len(each.sample_rows) for each in micro_batches),
+    )
 
 
 class _Recorded(NamedTuple):
@@ -71,14 +78,7 @@ class _Recorded(NamedTuple):
             begin = end
             rotary.gather(each.positions, each.prompt_lens, out=(part.cos, part.sin))
             part.kv_slots.numpy()[:] = each.kv_slots
-            renew(
-                part.meta,
-                each.query_start,
-                each.context_lens,
-                each.block_tables,
-                each.tree_mask,
-                each.tree_lens,
-            )
+            renew(part.meta, host_meta(each))
 
 
 class RecordedSteps:
@@ -119,7 +119,7 @@ class RecordedSteps:
         """
         recorded = self._recorded.pop(key, None)
         if recorded is None:
-            recorded = _Recorded(inputs, torch.empty(key[1], self._vocab_size))
+            recorded = _Recorded(inputs, torch.empty(key.num_sampled, self._vocab_size))
         logits = recorded.logits
         self._recorded[key] = recorded
         if len(self._recorded) > MAX_RECORDINGS:

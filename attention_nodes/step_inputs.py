@@ -360,23 +360,28 @@ def host_inputs(micro_batches: Sequence[Slices], rotary: RotaryTable) -> StepInp
 def host_part(slices: Indexed, rotary: RotaryTable, *, start: int = 0) -> MicroBatchInputs:
     """Return the tensors, on the CPU, of a micro-batch that begins at the step's row `start`."""
     cos, sin = rotary.gather(slices.positions, slices.prompt_lens)
-    lens = slices.tree_lens
     return MicroBatchInputs(
         start=start,
         num_tokens=len(slices.tokens),
         cos=cos,
         sin=sin,
         kv_slots=torch.from_numpy(slices.kv_slots),
-        meta=AttentionMeta(
-            query_start=torch.from_numpy(slices.query_start),
-            context_lens=torch.from_numpy(slices.context_lens),
-            block_tables=torch.from_numpy(slices.block_tables),
-            max_query_len=int(slices.counts.max(initial=0)),
-            max_context_len=int(slices.context_lens.max(initial=0)),
-            tree_mask=mask_of(slices, torch.device("cpu")),
-            tree_lens=None if lens is None else torch.from_numpy(lens),
-            retrieval=slices.retrieval,
-        ),
+        meta=host_meta(slices),
+    )
+
+
+def host_meta(slices: Indexed) -> AttentionMeta:
+    """Return what attention needs to know of a micro-batch, on the CPU."""
+    lens = slices.tree_lens
+    return AttentionMeta(
+        query_start=torch.from_numpy(slices.query_start),
+        context_lens=torch.from_numpy(slices.context_lens),
+        block_tables=torch.from_numpy(slices.block_tables),
+        max_query_len=int(slices.counts.max(initial=0)),
+        max_context_len=int(slices.context_lens.max(initial=0)),
+        tree_mask=mask_of(slices, torch.device("cpu")),
+        tree_lens=None if lens is None else torch.from_numpy(lens),
+        retrieval=slices.retrieval,
     )
 
 

@@ -29,7 +29,6 @@ from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, can_attend
 from kernels.cpu.compiled.retrieval import attend_selected, can_search
 from kernels.cpu.compiled.retrieval_words import RetrievalWords
-from kernels.cpu.compiled.runtime import refuse_recording
 
 # Pieces up to SINGLE_ROWS query rows are computed row by row: a row takes 5 us at 160 keys, a
 # group 40 us and more.
@@ -268,14 +267,8 @@ def _plan(
     retrieves = retrieval is not None
     memo_key = (_MEMO, sliding_window, block_size, num_groups, head_dim, repeat, singly, retrieves)
     if memo_key not in meta.memo:
-        queries = _queries(
-            meta.query_start.numpy(),
-            meta.context_lens.numpy(),
-            None if meta.tree_mask is None else meta.tree_mask.numpy(),
-            None if meta.tree_lens is None else meta.tree_lens.numpy(),
-        )
-        apart = () if retrieval is None else retrieval.seqs.tolist()
-        pieces = [piece for piece in _pieces(queries, sliding_window) if piece.seq_idx not in apart]
+        queries = _queries(meta)
+        pieces = _attending_to_all(queries, sliding_window, retrieval)
         rows = _single_rows(pieces, queries.tree_mask, sliding_window) if singly else []
         groups = tuple(
             _make_group(
@@ -293,7 +286,7 @@ def _plan(
         )
         single = selecting = None
         heads = HeadShape(q.shape[1], num_groups, head_dim)
-        if rows:
+        if rows or retrieval is not None:  # renew() may give it some
             single = WorkWords(heads)
             single.fill(plan_work(rows), meta.block_tables)
         if retrieval is not None:
@@ -304,39 +297,50 @@ def _plan(
     return cast("_Plan", meta.memo[memo_key])
 
 
-def _queries(
-    query_start: Integers,
-    context_lens: Integers,
-    tree_mask: Mask | None,
-    tree_lens: Integers | None,
-) -> _Queries:
+def _queries(meta: AttentionMeta) -> _Queries:
+    query_start, mask = meta.query_start.numpy(), meta.tree_mask
     lengths: list[int] = []
-    if tree_mask is not None:
-        lengths = (np.diff(query_start) if tree_lens is None else tree_lens).tolist()
-    return _Queries(query_start.tolist(), context_lens.tolist(), tree_mask, lengths)
+    if mask is not None:
+        rows = np.diff(query_start) if meta.tree_lens is None else meta.tree_lens.numpy()
+        lengths = rows.tolist()
+    return _Queries(
+        query_start.tolist(),
+        meta.context_lens.tolist(),
+        None if mask is None else mask.numpy(),
+        lengths,
+    )
 
 
-def renew(
-    recorded: AttentionMeta,
-    query_start: Integers,
-    context_lens: Integers,
-    block_tables: Integers,
-    tree_mask: Mask | None = None,
-    tree_lens: Integers | None = None,
-) -> None:
-    """Let a recorded step, which attended by `recorded`, attend by other fields of AttentionMeta.
+def _attending_to_all(
+    queries: _Queries, sliding_window: int | None, retrieval: Retrieval | None
+) -> list[_Piece]:
+    """Return the pieces of the sequences that select no keys."""
+    apart = () if retrieval is None else retrieval.seqs.tolist()
+    return [piece for piece in _pieces(queries, sliding_window) if piece.seq_idx not in apart]
 
-    Both are of rows that are computed one by one: at most SINGLE_ROWS of a sequence.
+
+def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
+    """Let a recorded step, which attended by `recorded`, attend as `fresh` says.
+
+    Both are of rows that are computed one by one, at most SINGLE_ROWS of a sequence, and in both
+    some sequences retrieve, or none.
     """
-    queries = _queries(query_start, context_lens, tree_mask, tree_lens)
+    assert (recorded.retrieval is None) == (fresh.retrieval is None)
+    queries = _queries(fresh)
     for key, plan in recorded.memo.items():
-        if key[0] == _MEMO:
-            assert isinstance(plan, _Plan)
-            window = cast("int | None", key[1])
-            rows = _single_rows(_pieces(queries, window), tree_mask, window)
-            if rows:  # a micro-batch may have none, each time
-                assert plan.single is not None
-                plan.single.fill(plan_work(rows), torch.from_numpy(block_tables))
+        if key[0] != _MEMO:
+            continue
+        assert isinstance(plan, _Plan)
+        window = cast("int | None", key[1])
+        retrieval = None if plan.retrieval is None else fresh.retrieval
+        pieces = _attending_to_all(queries, window, retrieval)
+        rows = _single_rows(pieces, queries.tree_mask, window)
+        if plan.single is not None:
+            plan.single.fill(plan_work(rows), fresh.block_tables)
+        else:
+            assert not rows, "a micro-batch without rows stays so"
+        if plan.retrieval is not None and retrieval is not None:
+            plan.retrieval.fill(fresh, retrieval)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:
@@ -383,7 +387,6 @@ def paged_attention(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     retrieval = None if codes is None else meta.retrieval
     if codes is not None and retrieval is not None:
-        refuse_recording("a recording does not renew what is searched")
         is_known = can_attend(q, k_cache, meta.block_tables, out) and can_search(codes, k_cache)
         if not is_known or sliding_window is not None:
             return reference.paged_attention(

@@ -27,9 +27,10 @@ def indexed(counts: list[int], num_sampled: int, *, retrieval: Retrieval | None 
 
 
 def test_a_step_is_recorded_by_its_rows_whatever_sequences_have_them() -> None:
-    assert key_of([indexed([1, 8, 3], 5), indexed([2], 1)]) == ((12, 2), 6)
-    assert key_of([indexed([8, 1, 1, 2], 5), indexed([1, 1], 1)]) == ((12, 2), 6)
-    assert key_of([indexed([], 0), indexed([1], 1)]) == ((0, 1), 1)
+    plain = (False, False)
+    assert key_of([indexed([1, 8, 3], 5), indexed([2], 1)]) == ((12, 2), plain, 6)
+    assert key_of([indexed([8, 1, 1, 2], 5), indexed([1, 1], 1)]) == ((12, 2), plain, 6)
+    assert key_of([indexed([], 0), indexed([1], 1)]) == ((0, 1), plain, 1)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,8 @@ def test_long_pieces_and_large_steps_are_not(counts: list[int]) -> None:
     assert key_of([indexed(counts, len(counts))]) is None
 
 
-def test_steps_with_retrieval_are_not() -> None:
+def test_steps_with_retrieval_are_recorded_apart() -> None:
     nothing = torch.zeros(0, dtype=torch.int32)
     retrieval = Retrieval(nothing, nothing, nothing, nothing, 16)
-    assert key_of([indexed([1], 1), indexed([1], 1)]) is not None
-    assert key_of([indexed([1], 1), indexed([1], 1, retrieval=retrieval)]) is None
+    key = key_of([indexed([1], 1), indexed([1], 1, retrieval=retrieval)])
+    assert key == ((1, 1), (False, True), 2)

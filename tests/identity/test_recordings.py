@@ -12,14 +12,15 @@ from typing import Any
 from unittest import mock
 
 import msgspec
+import numpy as np
 import pytest
 
 from attention_nodes import recorded_steps
-from kernels.contracts import AttentionMeta
-from kernels.cpu.attention import renew
+from kernels.contracts import SEGMENT_KEYS, AttentionMeta
+from kernels.cpu import attention
 from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
-from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
 from topspin.config import Transport
 from topspin.precision import Format, PrecisionRule
@@ -131,12 +132,12 @@ def test_steps_and_passes_with_trees_are_recorded_too(
     path = make_checkpoint(tmp_path, "qwen3_moe", **sizes)
     *plain, none = run(path, "none", 1, recordings=False)
     trees: Counter[str] = Counter()
+    renew = attention.renew
 
-    def counted(recorded: AttentionMeta, *fields: Any) -> None:
-        *_, tree_mask, tree_lens = fields
-        if tree_mask is not None:
-            trees["target" if tree_lens is None else "draft"] += 1
-        renew(recorded, *fields)
+    def counted(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
+        if fresh.tree_mask is not None:
+            trees["target" if fresh.tree_lens is None else "draft"] += 1
+        renew(recorded, fresh)
 
     monkeypatch.setattr("kernels.cpu.attention.renew", counted)
     *found, runs = run(path, "none", 1, recordings=True, speculation=DRAFT_MODEL)
@@ -144,6 +145,36 @@ def test_steps_and_passes_with_trees_are_recorded_too(
     assert none == 0
     assert runs > NUM_TOKENS
     assert min(trees["target"], trees["draft"]) > NUM_TOKENS // 2
+    assert "not recorded" not in caplog.text
+
+
+def test_steps_that_retrieve_are_recorded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside sequences that do not; both grow, and one begins to retrieve meanwhile."""
+    caplog.set_level("INFO", "recordings")
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=2048, **SIZES)
+    rng = np.random.default_rng(4)
+    lengths = (SEGMENT_KEYS + 200, SEGMENT_KEYS - 9, 300)
+    prompts = [rng.integers(0, VOCAB_SIZE - 8, size=length).tolist() for length in lengths]
+    monkeypatch.setattr("kernels.cpu.attention.renew", renew := mock.Mock(wraps=attention.renew))
+    found = []
+    for recordings in (False, True):
+        config = engine_config(
+            path,
+            dtype="bfloat16",
+            kv_retrieval_tokens=96,
+            kv_cache_bytes=8 * 2**20,
+            block_size=16,
+            num_threads=2,
+            recordings=recordings,
+        )
+        with Engine(config) as engine:
+            found.append(engine.generate(prompts, max_tokens=2 * NUM_TOKENS))
+            assert engine.stats().num_selected_rows > 2 * NUM_TOKENS
+    assert found[0] == found[1]
+    kinds = Counter(call.args[1].retrieval is not None for call in renew.call_args_list)
+    assert kinds[True] > NUM_TOKENS
     assert "not recorded" not in caplog.text
 
 

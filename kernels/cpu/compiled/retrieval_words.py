@@ -55,7 +55,10 @@ def seq_of(block: int, number: int) -> int:
 
 
 class RetrievalWords:
-    """The searches of a micro-batch and the rows that attend to what they find."""
+    """The searches of a micro-batch and the rows that attend to what they find.
+
+    A recorded step reads them at their address, so that each replay searches its own keys.
+    """
 
     def __init__(self, heads: HeadShape) -> None:
         self._heads = heads
@@ -63,6 +66,8 @@ class RetrievalWords:
         """The rows; the sequence of a piece is its number at SEQS, its keys those of a list."""
         self._words = torch.zeros(10, dtype=torch.int64)
         self._read: tuple[Tensor, ...] = ()
+        self._tables = torch.empty(0)
+        self._scores = torch.empty(0, dtype=torch.int16)
         self.positions = torch.empty(0, dtype=torch.int32)
         """Those selected in the last layer: by sequence [G, number], one behind the other."""
 
@@ -121,21 +126,29 @@ class RetrievalWords:
         seq_words = torch.tensor(seqs, dtype=torch.int64)
         segment_words = torch.tensor(segments, dtype=torch.int64)
         num_units = len(segments) * num_groups
-        tables = torch.empty(num_tables, NUM_SUBSPACES * NUM_CENTROIDS)
+        self._tables = _as_long(self._tables, num_tables * NUM_SUBSPACES * NUM_CENTROIDS)
+        self._scores = _as_long(self._scores, num_units * SEGMENT_KEYS)
         bounds = torch.empty(num_units)
-        scores = torch.empty(num_units, SEGMENT_KEYS, dtype=torch.int16)
         self.positions = torch.empty(num_positions, dtype=torch.int32)
         lists = torch.empty(num_listed, dtype=torch.int64)
-        self._read = (seq_words, segment_words, tables, bounds, scores, lists)
+        self._read = (seq_words, segment_words, bounds, lists)
         self._words.numpy()[:] = (
             seq_words.data_ptr(),
             len(seqs),
             segment_words.data_ptr(),
             len(segments),
             num_sinks,
-            tables.data_ptr(),
+            self._tables.data_ptr(),
             bounds.data_ptr(),
-            scores.data_ptr(),
+            self._scores.data_ptr(),
             self.positions.data_ptr(),
             lists.data_ptr(),
         )
+
+
+def _as_long(scratch: Tensor, length: int) -> Tensor:
+    """Return memory of at least `length` numbers, `scratch` if that has them.
+
+    New memory of some hundred KB is mapped page by page, which takes as long as using it.
+    """
+    return scratch if len(scratch) >= length else scratch.new_empty(length + length // 8)

@@ -143,10 +143,7 @@ def test_small_trees_are_computed_row_by_row_and_renewed(
     kept = cases[0]
     for other in cases:
         compare(other, window=window)
-        theirs = other.meta
-        fields = (theirs.query_start, theirs.context_lens, theirs.block_tables)
-        mask = None if theirs.tree_mask is None else theirs.tree_mask.numpy()
-        renew(kept.meta, *(each.numpy() for each in fields), mask)
+        renew(kept.meta, other.meta)
         arguments = (other.q, other.k_cache, other.v_cache)
         wanted = cpu.paged_attention(*arguments, other.meta, scale=0.2, sliding_window=window)
         renewed = cpu.paged_attention(*arguments, kept.meta, scale=0.2, sliding_window=window)

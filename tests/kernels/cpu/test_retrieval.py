@@ -16,11 +16,10 @@ from torch import Tensor
 from kernels import deterministic, reference
 from kernels.contracts import KeyCodes
 from kernels.cpu import ops as cpu
+from kernels.cpu.attention import renew
 from kernels.cpu.compiled.attention import HeadShape
 from kernels.cpu.compiled.retrieval import attend_selected, can_search
 from kernels.cpu.compiled.retrieval_words import RetrievalWords
-from kernels.cpu.compiled.runtime import recording
-from kernels.cpu.recorder import Recorder
 from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
 from tests.kernels.cases import AttentionCase, Heads, attention_case
 from tests.kernels.retrieval_cases import attended, check_selection, coded
@@ -239,12 +238,38 @@ def test_layers_without_codes_attend_to_all() -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_no_recording_holds_a_search() -> None:
-    case, codes = mixed_case(torch.float32)
-    recorder = Recorder()
-    with recording(recorder):
-        cpu.paged_attention(case.q, case.k_cache, case.v_cache, case.meta, scale=SCALE, codes=codes)
-    assert recorder.obstacle == "a recording does not renew what is searched"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_renewed_plan_is_that_of_the_other_batch(dtype: torch.dtype) -> None:
+    """Other sequences retrieve, more of them, or all, among more segments and among fewer."""
+    lens = ((1300, 2500, 60), (2400, 1300, 2600), (1100, 30, 40), (1100, 1300))
+    query_lens = ((1, 2, 3), (1, 2, 3), (2, 1, 3), (2, 4))
+    ends: tuple[dict[int, tuple[int, int]], ...] = (
+        {1: (2400, 333)},
+        {0: (2100, 50), 1: (1200, 400), 2: (2048, 9)},
+        {0: (1025, 200)},
+        {1: (1200, 30)},
+    )
+    cases = [
+        coded(
+            attention_case(
+                context_lens,
+                query_lens[turn],
+                heads=Heads(6, 2, 64),
+                block_size=16,
+                dtype=dtype,
+                seed=turn,
+            ),
+            ends[turn],
+        )
+        for turn, context_lens in enumerate(lens)
+    ]
+    kept = cases[0][0].meta
+    for case, codes in cases:
+        arguments = (case.q, case.k_cache, case.v_cache)
+        wanted = cpu.paged_attention(*arguments, case.meta, scale=SCALE, codes=codes)
+        renew(kept, case.meta)
+        renewed = cpu.paged_attention(*arguments, kept, scale=SCALE, codes=codes)
+        assert torch.equal(renewed, wanted)
 
 
 def test_deterministic_kernels_refuse() -> None:
