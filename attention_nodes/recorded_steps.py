@@ -2,8 +2,8 @@
 
 Owns the tensors that a recorded step reads and writes: each replay gets its own numbers in them. A
 step is recorded per number of rows of each micro-batch and of rows to sample; contexts, trees,
-selections of keys and cache blocks are read from memory. Knows no layer and no net: its caller computes the step. Used by
-host_executor.py and by draft_nodes.
+selections of keys and cache blocks are read from memory. Knows no layer and no net: its caller
+computes the step. Used by host_executor.py and by draft_nodes.
 """
 
 from __future__ import annotations

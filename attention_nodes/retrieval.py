@@ -83,6 +83,7 @@ class KeyIndex:
         num_places = int(SPARE_PLACES * num_segments) + max_num_seqs
         self._pool = SegmentPool(num_places)
         self._coded: dict[int, int] = {}
+        self._policies: dict[int, RetrievalPolicy | None] = {}
         self.codes: dict[int, KeyCodes] = {
             idx: _allocate(num_places, model.num_kv_heads, model.head_dim)
             for idx, layer in enumerate(model.layers)
@@ -131,16 +132,27 @@ class KeyIndex:
         for row in rows.tolist():
             self._pool.end(row)
             self._coded.pop(row, None)
+            self._policies.pop(row, None)
 
     @torch.inference_mode()
     def follow(self, rows: IntArray) -> None:
         """Code what the sequences in `rows` of the table have committed; after a step."""
         for row in rows.tolist():
-            committed = int(self._table.num_committed[row])
-            if committed > self._policy.num_tokens:
-                self._follow(row, committed)
+            policy, committed = self._policy_of(row), int(self._table.num_committed[row])
+            if policy is not None and committed > policy.num_tokens:
+                self._follow(row, policy, committed)
 
-    def _follow(self, row: int, committed: int) -> None:
+    def _policy_of(self, row: int) -> RetrievalPolicy | None:
+        """Return what a sequence's request has asked for; None: attention to all keys."""
+        if row not in self._policies:
+            policy: RetrievalPolicy | None = self._policy
+            asked = self._table.sampling(row).kv_retrieval_tokens
+            if asked is not None:
+                policy = self._policy.with_tokens(asked) if asked else None
+            self._policies[row] = policy
+        return self._policies[row]
+
+    def _follow(self, row: int, policy: RetrievalPolicy, committed: int) -> None:
         block_size = self._cache.block_size
         closed = len(self._pool.closed(row))
         while (closed + 1) * SEGMENT_KEYS <= committed:
@@ -156,7 +168,7 @@ class KeyIndex:
             closed += 1
             self._coded[row] = closed * SEGMENT_KEYS
         coded = self._coded.get(row, 0)
-        end = (committed - self._policy.num_recent) // OPEN_KEYS * OPEN_KEYS
+        end = (committed - policy.num_recent) // OPEN_KEYS * OPEN_KEYS
         if coded and end > coded:
             self._code_open(row, coded, end)
 
@@ -208,36 +220,45 @@ class KeyIndex:
         """
         if slices.tree_mask is not None or not self._coded:
             return None
-        policy = self._policy
-        chosen: list[tuple[int, list[int], int]] = []
-        for idx, row in enumerate(slices.rows.tolist()):
-            coded, committed = self._coded.get(row, 0), int(self._table.num_committed[row])
-            if not coded or slices.certain[idx] != 1 or committed < self._table.num_prompt[row]:
-                continue
-            end = min(coded, committed - policy.num_recent)
-            if end - policy.num_sinks <= policy.num_selected:
-                continue
-            places = list(self._pool.closed(row))
-            open_place = self._pool.open_place(row)
-            if open_place is not None:
-                places.append(open_place)
-            chosen.append((idx, places[: -(-end // SEGMENT_KEYS)], end))
+        chosen = [
+            (idx, *found)
+            for idx, row in enumerate(slices.rows.tolist())
+            if slices.certain[idx] == 1 and (found := self._searched(row)) is not None
+        ]
         if not chosen:
             return None
-        segments = np.zeros((len(chosen), max(len(places) for _, places, _ in chosen)), np.int32)
-        for at, (_, places, _) in enumerate(chosen):
+        segments = np.zeros((len(chosen), max(len(places) for _, places, _, _ in chosen)), np.int32)
+        for at, (_, places, _, _) in enumerate(chosen):
             segments[at, : len(places)] = places
-        num_rows = sum(int(slices.counts[idx]) for idx, _, _ in chosen)
+        num_rows = sum(int(slices.counts[idx]) for idx, _, _, _ in chosen)
         self._counts = self._counts._replace(
             num_selected_rows=self._counts.num_selected_rows + num_rows * len(self.codes)
         )
         return Retrieval(
-            seqs=torch.tensor([idx for idx, _, _ in chosen], dtype=torch.int32),
+            seqs=torch.tensor([idx for idx, _, _, _ in chosen], dtype=torch.int32),
             segments=torch.from_numpy(segments),
-            coded_end=torch.tensor([end for _, _, end in chosen], dtype=torch.int32),
-            budgets=torch.full((len(chosen),), policy.num_selected, dtype=torch.int32),
-            num_sinks=policy.num_sinks,
+            coded_end=torch.tensor([end for _, _, end, _ in chosen], dtype=torch.int32),
+            budgets=torch.tensor([budget for _, _, _, budget in chosen], dtype=torch.int32),
+            num_sinks=self._policy.num_sinks,
         )
+
+    def _searched(self, row: int) -> tuple[list[int], int, int] | None:
+        """Return the segments, the end and the budget of a search among a sequence's keys.
+
+        None: it has a prompt to compute, or no more coded keys than it would select.
+        """
+        policy, coded = self._policies.get(row), self._coded.get(row, 0)
+        committed = int(self._table.num_committed[row])
+        if policy is None or not coded or committed < self._table.num_prompt[row]:
+            return None
+        end = min(coded, committed - policy.num_recent)
+        if end - policy.num_sinks <= policy.num_selected:
+            return None
+        places = list(self._pool.closed(row))
+        open_place = self._pool.open_place(row)
+        if open_place is not None:
+            places.append(open_place)
+        return places[: -(-end // SEGMENT_KEYS)], end, policy.num_selected
 
 
 def _allocate(num_places: int, num_groups: int, head_dim: int) -> KeyCodes:

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 MIN_TOKENS: Final = 64
-"""The least that a token may be let attend to."""
+MAX_TOKENS: Final = 2**24
+"""The least and the most that a token may be let attend to."""
 _MOST_RECENT: Final = 128
 
 
@@ -25,7 +26,7 @@ class RetrievalPolicy(
     codes; at most 64 more, which have no codes yet. `num_iterations` of k-means learn a codebook.
     """
 
-    num_tokens: Annotated[int, Meta(ge=MIN_TOKENS, le=2**24)]
+    num_tokens: Annotated[int, Meta(ge=MIN_TOKENS, le=MAX_TOKENS)]
     num_sinks: Annotated[int, Meta(ge=0, le=1024)] = 16
     num_recent: Annotated[int, Meta(ge=1, le=2**20)] = _MOST_RECENT
     num_iterations: Annotated[int, Meta(ge=1, le=100)] = 4
@@ -36,6 +37,14 @@ class RetrievalPolicy(
                 f"num_tokens {self.num_tokens} leaves none to select beside {self.num_sinks} "
                 f"sinks and {self.num_recent} recent ones"
             )
+
+    def with_tokens(self, num_tokens: int) -> RetrievalPolicy:
+        """Return the policy of a request that asks for another number of keys.
+
+        Raises ValueError if these leave none to select.
+        """
+        num_recent = min(self.num_recent, num_tokens // 4)
+        return msgspec.structs.replace(self, num_tokens=num_tokens, num_recent=num_recent)
 
     @property
     def num_selected(self) -> int:

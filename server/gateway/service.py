@@ -145,6 +145,7 @@ def build_app(config: ServeConfig, engine: EngineClient) -> FastAPI:
         eos_token_ids=model_config.eos_token_ids,
         created_at_s=int(time.time()),
         defaults=load_sampling_defaults(path, config.gateway.generation_config),
+        retrieval=config.plan.kv_cache.retrieval,
     )
     return create_app(
         engine,

@@ -150,6 +150,23 @@ def test_tokens_are_those_of_transformers_with_the_same_selection(
     assert stats.num_coded_segments == 2
 
 
+def test_requests_choose_how_many_keys(tmp_path: Any, oracle: Oracle) -> None:
+    """In one batch: the server's number, a request's own, and all."""
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    (prompt,) = prompts_of((SEGMENT_KEYS + 250,))
+    expected = [*generate(path, [prompt], "eager"), *generate(path, [prompt], "retrieving")]
+    oracle.policy = oracle.policy.with_tokens(300)
+    expected += generate(path, [prompt], "retrieving")
+    assert len({str(tokens) for tokens in expected}) == 3
+    with Engine(config_of(path, kv_retrieval_tokens=BUDGET)) as engine:
+        ids = [
+            engine.add(prompt, max_tokens=NUM_TOKENS, kv_retrieval_tokens=asked)
+            for asked in (0, None, 300)
+        ]
+        engine.collect()
+        assert [engine.requests[each].tokens for each in ids] == expected
+
+
 def test_a_budget_for_the_whole_context_is_plain_attention(tmp_path: Any) -> None:
     path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     prompts = prompts_of()

@@ -21,7 +21,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `eos_token_ids` is empty under ignore_eos. Stop strings stay in the gateway.
     `logprobs` None: none; k >= 0: the chosen token's and the k best. `prompt_logprobs` likewise,
     of the prompt's tokens from its second on; they are of the model's own distribution.
-    `max_tokens` 0: the prompt is computed and nothing sampled.
+    `max_tokens` 0: the prompt is computed and nothing sampled. `kv_retrieval_tokens` None: tokens
+    attend to as many keys as the engine's retrieval says; 0: to all.
     """
 
     max_tokens: int
@@ -40,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     eos_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    kv_retrieval_tokens: int | None = None
 
 
 class AddRequest(Message, frozen=True, kw_only=True):

@@ -19,9 +19,16 @@ from server.gateway.answers.generation import TextOptions
 from server.gateway.answers.stop_strings import StopStrings
 from server.gateway.errors import ContextLengthExceeded, ModelNotFound, truncated
 from server.gateway.requests.sampling_defaults import SamplingDefaults
-from server.gateway.requests.schema import ChatBody, CompletionBody, GenerationBody, StreamOptions
+from server.gateway.requests.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    KvRetrieval,
+    StreamOptions,
+)
 from topspin.errors import InvalidRequest
 from topspin.messages import SamplingParams
+from topspin.retrieval import RetrievalPolicy
 
 MAX_CHOICES_OF_ALL_PROMPTS = 256
 # Log-probabilities of prompts in one answer: each takes some 100 bytes here, and 70 as JSON.
@@ -37,7 +44,8 @@ _log = logging.getLogger("gateway")
 class ServedModel:
     """The names of the served model, and the facts against which requests are checked.
 
-    `root` is the checkpoint's directory.
+    `root` is the checkpoint's directory. `retrieval`: what tokens of long contexts attend to; None:
+    to all keys.
     """
 
     names: tuple[str, ...]
@@ -46,6 +54,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     created_at_s: int
     defaults: SamplingDefaults
+    retrieval: RetrievalPolicy | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +284,33 @@ def _sampling(
         eos_token_ids=() if body.ignore_eos else model.eos_token_ids,
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
+        kv_retrieval_tokens=_retrieval_tokens(body.kv_retrieval, served=model.retrieval),
     )
+
+
+def _retrieval_tokens(asked: KvRetrieval | None, *, served: RetrievalPolicy | None) -> int | None:
+    """Return SamplingParams' kv_retrieval_tokens."""
+    if asked is None:
+        return None
+    if asked.enabled is False:
+        if asked.tokens is not None:
+            raise InvalidRequest(
+                "`kv_retrieval`: `tokens` has no meaning if `enabled` is false",
+                param="kv_retrieval",
+            )
+        return 0
+    if served is None:
+        raise InvalidRequest(
+            "`kv_retrieval`: this server attends to all keys; it was started without "
+            "--kv-retrieval-tokens",
+            param="kv_retrieval",
+        )
+    if asked.tokens is not None:
+        try:
+            served.with_tokens(asked.tokens)
+        except ValueError as error:
+            raise InvalidRequest(f"`kv_retrieval`: {error}", param="kv_retrieval") from error
+    return asked.tokens
 
 
 def _given(value: _Number | None, default: _Number) -> _Number:

@@ -28,6 +28,7 @@ from server.gateway.requests.sampling_defaults import (
 )
 from server.sampling_limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS, MAX_PENALTY
 from topspin.errors import InvalidRequest
+from topspin.retrieval import MAX_TOKENS, MIN_TOKENS
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -80,6 +81,16 @@ class StreamOptions(Fields, kw_only=True, frozen=True):
     include_obfuscation: Ignored[bool] = None
 
 
+class KvRetrieval(Fields, kw_only=True, frozen=True):
+    """How many keys a token of a long context attends to, in place of --kv-retrieval-tokens.
+
+    Not `enabled`: all.
+    """
+
+    enabled: bool | None = None
+    tokens: Annotated[int, Meta(ge=MIN_TOKENS, le=MAX_TOKENS)] | None = None
+
+
 class GenerationBody(Fields, kw_only=True, frozen=True):
     """The fields that chat and plain completions have in common."""
 
@@ -114,6 +125,7 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: Name | None = None
+    kv_retrieval: KvRetrieval | None = None
 
     # OpenAI's
     metadata: Ignored[Object] = None

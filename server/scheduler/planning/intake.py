@@ -23,6 +23,7 @@ from server.scheduler.planning.block_pool import HashChain
 from server.scheduler.planning.sequence import Request
 from topspin.errors import InvalidRequest, ProtocolError
 from topspin.messages import AddRequest, SamplingParams, unpack_ints
+from topspin.retrieval import MAX_TOKENS, MIN_TOKENS
 
 
 class Intake:
@@ -110,6 +111,8 @@ def _check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
         _check_range("logprobs", given.logprobs, 0, vocab_size)
     if given.prompt_logprobs is not None:
         _check_range("prompt_logprobs", given.prompt_logprobs, 0, vocab_size)
+    if given.kv_retrieval_tokens:
+        _check_range("kv_retrieval", given.kv_retrieval_tokens, MIN_TOKENS, MAX_TOKENS)
     for bias in given.logit_bias.values():
         _check_range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
     _check_ids("logit_bias", given.logit_bias, vocab_size)

@@ -33,14 +33,19 @@ PLAIN_BODY: dict[str, Any] = {"model": "tiny", "prompt": "hi"}
 PROMPT = "user: hi\nassistant: "
 
 
-def post(path: str, body: dict[str, Any], fake: FakeEngine) -> httpx.Response:
-    """Post one request; a fake engine serves one such call (it belongs to its loop)."""
-    return post_all([(path, body)], fake)[0]
+def post(path: str, body: dict[str, Any], fake: FakeEngine, **options: Any) -> httpx.Response:
+    """Post one request; a fake engine serves one such call (it belongs to its loop).
+
+    `options` are those of make_app.
+    """
+    return post_all([(path, body)], fake, **options)[0]
 
 
-def post_all(requests: list[tuple[str, dict[str, Any]]], fake: FakeEngine) -> list[httpx.Response]:
+def post_all(
+    requests: list[tuple[str, dict[str, Any]]], fake: FakeEngine, **options: Any
+) -> list[httpx.Response]:
     async def test() -> list[httpx.Response]:
-        async with gateway(fake) as client:
+        async with gateway(fake, **options) as client:
             return [await client.post(path, json=body) for path, body in requests]
 
     responses = asyncio.run(test())

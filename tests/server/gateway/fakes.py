@@ -40,6 +40,7 @@ from topspin.messages import (
     StatsQuery,
     TokenLogprobs,
 )
+from topspin.retrieval import RetrievalPolicy
 
 MODEL_NAME = "tiny"
 MAX_REQUEST_TOKENS = 100
@@ -211,6 +212,7 @@ def make_app(
     chat_template: ChatTemplate | None = None,
     text_tokenizer: Tokenizer | None = None,
     allowed_origins: Sequence[str] = (),
+    retrieval: RetrievalPolicy | None = None,
 ) -> FastAPI:
     """Return the application over `engine` and the tiny model."""
     return create_app(
@@ -222,6 +224,7 @@ def make_app(
             eos_token_ids=(EOS_ID,),
             created_at_s=1_700_000_000,
             defaults=defaults or SamplingDefaults(),
+            retrieval=retrieval,
         ),
         tokenizer=text_tokenizer or tokenizer(),
         template=chat_template or template(),

@@ -12,6 +12,7 @@ import pytest
 from server.gateway.http.body import MAX_BODY_BYTES
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying
 from topspin.messages import EngineState, RequestFailed
+from topspin.retrieval import RetrievalPolicy
 
 CHAT = "/v1/chat/completions"
 PLAIN = "/v1/completions"
@@ -19,11 +20,13 @@ JSON = {"Content-Type": "application/json"}
 USER = {"role": "user", "content": "hi"}
 
 
-def post(path: str, body: object, *, fake: FakeEngine | None = None) -> httpx.Response:
-    """Post to a ready gateway; `body` is JSON unless it is bytes."""
+def post(
+    path: str, body: object, *, fake: FakeEngine | None = None, **options: Any
+) -> httpx.Response:
+    """Post to a ready gateway; `body` is JSON unless it is bytes, `options` are make_app's."""
 
     async def test() -> httpx.Response:
-        async with gateway(fake or FakeEngine(saying("ok"))) as client:
+        async with gateway(fake or FakeEngine(saying("ok")), **options) as client:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             return await client.post(path, content=content, headers=JSON)
 
@@ -98,6 +101,11 @@ PLAIN_ERRORS: list[tuple[dict[str, object], str]] = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"cache_salt": ""}, "cache_salt"),
+    ({"kv_retrieval": {"tokens": 63}}, "kv_retrieval.tokens"),
+    ({"kv_retrieval": {"budget": 64}}, "kv_retrieval.budget"),
+    ({"kv_retrieval": {"tokens": 64}}, "kv_retrieval"),
+    ({"kv_retrieval": {"enabled": True}}, "kv_retrieval"),
+    ({"kv_retrieval": {"enabled": False, "tokens": 64}}, "kv_retrieval"),
     ({"cache_salt": "s" * 257}, "cache_salt"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"unheard": 1}}, "stream_options.unheard"),
@@ -127,6 +135,14 @@ def test_a_bad_completion_field_is_named(fields: dict[str, object], param: str) 
     assert error["type"] == "invalid_request_error"
     assert error["code"] is None
     assert fake.added == []
+
+
+def test_no_more_keys_than_the_sinks_of_the_plan_are_too_few() -> None:
+    body = {"model": "tiny", "prompt": "a", "kv_retrieval": {"tokens": 100}}
+    policy = RetrievalPolicy(num_tokens=512, num_sinks=100)
+    error = error_of(post(PLAIN, body, retrieval=policy), 400)
+    assert error["param"] == "kv_retrieval"
+    assert "none to select beside 100 sinks and 25 recent ones" in error["message"]
 
 
 CHAT_ERRORS: list[tuple[dict[str, object], str]] = [

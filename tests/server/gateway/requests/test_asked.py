@@ -35,6 +35,7 @@ from topspin.messages import (
     SamplingParams,
     unpack_ints,
 )
+from topspin.retrieval import policy_of
 
 
 def test_every_parameter_reaches_the_engine() -> None:
@@ -99,6 +100,18 @@ def test_prompts_are_scored_once_and_only_if_asked(
     post(PLAIN, {**PLAIN_BODY, "prompt": ["hi", "ho"], "n": 2, **fields}, fake)
     found = [request.sampling.prompt_logprobs for request in fake.added]
     assert found == [asked, None, asked, None]
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens"),
+    [(None, None), ({}, None), ({"tokens": 70}, 70), ({"enabled": False}, 0)],
+)
+def test_a_request_chooses_how_many_keys_its_tokens_attend_to(
+    asked: dict[str, object] | None, tokens: int | None
+) -> None:
+    fake = FakeEngine(saying("a"))
+    post(PLAIN, {**PLAIN_BODY, "kv_retrieval": asked}, fake, retrieval=policy_of(512))
+    assert fake.added[0].sampling.kv_retrieval_tokens == tokens
 
 
 def test_defaults_follow_openai() -> None:
