@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from topspin.precision import UNQUANTISED, Format
+from topspin.retrieval import SEGMENT_TOKENS
 
-SEGMENT_KEYS: Final = 1024
+SEGMENT_KEYS: Final = SEGMENT_TOKENS
 """The keys of a segment, which have a codebook of their own."""
 NUM_SUBSPACES: Final = 8
 NUM_CENTROIDS: Final = 64
@@ -34,6 +35,35 @@ class KeyCodes:
     """bf16[P, G, M, C, W]."""
     codes: Tensor
     """u8[P, G, M, SEGMENT_KEYS], below C: a sub-space's codes lie one behind the other."""
+    layer: int = 0
+    """The layer's number among those that have codes."""
+
+
+class HotKeys(NamedTuple):
+    """Copies, in a few slots of the caches, of selected keys and values that are in a file.
+
+    Of one sequence; kernels read what they select and do not find, and keep it: a head's copies
+    are its own. L layers with codes, E entries, at least twice as many as keys are selected.
+    """
+
+    fd: int
+    records: Tensor
+    """i64[blocks], where each block of the sequence is in the file: by layer of the cache, key/value
+    head and token its key and its value."""
+    cache_layers: Tensor
+    """i64[L], the layer of the cache that each layer with codes is."""
+    slots: Tensor
+    """i64[E], cache slots; of each a head's part belongs to the head's entry."""
+    entries: Tensor
+    """i32[L, G, tokens], the entry that has a token; -1: none."""
+    tokens: Tensor
+    """i32[L, G, E], the token that an entry has; -1: none."""
+    used: Tensor
+    """i32[L, G, E], when an entry was used last, by `clocks`."""
+    clocks: Tensor
+    """i64[L, G, 2], the number of searches, and the entry that is looked at first."""
+    counts: Tensor
+    """i64[L, G, 3], keys that were found, that were read, and that could not be read."""
 
 
 class Retrieval(NamedTuple):
@@ -54,6 +84,9 @@ class Retrieval(NamedTuple):
     budgets: Tensor
     """i32[R], at least 1."""
     num_sinks: int
+    hot: tuple[HotKeys | None, ...] = ()
+    """Of each of the R sequences; None: all its keys are in the cache. (): of all. Keys to search
+    whose entry in the block table is -1 are in the file."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
-"""The settings of KV retrieval, as plans hold them.
+"""The settings of KV retrieval and of its spill, as plans hold them.
 
-Owns what a row of a long sequence attends to, and how codebooks are learnt. Knows no keys:
-attention nodes code them, kernels search them.
+Owns what a row of a long sequence attends to, how codebooks are learnt, and how much of such a
+sequence must be in memory. Knows no keys: attention nodes code them, kernels search them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from msgspec import Meta
 MIN_TOKENS: Final = 64
 MAX_TOKENS: Final = 2**24
 """The least and the most that a token may be let attend to."""
+SEGMENT_TOKENS: Final = 1024
+"""Aligned tokens of a sequence whose keys are coded together."""
 _MOST_RECENT: Final = 128
+_HOT_SELECTIONS: Final = 4
 
 
 class RetrievalPolicy(
@@ -50,6 +53,32 @@ class RetrievalPolicy(
     def num_selected(self) -> int:
         """Return how many coded keys are selected."""
         return self.num_tokens - self.num_sinks - self.num_recent
+
+    @property
+    def num_hot(self) -> int:
+        """Return of how many spilled tokens each head keeps copies in memory.
+
+        Several selections: most keys of one are in the one before.
+        """
+        return _HOT_SELECTIONS * self.num_selected
+
+    @property
+    def num_resident(self) -> int:
+        """Return how many tokens of a decoded sequence must be in memory, at most.
+
+        Sinks, hot tokens, a segment that is not full, and one that the recent window reaches into.
+        """
+        return self.num_sinks + self.num_hot + 2 * SEGMENT_TOKENS + self.num_recent
+
+
+class SpillSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file in `directory` for the keys and values that have no place in memory.
+
+    It has room for `size_bytes`, all that sequences and the prefix cache have on a node.
+    """
+
+    directory: Annotated[str, Meta(min_length=1)]
+    size_bytes: Annotated[int, Meta(ge=1)]
 
 
 def policy_of(num_tokens: int | None) -> RetrievalPolicy | None:

@@ -112,6 +112,7 @@ def attend_selected(
         *head_arguments(q, k_cache, v_cache, words.work, out, scale=scale),
         codes.centroids.data_ptr(),
         codes.codes.data_ptr(),
+        codes.layer,
         words.address,
     )
     for kernel in (_search, attend_lists):

@@ -18,13 +18,20 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS, AttentionMeta, Retrieval
+from kernels.contracts import (
+    NUM_CENTROIDS,
+    NUM_SUBSPACES,
+    SEGMENT_KEYS,
+    AttentionMeta,
+    HotKeys,
+    Retrieval,
+)
 from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention import HeadShape, WorkWords
 from kernels.cpu.compiled.runtime import inlined, offsets
 from kernels.cpu.simd import lanes as simd
 
-CENTROIDS, CODES, SEARCH = offsets(16)[13:]
+CENTROIDS, CODES, LAYER, SEARCH = offsets(17)[13:]
 """The kernels' further arguments; SEARCH is the address of the words."""
 
 (
@@ -34,11 +41,18 @@ CENTROIDS, CODES, SEARCH = offsets(16)[13:]
 
 (
     FIRST_ROW, NUM_ROWS, SEQ_IDX, CONTEXT_LEN, CODED_END, NUM_SELECTED, FIRST_SEGMENT,
-    SEQ_SEGMENTS, FIRST_TABLE, FIRST_POSITION, FIRST_LISTED, NUM_LISTED,
-) = range(0, 96, 8)  # fmt: skip
+    SEQ_SEGMENTS, FIRST_TABLE, FIRST_POSITION, FIRST_LISTED, NUM_LISTED, HOT,
+) = range(0, 104, 8)  # fmt: skip
 """Offsets in the words of a sequence at SEQS. FIRST_TABLE counts tables of one query head,
-FIRST_POSITION and FIRST_LISTED entries at POSITIONS (i32) and LISTS (i64)."""
-SEQ_BYTES: Final = 96
+FIRST_POSITION and FIRST_LISTED entries at POSITIONS (i32) and LISTS (i64). HOT is the address of
+the words of its HotKeys; 0: it has none."""
+SEQ_BYTES: Final = 104
+
+(
+    HOT_FILE, HOT_RECORDS, HOT_CACHE_LAYERS, HOT_SLOTS, HOT_ENTRIES, HOT_TOKENS, HOT_USED,
+    HOT_CLOCKS, HOT_COUNTS, NUM_HOT_TOKENS, NUM_HOT_ENTRIES,
+) = range(0, 88, 8)  # fmt: skip
+"""Offsets at HOT: the fields of HotKeys, the tokens that `entries` are for, and E."""
 
 SEGMENT_SEQ, SEGMENT_NUMBER, SEGMENT_PLACE = range(0, 24, 8)
 """Offsets in the words of a segment at SEGMENTS: its sequence here, its number in that, and its
@@ -65,7 +79,7 @@ class RetrievalWords:
         self.work = WorkWords(heads)
         """The rows; the sequence of a piece is its number at SEQS, its keys those of a list."""
         self._words = torch.zeros(10, dtype=torch.int64)
-        self._read: tuple[Tensor, ...] = ()
+        self._read: tuple[object, ...] = ()
         self._tables = torch.empty(0)
         self._scores = torch.empty(0, dtype=torch.int16)
         self.positions = torch.empty(0, dtype=torch.int32)
@@ -85,11 +99,13 @@ class RetrievalWords:
         segments: list[tuple[int, int, int]] = []
         rows: list[Row] = []
         num_tables = num_positions = num_listed = 0
-        for seq, places, end, budget in zip(
+        hot_words = [None if each is None else _hot_words(each) for each in retrieval.hot]
+        for seq, places, end, budget, hot in zip(
             retrieval.seqs.tolist(),
             retrieval.segments.tolist(),
             retrieval.coded_end.tolist(),
             retrieval.budgets.tolist(),
+            hot_words or [None] * len(retrieval.seqs),
             strict=True,
         ):
             num_rows = starts[seq + 1] - starts[seq]
@@ -112,6 +128,7 @@ class RetrievalWords:
                     num_positions,
                     num_listed,
                     length,
+                    0 if hot is None else hot.data_ptr(),
                 )
             )
             segments += [(number, idx, place) for idx, place in enumerate(places[:num_segments])]
@@ -131,7 +148,7 @@ class RetrievalWords:
         bounds = torch.empty(num_units)
         self.positions = torch.empty(num_positions, dtype=torch.int32)
         lists = torch.empty(num_listed, dtype=torch.int64)
-        self._read = (seq_words, segment_words, bounds, lists)
+        self._read = (seq_words, segment_words, bounds, lists, hot_words)
         self._words.numpy()[:] = (
             seq_words.data_ptr(),
             len(seqs),
@@ -144,6 +161,23 @@ class RetrievalWords:
             self.positions.data_ptr(),
             lists.data_ptr(),
         )
+
+
+def _hot_words(hot: HotKeys) -> Tensor:
+    """Return the words at HOT."""
+    tensors = (
+        hot.records,
+        hot.cache_layers,
+        hot.slots,
+        hot.entries,
+        hot.tokens,
+        hot.used,
+        hot.clocks,
+        hot.counts,
+    )
+    assert all(each.is_contiguous() for each in tensors)
+    addresses = [each.data_ptr() for each in tensors]
+    return torch.tensor([hot.fd, *addresses, hot.entries.shape[2], len(hot.slots)])
 
 
 def _as_long(scratch: Tensor, length: int) -> Tensor:

@@ -71,6 +71,18 @@ def ring(builder: ir.IRBuilder, bell: ir.Value) -> None:
     builder.call(function, [builder.trunc(bell, ir.IntType(32)), address, constant(8)])
 
 
+@operation(types.int64, [types.int64, types.int64, types.int64, types.int64])
+def read_file(
+    builder: ir.IRBuilder, fd: ir.Value, target: ir.Value, num_bytes: ir.Value, offset: ir.Value
+) -> ir.Value:
+    """Read from a file to the address `target`; returns how many bytes, negative: none."""
+    kind = ir.FunctionType(I64, [ir.IntType(32), I64, I64, I64])
+    known = builder.module.globals.get("pread64")
+    function = known or ir.Function(builder.module, kind, "pread64")
+    arguments = [builder.trunc(fd, ir.IntType(32)), target, num_bytes, offset]
+    return builder.call(function, arguments)
+
+
 @operation(types.none, [])
 def pause(builder: ir.IRBuilder) -> None:
     """Tell the processor that this thread looks at a word in a loop."""

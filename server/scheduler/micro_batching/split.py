@@ -19,6 +19,10 @@ HYSTERESIS = 0.015
 # Times this close to the best count as equal; the smallest number is then taken, since every
 # micro-batch has its own costs.
 TIE = 0.01
+# On shared cores the link is all that more micro-batches can hide. One that takes a smaller share
+# of the computing time than this is not worth their own costs, whatever the fit says of them: what
+# it takes for the time to read weights is vague while all steps have about as many rows.
+MIN_LINK_SHARE = 0.25
 DEFAULT_NUM_LAYERS = 30
 
 
@@ -114,6 +118,10 @@ def choose_num_micro_batches(
     """
     if not loads:
         return 1
+    if shares_cores:
+        t_a, t_e, t_c = hop_times(cost, loads, 1)
+        if 2 * t_c < MIN_LINK_SHARE * (t_a + t_e):
+            return 1
     times = step_times(cost, loads, shares_cores=shares_cores, num_layers=num_layers)
     good_s = min(times) * (1.0 + TIE)
     best = next(m for m, time_s in enumerate(times, 1) if time_s <= good_s)

@@ -198,6 +198,15 @@ def test_auto_hides_a_slow_link_even_on_shared_cores() -> None:
     assert choose_num_micro_batches(cost, [load], shares_cores=True) > 1
 
 
+def test_a_fast_link_is_not_hidden_on_shared_cores() -> None:
+    """Also when the fit sees no time to read weights in steps that all have many rows."""
+    cost = CostModel(attention_fixed_s=0.0, expert_fixed_s=0.0)
+    load = NodeLoad(num_slices=16, num_tokens=64, slices_s=64 * cost.slice_s(1, 100))
+    one, two = step_times(cost, [load], shares_cores=True, num_layers=30)[:2]
+    assert two < 0.98 * one
+    assert choose_num_micro_batches(cost, [load], shares_cores=True) == 1
+
+
 def test_a_long_slice_sets_the_pace() -> None:
     short = NodeLoad(num_slices=8, num_tokens=64, slices_s=8.0, largest_s=1.0)
     long = NodeLoad(num_slices=8, num_tokens=64, slices_s=8.0, largest_s=7.0)
