@@ -39,7 +39,7 @@ class SpillFile:
     def __init__(self, directory: Path, cache: KvCache, num_blocks: int) -> None:
         """Raises ConfigError if there can be no such file."""
         self._cache = cache
-        num_frames, block_size, num_heads, head_dim = cache.keys[0].shape
+        _, block_size, num_heads, head_dim = cache.keys[0].shape
         self._shape = (len(cache.keys), num_heads, block_size, 2, head_dim)
         dtype = cache.keys[0].dtype
         used = int(np.prod(self._shape)) * dtype.itemsize

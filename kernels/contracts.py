@@ -48,8 +48,8 @@ class HotKeys(NamedTuple):
 
     fd: int
     records: Tensor
-    """i64[blocks], where each block of the sequence is in the file: by layer of the cache, key/value
-    head and token its key and its value."""
+    """i64[blocks], where each block of the sequence is in the file: by layer of the cache, head and
+    token its key and its value."""
     cache_layers: Tensor
     """i64[L], the layer of the cache that each layer with codes is."""
     slots: Tensor

@@ -31,6 +31,7 @@ from kernels.cpu.compiled.attention_keys import (
     bytes_of_head,
     slot_offset,
 )
+from kernels.cpu.compiled.hot_keys import begin_search, find_copy, in_file, read_key
 from kernels.cpu.compiled.retrieval_attention import attend_lists
 from kernels.cpu.compiled.retrieval_words import (
     BOUNDS,
@@ -43,6 +44,7 @@ from kernels.cpu.compiled.retrieval_words import (
     FIRST_ROW,
     FIRST_SEGMENT,
     FIRST_TABLE,
+    HOT,
     LISTS,
     NUM_LISTED,
     NUM_ROWS,
@@ -123,6 +125,7 @@ _scratch_centroids = simd.stack(HEAD_DIMS[-1] // NUM_SUBSPACES // 2 * PART_BYTES
 _scratch_peaks = simd.stack(4 * simd.LANES)
 _scratch_tables = simd.stack(TABLE_BYTES // 2)
 _scratch_count = simd.stack(8)
+_scratch_copied = simd.stack(2 * 4 * HEAD_DIMS[-1])
 
 
 @inlined
@@ -283,8 +286,33 @@ def _collect(scores: int, num_masks: int, wanted: int, positions: int, count: in
 
 
 @inlined
-def _select(block: int, seq: int, group: int, count: int) -> None:
-    """Write what a sequence's head selects, and the list of all that it attends to."""
+def _list_hot(
+    block: int, seq: int, group: int, positions: int, place: int, num_selected: int, copied: int
+) -> None:
+    """Write the offsets of the selected keys of a sequence of which some are in a file."""
+    hot, seq_idx = simd.read_i64(seq + HOT), simd.read_i64(seq + SEQ_IDX)
+    begin_search(block, hot, group)
+    # Copies that are there are marked as used before any is given up for another.
+    for idx in range(num_selected):
+        position = simd.read_i32(positions + 4 * idx)
+        if in_file(block, seq, position):
+            offset = find_copy(block, hot, group, position)
+        else:
+            offset = slot_offset(block, seq_idx, position)
+        simd.write_i64(place + 8 * idx, offset)
+    for idx in range(num_selected):
+        if simd.read_i64(place + 8 * idx) < 0:
+            position = simd.read_i32(positions + 4 * idx)
+            offset = read_key(block, hot, group, position, copied)
+            simd.write_i64(place + 8 * idx, offset)
+
+
+@inlined
+def _select(block: int, seq: int, group: int, count: int, copied: int) -> None:
+    """Write what a sequence's head selects, and the list of all that it attends to.
+
+    `count` is the address of an i64, `copied` of memory for a key and its value.
+    """
     search = simd.read_i64(block + SEARCH)
     first_unit = _first_unit(block, seq, group)
     scores = simd.read_i64(search + SCORES) + first_unit * _SCORE_BYTES
@@ -298,10 +326,15 @@ def _select(block: int, seq: int, group: int, count: int) -> None:
     for position in range(simd.read_i64(search + NUM_SINKS)):
         simd.write_i64(place, slot_offset(block, seq_idx, position))
         place += 8
-    for idx in range(num_selected):
-        position = simd.read_i32(positions + 4 * idx)
-        simd.write_i64(place, slot_offset(block, seq_idx, position))
-        place += 8
+    hot = simd.read_i64(seq + HOT)
+    if hot:
+        _list_hot(block, seq, group, positions, place, num_selected, copied)
+        place += 8 * num_selected
+    else:
+        for idx in range(num_selected):
+            position = simd.read_i32(positions + 4 * idx)
+            simd.write_i64(place, slot_offset(block, seq_idx, position))
+            place += 8
     for position in range(simd.read_i64(seq + CODED_END), simd.read_i64(seq + CONTEXT_LEN)):
         simd.write_i64(place, slot_offset(block, seq_idx, position))
         place += 8
@@ -310,7 +343,7 @@ def _select(block: int, seq: int, group: int, count: int) -> None:
 @Kernel
 def _search(block: int) -> None:
     transposed, peaks = _scratch_centroids(), _scratch_peaks()
-    tables, count = _scratch_tables(), _scratch_count()
+    tables, count, copied = _scratch_tables(), _scratch_count(), _scratch_copied()
     search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
     num_units = simd.read_i64(search + NUM_SEGMENTS) * num_groups
     task = claim_task(block, 0)
@@ -331,7 +364,7 @@ def _search(block: int) -> None:
     task = claim_task(block, 2)
     while task < num_tasks:
         seq = seq_of(block, task // num_groups)
-        _select(block, seq, task % num_groups, count)
+        _select(block, seq, task % num_groups, count, copied)
         finish_task(block, 2)
         task = claim_task(block, 2)
     wait_for_tasks(block, 2, num_tasks)
