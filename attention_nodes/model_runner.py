@@ -179,7 +179,7 @@ class ModelRunner:
         if config.node.num_threads is not None:
             torch.set_num_threads(config.node.num_threads)
         runtime = open_runtime(config.node.device, config.node.kernels)
-        model = load_model_config(path)
+        model = load_model_config(path, config.model.hf_overrides)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         block_size = config.kv_cache.block_size
         cache = kv_cache.allocate(

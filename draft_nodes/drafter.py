@@ -9,7 +9,7 @@ things that draft (heads that a checkpoint carries) become a Drafter here.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -18,7 +18,7 @@ from attention_nodes.worker import text_drafter
 from draft_nodes.asking import AskingDrafter
 from draft_nodes.model import DraftModel, Settings
 from kernels.runtime import open_runtime
-from models.config import load_model_config
+from models.config import ModelConfig, load_model_config
 from spec_decode.draft import Drafter
 from spec_decode.forest import Growth
 from spec_decode.joined import JoinedDrafter
@@ -53,7 +53,8 @@ def make_drafter(config: NodeConfig, model_path: Path) -> Drafter | None:
 def _model_drafter(config: NodeConfig, speculation: Speculation, model_path: Path) -> Drafter:
     """Return what asks a draft node, or has the draft model here."""
     if config.draft_address is not None:
-        return AskingDrafter(config.draft_address, load_model_config(model_path).vocab_size)
+        target = load_model_config(model_path, config.model.hf_overrides)
+        return AskingDrafter(config.draft_address, target.vocab_size)
     if config.node.num_threads is not None:
         torch.set_num_threads(config.node.num_threads)
     model = load_draft_model(
@@ -71,24 +72,30 @@ def _num_slots(config: NodeConfig, speculation: Speculation, model_path: Path) -
     node = config.attention
     dtype: torch.dtype = getattr(torch, config.model.dtype)
 
-    def token_bytes(path: Path) -> int:
-        return bytes_per_block(load_model_config(path), block_size=1, dtype=dtype)
+    def token_bytes(model: ModelConfig) -> int:
+        return bytes_per_block(model, block_size=1, dtype=dtype)
 
     if node.kv_cache_bytes is not None:
+        target = load_model_config(model_path, config.model.hf_overrides)
         block_size = config.kv_cache.block_size
-        num_blocks = node.kv_cache_bytes // (block_size * token_bytes(model_path))
+        num_blocks = node.kv_cache_bytes // (block_size * token_bytes(target))
         return num_blocks * block_size
+    draft_path, overrides = _draft_checkpoint(config, speculation, model_path)
     free = open_runtime(node.device, node.kernels).memory().free
     return min(
         cached_tokens(node.max_num_seqs, config.model.max_model_len),
-        free // MEMORY_SHARE // token_bytes(_draft_path(speculation, model_path)),
+        free // MEMORY_SHARE // token_bytes(load_model_config(draft_path, overrides)),
     )
 
 
-def _draft_path(speculation: Speculation, model_path: Path) -> Path:
-    """Return the draft model's directory; that of the target is `model_path`."""
+def _draft_checkpoint(
+    config: NodeConfig, speculation: Speculation, model_path: Path
+) -> tuple[Path, dict[str, Any] | None]:
+    """Return the draft model's directory and overrides, which are the target's for itself only."""
     assert speculation.model is not None
-    return model_path if speculation.model == SELF_INT4 else Path(speculation.model)
+    if speculation.model == SELF_INT4:
+        return model_path, config.model.hf_overrides
+    return Path(speculation.model), None
 
 
 def load_draft_model(
@@ -100,8 +107,9 @@ def load_draft_model(
     """
     is_self = speculation.model == SELF_INT4
     place = config.node.place
+    draft_path, overrides = _draft_checkpoint(config, speculation, model_path)
     model = DraftModel.load(
-        _draft_path(speculation, model_path),
+        draft_path,
         Settings(
             dtype=getattr(torch, config.model.dtype),
             num_slots=num_slots,
@@ -111,9 +119,10 @@ def load_draft_model(
             device=place.device,
             precision=rules_of("int4" if is_self else speculation.quantization or UNQUANTISED),
             recordings=config.execution.recordings,
+            hf_overrides=overrides,
         ),
     )
-    num_tokens = load_model_config(model_path).vocab_size
+    num_tokens = load_model_config(model_path, config.model.hf_overrides).vocab_size
     if model.config.vocab_size != num_tokens:
         raise ConfigError(
             f"the draft model {speculation.model} has a vocabulary of {model.config.vocab_size} "

@@ -9,7 +9,7 @@ Implements spec_decode.forest.DraftModel; knows no tree's probabilities and no t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -45,6 +45,7 @@ class Settings(NamedTuple):
     """Where and how a draft model computes.
 
     Its cache has `num_slots` rows; no position is `max_length` (None: the model's) or more.
+    `hf_overrides` are those of load_model_config.
     """
 
     dtype: torch.dtype
@@ -56,6 +57,7 @@ class Settings(NamedTuple):
     block_size: int = BLOCK_SIZE
     recordings: bool = True
     """Whether passes of few rows are recorded and replayed; only those of the kernels "cpu" are."""
+    hf_overrides: Mapping[str, object] | None = None
 
 
 class DraftModel:
@@ -92,7 +94,7 @@ class DraftModel:
         ConfigError for a model, format or device that is not supported, or too small a device,
         CheckpointError for a checkpoint that lacks tensors.
         """
-        model = load_model_config(path)
+        model = load_model_config(path, settings.hf_overrides)
         runtime = open_runtime(settings.device, settings.kernels)
         rules = settings.precision
         quantised = formats(rules, "attention") | (

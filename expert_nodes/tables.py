@@ -37,7 +37,7 @@ class TableChange:
         self._index = index
         self._reader = ExpertReader(
             Checkpoint(model_path),
-            load_model_config(model_path),
+            load_model_config(model_path, config.model.hf_overrides),
             dtype=getattr(torch, config.model.dtype),
             device=experts.runtime.device,
         )

@@ -79,7 +79,7 @@ def load_experts(
     no such device, or if its memory is too small: before anything is read, or while loading.
     """
     config = welcome.config
-    model = load_model_config(model_path)
+    model = load_model_config(model_path, config.model.hf_overrides)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if config.node.num_threads is not None:
         torch.set_num_threads(config.node.num_threads)

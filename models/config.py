@@ -8,12 +8,14 @@ role, the server and the planner call load_model_config.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from models.config_fields import Fields, read_json
 from models.families import FAMILIES, Family, QkNorm
+from models.overrides import overridden
 from models.rope_config import RopeConfig, parse_rope
 from topspin.errors import ConfigError
 
@@ -115,14 +117,18 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
-def load_model_config(path: Path) -> ModelConfig:
+def load_model_config(path: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
     """Read `path`/config.json (and generation_config.json, if any) of a checkpoint directory.
 
-    Raises ConfigError if Topspin cannot serve the model exactly; the error names the option,
-    its value and the supported values.
+    `overrides` replace fields of config.json: those of the plan (`model.hf_overrides`), for the
+    served model. Raises ConfigError if Topspin cannot serve the model exactly; the error names the
+    option, its value and the supported values.
     """
     path = Path(path)
-    fields = Fields(read_json(path / "config.json"), source=str(path / "config.json"))
+    raw, source = read_json(path / "config.json"), str(path / "config.json")
+    if overrides:
+        raw, source = overridden(raw, overrides), f"{source} with --hf-overrides"
+    fields = Fields(raw, source=source)
     family = _family(fields)
     _refuse_unsupported(fields, family)
     hidden_size = fields.positive_int("hidden_size")

@@ -104,6 +104,7 @@ def engine_config(
     deterministic: bool = False,
     num_threads: int = 1,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    hf_overrides: dict[str, Any] | None = None,
     block_size: int = 4,
     kv_cache_bytes: int = 8 * 2**20,
     kv_retrieval_tokens: int | None = None,
@@ -119,11 +120,11 @@ def engine_config(
     **scheduler: Any,
 ) -> EnginePlan:
     """Return the plan of equal nodes for a tiny model; windows are small on purpose."""
-    model = load_model_config(path)
+    model = load_model_config(path, hf_overrides)
     if model.moe is None:
         expert_nodes = 1  # more would be refused; this one is not started
     asked = EngineConfig(
-        model=ModelSection(path=str(path), dtype=dtype),
+        model=ModelSection(path=str(path), dtype=dtype, hf_overrides=hf_overrides),
         topology=TopologySection(
             attention_nodes=attention_nodes, expert_nodes=expert_nodes, draft_nodes=draft_nodes
         ),
@@ -200,7 +201,7 @@ class Engine:
         self.service = Service(
             self._channel,
             config,
-            read_facts(config.model.path, 1),
+            read_facts(config.model, 1),
             clock=time.monotonic,
             logger=_recorded(self.log),
             report_dead=self.dead.append,

@@ -9,7 +9,7 @@ None stands for "auto" in a field that is not text.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -19,7 +19,7 @@ from topspin.precision import Format
 from topspin.retrieval import MIN_TOKENS
 from topspin.settings import Setting
 from topspin.speculation import Speculation, parse_speculation
-from topspin.units import format_size, parse_origins, parse_size, parse_switch
+from topspin.units import format_size, parse_object, parse_origins, parse_size, parse_switch
 
 DETERMINISTIC_KERNELS = "deterministic"
 CPU_KV_CACHE_BYTES = 256 * 2**20
@@ -69,6 +69,16 @@ class ModelSection(Section, frozen=True, kw_only=True):
             "longest sequence, prompt and output together; auto: the model's own limit",
             flag="--max-model-len TOKENS",
             within=(1, 2**24),
+        ),
+    ] = None
+    hf_overrides: Annotated[
+        dict[str, Any] | None,
+        Setting(
+            "fields that replace those of the model's config.json, as JSON, to extend its limit: "
+            "max_position_embeddings, rope_theta and rope_scaling",
+            flag="--hf-overrides JSON",
+            parse=parse_object,
+            none="none",
         ),
     ] = None
     quantization: Annotated[

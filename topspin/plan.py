@@ -133,11 +133,15 @@ class LinkSpec(Section, frozen=True, kw_only=True):
 
 
 class PlannedModel(Section, frozen=True, kw_only=True):
-    """The checkpoint (a directory, a hub id, or the default model's name) and how it is served."""
+    """The checkpoint (a directory, a hub id, or the default model's name) and how it is served.
+
+    `hf_overrides` replace fields of its config.json (models.overrides).
+    """
 
     path: str
     dtype: Dtype
     max_model_len: Annotated[int, Meta(ge=1, le=2**24)]
+    hf_overrides: dict[str, Any] | None = None
 
 
 class KvCacheSpec(Section, frozen=True, kw_only=True):

@@ -138,7 +138,7 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
     if plan.model.max_model_len > model.max_positions:
         raise ConfigError(
             f"model.max_model_len {plan.model.max_model_len}: the model has positions up to "
-            f"{model.max_positions}"
+            f"{model.max_positions}, which model.hf_overrides can extend"
         )
     if plan.scheduling.prefix_caching and not model.shares_prefixes:
         raise ConfigError(
@@ -290,10 +290,13 @@ def _model(asked: ModelSection, model: ModelFacts) -> PlannedModel:
     if asked.max_model_len is not None and asked.max_model_len > model.max_positions:
         raise ConfigError(
             f"--max-model-len {asked.max_model_len}: the model has positions up to "
-            f"{model.max_positions}"
+            f"{model.max_positions}, which --hf-overrides can extend"
         )
     return PlannedModel(
-        path=asked.path, dtype=dtype, max_model_len=asked.max_model_len or model.max_positions
+        path=asked.path,
+        dtype=dtype,
+        max_model_len=asked.max_model_len or model.max_positions,
+        hf_overrides=asked.hf_overrides,
     )
 
 

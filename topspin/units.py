@@ -1,4 +1,4 @@
-"""The text forms of values: sizes (`2GiB`), read and printed, switches (`on`), web origins.
+"""The text forms of values: sizes (`2GiB`), read and printed, switches, web origins, JSON objects.
 
 Knows no configuration. Text that cannot be read raises a ConfigError without the option's name,
 which the caller adds.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any
+
+import msgspec
 
 from topspin.errors import ConfigError
 
@@ -71,6 +74,14 @@ def parse_origins(text: str) -> tuple[str, ...]:
                 "host and port), nor *"
             )
     return origins
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Return the JSON object `text`; raises ConfigError if it is none."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{text!r}: {error}; it must be a JSON object") from None
 
 
 def format_size(size_bytes: int) -> str:

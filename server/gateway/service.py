@@ -137,7 +137,7 @@ async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> 
 def build_app(config: ServeConfig, engine: EngineClient) -> FastAPI:
     """Return the application; reads the checkpoint's configuration, tokenizer and template."""
     path = Path(config.plan.model.path)
-    model_config = load_model_config(path)
+    model_config = load_model_config(path, config.plan.model.hf_overrides)
     model = ServedModel(
         names=config.gateway.served_names,
         root=config.plan.model.path,

@@ -49,7 +49,7 @@ def serve(
     """
     relax_garbage_collection()
     plan = load_serve_config(config_path).plan
-    facts = read_facts(plan.model.path, len(os.sched_getaffinity(0)))
+    facts = read_facts(plan.model, len(os.sched_getaffinity(0)))
     heartbeat = FAILOVER_HEARTBEAT if plan.failover.restart else RELAXED_HEARTBEAT
     channel = ControlServer(control, heartbeat=heartbeat)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from models.config import load_model_config
-from topspin.plan import EnginePlan
+from topspin.plan import EnginePlan, PlannedModel
 
 
 class EngineFacts(NamedTuple):
@@ -24,9 +24,9 @@ class EngineFacts(NamedTuple):
     num_cores: int
 
 
-def read_facts(model_path: str, num_cores: int) -> EngineFacts:
-    """Return the facts of the checkpoint at `model_path`; raises ConfigError."""
-    model = load_model_config(Path(model_path))
+def read_facts(planned: PlannedModel, num_cores: int) -> EngineFacts:
+    """Return the facts of the `planned` checkpoint; raises ConfigError."""
+    model = load_model_config(Path(planned.path), planned.hf_overrides)
     return EngineFacts(
         num_moe_layers=len(model.moe_layers),
         num_experts=model.moe.num_experts if model.moe is not None and model.moe_layers else 0,

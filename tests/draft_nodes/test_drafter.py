@@ -17,6 +17,7 @@ from kernels.runtime import DeviceMemory, HostRuntime
 from models.config import load_model_config
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
+from tests.structs import changed
 from topspin.plan import NodeConfig
 from topspin.speculation import CACHED_TOKENS_PER_SEQUENCE, Speculation
 
@@ -74,6 +75,17 @@ def test_it_computes_on_its_nodes_device(
     load_draft_model(config, SELF, Path(config.model.path), num_slots=7)
     (settings,) = asked
     assert (settings.device, settings.kernels, settings.num_slots) == (device, wanted, 7)
+
+
+def test_only_the_served_model_itself_gets_its_overrides(
+    config_of: Callable[..., NodeConfig], asked: list[Settings]
+) -> None:
+    config = config_of()
+    path, overrides = Path(config.model.path), {"max_position_embeddings": 512}
+    config = changed(config, {"model.hf_overrides": overrides})
+    for speculation in (SELF, msgspec.structs.replace(SELF, model=str(path))):
+        load_draft_model(config, speculation, path, num_slots=7)
+    assert [settings.hf_overrides for settings in asked] == [overrides, None]
 
 
 def test_beside_a_cache_of_known_size_it_has_room_for_as_many_tokens(

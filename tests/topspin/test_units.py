@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topspin.errors import ConfigError
-from topspin.units import format_size, parse_origins, parse_size, parse_switch
+from topspin.units import format_size, parse_object, parse_origins, parse_size, parse_switch
 
 
 def test_sizes_people_write() -> None:
@@ -66,3 +66,10 @@ def test_what_no_browser_sends_as_an_origin_is_refused() -> None:
     for text in ("", "ui.test", "https://ui.test/", "https://UI.test", '["*"', "[1]", "*,"):
         with pytest.raises(ConfigError):
             parse_origins(text)
+
+
+def test_an_object_is_json_with_braces() -> None:
+    assert parse_object('{"a": {"b": 1.5}}') == {"a": {"b": 1.5}}
+    for text in ("", "a", "[1]", '{"a": }', "{1: 2}"):
+        with pytest.raises(ConfigError, match="; it must be a JSON object"):
+            parse_object(text)

@@ -71,7 +71,7 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
         check_ranges(config)
         plan = read_plan(arguments.plan)
         path = resolve_model(plan.model.path)
-        model = load_model_config(path)
+        model = load_model_config(path, plan.model.hf_overrides)
         check_model(plan, facts_of(model))
         check_draft_model(plan, model)
         load_sampling_defaults(path, gateway.generation_config)
@@ -89,7 +89,7 @@ def plan_of(config: EngineConfig, path: Path) -> EnginePlan:
     `path` is the model's directory. Raises ConfigError naming the setting that the model cannot be
     served with, and why.
     """
-    model = load_model_config(path)
+    model = load_model_config(path, config.model.hf_overrides)
     load_sampling_defaults(path, config.gateway.generation_config)
     plan = resolve_for(config, model)
     check_draft_model(plan, model)

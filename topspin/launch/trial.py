@@ -82,7 +82,7 @@ class Trial:
         self._config = config
         self._path = Path(config.model.path)
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
-        whole = load_model_config(self._path)
+        whole = load_model_config(self._path, config.model.hf_overrides)
         assert whole.moe is not None
         layer_bytes = expert_layer_bytes(config.model.dtype, whole)
         num_moe = min(-(-WEIGHT_BYTES // layer_bytes), len(whole.moe_layers))

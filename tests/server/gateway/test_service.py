@@ -134,11 +134,16 @@ class Gateway:
 
 
 def start(
-    checkpoint: Path, control: str, *, port: int = 0, port_fd: int | None = None
+    checkpoint: Path,
+    control: str,
+    *,
+    port: int = 0,
+    port_fd: int | None = None,
+    hf_overrides: dict[str, object] | None = None,
 ) -> subprocess.Popen[str]:
-    plan = make_config()
+    model = {"model.path": str(checkpoint), "model.hf_overrides": hf_overrides}
     config = ServeConfig(
-        plan=changed(plan, {"model.path": str(checkpoint)}),
+        plan=changed(make_config(), model),
         gateway=GatewaySection(port=port, served_names=("tiny",)),
     )
     file = checkpoint / "engine.json"
@@ -166,9 +171,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @contextmanager
-def running(checkpoint: Path, scheduler: Scheduler) -> Iterator[Gateway]:
+def running(
+    checkpoint: Path, scheduler: Scheduler, hf_overrides: dict[str, object] | None = None
+) -> Iterator[Gateway]:
     read_fd, write_fd = os.pipe()
-    process = start(checkpoint, scheduler.address, port_fd=write_fd)
+    process = start(checkpoint, scheduler.address, port_fd=write_fd, hf_overrides=hf_overrides)
     os.close(write_fd)
     try:
         with os.fdopen(read_fd) as announced, ThreadPoolExecutor(4) as pool:
@@ -190,6 +197,20 @@ def scheduler() -> Iterator[Scheduler]:
     made = Scheduler()
     yield made
     made.close()
+
+
+def test_it_reads_the_model_with_the_plans_overrides(
+    checkpoint: Path, scheduler: Scheduler
+) -> None:
+    raw = json.loads((checkpoint / "config.json").read_text())
+    raw["rope_scaling"] = {"rope_type": "unknown"}
+    (checkpoint / "config.json").write_text(json.dumps(raw))
+    linear = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    with running(checkpoint, scheduler, linear):
+        assert scheduler.expect(Hello).role == "gateway"
+    status, stderr = ended(start(checkpoint, scheduler.address))
+    assert status == 2
+    assert "rope_type = 'unknown'" in stderr
 
 
 def test_a_life_from_hello_to_sigterm(checkpoint: Path, scheduler: Scheduler) -> None:

@@ -14,6 +14,7 @@ import pytest
 from server.scheduler.engine_facts import EngineFacts, read_facts, shares_cores
 from tests.server.scheduler.engine import make_config
 from tests.structs import with_nodes
+from topspin.plan import PlannedModel
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -40,18 +41,18 @@ MIXTRAL = {
 }
 
 
-def write_config(path: Path, config: dict[str, Any]) -> str:
-    """Write a checkpoint's config.json; returns the directory."""
+def planned(path: Path, config: dict[str, Any], **fields: Any) -> PlannedModel:
+    """Return the model whose config.json, which is written, is `config`."""
     (path / "config.json").write_text(json.dumps(config))
-    return str(path)
+    return PlannedModel(path=str(path), dtype="float32", max_model_len=64, **fields)
 
 
 def test_facts_of_a_moe_model(tmp_path: Path) -> None:
-    assert read_facts(write_config(tmp_path, MIXTRAL), 2) == EngineFacts(3, 8, 300, 64, 2)
+    assert read_facts(planned(tmp_path, MIXTRAL), 2) == EngineFacts(3, 8, 300, 64, 2)
 
 
 def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
-    assert read_facts(write_config(tmp_path, LLAMA), 2) == EngineFacts(0, 0, 300, 64, 2)
+    assert read_facts(planned(tmp_path, LLAMA), 2) == EngineFacts(0, 0, 300, 64, 2)
 
 
 @pytest.mark.parametrize(
