@@ -6,6 +6,8 @@ decoder.py writes the cache; memory_budget.py measures how much memory a GPU has
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -51,12 +53,14 @@ def allocate(
     dtype: torch.dtype,
     max_len: int,
     runtime: Runtime | None = None,
+    code_bytes: Callable[[int], int] | None = None,
 ) -> KvCache:
     """Allocate as many blocks as fit in `size_bytes`, on `runtime`'s device (None: the host).
 
-    `size_bytes` None (not known yet): the MIN_BLOCKS that a step needs. Raises ConfigError with
-    the numbers when fewer than MIN_BLOCKS fit, or the device has less memory free; a cache
-    smaller than `max_len` is allowed (requests are then shorter).
+    `size_bytes` None (not known yet): the MIN_BLOCKS that a step needs. `code_bytes` of the size
+    are left for the codes of so many blocks (None: nothing is coded). Raises ConfigError with the
+    numbers when fewer than MIN_BLOCKS fit, or the device has less memory free; a cache smaller
+    than `max_len` is allowed (requests are then shorter).
     """
     if size_bytes is None:
         return of_blocks(config, MIN_BLOCKS, block_size=block_size, dtype=dtype, runtime=runtime)
@@ -67,12 +71,24 @@ def allocate(
             f"{format_size(available_bytes)} free, before weights and buffers"
         )
     block_bytes = bytes_per_block(config, block_size=block_size, dtype=dtype)
-    num_blocks = size_bytes // block_bytes
+
+    def bytes_of(num_blocks: int) -> int:
+        codes = 0 if code_bytes is None else code_bytes(num_blocks)
+        return num_blocks * block_bytes + codes
+
+    sizes = range(size_bytes // block_bytes + 1)
+    num_blocks = max(0, bisect_right(sizes, size_bytes, key=bytes_of) - 1)
     if num_blocks < MIN_BLOCKS:
+        codes = ""
+        if code_bytes is not None:
+            codes = (
+                f" with {format_size(code_bytes(MIN_BLOCKS))} of codes for --kv-retrieval-tokens"
+            )
         raise ConfigError(
             f"--kv-cache-memory {format_size(size_bytes)} holds {num_blocks} blocks of "
-            f"{block_size} tokens ({format_size(block_bytes)} each); at least {MIN_BLOCKS} are "
-            f"needed, and {-(-max_len // block_size)} for one sequence of --max-model-len {max_len}"
+            f"{block_size} tokens ({format_size(block_bytes)} each){codes}; at least {MIN_BLOCKS} "
+            f"are needed, and {-(-max_len // block_size)} for one sequence of --max-model-len "
+            f"{max_len}"
         )
     return of_blocks(config, num_blocks, block_size=block_size, dtype=dtype, runtime=runtime)
 

@@ -35,7 +35,7 @@ from attention_nodes.memory_budget import (
     measure,
     window_bytes,
 )
-from attention_nodes.retrieval import NONE_RETRIEVED, KeyIndex
+from attention_nodes.retrieval import NONE_RETRIEVED, KeyIndex, code_bytes_of
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.scores import report
@@ -189,6 +189,7 @@ class ModelRunner:
             dtype=dtype,
             max_len=config.model.max_model_len,
             runtime=runtime,
+            code_bytes=code_bytes_of(model, config),
         )
         ops = select_ops(
             config.node.kernels,

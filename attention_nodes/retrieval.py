@@ -1,15 +1,16 @@
 """Codes of the keys of long sequences, and which of a step's sequences attend by them.
 
 Owns the memory of the codes, one set per layer without a window, when keys are coded, and the
-Retrieval of each micro-batch. Keys up to the last full segment are coded by its own codebook, which
-is learnt as soon as the segment is committed; those behind it, up to the recent window, by the one
-before, a few at a time. What is coded follows from the committed length alone, so a replay codes
-the same. Knows no scores: kernels search and attend. Called by model_runner.py between steps.
+Retrieval of each micro-batch. The memory is a part of the cache's. Keys up to the last full segment
+are coded by its own codebook, which is learnt as soon as the segment is committed; those behind it,
+up to the recent window, by the one before, a few at a time. What is coded follows from the
+committed length alone, so a replay codes the same. Knows no scores: kernels search and attend.
+Called by model_runner.py between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,12 +32,11 @@ from kernels.contracts import (
 from kernels.dispatch import Ops
 from models.config import ModelConfig
 from topspin.errors import ConfigError
+from topspin.plan import NodeConfig
 from topspin.retrieval import RetrievalPolicy
 
 OPEN_KEYS: Final = 64
 """Keys of an open segment are coded so many at a time."""
-SPARE_PLACES: Final = 1.25
-"""Places for segments, by the cache's size in segments: some share all but their last blocks."""
 
 
 class RetrievalCounts(NamedTuple):
@@ -47,6 +47,38 @@ class RetrievalCounts(NamedTuple):
 
 
 NONE_RETRIEVED: Final = RetrievalCounts()
+
+
+def num_places(num_blocks: int, *, block_size: int, max_num_seqs: int) -> int:
+    """Return the places for segments that belong to a cache of so many blocks.
+
+    As many as it holds whole segments, and one for the open segment of each sequence, which has a
+    whole one before. A sequence can lack a place only where others share blocks; it then attends to
+    all keys from that segment on.
+    """
+    num_segments = max(1, num_blocks * block_size // SEGMENT_KEYS)
+    return num_segments + min(num_segments, max_num_seqs)
+
+
+def place_bytes(model: ModelConfig) -> int:
+    """Return the bytes of a segment's codes and codebooks, of all layers that have some."""
+    width = model.head_dim // NUM_SUBSPACES
+    each = NUM_CENTROIDS * width * torch.bfloat16.itemsize + SEGMENT_KEYS
+    num_layers = sum(layer.sliding_window is None for layer in model.layers)
+    return num_layers * model.num_kv_heads * NUM_SUBSPACES * each
+
+
+def code_bytes_of(model: ModelConfig, config: NodeConfig) -> Callable[[int], int] | None:
+    """Return the bytes of all codes by the number of cache blocks; None: nothing is coded."""
+    if config.kv_cache.retrieval is None:
+        return None
+    block_size, max_num_seqs = config.kv_cache.block_size, config.attention.max_num_seqs
+
+    def code_bytes(num_blocks: int) -> int:
+        places = num_places(num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
+        return places * place_bytes(model)
+
+    return code_bytes
 
 
 class KeyIndex:
@@ -79,13 +111,12 @@ class KeyIndex:
         self._cache = cache
         self._table = table
         self._policy = policy
-        num_segments = -(-cache.num_blocks * cache.block_size // SEGMENT_KEYS)
-        num_places = int(SPARE_PLACES * num_segments) + max_num_seqs
-        self._pool = SegmentPool(num_places)
+        count = num_places(cache.num_blocks, block_size=cache.block_size, max_num_seqs=max_num_seqs)
+        self._pool = SegmentPool(count)
         self._coded: dict[int, int] = {}
         self._policies: dict[int, RetrievalPolicy | None] = {}
         self.codes: dict[int, KeyCodes] = {
-            idx: _allocate(num_places, model.num_kv_heads, model.head_dim)
+            idx: _allocate(count, model.num_kv_heads, model.head_dim)
             for idx, layer in enumerate(model.layers)
             if layer.sliding_window is None
         }
@@ -261,8 +292,8 @@ class KeyIndex:
         return places[: -(-end // SEGMENT_KEYS)], end, policy.num_selected
 
 
-def _allocate(num_places: int, num_groups: int, head_dim: int) -> KeyCodes:
-    shape = (num_places, num_groups, NUM_SUBSPACES)
+def _allocate(count: int, num_groups: int, head_dim: int) -> KeyCodes:
+    shape = (count, num_groups, NUM_SUBSPACES)
     width = head_dim // NUM_SUBSPACES
     return KeyCodes(
         centroids=torch.zeros(*shape, NUM_CENTROIDS, width, dtype=torch.bfloat16),

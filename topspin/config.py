@@ -205,7 +205,8 @@ class CacheSection(Section, frozen=True, kw_only=True):
     kv_cache_bytes: Annotated[
         int | None,
         Setting(
-            "KV cache of each attention node, for example 2GiB; auto: "
+            "KV cache of each attention node, its codes for retrieval included, for example 2GiB; "
+            "auto: "
             f"{format_size(CPU_KV_CACHE_BYTES)} on the CPU, what fits on a GPU",
             flag="--kv-cache-memory SIZE",
             within=(1, 2**50),

@@ -306,11 +306,11 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         if self.kv_cache.retrieval is None:
             return
         for node in self.attention:
-            if node.kernels not in ("cpu", "reference"):
+            if node.kernels not in ("cpu", "reference") or node.place.is_gpu:
                 raise ConfigError(
                     f"kv_cache.retrieval (--kv-retrieval-tokens): {node} has the kernels "
-                    f"{node.kernels}; only those for the CPU search codes, and --deterministic "
-                    "attends to all keys"
+                    f"{node.kernels} on {node.device}; only those for the CPU search codes, and "
+                    "--deterministic attends to all keys"
                 )
 
     def _check_drafts(self) -> None:

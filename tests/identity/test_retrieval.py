@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attention_nodes.retrieval import place_bytes
 from kernels.contracts import SEGMENT_KEYS, KeyCodes, Retrieval
 from kernels.retrieval import encode, learn_codebooks, select
+from models.config import load_model_config
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
 from topspin.retrieval import RetrievalPolicy, policy_of
@@ -206,7 +208,7 @@ def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
     config = engine_config(
         path,
         block_size=16,
-        kv_cache_bytes=(longest + 32) * bytes_per_token,
+        kv_cache_bytes=(longest + 32) * bytes_per_token + 4 * place_bytes(load_model_config(path)),
         max_num_batched_tokens=512,
         window_rows=256,
         **settings,

@@ -34,6 +34,7 @@ from topspin.plan import (
     load_serve_config,
 )
 from topspin.precision import rules_of
+from topspin.retrieval import RetrievalPolicy
 from topspin.speculation import Speculation
 
 ATTENTION = AttentionNode(
@@ -267,6 +268,14 @@ REFUSED: list[tuple[EnginePlan, str]] = [
             link=replace(LINK, transport="cuda_ipc", latency_us=2.5),
         ),
         r"links\[0\]: latency_us 2\.5 with transport cuda_ipc",
+    ),
+    (
+        made_of(
+            replace(ATTENTION, device="cuda:0", kernels="reference"),
+            EXPERT,
+            kv_cache=KvCacheSpec(retrieval=RetrievalPolicy(num_tokens=512)),
+        ),
+        r"kv_cache\.retrieval .*: attention 0 has the kernels reference on cuda:0; only those for",
     ),
     (on_one_gpu(link=LINK), r"execution\.gpu_streams 2: only attention and experts on one GPU"),
     (
