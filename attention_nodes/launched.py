@@ -8,19 +8,18 @@ Called by model_runner.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from attention_nodes.executor import Receipt
-from attention_nodes.retrieval import NONE_RETRIEVED, RetrievalCounts
 from attention_nodes.sampler import NO_VERDICT, Asked, Drawn, Verdict
 from attention_nodes.scores import NO_SCORES, Scores
 from attention_nodes.sequences import IntArray, Reserved, SequenceTable
 from attention_nodes.step_inputs import Scored
 from kernels.runtime import Event
 from m2n_comm.net import AttentionNet, NetTimes
-from topspin.messages import StepResult, StepTicket, StepTimings
+from topspin.messages import KvCounts, StepResult, StepTicket, StepTimings
 
 
 def check_of(net: AttentionNet | None) -> Callable[[], None] | None:
@@ -38,6 +37,7 @@ class LaunchedStep:
 
     `verdict` is set with them. `scored` are the slices that have scores, `ended` the sequences
     that had nothing to feed.
+    `errors`, by sequence id: why some fail whatever is drawn.
     `check` is called during the wait for the step and at its end. The host began the step at
     `started_s` and enqueued its layers from `prepared_s` on (time.perf_counter); `began` and
     `rallied` are the events of the device's begin and end of the layers. `draft_s` of its
@@ -59,6 +59,7 @@ class LaunchedStep:
     scored: tuple[Scored, ...] = ()
     ended: tuple[int, ...] = ()
     check: Callable[[], None] | None = None
+    errors: dict[int, str] = field(default_factory=dict)
     arrays: list[np.ndarray] | None = None
     verdict: Verdict = NO_VERDICT
 
@@ -96,7 +97,7 @@ class LaunchedStep:
         scores: Scores = NO_SCORES,
         *,
         previous_s: float | None,
-        retrieved: RetrievalCounts = NONE_RETRIEVED,
+        kv: KvCounts | None = None,
     ) -> StepResult:
         """Return the result; `previous_s` is the time of the previous step's result.
 
@@ -116,9 +117,8 @@ class LaunchedStep:
             tokens=drawn.tokens,
             logprobs=drawn.logprobs,
             prompt_logprobs=scores.prompt_logprobs,
-            errors=drawn.errors | scores.errors,
-            num_selected_rows=retrieved.num_selected_rows,
-            num_coded_segments=retrieved.num_segments,
+            errors=drawn.errors | scores.errors | self.errors,
+            kv=kv,
             timings=StepTimings(
                 total_s=prepare_s + layers_s + sample_s,
                 # The device may still compute while the host waits for experts.

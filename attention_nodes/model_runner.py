@@ -27,6 +27,7 @@ from attention_nodes.drafts import draft_requests, end_texts, take_drafts
 from attention_nodes.executor import Executor
 from attention_nodes.host_executor import HostExecutor
 from attention_nodes.launched import LaunchedStep, check_of
+from attention_nodes.long_contexts import LongContexts, spilled_blocks
 from attention_nodes.memory_budget import (
     AbsentExperts,
     blocks_to_allocate,
@@ -35,7 +36,7 @@ from attention_nodes.memory_budget import (
     measure,
     window_bytes,
 )
-from attention_nodes.retrieval import NONE_RETRIEVED, KeyIndex, code_bytes_of
+from attention_nodes.retrieval import code_bytes_of
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.scores import report
@@ -92,8 +93,9 @@ class ModelRunner:
         runtime: Runtime | None = None,
         drafter: Drafter | None = None,
     ) -> None:
-        """Serve with `decoder`, whose cache has `num_blocks`; `runtime` None: the host's.
+        """Serve with `decoder` and `num_blocks` blocks, of which its cache has all, or the frames.
 
+        `runtime` None: the host's.
         `drafter` None: nothing is drafted, whatever plans allow.
         """
         self._model = model
@@ -114,7 +116,7 @@ class ModelRunner:
         self._max_tokens = config.attention.max_num_batched_tokens
         # Recorded steps have a number of rows each.
         self._trims = config.execution.recordings and not config.node.place.is_device
-        self._index = self._make_index(config)
+        self._long = self._make_long(config)
         self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
         self._generation = 0
@@ -122,21 +124,20 @@ class ModelRunner:
         self.trace = ring_of(config)
         self._finished_s: float | None = None
 
-    def _make_index(self, config: NodeConfig) -> KeyIndex | None:
-        """Return the codes of the cache's keys, if sequences may attend to a selection of them."""
-        policy = config.kv_cache.retrieval
-        if policy is None:
+    def _make_long(self, config: NodeConfig) -> LongContexts | None:
+        """Return what serves long contexts, if sequences may attend to a selection of keys."""
+        if config.kv_cache.retrieval is None:
             return None
-        index = KeyIndex(
+        long = LongContexts(
             self._model,
             self._decoder.ops,
             self._decoder.kv,
             self._table,
-            policy,
-            max_num_seqs=config.attention.max_num_seqs,
+            config,
+            num_blocks=self.num_blocks,
         )
-        self._decoder.codes = index.codes
-        return index
+        self._decoder.codes = long.codes
+        return long
 
     def _make_executor(self, config: NodeConfig) -> Executor:
         rotary = RotaryTable(self._model, max_len=self._table.limits.max_len)
@@ -182,6 +183,8 @@ class ModelRunner:
         model = load_model_config(path, config.model.hf_overrides)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         block_size = config.kv_cache.block_size
+        block_bytes = kv_cache.bytes_per_block(model, block_size=block_size, dtype=dtype)
+        num_assigned = spilled_blocks(config, block_bytes)
         cache = kv_cache.allocate(
             model,
             block_size=block_size,
@@ -189,7 +192,7 @@ class ModelRunner:
             dtype=dtype,
             max_len=config.model.max_model_len,
             runtime=runtime,
-            code_bytes=code_bytes_of(model, config),
+            code_bytes=code_bytes_of(model, config, num_blocks=num_assigned),
         )
         ops = select_ops(
             config.node.kernels,
@@ -217,7 +220,8 @@ class ModelRunner:
             dry = cls(model, decoder, cache.num_blocks, config, runtime)
             dry._rehearse(config, index, table_version, open_net)
             del dry
-        runner = cls(model, decoder, decoder.kv.num_blocks, config, runtime, drafter)
+        num_blocks = num_assigned or decoder.kv.num_blocks
+        runner = cls(model, decoder, num_blocks, config, runtime, drafter)
         runner._warm_up()
         if config.execution.recordings:
             runtime.prepare_capture()
@@ -307,8 +311,13 @@ class ModelRunner:
         asked = self._sampler.ask(Sampled.of([slices]))
         self._sampler.draw(self._decoder.logits(residual), asked)
         self._table.clear()
-        if self._index is not None:
-            self._index.warm_up(self._model.num_heads)
+        if self._long is not None:
+            self._long.index.warm_up(self._model.num_heads)
+
+    @property
+    def num_frames(self) -> int:
+        """Return how many blocks are in memory at once."""
+        return self.num_blocks if self._long is None else self._long.num_frames
 
     @property
     def is_moe(self) -> bool:
@@ -377,7 +386,7 @@ class ModelRunner:
         followed = time.perf_counter()
         drafts = self._drafts(plan)
         drafted = time.perf_counter()
-        micro_batches = self._slice_up(plan, drafts)
+        micro_batches, errors = self._slice_up(plan, drafts)
         sampled = Sampled.of(micro_batches)
         self._settle_for(sampled.rows)
         asked = self._sampler.ask(sampled)
@@ -410,13 +419,13 @@ class ModelRunner:
             scored=tuple(chain.from_iterable(slices.scored for slices in micro_batches)),
             ended=tuple(chain.from_iterable(slices.ended for slices in micro_batches)),
             check=check_of(net),
+            errors=errors,
         )
         self._launched.append(launched)
         if not self._executor.keeps_tokens:
             self._settle(launched)
-        if self._index is not None:
-            for slices in micro_batches:
-                self._index.follow(slices.rows)
+        if self._long is not None:
+            launched.errors |= self._long.follow(micro_batches)
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""
@@ -429,8 +438,8 @@ class ModelRunner:
             self.trace.step = launched.ticket.step
             self.trace.stamp(Kind.STEP_ENDED)
         previous_s, self._finished_s = self._finished_s, time.perf_counter()
-        retrieved = NONE_RETRIEVED if self._index is None else self._index.take_counts()
-        return launched.result(drawn, scores, previous_s=previous_s, retrieved=retrieved)
+        counts = None if self._long is None else self._long.take_counts()
+        return launched.result(drawn, scores, previous_s=previous_s, kv=counts)
 
     def discard(self) -> None:
         """Forget launched and recorded steps, once all have ended; their generation is over."""
@@ -456,7 +465,10 @@ class ModelRunner:
         """Copy cache slots to others, if any."""
         if len(sources):
             device = self.runtime.device
-            slots = [torch.from_numpy(each).to(device) for each in (sources, targets)]
+            pairs = (sources, targets)
+            if self._long is not None:
+                pairs = self._long.slots(sources), self._long.slots(targets)
+            slots = [torch.from_numpy(each).to(device) for each in pairs]
             self._decoder.kv.move(*slots)
 
     def _drafts(self, plan: StepPlan) -> dict[int, Draft]:
@@ -503,15 +515,15 @@ class ModelRunner:
             finished = self._table.seq_ids + finished
         if self._drafter is not None:
             end_texts(self._drafter, finished, self._table)
-        if self._index is not None:
-            self._index.end(self._table.rows_of(np.array(finished, dtype=np.int64)))
+        if self._long is not None:
+            self._long.end(self._table.rows_of(np.array(finished, dtype=np.int64)))
         for seq_id in finished:
             self._table.forget(seq_id)
         for new in plan.new:
             self._table.admit(new)
-            if self._index is not None:
+            if self._long is not None:
                 kept = new.num_computed // self._table.limits.block_size
-                self._index.overwrite(unpack(new.blocks, what="blocks")[kept:].tolist())
+                self._long.overwrite(unpack(new.blocks, what="blocks")[kept:])
 
     def _check_ticket(self, ticket: StepTicket, index: int) -> None:
         if ticket.generation < self._generation:
@@ -521,22 +533,25 @@ class ModelRunner:
         if index not in ticket.participants:
             raise ProtocolError(f"step {ticket.step} is not for attention node {index}")
 
-    def _slice_up(self, plan: StepPlan, drafts: dict[int, Draft]) -> list[Slices]:
-        """Turn the plan into indices and advance its sequences."""
+    def _slice_up(
+        self, plan: StepPlan, drafts: dict[int, Draft]
+    ) -> tuple[list[Slices], dict[int, str]]:
+        """Turn the plan into indices and advance its sequences.
+
+        Returns, by sequence id, why some fail, too.
+        """
         micro_batches = [slice_up(each, self._table, drafts) for each in plan.micro_batches]
         num_tokens = sum(slices.num_tokens for slices in micro_batches)
         if num_tokens > self._max_tokens:
             raise ProtocolError(f"{num_tokens} tokens in a step, more than {self._max_tokens}")
-        if self._index is not None:
-            micro_batches = [
-                slices._replace(retrieval=self._index.retrieval_of(slices))
-                for slices in micro_batches
-            ]
+        errors: dict[int, str] = {}
+        if self._long is not None:
             for each in plan.micro_batches:
-                self._index.overwrite(unpack(each.block_ids, what="block_ids").tolist())
+                self._long.overwrite(unpack(each.block_ids, what="block_ids"))
+            micro_batches, errors = self._long.prepare(micro_batches)
         for slices in micro_batches:
             self._table.commit(slices.rows, slices.certain)
-        return micro_batches
+        return micro_batches, errors
 
 
 def _micro_batches(config: NodeConfig) -> tuple[int, ...]:

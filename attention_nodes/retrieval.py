@@ -11,7 +11,7 @@ Called by model_runner.py between steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -32,21 +32,12 @@ from kernels.contracts import (
 from kernels.dispatch import Ops
 from models.config import ModelConfig
 from topspin.errors import ConfigError
+from topspin.messages import KvCounts
 from topspin.plan import NodeConfig
 from topspin.retrieval import RetrievalPolicy
 
 OPEN_KEYS: Final = 64
 """Keys of an open segment are coded so many at a time."""
-
-
-class RetrievalCounts(NamedTuple):
-    """Rows that attended to a selection, summed over layers; segments that got a codebook."""
-
-    num_selected_rows: int = 0
-    num_segments: int = 0
-
-
-NONE_RETRIEVED: Final = RetrievalCounts()
 
 
 def num_places(num_blocks: int, *, block_size: int, max_num_seqs: int) -> int:
@@ -68,14 +59,21 @@ def place_bytes(model: ModelConfig) -> int:
     return num_layers * model.num_kv_heads * NUM_SUBSPACES * each
 
 
-def code_bytes_of(model: ModelConfig, config: NodeConfig) -> Callable[[int], int] | None:
-    """Return the bytes of all codes by the number of cache blocks; None: nothing is coded."""
+def code_bytes_of(
+    model: ModelConfig, config: NodeConfig, *, num_blocks: int | None = None
+) -> Callable[[int], int] | None:
+    """Return the bytes of all codes by the number of cache blocks; None: nothing is coded.
+
+    `num_blocks` None: those of the cache are all that may have codes.
+    """
     if config.kv_cache.retrieval is None:
         return None
     block_size, max_num_seqs = config.kv_cache.block_size, config.attention.max_num_seqs
 
-    def code_bytes(num_blocks: int) -> int:
-        places = num_places(num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
+    def code_bytes(num_cached: int) -> int:
+        places = num_places(
+            num_blocks or num_cached, block_size=block_size, max_num_seqs=max_num_seqs
+        )
         return places * place_bytes(model)
 
     return code_bytes
@@ -92,9 +90,13 @@ class KeyIndex:
         table: SequenceTable,
         policy: RetrievalPolicy,
         *,
+        num_blocks: int,
         max_num_seqs: int,
     ) -> None:
-        """Raises ConfigError for a model whose keys are not coded."""
+        """`num_blocks` are those that the scheduler assigns, which may be more than the cache's.
+
+        Raises ConfigError for a model whose keys are not coded.
+        """
         if model.head_dim % NUM_SUBSPACES:
             raise ConfigError(
                 f"--kv-retrieval-tokens: keys of {model.head_dim} numbers are not coded; that "
@@ -111,20 +113,23 @@ class KeyIndex:
         self._cache = cache
         self._table = table
         self._policy = policy
-        count = num_places(cache.num_blocks, block_size=cache.block_size, max_num_seqs=max_num_seqs)
+        count = num_places(num_blocks, block_size=cache.block_size, max_num_seqs=max_num_seqs)
         self._pool = SegmentPool(count)
         self._coded: dict[int, int] = {}
         self._policies: dict[int, RetrievalPolicy | None] = {}
         self.codes: dict[int, KeyCodes] = {
-            idx: _allocate(count, model.num_kv_heads, model.head_dim)
-            for idx, layer in enumerate(model.layers)
-            if layer.sliding_window is None
+            idx: _allocate(count, model, number)
+            for number, idx in enumerate(
+                idx for idx, layer in enumerate(model.layers) if layer.sliding_window is None
+            )
         }
-        self._counts = NONE_RETRIEVED
+        self.frame_slots: Callable[[IntArray], IntArray] = lambda slots: slots
+        """Where slots of blocks are in the cache; a spill sets it."""
+        self._counts = KvCounts()
 
-    def take_counts(self) -> RetrievalCounts:
+    def take_counts(self) -> KvCounts:
         """Return the counts since the last call."""
-        counts, self._counts = self._counts, NONE_RETRIEVED
+        counts, self._counts = self._counts, KvCounts()
         return counts
 
     @torch.inference_mode()
@@ -169,11 +174,11 @@ class KeyIndex:
     def follow(self, rows: IntArray) -> None:
         """Code what the sequences in `rows` of the table have committed; after a step."""
         for row in rows.tolist():
-            policy, committed = self._policy_of(row), int(self._table.num_committed[row])
+            policy, committed = self.policy_of(row), int(self._table.num_committed[row])
             if policy is not None and committed > policy.num_tokens:
                 self._follow(row, policy, committed)
 
-    def _policy_of(self, row: int) -> RetrievalPolicy | None:
+    def policy_of(self, row: int) -> RetrievalPolicy | None:
         """Return what a sequence's request has asked for; None: attention to all keys."""
         if row not in self._policies:
             policy: RetrievalPolicy | None = self._policy
@@ -215,7 +220,7 @@ class KeyIndex:
                 codes.codes[place],
                 num_iterations=num_iterations,
             )
-        self._counts = self._counts._replace(num_segments=self._counts.num_segments + 1)
+        self._counts += KvCounts(num_coded_segments=1)
 
     def _code_open(self, row: int, begin: int, end: int) -> None:
         """Code keys of the open segment by the codebook of the one before."""
@@ -241,7 +246,7 @@ class KeyIndex:
         self._coded[row] = end
 
     def _slots(self, row: int, begin: int, end: int) -> Tensor:
-        return torch.from_numpy(self._table.slots(row, np.arange(begin, end)))
+        return torch.from_numpy(self.frame_slots(self._table.slots(row, np.arange(begin, end))))
 
     def retrieval_of(self, slices: Slices) -> Retrieval | None:
         """Return which sequences of a micro-batch attend to a selection of their keys.
@@ -262,9 +267,7 @@ class KeyIndex:
         for at, (_, places, _, _) in enumerate(chosen):
             segments[at, : len(places)] = places
         num_rows = sum(int(slices.counts[idx]) for idx, _, _, _ in chosen)
-        self._counts = self._counts._replace(
-            num_selected_rows=self._counts.num_selected_rows + num_rows * len(self.codes)
-        )
+        self._counts += KvCounts(num_selected_rows=num_rows * len(self.codes))
         return Retrieval(
             seqs=torch.tensor([idx for idx, _, _, _ in chosen], dtype=torch.int32),
             segments=torch.from_numpy(segments),
@@ -292,10 +295,11 @@ class KeyIndex:
         return places[: -(-end // SEGMENT_KEYS)], end, policy.num_selected
 
 
-def _allocate(count: int, num_groups: int, head_dim: int) -> KeyCodes:
-    shape = (count, num_groups, NUM_SUBSPACES)
-    width = head_dim // NUM_SUBSPACES
+def _allocate(count: int, model: ModelConfig, layer: int) -> KeyCodes:
+    shape = (count, model.num_kv_heads, NUM_SUBSPACES)
+    width = model.head_dim // NUM_SUBSPACES
     return KeyCodes(
         centroids=torch.zeros(*shape, NUM_CENTROIDS, width, dtype=torch.bfloat16),
         codes=torch.zeros(*shape, SEGMENT_KEYS, dtype=torch.uint8),
+        layer=layer,
     )

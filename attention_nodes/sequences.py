@@ -85,6 +85,7 @@ class SequenceTable:
         self.keys = np.zeros((capacity, 3), dtype=np.int64)
         self._sampling: list[SamplingParams | None] = [None] * capacity
         self._salts = [""] * capacity
+        self.seq_id_of = np.zeros(capacity, dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -111,6 +112,7 @@ class SequenceTable:
             raise ProtocolError(f"sequence {new.seq_id}: a token id is outside the vocabulary")
         row = self._take_row()
         self._row_of[new.seq_id] = row
+        self.seq_id_of[row] = new.seq_id
         self.tokens[row, : len(tokens)] = tokens
         self.num_known[row] = len(tokens)
         self.num_committed[row] = new.num_computed
@@ -134,6 +136,7 @@ class SequenceTable:
                 "num_prompt",
                 "max_length",
                 "num_blocks",
+                "seq_id_of",
                 "tenancy",
                 "reals",
                 "keys",

@@ -50,10 +50,10 @@ class SpillFile:
             self.fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(self.fd, 0, size)
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", "too large")
             raise ConfigError(
-                f"--kv-spill-dir {directory}: no file of {format_size(size)} there: "
-                f"{error.strerror}"
+                f"--kv-spill-dir {directory}: no file of {format_size(size)} there: {reason}"
             ) from error
         try:
             flags = os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
@@ -64,7 +64,7 @@ class SpillFile:
         # Memory of whole pages, as writes past the cache need.
         self._memory = mmap.mmap(-1, self._at_once * self.record_bytes)
         raw = torch.frombuffer(self._memory, dtype=torch.uint8).view(self._at_once, -1)
-        self._records = raw[:, :used].view(dtype).unflatten(1, self._shape)
+        self._records = raw[:, :used].view(dtype).view(self._at_once, *self._shape)
 
     def save(self, blocks: IntArray, frames: IntArray) -> IntArray:
         """Write `blocks`, whose contents are in `frames`; returns those that were not written."""
@@ -100,15 +100,19 @@ class SpillFile:
 
     def _write(self, part: memoryview, offset: int) -> bool:
         for fd in (self._direct, self.fd):
-            if fd is None:
-                continue
             try:
-                if os.pwrite(fd, part, offset) == len(part):
+                if fd is not None and os.pwrite(fd, part, offset) == len(part):
                     return True
             except OSError:
                 pass
-            self._direct = None if fd == self._direct else self._direct
+            self.forgo_direct()
         return False
+
+    def forgo_direct(self) -> None:
+        """Write through the page cache from now on."""
+        if self._direct is not None:
+            os.close(self._direct)
+            self._direct = None
 
     def _load(self, blocks: list[int], frames: Tensor) -> int:
         """Read blocks; returns how many of them, the first ones, were read."""
@@ -136,7 +140,7 @@ class SpillFile:
 
     def close(self) -> None:
         """Give the file's space back."""
-        for fd in (self.fd, self._direct):
-            if fd is not None:
-                os.close(fd)
-        self.fd, self._direct = -1, None
+        self.forgo_direct()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -25,7 +25,7 @@ from spec_decode.suffix import drafter_of
 from topspin.channel import ControlClient
 from topspin.errors import Interrupted, ProtocolError
 from topspin.messages import AnyMessage, PrepareTable, StepPlan, StepTicket, TablePrepared, Welcome
-from topspin.node_life import NodeLife
+from topspin.node_life import CacheSize, NodeLife
 from topspin.plan import NodeConfig
 
 OpenNet = Callable[[Welcome, ModelRunner, NodeLife], AttentionNet]
@@ -84,7 +84,7 @@ class AttentionWorker:
             if self._drafter is not None:
                 self._drafter.close()
 
-    def load(self, welcome: Welcome) -> int:
+    def load(self, welcome: Welcome) -> CacheSize:
         self._drafter = self._make_drafter(welcome.config, self._model_path)
         self._runner = ModelRunner.load(
             self._model_path,
@@ -95,7 +95,7 @@ class AttentionWorker:
             drafter=self._drafter,
         )
         self._life.inbox.trace = self._runner.trace
-        return self._runner.num_blocks
+        return CacheSize(self._runner.num_blocks, self._runner.num_frames)
 
     @property
     def runner(self) -> ModelRunner:

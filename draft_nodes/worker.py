@@ -19,7 +19,7 @@ from spec_decode.rounds import Counts, DraftRounds
 from topspin.channel import ControlClient, ControlServer, Event, PeerGone, Received
 from topspin.errors import ProtocolError
 from topspin.messages import AnyMessage, DraftCounts, Verdict, Verdicts, Welcome, pack_ints
-from topspin.node_life import NodeLife
+from topspin.node_life import CacheSize, NodeLife
 from topspin.plan import NodeConfig
 from topspin.trace import Kind, Ring
 from topspin.trace_node import ring_of
@@ -63,7 +63,7 @@ class DraftWorker:
         self._life.introduce("")
         self._life.serve(self)
 
-    def load(self, welcome: Welcome) -> int:
+    def load(self, welcome: Welcome) -> CacheSize:
         config = welcome.config
         model, growth = self._load(config)
         self._rounds = DraftRounds(model, growth, max_length=model.max_length)
@@ -71,7 +71,7 @@ class DraftWorker:
         self._trace = self._life.inbox.trace = ring_of(config)
         assert config.node.address is not None, "the launcher gives draft nodes their addresses"
         self._server = ControlServer(config.node.address)
-        return 0
+        return CacheSize()
 
     def _warm_up(self, rounds: DraftRounds) -> None:
         """Make passes for a text of no one, so that the first request finds code and memory."""

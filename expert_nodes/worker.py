@@ -29,7 +29,7 @@ from topspin.devices import CPU, TRITON
 from topspin.errors import ConfigError, ProtocolError
 from topspin.expert_table import ExpertTable
 from topspin.messages import AnyMessage, ExpertCounts, PrepareTable, StepTicket, Welcome
-from topspin.node_life import NodeLife
+from topspin.node_life import CacheSize, NodeLife
 from topspin.plan import NodeConfig
 from topspin.precision import format_of, formats
 from topspin.process import release_freed_memory
@@ -213,7 +213,7 @@ class ExpertWorker:
         self._life.introduce(Checkpoint(self._model_path).fingerprint(), data_address)
         self._life.serve(self)
 
-    def load(self, welcome: Welcome) -> int:
+    def load(self, welcome: Welcome) -> CacheSize:
         experts = self._experts = self._load(welcome)
         self._life.inbox.trace = experts.trace
         config = welcome.config
@@ -221,7 +221,7 @@ class ExpertWorker:
         self._change = TableChange(
             experts, model_path=self._model_path, config=welcome.config, index=self._index
         )
-        return 0
+        return CacheSize()
 
     @property
     def experts(self) -> Experts:

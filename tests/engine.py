@@ -108,6 +108,8 @@ def engine_config(
     block_size: int = 4,
     kv_cache_bytes: int = 8 * 2**20,
     kv_retrieval_tokens: int | None = None,
+    kv_spill_dir: str | None = None,
+    kv_spill_bytes: int | None = None,
     window_rows: int = 16,
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 48,
@@ -138,6 +140,8 @@ def engine_config(
             block_size=block_size,
             kv_cache_bytes=kv_cache_bytes,
             kv_retrieval_tokens=kv_retrieval_tokens,
+            kv_spill_dir=kv_spill_dir,
+            kv_spill_bytes=kv_spill_bytes,
         ),
         speculation=SpeculationSection(config=speculation),
         m2n=M2NSection(

@@ -222,6 +222,23 @@ class CacheSection(Section, frozen=True, kw_only=True):
             within=(MIN_TOKENS, 2**24),
         ),
     ] = None
+    kv_spill_dir: Annotated[
+        str | None,
+        Setting(
+            "directory of an unlinked file for keys and values that have no place in "
+            "--kv-cache-memory; needs --kv-retrieval-tokens; auto: none",
+            flag="--kv-spill-dir DIR",
+        ),
+    ] = None
+    kv_spill_bytes: Annotated[
+        int | None,
+        Setting(
+            "size of that file: all keys and values of an attention node, those in memory too",
+            flag="--kv-spill-size SIZE",
+            within=(1, 2**50),
+            parse=parse_size,
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         float,
         Setting(

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -53,11 +53,18 @@ from topspin.progress import StepProgress
 STOP_NOTICE_S = 2.0
 
 
+class CacheSize(NamedTuple):
+    """The blocks of a KV cache, and how many of them are in memory at once."""
+
+    num_blocks: int = 0
+    num_frames: int = 0
+
+
 class Worker(Protocol):
     """One role's part in its node's life; all of it runs in the node's one busy thread."""
 
-    def load(self, welcome: Welcome) -> int:
-        """Read the weights and warm up; returns the KV cache's blocks (0: there is none)."""
+    def load(self, welcome: Welcome) -> CacheSize:
+        """Read the weights and warm up; returns the size of an attention node's KV cache."""
 
     def form(self, welcome: Welcome) -> None:
         """Connect to the peers of the topology, with its expert table."""
@@ -122,13 +129,24 @@ class NodeLife:
         welcome = await_welcome(self._control)
         self._restarts = welcome.config.restart
         started_s = time.monotonic()
-        num_blocks = worker.load(welcome)
+        cache = worker.load(welcome)
         load_s = time.monotonic() - started_s
-        ready = Ready(role=self._role, index=self._index, num_blocks=num_blocks, load_s=load_s)
+        ready = Ready(
+            role=self._role,
+            index=self._index,
+            num_blocks=cache.num_blocks,
+            num_frames=cache.num_frames,
+            load_s=load_s,
+        )
         try:
             if welcome.joins_late:
                 self.send(
-                    Loaded(role=self._role, index=self._index, num_blocks=num_blocks, load_s=load_s)
+                    Loaded(
+                        role=self._role,
+                        index=self._index,
+                        num_blocks=cache.num_blocks,
+                        load_s=load_s,
+                    )
                 )
             else:
                 self._form(worker, welcome, ready)

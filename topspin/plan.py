@@ -38,7 +38,7 @@ from topspin.devices import (
 )
 from topspin.errors import ConfigError
 from topspin.precision import PrecisionRule
-from topspin.retrieval import RetrievalPolicy
+from topspin.retrieval import RetrievalPolicy, SpillSpec
 from topspin.settings import check_ranges
 from topspin.speculation import Speculation
 
@@ -148,12 +148,14 @@ class KvCacheSpec(Section, frozen=True, kw_only=True):
     """The paged KV cache, the same on all attention nodes.
 
     `dtypes` gives layers another dtype than the model's, {layer: dtype}; not served yet.
-    `retrieval` null: every token attends to its whole context.
+    `retrieval` null: every token attends to its whole context. `spill` null: all keys and values
+    are in memory.
     """
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     dtypes: dict[int, str] = msgspec.field(default_factory=dict)
     retrieval: RetrievalPolicy | None = None
+    spill: SpillSpec | None = None
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):
@@ -303,6 +305,8 @@ class EnginePlan(Section, frozen=True, kw_only=True):
 
     def _check_retrieval(self) -> None:
         """Check that the kernels of all attention nodes search codes."""
+        if self.kv_cache.spill is not None:
+            self._check_spill()
         if self.kv_cache.retrieval is None:
             return
         for node in self.attention:
@@ -311,6 +315,25 @@ class EnginePlan(Section, frozen=True, kw_only=True):
                     f"kv_cache.retrieval (--kv-retrieval-tokens): {node} has the kernels "
                     f"{node.kernels} on {node.device}; only those for the CPU search codes, and "
                     "--deterministic attends to all keys"
+                )
+
+    def _check_spill(self) -> None:
+        """Check that nothing needs keys whole that are in the spill's file."""
+        if self.kv_cache.retrieval is None:
+            raise ConfigError(
+                "kv_cache.spill (--kv-spill-dir): without kv_cache.retrieval "
+                "(--kv-retrieval-tokens) every token attends to keys that must be in memory"
+            )
+        if self.speculation is not None and self.speculation.branches:
+            raise ConfigError(
+                "kv_cache.spill (--kv-spill-dir): drafts that branch attend to all keys; set "
+                "speculation.branches to false"
+            )
+        for node in self.attention:
+            if node.kernels != "cpu":
+                raise ConfigError(
+                    f"kv_cache.spill (--kv-spill-dir): {node} has the kernels {node.kernels}; only "
+                    "cpu reads selected keys from a file"
                 )
 
     def _check_drafts(self) -> None:

@@ -57,6 +57,7 @@ def make_policy(
         plan,
         formation=formation,
         num_blocks=roster.num_blocks(),
+        num_frames=roster.num_frames(),
         vocab_size=facts.vocab_size,
         shares_cores=shares_cores(plan, roster.expert_addresses(), facts.num_cores),
         num_layers=facts.num_moe_layers,

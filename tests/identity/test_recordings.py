@@ -171,7 +171,7 @@ def test_steps_that_retrieve_are_recorded_too(
         )
         with Engine(config) as engine:
             found.append(engine.generate(prompts, max_tokens=2 * NUM_TOKENS))
-            assert engine.stats().num_selected_rows > 2 * NUM_TOKENS
+            assert engine.stats().kv.num_selected_rows > 2 * NUM_TOKENS
     assert found[0] == found[1]
     kinds = Counter(call.args[1].retrieval is not None for call in renew.call_args_list)
     assert kinds[True] > NUM_TOKENS

@@ -148,8 +148,8 @@ def test_tokens_are_those_of_transformers_with_the_same_selection(
     with Engine(config_of(path, kernels=kernels, kv_retrieval_tokens=BUDGET)) as engine:
         assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
         stats = engine.stats()
-    assert stats.num_selected_rows > 2 * NUM_TOKENS
-    assert stats.num_coded_segments == 2
+    assert stats.kv.num_selected_rows > 2 * NUM_TOKENS
+    assert stats.kv.num_coded_segments == 2
 
 
 def test_requests_choose_how_many_keys(tmp_path: Any, oracle: Oracle) -> None:
@@ -177,7 +177,7 @@ def test_a_budget_for_the_whole_context_is_plain_attention(tmp_path: Any) -> Non
         expected = engine.generate(prompts, max_tokens=NUM_TOKENS)
     with Engine(config_of(path, kv_retrieval_tokens=4096)) as engine:
         assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
-        assert engine.stats().num_selected_rows == 0
+        assert engine.stats().kv.num_selected_rows == 0
 
 
 def test_shared_prefixes_share_codes(tmp_path: Any) -> None:
@@ -185,11 +185,11 @@ def test_shared_prefixes_share_codes(tmp_path: Any) -> None:
     (prompt,) = prompts_of((2 * SEGMENT_KEYS + 90,))
     with Engine(config_of(path, kv_retrieval_tokens=BUDGET)) as engine:
         first = engine.generate([prompt], max_tokens=NUM_TOKENS)
-        coded = engine.stats().num_coded_segments
+        coded = engine.stats().kv.num_coded_segments
         assert engine.generate([prompt], max_tokens=NUM_TOKENS) == first
         stats = engine.stats()
     assert stats.prefix_cache_hits > 0
-    assert coded == stats.num_coded_segments == 2
+    assert coded == stats.kv.num_coded_segments == 2
 
 
 def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
@@ -219,7 +219,7 @@ def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
     assert found[0] == expected
     assert len(found[1]) == 3 * NUM_TOKENS
     assert stats.num_preemptions > 0
-    assert stats.num_selected_rows > 0
+    assert stats.kv.num_selected_rows > 0
 
 
 def test_drafts_of_a_sequence_share_its_selection(tmp_path: Any) -> None:
@@ -235,4 +235,4 @@ def test_drafts_of_a_sequence_share_its_selection(tmp_path: Any) -> None:
         stats = engine.stats()
     assert len(found) == NUM_TOKENS
     assert stats.num_drafts > 0
-    assert stats.num_selected_rows > 0
+    assert stats.kv.num_selected_rows > 0

@@ -40,7 +40,7 @@ from topspin.messages import (
     Topology,
     Welcome,
 )
-from topspin.node_life import NodeLife, run_node
+from topspin.node_life import CacheSize, NodeLife, run_node
 
 TIMEOUT_S = 30.0
 
@@ -141,9 +141,9 @@ class Node:
 
     # The worker.
 
-    def load(self, welcome: Welcome) -> int:
+    def load(self, welcome: Welcome) -> CacheSize:
         self.done.append("load")
-        return 5
+        return CacheSize(5, 5)
 
     def form(self, welcome: Welcome) -> None:
         generation = welcome.topology.generation

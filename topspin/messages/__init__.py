@@ -34,6 +34,7 @@ from topspin.messages.base import (
     unpack_ints,
 )
 from topspin.messages.drafts import DraftCounts, TreeOffer, TreeOffers, Verdict, Verdicts
+from topspin.messages.kv import KvCounts
 from topspin.messages.lifecycle import (
     ExpertPeer,
     Goodbye,
@@ -106,6 +107,7 @@ __all__ = [
     "Halt",
     "Halted",
     "Hello",
+    "KvCounts",
     "Loaded",
     "Message",
     "MicroBatch",

@@ -74,11 +74,15 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """A node has loaded, connected and warmed up. `num_blocks` is 0 for expert nodes."""
+    """A node has loaded, connected and warmed up. `num_blocks` is 0 for expert nodes.
+
+    Only `num_frames` of an attention node's blocks are in memory at once.
+    """
 
     role: Role
     index: int
     num_blocks: int = 0
+    num_frames: int = 0
     load_s: float = 0.0
     generation: int = 1
 

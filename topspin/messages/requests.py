@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from topspin.messages.base import FinishReason, Message
+from topspin.messages.kv import KvCounts
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,8 +151,7 @@ class Stats(Message, frozen=True, kw_only=True):
     counts the experts that nodes had to read for new tables. `progress_age_s`: seconds since a node
     last made progress on the oldest step in flight; None if no step is in flight.
     `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted. The next
-    five are the draft nodes' (DraftCounts). `num_selected_rows` and `num_coded_segments` are the
-    sums of StepResult's.
+    five are the draft nodes' (DraftCounts). `kv` has the sums of StepResult's.
     """
 
     query_id: int
@@ -180,8 +180,7 @@ class Stats(Message, frozen=True, kw_only=True):
     num_draft_passes: int = 0
     num_overlapped_passes: int = 0
     draft_pass_seconds: float = 0.0
-    num_selected_rows: int = 0
-    num_coded_segments: int = 0
+    kv: KvCounts = KvCounts()
     expert_table_version: int = 1
     expert_migrations: int = 0
     expert_balance: float = 1.0

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from topspin.messages.base import Message, ProgressState, Role
+from topspin.messages.kv import KvCounts
 from topspin.messages.requests import SamplingParams, TokenLogprobs
 
 SAMPLE: Final = 1
@@ -116,8 +117,7 @@ class StepResult(Message, frozen=True, kw_only=True):
     (empty: no sequence had one). `logprobs` has an entry per token for the
     sequences that asked, `prompt_logprobs` for the slices with SCORE one per prompt token that
     follows a row; `errors` the sequences that failed, with the reason (their requests fail, the
-    step does not). `num_selected_rows` counts rows, by layer, that attended to a selection of
-    their keys, `num_coded_segments` the segments whose codebooks were learnt behind the step.
+    step does not). `kv` None: nothing to count.
     """
 
     step: int
@@ -131,8 +131,7 @@ class StepResult(Message, frozen=True, kw_only=True):
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)
-    num_selected_rows: int = 0
-    num_coded_segments: int = 0
+    kv: KvCounts | None = None
 
 
 class StepFailed(Message, frozen=True, kw_only=True):

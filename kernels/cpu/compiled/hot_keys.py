@@ -87,7 +87,8 @@ def _take_entry(hot: int, head: int) -> int:
     num_entries = simd.read_i64(hot + NUM_HOT_ENTRIES)
     clock = simd.read_i64(hot + HOT_CLOCKS) + 16 * head
     used = simd.read_i64(hot + HOT_USED) + 4 * head * num_entries
-    now, entry = simd.read_i64(clock), simd.read_i64(clock + 8)
+    now: int = simd.read_i64(clock)
+    entry: int = simd.read_i64(clock + 8)
     # After one round at least those of the search before are taken.
     for turn in range(2 * num_entries):
         if simd.read_i32(used + 4 * entry) < now - 1 + turn // num_entries:

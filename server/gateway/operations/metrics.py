@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from topspin.messages import STEP_BUCKETS_S, Stats, StepHistogram
+from topspin.messages import STEP_BUCKETS_S, KvCounts, Stats, StepHistogram
 
 MODEL_LABEL = "model_name"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -77,16 +77,7 @@ class EngineCollector(Collector):
         yield counter("engine_step_seconds", "Time spent in steps", stats.step_seconds)
         yield gauge("micro_batches", "Micro-batches of the last step", stats.num_micro_batches)
         yield from self._drafts(stats)
-        yield counter(
-            "kv_retrieval_selected_rows",
-            "Decoded rows, by layer, that attended to a selection of their keys",
-            stats.num_selected_rows,
-        )
-        yield counter(
-            "kv_retrieval_coded_segments",
-            "Segments of 1024 keys whose codebooks were learnt",
-            stats.num_coded_segments,
-        )
+        yield from self._kv(stats.kv)
         for phase, histogram in stats.step_phases.items():
             yield self._phase(phase, histogram)
         yield self._expert_tokens(stats.expert_tokens)
@@ -122,6 +113,40 @@ class EngineCollector(Collector):
         family = CounterMetricFamily(f"topspin_{name}", text, labels=(MODEL_LABEL,))
         family.add_metric((self._model_name,), value)
         return family
+
+    def _kv(self, counts: KvCounts) -> Iterator[Metric]:
+        """Yield the counters of retrieval and of its spill."""
+        counter = self._counter
+        yield counter(
+            "kv_retrieval_selected_rows",
+            "Decoded rows, by layer, that attended to a selection of their keys",
+            counts.num_selected_rows,
+        )
+        yield counter(
+            "kv_retrieval_coded_segments",
+            "Segments of 1024 keys whose codebooks were learnt",
+            counts.num_coded_segments,
+        )
+        yield counter(
+            "kv_spill_saved_blocks",
+            "Cache blocks written to the spill's file",
+            counts.num_saved_blocks,
+        )
+        yield counter(
+            "kv_spill_loaded_blocks",
+            "Cache blocks read from the spill's file whole",
+            counts.num_loaded_blocks,
+        )
+        yield counter(
+            "kv_spill_hot_keys",
+            "Selected keys of spilled blocks, by layer and head, that had a copy in memory",
+            counts.num_hot_keys,
+        )
+        yield counter(
+            "kv_spill_read_keys",
+            "Selected keys of spilled blocks, by layer and head, that were read from the file",
+            counts.num_read_keys,
+        )
 
     def _drafts(self, stats: Stats) -> Iterator[Metric]:
         """Yield the counters of speculative decoding."""

@@ -194,6 +194,12 @@ class Roster:
         nodes = [self._nodes[place] for place in self._places if place.role == "attention"]
         return [node.ready.num_blocks for node in nodes if node.ready is not None]
 
+    def num_frames(self) -> list[int]:
+        """Return how many of them each can have in memory at once."""
+        assert self.is_ready
+        nodes = [self._nodes[place] for place in self._places if place.role == "attention"]
+        return [node.ready.num_frames for node in nodes if node.ready is not None]
+
     def expert_addresses(self) -> list[str]:
         """Return the addresses at which expert nodes accept attention nodes."""
         return [n.hello.data_address for m, n in self._nodes.items() if m.role == "expert"]

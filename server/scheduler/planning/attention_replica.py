@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from server.scheduler.planning.block_pool import BlockPool
+from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.sequence import Request, Sequence
 from topspin.messages import SAMPLE, SCORE, NewSequence, pack_ints
 from topspin.plan import AttentionNode
@@ -105,8 +106,9 @@ class AttentionReplica:
         num_blocks: int,
         block_size: int,
         draft_tokens: DraftTokens | None = None,
+        frames: FrameBudget | None = None,
     ) -> None:
-        """`draft_tokens` None: no drafts."""
+        """`draft_tokens` None: no drafts. `frames` None: all blocks are in memory."""
         self.node = node
         self.index = node.index
         self.is_present = True
@@ -119,6 +121,24 @@ class AttentionReplica:
         self._new: list[NewSequence] = []
         self._block_size = block_size
         self._draft_tokens = draft_tokens
+        self._frames = frames
+
+    @property
+    def max_blocks(self) -> int:
+        """Return the most blocks that a sequence can have: they must all fit in memory at once."""
+        return self.pool.num_blocks if self._frames is None else self._frames.num_frames
+
+    def _frames_left(self) -> int:
+        """Return how many more blocks may be in memory."""
+        if self._frames is None:
+            return self.pool.num_blocks
+        return self._frames.left((*self.prefilling.values(), *self.decoding.values()))
+
+    def _can_grow(self, seq: Sequence) -> bool:
+        """Say whether there is a block for `seq`, and a place in memory if it needs one."""
+        if not self.pool.num_available:
+            return False
+        return self._frames is None or not self._frames.grows(seq) or self._frames_left() > 0
 
     @property
     def num_running(self) -> int:
@@ -200,7 +220,7 @@ class AttentionReplica:
         if draft <= 0:
             return 0
         end = min(seq.num_planned + 1 + draft, seq.position_limit)
-        while seq.capacity < end and self.pool.num_available:
+        while seq.capacity < end and self._can_grow(seq):
             seq.add_block(self.pool.acquire(1)[0])
         return draft if seq.capacity >= end else seq.capacity - seq.num_planned - 1
 
@@ -209,7 +229,7 @@ class AttentionReplica:
         returning = sum(self.pool.count_exclusive(s.blocks) for s in self.draining.values())
         stalled: set[int] = set()
         for seq in sorted(short, key=lambda seq: seq.request.arrival):
-            while not seq.closed and not self.pool.num_available:
+            while not seq.closed and not self._can_grow(seq):
                 if len(stalled) < returning:
                     # Blocks of closed sequences come back when the running step is done.
                     break
@@ -223,7 +243,7 @@ class AttentionReplica:
                 self.close(victim)
             if seq.closed:
                 continue
-            if self.pool.num_available:
+            if self._can_grow(seq):
                 seq.add_block(self.pool.acquire(1)[0])
             else:
                 stalled.add(seq.seq_id)
@@ -248,11 +268,13 @@ class AttentionReplica:
         protected sequences may still ask for; with `protect`, its reservation must fit too.
         """
         pool = self.pool
-        if request.max_blocks > pool.num_blocks:
+        if request.max_blocks > self.max_blocks:
             return False
-        if protect and self._reserved() + request.max_blocks > pool.num_blocks:
+        if protect and self._reserved() + request.max_blocks > self.max_blocks:
             return False
         known_blocks = -(-(len(request.tokens) + 1) // self._block_size)
+        if self._frames is not None and known_blocks > self._frames_left():
+            return False
         wanted = min(known_blocks, request.max_blocks) - len(hits)
         available = pool.num_available - pool.count_idle(hits)
         return available - self._owed() >= wanted
@@ -318,6 +340,10 @@ class AttentionReplica:
         for idx in range(seq.publish_at // self._block_size - 1, num_full):
             self.pool.publish(seq.blocks[idx], request.hashes.at(idx, request.tokens))
         seq.publish_at = (num_full + 1) * self._block_size
+
+    def unpublish(self, seq: Sequence) -> None:
+        """Let nobody find the blocks of a sequence that has failed: their content is in doubt."""
+        self.pool.unpublish(seq.blocks)
 
     # Leaving.
 

@@ -129,6 +129,13 @@ class BlockPool:
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
 
+    def unpublish(self, blocks: Sequence[int]) -> None:
+        """Let nobody find held blocks any more; they are free when their last holder has gone."""
+        for block in blocks:
+            block_hash = self._hash_of.pop(block, None)
+            if block_hash is not None:
+                del self._block_of[block_hash]
+
     def count_idle(self, blocks: Sequence[int]) -> int:
         """Return how many of `blocks` have no holder."""
         return sum(self._references[block] == 0 for block in blocks)

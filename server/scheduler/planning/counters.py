@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from topspin.messages import STEP_BUCKETS_S, StepHistogram, StepTimings
+from topspin.messages import STEP_BUCKETS_S, KvCounts, StepHistogram, StepTimings
 
 PHASES = ("prepare", "draft", "attention", "expert", "wait", "link", "sample", "scheduler_gap")
 
@@ -47,8 +47,7 @@ class Counters:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
-    num_selected_rows: int = 0
-    num_coded_segments: int = 0
+    kv: KvCounts = field(default_factory=KvCounts)
 
     def observe_draft(self, length: int, accepted: int) -> None:
         """Count a draft of `length` tokens, of which a path of `accepted` was kept."""

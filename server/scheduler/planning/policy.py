@@ -29,6 +29,7 @@ from server.scheduler.planning.attention_replica import (
 )
 from server.scheduler.planning.budgets import token_budgets
 from server.scheduler.planning.counters import Counters
+from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay, fed
 from server.scheduler.planning.intake import Intake
 from server.scheduler.planning.outbox import Delivery, Outbox, failure
@@ -58,6 +59,14 @@ from topspin.plan import EnginePlan
 MAX_REPLAYS = 5
 
 
+def _frames(plan: EnginePlan, num_frames: int) -> FrameBudget | None:
+    """Return what a node with a spill can have in memory; None: it has none."""
+    policy = plan.kv_cache.retrieval
+    if plan.kv_cache.spill is None or policy is None:
+        return None
+    return FrameBudget(num_frames, block_size=plan.kv_cache.block_size, policy=policy)
+
+
 class Policy:
     """The scheduler's decisions, for M attention nodes that step together.
 
@@ -71,6 +80,7 @@ class Policy:
         *,
         formation: Formation,
         num_blocks: Sequence[int],
+        num_frames: Sequence[int] | None = None,
         vocab_size: int,
         shares_cores: bool,
         cost: CostModel,
@@ -80,6 +90,7 @@ class Policy:
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each.
 
+        If the plan has a spill, `num_frames` of them can be in memory at once.
         Nodes may draft as many tokens for a request as `controller` or else `draft_tokens` says;
         without both they have no drafter.
         """
@@ -98,8 +109,11 @@ class Policy:
                 num_blocks=count,
                 block_size=self._block_size,
                 draft_tokens=draft_tokens,
+                frames=_frames(plan, in_memory),
             )
-            for node, count in zip(plan.attention, num_blocks, strict=True)
+            for node, count, in_memory in zip(
+                plan.attention, num_blocks, num_frames or num_blocks, strict=True
+            )
         ]
         self._intake = Intake(
             vocab_size=vocab_size,
@@ -125,7 +139,7 @@ class Policy:
     @property
     def max_request_tokens(self) -> int:
         """Return the longest request, prompt and output, that fits the largest node."""
-        largest = max(replica.pool.num_blocks for replica in self._replicas)
+        largest = max(replica.max_blocks for replica in self._replicas)
         return min(self._plan.model.max_model_len, largest * self._block_size)
 
     @property
@@ -240,7 +254,7 @@ class Policy:
         One that fits only nodes that are absent keeps its place and holds up nobody.
         """
         present = [replica for replica in self._replicas if replica.is_present]
-        largest = max((replica.pool.num_blocks for replica in present), default=0)
+        largest = max((replica.max_blocks for replica in present), default=0)
         aside: list[Request] = []
         while (request := self._waiting.first()) is not None:
             if request.max_blocks > largest:
@@ -383,8 +397,8 @@ class Policy:
         """Commit one node's slices of a step that has succeeded."""
         errors, caches = result.errors, self._plan.scheduling.prefix_caching
         counters, varies = self._counters, bool(result.counts) or any(part.drafts)
-        counters.num_selected_rows += result.num_selected_rows
-        counters.num_coded_segments += result.num_coded_segments
+        if result.kv is not None:
+            counters.kv += result.kv
         if part.drafted:
             for length, tokens in zip(part.drafted, part.tokens, strict=True):
                 if length and tokens:
@@ -396,6 +410,7 @@ class Policy:
             was_closed = seq.closed
             if not request.ended:
                 if errors and seq.seq_id in errors:
+                    replica.unpublish(seq)
                     self._end(request)
                     outbox.fail(request, EngineError(errors[seq.seq_id]))
                 else:
@@ -456,8 +471,7 @@ class Policy:
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,
             num_accepted_tokens=tuple(counters.accepted),
-            num_selected_rows=counters.num_selected_rows,
-            num_coded_segments=counters.num_coded_segments,
+            kv=counters.kv,
             expert_tokens=expert_tokens,
             progress_age_s=now - self._in_flight.progress_s if is_busy else None,
         )

@@ -24,7 +24,7 @@ from tests.server.gateway.fakes import (
 )
 from topspin import __version__
 from topspin.errors import PeerLost
-from topspin.messages import AddRequest, EngineState, RequestOutput
+from topspin.messages import AddRequest, EngineState, KvCounts, RequestOutput
 
 
 def get(path: str, fake: FakeEngine, *, ready: bool = True) -> httpx.Response:
@@ -233,8 +233,14 @@ def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
             num_draft_passes=30,
             num_overlapped_passes=21,
             draft_pass_seconds=0.75,
-            num_selected_rows=60,
-            num_coded_segments=2,
+            kv=KvCounts(
+                num_selected_rows=60,
+                num_coded_segments=2,
+                num_saved_blocks=5,
+                num_loaded_blocks=4,
+                num_hot_keys=70,
+                num_read_keys=30,
+            ),
             expert_tokens=((5, 6), (7, 8)),
             expert_activations=17,
             expert_batches=5,
@@ -278,6 +284,10 @@ def test_metrics_count_what_clients_got_and_show_the_engine() -> None:
             ("topspin_spec_decode_draft_pass_seconds_total", ""): 0.75,
             ("topspin_kv_retrieval_selected_rows_total", ""): 60,
             ("topspin_kv_retrieval_coded_segments_total", ""): 2,
+            ("topspin_kv_spill_saved_blocks_total", ""): 5,
+            ("topspin_kv_spill_loaded_blocks_total", ""): 4,
+            ("topspin_kv_spill_hot_keys_total", ""): 70,
+            ("topspin_kv_spill_read_keys_total", ""): 30,
             ("topspin_expert_tokens_total", ""): 26,
             ("topspin_expert_activations_total", ""): 17,
             ("topspin_expert_batches_total", ""): 5,

@@ -1,0 +1,254 @@
+"""Which keys and values are in memory, step by step, where a file holds the others.
+
+Owns the frames of the cache, the file, and the copies of selected keys of each sequence of which
+some are in the file. Before a step it moves blocks so that all that the step writes or attends to
+whole is in memory, and puts frames in the place of blocks. Sequences whose keys cannot be written
+or read are reported, and compute with an unused frame; nothing else is disturbed. Knows no codes.
+Called by long_contexts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from attention_nodes.frames import NO_FRAME, FrameTable, Moves
+from attention_nodes.kv_cache import KvCache
+from attention_nodes.sequences import IntArray, SequenceTable
+from attention_nodes.spill_file import SpillFile
+from attention_nodes.step_inputs import Slices
+from kernels.contracts import SEGMENT_KEYS, HotKeys
+from topspin.messages import KvCounts
+from topspin.retrieval import RetrievalPolicy
+
+_UNUSED: Final = -1
+_FAILURE: Final = "keys and values of this request could not be {}: --kv-spill-dir"
+
+
+class _Slice(NamedTuple):
+    """A sequence in a step and its blocks, of which begin <= i < end are only searched."""
+
+    row: int
+    blocks: IntArray
+    begin: int
+    end: int
+
+    @property
+    def needed(self) -> IntArray:
+        """Return the blocks that must be in memory."""
+        return np.concatenate([self.blocks[: self.begin], self.blocks[self.end :]])
+
+    @property
+    def searched(self) -> IntArray:
+        """Return the others."""
+        return self.blocks[self.begin : self.end]
+
+
+class Residency:
+    """The frames of one attention node."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        file: SpillFile,
+        table: SequenceTable,
+        policy_of: Callable[[int], RetrievalPolicy | None],
+        *,
+        num_blocks: int,
+        coded_layers: Sequence[int],
+    ) -> None:
+        """`policy_of` a sequence's row is its retrieval.
+
+        The last frame of `cache` takes what has no other place, and is read by nobody.
+        """
+        self._cache = cache
+        self._file = file
+        self._table = table
+        self._policy_of = policy_of
+        self._layers = torch.tensor(coded_layers)
+        self._spare = cache.num_blocks - 1
+        self.frames = FrameTable(num_blocks, self._spare)
+        self._hot: dict[int, tuple[HotKeys, IntArray]] = {}
+        self._searched: list[int] = []
+        self._counts = KvCounts()
+
+    def take_counts(self) -> KvCounts:
+        """Return the counts since the last call."""
+        counts, self._counts = self._counts, KvCounts()
+        return counts
+
+    def overwrite(self, blocks: IntArray) -> None:
+        """Learn that these blocks get another content."""
+        self.frames.overwrite(blocks)
+
+    def end(self, rows: IntArray) -> None:
+        """Forget the sequences in `rows` of the table."""
+        for row in rows.tolist():
+            if row in self._hot:
+                self.frames.take_back(self._hot.pop(row)[1])
+
+    def slots(self, slots: IntArray) -> IntArray:
+        """Return the slots in memory of slots of blocks; what has none gets the spare frame's."""
+        size = self._cache.block_size
+        frames = self.frames.frame_of[slots // size]
+        placed: IntArray = np.where(frames == NO_FRAME, self._spare, frames) * size + slots % size
+        return placed
+
+    def place(self, micro_batches: Sequence[Slices]) -> tuple[list[Slices], dict[int, str]]:
+        """Return a step's micro-batches with frames for blocks, all that they need in memory.
+
+        And, by sequence id, why sequences fail. Before the step.
+        """
+        by_part = [self._slices(part) for part in micro_batches]
+        slices = list(chain.from_iterable(by_part))
+        parts = [each.needed for each in slices]
+        needed = np.unique(np.concatenate(parts)) if parts else np.zeros(0, dtype=np.int64)
+        self._lend(slices, needed)
+        self._apply(self.frames.require(needed))
+        errors = {}
+        for each in slices:
+            reason = self._reason(each)
+            if reason is not None:
+                errors[int(self._table.seq_id_of[each.row])] = reason
+        self._searched = [each.row for each in slices if len(each.searched)]
+        placed = [self._placed(*each) for each in zip(micro_batches, by_part, strict=True)]
+        return placed, errors
+
+    def _slices(self, part: Slices) -> list[_Slice]:
+        """Return what each sequence of a micro-batch needs."""
+        ends: dict[int, int] = {}
+        if part.retrieval is not None:
+            seqs, coded = part.retrieval.seqs.tolist(), part.retrieval.coded_end.tolist()
+            ends = dict(zip(seqs, coded, strict=True))
+        size, found = self._cache.block_size, []
+        for idx, (row, length) in enumerate(
+            zip(part.rows.tolist(), part.context_lens.tolist(), strict=True)
+        ):
+            blocks = self._table.block_tables[row, : -(-length // size)].astype(np.int64)
+            begin = end = 0
+            policy = self._policy_of(row) if idx in ends else None
+            if policy is not None and length > policy.num_resident:
+                begin = -(-policy.num_sinks // size)
+                end = max(ends[idx] // SEGMENT_KEYS * SEGMENT_KEYS // size, begin)
+            found.append(_Slice(row, blocks, begin, end))
+        return found
+
+    def _lend(self, slices: Sequence[_Slice], needed: IntArray) -> None:
+        """Give frames for copies to sequences of which some searched blocks are in the file.
+
+        Those included that would lose some to this step's needs.
+        """
+        frame_of = self.frames.frame_of
+        waiting = [each for each in slices if len(each.searched) and each.row not in self._hot]
+        while waiting:
+            leaving = self.frames.victims(needed, 0)
+            lacking = [
+                each
+                for each in waiting
+                if (frame_of[each.searched] == NO_FRAME).any()
+                or np.isin(each.searched, leaving).any()
+            ]
+            if not lacking:
+                return
+            first = lacking[0]
+            waiting = [each for each in waiting if each is not first]
+            policy = self._policy_of(first.row)
+            assert policy is not None
+            count = -(-policy.num_hot // self._cache.block_size)
+            frames, moves = self.frames.lend(count, needed)
+            self._apply(moves)
+            if frames is not None:
+                self._hot[first.row] = self._hot_keys(frames), frames
+
+    def _hot_keys(self, frames: IntArray) -> HotKeys:
+        size, num_groups = self._cache.block_size, self._cache.keys[0].shape[2]
+        slots = (frames[:, None] * size + np.arange(size)).reshape(-1)
+        shape = (len(self._layers), num_groups)
+        limits = self._table.limits
+        num_blocks = -(-limits.max_len // size)
+        return HotKeys(
+            fd=self._file.fd,
+            records=torch.zeros(num_blocks, dtype=torch.int64),
+            cache_layers=self._layers,
+            slots=torch.from_numpy(slots),
+            entries=torch.full((*shape, num_blocks * size), _UNUSED, dtype=torch.int32),
+            tokens=torch.full((*shape, len(slots)), _UNUSED, dtype=torch.int32),
+            used=torch.full((*shape, len(slots)), -2, dtype=torch.int32),
+            clocks=torch.zeros(*shape, 2, dtype=torch.int64),
+            counts=torch.zeros(*shape, 3, dtype=torch.int64),
+        )
+
+    def _apply(self, moves: Moves) -> None:
+        """Move contents; what could not be moved is lost."""
+        unsaved = self._file.save(moves.saved, moves.saved_from)
+        unread = self._file.load(moves.loaded, moves.loaded_to)
+        for blocks in (unsaved, unread, moves.lacking):
+            self.frames.lose(blocks)
+        self._counts += KvCounts(
+            num_saved_blocks=len(moves.saved) - len(unsaved),
+            num_loaded_blocks=len(moves.loaded) - len(unread),
+        )
+
+    def _reason(self, needs: _Slice) -> str | None:
+        """Return why a sequence cannot be computed; None: it can."""
+        frames = self.frames
+        if (frames.frame_of[needs.needed] == NO_FRAME).any():
+            return _FAILURE.format("kept in memory, which is full")
+        if frames.is_lost[needs.needed].any() or frames.is_lost[needs.searched].any():
+            return _FAILURE.format("written or read")
+        in_file = frames.frame_of[needs.searched] == NO_FRAME
+        if in_file.any() and needs.row not in self._hot:
+            return _FAILURE.format("kept in memory, which is full")
+        return None
+
+    def _placed(self, part: Slices, slices: Sequence[_Slice]) -> Slices:
+        """Return a micro-batch with frames in the place of blocks.
+
+        Only blocks that kernels look for among the copies keep NO_FRAME.
+        """
+        frame_of, size = self.frames.frame_of, self._cache.block_size
+        written = np.unique(part.kv_slots // size)
+        self.frames.write(written[frame_of[written] != NO_FRAME])
+        tables = frame_of[part.block_tables].astype(np.int32)
+        for table, each in zip(tables, slices, strict=True):
+            has_copies = each.row in self._hot
+            for some in (table[: each.begin], table[each.end :]) if has_copies else (table,):
+                some[some == NO_FRAME] = self._spare
+        retrieval = part.retrieval
+        if retrieval is not None:
+            found = [self._copies(slices[seq]) for seq in retrieval.seqs.tolist()]
+            retrieval = retrieval._replace(hot=tuple(found))
+        return part._replace(
+            kv_slots=self.slots(part.kv_slots), block_tables=tables, retrieval=retrieval
+        )
+
+    def _copies(self, searching: _Slice) -> HotKeys | None:
+        """Return the copies of a sequence, told where its blocks are in the file."""
+        if searching.row not in self._hot:
+            return None
+        hot, _ = self._hot[searching.row]
+        records = hot.records.numpy()
+        records[: len(searching.blocks)] = searching.blocks * self._file.record_bytes
+        return hot
+
+    def failures(self) -> dict[int, str]:
+        """Return, by sequence id, why sequences of the ended step fail; counts its reads."""
+        errors = {}
+        for row in self._searched:
+            if row not in self._hot:
+                continue
+            counts = self._hot[row][0].counts
+            hits, misses, unread = counts.sum((0, 1)).tolist()
+            counts.zero_()
+            self._counts += KvCounts(num_hot_keys=hits, num_read_keys=misses)
+            if unread:
+                errors[int(self._table.seq_id_of[row])] = _FAILURE.format("read")
+        return errors
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,82 @@
+"""The file of blocks that are not in memory: contents, errors, and what is left of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attention_nodes.kv_cache import KvCache
+from attention_nodes.spill_file import SpillFile
+from topspin.errors import ConfigError
+
+BLOCK_SIZE, NUM_HEADS, HEAD_DIM, NUM_LAYERS = 16, 3, 64, 2
+
+
+def cache(num_frames: int, dtype: torch.dtype = torch.bfloat16) -> KvCache:
+    shape = (num_frames, BLOCK_SIZE, NUM_HEADS, HEAD_DIM)
+    return KvCache(
+        keys=[torch.randn(shape).to(dtype) for _ in range(NUM_LAYERS)],
+        values=[torch.randn(shape).to(dtype) for _ in range(NUM_LAYERS)],
+        block_size=BLOCK_SIZE,
+        num_blocks=num_frames,
+    )
+
+
+def blocks(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("direct", [True, False])
+def test_blocks_come_back_to_other_frames(tmp_path: Path, dtype: torch.dtype, direct: bool) -> None:
+    """Also more of them than are moved at once, with and without writes past the page cache."""
+    kept = cache(150, dtype)
+    before = [each.clone() for each in (*kept.keys, *kept.values)]
+    file = SpillFile(tmp_path, kept, 400)
+    if not direct:
+        file.forgo_direct()
+    numbers, frames = np.arange(300, 400), np.arange(20, 120)
+    assert not len(file.save(numbers, frames))
+    assert not list(tmp_path.iterdir()), "the file has a name"
+    targets = np.arange(149, 49, -1)
+    assert not len(file.load(numbers, targets))
+    for found, wanted in zip((*kept.keys, *kept.values), before, strict=True):
+        assert torch.equal(found[targets], wanted[frames])
+    file.close()
+
+
+def test_a_record_has_keys_and_values_of_a_head_side_by_side(tmp_path: Path) -> None:
+    kept = cache(4)
+    file = SpillFile(tmp_path, kept, 8)
+    file.save(blocks(5), blocks(2))
+    width = HEAD_DIM * 2
+    offset = 5 * file.record_bytes + ((1 * NUM_HEADS + 2) * BLOCK_SIZE + 7) * 2 * width
+    found = torch.frombuffer(bytearray(os.pread(file.fd, 2 * width, offset)), dtype=torch.bfloat16)
+    assert torch.equal(found[:HEAD_DIM], kept.keys[1][2, 7, 2])
+    assert torch.equal(found[HEAD_DIM:], kept.values[1][2, 7, 2])
+    file.close()
+
+
+def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
+    kept = cache(4)
+    file = SpillFile(tmp_path, kept, 8)
+    assert not len(file.save(blocks(1, 6), blocks(0, 1)))
+    os.ftruncate(file.fd, 2 * file.record_bytes)
+    assert file.load(blocks(1, 6), blocks(2, 3)).tolist() == [6]
+    file.close()
+    assert file.save(blocks(3), blocks(0)).tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("directory", "num_blocks", "reason"),
+    [("missing", 4, "No such file"), (".", 1 << 40, "No space|too large|Invalid")],
+)
+def test_a_file_that_cannot_be_is_refused(
+    tmp_path: Path, directory: str, num_blocks: int, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--kv-spill-dir.*{reason}"):
+        SpillFile(tmp_path / directory, cache(2), num_blocks)

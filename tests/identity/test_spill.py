@@ -1,0 +1,147 @@
+"""Tokens with keys in a file are those with all keys in memory, whatever is spilled when."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attention_nodes.sequences import IntArray
+from attention_nodes.spill_file import SpillFile
+from kernels.contracts import SEGMENT_KEYS
+from tests.checkpoints import make_checkpoint
+from tests.engine import Engine, engine_config
+from tests.identity.test_retrieval import prompts_of
+
+BUDGET = 64
+NUM_TOKENS = 24
+BYTES_PER_TOKEN = 2 * 4 * 2 * 2 * 32
+"""Keys and values of the tiny model in fp32."""
+CODES = 3 * 2**20
+LENGTH = 3 * SEGMENT_KEYS + 100
+
+
+def config_of(path: Path, memory_tokens: int, spill: Path | None, **settings: Any) -> Any:
+    """Return a configuration with about so many tokens in memory, and others in `spill`."""
+    if spill is not None:
+        settings["kv_spill_dir"] = str(spill)
+        settings["kv_spill_bytes"] = 80_000 * BYTES_PER_TOKEN
+    return engine_config(
+        path,
+        block_size=16,
+        kv_cache_bytes=memory_tokens * BYTES_PER_TOKEN + CODES,
+        kv_retrieval_tokens=BUDGET,
+        max_num_batched_tokens=512,
+        window_rows=256,
+        **settings,
+    )
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    return make_checkpoint(path, "qwen3_moe", max_position_embeddings=8192)
+
+
+def test_sixteen_requests_of_several_times_the_memory(path: Path, tmp_path: Path) -> None:
+    prompts = prompts_of(tuple(LENGTH + 37 * idx for idx in range(16)))
+    with Engine(config_of(path, 80_000, None)) as engine:
+        expected = engine.generate(prompts, max_tokens=NUM_TOKENS)
+    with Engine(config_of(path, 13_000, tmp_path)) as engine:
+        assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
+        stats = engine.stats()
+        assert not list(tmp_path.iterdir()), "the file has a name"
+    num_blocks = sum(map(len, prompts)) // 16
+    assert num_blocks * 16 > 4 * 13_000
+    assert stats.kv.num_saved_blocks > num_blocks // 3
+    assert stats.kv.num_read_keys > 0
+    assert stats.kv.num_hot_keys > 0
+    assert stats.num_preemptions == 0
+
+
+def test_prefixes_and_decoded_tokens_come_back_from_the_file(path: Path, tmp_path: Path) -> None:
+    """A prompt is asked again, longer, after others have taken its memory."""
+    first, *others = prompts_of((LENGTH, LENGTH + 40, LENGTH + 80, LENGTH + 120))
+    rounds = []
+    for memory_tokens, spill in ((80_000, None), (6_000, tmp_path)):
+        with Engine(config_of(path, memory_tokens, spill)) as engine:
+            (answer,) = engine.generate([first], max_tokens=200)
+            engine.generate(others, max_tokens=NUM_TOKENS)
+            again = engine.generate([first + answer + [5, 6, 7]], max_tokens=NUM_TOKENS)
+            stats = engine.stats()
+            rounds.append((answer, again, stats.prefix_cache_hits))
+    assert rounds[0] == rounds[1]
+    assert rounds[1][2] > LENGTH
+    assert stats.kv.num_loaded_blocks > LENGTH // 16
+
+
+def test_requests_that_attend_to_all_stay_in_memory(path: Path, tmp_path: Path) -> None:
+    """Beside others that retrieve; they wait for their turn."""
+    prompts = prompts_of((LENGTH, LENGTH + 10, LENGTH + 20, LENGTH + 30))
+    asked = (0, None, 0, 300)
+    found = []
+    for memory_tokens, spill in ((80_000, None), (7_000, tmp_path)):
+        with Engine(config_of(path, memory_tokens, spill)) as engine:
+            ids = [
+                engine.add(prompt, max_tokens=NUM_TOKENS, kv_retrieval_tokens=tokens)
+                for prompt, tokens in zip(prompts, asked, strict=True)
+            ]
+            engine.collect()
+            found.append([engine.requests[each].tokens for each in ids])
+            num_saved = engine.stats().kv.num_saved_blocks
+    assert found[0] == found[1]
+    assert num_saved > 0
+
+
+def test_drafts_and_preemptions(path: Path, tmp_path: Path) -> None:
+    """All requests end with all their tokens; what a preempted one computes again may differ."""
+    prompts = prompts_of(tuple(LENGTH + 10 * idx for idx in range(6)))
+    config = config_of(path, 6_500, tmp_path, max_preemptions=1)
+    with Engine(config) as engine:
+        found = engine.generate(prompts, max_tokens=150)
+        stats = engine.stats()
+    assert [len(each) for each in found] == [150] * 6
+    assert stats.kv.num_saved_blocks > 0
+
+
+@pytest.mark.parametrize("fails", ["load", "save"])
+def test_a_file_that_fails_fails_the_requests_that_need_it(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """None gets wrong tokens, and the engine serves on."""
+    prompts = prompts_of(tuple(LENGTH + 37 * idx for idx in range(8)))
+    with Engine(config_of(path, 80_000, None)) as engine:
+        expected = engine.generate(prompts, max_tokens=NUM_TOKENS)
+    num_saved = 0
+    save = SpillFile.save
+
+    def break_it(file: SpillFile, blocks: IntArray, frames: IntArray) -> IntArray:
+        nonlocal num_saved
+        num_saved += len(blocks)
+        if num_saved < 300:
+            return save(file, blocks, frames)
+        if fails == "save":
+            return blocks
+        unsaved = save(file, blocks, frames)
+        os.ftruncate(file.fd, 0)
+        return unsaved
+
+    with Engine(config_of(path, 8_000, tmp_path)) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(SpillFile, "save", break_it)
+            ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
+            engine.collect()
+        failed = 0
+        for each, tokens in zip(ids, expected, strict=True):
+            request = engine.requests[each]
+            if request.failed is None:
+                assert request.tokens == tokens
+            else:
+                failed += 1
+                assert "--kv-spill-dir" in request.failed.message
+                assert request.tokens == tokens[: len(request.tokens)]
+        assert failed > 0
+        short = prompts[0][:200]
+        assert len(engine.generate([short], max_tokens=5)[0]) == 5
