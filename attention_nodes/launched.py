@@ -19,7 +19,7 @@ from attention_nodes.sequences import IntArray, Reserved, SequenceTable
 from attention_nodes.step_inputs import Scored
 from kernels.runtime import Event
 from m2n_comm.net import AttentionNet, NetTimes
-from topspin.messages import KvCounts, StepResult, StepTicket, StepTimings
+from topspin.messages import KvCounts, StepResult, StepTicket, StepTimings, pack_ints
 
 
 def check_of(net: AttentionNet | None) -> Callable[[], None] | None:
@@ -37,7 +37,7 @@ class LaunchedStep:
 
     `verdict` is set with them. `scored` are the slices that have scores, `ended` the sequences
     that had nothing to feed.
-    `errors`, by sequence id: why some fail whatever is drawn.
+    `errors`, by sequence id: why some fail whatever is drawn; `lost_blocks` as in StepResult.
     `check` is called during the wait for the step and at its end. The host began the step at
     `started_s` and enqueued its layers from `prepared_s` on (time.perf_counter); `began` and
     `rallied` are the events of the device's begin and end of the layers. `draft_s` of its
@@ -60,6 +60,7 @@ class LaunchedStep:
     ended: tuple[int, ...] = ()
     check: Callable[[], None] | None = None
     errors: dict[int, str] = field(default_factory=dict)
+    lost_blocks: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     arrays: list[np.ndarray] | None = None
     verdict: Verdict = NO_VERDICT
 
@@ -119,6 +120,7 @@ class LaunchedStep:
             prompt_logprobs=scores.prompt_logprobs,
             errors=drawn.errors | scores.errors | self.errors,
             kv=kv,
+            lost_blocks=pack_ints(self.lost_blocks.tolist()),
             timings=StepTimings(
                 total_s=prepare_s + layers_s + sample_s,
                 # The device may still compute while the host waits for experts.

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from attention_nodes.kv_cache import KvCache
 from attention_nodes.residency import Residency
 from attention_nodes.retrieval import KeyIndex
@@ -65,7 +67,7 @@ class LongContexts:
             self.num_frames = cache.num_blocks - 1
             if num_blocks <= self.num_frames:
                 raise ConfigError(
-                    f"--kv-spill-size {format_size(spill.size_bytes)} has room for {num_blocks} "
+                    f"--kv-spill-dir: {format_size(spill.size_bytes)} has room for {num_blocks} "
                     f"blocks; --kv-cache-memory has for {self.num_frames} already"
                 )
             self._residency = Residency(
@@ -87,6 +89,12 @@ class LongContexts:
         """Return the counts since the last call."""
         counts = self.index.take_counts()
         return counts if self._residency is None else counts + self._residency.take_counts()
+
+    def take_lost(self) -> IntArray:
+        """Return the blocks whose content was lost since the last call."""
+        if self._residency is None:
+            return np.zeros(0, dtype=np.int64)
+        return self._residency.take_lost()
 
     def overwrite(self, blocks: IntArray) -> None:
         """Learn that the content of these blocks changes with the next step."""

@@ -426,6 +426,7 @@ class ModelRunner:
             self._settle(launched)
         if self._long is not None:
             launched.errors |= self._long.follow(micro_batches)
+            launched.lost_blocks = self._long.take_lost()
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""

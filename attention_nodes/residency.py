@@ -75,6 +75,12 @@ class Residency:
         self._hot: dict[int, tuple[HotKeys, IntArray]] = {}
         self._searched: list[int] = []
         self._counts = KvCounts()
+        self._lost: list[IntArray] = []
+
+    def take_lost(self) -> IntArray:
+        """Return the blocks that were lost since the last call."""
+        lost, self._lost = self._lost, []
+        return np.concatenate([np.zeros(0, dtype=np.int64), *lost])
 
     def take_counts(self) -> KvCounts:
         """Return the counts since the last call."""
@@ -188,6 +194,7 @@ class Residency:
         unread = self._file.load(moves.loaded, moves.loaded_to)
         for blocks in (unsaved, unread, moves.lacking):
             self.frames.lose(blocks)
+            self._lost.append(blocks)
         self._counts += KvCounts(
             num_saved_blocks=len(moves.saved) - len(unsaved),
             num_loaded_blocks=len(moves.loaded) - len(unread),

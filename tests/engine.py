@@ -66,6 +66,7 @@ from topspin.messages import (
 )
 from topspin.node_life import run_node
 from topspin.plan import EnginePlan
+from topspin.retrieval import SpillSpec
 from topspin.speculation import Speculation
 
 TIMEOUT_S = 60.0
@@ -108,8 +109,7 @@ def engine_config(
     block_size: int = 4,
     kv_cache_bytes: int = 8 * 2**20,
     kv_retrieval_tokens: int | None = None,
-    kv_spill_dir: str | None = None,
-    kv_spill_bytes: int | None = None,
+    kv_spill: SpillSpec | None = None,
     window_rows: int = 16,
     max_num_seqs: int = 16,
     max_num_batched_tokens: int = 48,
@@ -140,8 +140,7 @@ def engine_config(
             block_size=block_size,
             kv_cache_bytes=kv_cache_bytes,
             kv_retrieval_tokens=kv_retrieval_tokens,
-            kv_spill_dir=kv_spill_dir,
-            kv_spill_bytes=kv_spill_bytes,
+            kv_spill=kv_spill,
         ),
         speculation=SpeculationSection(config=speculation),
         m2n=M2NSection(

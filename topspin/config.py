@@ -16,7 +16,7 @@ import msgspec
 from topspin.cores import DEFAULT_LAYOUT, SPIN_COUNT, Layout
 from topspin.devices import CPU, KernelName, NodeRole, Nodes, Place
 from topspin.precision import Format
-from topspin.retrieval import MIN_TOKENS
+from topspin.retrieval import MIN_TOKENS, SpillSpec, parse_spill
 from topspin.settings import Setting
 from topspin.speculation import Speculation, parse_speculation
 from topspin.units import format_size, parse_object, parse_origins, parse_size, parse_switch
@@ -222,21 +222,14 @@ class CacheSection(Section, frozen=True, kw_only=True):
             within=(MIN_TOKENS, 2**24),
         ),
     ] = None
-    kv_spill_dir: Annotated[
-        str | None,
+    kv_spill: Annotated[
+        SpillSpec | None,
         Setting(
-            "directory of an unlinked file for keys and values that have no place in "
-            "--kv-cache-memory; needs --kv-retrieval-tokens; auto: none",
-            flag="--kv-spill-dir DIR",
-        ),
-    ] = None
-    kv_spill_bytes: Annotated[
-        int | None,
-        Setting(
-            "size of that file: all keys and values of an attention node, those in memory too",
-            flag="--kv-spill-size SIZE",
-            within=(1, 2**50),
-            parse=parse_size,
+            "directory and size of an unlinked file for all keys and values of an attention node, "
+            "--kv-cache-memory of which are in memory, for example /var/tmp:8GiB; needs "
+            "--kv-retrieval-tokens; auto: none",
+            flag="--kv-spill-dir DIR:SIZE",
+            parse=parse_spill,
         ),
     ] = None
     gpu_memory_utilization: Annotated[

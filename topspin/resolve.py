@@ -18,7 +18,6 @@ from topspin.config import (
     GPU_WINDOW_ROWS,
     WINDOW_ROWS,
     BalancePolicy,
-    CacheSection,
     ComputeSection,
     EngineConfig,
     ExecutionPolicy,
@@ -53,7 +52,7 @@ from topspin.plan import (
     Wait,
 )
 from topspin.precision import check_rules, rules_of
-from topspin.retrieval import SpillSpec, policy_of
+from topspin.retrieval import policy_of
 from topspin.settings import check_ranges
 from topspin.speculation import cached_tokens
 
@@ -101,7 +100,7 @@ def resolve(
         kv_cache=KvCacheSpec(
             block_size=config.cache.block_size,
             retrieval=policy_of(config.cache.kv_retrieval_tokens),
-            spill=_spill(config.cache),
+            spill=config.cache.kv_spill,
         ),
         nodes=(
             *_nodes(config, compute, nodes, link, wait, model.num_experts, cores),
@@ -121,16 +120,6 @@ def resolve(
     except ConfigError as error:
         raise ConfigError(f"--quantization {config.model.quantization}: {error}") from error
     return plan
-
-
-def _spill(cache: CacheSection) -> SpillSpec | None:
-    directory, size = cache.kv_spill_dir, cache.kv_spill_bytes
-    if (directory is None) != (size is None):
-        given = "--kv-spill-size" if directory is None else "--kv-spill-dir"
-        raise ConfigError(f"{given}: give both --kv-spill-dir and --kv-spill-size")
-    if directory is None or size is None:
-        return None
-    return SpillSpec(directory=directory, size_bytes=size)
 
 
 def check_precision(plan: EnginePlan, model: ModelFacts) -> None:

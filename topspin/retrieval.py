@@ -11,6 +11,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from topspin.errors import ConfigError
+from topspin.units import parse_size
+
 MIN_TOKENS: Final = 64
 MAX_TOKENS: Final = 2**24
 """The least and the most that a token may be let attend to."""
@@ -79,6 +82,14 @@ class SpillSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     directory: Annotated[str, Meta(min_length=1)]
     size_bytes: Annotated[int, Meta(ge=1)]
+
+
+def parse_spill(text: str) -> SpillSpec:
+    """Return the spill of --kv-spill-dir, DIR:SIZE; raises ConfigError."""
+    directory, colon, size = text.rpartition(":")
+    if not colon or not directory:
+        raise ConfigError(f"{text!r} is not DIR:SIZE, for example /var/tmp:8GiB")
+    return SpillSpec(directory=directory, size_bytes=parse_size(size))
 
 
 def policy_of(num_tokens: int | None) -> RetrievalPolicy | None:

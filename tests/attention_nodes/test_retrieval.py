@@ -74,7 +74,9 @@ def test_blocks_and_codes_fill_the_caches_memory(
     size_bytes = int(segments * SEGMENT_KEYS * TOKEN_BYTES)
     decoder = load(checkpoint, kv_cache_bytes=size_bytes, max_num_seqs=max_num_seqs)
     blocks = sizes_of([*decoder.kv.keys, *decoder.kv.values])
-    codes = sizes_of([each for one in decoder.codes.values() for each in vars(one).values()])
+    codes = sizes_of(
+        [each for one in decoder.codes.values() for each in (one.centroids, one.codes)]
+    )
     assert blocks == decoder.kv.num_blocks * BLOCK_SIZE * TOKEN_BYTES
     assert codes > 0
     assert blocks + codes <= size_bytes

@@ -14,6 +14,7 @@ from kernels.contracts import SEGMENT_KEYS
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.test_retrieval import prompts_of
+from topspin.retrieval import SpillSpec
 
 BUDGET = 64
 NUM_TOKENS = 24
@@ -26,8 +27,7 @@ LENGTH = 3 * SEGMENT_KEYS + 100
 def config_of(path: Path, memory_tokens: int, spill: Path | None, **settings: Any) -> Any:
     """Return a configuration with about so many tokens in memory, and others in `spill`."""
     if spill is not None:
-        settings["kv_spill_dir"] = str(spill)
-        settings["kv_spill_bytes"] = 80_000 * BYTES_PER_TOKEN
+        settings["kv_spill"] = SpillSpec(directory=str(spill), size_bytes=80_000 * BYTES_PER_TOKEN)
     return engine_config(
         path,
         block_size=16,

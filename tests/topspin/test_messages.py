@@ -319,6 +319,7 @@ def test_golden_bytes_of_a_request() -> None:
                 "eos_token_ids": [],
                 "logprobs": None,
                 "prompt_logprobs": None,
+                "kv_retrieval_tokens": None,
             },
             "cache_salt": "",
         }

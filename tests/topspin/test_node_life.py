@@ -178,7 +178,7 @@ def test_a_node_joins_serves_halts_and_forms_anew() -> None:
     assert isinstance(first, Ready)
     assert (first.generation, first.num_blocks) == (1, 5)
     assert halted == Halted(role="expert", index=3, generation=2)
-    assert second == Ready(role="expert", index=3, num_blocks=5, generation=2)
+    assert second == Ready(role="expert", index=3, num_blocks=5, num_frames=5, generation=2)
     assert node.done == ["load", "form 1", "disband", "disband", "form 2", "disband"]
 
 

@@ -34,7 +34,7 @@ from topspin.plan import (
     load_serve_config,
 )
 from topspin.precision import rules_of
-from topspin.retrieval import RetrievalPolicy
+from topspin.retrieval import RetrievalPolicy, SpillSpec
 from topspin.speculation import Speculation
 
 ATTENTION = AttentionNode(
@@ -276,6 +276,17 @@ REFUSED: list[tuple[EnginePlan, str]] = [
             kv_cache=KvCacheSpec(retrieval=RetrievalPolicy(num_tokens=512)),
         ),
         r"kv_cache\.retrieval .*: attention 0 has the kernels reference on cuda:0; only those for",
+    ),
+    (
+        made_of(
+            replace(ATTENTION, kernels="reference"),
+            EXPERT,
+            kv_cache=KvCacheSpec(
+                retrieval=RetrievalPolicy(num_tokens=512),
+                spill=SpillSpec(directory="/tmp", size_bytes=1),
+            ),
+        ),
+        r"kv_cache\.spill .*: attention 0 has the kernels reference; only cpu",
     ),
     (on_one_gpu(link=LINK), r"execution\.gpu_streams 2: only attention and experts on one GPU"),
     (

@@ -117,7 +117,8 @@ class StepResult(Message, frozen=True, kw_only=True):
     (empty: no sequence had one). `logprobs` has an entry per token for the
     sequences that asked, `prompt_logprobs` for the slices with SCORE one per prompt token that
     follows a row; `errors` the sequences that failed, with the reason (their requests fail, the
-    step does not). `kv` None: nothing to count.
+    step does not). `kv` None: nothing to count. The content of `lost_blocks` (packed) could not be
+    written to the spill's file, or read.
     """
 
     step: int
@@ -132,6 +133,7 @@ class StepResult(Message, frozen=True, kw_only=True):
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)
     kv: KvCounts | None = None
+    lost_blocks: bytes = b""
 
 
 class StepFailed(Message, frozen=True, kw_only=True):

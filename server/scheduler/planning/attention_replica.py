@@ -341,10 +341,6 @@ class AttentionReplica:
             self.pool.publish(seq.blocks[idx], request.hashes.at(idx, request.tokens))
         seq.publish_at = (num_full + 1) * self._block_size
 
-    def unpublish(self, seq: Sequence) -> None:
-        """Let nobody find the blocks of a sequence that has failed: their content is in doubt."""
-        self.pool.unpublish(seq.blocks)
-
     # Leaving.
 
     def close(self, seq: Sequence) -> None:

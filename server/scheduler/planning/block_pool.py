@@ -130,11 +130,15 @@ class BlockPool:
         self._hash_of[block] = block_hash
 
     def unpublish(self, blocks: Sequence[int]) -> None:
-        """Let nobody find held blocks any more; they are free when their last holder has gone."""
+        """Let nobody find these blocks any more; without a holder they are free."""
         for block in blocks:
             block_hash = self._hash_of.pop(block, None)
-            if block_hash is not None:
-                del self._block_of[block_hash]
+            if block_hash is None:
+                continue
+            del self._block_of[block_hash]
+            if block in self._cached:
+                del self._cached[block]
+                self._free.append(block)
 
     def count_idle(self, blocks: Sequence[int]) -> int:
         """Return how many of `blocks` have no holder."""

@@ -52,6 +52,7 @@ from topspin.messages import (
     RequestFailed,
     Stats,
     StepResult,
+    unpack_ints,
 )
 from topspin.plan import EnginePlan
 
@@ -399,6 +400,8 @@ class Policy:
         counters, varies = self._counters, bool(result.counts) or any(part.drafts)
         if result.kv is not None:
             counters.kv += result.kv
+        if result.lost_blocks:
+            replica.pool.unpublish(unpack_ints(result.lost_blocks))
         if part.drafted:
             for length, tokens in zip(part.drafted, part.tokens, strict=True):
                 if length and tokens:
@@ -410,7 +413,6 @@ class Policy:
             was_closed = seq.closed
             if not request.ended:
                 if errors and seq.seq_id in errors:
-                    replica.unpublish(seq)
                     self._end(request)
                     outbox.fail(request, EngineError(errors[seq.seq_id]))
                 else:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.server.scheduler.engine import make_config
-from tests.server.scheduler.test_engine_facts import MIXTRAL, write_config
+from tests.server.scheduler.test_engine_facts import MIXTRAL, planned
 from topspin import __version__
 from topspin.channel import ControlClient
 from topspin.errors import PeerLost
@@ -29,7 +29,7 @@ TIMEOUT_S = 30.0
 def config(tmp_path: Path) -> ServeConfig:
     """Return an engine's plan with a model whose config.json exists."""
     plan = make_config()
-    model = msgspec.structs.replace(plan.model, path=write_config(tmp_path, MIXTRAL))
+    model = msgspec.structs.replace(plan.model, path=planned(tmp_path, MIXTRAL).path)
     return ServeConfig(plan=msgspec.structs.replace(plan, model=model))
 
 

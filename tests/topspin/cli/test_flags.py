@@ -16,6 +16,7 @@ from topspin.cli.flags import add_arguments, read_config
 from topspin.cli.main import main
 from topspin.cli.serve import asked_for, serve_config, without_effect
 from topspin.config import EngineConfig, ModelSection
+from topspin.retrieval import SpillSpec
 from topspin.speculation import Speculation
 
 # A new flag needs a line here. Flags are few: settings for few users belong in --plan.
@@ -37,6 +38,7 @@ FLAGS = [
     "--block-size",
     "--kv-cache-memory",
     "--kv-retrieval-tokens",
+    "--kv-spill-dir",
     "--gpu-memory-utilization",
     "--speculative-config",
     "--transport",
@@ -81,6 +83,11 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--block-size 32", "cache.block_size", 32),
     ("--kv-cache-memory 2GiB", "cache.kv_cache_bytes", 2 * 2**30),
     ("--kv-retrieval-tokens 512", "cache.kv_retrieval_tokens", 512),
+    (
+        "--kv-spill-dir /a:b:8GiB",
+        "cache.kv_spill",
+        SpillSpec(directory="/a:b", size_bytes=8 * 2**30),
+    ),
     ("--gpu-memory-utilization 0.5", "cache.gpu_memory_utilization", 0.5),
     ("--transport nixl", "m2n.transport", "nixl"),
     (
@@ -265,6 +272,17 @@ def test_a_model_is_named_as_users_name_it(
         (
             "--kv-retrieval-tokens 512 --attention-device cuda",
             "kv_cache.retrieval (--kv-retrieval-tokens): attention 0 has the kernels triton",
+        ),
+        ("--kv-spill-dir /tmp", "argument --kv-spill-dir: '/tmp' is not DIR:SIZE"),
+        ("--kv-spill-dir /tmp:much", "argument --kv-spill-dir: 'much' is not a size"),
+        (
+            "--kv-spill-dir /tmp:1GiB",
+            "kv_cache.spill (--kv-spill-dir): without kv_cache.retrieval (--kv-retrieval-tokens)",
+        ),
+        (
+            "--kv-spill-dir /tmp:1GiB --kv-retrieval-tokens 512 "
+            '--speculative-config {"method":"draft_model","model":"self-int4","branches":true}',
+            "kv_cache.spill (--kv-spill-dir): drafts that branch attend to all keys",
         ),
         ("--restart maybe", "argument --restart: 'maybe' is neither on nor off"),
         (
