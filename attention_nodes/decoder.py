@@ -9,7 +9,7 @@ Dimensions: T tokens, H hidden, N query heads, G kv heads, D head size, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,15 @@ from torch import Tensor
 
 from attention_nodes.kv_cache import KvCache
 from attention_nodes.step_inputs import MicroBatchInputs
-from kernels.contracts import HeadRows, KeyCodes, LinearWeight, Routing
+from kernels.contracts import AttentionMeta, HeadRows, KeyCodes, LinearWeight, Routing
 from kernels.dispatch import Ops
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.weights import AttentionWeights, LayerWeights, take
 from topspin.precision import Rules, format_of
+
+Watch = Callable[[int, Tensor, AttentionMeta], None]
+"""Is shown a layer's index, its queries [T, N, D] and how they attended."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +53,7 @@ class Decoder:
     """One runner's layers. Its only state between calls is the KV cache `kv`.
 
     `codes` are those of its keys by layer, where sequences may attend to a selection of them.
+    `watch`, if set, is shown each layer's attention; such a step is not recorded.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Decoder:
         self.ops = ops
         self.kv = kv_cache
         self.codes: Mapping[int, KeyCodes] = {}
+        self.watch: Watch | None = None
         self._scale = config.head_dim**-0.5
         self._embed = weights.embed
         self._final_norm = weights.final_norm
@@ -142,6 +147,8 @@ class Decoder:
             sliding_window=layer.sliding_window,
             codes=self.codes.get(layer.idx),
         )
+        if self.watch is not None:
+            self.watch(layer.idx, q, inputs.meta)
         out = ops.linear(attended.flatten(1), layer.o, layer.o_bias)
         return ops.add_rms_norm(out, residual, layer.post_norm, eps=eps)
 

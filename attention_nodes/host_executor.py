@@ -85,7 +85,9 @@ class HostExecutor:
     def _key(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Key | None:
         if self._steps is None or not (net is None or net.is_graph_safe):
             return None
-        return None if any(each.scored for each in micro_batches) else key_of(micro_batches)
+        if self._decoder.watch is not None or any(each.scored for each in micro_batches):
+            return None
+        return key_of(micro_batches)
 
     def run(
         self, placed: Placed, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None

@@ -550,6 +550,7 @@ class ModelRunner:
             for each in plan.micro_batches:
                 self._long.overwrite(unpack(each.block_ids, what="block_ids"))
             micro_batches, errors = self._long.prepare(micro_batches)
+            self._decoder.watch = self._long.index.watch(micro_batches)
         for slices in micro_batches:
             self._table.commit(slices.rows, slices.certain)
         return micro_batches, errors

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_nodes.decoder import Watch
 from attention_nodes.kv_cache import KvCache
+from attention_nodes.recall import best_keys, share_found
 from attention_nodes.segments import SegmentPool
 from attention_nodes.sequences import IntArray, SequenceTable
 from attention_nodes.step_inputs import Slices
@@ -38,6 +40,8 @@ from topspin.retrieval import RetrievalPolicy
 
 OPEN_KEYS: Final = 64
 """Keys of an open segment are coded so many at a time."""
+RECALL_PERIOD: Final = 256
+"""Of so many steps that retrieve one is looked at."""
 
 
 def num_places(num_blocks: int, *, block_size: int, max_num_seqs: int) -> int:
@@ -126,6 +130,7 @@ class KeyIndex:
         self.frame_slots: Callable[[IntArray], IntArray] = lambda slots: slots
         """Where slots of blocks are in the cache; a spill sets it."""
         self._counts = KvCounts()
+        self._num_steps = 0
 
     def take_counts(self) -> KvCounts:
         """Return the counts since the last call."""
@@ -158,6 +163,34 @@ class KeyIndex:
         )
         query = keys.new_zeros(1, num_heads, keys.shape[3])
         self._ops.paged_attention(query, keys, values, meta, scale=1.0, codes=codes)
+
+    def watch(self, micro_batches: Iterable[Slices]) -> Watch | None:
+        """Return what compares a step's selections with the best keys; None, mostly: nothing.
+
+        One step in RECALL_PERIOD of those that retrieve is looked at, in one layer, which are taken
+        in turn, and there one sequence of each micro-batch. It costs what attention to all keys of
+        that sequence would in that layer, and the step is not replayed.
+        """
+        if all(each.retrieval is None for each in micro_batches):
+            return None
+        turn, since = divmod(self._num_steps, RECALL_PERIOD)
+        self._num_steps += 1
+        if since:
+            return None
+        watched = list(self.codes)[turn % len(self.codes)]
+
+        def look(layer: int, q: Tensor, meta: AttentionMeta) -> None:
+            if layer != watched or meta.retrieval is None:
+                return
+            idx = turn % len(meta.retrieval.seqs)
+            if meta.retrieval.hot and meta.retrieval.hot[idx] is not None:
+                return  # some keys are not in memory
+            selected = self._ops.selected_keys(q, self.codes[layer], meta, idx)
+            keys, count = self._cache.keys[layer], selected.shape[1]
+            best = best_keys(q, keys, meta, idx, count=count)
+            self._counts += KvCounts(recall_sum=share_found(selected, best), num_recalls=1)
+
+        return look
 
     def overwrite(self, blocks: Iterable[int]) -> None:
         """Learn that the content of these cache blocks changes with the next step."""

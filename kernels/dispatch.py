@@ -132,6 +132,9 @@ class Ops(Protocol):
     ) -> None:
         """Code keys in the cache; see `kernels.retrieval.code_keys`."""
 
+    def selected_keys(self, q: Tensor, codes: KeyCodes, meta: AttentionMeta, idx: int) -> Tensor:
+        """Return what a sequence selected; see `kernels.retrieval.selected_keys`."""
+
     def sample(
         self, logits: Tensor, batch: SamplingBatch, *, num_top_logprobs: int | None = None
     ) -> SampleResult:

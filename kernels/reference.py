@@ -32,6 +32,7 @@ from kernels.contracts import (
 from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.retrieval import code_keys as code_keys
 from kernels.retrieval import select
+from kernels.retrieval import selected_keys as selected_keys
 from kernels.sampling import sample as sample
 from topspin.precision import UNQUANTISED, Format
 

@@ -20,6 +20,7 @@ from kernels.contracts import (
     NUM_CENTROIDS,
     NUM_SUBSPACES,
     SEGMENT_KEYS,
+    AttentionMeta,
     KeyCodes,
     Retrieval,
 )
@@ -68,6 +69,18 @@ def code_keys(
     if num_iterations is not None:
         centroids.copy_(learn_codebooks(keys, num_iterations=num_iterations))
     codes[:, :, : len(slots)] = encode(keys, centroids)
+
+
+def selected_keys(q: Tensor, codes: KeyCodes, meta: AttentionMeta, idx: int) -> Tensor:
+    """Return the keys i64[G, k] that sequence `idx` of meta.retrieval selected, ascending.
+
+    To be asked right behind paged_attention with `meta` in a layer that has `codes`; `q` [T, N, D]
+    was that of the call.
+    """
+    assert meta.retrieval is not None
+    seq = int(meta.retrieval.seqs[idx])
+    start, stop = meta.query_start[seq : seq + 2].tolist()
+    return select(q[start:stop], codes, meta.retrieval, idx)
 
 
 def _parts(keys: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import reference
+from kernels import retrieval as plain
 from kernels.contracts import AttentionMeta, KeyCodes, Retrieval
 from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, can_attend
@@ -341,6 +342,14 @@ def renew(recorded: AttentionMeta, fresh: AttentionMeta) -> None:
             assert not rows, "a micro-batch without rows stays so"
         if plan.retrieval is not None and retrieval is not None:
             plan.retrieval.fill(fresh, retrieval)
+
+
+def selected_keys(q: Tensor, codes: KeyCodes, meta: AttentionMeta, idx: int) -> Tensor:
+    """Return what a sequence selected; see `kernels.retrieval.selected_keys`."""
+    for plan in meta.memo.values():
+        if isinstance(plan, _Plan) and plan.retrieval is not None:
+            return plan.retrieval.selected(idx)
+    return plain.selected_keys(q, codes, meta, idx)
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: float) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.contracts import HeadRows, Routing
 from kernels.cpu import plain as cpu_plain
-from kernels.cpu.attention import paged_attention
+from kernels.cpu.attention import paged_attention, selected_keys
 from kernels.cpu.compiled import layer as numba_layer
 from kernels.cpu.compiled import rows as numba_rows
 from kernels.cpu.compiled.codebooks import code_keys
@@ -49,6 +49,7 @@ __all__ = [
     "rotate_and_store",
     "route",
     "sample",
+    "selected_keys",
     "sigmoid_gate",
     "swiglu",
 ]

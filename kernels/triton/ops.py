@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, HeadRows, LinearWeight
 from kernels.expert_slots import pack_slots, rebuild_slots
 from kernels.mixed_experts import MixedExperts, mixed_mlp
-from kernels.retrieval import code_keys
+from kernels.retrieval import code_keys, selected_keys
 from kernels.triton.attention.launches import paged_attention
 from kernels.triton.counts import add_counts
 from kernels.triton.grouped_mlp.launches import grouped_mlp
@@ -70,6 +70,7 @@ class TritonOps:
 
     add_counts = staticmethod(add_counts)
     code_keys = staticmethod(code_keys)
+    selected_keys = staticmethod(selected_keys)
     rms_norm = staticmethod(rms_norm)
     paged_attention = staticmethod(paged_attention)
     linear = staticmethod(linear)

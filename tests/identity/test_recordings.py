@@ -151,13 +151,17 @@ def test_steps_and_passes_with_trees_are_recorded_too(
 def test_steps_that_retrieve_are_recorded_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Beside sequences that do not; both grow, and one begins to retrieve meanwhile."""
+    """Beside sequences that do not; both grow, and one begins to retrieve meanwhile.
+
+    Steps whose selections are looked at are not, and give the same tokens.
+    """
     caplog.set_level("INFO", "recordings")
     path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=2048, **SIZES)
     rng = np.random.default_rng(4)
     lengths = (SEGMENT_KEYS + 200, SEGMENT_KEYS - 9, 300)
     prompts = [rng.integers(0, VOCAB_SIZE - 8, size=length).tolist() for length in lengths]
     monkeypatch.setattr("kernels.cpu.attention.renew", renew := mock.Mock(wraps=attention.renew))
+    monkeypatch.setattr("attention_nodes.retrieval.RECALL_PERIOD", 5)
     found = []
     for recordings in (False, True):
         config = engine_config(
@@ -171,7 +175,10 @@ def test_steps_that_retrieve_are_recorded_too(
         )
         with Engine(config) as engine:
             found.append(engine.generate(prompts, max_tokens=2 * NUM_TOKENS))
-            assert engine.stats().kv.num_selected_rows > 2 * NUM_TOKENS
+            counts = engine.stats().kv
+        assert counts.num_selected_rows > 2 * NUM_TOKENS
+        assert 2 * NUM_TOKENS // 5 <= counts.num_recalls <= NUM_TOKENS
+        assert 0 < counts.recall_sum < counts.num_recalls
     assert found[0] == found[1]
     kinds = Counter(call.args[1].retrieval is not None for call in renew.call_args_list)
     assert kinds[True] > NUM_TOKENS

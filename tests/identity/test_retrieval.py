@@ -47,6 +47,8 @@ class Oracle:
     def __init__(self, policy: RetrievalPolicy) -> None:
         self.policy = policy
         self.num_selected = 0
+        self.recalls: list[float] = []
+        """By step, and in it by layer, the share of the best keys that are selected."""
 
     def attend(
         self,
@@ -87,9 +89,24 @@ class Oracle:
             num_sinks=policy.num_sinks,
         )
         kept[:, policy.num_sinks : end] = False
-        kept.scatter_(1, select(query, codes, retrieval, 0), True)
+        selected = select(query, codes, retrieval, 0)
+        self.recalls.append(recall_of(query[0], keys, selected, range(policy.num_sinks, end)))
+        kept.scatter_(1, selected, True)
         self.num_selected += 1
         return kept
+
+
+def recall_of(
+    query: torch.Tensor, keys: torch.Tensor, selected: torch.Tensor, searched: range
+) -> float:
+    """Return the share of the best of the `searched` keys [G, n, D] that are `selected` [G, k]."""
+    num_groups, count = selected.shape
+    products = query.view(num_groups, -1, query.shape[-1]) @ keys.transpose(1, 2)
+    found = 0
+    for group, best in enumerate(products.amax(1).tolist()):
+        ranked = sorted(searched, key=best.__getitem__, reverse=True)
+        found += len(set(ranked[:count]) & set(selected[group].tolist()))
+    return found / (num_groups * count)
 
 
 @pytest.fixture
@@ -168,6 +185,29 @@ def test_requests_choose_how_many_keys(tmp_path: Any, oracle: Oracle) -> None:
         ]
         engine.collect()
         assert [engine.requests[each].tokens for each in ids] == expected
+
+
+@pytest.mark.parametrize(("kernels", "tolerance"), [("reference", 1e-6), ("cpu", 0.01)])
+def test_recall_is_that_of_a_search_of_all_keys(
+    tmp_path: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, kernels: Any, tolerance: float
+) -> None:
+    """Compiled kernels round scores, so that they may select others of nearly equal keys."""
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    prompts = prompts_of((2 * SEGMENT_KEYS + 90,))
+    tokens = generate(path, prompts, "retrieving")
+    num_steps = len(oracle.recalls) // 2
+    assert num_steps == NUM_TOKENS - 1
+    period = 3
+    wanted = [
+        oracle.recalls[2 * step + turn % 2] for turn, step in enumerate(range(0, num_steps, period))
+    ]
+    assert 0.1 < min(wanted) < max(wanted) < 0.95, "it is neither chance nor all"
+    monkeypatch.setattr("attention_nodes.retrieval.RECALL_PERIOD", period)
+    with Engine(config_of(path, kernels=kernels, kv_retrieval_tokens=BUDGET)) as engine:
+        assert engine.generate(prompts, max_tokens=NUM_TOKENS) == tokens
+        stats = engine.stats()
+    assert stats.kv.num_recalls == len(wanted)
+    assert stats.kv.recall_sum / len(wanted) == pytest.approx(np.mean(wanted), abs=tolerance)
 
 
 def test_a_budget_for_the_whole_context_is_plain_attention(tmp_path: Any) -> None:

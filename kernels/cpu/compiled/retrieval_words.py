@@ -79,7 +79,8 @@ class RetrievalWords:
         self.work = WorkWords(heads)
         """The rows; the sequence of a piece is its number at SEQS, its keys those of a list."""
         self._words = torch.zeros(10, dtype=torch.int64)
-        self._read: tuple[object, ...] = ()
+        self._read: tuple[Tensor, ...] = ()
+        self._hot: list[Tensor | None] = []
         self._tables = torch.empty(0)
         self._scores = torch.empty(0, dtype=torch.int16)
         self.positions = torch.empty(0, dtype=torch.int32)
@@ -89,6 +90,16 @@ class RetrievalWords:
     def address(self) -> int:
         """Return the address of the words."""
         return self._words.data_ptr()
+
+    def selected(self, idx: int) -> Tensor:
+        """Return what sequence `idx` of the retrieval, all of which have rows, selected last.
+
+        Keys i64[G, number].
+        """
+        words = self._read[0][idx]
+        count, first = int(words[NUM_SELECTED // 8]), int(words[FIRST_POSITION // 8])
+        num_groups = self._heads.num_kv_heads
+        return self.positions[first : first + num_groups * count].long().view(num_groups, count)
 
     def fill(self, meta: AttentionMeta, retrieval: Retrieval) -> None:
         """Write the work of the next launches; keeps what they read."""
@@ -148,7 +159,7 @@ class RetrievalWords:
         bounds = torch.empty(num_units)
         self.positions = torch.empty(num_positions, dtype=torch.int32)
         lists = torch.empty(num_listed, dtype=torch.int64)
-        self._read = (seq_words, segment_words, bounds, lists, hot_words)
+        self._read, self._hot = (seq_words, segment_words, bounds, lists), hot_words
         self._words.numpy()[:] = (
             seq_words.data_ptr(),
             len(seqs),

@@ -15,6 +15,7 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
+    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
@@ -127,6 +128,13 @@ class EngineCollector(Collector):
             "Segments of 1024 keys whose codebooks were learnt",
             counts.num_coded_segments,
         )
+        recall = SummaryMetricFamily(
+            "topspin_kv_retrieval_recall",
+            "Of the keys with the greatest products, the share selected; a few rows are looked at",
+            labels=(MODEL_LABEL,),
+        )
+        recall.add_metric((self._model_name,), counts.num_recalls, counts.recall_sum)
+        yield recall
         yield counter(
             "kv_spill_saved_blocks",
             "Cache blocks written to the spill's file",

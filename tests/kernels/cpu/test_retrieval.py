@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,19 @@ def test_other_rows_of_a_batch_attend_as_without(dtype: torch.dtype, trees: bool
         torch.testing.assert_close(result[rows], dense[rows], rtol=1e-5, atol=1e-5)
     again = cpu.paged_attention(*arguments, case.meta, scale=SCALE, codes=codes)
     assert torch.equal(again, result), "the memo changed the result"
+
+
+@pytest.mark.parametrize("ops", [cpu, reference])
+def test_what_was_selected_can_be_asked(ops: Any) -> None:
+    case, codes = mixed_case(torch.float32)
+    assert case.meta.retrieval is not None
+    ops.paged_attention(case.q, case.k_cache, case.v_cache, case.meta, scale=SCALE, codes=codes)
+    _, expected = attend(case, codes)
+    for idx in range(3):
+        found = ops.selected_keys(case.q, codes, case.meta, idx)
+        check_selection(case, codes, idx, found)
+        if ops is cpu:
+            assert torch.equal(found, expected[idx])
 
 
 def test_of_equal_scores_the_lowest_positions_win() -> None:
