@@ -31,6 +31,11 @@ from topspin.precision import UNQUANTISED, Format
 PRECISIONS = {"bf16": 16, "int8": 8, "int4": 4}
 FORMATS: dict[str, Format] = {"bf16": UNQUANTISED, "int8": "int8", "int4": "int4"}
 CONTEXTS = (160, 1024, 4096)
+# Decode attention at these only for few rows, by dtype and by query heads that share a key.
+LONG_CONTEXTS = (8192, 32768)
+LONG_ROWS = 4
+SHARING_HEADS = (1, 3, 8)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # New rows and context of one sequence: whole prompts, and the last chunk of a longer one.
 PREFILLS = ((128, 128), (512, 512), (128, 1024))
 BLOCK_SIZE = 16
@@ -210,9 +215,9 @@ class _Cache(NamedTuple):
     values: Tensor
 
     @classmethod
-    def of(cls, shape: Shape, num_tokens: int) -> _Cache:
+    def of(cls, shape: Shape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> _Cache:
         size = (-(-num_tokens // BLOCK_SIZE), BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
-        keys = torch.empty(size, dtype=torch.bfloat16).uniform_(-1, 1)
+        keys = torch.empty(size, dtype=dtype).uniform_(-1, 1)
         return cls(keys, keys.clone())
 
 
@@ -227,19 +232,36 @@ def prefill_attention(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
     yield from _attention("prefill attention", shape, [([n], context) for n, context in PREFILLS])
 
 
-def _attention(op: str, shape: Shape, sizes: Sequence[tuple[list[int], int]]) -> Iterator[Case]:
+def long_attention(shape: Shape, rows: Sequence[int]) -> Iterator[Case]:
+    """One new row for each of few sequences of a long context."""
+    sizes = [
+        ([1] * num_rows, at) for at in LONG_CONTEXTS for num_rows in rows if num_rows <= LONG_ROWS
+    ]
+    for precision in DTYPES:
+        for heads in SHARING_HEADS:
+            sharing = shape._replace(num_heads=heads * shape.num_kv_heads)
+            yield from _attention(
+                f"decode attention, {heads} heads a key, {precision}", sharing, sizes, precision
+            )
+
+
+def _attention(
+    op: str, shape: Shape, sizes: Sequence[tuple[list[int], int]], precision: str = "bf16"
+) -> Iterator[Case]:
     """Cases of (new rows per sequence, context of all of them), on blocks in random order."""
-    ops = ops_of("bf16")
-    token_bytes = 2 * roofline.BF16 * shape.num_kv_heads * shape.head_dim
+    dtype = DTYPES[precision]
+    ops = select_ops("cpu", dtype)
+    token_bytes = 2 * dtype.itemsize * shape.num_kv_heads * shape.head_dim
     least = CACHE_FILLS * cache_bytes() // token_bytes
-    cache = _Cache.of(shape, max(least, *(len(new) * context for new, context in sizes)))
+    most = max((len(new) * context for new, context in sizes), default=0)
+    cache = _Cache.of(shape, max(least, most), dtype)
     for new_rows, context in sizes:
-        q = _random(sum(new_rows), shape.num_heads, shape.head_dim)
+        q = _random(sum(new_rows), shape.num_heads, shape.head_dim).to(dtype)
         metas = _metas(new_rows, context, num_blocks=len(cache.keys))
         yield Case(
             op=op,
             model=shape.model,
-            precision="bf16",
+            precision=precision,
             num_rows=len(q),
             context=context,
             work=roofline.paged_attention(
@@ -248,6 +270,7 @@ def _attention(op: str, shape: Shape, sizes: Sequence[tuple[list[int], int]]) ->
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
+                number_bytes=dtype.itemsize,
             ),
             call=_attend(ops, q, cache, metas),
         )
@@ -413,6 +436,7 @@ BUILDERS: dict[str, Build] = {
     "lm_head": lm_head,
     "experts": experts,
     "decode_attention": decode_attention,
+    "long_attention": long_attention,
     "prefill_attention": prefill_attention,
     "small_ops": small_ops,
     "sampling": sampling,

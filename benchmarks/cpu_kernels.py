@@ -45,6 +45,9 @@ MATMUL_SIZE = 1536
 # A case's turn ends after this time, or when it has used every copy of its weights once.
 TURN_S = 0.003
 SINGLE_CORE_PROBES = 5
+# Sampling depends only on the vocabulary, and both models' are equal; attention to long contexts
+# hardly on the number of key/value heads.
+SAME_FOR_ALL = ("long_attention", "sampling")
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Ceilings:
 
     def roofline(self, precision: str) -> Roofline:
         """Return the roofline of products with weights in `precision`."""
-        operations = self.bf16_per_s if precision == "bf16" else self.int8_per_s
+        operations = self.int8_per_s if precision in ("int8", "int4") else self.bf16_per_s
         return Roofline(ceiling(self.bytes_per_s), ceiling(operations))
 
     def as_json(self) -> dict[str, float]:
@@ -194,8 +197,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if shape.model not in args.models:
             continue
         for name in args.ops:
-            # Sampling depends only on the vocabulary, and both models' are equal.
-            if name == "sampling" and shape is not SHAPES[0] and len(args.models) > 1:
+            if name in SAME_FOR_ALL and shape is not SHAPES[0] and len(args.models) > 1:
                 continue
             with console.status(f"{shape.model}: {name}"):
                 cases = list(BUILDERS[name](shape, args.rows))

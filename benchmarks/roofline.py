@@ -100,14 +100,15 @@ def paged_attention(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    number_bytes: int = BF16,
 ) -> Work:
     """Causal attention: sequence s has contexts[s] keys, and its last new_rows[s] rows are queries.
 
     The j-th of n new rows of a context c sees c - n + j keys (j from 1); each takes D multiply-adds
     for its score and D for its value, per query head.
     """
-    keys = 2 * sum(contexts) * num_kv_heads * head_dim * BF16
-    rows = 2 * sum(new_rows) * num_heads * head_dim * BF16
+    keys = 2 * sum(contexts) * num_kv_heads * head_dim * number_bytes
+    rows = 2 * sum(new_rows) * num_heads * head_dim * number_bytes
     seen = sum(n * (c - n) + n * (n + 1) // 2 for n, c in zip(new_rows, contexts, strict=True))
     return Work(keys + rows, 4 * seen * num_heads * head_dim)
 

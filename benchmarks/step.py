@@ -1,10 +1,9 @@
 """Where does the time of a decode step go? Every op of a recorded step against its floor.
 
-Owns a node of real parts in this process (the attention layers and all experts of a checkpoint, the
-net of one process) that decodes a few sequences for ever. The recorded program leaves the time at
-which each of its ops ended. An op's floor is the time in which the machine reads its weights, at
-the bandwidth measured in the same run; several rows may choose the same expert, which is counted
-for each. Run as `topspin bench step`.
+Lets a few sequences of a model in this process (benchmarks.local_model) decode for ever. The
+recorded program leaves the time at which each of its ops ended. An op's floor is the time in which
+the machine reads its weights, at the bandwidth measured in the same run; several rows may choose
+the same expert, which is counted for each. Run as `topspin bench step`.
 """
 
 from __future__ import annotations
@@ -12,162 +11,63 @@ from __future__ import annotations
 import argparse
 import ctypes
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from attention_nodes.model_runner import ModelRunner
 from benchmarks import report
 from benchmarks.cpu_kernel_cases import cache_bytes
 from benchmarks.cpu_kernels import MATMUL_SIZE, PROBE_FILLS, Ceilings, Probe
+from benchmarks.local_model import BLOCK_SIZE, LocalModel
 from benchmarks.roofline import ceiling, weight_bytes
-from expert_nodes.experts import Experts
 from kernels.cpu.compiled import experts, matmul, quantised, quantised_experts
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.recorder import CpuRuntime
 from kernels.cpu.simd.integers import GROUP
-from kernels.dispatch import select_ops
-from m2n_comm.gpu.local import DeviceNet
-from models.checkpoint import Checkpoint
-from models.config import load_model_config
 from models.hub import resolve_model
-from models.weights import stream_expert_weights
-from topspin.cli.serve import resolve_for
-from topspin.config import (
-    CacheSection,
-    ComputeSection,
-    EngineConfig,
-    M2NSection,
-    ModelSection,
-    TopologySection,
-    TraceSection,
-)
-from topspin.expert_table import uniform_table
-from topspin.messages import (
-    SAMPLE,
-    MicroBatch,
-    NewSequence,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    StepTicket,
-    pack_ints,
-)
-from topspin.precision import LM_HEAD_FORMATS, PrecisionRule, formats
+from topspin.messages import StepResult
+from topspin.precision import LM_HEAD_FORMATS, PrecisionRule
 
 # Steps of each kind that are not measured: caches fill, the second is recorded.
 NUM_WARM_UP: Final = 4
-BLOCK_SIZE: Final = 16
 
 
-class Node:
-    """A whole model in this process, and sequences that decode for ever."""
+class Decoding:
+    """Sequences of a model in this process that decode for ever."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        path = resolve_model(args.model)
-        model = load_model_config(path)
-        assert model.moe is not None, "a model with experts"
-        self.num_rows, self._context = args.rows, args.context
         # Both ways of running decode every step, and one more may be under way.
-        self._length = args.context + 2 * (args.steps + NUM_WARM_UP) + 2
-        self._blocks_each = -(-self._length // BLOCK_SIZE)
-        block_bytes = 4 * model.num_layers * model.kv_size * BLOCK_SIZE
-        plan = resolve_for(
-            EngineConfig(
-                model=ModelSection(
-                    path=str(path), dtype="bfloat16", quantization=args.quantization
-                ),
-                topology=TopologySection(),
-                cache=CacheSection(
-                    block_size=BLOCK_SIZE,
-                    kv_cache_bytes=block_bytes * self._blocks_each * args.rows,
-                ),
-                m2n=M2NSection(transport="local"),
-                compute=ComputeSection(layout="shared", num_threads=args.num_threads),
-                trace=TraceSection(enabled=False),
-            ),
-            model,
+        blocks_each = -(-(args.context + 2 * (args.steps + NUM_WARM_UP) + 2) // BLOCK_SIZE)
+        rule = PrecisionRule(format=args.lm_head, part="lm_head") if args.lm_head else None
+        model = LocalModel(
+            resolve_model(args.model),
+            num_blocks=blocks_each * args.rows,
+            quantization=args.quantization,
+            rules=() if rule is None else (rule,),
+            num_threads=args.num_threads,
         )
-        if args.lm_head is not None:
-            rule = PrecisionRule(format=args.lm_head, part="lm_head")
-            plan = msgspec.structs.replace(plan, precision=(*plan.precision, rule))
-        config = plan.for_node()
-        self.runner = ModelRunner.load(path, config)
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        table = uniform_table(
-            num_layers=len(model.moe_layers), num_experts=model.moe.num_experts, num_nodes=1
-        )
-        held = Experts(
-            model,
-            stream_expert_weights(
-                Checkpoint(path), model, dtype=dtype, experts=table.experts_of(0)
-            ),
-            select_ops(plan.experts[0].kernels, dtype, formats(config.precision, "expert")),
-            held=table.experts_of(0),
-            precision=config.precision,
-        )
-        runtime = self.runner.runtime
+        self._node = model.node()
+        runtime = self._node.runtime
         assert isinstance(runtime, CpuRuntime), "the kernels of the CPU"
         self.runtime = runtime
-        shape = self.runner.net_shape(config)
-        self._net = DeviceNet(runtime, shape, index=0, serves=[held.compute], table=table)
-        self._step = 0
+        self._ids = [
+            self._node.admit(
+                [17 + row] * (args.context + 1),
+                range(row * blocks_each, (row + 1) * blocks_each),
+                num_computed=args.context,
+            )
+            for row in range(args.rows)
+        ]
 
     def step(self) -> tuple[float, StepResult]:
         """Run a step; returns its seconds and its result."""
-        self._step += 1
-        plan = self._plan(self._step)
-        started = time.perf_counter()
-        result = self.runner.execute(plan, self._net, index=0)
-        return time.perf_counter() - started, result
-
-    def _plan(self, step: int) -> StepPlan:
-        """Advance every sequence by a token; the first step admits them with a context."""
-        ids = range(self.num_rows)
-        new = [
-            NewSequence(
-                seq_id=seq_id,
-                tokens=pack_ints([17 + seq_id] * (self._context + 1)),
-                num_prompt_tokens=self._context + 1,
-                num_computed=self._context,
-                blocks=pack_ints(
-                    range(seq_id * self._blocks_each, (seq_id + 1) * self._blocks_each)
-                ),
-                max_length=self._length,
-                sampling=SamplingParams(max_tokens=self._length, seed=seq_id),
-            )
-            for seq_id in ids
-        ]
-        ticket = StepTicket(
-            step=step,
-            previous=step - 1,
-            generation=1,
-            table_version=1,
-            num_micro_batches=1,
-            participants=(0,),
-            row_buckets=(self.num_rows,),
-        )
-        batch = MicroBatch(
-            seq_ids=pack_ints(ids),
-            num_tokens=pack_ints([1] * self.num_rows),
-            wanted=bytes([SAMPLE] * self.num_rows),
-            block_counts=pack_ints([0] * self.num_rows),
-            block_ids=b"",
-        )
-        return StepPlan(
-            ticket=ticket,
-            finished=b"",
-            new=tuple(new) if step == 1 else (),
-            micro_batches=(batch,),
-        )
+        return self._node.step(dict.fromkeys(self._ids, 1))
 
 
 def label_of(kernel: str, block: np.ndarray) -> tuple[str, float]:
@@ -211,7 +111,7 @@ def per_op(program: Program, times: Sequence[np.ndarray]) -> dict[str, dict[str,
     return dict(rows)
 
 
-def measure(node: Node, num_steps: int) -> dict[str, Any]:
+def measure(node: Decoding, num_steps: int) -> dict[str, Any]:
     """Return the median times of a recorded step, of its phases and of its ops."""
     found: dict[str, list[float]] = {"step": [], "layers": [], "sampling": []}
     times: list[np.ndarray] = []
@@ -283,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     console, found = Console(), Ceilings()
     with console.status("loading"):
-        node = Node(args)
+        node = Decoding(args)
     probe = Probe(PROBE_FILLS * cache_bytes(), MATMUL_SIZE)
     with console.status("decoding"):
         probe.read(found)

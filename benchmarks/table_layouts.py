@@ -12,32 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load.compare import NAMES, floor_row
+from benchmarks.markdown import Result, number, percent, table
+from benchmarks.retrieval_layout import retrieval
 from topspin.errors import ConfigError
 
-Result = Mapping[str, Any]
 Layout = Callable[[Result], str]
-
-
-def number(value: float | None) -> str:
-    """Return a figure with about three digits; "-" for None."""
-    if value is None:
-        return "-"
-    if value == 0 or abs(value) >= 100:
-        return f"{value:.0f}"
-    if abs(value) >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
-
-
-def percent(share: float) -> str:
-    """Return a share as a percentage."""
-    return f"{share:.0%}"
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a markdown table: the first column left-aligned, the others right-aligned."""
-    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def peers(result: Result) -> str:
@@ -416,6 +395,7 @@ LAYOUTS: dict[str, Layout] = {
     "peers-smollm2-moe-int4": peers,
     "pingpong": pingpong,
     "quantization": quantization,
+    "retrieval": retrieval,
     "scheduler_overhead": scheduler_overhead,
     "spec": spec,
     "startup": startup,

@@ -26,6 +26,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(cpu_kernels, "MATMUL_SIZE", 64)
     monkeypatch.setattr(cpu_kernels, "TURN_S", 0.0)
     monkeypatch.setattr(cpu_kernel_cases, "CONTEXTS", (20,))
+    monkeypatch.setattr(cpu_kernel_cases, "LONG_CONTEXTS", (40,))
     monkeypatch.setattr(cpu_kernel_cases, "PREFILLS", ((8, 20),))
     for module in (cpu_kernels, cpu_kernel_cases):
         monkeypatch.setattr(module, "cache_bytes", lambda: 1 << 16)
@@ -45,6 +46,11 @@ def test_the_command_measures_every_op_and_writes_what_it_found(
             for kind in ("bf16", "int8", "int4")
         ),
         *((f"{kind} attention", "bf16") for kind in ("decode", "prefill")),
+        *(
+            (f"decode attention, {heads} heads a key, {kind}", kind)
+            for heads in (1, 3, 8)
+            for kind in ("bf16", "fp32")
+        ),
         *((op, "bf16") for op in ("rms_norm", "add_rms_norm", "rotate_and_store")),
         *((op, "bf16") for op in ("router", "route", "permute", "greedy")),
         *(

@@ -13,7 +13,8 @@ import pytest
 
 from benchmarks import report, tables
 from benchmarks.load.compare import Agreement, ByteFloor, Figures, summarise
-from benchmarks.table_layouts import LAYOUTS, number, table
+from benchmarks.markdown import number, table
+from benchmarks.table_layouts import LAYOUTS
 from benchmarks.tables import NOT_MEASURED, render
 from topspin.cli.main import BENCHMARKS
 from topspin.errors import ConfigError

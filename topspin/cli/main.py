@@ -31,6 +31,7 @@ BENCHMARKS = (
     "payload",
     "pingpong",
     "quantization",
+    "retrieval",
     "serve",
     "spec",
     "startup",

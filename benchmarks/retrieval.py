@@ -1,0 +1,336 @@
+"""What does attention to few retrieved keys cost in quality, and what does it bring in time?
+
+Three parts, each by itself with --parts: quality (real queries and keys of the model, and many ways
+to choose keys: benchmarks.retrieval_quality), tasks (servers answer questions about long texts,
+dense and with budgets: benchmarks.retrieval_tasks), speed (steps and attention by the length of the
+context: benchmarks.retrieval_speed). The text is this repository's own. Flags that it does not know
+go to `topspin serve`. Run as
+
+    topspin bench retrieval [MODEL] [--parts quality,tasks,speed]
+
+Fails if retrieval was asked for and no layer selected keys: then nothing was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.markdown import Markdown
+
+from benchmarks import report, retrieval_quality, retrieval_speed, retrieval_tasks
+from benchmarks.load.pictures import COLOURS, can_draw
+from benchmarks.load.started_server import ended_by_signals
+from benchmarks.load.sweep import numbers
+from benchmarks.local_model import BLOCK_SIZE, LocalModel
+from benchmarks.retrieval_layout import retrieval as lay_out
+from benchmarks.retrieval_tasks import DENSE
+from kernels.contracts import SEGMENT_KEYS
+from models.config import load_model_config
+from models.hub import DEFAULT_MODEL, resolve_model
+from models.tokenizer import Tokenizer
+from topspin.errors import ConfigError
+from topspin.retrieval import MIN_TOKENS
+
+PARTS: Final = ("quality", "tasks", "speed")
+TEXTS: Final = ("README.md", "CONTRIBUTING.md", "docs/api.md")
+# Flags of `topspin serve` that the benchmark sets.
+_OWNED: Final = ("--kv-retrieval-tokens", "--port", "--host")
+# Keys behind the last coded one that are attended to anyway.
+_UNCODED_KEYS: Final = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The checked request of the command line."""
+
+    model: str
+    path: Path
+    parts: tuple[str, ...]
+    text: str
+    tokens: tuple[int, ...]
+    """The first ones of the text, as many as the model has positions for, or --tokens."""
+    positions: int
+    texts: int
+    questions: int
+    contexts: tuple[int, ...]
+    budgets: tuple[int, ...]
+    steps: int
+    rounds: int
+    seed: int
+    flags: tuple[str, ...]
+    start_timeout_s: float
+    result_dir: Path
+    quiet: bool
+
+    @classmethod
+    def of(cls, argv: Sequence[str] | None) -> Plan:
+        """Read the flags; make all checks that need no model in memory."""
+        args, flags = _parser().parse_known_args(argv)
+        for flag in flags:
+            if flag.partition("=")[0] in _OWNED:
+                raise ConfigError(f"{flag}: the benchmark sets it itself")
+        for name in ("tokens", "texts", "questions", "steps", "rounds", "start_timeout"):
+            if not getattr(args, name) > 0:
+                shown = name.replace("_", "-")
+                raise ConfigError(f"--{shown} is {getattr(args, name)}; it must be above 0")
+        if args.positions < 2:
+            raise ConfigError(f"--positions is {args.positions}; noise is told of 2 or more")
+        parts = tuple(args.parts.split(","))
+        if unknown := set(parts) - set(PARTS):
+            raise ConfigError(f"--parts: {', '.join(sorted(unknown))}; there are {PARTS}")
+        contexts = _whole("--contexts", args.contexts)
+        budgets = _whole("--budgets", args.budgets)
+        if min(budgets) < MIN_TOKENS:
+            raise ConfigError(f"--budgets {min(budgets)}: at least {MIN_TOKENS}")
+        least = max(SEGMENT_KEYS, max(budgets) + _UNCODED_KEYS + 1)
+        for context in contexts:
+            if context < least or context % BLOCK_SIZE:
+                raise ConfigError(
+                    f"--contexts {context}: must be {least} or more, for something to select, and "
+                    f"whole blocks of {BLOCK_SIZE}"
+                )
+        path = resolve_model(args.model)
+        text = _read(args.text)
+        ids = Tokenizer.from_directory(path).encode(text, add_special_tokens=True)
+        length = min(args.tokens, load_model_config(path).context_length) // BLOCK_SIZE * BLOCK_SIZE
+        if len(ids) < length:
+            raise ConfigError(
+                f"the text has {len(ids)} tokens, fewer than {length}; give a longer --text, or "
+                "fewer --tokens"
+            )
+        return cls(
+            model=args.model,
+            path=path,
+            parts=tuple(part for part in PARTS if part in parts),
+            text=text,
+            tokens=tuple(ids[:length]),
+            positions=args.positions,
+            texts=args.texts,
+            questions=args.questions,
+            contexts=contexts,
+            budgets=budgets,
+            steps=args.steps,
+            rounds=args.rounds,
+            seed=args.seed,
+            flags=tuple(flags),
+            start_timeout_s=args.start_timeout,
+            result_dir=args.result_dir,
+            quiet=args.quiet,
+        )
+
+
+def _whole(flag: str, text: str) -> tuple[int, ...]:
+    return tuple(int(each) for each in numbers(flag, text, whole=True))
+
+
+def _read(file: Path | None) -> str:
+    """Return the text of `file`; None: the repository's own texts, one behind the other."""
+    root = Path(__file__).parent.parent
+    files = [file] if file is not None else [root / name for name in TEXTS]
+    try:
+        return "\n\n".join(each.read_text(encoding="utf-8") for each in files)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}; give a file as --text") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="topspin bench retrieval",
+        description="Measures attention to retrieved keys: quality, tasks, speed.",
+        epilog="All other flags go to topspin serve.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="name it first if flags of topspin serve follow (%(default)s)",
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), metavar="P,P", help="(%(default)s)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="(this repository's texts)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="of the text, at most what the model can read (%(default)s)",
+    )
+    parser.add_argument(
+        "--positions", type=int, default=32, metavar="N", help="queries a text (%(default)s)"
+    )
+    parser.add_argument("--texts", type=int, default=2, metavar="N", help="a task (%(default)s)")
+    parser.add_argument(
+        "--questions", type=int, default=20, metavar="N", help="about each text (%(default)s)"
+    )
+    parser.add_argument(
+        "--contexts",
+        default="2048,4096,6144,8192,16384,32768,65536",
+        metavar="N,N",
+        help="lengths of timed sequences (%(default)s)",
+    )
+    parser.add_argument(
+        "--budgets", default="512,1024", metavar="N,N", help="keys in timed steps (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=64, help="timed (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of timed prompts (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S")
+    parser.add_argument(
+        "--result-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="of retrieval.json, retrieval.png and the servers' logs (the current)",
+    )
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    return parser
+
+
+@torch.inference_mode()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, write; returns the exit status. Raises TopspinError if a part fails."""
+    plan = Plan.of(argv)
+    result: dict[str, Any] = {
+        "model": plan.model,
+        "settings": {
+            name: getattr(plan, name)
+            for name in ("positions", "texts", "questions", "steps", "rounds", "seed", "flags")
+        }
+        | {"tokens": len(plan.tokens)},
+    }
+    with ended_by_signals(), Console(stderr=True, quiet=plan.quiet).status("loading") as status:
+        for part in plan.parts:
+            result[part] = _MEASURES[part](plan, lambda line: status.update(line))
+    console = Console()
+    console.print(Markdown(lay_out(result)))
+    path = report.write("retrieval", result, plan.result_dir)
+    console.print(f"Written to {path}")
+    if not can_draw():
+        console.print("No picture: that needs matplotlib, pip install 'topspin[plots]'")
+        return 0
+    draw(result, path.with_suffix(".png"))
+    console.print(f"Written to {path.with_suffix('.png')}")
+    return 0
+
+
+def _quality(plan: Plan, say: retrieval_quality.Say) -> dict[str, Any]:
+    model = LocalModel(plan.path, num_blocks=len(plan.tokens) // BLOCK_SIZE)
+    say("the text is read")
+    prompt = plan.tokens[: len(plan.tokens) // 4]
+    return {
+        "text": retrieval_quality.measure_budgets(
+            model, plan.tokens, num_positions=plan.positions, seed=plan.seed, say=say
+        ),
+        "generation": retrieval_quality.measure_generation(
+            model,
+            prompt,
+            len(plan.tokens) - len(prompt),
+            num_positions=plan.positions,
+            say=say,
+        ),
+    }
+
+
+def _tasks(plan: Plan, say: retrieval_quality.Say) -> dict[str, Any]:
+    return retrieval_tasks.measure(
+        plan.path,
+        plan.text,
+        num_tokens=len(plan.tokens),
+        num_texts=plan.texts,
+        num_questions=plan.questions,
+        flags=plan.flags,
+        seed=plan.seed,
+        folder=plan.result_dir,
+        start_timeout_s=plan.start_timeout_s,
+        say=say,
+    )
+
+
+def _speed(plan: Plan, say: retrieval_quality.Say) -> dict[str, Any]:
+    return retrieval_speed.measure(
+        plan.path,
+        plan.tokens,
+        contexts=plan.contexts,
+        budgets=plan.budgets,
+        num_steps=plan.steps,
+        num_rounds=plan.rounds,
+        say=say,
+    )
+
+
+_MEASURES: Final = {"quality": _quality, "tasks": _tasks, "speed": _speed}
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Draw the errors by budget and by distance, and times by context, as far as measured."""
+    from matplotlib.figure import Figure
+
+    panels = [*(["budgets", "distances"] if "quality" in result else [])]
+    panels += ["steps", "attention"] if "speed" in result else []
+    if not panels:
+        return
+    figure = Figure(figsize=(5.5 * len(panels), 4.6), layout="constrained")
+    for place, (panel, axes) in enumerate(
+        zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True)
+    ):
+        for idx, (name, xs, ys) in enumerate(_lines(panel, result)):
+            dash = "--" if idx >= len(COLOURS) else "-"
+            axes.plot(xs, ys, dash, marker="o", color=COLOURS[idx % len(COLOURS)], label=name)
+        x, y = _AXES[panel]
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        if panel != "distances":
+            axes.set_xscale("log", base=2)
+        if panel in ("budgets", "attention"):
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.grid(color="#EEEEEE")
+        axes.legend(fontsize=8, frameon=False)
+        axes.set_title("abcd"[place], loc="left", fontsize=10)
+    figure.suptitle(Path(result["model"]).name, fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+_AXES: Final = {
+    "budgets": ("keys attended to", "error of the attention's output"),
+    "distances": ("tokens generated since the prompt", "error of the attention's output"),
+    "steps": ("context, tokens", "ms a step, 1 request"),
+    "attention": ("context, tokens", "us a layer: search and attention"),
+}
+
+
+def _lines(panel: str, result: Mapping[str, Any]) -> list[tuple[str, list[int], list[float]]]:
+    """Return the name, the places and the values of each line of a panel."""
+    if panel == "budgets":
+        budgets = result["quality"]["text"]["budgets"].values()
+        xs = [each["tokens"] for each in budgets]
+        return [
+            (method, xs, [each["methods"][method]["error"] for each in budgets])
+            for method in retrieval_quality.METHODS
+        ]
+    if panel == "distances":
+        found = result["quality"]["generation"]
+        return [(name, found["distances"], errors) for name, errors in found["errors"].items()]
+    rows = result["speed"]["rows"]
+    xs = [row["context"] for row in rows]
+    key = {"steps": "step_ms", "attention": "attention_us"}[panel]
+    return [
+        (
+            name if name == DENSE else f"retrieval, {name} tokens",
+            xs,
+            [row["servers"][name][key] for row in rows],
+        )
+        for name in rows[0]["servers"]
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
