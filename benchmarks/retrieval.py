@@ -40,33 +40,24 @@ from topspin.retrieval import MIN_TOKENS
 PARTS: Final = ("quality", "tasks", "speed")
 TEXTS: Final = ("README.md", "CONTRIBUTING.md", "docs/api.md")
 # Flags of `topspin serve` that the benchmark sets.
-_OWNED: Final = ("--kv-retrieval-tokens", "--port", "--host")
+_OWNED: Final = ("--kv-retrieval-tokens", "--port", "--host", "--served-model-name")
 # Keys behind the last coded one that are attended to anyway.
 _UNCODED_KEYS: Final = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The checked request of the command line."""
+    """The checked request of the command line; `flags` are those of `topspin serve`."""
 
-    model: str
+    args: argparse.Namespace
+    flags: list[str]
     path: Path
-    parts: tuple[str, ...]
+    parts: list[str]
+    contexts: list[int]
+    budgets: list[int]
     text: str
-    tokens: tuple[int, ...]
-    """The first ones of the text, as many as the model has positions for, or --tokens."""
-    positions: int
-    texts: int
-    questions: int
-    contexts: tuple[int, ...]
-    budgets: tuple[int, ...]
-    steps: int
-    rounds: int
-    seed: int
-    flags: tuple[str, ...]
-    start_timeout_s: float
-    result_dir: Path
-    quiet: bool
+    tokens: list[int]
+    """The first ones of the text: as many as --tokens, or as the model can read."""
 
     @classmethod
     def of(cls, argv: Sequence[str] | None) -> Plan:
@@ -79,13 +70,19 @@ class Plan:
             if not getattr(args, name) > 0:
                 shown = name.replace("_", "-")
                 raise ConfigError(f"--{shown} is {getattr(args, name)}; it must be above 0")
+        if args.questions > retrieval_tasks.MOST_QUESTIONS:
+            raise ConfigError(
+                f"--questions {args.questions}: a text has facts for "
+                f"{retrieval_tasks.MOST_QUESTIONS}"
+            )
         if args.positions < 2:
             raise ConfigError(f"--positions is {args.positions}; noise is told of 2 or more")
-        parts = tuple(args.parts.split(","))
-        if unknown := set(parts) - set(PARTS):
-            raise ConfigError(f"--parts: {', '.join(sorted(unknown))}; there are {PARTS}")
-        contexts = _whole("--contexts", args.contexts)
-        budgets = _whole("--budgets", args.budgets)
+        asked = args.parts.split(",")
+        if unknown := set(asked) - set(PARTS):
+            raise ConfigError(
+                f"--parts: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}"
+            )
+        contexts, budgets = _whole("--contexts", args.contexts), _whole("--budgets", args.budgets)
         if min(budgets) < MIN_TOKENS:
             raise ConfigError(f"--budgets {min(budgets)}: at least {MIN_TOKENS}")
         least = max(SEGMENT_KEYS, max(budgets) + _UNCODED_KEYS + 1)
@@ -104,29 +101,12 @@ class Plan:
                 f"the text has {len(ids)} tokens, fewer than {length}; give a longer --text, or "
                 "fewer --tokens"
             )
-        return cls(
-            model=args.model,
-            path=path,
-            parts=tuple(part for part in PARTS if part in parts),
-            text=text,
-            tokens=tuple(ids[:length]),
-            positions=args.positions,
-            texts=args.texts,
-            questions=args.questions,
-            contexts=contexts,
-            budgets=budgets,
-            steps=args.steps,
-            rounds=args.rounds,
-            seed=args.seed,
-            flags=tuple(flags),
-            start_timeout_s=args.start_timeout,
-            result_dir=args.result_dir,
-            quiet=args.quiet,
-        )
+        parts = [part for part in PARTS if part in asked]
+        return cls(args, flags, path, parts, contexts, budgets, text, ids[:length])
 
 
-def _whole(flag: str, text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in numbers(flag, text, whole=True))
+def _whole(flag: str, text: str) -> list[int]:
+    return [int(each) for each in numbers(flag, text, whole=True)]
 
 
 def _read(file: Path | None) -> str:
@@ -197,58 +177,55 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write; returns the exit status. Raises TopspinError if a part fails."""
     plan = Plan.of(argv)
+    args = plan.args
+    names = ("positions", "texts", "questions", "steps", "rounds", "seed")
     result: dict[str, Any] = {
-        "model": plan.model,
+        "model": args.model,
         "settings": {
-            name: getattr(plan, name)
-            for name in ("positions", "texts", "questions", "steps", "rounds", "seed", "flags")
-        }
-        | {"tokens": len(plan.tokens)},
+            "flags": plan.flags,
+            "tokens": len(plan.tokens),
+            **{name: getattr(args, name) for name in names},
+        },
     }
-    with ended_by_signals(), Console(stderr=True, quiet=plan.quiet).status("loading") as status:
+    with ended_by_signals(), Console(stderr=True, quiet=args.quiet).status("loading") as status:
         for part in plan.parts:
             result[part] = _MEASURES[part](plan, lambda line: status.update(line))
     console = Console()
     console.print(Markdown(lay_out(result)))
-    path = report.write("retrieval", result, plan.result_dir)
+    path = report.write("retrieval", result, args.result_dir)
     console.print(f"Written to {path}")
     if not can_draw():
         console.print("No picture: that needs matplotlib, pip install 'topspin[plots]'")
-        return 0
-    draw(result, path.with_suffix(".png"))
-    console.print(f"Written to {path.with_suffix('.png')}")
+    elif panels := _panels(result):
+        draw(result, panels, path.with_suffix(".png"))
+        console.print(f"Written to {path.with_suffix('.png')}")
     return 0
 
 
 def _quality(plan: Plan, say: retrieval_quality.Say) -> dict[str, Any]:
-    model = LocalModel(plan.path, num_blocks=len(plan.tokens) // BLOCK_SIZE)
-    say("the text is read")
+    model, args = LocalModel(plan.path, num_blocks=len(plan.tokens) // BLOCK_SIZE), plan.args
+    text = retrieval_quality.measure_budgets(
+        model, plan.tokens, num_positions=args.positions, seed=args.seed, say=say
+    )
     prompt = plan.tokens[: len(plan.tokens) // 4]
-    return {
-        "text": retrieval_quality.measure_budgets(
-            model, plan.tokens, num_positions=plan.positions, seed=plan.seed, say=say
-        ),
-        "generation": retrieval_quality.measure_generation(
-            model,
-            prompt,
-            len(plan.tokens) - len(prompt),
-            num_positions=plan.positions,
-            say=say,
-        ),
-    }
+    generation = retrieval_quality.measure_generation(
+        model, prompt, len(plan.tokens) - len(prompt), num_positions=args.positions, say=say
+    )
+    return {"text": text, "generation": generation}
 
 
 def _tasks(plan: Plan, say: retrieval_quality.Say) -> dict[str, Any]:
+    args = plan.args
     return retrieval_tasks.measure(
         plan.path,
         plan.text,
         num_tokens=len(plan.tokens),
-        num_texts=plan.texts,
-        num_questions=plan.questions,
+        num_texts=args.texts,
+        num_questions=args.questions,
         flags=plan.flags,
-        seed=plan.seed,
-        folder=plan.result_dir,
-        start_timeout_s=plan.start_timeout_s,
+        seed=args.seed,
+        folder=args.result_dir,
+        start_timeout_s=args.start_timeout,
         say=say,
     )
 
@@ -259,8 +236,8 @@ def _speed(plan: Plan, say: retrieval_quality.Say) -> dict[str, Any]:
         plan.tokens,
         contexts=plan.contexts,
         budgets=plan.budgets,
-        num_steps=plan.steps,
-        num_rounds=plan.rounds,
+        num_steps=plan.args.steps,
+        num_rounds=plan.args.rounds,
         say=say,
     )
 
@@ -268,14 +245,16 @@ def _speed(plan: Plan, say: retrieval_quality.Say) -> dict[str, Any]:
 _MEASURES: Final = {"quality": _quality, "tasks": _tasks, "speed": _speed}
 
 
-def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draw the errors by budget and by distance, and times by context, as far as measured."""
+def _panels(result: Mapping[str, Any]) -> list[str]:
+    """Return what can be drawn of the parts that were measured."""
+    panels = ["budgets", "distances"] if "quality" in result else []
+    return panels + (["steps", "attention"] if "speed" in result else [])
+
+
+def draw(result: Mapping[str, Any], panels: Sequence[str], path: Path) -> None:
+    """Draw errors by budget and by distance, and times by context: `panels`, keys of _AXES."""
     from matplotlib.figure import Figure
 
-    panels = [*(["budgets", "distances"] if "quality" in result else [])]
-    panels += ["steps", "attention"] if "speed" in result else []
-    if not panels:
-        return
     figure = Figure(figsize=(5.5 * len(panels), 4.6), layout="constrained")
     for place, (panel, axes) in enumerate(
         zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True)

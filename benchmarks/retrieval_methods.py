@@ -47,7 +47,7 @@ class SegmentCodes(NamedTuple):
     @classmethod
     def of(cls, keys: Tensor, *, num_iterations: int) -> SegmentCodes:
         """Learn and code keys [G, L, D], L at least a segment; a last open one is in `early`."""
-        parts = keys.split(SEGMENT_KEYS, dim=1)
+        parts = torch.split(keys, SEGMENT_KEYS, dim=1)
         full = [part for part in parts if part.shape[1] == SEGMENT_KEYS]
         books = [learn_codebooks(part, num_iterations=num_iterations) for part in full]
         before = [books[0], *books][: len(parts)]
@@ -72,7 +72,7 @@ class SegmentCodes(NamedTuple):
 def one_codebook(keys: Tensor, num_learnt: int, *, num_iterations: int) -> KeyCodes:
     """Return codes of keys [G, L, D] by one codebook of the first `num_learnt` of them."""
     book = learn_codebooks(keys[:, :num_learnt], num_iterations=num_iterations)
-    parts = keys.split(SEGMENT_KEYS, dim=1)
+    parts = torch.split(keys, SEGMENT_KEYS, dim=1)
     return _coded(parts, [book] * len(parts))
 
 
@@ -101,7 +101,7 @@ class Pages(NamedTuple):
     @classmethod
     def of(cls, keys: Tensor) -> Pages:
         """Return those of keys [G, L, D], L a multiple of PAGE_KEYS."""
-        pages = keys.unflatten(1, (-1, PAGE_KEYS))
+        pages = keys.view(len(keys), -1, PAGE_KEYS, keys.shape[2])
         deviation, mean = torch.std_mean(pages, dim=2, correction=0)
         return cls(pages.amin(2), pages.amax(2), mean, deviation)
 
@@ -165,7 +165,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
     asked = _by_group(query, len(keys))
     products = asked @ keys.transpose(1, 2) * query.shape[-1] ** -0.5
     weights = products.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
-    return (weights @ values).flatten(0, 1)
+    return torch.flatten(weights @ values, 0, 1)
 
 
 def recall(seen: Tensor, best: Tensor) -> float:

@@ -36,6 +36,7 @@ WINDOW_ROWS: Final = 32
 PRUNING: Final = 4
 GENERATION_TOKENS: Final = 512
 TEMPERATURE: Final = 1.0
+_ITERATIONS: Final = RetrievalPolicy(num_tokens=GENERATION_TOKENS).num_iterations
 
 Say = Callable[[str], None]
 
@@ -83,7 +84,7 @@ def capture(
     These are positions below the length of both. The model's first cache blocks are overwritten.
     """
     watched = Watched(model.decoder.ops, model.decoder.kv)
-    node = model.node(recordings=False, ops=watched)  # type: ignore[arg-type]
+    node = model.node(recordings=False, ops=watched)
     positions = sorted(set(wanted))
     length = len(tokens) + num_generated
     blocks = range(-(-length // BLOCK_SIZE))
@@ -119,18 +120,27 @@ class Query(NamedTuple):
 class Figures:
     """Errors and recalls of one method at one budget: by layer, of each position."""
 
-    errors: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    recalls: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    errors: list[list[float]] = field(default_factory=list)
+    recalls: list[list[float]] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return means, by layer too; `error_noise` is the mean's standard error over positions."""
-        by_position = [statistics.fmean(each) for each in zip(*self.errors.values(), strict=True)]
-        noise = statistics.stdev(by_position) / len(by_position) ** 0.5
-        layers = [statistics.fmean(each) for each in self.errors.values()]
-        recalls = [statistics.fmean(each) for each in self.recalls.values()]
+    def by_position(self) -> list[float]:
+        """Return the errors at each position, means over layers."""
+        return [statistics.fmean(each) for each in zip(*self.errors, strict=True)]
+
+    def as_json(self, base: Figures) -> dict[str, Any]:
+        """Return means, by layer too.
+
+        `error_noise` is the standard error, over positions, of the difference from `base`.
+        """
+        changes = [
+            own - other for own, other in zip(self.by_position(), base.by_position(), strict=True)
+        ]
+        layers, recalls = (
+            [statistics.fmean(each) for each in some] for some in (self.errors, self.recalls)
+        )
         return {
             "error": round(statistics.fmean(layers), 5),
-            "error_noise": round(noise, 5),
+            "error_noise": round(statistics.stdev(changes) / len(changes) ** 0.5, 5),
             "recall": round(statistics.fmean(recalls), 4),
             "error_by_layer": [round(each, 5) for each in layers],
             "recall_by_layer": [round(each, 4) for each in recalls],
@@ -145,20 +155,59 @@ def compare(
     All see the policy's first and last keys and the query's own beside what they choose.
     """
     query, keys, values = asked
-    length = keys.shape[1]
-    begin, end = policy.num_sinks, length - 1 - policy.num_recent
+    begin, end = policy.num_sinks, keys.shape[1] - 1 - policy.num_recent
     everything = torch.ones(keys.shape[:2], dtype=torch.bool)
     full = methods.attend(query, keys, values, everything)
     best = methods.choose(scores[EXACT], begin, end, policy.num_selected)
     found = {}
     for name, each in scores.items():
-        chosen = methods.choose(each, begin, end, policy.num_selected)
         seen = everything.clone()
         seen[:, begin:end] = False
-        seen.scatter_(1, chosen, True)
+        seen.scatter_(1, methods.choose(each, begin, end, policy.num_selected), True)
         error = (methods.attend(query, keys, values, seen) - full).norm() / full.norm()
         found[name] = float(error), methods.recall(seen, best)
     return found
+
+
+Scorer = Callable[[Tensor, int], dict[str, Tensor]]
+"""From a query [N, D] and its position, scores f32[G, position] by method."""
+
+
+def _compare_all(
+    captured: Captured,
+    positions: Sequence[int],
+    scorer_of: Callable[[Tensor, Tensor], Scorer],
+    budgets: Mapping[str, int],
+    say: Say,
+) -> dict[str, dict[str, Figures]]:
+    """Return, by budget, the figures of each method at the last ones of what is captured.
+
+    `scorer_of` prepares the methods for a layer's queries and keys.
+    """
+    policies = {name: _policy(num_tokens) for name, num_tokens in budgets.items()}
+    figures: dict[str, dict[str, Figures]] = {name: defaultdict(Figures) for name in policies}
+    for layer, (queries, keys, values) in enumerate(
+        zip(captured.queries, captured.keys, captured.values, strict=True)
+    ):
+        say(f"methods, layer {layer}")
+        scorer = scorer_of(queries, keys)
+        for idx, position in enumerate(positions):
+            query = queries[idx - len(positions)]
+            scores = scorer(query, position)
+            asked = Query(query, keys[:, : position + 1], values[:, : position + 1])
+            for name, policy in policies.items():
+                if SPREAD in scores:
+                    span = policy.num_sinks, position - policy.num_recent
+                    num_kept = min(PRUNING * policy.num_selected, span[1] - span[0])
+                    scores[PRUNED] = methods.pruned(scores[OURS], scores[SPREAD], *span, num_kept)
+                for method, (error, recall) in compare(asked, scores, policy).items():
+                    each = figures[name][method]
+                    if not idx:
+                        each.errors.append([])
+                        each.recalls.append([])
+                    each.errors[layer].append(error)
+                    each.recalls[layer].append(recall)
+    return figures
 
 
 def measure_budgets(
@@ -167,61 +216,46 @@ def measure_budgets(
     """Return the figures of all methods and SHARES, at positions of the text's last quarter.
 
     What is before it is the prompt, by whose last queries SnapKV chooses, and of whose keys the one
-    codebook is learnt.
+    codebook is learnt. Raises ConfigError for a text that is too short.
     """
     length = len(tokens)
     if length < 4 * SEGMENT_KEYS:
-        raise ConfigError(
-            f"a text of {length} tokens: its last quarter must lie behind {3 * SEGMENT_KEYS}"
-        )
+        raise ConfigError(f"quality needs a text of {4 * SEGMENT_KEYS} tokens, not {length}")
     num_prompt = length * 3 // 4
-    step = (length - num_prompt) / num_positions
-    positions = [int(num_prompt + (idx + 1) * step) - 1 for idx in range(num_positions)]
+    positions = [num_prompt + each for each in _spread(length - num_prompt, num_positions)]
     window = range(num_prompt - WINDOW_ROWS, num_prompt)
     captured = capture(model, tokens, [*window, *positions])
-    policies = {name: _policy(round(share * length)) for name, share in SHARES.items()}
-    figures = {name: {method: Figures() for method in METHODS} for name in policies}
     rng = torch.Generator().manual_seed(seed)
-    for layer, (queries, keys, values) in enumerate(
-        zip(captured.queries, captured.keys, captured.values, strict=True)
-    ):
-        say(f"methods, layer {layer}")
-        coding = _coding(keys)
-        one = methods.one_codebook(keys, num_prompt, num_iterations=_iterations())
+
+    def scorer_of(queries: Tensor, keys: Tensor) -> Scorer:
+        coding = methods.SegmentCodes.of(keys, num_iterations=_ITERATIONS)
+        one = methods.one_codebook(keys, num_prompt, num_iterations=_ITERATIONS)
         pages = methods.Pages.of(keys[:, : length // methods.PAGE_KEYS * methods.PAGE_KEYS])
         kept = methods.prompt_scores(queries[:WINDOW_ROWS], keys[:, :num_prompt], length)
-        for position, query in zip(positions, queries[WINDOW_ROWS:], strict=True):
-            seen = position + 1
-            coded = methods.coded_scores(query, coding.at(position), position)
-            spread = methods.spread_scores(query, pages, position)
-            scores = {
-                EXACT: methods.exact_scores(query, keys[:, :position]),
-                OURS: coded,
-                PRUNED: coded,
-                ONE_BOOK: methods.coded_scores(query, one, position),
-                BOUNDS: methods.bounds_scores(query, pages, position),
-                SPREAD: spread,
-                SNAPKV: kept[:, :position],
-                RANDOM: methods.random_scores(len(keys), position, rng),
-            }
-            for name, policy in policies.items():
-                begin, end = policy.num_sinks, position - policy.num_recent
-                num_kept = min(PRUNING * policy.num_selected, end - begin)
-                scores[PRUNED] = methods.pruned(coded, spread, begin, end, num_kept)
-                asked = Query(query, keys[:, :seen], values[:, :seen])
-                for method, (error, recall) in compare(asked, scores, policy).items():
-                    figures[name][method].errors[layer].append(error)
-                    figures[name][method].recalls[layer].append(recall)
+        return lambda query, position: {
+            EXACT: methods.exact_scores(query, keys[:, :position]),
+            OURS: methods.coded_scores(query, coding.at(position), position),
+            ONE_BOOK: methods.coded_scores(query, one, position),
+            BOUNDS: methods.bounds_scores(query, pages, position),
+            SPREAD: methods.spread_scores(query, pages, position),
+            SNAPKV: kept[:, :position],
+            RANDOM: methods.random_scores(len(keys), position, rng),
+        }
+
+    budgets = {name: round(share * length) for name, share in SHARES.items()}
+    figures = _compare_all(captured, positions, scorer_of, budgets, say)
     return {
         "tokens": length,
         "prompt": num_prompt,
         "positions": num_positions,
         "budgets": {
             name: {
-                "tokens": policy.num_tokens,
-                "methods": {method: figures[name][method].as_json() for method in METHODS},
+                "tokens": budgets[name],
+                "methods": {
+                    method: figures[name][method].as_json(figures[name][OURS]) for method in METHODS
+                },
             }
-            for name, policy in policies.items()
+            for name in budgets
         },
     }
 
@@ -231,52 +265,41 @@ def measure_generation(
 ) -> dict[str, Any]:
     """Return errors by the distance from a prompt's end, while the model goes on by itself.
 
-    The one codebook is that of the prompt's first segment.
+    The one codebook is that of the first segment, which the prompt must fill.
     """
-    if len(prompt) < SEGMENT_KEYS:
-        raise ConfigError(f"a prompt of {len(prompt)} tokens is less than a segment")
-    step = num_generated / num_positions
-    distances = [int((idx + 1) * step) - 1 for idx in range(num_positions)]
-    say(f"{num_generated} tokens are generated")
+    distances = _spread(num_generated, num_positions)
     positions = [len(prompt) + each for each in distances]
+    say(f"{num_generated} tokens are generated")
     captured = capture(model, prompt, positions, num_generated=num_generated)
-    policy = _policy(GENERATION_TOKENS)
-    sums: dict[str, list[list[float]]] = {name: [] for name in (EXACT, OURS, ONE_BOOK)}
-    for queries, keys, values in zip(captured.queries, captured.keys, captured.values, strict=True):
-        coding = _coding(keys)
-        one = methods.one_codebook(keys, SEGMENT_KEYS, num_iterations=_iterations())
-        errors: dict[str, list[float]] = {name: [] for name in sums}
-        for position, query in zip(positions, queries, strict=True):
-            scores = {
-                EXACT: methods.exact_scores(query, keys[:, :position]),
-                OURS: methods.coded_scores(query, coding.at(position), position),
-                ONE_BOOK: methods.coded_scores(query, one, position),
-            }
-            asked = Query(query, keys[:, : position + 1], values[:, : position + 1])
-            for name, (error, _) in compare(asked, scores, policy).items():
-                errors[name].append(error)
-        for name, each in errors.items():
-            sums[name].append(each)
+
+    def scorer_of(queries: Tensor, keys: Tensor) -> Scorer:
+        coding = methods.SegmentCodes.of(keys, num_iterations=_ITERATIONS)
+        one = methods.one_codebook(keys, SEGMENT_KEYS, num_iterations=_ITERATIONS)
+        return lambda query, position: {
+            EXACT: methods.exact_scores(query, keys[:, :position]),
+            OURS: methods.coded_scores(query, coding.at(position), position),
+            ONE_BOOK: methods.coded_scores(query, one, position),
+        }
+
+    budgets = {"generation": GENERATION_TOKENS}
+    (figures,) = _compare_all(captured, positions, scorer_of, budgets, say).values()
     return {
         "prompt": len(prompt),
-        "budget": policy.num_tokens,
+        "budget": GENERATION_TOKENS,
         "distances": distances,
         "errors": {
-            name: [round(statistics.fmean(each), 5) for each in zip(*layers, strict=True)]
-            for name, layers in sums.items()
+            name: [round(error, 5) for error in each.by_position()]
+            for name, each in figures.items()
         },
     }
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """Return `count` places below `length`, at equal distances, the last one at its end."""
+    return [(idx + 1) * length // count - 1 for idx in range(count)]
 
 
 def _policy(num_tokens: int) -> RetrievalPolicy:
     policy = policy_of(num_tokens)
     assert policy is not None
     return policy
-
-
-def _iterations() -> int:
-    return RetrievalPolicy(num_tokens=GENERATION_TOKENS).num_iterations
-
-
-def _coding(keys: Tensor) -> methods.SegmentCodes:
-    return methods.SegmentCodes.of(keys, num_iterations=_iterations())

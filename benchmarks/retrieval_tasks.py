@@ -1,10 +1,10 @@
 """Does a server that retrieves still find what it was told thousands of tokens ago?
 
-Owns the texts with facts in them, their questions, and the counts of right answers: needles are a
-few sentences in a long text, look-ups are lines of a table that fills it. A question repeats two
-answered ones, so that the answer begins with words of the question: a prompt's tokens attend to
-everything, and only what is generated retrieves. Questions about a text share its prefix. Servers
-are started one after the other. Called by benchmarks.retrieval.
+Owns the texts with facts in them, their questions, and the counts of right answers. Before a
+question stand two answered ones, which show that an answer repeats the name asked for: a prompt's
+tokens attend to everything, so that only what is generated behind the name retrieves. Questions
+about a text share its prefix. Servers are started one after the other. Called by
+benchmarks.retrieval.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -32,6 +32,7 @@ _ANSWER_TOKENS: Final = 32
 # Of the longest sequence, for questions and answers behind a text.
 _SPARE_TOKENS: Final = 256
 _TIMEOUT_S: Final = 300.0
+_NAME: Final = "model"
 _METRIC: Final = "topspin_kv_retrieval_selected_rows_total"
 _COLOURS: Final = (
     *("amber", "black", "blue", "brown", "crimson", "golden", "green", "grey", "ivory", "orange"),
@@ -45,6 +46,10 @@ _THINGS: Final = (
     *("paddle", "piano", "pillow", "ribbon", "ring", "rope", "saddle", "shelf", "ship", "shoe"),
     *("spoon", "stone", "table", "tent", "tower", "train", "violin", "wagon", "wheel", "window"),
 )
+
+NEEDLES: Final = "needles"
+KINDS: Final = (NEEDLES, "look-ups")
+MOST_QUESTIONS: Final = len(_THINGS) - NUM_EXAMPLES
 
 Say = Callable[[str], None]
 
@@ -65,75 +70,41 @@ class Question(NamedTuple):
 def questions_of(
     kind: str, text: str, *, tokenizer: Tokenizer, num_tokens: int, count: int, seed: int
 ) -> list[Question]:
-    """Return `count` questions about one text of nearly `num_tokens` tokens, whose facts `seed`
-    draws. `kind` is a key of KINDS; needles are hidden in `text`.
+    """Return `count` questions, at most MOST_QUESTIONS, about one document that `seed` draws.
+
+    It is `text`, cut to nearly `num_tokens` tokens, with facts in it: needles, each twice, at equal
+    distances, or look-ups, a table in the middle.
     """
-    rng = np.random.default_rng([seed, list(KINDS).index(kind)])
-    names = [f"{colour} {thing}" for colour, thing in product(_COLOURS, _THINGS)]
-    numbers = rng.choice(np.arange(10_000, 100_000), len(names), replace=False)
-    facts = [
-        (names[idx], str(number))
-        for idx, number in zip(rng.permutation(len(names)), numbers, strict=True)
-    ]
-    document, facts = KINDS[kind](facts, count, text, tokenizer, num_tokens - _SPARE_TOKENS)
-    examples = facts[:NUM_EXAMPLES]
-    shown = "".join(f"{_ask(name)} {_fact(name, number)}\n" for name, number in examples)
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    colours = rng.choice(_COLOURS, len(_THINGS))
+    numbers = rng.choice(np.arange(10_000, 100_000), len(_THINGS), replace=False)
+    things = rng.permutation(_THINGS)
+    names = [f"{colour} {thing}" for colour, thing in zip(colours, things, strict=True)]
+    facts = [f"{name} = {number}" for name, number in zip(names, numbers, strict=True)]
+    chosen = range(NUM_EXAMPLES + count)
+    if kind == NEEDLES:
+        hidden = [f"Remember: {facts[idx]}. Again: {facts[idx]}." for idx in chosen]
+    else:
+        hidden = ["\n".join(rng.permutation([f"{fact}." for fact in facts]))]
+    document = _hide(rng.permutation(hidden).tolist(), text, tokenizer, num_tokens - _SPARE_TOKENS)
+    asked = [f"Question: {names[idx]}?\nAnswer:" for idx in chosen]
+    shown = "".join(f"{asked[idx]} {facts[idx]}.\n" for idx in range(NUM_EXAMPLES))
     return [
-        Question(f"{document}\n\n{shown}{_ask(name)}", number)
-        for name, number in facts[NUM_EXAMPLES:]
+        Question(f"{document}\n\n{shown}{asked[idx]}", str(numbers[idx]))
+        for idx in chosen[NUM_EXAMPLES:]
     ]
 
 
-def _fact(name: str, number: str) -> str:
-    return f"The number of the {name} is {number}."
-
-
-def _ask(name: str) -> str:
-    return f"Question: What is the number of the {name}?\nAnswer:"
-
-
-Facts = Sequence[tuple[str, str]]
-
-
-def _needles(
-    facts: Facts, count: int, text: str, tokenizer: Tokenizer, num_tokens: int
-) -> tuple[str, Facts]:
-    """Hide the examples' facts and `count` others in `text`, at equal distances."""
-    hidden = facts[: count + NUM_EXAMPLES]
-    sentences = [f"\n\n{_fact(*fact)}\n\n" for fact in hidden]
+def _hide(hidden: Sequence[str], text: str, tokenizer: Tokenizer, num_tokens: int) -> str:
+    """Return the beginning of `text` with paragraphs `hidden` at equal distances."""
     ids = tokenizer.encode(text, add_special_tokens=False)
-    left = num_tokens - sum(_length(each, tokenizer) for each in sentences)
+    hidden = [f"\n\n{each}\n\n" for each in hidden]
+    left = num_tokens - len(tokenizer.encode("".join(hidden), add_special_tokens=False))
     cuts = np.linspace(0, min(left, len(ids)), len(hidden) + 2).astype(int).tolist()
     pieces = [
         tokenizer.decode(ids[begin:end], skip_special_tokens=True) for begin, end in pairwise(cuts)
     ]
-    document = pieces[0] + "".join(map(str.__add__, sentences, pieces[1:]))
-    # The first facts of the text are asked about, too: examples are spread like the others.
-    order = np.random.default_rng(len(hidden)).permutation(len(hidden)).tolist()
-    return document, [hidden[idx] for idx in order]
-
-
-def _look_ups(
-    facts: Facts, count: int, text: str, tokenizer: Tokenizer, num_tokens: int
-) -> tuple[str, Facts]:
-    """Fill the text with facts; the examples and `count` others, at equal distances, are asked."""
-    lines: list[str] = []
-    left = num_tokens
-    for fact in facts:
-        left -= _length(f"{_fact(*fact)}\n", tokenizer)
-        if left < 0:
-            break
-        lines.append(_fact(*fact))
-    places = np.linspace(0, len(lines) - 1, count + NUM_EXAMPLES).astype(int)
-    order = np.random.default_rng(len(lines)).permutation(places).tolist()
-    return "\n".join(lines), [facts[idx] for idx in order]
-
-
-def _length(text: str, tokenizer: Tokenizer) -> int:
-    return len(tokenizer.encode(text, add_special_tokens=False))
-
-
-KINDS: Final = {"needles": _needles, "look-ups": _look_ups}
+    return pieces[0] + "".join(map(str.__add__, hidden, pieces[1:]))
 
 
 def measure(
@@ -175,6 +146,7 @@ def measure(
         url = f"http://127.0.0.1:{port}"
         extra = [] if budget is None else ["--kv-retrieval-tokens", str(budget)]
         command = [sys.executable, "-m", "topspin", "serve", str(path), "--port", str(port)]
+        command += ["--served-model-name", _NAME]
         server = StartedServer(
             shlex.join([*command, *extra, *flags]),
             url=url,
@@ -208,9 +180,17 @@ def measure(
 
 
 def _answer(url: str, prompt: str) -> str:
-    body = {"prompt": prompt, "max_tokens": _ANSWER_TOKENS, "temperature": 0.0, "stop": "\n"}
+    body = {
+        "model": _NAME,
+        "prompt": prompt,
+        "max_tokens": _ANSWER_TOKENS,
+        "temperature": 0.0,
+        "stop": "\n",
+    }
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=_TIMEOUT_S)
-    text: str = response.raise_for_status().json()["choices"][0]["text"]
+    if response.status_code != 200:
+        raise EngineUnavailable(f"{url}: status {response.status_code}: {response.text}")
+    text: str = response.json()["choices"][0]["text"]
     return text
 
 

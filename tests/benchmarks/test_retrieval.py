@@ -105,16 +105,18 @@ def test_every_question_is_answered_once_in_its_text(kind: str, checkpoint: Path
     assert len({question.number for question in questions}) == 5
     documents = {question.prompt.partition("Question:")[0] for question in questions}
     assert len(documents) == 1
+    example = questions[0].prompt.rpartition(".\nQuestion")[0].rpartition(" = ")[2]
     places = []
     for question in questions:
-        name = question.prompt.rpartition("number of the ")[2].partition("?")[0]
-        fact = f"The number of the {name} is {question.number}."
-        assert question.prompt.count(question.number) == question.prompt.count(fact) == 1
-        assert question.prompt.endswith(f"Question: What is the number of the {name}?\nAnswer:")
+        name = question.prompt.rpartition("Question: ")[2].partition("?")[0]
+        fact = f"{name} = {question.number}."
+        times = 2 if kind == "needles" else 1
+        assert question.prompt.count(question.number) == question.prompt.count(fact) == times
+        assert question.prompt.endswith(f" = {example}.\nQuestion: {name}?\nAnswer:")
         places.append(question.prompt.index(fact))
         length = len(tokenizer.encode(question.prompt, add_special_tokens=False))
         assert 2500 < length < 3000
-    assert max(places) - min(places) > 1200
+    assert max(places) - min(places) > (1200 if kind == "needles" else 100)
 
 
 def test_selected_rows_are_read_or_the_lack_is_told() -> None:
@@ -129,6 +131,7 @@ def test_selected_rows_are_read_or_the_lack_is_told() -> None:
     [
         (["--rounds", "0"], "--rounds is 0; it must be above 0"),
         (["--positions", "1"], "--positions is 1"),
+        (["--questions", "99"], "--questions 99: a text has facts for 56"),
         (["--parts", "speed,luck"], "--parts: luck; there are"),
         (["--contexts", "1000"], r"--contexts 1000: must be 1089 or more"),
         (["--contexts", "2047"], "whole blocks of 16"),
