@@ -22,6 +22,7 @@ from benchmarks.retrieval_tasks import DENSE, NothingSelected
 from benchmarks.step import per_op
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.recorder import CpuRuntime
+from topspin.errors import ConfigError
 
 # The first attends to everything; one is run, one recorded, one replayed; caches fill.
 NUM_WARM_UP: Final = 5
@@ -157,9 +158,11 @@ def _steps(
 def _program(node: Node, *, retrieves: bool) -> Program:
     """Return the recorded step of a node that does or does not select keys."""
     assert isinstance(node.runtime, CpuRuntime), "the kernels of the CPU"
-    (found,) = (
+    found = [
         program
         for program in node.runtime.programs
         if retrieves == any(kernel.name.strip("_") == _SEARCH for kernel in program.kernels)
-    )
-    return found
+    ]
+    if len(found) != 1:
+        raise ConfigError("steps of this model are not recorded on this machine: no op is timed")
+    return found[0]

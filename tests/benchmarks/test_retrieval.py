@@ -16,6 +16,7 @@ from benchmarks.local_model import BLOCK_SIZE, LocalModel
 from benchmarks.retrieval_tasks import KINDS, NothingSelected, questions_of, selected_rows
 from benchmarks.table_layouts import LAYOUTS
 from kernels.contracts import SEGMENT_KEYS
+from kernels.cpu.compiled.matmul import block_width
 from models.tokenizer import Tokenizer
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from topspin.cli.main import main
@@ -28,7 +29,8 @@ TEXT = "".join(f"Line {number} says nothing that matters.\n" for number in range
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     # A byte of text is a token here.
-    return make_checkpoint(folder, "qwen3_moe", max_position_embeddings=8192)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 8192}
+    return make_checkpoint(folder, "mixtral", **sizes)
 
 
 def some_tokens(count: int) -> list[int]:
@@ -172,6 +174,7 @@ def test_steps_in_which_nothing_is_selected_are_no_result(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not block_width(), reason="this processor leaves bf16 products to oneDNN")
 def test_a_whole_run_on_a_tiny_checkpoint(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,10 +197,10 @@ def test_a_whole_run_on_a_tiny_checkpoint(
     assert [row["context"] for row in result["speed"]["rows"]] == [2048, 5120]
     for row in result["speed"]["rows"]:
         assert list(row["servers"]) == ["dense", "128", "256"]
-        ops = row["servers"]["128"]["attention_ops_us"]
-        assert ops["search"] > 0
-        assert ops["attend_lists"] > 0
-        assert set(row["servers"]["dense"]["attention_ops_us"]) == {"attend"}
+        for name, figures in row["servers"].items():
+            ops = {"attend"} if name == "dense" else {"attend", "search", "attend_lists"}
+            assert set(figures["attention_ops_us"]) == ops
+            assert figures["step_ms"] > 0
     assert result["speed"]["prompts"]["tokens"] % BLOCK_SIZE == 0
     assert "facts found" in capsys.readouterr().out
     assert "| 5120 |" in LAYOUTS["retrieval"](result)
