@@ -1,33 +1,78 @@
 """The paged KV cache's memory.
 
-Owns the tensors and the arithmetic of their size. The scheduler assigns blocks to sequences;
-decoder.py writes the cache; memory_budget.py measures how much memory a GPU has for it.
+Owns how each layer's keys and values are kept, the tensors, and the arithmetic of their size. In
+fp8 (e4m3, without a scale: keys and values are of moderate size) every number is rounded as it is
+stored, and attention of the same step reads it so, in a prompt too. The scheduler assigns blocks to
+sequences; decoder.py writes the cache; memory_budget.py measures how much memory a GPU has for it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.contracts import MAX_FP8_DIM
 from kernels.runtime import HostRuntime, Runtime
 from models.config import ModelConfig
 from topspin.errors import ConfigError
+from topspin.plan import KvCacheSpec
 from topspin.units import format_size
 
 MIN_BLOCKS: Final = 2
 """The minimum for one sequence that is one token longer than a block."""
 
 
+class LayerSpec(NamedTuple):
+    """How the keys and values of one layer are kept."""
+
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    has_codes: bool = False
+    """Whether its keys are coded too, for retrieval (retrieval.py owns the codes)."""
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of the keys and values in a block."""
+        return 2 * block_size * self.num_heads * self.head_dim * self.dtype.itemsize
+
+
+AS_THE_MODEL: Final = KvCacheSpec()
+
+
+def layer_specs(
+    config: ModelConfig, dtype: torch.dtype, kept: KvCacheSpec = AS_THE_MODEL
+) -> tuple[LayerSpec, ...]:
+    """Return the spec of each layer of a model that computes in `dtype`.
+
+    Raises ConfigError for heads that are not kept as `kept` says.
+    """
+    if kept.is_fp8 and config.head_dim > MAX_FP8_DIM:
+        raise ConfigError(
+            f"--kv-cache-dtype {kept.dtype}: heads of {config.head_dim} numbers; at most "
+            f"{MAX_FP8_DIM} are kept in fp8"
+        )
+    return tuple(
+        LayerSpec(
+            num_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=torch.float8_e4m3fn if kept.is_fp8 else dtype,
+            has_codes=kept.retrieval is not None and layer.sliding_window is None,
+        )
+        for layer in config.layers
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class KvCache:
     """Per layer, keys and values [num_blocks, block_size, kv heads, head_dim]."""
 
+    layers: tuple[LayerSpec, ...]
     keys: list[Tensor]
     values: list[Tensor]
     block_size: int
@@ -37,20 +82,21 @@ class KvCache:
         """Copy slots `sources` i64[n] of all layers to slots `targets`, as if all at once."""
         for cache in (*self.keys, *self.values):
             slots = cache.flatten(0, 1)
+            if slots.dtype == torch.float8_e4m3fn:
+                slots = slots.view(torch.uint8)  # torch copies these
             slots.index_copy_(0, targets, slots.index_select(0, sources))
 
 
-def bytes_per_block(config: ModelConfig, *, block_size: int, dtype: torch.dtype) -> int:
+def bytes_per_block(layers: Iterable[LayerSpec], *, block_size: int) -> int:
     """Return the bytes of a block, keys and values of all layers."""
-    return 2 * config.num_layers * block_size * config.kv_size * dtype.itemsize
+    return sum(layer.bytes_per_block(block_size) for layer in layers)
 
 
 def allocate(
-    config: ModelConfig,
+    layers: Sequence[LayerSpec],
     *,
     block_size: int,
     size_bytes: int | None,
-    dtype: torch.dtype,
     max_len: int,
     runtime: Runtime | None = None,
     code_bytes: Callable[[int], int] | None = None,
@@ -63,14 +109,14 @@ def allocate(
     than `max_len` is allowed (requests are then shorter).
     """
     if size_bytes is None:
-        return of_blocks(config, MIN_BLOCKS, block_size=block_size, dtype=dtype, runtime=runtime)
+        return of_blocks(layers, MIN_BLOCKS, block_size=block_size, runtime=runtime)
     available_bytes, what = _available(runtime or HostRuntime())
     if size_bytes > available_bytes:
         raise ConfigError(
             f"--kv-cache-memory {format_size(size_bytes)}: {what} has "
             f"{format_size(available_bytes)} free, before weights and buffers"
         )
-    block_bytes = bytes_per_block(config, block_size=block_size, dtype=dtype)
+    block_bytes = bytes_per_block(layers, block_size=block_size)
 
     def bytes_of(num_blocks: int) -> int:
         codes = 0 if code_bytes is None else code_bytes(num_blocks)
@@ -90,23 +136,27 @@ def allocate(
             f"are needed, and {-(-max_len // block_size)} for one sequence of --max-model-len "
             f"{max_len}"
         )
-    return of_blocks(config, num_blocks, block_size=block_size, dtype=dtype, runtime=runtime)
+    return of_blocks(layers, num_blocks, block_size=block_size, runtime=runtime)
 
 
 def of_blocks(
-    config: ModelConfig,
+    layers: Sequence[LayerSpec],
     num_blocks: int,
     *,
     block_size: int,
-    dtype: torch.dtype,
     runtime: Runtime | None = None,
 ) -> KvCache:
     """Allocate `num_blocks` blocks on `runtime`'s device (None: the host)."""
-    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
     device = torch.device("cpu") if runtime is None else runtime.device
+
+    def empty(layer: LayerSpec) -> Tensor:
+        shape = (num_blocks, block_size, layer.num_heads, layer.head_dim)
+        return torch.zeros(shape, dtype=layer.dtype, device=device)
+
     return KvCache(
-        keys=[torch.zeros(shape, dtype=dtype, device=device) for _ in config.layers],
-        values=[torch.zeros(shape, dtype=dtype, device=device) for _ in config.layers],
+        layers=tuple(layers),
+        keys=[empty(layer) for layer in layers],
+        values=[empty(layer) for layer in layers],
         block_size=block_size,
         num_blocks=num_blocks,
     )

@@ -183,13 +183,13 @@ class ModelRunner:
         model = load_model_config(path, config.model.hf_overrides)
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         block_size = config.kv_cache.block_size
-        block_bytes = kv_cache.bytes_per_block(model, block_size=block_size, dtype=dtype)
+        layers = kv_cache.layer_specs(model, dtype, config.kv_cache)
+        block_bytes = kv_cache.bytes_per_block(layers, block_size=block_size)
         num_assigned = spilled_blocks(config, block_bytes)
         cache = kv_cache.allocate(
-            model,
+            layers,
             block_size=block_size,
             size_bytes=config.attention.kv_cache_bytes,
-            dtype=dtype,
             max_len=config.model.max_model_len,
             runtime=runtime,
             code_bytes=code_bytes_of(model, config, num_blocks=num_assigned),
@@ -214,7 +214,7 @@ class ModelRunner:
             num_blocks = dry._measure_blocks(config, index, table_version, open_net)
             del dry
             decoder.kv = kv_cache.of_blocks(
-                model, num_blocks, block_size=block_size, dtype=dtype, runtime=runtime
+                layers, num_blocks, block_size=block_size, runtime=runtime
             )
         elif runtime.is_asynchronous:
             dry = cls(model, decoder, cache.num_blocks, config, runtime)
@@ -243,7 +243,7 @@ class ModelRunner:
         )
         limits = self._table.limits
         block_bytes = kv_cache.bytes_per_block(
-            self._model, block_size=limits.block_size, dtype=getattr(torch, config.model.dtype)
+            self._decoder.kv.layers, block_size=limits.block_size
         )
         return blocks_to_allocate(
             use,
@@ -312,7 +312,7 @@ class ModelRunner:
         self._sampler.draw(self._decoder.logits(residual), asked)
         self._table.clear()
         if self._long is not None:
-            self._long.index.warm_up(self._model.num_heads)
+            self._long.index.warm_up(self._model.num_heads, residual.dtype)
 
     @property
     def num_frames(self) -> int:

@@ -36,7 +36,9 @@ def best_keys(q: Tensor, k_cache: Tensor, meta: AttentionMeta, idx: int, *, coun
         positions = torch.arange(begin, min(begin + CHUNK_KEYS, end))
         blocks = meta.block_tables[seq, positions // block_size].long()
         slots = blocks * block_size + positions % block_size
-        keys = k_cache.view(-1, num_groups, head_dim).index_select(0, slots).float()
+        # As bytes: torch selects no rows of fp8.
+        rows = k_cache.view(torch.uint8).flatten(0, 1).index_select(0, slots)
+        keys = rows.view(k_cache.dtype).float()
         found.append((queries @ keys.permute(1, 2, 0)).amax(1))
     return torch.cat(found, 1).topk(count, dim=-1).indices + retrieval.num_sinks
 

@@ -111,7 +111,8 @@ class KeyIndex:
                 f"--kv-retrieval-tokens: blocks of {cache.block_size} tokens (--block-size) do not "
                 f"fill a segment of {SEGMENT_KEYS}"
             )
-        if all(layer.sliding_window is not None for layer in model.layers):
+        coded = [idx for idx, layer in enumerate(cache.layers) if layer.has_codes]
+        if not coded:
             raise ConfigError("--kv-retrieval-tokens: all layers of the model have a window")
         self._ops = ops
         self._cache = cache
@@ -122,10 +123,7 @@ class KeyIndex:
         self._coded: dict[int, int] = {}
         self._policies: dict[int, RetrievalPolicy | None] = {}
         self.codes: dict[int, KeyCodes] = {
-            idx: _allocate(count, model, number)
-            for number, idx in enumerate(
-                idx for idx, layer in enumerate(model.layers) if layer.sliding_window is None
-            )
+            idx: _allocate(count, model, number) for number, idx in enumerate(coded)
         }
         self.frame_slots: Callable[[IntArray], IntArray] = lambda slots: slots
         """Where slots of blocks are in the cache; a spill sets it."""
@@ -138,7 +136,7 @@ class KeyIndex:
         return counts
 
     @torch.inference_mode()
-    def warm_up(self, num_heads: int) -> None:
+    def warm_up(self, num_heads: int, dtype: torch.dtype) -> None:
         """Code keys and attend by them, so that the first long request finds compiled kernels.
 
         Uses block 0 and place 0, whose content is not in use yet.
@@ -161,7 +159,7 @@ class KeyIndex:
             max_context_len=num_keys,
             retrieval=retrieval,
         )
-        query = keys.new_zeros(1, num_heads, keys.shape[3])
+        query = torch.zeros(1, num_heads, keys.shape[3], dtype=dtype)
         self._ops.paged_attention(query, keys, values, meta, scale=1.0, codes=codes)
 
     def watch(self, micro_batches: Iterable[Slices]) -> Watch | None:

@@ -38,11 +38,15 @@ class SpillFile:
 
     def __init__(self, directory: Path, cache: KvCache, num_blocks: int) -> None:
         """Raises ConfigError if there can be no such file."""
-        self._cache = cache
+        self._caches = [
+            (keys.view(torch.uint8), values.view(torch.uint8))
+            for keys, values in zip(cache.keys, cache.values, strict=True)
+        ]
+        assert len({(each.shape, each.dtype) for each in cache.keys}) == 1, "layers are alike"
         _, block_size, num_heads, head_dim = cache.keys[0].shape
-        self._shape = (len(cache.keys), num_heads, block_size, 2, head_dim)
-        dtype = cache.keys[0].dtype
-        used = int(np.prod(self._shape)) * dtype.itemsize
+        head_bytes = head_dim * cache.keys[0].itemsize
+        self._shape = (len(cache.keys), num_heads, block_size, 2, head_bytes)
+        used = int(np.prod(self._shape))
         self.record_bytes = record_bytes(used)
         size = num_blocks * self.record_bytes
         self._direct: int | None = None
@@ -64,7 +68,7 @@ class SpillFile:
         # Memory of whole pages, as writes past the cache need.
         self._memory = mmap.mmap(-1, self._at_once * self.record_bytes)
         raw = torch.frombuffer(self._memory, dtype=torch.uint8).view(self._at_once, -1)
-        self._records = raw[:, :used].view(dtype).view(self._at_once, *self._shape)
+        self._records = raw[:, :used].view(self._at_once, *self._shape)
 
     def save(self, blocks: IntArray, frames: IntArray) -> IntArray:
         """Write `blocks`, whose contents are in `frames`; returns those that were not written."""
@@ -88,9 +92,7 @@ class SpillFile:
     def _save(self, blocks: list[int], frames: Tensor) -> int:
         """Write blocks; returns how many of them, the first ones, were written."""
         records = self._records[: len(blocks)]
-        for layer, (keys, values) in enumerate(
-            zip(self._cache.keys, self._cache.values, strict=True)
-        ):
+        for layer, (keys, values) in enumerate(self._caches):
             records[:, layer, :, :, 0] = keys[frames].transpose(1, 2)
             records[:, layer, :, :, 1] = values[frames].transpose(1, 2)
         for idx, block in enumerate(blocks):
@@ -122,9 +124,7 @@ class SpillFile:
                 num_read = idx
                 break
         records, frames = self._records[:num_read], frames[:num_read]
-        for layer, (keys, values) in enumerate(
-            zip(self._cache.keys, self._cache.values, strict=True)
-        ):
+        for layer, (keys, values) in enumerate(self._caches):
             keys[frames] = records[:, layer, :, :, 0].transpose(1, 2)
             values[frames] = records[:, layer, :, :, 1].transpose(1, 2)
         return num_read

@@ -49,10 +49,12 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
-from topspin.plan import NodeConfig
+from topspin.plan import KvCacheSpec, NodeConfig
 from topspin.precision import Format, PrecisionRule, formats
+from topspin.retrieval import RetrievalPolicy
 
 BLOCK_SIZE: Final = 16
+CODED: Final = KvCacheSpec(retrieval=RetrievalPolicy(num_tokens=512))
 
 
 class LocalModel:
@@ -88,7 +90,9 @@ class LocalModel:
             self.config,
             stream_attention_weights(checkpoint, self.config, dtype=dtype),
             select_ops(config.node.kernels, dtype, formats(config.precision, "attention")),
-            kv_cache.of_blocks(self.config, num_blocks, block_size=BLOCK_SIZE, dtype=dtype),
+            kv_cache.of_blocks(
+                kv_cache.layer_specs(self.config, dtype, CODED), num_blocks, block_size=BLOCK_SIZE
+            ),
             precision=config.precision,
         )
         self.table = uniform_table(

@@ -155,10 +155,9 @@ def make_runner(shape: Shape) -> ModelRunner:
     weights = AttentionWeights(embed=embed, lm_head=embed, final_norm=ones, layers=layers)
     num_blocks = shape.rows * MAX_M * blocks_of(shape)
     cache = kv_cache.allocate(
-        model,
+        kv_cache.layer_specs(model, DTYPE),
         block_size=BLOCK_SIZE,
         size_bytes=num_blocks * 2 * shape.num_layers * BLOCK_SIZE * model.kv_size * 2,
-        dtype=DTYPE,
         max_len=4096,
     )
     decoder = Decoder(model, weights, select_ops("cpu", DTYPE), cache)

@@ -6,7 +6,8 @@ kernels that serve them, and compares the next token's distributions at all posi
 largest KL divergence, how often the most likely token is the same, and the perplexity of the text.
 For a scale, the same for the whole model in bf16, and with the same matrices and their inputs
 rounded as llama.cpp's Q4_0 does (by the gguf package; its embeddings and LM head, which llama.cpp
-rounds too, stay as they are). Run as `topspin bench quantization`.
+rounds too, stay as they are). `kv-fp8` is the model in fp32 with its keys and values rounded as
+`--kv-cache-dtype fp8` keeps them. Run as `topspin bench quantization`.
 
 In int8 and int4 the LM head has 8 bits, in int4-head 4 like all else.
 
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from gguf import quants
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging
 
 from benchmarks import report
@@ -57,7 +58,8 @@ CPU_MODES: dict[str, Rules] = {
     "int4": rules_of("int4"),
     "int4-head": (*rules_of("int4"), PrecisionRule(format="int4", part="lm_head")),
 }
-MODES = ("bf16", *CPU_MODES, *GPU_MODES, "q4_0")
+KV_MODE = "kv-fp8"
+MODES = ("bf16", KV_MODE, *CPU_MODES, *GPU_MODES, "q4_0")
 
 
 def rounded(x: Tensor, kind: GGMLQuantizationType) -> Tensor:
@@ -155,8 +157,22 @@ def gpu_ops(quantization: Format) -> RoundingOps:
     )
 
 
+class Fp8Cache(DynamicCache):
+    """A cache whose keys and values are rounded to float8_e4m3fn, those of its own step too."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keep rounded ones, and return all of the layer."""
+        keys, values = (
+            each.clamp(-reference.FP8_MAX, reference.FP8_MAX).to(torch.float8_e4m3fn).to(each.dtype)
+            for each in (key_states, value_states)
+        )
+        return super().update(keys, values, layer_idx, *args, **kwargs)
+
+
 def mode_ops(mode: str) -> tuple[Any, Rules]:
-    """Return the products, and the weights' formats, of one of MODES except bf16."""
+    """Return the products, and the weights' formats, of one of the modes that have others."""
     if mode == "q4_0":
         kept = PrecisionRule(format=UNQUANTISED, part="lm_head")
         return peer_ops(), (PrecisionRule(format="int4"), kept)
@@ -255,6 +271,8 @@ def measure(
     for mode in modes:
         if mode == "bf16":
             coded = _in_bf16(path, tokens)
+        elif mode == KV_MODE:
+            coded = _log_softmax(model, tokens, past_key_values=Fp8Cache())
         else:
             with patched(model, *mode_ops(mode)):
                 coded = look()
@@ -266,8 +284,8 @@ def _in_bf16(path: Path, tokens: Tensor) -> Tensor:
     return _log_softmax(model.eval(), tokens)
 
 
-def _log_softmax(model: Any, tokens: Tensor) -> Tensor:
-    logits: Tensor = model(tokens).logits[0]
+def _log_softmax(model: Any, tokens: Tensor, **options: Any) -> Tensor:
+    logits: Tensor = model(tokens, **options).logits[0]
     return logits.float().log_softmax(-1)
 
 

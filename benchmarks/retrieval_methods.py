@@ -58,15 +58,14 @@ class SegmentCodes(NamedTuple):
         have codebooks of their own.
         """
         closed = num_keys // SEGMENT_KEYS
-        return KeyCodes(
-            *(
-                torch.cat([own[:closed], early[closed : closed + 1]])
-                for own, early in (
-                    (self.own.centroids, self.early.centroids),
-                    (self.own.codes, self.early.codes),
-                )
+        centroids, codes = (
+            torch.cat([own[:closed], early[closed : closed + 1]])
+            for own, early in (
+                (self.own.centroids, self.early.centroids),
+                (self.own.codes, self.early.codes),
             )
         )
+        return KeyCodes(centroids, codes)
 
 
 def one_codebook(keys: Tensor, num_learnt: int, *, num_iterations: int) -> KeyCodes:

@@ -23,6 +23,7 @@ from benchmarks.step import per_op
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.recorder import CpuRuntime
 from topspin.errors import ConfigError
+from topspin.messages import KvCounts, StepResult
 
 # The first attends to everything; one is run, one recorded, one replayed; caches fill.
 NUM_WARM_UP: Final = 5
@@ -93,7 +94,7 @@ def _prompts(
                 count = min(node.chunk, len(tokens) - begin)
                 took, result = node.step({seq_id: count}, sample=begin + count == len(tokens))
                 total += took
-                num_segments[name] += result.num_coded_segments
+                num_segments[name] += _counts(result).num_coded_segments
             node.end(seq_id)
             if number:
                 seconds[name].append(total)
@@ -111,6 +112,10 @@ def _prompts(
         "rounds": {name: [round(each, 4) for each in took] for name, took in seconds.items()},
         "median_ratio": {name: round(ratio, 4) for name, ratio in ratios.items()},
     }
+
+
+def _counts(result: StepResult) -> KvCounts:
+    return result.kv or KvCounts()
 
 
 def _repeat(model: LocalModel, num_tokens: int, length: int) -> None:
@@ -136,9 +141,10 @@ def _steps(
             seconds[name].append(took)
             times[name].append(clocks[name].copy())
             expected = 0 if name == DENSE else model.config.num_layers
-            if result.num_selected_rows != expected:
+            num_selected = _counts(result).num_selected_rows
+            if num_selected != expected:
                 raise NothingSelected(
-                    f"with {name} tokens {result.num_selected_rows} layers of a step selected "
+                    f"with {name} tokens {num_selected} layers of a step selected "
                     f"keys, where {expected} should"
                 )
     found = {}

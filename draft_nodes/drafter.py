@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from attention_nodes.kv_cache import bytes_per_block
+from attention_nodes.kv_cache import AS_THE_MODEL, bytes_per_block, layer_specs
 from attention_nodes.worker import text_drafter
 from draft_nodes.asking import AskingDrafter
 from draft_nodes.model import DraftModel, Settings
@@ -25,7 +25,7 @@ from spec_decode.joined import JoinedDrafter
 from spec_decode.serial import SerialDrafter
 from spec_decode.suffix import SuffixDrafter, limits_of
 from topspin.errors import ConfigError
-from topspin.plan import NodeConfig
+from topspin.plan import KvCacheSpec, NodeConfig
 from topspin.precision import UNQUANTISED, rules_of
 from topspin.speculation import SELF_INT4, Speculation, cached_tokens
 
@@ -72,13 +72,13 @@ def _num_slots(config: NodeConfig, speculation: Speculation, model_path: Path) -
     node = config.attention
     dtype: torch.dtype = getattr(torch, config.model.dtype)
 
-    def token_bytes(model: ModelConfig) -> int:
-        return bytes_per_block(model, block_size=1, dtype=dtype)
+    def token_bytes(model: ModelConfig, kept: KvCacheSpec = AS_THE_MODEL) -> int:
+        return bytes_per_block(layer_specs(model, dtype, kept), block_size=1)
 
     if node.kv_cache_bytes is not None:
         target = load_model_config(model_path, config.model.hf_overrides)
         block_size = config.kv_cache.block_size
-        num_blocks = node.kv_cache_bytes // (block_size * token_bytes(target))
+        num_blocks = node.kv_cache_bytes // (block_size * token_bytes(target, config.kv_cache))
         return num_blocks * block_size
     draft_path, overrides = _draft_checkpoint(config, speculation, model_path)
     free = open_runtime(node.device, node.kernels).memory().free

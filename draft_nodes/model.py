@@ -104,10 +104,9 @@ class DraftModel:
         num_blocks = max(kv_cache.MIN_BLOCKS, -(-settings.num_slots // settings.block_size))
         with fitting(runtime, "the draft model"):
             cache = kv_cache.of_blocks(
-                model,
+                kv_cache.layer_specs(model, settings.dtype),
                 num_blocks,
                 block_size=settings.block_size,
-                dtype=settings.dtype,
                 runtime=runtime,
             )
             weights = stream_attention_weights(

@@ -25,6 +25,8 @@ SEGMENT_KEYS: Final = SEGMENT_TOKENS
 NUM_SUBSPACES: Final = 8
 NUM_CENTROIDS: Final = 64
 """Of each sub-space."""
+MAX_FP8_DIM: Final = 256
+"""The most numbers of a head whose keys and values are cached in fp8."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,8 @@ from topspin.precision import UNQUANTISED, Format
 
 name: Final = "reference"
 
+FP8_MAX: Final = 448.0
+
 
 def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
@@ -88,10 +90,14 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Store k, v [T, G, D] into caches [B, block_size, G, D] at slots i64[T].
 
-    A slot is block_id * block_size + offset. Slots are distinct and not negative.
+    A slot is block_id * block_size + offset. Slots are distinct and not negative. Caches in fp8
+    (float8_e4m3fn) get the nearest numbers; what is beyond the greatest, FP8_MAX, becomes that.
     """
-    k_cache.view(-1, *k_cache.shape[2:])[slots] = k
-    v_cache.view(-1, *v_cache.shape[2:])[slots] = v
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        if cache.dtype == torch.float8_e4m3fn:
+            # torch makes NaN of what is too great.
+            rows = rows.clamp(-FP8_MAX, FP8_MAX).to(cache.dtype)
+        cache.view(-1, *cache.shape[2:])[slots] = rows
 
 
 def rotate_and_store(heads: HeadRows) -> None:

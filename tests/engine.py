@@ -38,6 +38,7 @@ from topspin.config import (
     EngineConfig,
     FailoverSection,
     Kernels,
+    KvDtype,
     M2NSection,
     ModelSection,
     Payload,
@@ -108,6 +109,7 @@ def engine_config(
     hf_overrides: dict[str, Any] | None = None,
     block_size: int = 4,
     kv_cache_bytes: int = 8 * 2**20,
+    kv_cache_dtype: KvDtype = "auto",
     kv_retrieval_tokens: int | None = None,
     kv_spill: SpillSpec | None = None,
     window_rows: int = 16,
@@ -139,6 +141,7 @@ def engine_config(
         cache=CacheSection(
             block_size=block_size,
             kv_cache_bytes=kv_cache_bytes,
+            kv_cache_dtype=kv_cache_dtype,
             kv_retrieval_tokens=kv_retrieval_tokens,
             kv_spill=kv_spill,
         ),

@@ -29,6 +29,7 @@ MAX_MICRO_BATCHES = 4
 
 Transport = Literal["local", "shm", "tcp", "nixl", "cuda_ipc"]
 Dtype = Literal["float32", "bfloat16"]
+KvDtype = Literal["auto", "fp8", "fp8_e4m3"]
 Payload = Literal["auto", "bf16", "fp32", "fp8", "int8"]
 Kernels = Literal["auto"] | KernelName
 
@@ -213,6 +214,14 @@ class CacheSection(Section, frozen=True, kw_only=True):
             parse=parse_size,
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        KvDtype,
+        Setting(
+            "type of cached keys and values; auto: the model's; fp8, which is fp8_e4m3: half the "
+            "memory of bf16, with some loss of quality; only on the CPU",
+            flag="--kv-cache-dtype",
+        ),
+    ] = "auto"
     kv_retrieval_tokens: Annotated[
         int | None,
         Setting(

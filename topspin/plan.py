@@ -23,6 +23,7 @@ from topspin.config import (
     ExecutionPolicy,
     FailoverSection,
     GatewaySection,
+    KvDtype,
     SchedulingPolicy,
     Section,
     TraceSection,
@@ -147,15 +148,19 @@ class PlannedModel(Section, frozen=True, kw_only=True):
 class KvCacheSpec(Section, frozen=True, kw_only=True):
     """The paged KV cache, the same on all attention nodes.
 
-    `dtypes` gives layers another dtype than the model's, {layer: dtype}; not served yet.
-    `retrieval` null: every token attends to its whole context. `spill` null: all keys and values
-    are in memory.
+    `dtype` auto: the model's. `retrieval` null: every token attends to its whole context. `spill`
+    null: all keys and values are in memory.
     """
 
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
-    dtypes: dict[int, str] = msgspec.field(default_factory=dict)
+    dtype: KvDtype = "auto"
     retrieval: RetrievalPolicy | None = None
     spill: SpillSpec | None = None
+
+    @property
+    def is_fp8(self) -> bool:
+        """Say whether keys and values are kept in fp8 (e4m3)."""
+        return self.dtype != "auto"
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):
@@ -290,9 +295,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             raise ConfigError(
                 f"links: {len(self.links)} of them; one link joins all attention and expert nodes"
             )
-        if self.kv_cache.dtypes:
-            raise ConfigError("kv_cache.dtypes: all layers keep the model's dtype; leave it empty")
-        self._check_retrieval()
+        self._check_kv_cache()
         self._check_cores()
         self._check_threads()
         check_transport(
@@ -303,14 +306,18 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         self._check_effect()
         self._check_kernels()
 
-    def _check_retrieval(self) -> None:
-        """Check that the kernels of all attention nodes search codes."""
+    def _check_kv_cache(self) -> None:
+        """Check that the kernels of all attention nodes read fp8 and search codes, if they must."""
         if self.kv_cache.spill is not None:
             self._check_spill()
-        if self.kv_cache.retrieval is None:
-            return
         for node in self.attention:
-            if node.kernels not in ("cpu", "reference") or node.place.is_gpu:
+            if self.kv_cache.is_fp8 and node.kernels == "triton":
+                raise ConfigError(
+                    f"kv_cache.dtype (--kv-cache-dtype) {self.kv_cache.dtype}: {node} has the "
+                    "kernels triton; only those for the CPU keep keys in fp8"
+                )
+            searches = node.kernels in ("cpu", "reference") and not node.place.is_gpu
+            if self.kv_cache.retrieval is not None and not searches:
                 raise ConfigError(
                     f"kv_cache.retrieval (--kv-retrieval-tokens): {node} has the kernels "
                     f"{node.kernels} on {node.device}; only those for the CPU search codes, and "

@@ -99,6 +99,7 @@ def resolve(
         precision=rules_of(config.model.quantization),
         kv_cache=KvCacheSpec(
             block_size=config.cache.block_size,
+            dtype=config.cache.kv_cache_dtype,
             retrieval=policy_of(config.cache.kv_retrieval_tokens),
             spill=config.cache.kv_spill,
         ),

@@ -136,10 +136,9 @@ class GpuEngine:
         with torch.inference_mode():
             weights = RandomWeights(model, device=runtime.device, dtype=dtype, seed=SEED)
             cache = kv_cache.allocate(
-                model,
+                kv_cache.layer_specs(model, dtype),
                 block_size=config.kv_cache.block_size,
                 size_bytes=config.attention.kv_cache_bytes,
-                dtype=dtype,
                 max_len=config.model.max_model_len,
                 runtime=runtime,
             )
@@ -254,7 +253,7 @@ def node_config(
     )
     dtype: Literal["float32", "bfloat16"] = "float32" if model.dtype == "float32" else "bfloat16"
     block_bytes = kv_cache.bytes_per_block(
-        model, block_size=BLOCK_SIZE, dtype=getattr(torch, dtype)
+        kv_cache.layer_specs(model, getattr(torch, dtype)), block_size=BLOCK_SIZE
     )
     config = EngineConfig(
         model=ModelSection(

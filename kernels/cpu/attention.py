@@ -4,9 +4,9 @@ The plan cuts the micro-batch into pieces of query rows. Rows of the shortest pi
 rows and drafts above all, are computed one by one by `kernels.cpu.compiled.attention`, which reads
 the keys in the cache. The plan joins other short pieces (large draft trees, ends of prompts) to
 padded groups, and keeps for each group the cache slots to gather and the keys that each query sees.
-A layer gathers keys and values once per group and runs one `scaled_dot_product_attention`. Knows no
-model and no sequence identity; the plan lives in `AttentionMeta.memo`. Used through
-`kernels.cpu.ops`.
+A layer gathers keys and values once per group, widened if they are in fp8, and runs one
+`scaled_dot_product_attention`. Knows no model and no sequence identity; the plan lives in
+`AttentionMeta.memo`. Used through `kernels.cpu.ops`.
 
 Letters beside those of `kernels.contracts`: P pieces of a group, n query rows of a
 piece, L keys of a piece (both padded to the longest of the group).
@@ -28,6 +28,7 @@ from kernels import retrieval as plain
 from kernels.contracts import AttentionMeta, KeyCodes, Retrieval
 from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention import HeadShape, WorkWords, attend_rows, can_attend
+from kernels.cpu.compiled.gathered_rows import gather_widened
 from kernels.cpu.compiled.retrieval import attend_selected, can_search
 from kernels.cpu.compiled.retrieval_words import RetrievalWords
 
@@ -380,6 +381,13 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, group: _Group, *, scale: fl
     return result.transpose(1, 2).reshape(-1, num_heads, head_dim)
 
 
+def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return slots i64[n] of a cache as [n, G, D] in `dtype`."""
+    if cache.dtype == torch.float8_e4m3fn:
+        return gather_widened(cache, slots, dtype)
+    return cache.view(-1, *cache.shape[2:]).index_select(0, slots)
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -417,12 +425,11 @@ def paged_attention(
         attend_selected(q, k_cache, v_cache, codes, plan.retrieval, out, scale=scale)
     if not plan.groups:
         return out
-    k_slots, v_slots = k_cache.view(-1, *k_cache.shape[2:]), v_cache.view(-1, *v_cache.shape[2:])
     for group in plan.groups:
         result = _attend(
             q if group.rows is None else q.index_select(0, group.rows),
-            k_slots.index_select(0, group.slots),
-            v_slots.index_select(0, group.slots),
+            _gather(k_cache, group.slots, q.dtype),
+            _gather(v_cache, group.slots, q.dtype),
             group,
             scale=scale,
         )

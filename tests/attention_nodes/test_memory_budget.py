@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention_nodes.kv_cache import bytes_per_block
+from attention_nodes.kv_cache import bytes_per_block, layer_specs
 from attention_nodes.memory_budget import (
     GRAPH_BYTES,
     MemoryUse,
@@ -157,6 +157,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> MeteredRuntime:
 
 
 @torch.inference_mode()
+def block_bytes_of(checkpoint: Path) -> int:
+    layers = layer_specs(load_model_config(checkpoint), torch.float32)
+    return bytes_per_block(layers, block_size=4)
+
+
 def load(checkpoint: Path, config: NodeConfig, **options: Any) -> ModelRunner:
     return ModelRunner.load(checkpoint, config, **options)
 
@@ -165,7 +170,7 @@ def test_a_node_allocates_what_its_dry_run_leaves(
     checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
 ) -> None:
     runner = load(checkpoint, config)
-    block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
+    block_bytes = block_bytes_of(checkpoint)
     assert runner.num_blocks == (int(0.9 * 4 * 2**20) - 1000) // block_bytes
     assert len(runner._decoder.kv.keys[0]) == runner.num_blocks
 
@@ -178,7 +183,7 @@ def test_windows_of_expert_nodes_are_inside_the_budget(
     runner = load(checkpoint, between)
     inbox = inbox_bytes(runner.net_shape(between), "attention")
     assert 0 < inbox < 2 * 2**20  # the driver gives whole pages
-    block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
+    block_bytes = block_bytes_of(checkpoint)
     left = int(0.9 * 100 * 2**20) - 1000 - 3 * 2 * 2**20
     assert runner.num_blocks == left // block_bytes
     assert load(checkpoint, config).num_blocks > runner.num_blocks
@@ -190,7 +195,7 @@ def test_a_cache_for_less_than_a_sequence_is_told(
     runtime: MeteredRuntime,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
+    block_bytes = block_bytes_of(checkpoint)
     config = changed(config, {"node.gpu_memory_utilization": 1.0})
     runtime.reserved = runtime.allocated + 4 * block_bytes - 1
     runtime.memory_of = DeviceMemory(total=runtime.reserved, free=0)
@@ -218,7 +223,7 @@ def test_a_cache_of_a_given_size_is_rehearsed_with_on_a_gpu(
         return plans
 
     monkeypatch.setattr("attention_nodes.model_runner.largest_steps", steps)
-    block_bytes = bytes_per_block(load_model_config(checkpoint), block_size=4, dtype=torch.float32)
+    block_bytes = block_bytes_of(checkpoint)
     config = changed(config, {"node.kv_cache_bytes": 9 * block_bytes})
     load(checkpoint, config)
     assert rehearsed == []

@@ -46,7 +46,9 @@ def runner_on(path: Path, runtime: Runtime, kernels: str) -> ModelRunner:
     """Return a runner with the reference's ops and the executor of `kernels`."""
     model = load_model_config(path)
     weights = load_attention_weights(Checkpoint(path), model, dtype=torch.float32)
-    cache = kv_cache.of_blocks(model, NUM_BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32)
+    cache = kv_cache.of_blocks(
+        kv_cache.layer_specs(model, torch.float32), NUM_BLOCKS, block_size=BLOCK_SIZE
+    )
     decoder = Decoder(model, weights, select_ops("reference", torch.float32), cache)
     return ModelRunner(model, decoder, NUM_BLOCKS, config_of(path, kernels), runtime)
 

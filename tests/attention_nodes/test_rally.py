@@ -66,10 +66,9 @@ class Model:
         self.config = load_model_config(path)
         ops = select_ops(kernels, torch.float32)
         cache = kv_cache.allocate(
-            self.config,
+            kv_cache.layer_specs(self.config, torch.float32),
             block_size=BLOCK_SIZE,
             size_bytes=4 * 2**20,
-            dtype=torch.float32,
             max_len=MAX_LEN,
         )
         weights = load_attention_weights(Checkpoint(path), self.config, dtype=torch.float32)

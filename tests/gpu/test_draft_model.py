@@ -36,7 +36,7 @@ def make(kernels: str, device: torch.device) -> DraftModel:
     runtime = open_runtime(str(device), kernels)
     ops = select_ops(kernels, torch.float32, frozenset(), str(device))
     cache = kv_cache.of_blocks(
-        model, NUM_BLOCKS, block_size=4, dtype=torch.float32, runtime=runtime
+        kv_cache.layer_specs(model, torch.float32), NUM_BLOCKS, block_size=4, runtime=runtime
     )
     weights = RandomWeights(model, device=runtime.device, dtype=torch.float32, seed=3)
     decoder = Decoder(model, weights.attention(), ops, cache)

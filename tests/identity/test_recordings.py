@@ -22,7 +22,7 @@ from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_generate
 from tests.engine import Engine, engine_config
-from topspin.config import Transport
+from topspin.config import KvDtype, Transport
 from topspin.precision import Format, PrecisionRule
 from topspin.speculation import Speculation
 
@@ -46,6 +46,7 @@ def run(
     transport: Transport = "local",
     micro_batches: int = 1,
     speculation: Speculation | None = None,
+    kv_cache_dtype: KvDtype = "auto",
 ) -> Any:
     """Return greedy and drawn continuations, greedy ones again, and how often a program ran."""
     plan = engine_config(
@@ -59,6 +60,7 @@ def run(
         num_threads=2,
         recordings=recordings,
         speculation=speculation,
+        kv_cache_dtype=kv_cache_dtype,
     )
     rules = () if weights == "none" else (PrecisionRule(format=weights, part="experts"),)
     runs = 0
@@ -80,16 +82,16 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("variant", "weights", "expert_nodes"),
+    ("variant", "weights", "expert_nodes", "kv_cache_dtype"),
     [
-        ("qwen3_moe", "none", 1),
-        ("mixtral", "int4", 2),
-        ("llama", "none", 1),
-        ("olmoe_clip_qkv", "none", 1),
-        ("qwen2_moe", "none", 1),
-        pytest.param("olmoe", "none", 2, marks=pytest.mark.slow),
-        pytest.param("mixtral", "none", 2, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", "int8", 1, marks=pytest.mark.slow),
+        ("qwen3_moe", "none", 1, "auto"),
+        ("mixtral", "int4", 2, "fp8"),
+        ("llama", "none", 1, "auto"),
+        ("olmoe_clip_qkv", "none", 1, "fp8"),
+        ("qwen2_moe", "none", 1, "auto"),
+        pytest.param("olmoe", "none", 2, "auto", marks=pytest.mark.slow),
+        pytest.param("mixtral", "none", 2, "auto", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "int8", 1, "fp8", marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_steps_layer_by_layer(
@@ -97,15 +99,17 @@ def test_tokens_are_those_of_steps_layer_by_layer(
     variant: str,
     weights: Format,
     expert_nodes: int,
+    kv_cache_dtype: KvDtype,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "recordings")
+    settings: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
     sizes = dict(SIZES)
     if not variant.startswith("qwen"):
         sizes["intermediate_size"] = sizes.pop("moe_intermediate_size")
     path = make_checkpoint(tmp_path, variant, **sizes)
-    *plain, none = run(path, weights, expert_nodes, recordings=False)
-    *recorded, runs = run(path, weights, expert_nodes, recordings=True)
+    *plain, none = run(path, weights, expert_nodes, recordings=False, **settings)
+    *recorded, runs = run(path, weights, expert_nodes, recordings=True, **settings)
     assert recorded == plain
     assert none == 0
     assert runs > 2 * NUM_TOKENS - 10
@@ -148,8 +152,12 @@ def test_steps_and_passes_with_trees_are_recorded_too(
     assert "not recorded" not in caplog.text
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_steps_that_retrieve_are_recorded_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    kv_cache_dtype: KvDtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Beside sequences that do not; both grow, and one begins to retrieve meanwhile.
 
@@ -167,6 +175,7 @@ def test_steps_that_retrieve_are_recorded_too(
         config = engine_config(
             path,
             dtype="bfloat16",
+            kv_cache_dtype=kv_cache_dtype,
             kv_retrieval_tokens=96,
             kv_cache_bytes=8 * 2**20,
             block_size=16,

@@ -46,6 +46,7 @@ class Oracle:
 
     def __init__(self, policy: RetrievalPolicy) -> None:
         self.policy = policy
+        self.in_fp8 = False
         self.num_selected = 0
         self.recalls: list[float] = []
         """By step, and in it by layer, the share of the best keys that are selected."""
@@ -60,6 +61,8 @@ class Oracle:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
+        if self.in_fp8:
+            key, value = (each.to(torch.float8_e4m3fn).float() for each in (key, value))
         repeat, num_new, length = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
         seen = torch.ones(num_new, length, dtype=torch.bool).tril(length - num_new)
         seen = seen.expand(query.shape[1], num_new, length)
@@ -147,22 +150,28 @@ def config_of(path: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("variant", "kernels"),
+    ("variant", "kernels", "kv_cache_dtype"),
     [
-        ("qwen3_moe", "cpu"),
-        ("llama", "reference"),
+        ("qwen3_moe", "cpu", "auto"),
+        ("qwen3_moe", "cpu", "fp8"),
+        ("llama", "reference", "auto"),
+        ("llama", "reference", "fp8"),
     ],
 )
 def test_tokens_are_those_of_transformers_with_the_same_selection(
-    tmp_path: Any, oracle: Oracle, variant: str, kernels: Any
+    tmp_path: Any, oracle: Oracle, variant: str, kernels: Any, kv_cache_dtype: Any
 ) -> None:
     path = make_checkpoint(tmp_path, variant, max_position_embeddings=4096)
     prompts = prompts_of()
     dense = generate(path, prompts, "eager")
+    oracle.in_fp8 = kv_cache_dtype == "fp8"
     expected = generate(path, prompts, "retrieving")
     assert oracle.num_selected > 0
     assert expected != dense, "the selection matters"
-    with Engine(config_of(path, kernels=kernels, kv_retrieval_tokens=BUDGET)) as engine:
+    config = config_of(
+        path, kernels=kernels, kv_cache_dtype=kv_cache_dtype, kv_retrieval_tokens=BUDGET
+    )
+    with Engine(config) as engine:
         assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
         stats = engine.stats()
     assert stats.kv.num_selected_rows > 2 * NUM_TOKENS

@@ -41,9 +41,11 @@ def attention_case(
     parents: Sequence[Sequence[int | None]] | None = None,
     padding_rows: int = 0,
     seed: int = 0,
+    in_fp8: bool = False,
 ) -> AttentionCase:
     """Build a case whose unused cache slots hold NaN and whose unused table entries are invalid.
 
+    `in_fp8`: keys and values are numbers of float8_e4m3fn, which is the dtype of the caches.
     Of each tree of `parents` the last nodes are query rows; if some are not, tree_lens are given.
     """
     rng = torch.Generator().manual_seed(seed)
@@ -53,12 +55,14 @@ def attention_case(
     k_cache = torch.full((total, block_size, heads.kv, heads.dim), float("nan"), dtype=dtype)
     v_cache = k_cache.clone()
     tables = torch.full((len(context_lens), max(num_blocks, default=0) + 1), 1 << 30).int()
-    keys, values = [], []
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     for idx, length in enumerate(context_lens):
         blocks, order = order[: num_blocks[idx]], order[num_blocks[idx] :]
         tables[idx, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        keys.append(torch.randn(length, heads.kv, heads.dim, generator=rng).to(dtype))
-        values.append(torch.randn(length, heads.kv, heads.dim, generator=rng).to(dtype))
+        for each in (keys, values):
+            drawn = torch.randn(length, heads.kv, heads.dim, generator=rng)
+            each.append((drawn.to(torch.float8_e4m3fn) if in_fp8 else drawn).to(dtype))
         for position in range(length):
             place = blocks[position // block_size], position % block_size
             k_cache[place], v_cache[place] = keys[-1][position], values[-1][position]
@@ -75,6 +79,8 @@ def attention_case(
                 tree_mask[row, path(tree, node)] = True
                 row += 1
     starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()] if query_lens else [0]
+    if in_fp8:
+        k_cache, v_cache = k_cache.to(torch.float8_e4m3fn), v_cache.to(torch.float8_e4m3fn)
     return AttentionCase(
         q=torch.randn(num_rows, heads.query, heads.dim, generator=rng).to(dtype),
         k_cache=k_cache,

@@ -49,11 +49,13 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "window", "heads"), cover_pairs(DTYPES, [None, 1, 7, 100], HEADS)
+    ("dtype", "window", "heads", "in_fp8"),
+    cover_pairs(DTYPES, [None, 1, 7, 100], HEADS, [False, True]),
 )
-def test_mixed_batch(heads: Heads, window: int | None, dtype: torch.dtype) -> None:
+def test_mixed_batch(heads: Heads, window: int | None, dtype: torch.dtype, in_fp8: bool) -> None:
     lens, new = [1, 100, 16, 17, 33, 64, 65, 40, 300], [1, 1, 16, 17, 1, 30, 2, 3, 200]
-    compare(attention_case(lens, new, heads=heads, block_size=4, dtype=dtype), window=window)
+    case = attention_case(lens, new, heads=heads, block_size=4, dtype=dtype, in_fp8=in_fp8)
+    compare(case, window=window)
 
 
 def test_empty_slices_padding_rows_and_no_sequence() -> None:

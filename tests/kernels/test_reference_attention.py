@@ -32,12 +32,21 @@ def eager(q, keys, values, *, scale, seen):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    ("window", "block_size", "heads"),
-    cover_pairs([None, 1, 7, 64], [1, 16], [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96)]),
+    ("window", "block_size", "heads", "in_fp8"),
+    cover_pairs(
+        [None, 1, 7, 64],
+        [1, 16],
+        [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96)],
+        [False, True],
+    ),
 )
-def test_equals_transformers(heads: Heads, block_size: int, window: int | None) -> None:
+def test_equals_transformers(
+    heads: Heads, block_size: int, window: int | None, in_fp8: bool
+) -> None:
     context_lens, query_lens = [1, 17, 100, 33, 40], [1, 17, 1, 5, 0]
-    case = attention_case(context_lens, query_lens, heads=heads, block_size=block_size)
+    case = attention_case(
+        context_lens, query_lens, heads=heads, block_size=block_size, in_fp8=in_fp8
+    )
     out = reference.paged_attention(
         case.q, case.k_cache, case.v_cache, case.meta, scale=0.2, sliding_window=window
     )

@@ -239,7 +239,10 @@ REFUSED: list[tuple[EnginePlan, str]] = [
     (made_of(EXPERT), r"nodes: an engine needs an attention node"),
     (replace(changed(), links=()), r"links: 0 of them; one link joins all"),
     (replace(changed(), links=(LINK, LINK)), r"links: 2 of them"),
-    (replace(changed(), kv_cache=KvCacheSpec(dtypes={1: "fp8"})), r"kv_cache\.dtypes: all layers"),
+    (
+        replace(changed(**ON_GPU), kv_cache=KvCacheSpec(dtype="fp8")),
+        r"kv_cache\.dtype \(--kv-cache-dtype\) fp8: attention 0 has the kernels triton",
+    ),
     (
         made_of(replace(ATTENTION, cores=(0, 1)), replace(EXPERT, cores=(1, 2))),
         r"expert 0: core 1 belongs to attention 0 already",

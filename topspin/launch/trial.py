@@ -188,8 +188,11 @@ class Trial:
 
     def _load_runner(self) -> ModelRunner:
         num_blocks = self._num_rows * self._blocks_each
+        kept = self._config.kv_cache
         cache = kv_cache.of_blocks(
-            self._model, num_blocks, block_size=self._config.kv_cache.block_size, dtype=self._dtype
+            kv_cache.layer_specs(self._model, self._dtype, kept),
+            num_blocks,
+            block_size=kept.block_size,
         )
         weights = stream_attention_weights(Checkpoint(self._path), self._model, dtype=self._dtype)
         decoder = Decoder(

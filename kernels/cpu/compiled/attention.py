@@ -17,8 +17,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.contracts import MAX_FP8_DIM
 from kernels.cpu.attention_rows import Work
 from kernels.cpu.compiled.attention_keys import (
+    CACHE_IS_FP8,
     GROUPS_PER_TASK,
     IS_BF16,
     K_CACHE,
@@ -34,14 +36,18 @@ from kernels.cpu.compiled.attention_keys import (
     REPEAT,
     SCALE,
     V_CACHE,
+    WIDENED_BYTES,
     WORK,
     Q,
     ask_for_run,
+    bytes_in_cache,
     bytes_of_head,
     bytes_of_slot,
     key_offset,
     position_of,
     run_length,
+    widen_run,
+    widened_pitch,
 )
 from kernels.cpu.compiled.attention_states import (
     VECTOR,
@@ -82,9 +88,11 @@ class HeadShape(NamedTuple):
 def can_attend(q: Tensor, k_cache: Tensor, block_tables: Tensor, out: Tensor) -> bool:
     """Return whether attend_rows supports these shapes, strides and dtypes."""
     num_heads, head_dim = q.shape[1:]
+    is_narrow = k_cache.dtype == torch.float8_e4m3fn and head_dim <= MAX_FP8_DIM
     return (
-        q.dtype == k_cache.dtype == out.dtype
+        q.dtype == out.dtype
         and q.dtype in (torch.float32, torch.bfloat16)
+        and (k_cache.dtype == q.dtype or is_narrow)
         and HeadShape(num_heads, k_cache.shape[2], head_dim).fits
         and _lie_whole(q)
         and _lie_whole(out)
@@ -173,6 +181,7 @@ def head_arguments(
         int(q.dtype == torch.bfloat16),
         float_word(scale),
         work.address,
+        int(k_cache.dtype == torch.float8_e4m3fn),
     )
 
 
@@ -181,7 +190,10 @@ def _part_bytes(head_dim: int) -> int:
     return VECTOR + 4 * -(-head_dim // 32) * 32
 
 
-_scratch_scores = simd.stack(TILE_HEADS * SCORE_PITCH)
+# Behind the scores of the heads computed together: the heads of a run, widened.
+WIDENED: Final = TILE_HEADS * SCORE_PITCH
+SCORE_BYTES: Final = WIDENED + WIDENED_BYTES
+_scratch_scores = simd.stack(SCORE_BYTES)
 _scratch_states = simd.stack(STATE_BYTES)
 
 
@@ -203,7 +215,9 @@ def _score_chunk(
     Prefetches `ask_bytes` of each of their values at `ask` meanwhile; 0: none.
     """
     head_bytes, stride = bytes_of_head(block), bytes_of_slot(block)
-    is_bf16 = simd.read_i64(block + IS_BF16)
+    is_bf16, is_fp8 = simd.read_i64(block + IS_BF16), simd.read_i64(block + CACHE_IS_FP8)
+    if is_fp8:
+        stride = widened_pitch(block)
     scale = vectors.splat(simd.read_f32(block + SCALE))
     key = start
     while key < stop:
@@ -212,6 +226,9 @@ def _score_chunk(
         run = keys + key_offset(block, piece, position)
         if ask_bytes:
             ask_for_run(block, ask, piece, key, stop, ask_bytes)
+        if is_fp8:
+            widen_run(block, run, count, scores + WIDENED)
+            run = scores + WIDENED
         for head in range(heads):
             place = scores + head * SCORE_PITCH + 4 * (key - start)
             one = query + head * head_bytes
@@ -242,7 +259,9 @@ def _add_values(
     Prefetches `ask_bytes` of each key at `ask` of the piece's next chunk; 0: none.
     """
     head_bytes, stride = bytes_of_head(block), bytes_of_slot(block)
-    is_bf16 = simd.read_i64(block + IS_BF16)
+    is_bf16, is_fp8 = simd.read_i64(block + IS_BF16), simd.read_i64(block + CACHE_IS_FP8)
+    if is_fp8:
+        stride = widened_pitch(block)
     key_end = simd.read_i64(piece + 24)
     key = start
     while key < stop:
@@ -252,6 +271,9 @@ def _add_values(
         weights = scores + 4 * (key - start)
         if ask_bytes:
             ask_for_run(block, ask, piece, key + CHUNK_KEYS, key_end, ask_bytes)
+        if is_fp8:
+            widen_run(block, run, count, scores + WIDENED)
+            run = scores + WIDENED
         for offset in range(0, head_bytes, SLICE):
             rest = (head_bytes - offset) // 4
             sums = state + VECTOR + offset * (1 + is_bf16)
@@ -303,8 +325,8 @@ def _do_chunk(
     group = first // repeat
     heads: int = min(repeat - first % repeat, TILE_HEADS)
     query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE) + first * head_bytes
-    keys = simd.read_i64(block + K_CACHE) + group * head_bytes
-    values = simd.read_i64(block + V_CACHE) + group * head_bytes
+    keys = simd.read_i64(block + K_CACHE) + group * bytes_in_cache(block)
+    values = simd.read_i64(block + V_CACHE) + group * bytes_in_cache(block)
     _score_chunk(block, piece, start, stop, keys, query, heads, scores, values, ask_bytes)
     for idx in range(heads):
         soften(stop - start, scores + idx * SCORE_PITCH, state + idx * pitch, pitch // VECTOR)
@@ -336,8 +358,8 @@ def _do_piece(
     # A sequence's blocks may lie anywhere in memory: the keys of the first chunk are asked for now,
     # all else little by little.
     repeat = simd.read_i64(block + REPEAT)
-    ask_bytes = (last_head - first_head) // repeat * head_bytes
-    keys = simd.read_i64(block + K_CACHE) + first_head // repeat * head_bytes
+    ask_bytes = (last_head - first_head) // repeat * bytes_in_cache(block)
+    keys = simd.read_i64(block + K_CACHE) + first_head // repeat * bytes_in_cache(block)
     for key in range(start, min(start + CHUNK_KEYS, key_end), simd.LANES):
         ask_for_run(block, keys, piece, key, key_end, ask_bytes)
     while start < key_end:

@@ -1,20 +1,26 @@
 """Where the keys of a piece of a row lie in the caches, for the kernel of attention.
 
-Owns the arguments of that kernel and the words of its work. A key's number counts along the row's
+Owns the arguments of that kernel, the words of its work, and the widening of caches in fp8, whose
+heads are computed with in the queries' dtype. A key's number counts along the row's
 branch; its position is that in the sequence (`kernels.cpu.attention_rows`), its slot is found in
 the sequence's block table. Used by `kernels.cpu.compiled.attention`, inside compiled functions.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
+from kernels.contracts import MAX_FP8_DIM
 from kernels.cpu.compiled.runtime import inlined, offsets
+from kernels.cpu.simd import fp8
 from kernels.cpu.simd import lanes as simd
 
 (
     Q, Q_STRIDE, OUT, OUT_STRIDE, K_CACHE, V_CACHE, BLOCK_SIZE, NUM_KV_HEADS, REPEAT, HEAD_DIM,
-    IS_BF16, SCALE, WORK,
-) = offsets(13)  # fmt: skip
+    IS_BF16, SCALE, WORK, CACHE_IS_FP8,
+) = offsets(14)  # fmt: skip
 """The kernel's arguments. Strides are in bytes; WORK is the address of WorkWords."""
+NUM_ARGUMENTS: Final = 14
 
 (
     PIECES, NUM_PIECES, MERGES, NUM_MERGES, PARTS, BRANCHES, TABLES, TABLE_STRIDE, GROUPS_PER_TASK,
@@ -22,16 +28,59 @@ from kernels.cpu.simd import lanes as simd
 """Offsets in WorkWords."""
 
 
+WIDENED_BYTES: Final = 4 * MAX_FP8_DIM * simd.LANES
+"""Scratch memory for the widened heads of a run."""
+
+
 @inlined
 def bytes_of_head(block: int) -> int:
+    """Return the bytes of a head of a query, and of a key or value as it is computed with."""
     size: int = simd.read_i64(block + HEAD_DIM) * (4 - 2 * simd.read_i64(block + IS_BF16))
     return size
 
 
 @inlined
+def bytes_in_cache(block: int) -> int:
+    """Return the bytes of a head in the caches."""
+    if simd.read_i64(block + CACHE_IS_FP8):
+        size: int = simd.read_i64(block + HEAD_DIM)
+        return size
+    return bytes_of_head(block)
+
+
+@inlined
 def bytes_of_slot(block: int) -> int:
-    size: int = simd.read_i64(block + NUM_KV_HEADS) * bytes_of_head(block)
+    size: int = simd.read_i64(block + NUM_KV_HEADS) * bytes_in_cache(block)
     return size
+
+
+@inlined
+def widened_pitch(block: int) -> int:
+    """Return the distance in bytes of heads that widen_run or widen_listed has written."""
+    rows = (simd.read_i64(block + HEAD_DIM) + fp8.ROW_MULTIPLE - 1) // fp8.ROW_MULTIPLE
+    pitch: int = rows * fp8.ROW_MULTIPLE * (4 - 2 * simd.read_i64(block + IS_BF16))
+    return pitch
+
+
+@inlined
+def widen_run(block: int, run: int, count: int, widened: int) -> None:
+    """Widen the fp8 heads of `count` slots that lie one behind the other."""
+    pitch, stride = widened_pitch(block), bytes_of_slot(block)
+    size = simd.read_i64(block + HEAD_DIM)
+    if simd.read_i64(block + IS_BF16):
+        fp8.widen_bf16(widened, pitch, run, stride, count, size)
+    else:
+        fp8.widen_f32(widened, pitch, run, stride, count, size)
+
+
+@inlined
+def widen_listed(block: int, heads: int, listed: int, count: int, widened: int) -> None:
+    """Widen `count` fp8 heads, whose offsets from `heads` are the i64 at `listed`."""
+    pitch, size = widened_pitch(block), simd.read_i64(block + HEAD_DIM)
+    if simd.read_i64(block + IS_BF16):
+        fp8.widen_listed_bf16(widened, pitch, heads, listed, count, size)
+    else:
+        fp8.widen_listed_f32(widened, pitch, heads, listed, count, size)
 
 
 @inlined

@@ -21,15 +21,16 @@ from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS
 from kernels.cpu.compiled.retrieval import HEAD_DIMS
 from kernels.cpu.compiled.runtime import Kernel, inlined, launch, offsets
 from kernels.cpu.simd import codebooks as inner
+from kernels.cpu.simd import fp8, vectors
 from kernels.cpu.simd import lanes as simd
-from kernels.cpu.simd import vectors
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 (
-    K_CACHE, IS_BF16, NUM_KV_HEADS, HEAD_DIM, SLOTS, NUM_KEYS, CENTROIDS, NUM_ITERATIONS, CODES,
-    CODE_PITCH, SCRATCH, SCRATCH_BYTES,
+    K_CACHE, NUMBER_BYTES, NUM_KV_HEADS, HEAD_DIM, SLOTS, NUM_KEYS, CENTROIDS, NUM_ITERATIONS,
+    CODES, CODE_PITCH, SCRATCH, SCRATCH_BYTES,
 ) = offsets(12)  # fmt: skip
-"""The kernel's arguments. NUM_ITERATIONS below 0: the centroids are there."""
+"""The kernel's arguments. NUMBER_BYTES: 1 is fp8, 2 bf16, 4 fp32. NUM_ITERATIONS below 0: the
+centroids are there."""
 
 _MAX_WIDTH: Final = HEAD_DIMS[-1] // NUM_SUBSPACES
 # Scratch memory of a thread: centroids and their sums fp32[C, W], their rows fp32[C, 1 + W], the
@@ -45,7 +46,7 @@ def can_code(k_cache: Tensor) -> bool:
     """Return whether code_keys supports this cache [B, block size, G, D]."""
     return (
         k_cache.shape[3] in HEAD_DIMS
-        and k_cache.dtype in (torch.float32, torch.bfloat16)
+        and k_cache.dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
         and k_cache.is_contiguous()
     )
 
@@ -76,7 +77,7 @@ def code_keys(
     scratch = torch.empty(num_threads, scratch_bytes, dtype=torch.uint8)
     arguments = (
         k_cache.data_ptr(),
-        int(k_cache.dtype == torch.bfloat16),
+        k_cache.itemsize,
         num_groups,
         head_dim,
         slots.data_ptr(),
@@ -94,14 +95,19 @@ def code_keys(
 @inlined
 def _gather(block: int, group: int, part: int, parts: int) -> None:
     """Write a sub-space of all keys as fp32[n, W]."""
-    is_bf16, head_dim = simd.read_i64(block + IS_BF16), simd.read_i64(block + HEAD_DIM)
-    width, number_bytes = head_dim // NUM_SUBSPACES, 4 - 2 * is_bf16
+    head_dim, number_bytes = simd.read_i64(block + HEAD_DIM), simd.read_i64(block + NUMBER_BYTES)
+    width = head_dim // NUM_SUBSPACES
     slot_bytes = simd.read_i64(block + NUM_KV_HEADS) * head_dim * number_bytes
     begin = simd.read_i64(block + K_CACHE) + (group * head_dim + part * width) * number_bytes
     slots = simd.read_i64(block + SLOTS)
     for idx in range(simd.read_i64(block + NUM_KEYS)):
         key = begin + simd.read_i64(slots + 8 * idx) * slot_bytes
-        if is_bf16:
+        if number_bytes == 1:
+            for number in range(0, width, simd.LANES):
+                some = fp8.load_first_fp8(key + number, width - number)
+                vectors.store_first_f32(parts + 4 * number, some, width - number)
+            parts += 4 * width
+        elif number_bytes == 2:
             for number in range(width):
                 simd.write_f32(parts, simd.read_bf16(key + 2 * number))
                 parts += 4

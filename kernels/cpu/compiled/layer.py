@@ -1,8 +1,9 @@
 """The small ops of a layer, compiled: one call each where plain torch needs three to twenty.
 
 Normalisation of the residual stream; head norms, rotation and storing of keys and values;
-routing. bf16 rows, rounded where the reference rounds (sums of a row add in another order). A
-task is a row. Knows no layer; used by `kernels.cpu.ops`, which handles all other cases.
+routing. bf16 rows, rounded where the reference rounds (sums of a row add in another order); keys
+and values are stored in bf16 or fp8. A task is a row. Knows no layer; used by `kernels.cpu.ops`,
+which handles all other cases.
 Letters as in `kernels.contracts`.
 """
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from kernels.contracts import HeadRows
 from kernels.cpu.compiled.runtime import Kernel, float_word, inlined, launch, offsets
+from kernels.cpu.simd import fp8, vectors
 from kernels.cpu.simd import lanes as simd
-from kernels.cpu.simd import vectors
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 MAX_EXPERTS: Final = 512
@@ -32,8 +33,8 @@ _ROWS_PER_THREAD: Final = 16
 
 (
     Q, K, V, QKV_STRIDE, COS, SIN, K_CACHE, V_CACHE, CACHE_SLOTS, ROT_ROWS, NUM_HEADS,
-    NUM_KV_HEADS, HEAD_DIM, Q_NORM, K_NORM, ROT_EPS,
-) = offsets(16)  # fmt: skip
+    NUM_KV_HEADS, HEAD_DIM, Q_NORM, K_NORM, ROT_EPS, CACHE_IS_FP8,
+) = offsets(17)  # fmt: skip
 """The arguments of `_rotate_and_store`; a norm of 0: no norm."""
 
 (
@@ -100,7 +101,8 @@ def can_rotate(heads: HeadRows) -> bool:
     q, k, v, cos, k_cache = heads.q, heads.k, heads.v, heads.cos, heads.k_cache
     head_dim = q.shape[-1]
     return (
-        q.dtype == k.dtype == v.dtype == k_cache.dtype == torch.bfloat16
+        q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and k_cache.dtype in (torch.bfloat16, torch.float8_e4m3fn)
         and cos.dtype == torch.float32
         and cos.is_contiguous()
         and 2 * cos.shape[-1] == head_dim
@@ -134,6 +136,7 @@ def rotate_and_store(heads: HeadRows) -> None:
         0 if q_norm is None else q_norm.data_ptr(),
         0 if k_norm is None else k_norm.data_ptr(),
         float_word(eps),
+        int(k_cache.dtype == torch.float8_e4m3fn),
     )
     launch(_rotate_and_store, arguments, num_threads=_threads(num_rows))
 
@@ -244,7 +247,9 @@ def _rotate_and_store(block: int) -> None:
     num_heads, num_groups = simd.read_i64(block + NUM_HEADS), simd.read_i64(block + NUM_KV_HEADS)
     q_norm, k_norm = simd.read_i64(block + Q_NORM), simd.read_i64(block + K_NORM)
     eps, half = simd.read_f32(block + ROT_EPS), head_dim // 2
-    slot_bytes = 2 * num_groups * head_dim
+    is_fp8 = simd.read_i64(block + CACHE_IS_FP8)
+    number_bytes = 2 - is_fp8
+    slot_bytes = number_bytes * num_groups * head_dim
     row = claim_task(block, 0)
     while row < num_rows:
         offset = row * simd.read_i64(block + QKV_STRIDE)
@@ -257,20 +262,24 @@ def _rotate_and_store(block: int) -> None:
             _turn(head, head, cos, sin, half)
         slot = simd.read_i64(simd.read_i64(block + CACHE_SLOTS) + 8 * row) * slot_bytes
         for idx in range(num_groups):
-            place = 2 * head_dim * idx
-            head = simd.read_i64(block + K) + offset + place
+            place = head_dim * idx
+            head = simd.read_i64(block + K) + offset + 2 * place
             if k_norm:
                 _norm_row(head, k_norm, head, head_dim, eps)
             _turn(head, head, cos, sin, half)
-            kept = simd.read_i64(block + K_CACHE) + slot + place
-            value = simd.read_i64(block + V) + offset + place
-            kept_value = simd.read_i64(block + V_CACHE) + slot + place
+            kept = simd.read_i64(block + K_CACHE) + slot + number_bytes * place
+            value = simd.read_i64(block + V) + offset + 2 * place
+            kept_value = simd.read_i64(block + V_CACHE) + slot + number_bytes * place
             for begin in range(0, head_dim, simd.LANES):
                 left = head_dim - begin
                 key = vectors.load_first_bf16(head + 2 * begin, left)
-                vectors.store_first_bf16(kept + 2 * begin, key, left)
                 number = vectors.load_first_bf16(value + 2 * begin, left)
-                vectors.store_first_bf16(kept_value + 2 * begin, number, left)
+                if is_fp8:
+                    fp8.store_first_fp8(kept + begin, key, left)
+                    fp8.store_first_fp8(kept_value + begin, number, left)
+                else:
+                    vectors.store_first_bf16(kept + 2 * begin, key, left)
+                    vectors.store_first_bf16(kept_value + 2 * begin, number, left)
         finish_task(block, 0)
         row = claim_task(block, 0)
     wait_for_tasks(block, 0, num_rows)

@@ -10,8 +10,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from kernels.cpu.compiled.attention import PIECE_BYTES, STATE_BYTES, TILE_HEADS
+from kernels.cpu.compiled.attention import (
+    PIECE_BYTES,
+    SCORE_BYTES,
+    STATE_BYTES,
+    TILE_HEADS,
+    WIDENED,
+)
 from kernels.cpu.compiled.attention_keys import (
+    CACHE_IS_FP8,
     IS_BF16,
     K_CACHE,
     MERGES,
@@ -28,7 +35,10 @@ from kernels.cpu.compiled.attention_keys import (
     V_CACHE,
     WORK,
     Q,
+    bytes_in_cache,
     bytes_of_head,
+    widen_listed,
+    widened_pitch,
 )
 from kernels.cpu.compiled.attention_states import (
     VECTOR,
@@ -54,7 +64,9 @@ from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
 
 # Keys that are prefetched before the first are used: less than two chunks' lines of a head.
 FIRST_ASKED: Final = 32
-_scratch_scores = simd.stack(TILE_HEADS * SCORE_PITCH)
+# Behind the widened heads: their offsets, as if they were listed.
+ROWS: Final = SCORE_BYTES
+_scratch_scores = simd.stack(ROWS + 8 * simd.LANES)
 _scratch_states = simd.stack(STATE_BYTES)
 
 
@@ -92,19 +104,25 @@ def _score(
     If it `asks`, prefetches meanwhile their values, and the keys behind the first `asked`.
     """
     head_bytes, is_bf16 = bytes_of_head(block), simd.read_i64(block + IS_BF16)
+    cached_bytes, is_fp8 = bytes_in_cache(block), simd.read_i64(block + CACHE_IS_FP8)
     scale = vectors.splat(simd.read_f32(block + SCALE))
     for begin in range(0, count, simd.LANES):
         here, some = min(count - begin, simd.LANES), listed + 8 * begin
         if asks:
             ahead = begin + asked
-            _ask(keys, listed + 8 * ahead, min(count - ahead, simd.LANES), head_bytes)
-            _ask(values, some, here, head_bytes)
+            _ask(keys, listed + 8 * ahead, min(count - ahead, simd.LANES), cached_bytes)
+            _ask(values, some, here, cached_bytes)
+        near = keys
+        if is_fp8:
+            near = scores + WIDENED
+            widen_listed(block, keys, some, here, near)
+            some = scores + ROWS
         for head in range(heads):
             one = query + head * head_bytes
             if is_bf16:
-                found = inner.listed_scores_bf16(one, keys, some, here, head_bytes)
+                found = inner.listed_scores_bf16(one, near, some, here, head_bytes)
             else:
-                found = inner.listed_scores_f32(one, keys, some, here, head_bytes)
+                found = inner.listed_scores_f32(one, near, some, here, head_bytes)
             place = scores + head * SCORE_PITCH + 4 * begin
             vectors.store_f32(place, vectors.mul(found, scale))
 
@@ -126,15 +144,21 @@ def _add_values(
     Prefetches the following `num_asked` keys meanwhile.
     """
     head_bytes, is_bf16 = bytes_of_head(block), simd.read_i64(block + IS_BF16)
+    cached_bytes, is_fp8 = bytes_in_cache(block), simd.read_i64(block + CACHE_IS_FP8)
     pitch = state_vectors(block) * VECTOR
     for begin in range(0, count, simd.LANES):
         here, some = min(count - begin, simd.LANES), listed + 8 * begin
         asked = min(num_asked - begin, simd.LANES)
-        _ask(keys, listed + 8 * (count + begin), asked, head_bytes)
+        _ask(keys, listed + 8 * (count + begin), asked, cached_bytes)
+        near = values
+        if is_fp8:
+            near = scores + WIDENED
+            widen_listed(block, values, some, here, near)
+            some = scores + ROWS
         for offset in range(0, head_bytes, SLICE):
             rest = (head_bytes - offset) // 4
             sums = state + VECTOR + offset * (1 + is_bf16)
-            v = values + offset
+            v = near + offset
             head = 0
             while head < heads:
                 left = heads - head
@@ -174,13 +198,13 @@ def _attend_piece(block: int, piece: int, group: int, states: int, scores: int) 
     for head in range(repeat):
         clear(state + head * pitch, num_vectors)
     query = simd.read_i64(block + Q) + row * simd.read_i64(block + Q_STRIDE) + first * head_bytes
-    keys = simd.read_i64(block + K_CACHE) + group * head_bytes
-    values = simd.read_i64(block + V_CACHE) + group * head_bytes
+    keys = simd.read_i64(block + K_CACHE) + group * bytes_in_cache(block)
+    values = simd.read_i64(block + V_CACHE) + group * bytes_in_cache(block)
     offsets = _list_of(block, piece, group)
     start, end = simd.read_i64(piece + 16), simd.read_i64(piece + 24)
     # All else is asked for little by little, while what has come is used.
     asked = min(end - start, FIRST_ASKED)
-    _ask(keys, offsets + 8 * start, asked, head_bytes)
+    _ask(keys, offsets + 8 * start, asked, bytes_in_cache(block))
     while start < end:
         count = min(end - start, CHUNK_KEYS)
         following = min(end - start - count, CHUNK_KEYS)
@@ -205,6 +229,8 @@ def _attend_piece(block: int, piece: int, group: int, states: int, scores: int) 
 def attend_lists(block: int) -> None:
     """Write the rows of WORK, whose keys the lists of SEARCH name."""
     scores, states = _scratch_scores(), _scratch_states()
+    for idx in range(simd.LANES):
+        simd.write_i64(scores + ROWS + 8 * idx, idx * widened_pitch(block))
     num_groups, work = simd.read_i64(block + NUM_KV_HEADS), simd.read_i64(block + WORK)
     num_tasks = simd.read_i64(work + NUM_PIECES) * num_groups
     task = claim_task(block, 0)

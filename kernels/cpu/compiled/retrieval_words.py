@@ -28,10 +28,11 @@ from kernels.contracts import (
 )
 from kernels.cpu.attention_rows import Row, plan_work
 from kernels.cpu.compiled.attention import HeadShape, WorkWords
+from kernels.cpu.compiled.attention_keys import NUM_ARGUMENTS
 from kernels.cpu.compiled.runtime import inlined, offsets
 from kernels.cpu.simd import lanes as simd
 
-CENTROIDS, CODES, LAYER, SEARCH = offsets(17)[13:]
+CENTROIDS, CODES, LAYER, SEARCH = offsets(NUM_ARGUMENTS + 4)[NUM_ARGUMENTS:]
 """The kernels' further arguments; SEARCH is the address of the words."""
 
 (

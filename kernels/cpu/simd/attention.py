@@ -49,7 +49,7 @@ def _emit_scores(wide: bool, listed: bool = False) -> simd.Emit:
         for lane in range(simd.LANES):
             within = builder.icmp_signed("<", simd.constant(lane), last)
             index = builder.select(within, simd.constant(lane), last)
-            offset = _offset(builder, index, stride, listed)
+            offset = head_offset(builder, index, stride, listed)
             addresses.append(builder.add(keys, offset))
         totals: list[ir.Value] = []
         for first in range(0, simd.LANES, _KEYS_AT_ONCE):
@@ -60,7 +60,8 @@ def _emit_scores(wide: bool, listed: bool = False) -> simd.Emit:
     return scores
 
 
-def _offset(builder: ir.IRBuilder, index: ir.Value, stride: ir.Value, listed: bool) -> ir.Value:
+def head_offset(builder: ir.IRBuilder, index: ir.Value, stride: ir.Value, listed: bool) -> ir.Value:
+    """Return the offset of a head: index * stride, or the i64 of that index at `stride`."""
     if not listed:
         return builder.mul(index, stride)
     return simd.load(builder, builder.add(stride, builder.mul(index, simd.constant(8))), simd.I64)
@@ -153,7 +154,7 @@ def _weigh(heads: int, wide: bool, listed: bool = False) -> Callable[..., None]:
 
         def add_key(load: Load) -> Turn:
             def body(index: ir.Value, totals: list[ir.Value]) -> list[ir.Value]:
-                read = load(builder.add(values, _offset(builder, index, stride, listed)))
+                read = load(builder.add(values, head_offset(builder, index, stride, listed)))
                 parts = (
                     [read]
                     if wide

@@ -40,7 +40,7 @@ PORTABLE_VARIABLE: Final = "TOPSPIN_PORTABLE_KERNELS"
 
 I32, I64, F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 F32_LANES, I32_LANES = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
-_LANE_NAMES: Final = {"float": "f32", "i32": "i32", "i16": "i16"}
+_LANE_NAMES: Final = {"float": "f32", "i32": "i32", "i16": "i16", "i8": "i8"}
 _INDICES = ir.Constant(I32_LANES, list(range(LANES)))
 
 

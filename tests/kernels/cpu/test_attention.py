@@ -33,20 +33,22 @@ def compare(case: AttentionCase, *, window: int | None = None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size", "heads"),
+    ("dtype", "block_size", "heads", "in_fp8"),
     cover_pairs(
         [torch.float32, torch.bfloat16],
         [1, 16],
         [Heads(9, 3, 64), Heads(8, 1, 80), Heads(4, 4, 96), Heads(8, 2, 128), Heads(1, 1, 64)],
+        [False, True],
     ),
 )
-def test_mixed_batch(heads: Heads, block_size: int, dtype: torch.dtype) -> None:
+def test_mixed_batch(heads: Heads, block_size: int, dtype: torch.dtype, in_fp8: bool) -> None:
     case = attention_case(
         [1, 100, 16, 17, 33, 64, 40],
         [1, 1, 16, 17, 1, 30, 3],
         heads=heads,
         block_size=block_size,
         dtype=dtype,
+        in_fp8=in_fp8,
     )
     compare(case)
 

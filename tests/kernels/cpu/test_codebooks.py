@@ -60,7 +60,10 @@ def check(num_keys: int, head_dim: int, dtype: torch.dtype, num_iterations: int)
 @pytest.mark.parametrize(
     ("num_keys", "head_dim", "dtype", "num_iterations"),
     cover_pairs(
-        [64, 65, 500, 1024], [16, 32, 64, 128, 256], [torch.float32, torch.bfloat16], [0, 1, 4]
+        [64, 65, 500, 1024],
+        [16, 32, 64, 128, 256],
+        [torch.float32, torch.bfloat16, torch.float8_e4m3fn],
+        [0, 1, 4],
     ),
 )
 def test_equals_the_plain_codebooks(

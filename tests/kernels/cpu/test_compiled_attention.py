@@ -72,12 +72,18 @@ def check(case: AttentionCase, window: int | None = None) -> None:
     torch.testing.assert_close(result.float(), wanted(case, window), rtol=tolerance, atol=1e-5)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_shapes(heads: Heads, dtype: torch.dtype) -> None:
+def test_shapes(heads: Heads, dtype: torch.dtype, in_fp8: bool) -> None:
     for block_size in (1, 16, 48):
         case = attention_case(
-            LENS, [1] * len(LENS), heads=heads, block_size=block_size, dtype=dtype
+            LENS,
+            [1] * len(LENS),
+            heads=heads,
+            block_size=block_size,
+            dtype=dtype,
+            in_fp8=in_fp8,
         )
         check(case)
 
@@ -89,27 +95,27 @@ def test_sliding_window(window: int, dtype: torch.dtype) -> None:
     check(case, window)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "in_fp8"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
+)
 @pytest.mark.parametrize("block_size", [1, 16, 48])
 @pytest.mark.parametrize("window", [None, 1, 100])
 def test_branches_give_the_bits_of_the_same_keys_in_a_row(
-    dtype: torch.dtype, block_size: int, window: int | None
+    dtype: torch.dtype, in_fp8: bool, block_size: int, window: int | None
 ) -> None:
     """Branches across chunks, pieces and blocks; keys that are not on them are no numbers."""
     heads, rng = Heads(6, 2, 64), random.Random(block_size)
     lens = [3, 40, 200, CHUNK_KEYS + 80, 1500]
-    case = attention_case(lens, [1] * len(lens), heads=heads, block_size=block_size, dtype=dtype)
+    shape = {"heads": heads, "block_size": block_size, "dtype": dtype, "in_fp8": in_fp8}
+    case = attention_case(lens, [1] * len(lens), **shape)
     seen = []
     for length in lens:
         first = length - min(length, 1 + length // 3)
         branch = sorted({length - 1, *rng.sample(range(first, length), (length - first) // 2)})
         seen.append((first, branch))
     plain = attention_case(
-        [first + len(branch) for first, branch in seen],
-        [1] * len(lens),
-        heads=heads,
-        block_size=block_size,
-        dtype=dtype,
+        [first + len(branch) for first, branch in seen], [1] * len(lens), **shape
     )
     plain.q.copy_(case.q)
     rows = []
@@ -188,6 +194,10 @@ def test_what_the_kernel_does_not_know() -> None:
     assert can_attend(q, cache, tables, q)
     assert not can_attend(q.half(), cache.half(), tables, q.half())
     assert not can_attend(q, cache.bfloat16(), tables, q)
+    assert not can_attend(q, cache.to(torch.float8_e5m2), tables, q)
+    wide = torch.zeros(2, 1, 320)
+    assert can_attend(wide, wide[None], tables, wide)
+    assert not can_attend(wide, wide[None].to(torch.float8_e4m3fn), tables, wide)
     assert not can_attend(q, cache, tables.long(), q)
     assert not can_attend(q.transpose(0, 1).contiguous().transpose(0, 1), cache, tables, q)
     assert not can_attend(q[..., :63], cache[..., :63], tables, q[..., :63])
@@ -197,11 +207,11 @@ def test_processors_without_bf16_instructions() -> None:
     """The same checks with the portable dot product, in a separate process."""
     program = (
         "import torch; from tests.kernels.cpu.test_compiled_attention import *\n"
-        "for heads in (Heads(9, 3, 64), Heads(8, 1, 80)):\n"
+        "for heads, in_fp8 in ((Heads(9, 3, 64), False), (Heads(8, 1, 80), True)):\n"
         "    case = attention_case(LENS, [1] * len(LENS), heads=heads, block_size=16,"
-        " dtype=torch.bfloat16)\n"
+        " dtype=torch.bfloat16, in_fp8=in_fp8)\n"
         "    check(case)\n"
-        "test_branches_give_the_bits_of_the_same_keys_in_a_row(torch.bfloat16, 16, None)\n"
+        "test_branches_give_the_bits_of_the_same_keys_in_a_row(torch.bfloat16, False, 16, None)\n"
     )
     environment = os.environ | {PORTABLE_VARIABLE: "1", "OMP_NUM_THREADS": "1"}
     subprocess.run(

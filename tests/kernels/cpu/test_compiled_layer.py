@@ -71,10 +71,17 @@ def test_norms_of_numbers_that_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("with_norms", "heads", "num_rows"),
-    cover_pairs([False, True], [(9, 3, 64), (4, 4, 80), (2, 1, 6)], [1, 5, 40]),
+    ("with_norms", "heads", "num_rows", "dtype"),
+    cover_pairs(
+        [False, True],
+        [(9, 3, 64), (4, 4, 80), (2, 1, 6)],
+        [1, 5, 40],
+        [torch.bfloat16, torch.float8_e4m3fn],
+    ),
 )
-def test_rotate_and_store(num_rows: int, heads: tuple[int, int, int], with_norms: bool) -> None:
+def test_rotate_and_store(
+    num_rows: int, heads: tuple[int, int, int], with_norms: bool, dtype: torch.dtype
+) -> None:
     num_heads, num_groups, dim = heads
     qkv = torch.randn(num_rows, num_heads + 2 * num_groups, dim).bfloat16()
     angles = torch.rand(num_rows, dim // 2) * 100
@@ -87,14 +94,15 @@ def test_rotate_and_store(num_rows: int, heads: tuple[int, int, int], with_norms
             [n * dim for n in (num_heads, num_groups, num_groups)], 1
         )
         parts = [part.view(num_rows, -1, dim) for part in flat]
-        caches = torch.zeros(2, 2, num_rows, num_groups, dim, dtype=torch.bfloat16)
+        caches = torch.zeros(2, 2, num_rows, num_groups, dim, dtype=dtype)
         heads = HeadRows(*parts, angles.cos(), angles.sin(), *caches, slots, *norms, eps=1e-6)
         assert can_rotate(heads)
         ops.rotate_and_store(heads)
-        results.append((parts[0], caches))
-    for wanted, result in zip(*results, strict=True):
+        results.append((parts[0], caches.bfloat16()))
+    for wanted, result, kind in zip(*results, (torch.bfloat16, dtype), strict=True):
         if with_norms:  # two rotated numbers that each moved by a unit
-            torch.testing.assert_close(result, wanted, rtol=2.0**-6, atol=0.05)
+            unit = torch.finfo(kind).eps
+            torch.testing.assert_close(result, wanted, rtol=2 * unit, atol=0.05)
         else:
             assert torch.equal(result, wanted)
 

@@ -75,19 +75,26 @@ def check(case: AttentionCase, codes: KeyCodes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype", "num_rows", "end_and_budget"),
+    ("heads", "dtype", "in_fp8", "num_rows", "end_and_budget"),
     cover_pairs(
         HEADS,
         [torch.float32, torch.bfloat16],
+        [False, True],
         [1, 3],
         [(2048, 300), (2100, 1), (1500, 640), (5, 1), (1025, 100)],
     ),
 )
 def test_the_best_keys_are_selected(
-    heads: Heads, dtype: torch.dtype, num_rows: int, end_and_budget: tuple[int, int]
+    heads: Heads,
+    dtype: torch.dtype,
+    in_fp8: bool,
+    num_rows: int,
+    end_and_budget: tuple[int, int],
 ) -> None:
     """Segments that are full, hardly begun, and one with less keys than a vector."""
-    case = attention_case([2200], [num_rows], heads=heads, block_size=16, dtype=dtype)
+    case = attention_case(
+        [2200], [num_rows], heads=heads, block_size=16, dtype=dtype, in_fp8=in_fp8
+    )
     check(*coded(case, {0: end_and_budget}))
 
 

@@ -37,6 +37,7 @@ FLAGS = [
     "--max-num-batched-tokens",
     "--block-size",
     "--kv-cache-memory",
+    "--kv-cache-dtype",
     "--kv-retrieval-tokens",
     "--kv-spill-dir",
     "--gpu-memory-utilization",
@@ -82,6 +83,7 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--max-queued-requests 0", "scheduler.max_queued_requests", 0),
     ("--block-size 32", "cache.block_size", 32),
     ("--kv-cache-memory 2GiB", "cache.kv_cache_bytes", 2 * 2**30),
+    ("--kv-cache-dtype fp8", "cache.kv_cache_dtype", "fp8"),
     ("--kv-retrieval-tokens 512", "cache.kv_retrieval_tokens", 512),
     (
         "--kv-spill-dir /a:b:8GiB",
@@ -264,6 +266,11 @@ def test_a_model_is_named_as_users_name_it(
         ("--micro-batches 5", "--micro-batches 5: must be between 1 and 4"),
         ("--micro-batches many", "argument --micro-batches: 'many' is not auto or int"),
         ("--kv-cache-memory lots", "argument --kv-cache-memory: 'lots' is not a size"),
+        ("--kv-cache-dtype fp4", "argument --kv-cache-dtype: invalid choice: 'fp4'"),
+        (
+            "--kv-cache-dtype fp8_e4m3 --attention-device cuda",
+            "kv_cache.dtype (--kv-cache-dtype) fp8_e4m3: attention 0 has the kernels triton",
+        ),
         ("--kv-retrieval-tokens 63", "--kv-retrieval-tokens 63: must be between 64 and 16777216"),
         (
             "--kv-retrieval-tokens 512 --deterministic",

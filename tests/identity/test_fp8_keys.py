@@ -1,0 +1,101 @@
+"""Keys and values in fp8: the tokens of transformers with a cache that rounds them likewise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from models.config import load_model_config
+from tests.checkpoints import make_checkpoint, oracle_generate, oracle_model
+from tests.engine import Engine, engine_config
+from topspin.speculation import Speculation
+
+PROMPTS = [[7, 3, 9, 200, 4], list(range(40, 110)), [5], [9, 8, 7, 6, 5, 4, 3, 2] * 3]
+NUM_TOKENS = 24
+SUFFIXES = Speculation(method="suffix", adaptive=False, num_speculative_tokens=5)
+TREES = Speculation(
+    method="draft_model",
+    model="self-int4",
+    adaptive=False,
+    branches=True,
+    num_speculative_tokens=6,
+    draft_width=3,
+    draft_passes=3,
+)
+
+
+def in_fp8(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+class RoundingCache(DynamicCache):
+    """Gives attention the keys and values in fp8, those of its own step too."""
+
+    def update(self, key_states: Any, value_states: Any, *rest: Any, **more: Any) -> Any:
+        return super().update(in_fp8(key_states), in_fp8(value_states), *rest, **more)
+
+
+def expected(path: Path) -> list[list[int]]:
+    """Return what transformers generates with rounded keys and values, which matters."""
+    model = oracle_model(path)
+    found = []
+    for prompt in PROMPTS:
+        out = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            past_key_values=RoundingCache(),
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    assert found != oracle_generate(path, PROMPTS, NUM_TOKENS).tokens
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"kernels": "reference"}),
+        ("qwen3_moe", {"deterministic": True, "transport": "shm"}),
+        ("olmoe", {"attention_nodes": 2, "transport": "shm"}),
+        ("mixtral_sliding_window", {}),
+        ("mixtral", {"speculation": SUFFIXES}),
+        ("qwen3_moe", {"speculation": TREES}),
+        ("llama_bias", {"kv_cache_dtype": "fp8_e4m3"}),
+    ],
+)
+def test_tokens_are_those_of_transformers_with_rounded_keys(
+    tmp_path: Path, variant: str, settings: dict[str, Any]
+) -> None:
+    path = make_checkpoint(tmp_path, variant)
+    wanted = expected(path)
+    with Engine(engine_config(path, **{"kv_cache_dtype": "fp8", **settings})) as engine:
+        assert engine.generate(PROMPTS, max_tokens=NUM_TOKENS) == wanted
+        # Their prompts are in the cache now.
+        assert engine.generate(PROMPTS, max_tokens=NUM_TOKENS) == wanted
+        stats = engine.stats()
+    assert stats.prefix_cache_hits > 0
+    if "speculation" in settings:
+        assert sum(stats.num_accepted_tokens) > 0
+
+
+def test_preempted_sequences_go_on(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe")
+    wanted = expected(path)
+    model = load_model_config(path)
+    bytes_per_token = 2 * model.num_layers * model.kv_size
+    longest = max(map(len, PROMPTS)) + NUM_TOKENS
+    config = engine_config(
+        path,
+        kv_cache_dtype="fp8",
+        kv_cache_bytes=(longest + 8) * bytes_per_token,
+        prefix_caching=False,
+    )
+    with Engine(config) as engine:
+        assert engine.generate(PROMPTS, max_tokens=NUM_TOKENS) == wanted
+        assert engine.stats().num_preemptions > 0
