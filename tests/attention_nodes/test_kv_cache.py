@@ -11,6 +11,7 @@ import torch
 from attention_nodes.kv_cache import KvCache, bytes_per_block, layer_specs, of_blocks
 from models.config import ModelConfig, load_model_config
 from tests.checkpoints import make_checkpoint
+from topspin.config import KvDtype
 from topspin.errors import ConfigError
 from topspin.plan import KvCacheSpec
 from topspin.retrieval import RetrievalPolicy
@@ -56,7 +57,7 @@ def test_heads_too_large_for_fp8_are_refused(model: ModelConfig) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_slots_move_as_if_all_at_once(model: ModelConfig, dtype: str) -> None:
+def test_slots_move_as_if_all_at_once(model: ModelConfig, dtype: KvDtype) -> None:
     cache = cache_of(model, KvCacheSpec(dtype=dtype))
     before = []
     for idx, each in enumerate((*cache.keys, *cache.values)):

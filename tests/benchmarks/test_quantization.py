@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.quantization import compare, gpu_ops, mode_ops, patched, perplexity
+from benchmarks.quantization import Fp8Cache, compare, gpu_ops, mode_ops, patched, perplexity
 from kernels.dispatch import select_ops
 from tests.checkpoints import make_checkpoint, oracle_model
 from topspin.precision import Format
@@ -83,3 +84,16 @@ def test_a_gpus_products_are_those_of_its_kernels(quantization: Format) -> None:
     for ours, theirs in zip(*found, strict=True):
         # A unit near the middle of two fp8 codes may be rounded either way.
         assert (ours - theirs).norm() < 2e-3 * theirs.norm()
+
+
+@torch.inference_mode()
+def test_keys_and_values_in_fp8_are_attended_to(tmp_path: Path) -> None:
+    model = oracle_model(make_checkpoint(tmp_path, "mixtral"))
+    tokens, cache = torch.arange(48)[None] % 200, Fp8Cache()
+    plain = model(tokens).logits
+    moved = model(tokens, past_key_values=cache).logits
+    layers: Any = cache.layers
+    for layer in layers:
+        for kept in (layer.keys, layer.values):
+            assert torch.equal(kept.to(torch.float8_e4m3fn).float(), kept)
+    assert 0 < (moved - plain).norm() < 0.2 * plain.norm()

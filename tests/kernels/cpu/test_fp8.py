@@ -124,7 +124,7 @@ def test_what_the_reference_stores(dtype: torch.dtype) -> None:
     numbers = torch.tensor([1.05, -500.0, 1e30, float("-inf"), float("nan"), 2.0**-10])
     rows = numbers.to(dtype).view(1, 2, 3)
     caches = [torch.zeros(2, 2, 2, 3, dtype=dtype).to(FP8) for _ in range(2)]
-    reference.write_kv(rows, -rows, *caches, torch.tensor([3]))
+    reference.write_kv(rows, -rows, caches[0], caches[1], torch.tensor([3]))
     wanted = torch.tensor([1.0, -448.0, 448.0, -448.0, float("nan"), 0.0])
     for cache, sign in zip(caches, (1, -1), strict=True):
         kept = cache.float()
