@@ -367,7 +367,8 @@ def _do_piece(
         head = first_head
         while head < last_head:
             own = state + (head - first_head) * pitch
-            asked = ask_bytes if head == first_head else 0
+            # Each key/value head asks for its own bytes: requests spread over all the work.
+            asked = bytes_in_cache(block) if head % repeat == 0 else 0
             head += _do_chunk(block, piece, start, stop, head, own, pitch, scores, asked)
         start = stop
     if part < 0:
