@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention_nodes.kv_cache import KvCache
+from attention_nodes.kv_cache import KvCache, LayerSpec
 from attention_nodes.spill_file import SpillFile
 from topspin.errors import ConfigError
 
@@ -19,6 +19,7 @@ BLOCK_SIZE, NUM_HEADS, HEAD_DIM, NUM_LAYERS = 16, 3, 64, 2
 def cache(num_frames: int, dtype: torch.dtype = torch.bfloat16) -> KvCache:
     shape = (num_frames, BLOCK_SIZE, NUM_HEADS, HEAD_DIM)
     return KvCache(
+        layers=(LayerSpec(NUM_HEADS, HEAD_DIM, dtype),) * NUM_LAYERS,
         keys=[torch.randn(shape).to(dtype) for _ in range(NUM_LAYERS)],
         values=[torch.randn(shape).to(dtype) for _ in range(NUM_LAYERS)],
         block_size=BLOCK_SIZE,
@@ -30,12 +31,13 @@ def blocks(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int64)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("direct", [True, False])
 def test_blocks_come_back_to_other_frames(tmp_path: Path, dtype: torch.dtype, direct: bool) -> None:
     """Also more of them than are moved at once, with and without writes past the page cache."""
     kept = cache(150, dtype)
-    before = [each.clone() for each in (*kept.keys, *kept.values)]
+    kept_bytes = [each.view(torch.uint8) for each in (*kept.keys, *kept.values)]
+    before = [each.clone() for each in kept_bytes]
     file = SpillFile(tmp_path, kept, 400)
     if not direct:
         file.forgo_direct()
@@ -44,7 +46,7 @@ def test_blocks_come_back_to_other_frames(tmp_path: Path, dtype: torch.dtype, di
     assert not list(tmp_path.iterdir()), "the file has a name"
     targets = np.arange(149, 49, -1)
     assert not len(file.load(numbers, targets))
-    for found, wanted in zip((*kept.keys, *kept.values), before, strict=True):
+    for found, wanted in zip(kept_bytes, before, strict=True):
         assert torch.equal(found[targets], wanted[frames])
     file.close()
 

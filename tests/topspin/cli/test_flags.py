@@ -137,7 +137,7 @@ def test_the_flags_are_these() -> None:
     add_arguments(parser)
     flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
     assert flags == FLAGS
-    assert len(flags) <= 36
+    assert len(flags) <= 40
     assert {flag.split()[0].replace("--no-", "--") for flag, _, _ in SETTINGS} == set(FLAGS[2:])
 
 
