@@ -51,13 +51,14 @@ def test_attention_counts_what_each_row_sees(num_new: int, context: int) -> None
     seen = reference.visible(
         num_new, context, sliding_window=None, tree=None, device=torch.device("cpu")
     )
-    found = roofline.paged_attention(
-        [num_new, 1], [context, 5], num_heads=6, num_kv_heads=2, head_dim=8
-    )
+    shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 8}
+    found = roofline.paged_attention([num_new, 1], [context, 5], **shape)
     # A visible key takes 8 multiply-adds for its score and 8 for its value, in each head.
     assert found.flops == 2 * (8 + 8) * 6 * (int(seen.sum()) + 5)
     keys, queries = torch.zeros(context + 5, 2, 8).bfloat16(), torch.zeros(num_new + 1, 6, 8)
     assert found.num_bytes == 2 * keys.nbytes + 2 * queries.bfloat16().nbytes
+    wide = roofline.paged_attention([num_new, 1], [context, 5], **shape, number_bytes=4)
+    assert wide == roofline.Work(2 * found.num_bytes, found.flops)
 
 
 def test_small_ops_count_their_tensors() -> None:
