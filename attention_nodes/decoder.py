@@ -110,6 +110,24 @@ class Decoder:
             shared_gate=pack(weights.shared.gate) if weights.shared is not None else None,
         )
 
+    def warm_up(self) -> None:
+        """Attend as a prompt does: keys in fp8 are gathered by a kernel of their own.
+
+        Reads block 0. The caller has computed a single token.
+        """
+        if self.kv.layers[0].dtype != torch.float8_e4m3fn:
+            return
+        config, num_rows = self.config, 16
+        meta = AttentionMeta(
+            query_start=torch.tensor([0, num_rows], dtype=torch.int32),
+            context_lens=torch.tensor([num_rows], dtype=torch.int32),
+            block_tables=torch.zeros(1, num_rows, dtype=torch.int32),
+            max_query_len=num_rows,
+            max_context_len=num_rows,
+        )
+        query = self._embed.new_zeros(num_rows, config.num_heads, config.head_dim)
+        self.ops.paged_attention(query, self.kv.keys[0], self.kv.values[0], meta, scale=1.0)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the initial residual stream [T, H] of tokens i64[T]."""
         return self.ops.embed(tokens, self._embed)

@@ -311,6 +311,7 @@ class ModelRunner:
         asked = self._sampler.ask(Sampled.of([slices]))
         self._sampler.draw(self._decoder.logits(residual), asked)
         self._table.clear()
+        self._decoder.warm_up()
         if self._long is not None:
             self._long.index.warm_up(self._model.num_heads, residual.dtype)
 

@@ -149,8 +149,15 @@ def test_timings_add_up(runner: ModelRunner) -> None:
     assert timings.attention_s + timings.sample_s <= timings.total_s
 
 
-def test_sampling_is_compiled_before_the_first_request(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("sampling", ["choose", "find_logprobs"]),
+        ("compiled.gathered_rows", ["_gather", "_gather"]),
+    ],
+)
+def test_kernels_of_requests_are_compiled_before_the_first(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, module: str, names: list[str]
 ) -> None:
     launched = []
 
@@ -158,7 +165,7 @@ def test_sampling_is_compiled_before_the_first_request(
         launched.append(kernel.name)
         runtime.launch(kernel, arguments, num_threads=num_threads)
 
-    monkeypatch.setattr("kernels.cpu.sampling.launch", launch)
+    monkeypatch.setattr(f"kernels.cpu.{module}.launch", launch)
     with torch.inference_mode():
-        ModelRunner.load(checkpoint, engine_config(checkpoint).for_node())
-    assert launched == ["choose", "find_logprobs"]
+        ModelRunner.load(checkpoint, engine_config(checkpoint, kv_cache_dtype="fp8").for_node())
+    assert launched == names

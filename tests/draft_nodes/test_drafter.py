@@ -88,13 +88,14 @@ def test_only_the_served_model_itself_gets_its_overrides(
     assert [settings.hf_overrides for settings in asked] == [overrides, None]
 
 
+@pytest.mark.parametrize(("dtype", "number_bytes"), [("auto", 4), ("fp8", 1)])
 def test_beside_a_cache_of_known_size_it_has_room_for_as_many_tokens(
-    config_of: Callable[..., NodeConfig], asked: list[Settings]
+    config_of: Callable[..., NodeConfig], asked: list[Settings], dtype: str, number_bytes: int
 ) -> None:
-    config = config_of(kv_cache_bytes=10_000)
+    config = changed(config_of(kv_cache_bytes=10_000), {"kv_cache.dtype": dtype})
     make_drafter(config, Path(config.model.path))
     model = load_model_config(Path(config.model.path))
-    token_bytes = 2 * 4 * model.num_layers * model.kv_size
+    token_bytes = 2 * number_bytes * model.num_layers * model.kv_size
     (settings,) = asked
     assert settings.num_slots == 10_000 // (4 * token_bytes) * 4 > 0
 

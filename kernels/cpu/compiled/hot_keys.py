@@ -14,7 +14,7 @@ from kernels.cpu.compiled.attention_keys import (
     NUM_KV_HEADS,
     V_CACHE,
     WORK,
-    bytes_of_head,
+    bytes_in_cache,
     bytes_of_slot,
 )
 from kernels.cpu.compiled.attention_keys import TABLE_STRIDE as BLOCK_TABLE_STRIDE
@@ -105,7 +105,7 @@ def read_key(block: int, hot: int, group: int, position: int, scratch: int) -> i
 
     `scratch` is memory for both. If they cannot be read they are zeros, and that is counted.
     """
-    head, head_bytes = _head_of(block, group), bytes_of_head(block)
+    head, head_bytes = _head_of(block, group), bytes_in_cache(block)
     entry = _take_entry(hot, head)
     entries = simd.read_i64(hot + HOT_ENTRIES) + 4 * head * simd.read_i64(hot + NUM_HOT_TOKENS)
     token = simd.read_i64(hot + HOT_TOKENS) + 4 * (head * simd.read_i64(hot + NUM_HOT_ENTRIES))
