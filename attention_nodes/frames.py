@@ -47,11 +47,7 @@ class FrameTable:
         self._needed_at = np.zeros(num_blocks, dtype=np.int64)
         self._has_content = np.zeros(num_blocks, dtype=bool)
         self._now = 0
-
-    @property
-    def num_free(self) -> int:
-        """Return how many frames nobody has."""
-        return int((self._block_in == _FREE).sum())
+        self._num_free = num_frames
 
     def overwrite(self, blocks: IntArray) -> None:
         """Learn that these blocks get another content, from their beginning."""
@@ -70,7 +66,9 @@ class FrameTable:
     def victims(self, needed: IntArray, num_more: int) -> IntArray:
         """Return the blocks that would give up their frames for require(), in that order."""
         num_missing = int((self.frame_of[needed] < 0).sum()) + num_more
-        count = max(num_missing - self.num_free, 0)
+        count = num_missing - self._num_free
+        if count <= 0:  # in most steps; the rest takes milliseconds for many frames
+            return np.zeros(0, dtype=np.int64)
         held = self._block_in[self._block_in >= 0]
         others = np.setdiff1d(held, needed)
         order = np.argsort(self._needed_at[others], kind="stable")
@@ -86,10 +84,11 @@ class FrameTable:
         self._needed_at[needed] = self._now
         saved, saved_from = self._evict(self.victims(needed, 0))
         missing = needed[self.frame_of[needed] < 0]
-        free = np.flatnonzero(self._block_in == _FREE)
+        free = np.flatnonzero(self._block_in == _FREE) if len(missing) else missing
         got, lacking = missing[: len(free)], missing[len(free) :]
         frames = free[: len(got)]
         self.frame_of[got], self._block_in[frames] = frames, got
+        self._num_free -= len(got)
         loads = self._has_content[got] & ~self.is_lost[got]
         return Moves(saved, saved_from, got[loads], frames[loads], lacking)
 
@@ -105,17 +104,20 @@ class FrameTable:
         if len(free) < count:
             return None, moves
         self._block_in[free] = _LENT
+        self._num_free -= count
         return free, moves
 
     def take_back(self, frames: IntArray) -> None:
         """Free frames that were lent."""
         assert (self._block_in[frames] == _LENT).all()
         self._block_in[frames] = _FREE
+        self._num_free += len(frames)
 
     def _evict(self, blocks: IntArray) -> tuple[IntArray, IntArray]:
         """Free the frames of blocks; return those to write to the file, and where they are."""
         frames = self.frame_of[blocks]
         self._block_in[frames] = _FREE
+        self._num_free += len(frames)
         self.frame_of[blocks] = NO_FRAME
         writes = self._has_content[blocks] & ~self.is_saved[blocks] & ~self.is_lost[blocks]
         self.is_saved[blocks[writes]] = True
@@ -126,5 +128,6 @@ class FrameTable:
         held = np.flatnonzero(self._block_in >= 0)
         assert (self.frame_of[self._block_in[held]] == held).all(), "a frame of another block"
         assert int((self.frame_of >= 0).sum()) == len(held), "a block has a frame of its own"
+        assert self._num_free == int((self._block_in == _FREE).sum())
         gone = self._has_content & (self.frame_of < 0)
         assert (self.is_saved | self.is_lost)[gone].all(), "content is nowhere"
