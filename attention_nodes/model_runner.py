@@ -428,6 +428,7 @@ class ModelRunner:
         if self._long is not None:
             launched.errors |= self._long.follow(micro_batches)
             launched.lost_blocks = self._long.take_lost()
+            self._stamp(Kind.CODED, plan.ticket)
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""
@@ -436,12 +437,15 @@ class ModelRunner:
         num_drawn, asked = launched.num_drawn, launched.asked
         drawn = self._sampler.answer(asked, arrays[:num_drawn], launched.verdict, launched.ended)
         scores = report(launched.scored, arrays[num_drawn:])
-        if self.trace is not None:
-            self.trace.step = launched.ticket.step
-            self.trace.stamp(Kind.STEP_ENDED)
+        self._stamp(Kind.STEP_ENDED, launched.ticket)
         previous_s, self._finished_s = self._finished_s, time.perf_counter()
         counts = None if self._long is None else self._long.take_counts()
         return launched.result(drawn, scores, previous_s=previous_s, kv=counts)
+
+    def _stamp(self, kind: Kind, ticket: StepTicket) -> None:
+        if self.trace is not None:
+            self.trace.step = ticket.step
+            self.trace.stamp(kind)
 
     def discard(self) -> None:
         """Forget launched and recorded steps, once all have ended; their generation is over."""
@@ -551,6 +555,7 @@ class ModelRunner:
             for each in plan.micro_batches:
                 self._long.overwrite(unpack(each.block_ids, what="block_ids"))
             micro_batches, errors = self._long.prepare(micro_batches)
+            self._stamp(Kind.FETCHED, plan.ticket)
             self._decoder.watch = self._long.index.watch(micro_batches)
         for slices in micro_batches:
             self._table.commit(slices.rows, slices.certain)

@@ -50,6 +50,8 @@ class Kind(enum.IntEnum):
     VERDICTS_RECEIVED = 16  # draft: the wait for verdicts
     DRAFTED = 17  # draft: a pass of the draft model
     OFFERED = 18  # draft: an attention node's verdicts were taken in and answered
+    FETCHED = 19  # attention: keys that the step attends to whole are in memory
+    CODED = 20  # attention: keys that the step has committed are coded
 
 
 WAITS = frozenset({Kind.PLAN_RECEIVED, Kind.ARRIVED, Kind.GATHERED, Kind.VERDICTS_RECEIVED})

@@ -14,7 +14,9 @@ from kernels.contracts import SEGMENT_KEYS
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.test_retrieval import prompts_of
+from topspin.cli.trace.report import lanes_of
 from topspin.retrieval import SpillSpec
+from topspin.trace import Kind
 
 BUDGET = 64
 NUM_TOKENS = 24
@@ -72,6 +74,8 @@ def test_prefixes_and_decoded_tokens_come_back_from_the_file(path: Path, tmp_pat
             again = engine.generate([first + answer + [5, 6, 7]], max_tokens=NUM_TOKENS)
             stats = engine.stats()
             rounds.append((answer, again, stats.prefix_cache_hits))
+            spans = [span for lane in lanes_of(engine.trace(60.0)) for span in lane.spans]
+        assert {Kind.FETCHED, Kind.CODED} <= {span.kind for span in spans}
     assert rounds[0] == rounds[1]
     assert rounds[1][2] > LENGTH
     assert stats.kv.num_loaded_blocks > LENGTH // 16

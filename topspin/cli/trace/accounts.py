@@ -24,6 +24,8 @@ _OWN = {
     Kind.DISPATCHED: "sending and adding rows",
     Kind.COMBINED: "sending and adding rows",
     Kind.STEP_BEGAN: "inputs",
+    Kind.FETCHED: "keys in a file",
+    Kind.CODED: "codes of keys",
     Kind.STEP_ENDED: "LM head and sampling",
     Kind.PLAN_RECEIVED: "the scheduler's turn",
 }

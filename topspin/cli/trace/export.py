@@ -15,7 +15,15 @@ from topspin.trace import WAITS, Kind
 
 _WAIT_THREAD = 100
 _STEP_THREAD = 101
-_STEP_KINDS = {Kind.STEP_BEGAN, Kind.RALLIED, Kind.STEP_ENDED, Kind.DRAFTED, Kind.OFFERED}
+_STEP_KINDS = {
+    Kind.FETCHED,
+    Kind.STEP_BEGAN,
+    Kind.RALLIED,
+    Kind.CODED,
+    Kind.STEP_ENDED,
+    Kind.DRAFTED,
+    Kind.OFFERED,
+}
 
 Event = dict[str, Any]
 

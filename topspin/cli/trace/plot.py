@@ -16,7 +16,15 @@ from topspin.trace import Kind
 # Okabe and Ito's palette: told apart without red and green.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 _OTHER_COLOUR = "#B0B0B0"
-_OTHER = {Kind.STEP_BEGAN, Kind.RALLIED, Kind.STEP_ENDED, Kind.DRAFTED, Kind.OFFERED}
+_OTHER = {
+    Kind.FETCHED,
+    Kind.STEP_BEGAN,
+    Kind.RALLIED,
+    Kind.CODED,
+    Kind.STEP_ENDED,
+    Kind.DRAFTED,
+    Kind.OFFERED,
+}
 _LAYERS_SHOWN = 6
 
 

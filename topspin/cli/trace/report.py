@@ -151,7 +151,13 @@ def tasks_of(lane: Lane) -> Tasks:
 def busy_of(lane: Lane, steps: Iterable[int]) -> Busy:
     """Return how a node spent its time in `steps`, from its first to its last hop there."""
     wanted = set(steps)
-    outside = {Kind.PLAN_RECEIVED, Kind.STEP_ENDED, Kind.STEP_BEGAN}
+    outside = {
+        Kind.PLAN_RECEIVED,
+        Kind.FETCHED,
+        Kind.STEP_BEGAN,
+        Kind.CODED,
+        Kind.STEP_ENDED,
+    }
     busy_ns = wait_ns = 0
     for span in lane.spans:
         if span.step in wanted and span.kind not in outside:
