@@ -15,6 +15,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.test_retrieval import prompts_of
 from topspin.cli.trace.report import lanes_of
+from topspin.config import KvDtype
 from topspin.retrieval import SpillSpec
 from topspin.trace import Kind
 
@@ -28,12 +29,13 @@ LENGTH = 3 * SEGMENT_KEYS + 100
 
 def config_of(path: Path, memory_tokens: int, spill: Path | None, **settings: Any) -> Any:
     """Return a configuration with about so many tokens in memory, and others in `spill`."""
+    token_bytes = BYTES_PER_TOKEN // (1 if settings.get("kv_cache_dtype", "auto") == "auto" else 4)
     if spill is not None:
-        settings["kv_spill"] = SpillSpec(directory=str(spill), size_bytes=80_000 * BYTES_PER_TOKEN)
+        settings["kv_spill"] = SpillSpec(directory=str(spill), size_bytes=80_000 * token_bytes)
     return engine_config(
         path,
         block_size=16,
-        kv_cache_bytes=memory_tokens * BYTES_PER_TOKEN + CODES,
+        kv_cache_bytes=memory_tokens * token_bytes + CODES,
         kv_retrieval_tokens=BUDGET,
         max_num_batched_tokens=512,
         window_rows=256,
@@ -63,12 +65,15 @@ def test_sixteen_requests_of_several_times_the_memory(path: Path, tmp_path: Path
     assert stats.num_preemptions == 0
 
 
-def test_prefixes_and_decoded_tokens_come_back_from_the_file(path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "memory_tokens"), [("auto", 6_000), ("fp8", 10_000)])
+def test_prefixes_and_decoded_tokens_come_back_from_the_file(
+    path: Path, tmp_path: Path, dtype: KvDtype, memory_tokens: int
+) -> None:
     """A prompt is asked again, longer, after others have taken its memory."""
     first, *others = prompts_of((LENGTH, LENGTH + 40, LENGTH + 80, LENGTH + 120))
     rounds = []
-    for memory_tokens, spill in ((80_000, None), (6_000, tmp_path)):
-        with Engine(config_of(path, memory_tokens, spill)) as engine:
+    for num_tokens, spill in ((80_000, None), (memory_tokens, tmp_path)):
+        with Engine(config_of(path, num_tokens, spill, kv_cache_dtype=dtype)) as engine:
             (answer,) = engine.generate([first], max_tokens=200)
             engine.generate(others, max_tokens=NUM_TOKENS)
             again = engine.generate([first + answer + [5, 6, 7]], max_tokens=NUM_TOKENS)

@@ -40,16 +40,21 @@ def spilled(case: AttentionCase, fd: int, seq: int, blocks: range, num_entries: 
     """Return a case of which some blocks of a sequence are in the file only."""
     num_groups = case.k_cache.shape[2]
     nothing = torch.full((-(-num_entries // BLOCK_SIZE), *case.k_cache.shape[1:]), float("nan"))
-    k_cache = torch.cat([case.k_cache, nothing.to(case.q.dtype)])
-    v_cache = torch.cat([case.v_cache, nothing.to(case.q.dtype)])
+    k_cache, v_cache = (
+        # As bytes: torch joins no tensors of fp8.
+        torch.cat([each.view(torch.uint8), nothing.to(each.dtype).view(torch.uint8)])
+        for each in (case.k_cache, case.v_cache)
+    )
+    k_cache, v_cache = k_cache.view(case.k_cache.dtype), v_cache.view(case.k_cache.dtype)
     tables = case.meta.block_tables.clone()
     records = torch.zeros(tables.shape[1], dtype=torch.int64)
     size = 0
     for idx in blocks:
         frame = int(tables[seq, idx])
-        record = torch.stack([k_cache[frame], v_cache[frame]]).permute(2, 1, 0, 3).contiguous()
+        content = [each.view(torch.uint8)[frame] for each in (k_cache, v_cache)]
+        record = torch.stack(content).permute(2, 1, 0, 3).contiguous()
         records[idx] = size
-        size += os.pwrite(fd, record.view(torch.uint8).numpy().tobytes(), size)
+        size += os.pwrite(fd, record.numpy().tobytes(), size)
         k_cache[frame] = v_cache[frame] = float("nan")
         tables[seq, idx] = -1
     shape = (NUM_LAYERS, num_groups)
@@ -78,14 +83,20 @@ def attend(case: AttentionCase, codes: KeyCodes, q: Tensor | None = None) -> Ten
     return cpu.paged_attention(*arguments, scale=SCALE, codes=codes)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [Heads(9, 3, 64), Heads(4, 1, 128)])
 def test_other_queries_find_the_same_keys_as_in_the_cache(
-    fd: int, heads: Heads, dtype: torch.dtype
+    fd: int, heads: Heads, dtype: torch.dtype, in_fp8: bool
 ) -> None:
     """Sequence 1 of three; copies are given up, and read again, as queries change."""
     case = attention_case(
-        [2300, 2500, 40], [1, 2, 1], heads=heads, block_size=BLOCK_SIZE, dtype=dtype
+        [2300, 2500, 40],
+        [1, 2, 1],
+        heads=heads,
+        block_size=BLOCK_SIZE,
+        dtype=dtype,
+        in_fp8=in_fp8,
     )
     case, codes = coded(case, {0: (2100, 30), 1: (2200, BUDGET)})
     there, hot = spilled(case, fd, 1, range(1, 128), 2 * BUDGET)
