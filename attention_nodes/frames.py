@@ -21,15 +21,13 @@ _LENT: Final = -2
 class Moves(NamedTuple):
     """What a step needs, in this order: blocks written to the file, others read from it.
 
-    `saved` and `loaded` are parallel to the frames that they leave and get. `lacking` are needed
-    blocks that got no frame.
+    `saved` and `loaded` are parallel to the frames that they leave and get.
     """
 
     saved: IntArray
     saved_from: IntArray
     loaded: IntArray
     loaded_to: IntArray
-    lacking: IntArray
 
 
 class FrameTable:
@@ -47,7 +45,8 @@ class FrameTable:
         self._needed_at = np.zeros(num_blocks, dtype=np.int64)
         self._has_content = np.zeros(num_blocks, dtype=bool)
         self._now = 0
-        self._num_free = num_frames
+        self._num_free = self.room = num_frames
+        """`room`: as many blocks as can have frames at once."""
 
     def overwrite(self, blocks: IntArray) -> None:
         """Learn that these blocks get another content, from their beginning."""
@@ -76,7 +75,7 @@ class FrameTable:
         return chosen
 
     def require(self, needed: IntArray) -> Moves:
-        """Give every block of `needed`, which are different ones, a frame, while there are any.
+        """Give every block of `needed`, which are different ones and at most `room`, a frame.
 
         What others lose is decided now; the caller moves contents before the step.
         """
@@ -85,33 +84,34 @@ class FrameTable:
         saved, saved_from = self._evict(self.victims(needed, 0))
         missing = needed[self.frame_of[needed] < 0]
         free = np.flatnonzero(self._block_in == _FREE) if len(missing) else missing
-        got, lacking = missing[: len(free)], missing[len(free) :]
-        frames = free[: len(got)]
-        self.frame_of[got], self._block_in[frames] = frames, got
-        self._num_free -= len(got)
-        loads = self._has_content[got] & ~self.is_lost[got]
-        return Moves(saved, saved_from, got[loads], frames[loads], lacking)
+        frames = free[: len(missing)]
+        assert len(frames) == len(missing), "more than there is room for"
+        self.frame_of[missing], self._block_in[frames] = frames, missing
+        self._num_free -= len(missing)
+        loads = self._has_content[missing] & ~self.is_lost[missing]
+        return Moves(saved, saved_from, missing[loads], frames[loads])
 
     def lend(self, count: int, needed: IntArray) -> tuple[IntArray | None, Moves]:
         """Take `count` frames for other purposes; None: blocks of `needed` have too many.
 
         The moves are those of require().
         """
+        nothing = np.zeros(0, dtype=np.int64)
+        if len(needed) + count > self.room:
+            return None, Moves(nothing, nothing, nothing, nothing)
         saved, saved_from = self._evict(self.victims(needed, count))
         free = np.flatnonzero(self._block_in == _FREE)[:count]
-        nothing = np.zeros(0, dtype=np.int64)
-        moves = Moves(saved, saved_from, nothing, nothing, nothing)
-        if len(free) < count:
-            return None, moves
         self._block_in[free] = _LENT
         self._num_free -= count
-        return free, moves
+        self.room -= count
+        return free, Moves(saved, saved_from, nothing, nothing)
 
     def take_back(self, frames: IntArray) -> None:
         """Free frames that were lent."""
         assert (self._block_in[frames] == _LENT).all()
         self._block_in[frames] = _FREE
         self._num_free += len(frames)
+        self.room += len(frames)
 
     def _evict(self, blocks: IntArray) -> tuple[IntArray, IntArray]:
         """Free the frames of blocks; return those to write to the file, and where they are."""

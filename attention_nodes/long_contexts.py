@@ -7,7 +7,7 @@ a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,14 @@ from attention_nodes.sequences import IntArray, SequenceTable
 from attention_nodes.spill_file import SpillFile, record_bytes
 from attention_nodes.step_inputs import Slices
 from kernels.contracts import KeyCodes
+from kernels.cpu.compiled.attention import HeadShape
+from kernels.cpu.compiled.retrieval import HEAD_DIMS
 from kernels.dispatch import Ops
 from models.config import ModelConfig
 from topspin.errors import ConfigError
 from topspin.messages import KvCounts
 from topspin.plan import NodeConfig
+from topspin.progress import Beat
 from topspin.units import format_size
 
 
@@ -34,6 +37,23 @@ def spilled_blocks(config: NodeConfig, block_bytes: int) -> int | None:
     """
     spill = config.kv_cache.spill
     return None if spill is None else spill.size_bytes // record_bytes(block_bytes)
+
+
+def _check_spilled(model: ModelConfig) -> None:
+    """Raise ConfigError for a model whose keys must all be in memory."""
+    windows = [layer.sliding_window for layer in model.layers if layer.sliding_window is not None]
+    if windows:
+        raise ConfigError(
+            f"--kv-spill-dir: the model has layers with a window of {max(windows)} tokens, whose "
+            "keys must be in memory"
+        )
+    heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim)
+    if model.head_dim not in HEAD_DIMS or not heads.fits:
+        raise ConfigError(
+            f"--kv-spill-dir: {model.num_heads // model.num_kv_heads} query heads of "
+            f"{model.head_dim} numbers to a key; selected keys are read from a file for heads of "
+            f"{', '.join(map(str, HEAD_DIMS))}"
+        )
 
 
 class LongContexts:
@@ -52,6 +72,7 @@ class LongContexts:
         """Raises ConfigError for a model whose keys are not coded, or a file that cannot be."""
         policy, spill = config.kv_cache.retrieval, config.kv_cache.spill
         assert policy is not None
+        self._table = table
         self.index = KeyIndex(
             model,
             ops,
@@ -64,6 +85,7 @@ class LongContexts:
         self._residency: Residency | None = None
         self.num_frames = num_blocks
         if spill is not None:
+            _check_spilled(model)
             self.num_frames = cache.num_blocks - 1
             if num_blocks <= self.num_frames:
                 raise ConfigError(
@@ -108,23 +130,33 @@ class LongContexts:
         if self._residency is not None:
             self._residency.end(rows)
 
-    def prepare(self, micro_batches: Sequence[Slices]) -> tuple[list[Slices], dict[int, str]]:
+    def prepare(
+        self, micro_batches: Sequence[Slices], beat: Beat | None = None
+    ) -> tuple[list[Slices], dict[int, str]]:
         """Return a step's micro-batches with what their sequences attend to; before commit().
 
-        And, by sequence id, why sequences fail.
+        And, by sequence id, why sequences fail. `beat` is called as keys are moved.
         """
         prepared = [
             each._replace(retrieval=self.index.retrieval_of(each)) for each in micro_batches
         ]
         if self._residency is None:
             return prepared, {}
-        return self._residency.place(prepared)
+        return self._residency.place(prepared, beat)
 
-    def follow(self, micro_batches: Sequence[Slices]) -> dict[int, str]:
-        """Code what a step has committed; return, by sequence id, why sequences fail."""
+    def follow(
+        self, micro_batches: Sequence[Slices], failed: Mapping[int, str]
+    ) -> Mapping[int, str]:
+        """Code what a step has committed; return, by sequence id, why sequences fail.
+
+        `failed` are those of prepare(): others may share their codes, so they get none.
+        """
+        if self._residency is not None:
+            failed = {**failed, **self._residency.failures()}
+        rows = self._table.rows_of(np.array(list(failed), dtype=np.int64))
         for each in micro_batches:
-            self.index.follow(each.rows)
-        return {} if self._residency is None else self._residency.failures()
+            self.index.follow(np.setdiff1d(each.rows, rows) if failed else each.rows)
+        return failed
 
     def slots(self, slots: IntArray) -> IntArray:
         """Return where slots of blocks are in the cache."""

@@ -220,7 +220,7 @@ class ModelRunner:
             dry = cls(model, decoder, cache.num_blocks, config, runtime)
             dry._rehearse(config, index, table_version, open_net)
             del dry
-        num_blocks = num_assigned or decoder.kv.num_blocks
+        num_blocks = decoder.kv.num_blocks if num_assigned is None else num_assigned
         runner = cls(model, decoder, num_blocks, config, runtime, drafter)
         runner._warm_up()
         if config.execution.recordings:
@@ -387,7 +387,7 @@ class ModelRunner:
         followed = time.perf_counter()
         drafts = self._drafts(plan)
         drafted = time.perf_counter()
-        micro_batches, errors = self._slice_up(plan, drafts)
+        micro_batches, errors = self._slice_up(plan, drafts, beat)
         sampled = Sampled.of(micro_batches)
         self._settle_for(sampled.rows)
         asked = self._sampler.ask(sampled)
@@ -426,7 +426,7 @@ class ModelRunner:
         if not self._executor.keeps_tokens:
             self._settle(launched)
         if self._long is not None:
-            launched.errors |= self._long.follow(micro_batches)
+            launched.errors |= self._long.follow(micro_batches, errors)
             launched.lost_blocks = self._long.take_lost()
             self._stamp(Kind.CODED, plan.ticket)
 
@@ -446,6 +446,11 @@ class ModelRunner:
         if self.trace is not None:
             self.trace.step = ticket.step
             self.trace.stamp(kind)
+
+    def close(self) -> None:
+        """Give back what outlives the process's memory: a spill's file."""
+        if self._long is not None:
+            self._long.close()
 
     def discard(self) -> None:
         """Forget launched and recorded steps, once all have ended; their generation is over."""
@@ -540,7 +545,7 @@ class ModelRunner:
             raise ProtocolError(f"step {ticket.step} is not for attention node {index}")
 
     def _slice_up(
-        self, plan: StepPlan, drafts: dict[int, Draft]
+        self, plan: StepPlan, drafts: dict[int, Draft], beat: Beat | None
     ) -> tuple[list[Slices], dict[int, str]]:
         """Turn the plan into indices and advance its sequences.
 
@@ -554,7 +559,7 @@ class ModelRunner:
         if self._long is not None:
             for each in plan.micro_batches:
                 self._long.overwrite(unpack(each.block_ids, what="block_ids"))
-            micro_batches, errors = self._long.prepare(micro_batches)
+            micro_batches, errors = self._long.prepare(micro_batches, beat)
             self._stamp(Kind.FETCHED, plan.ticket)
             self._decoder.watch = self._long.index.watch(micro_batches)
         for slices in micro_batches:

@@ -23,10 +23,15 @@ from attention_nodes.spill_file import SpillFile
 from attention_nodes.step_inputs import Slices
 from kernels.contracts import SEGMENT_KEYS, HotKeys
 from topspin.messages import KvCounts
+from topspin.progress import Beat
 from topspin.retrieval import RetrievalPolicy
 
 _UNUSED: Final = -1
-_FAILURE: Final = "keys and values of this request could not be {}: --kv-spill-dir"
+_NOTHING: Final = np.zeros(0, dtype=np.int64)
+_NEVER: Final = -2
+"""So long ago was an entry used that is free."""
+_UNREAD: Final = "keys and values of this request could not be written to --kv-spill-dir, or read"
+_NO_ROOM: Final = "keys and values of this request have no place in --kv-cache-memory"
 
 
 class _Slice(NamedTuple):
@@ -76,11 +81,12 @@ class Residency:
         self._searched: list[int] = []
         self._counts = KvCounts()
         self._lost: list[IntArray] = []
+        self._beat: Beat | None = None
 
     def take_lost(self) -> IntArray:
         """Return the blocks that were lost since the last call."""
         lost, self._lost = self._lost, []
-        return np.concatenate([np.zeros(0, dtype=np.int64), *lost])
+        return np.unique(np.concatenate([_NOTHING, *lost]))
 
     def take_counts(self) -> KvCounts:
         """Return the counts since the last call."""
@@ -94,8 +100,11 @@ class Residency:
     def end(self, rows: IntArray) -> None:
         """Forget the sequences in `rows` of the table."""
         for row in rows.tolist():
-            if row in self._hot:
-                self.frames.take_back(self._hot.pop(row)[1])
+            self._end(row)
+
+    def _end(self, row: int) -> None:
+        if row in self._hot:
+            self.frames.take_back(self._hot.pop(row)[1])
 
     def slots(self, slots: IntArray) -> IntArray:
         """Return the slots in memory of slots of blocks; what has none gets the spare frame's."""
@@ -104,15 +113,21 @@ class Residency:
         placed: IntArray = np.where(frames == NO_FRAME, self._spare, frames) * size + slots % size
         return placed
 
-    def place(self, micro_batches: Sequence[Slices]) -> tuple[list[Slices], dict[int, str]]:
+    def place(
+        self, micro_batches: Sequence[Slices], beat: Beat | None = None
+    ) -> tuple[list[Slices], dict[int, str]]:
         """Return a step's micro-batches with frames for blocks, all that they need in memory.
 
-        And, by sequence id, why sequences fail. Before the step.
+        And, by sequence id, why sequences fail. Before the step; `beat` is called as blocks are
+        moved.
         """
+        self._beat = beat
         by_part = [self._slices(part) for part in micro_batches]
         slices = list(chain.from_iterable(by_part))
-        parts = [each.needed for each in slices]
-        needed = np.unique(np.concatenate(parts)) if parts else np.zeros(0, dtype=np.int64)
+        for each in slices:
+            if not len(each.searched):
+                self._end(each.row)  # it attends to all
+        needed = self._needed(slices)
         self._lend(slices, needed)
         self._apply(self.frames.require(needed))
         errors = {}
@@ -123,6 +138,17 @@ class Residency:
         self._searched = [each.row for each in slices if len(each.searched)]
         placed = [self._placed(*each) for each in zip(micro_batches, by_part, strict=True)]
         return placed, errors
+
+    def _needed(self, slices: Sequence[_Slice]) -> IntArray:
+        """Return the blocks to have in memory: of all sequences, or of the first ones that fit."""
+        needed = np.unique(np.concatenate([_NOTHING, *(each.needed for each in slices)]))
+        if len(needed) <= self.frames.room:
+            return needed
+        needed = _NOTHING
+        for each in slices:
+            more = np.union1d(needed, each.needed)
+            needed = more if len(more) <= self.frames.room else needed
+        return needed
 
     def _slices(self, part: Slices) -> list[_Slice]:
         """Return what each sequence of a micro-batch needs."""
@@ -168,14 +194,13 @@ class Residency:
             frames, moves = self.frames.lend(count, needed)
             self._apply(moves)
             if frames is not None:
-                self._hot[first.row] = self._hot_keys(frames), frames
+                self._hot[first.row] = self._hot_keys(first.row, frames), frames
 
-    def _hot_keys(self, frames: IntArray) -> HotKeys:
+    def _hot_keys(self, row: int, frames: IntArray) -> HotKeys:
         size, num_groups = self._cache.block_size, self._cache.keys[0].shape[2]
         slots = (frames[:, None] * size + np.arange(size)).reshape(-1)
         shape = (len(self._layers), num_groups)
-        limits = self._table.limits
-        num_blocks = -(-limits.max_len // size)
+        num_blocks = -(-int(self._table.max_length[row]) // size)
         return HotKeys(
             fd=self._file.fd,
             records=torch.zeros(num_blocks, dtype=torch.int64),
@@ -183,18 +208,17 @@ class Residency:
             slots=torch.from_numpy(slots),
             entries=torch.full((*shape, num_blocks * size), _UNUSED, dtype=torch.int32),
             tokens=torch.full((*shape, len(slots)), _UNUSED, dtype=torch.int32),
-            used=torch.full((*shape, len(slots)), -2, dtype=torch.int32),
+            used=torch.full((*shape, len(slots)), _NEVER, dtype=torch.int32),
             clocks=torch.zeros(*shape, 2, dtype=torch.int64),
             counts=torch.zeros(*shape, 3, dtype=torch.int64),
         )
 
     def _apply(self, moves: Moves) -> None:
         """Move contents; what could not be moved is lost."""
-        unsaved = self._file.save(moves.saved, moves.saved_from)
-        unread = self._file.load(moves.loaded, moves.loaded_to)
-        for blocks in (unsaved, unread, moves.lacking):
-            self.frames.lose(blocks)
-            self._lost.append(blocks)
+        unsaved = self._file.save(moves.saved, moves.saved_from, self._beat)
+        unread = self._file.load(moves.loaded, moves.loaded_to, self._beat)
+        self._lose(unsaved)
+        self._lose(unread)
         self._counts += KvCounts(
             num_saved_blocks=len(moves.saved) - len(unsaved),
             num_loaded_blocks=len(moves.loaded) - len(unread),
@@ -203,14 +227,19 @@ class Residency:
     def _reason(self, needs: _Slice) -> str | None:
         """Return why a sequence cannot be computed; None: it can."""
         frames = self.frames
-        if (frames.frame_of[needs.needed] == NO_FRAME).any():
-            return _FAILURE.format("kept in memory, which is full")
-        if frames.is_lost[needs.needed].any() or frames.is_lost[needs.searched].any():
-            return _FAILURE.format("written or read")
+        lost = needs.blocks[frames.is_lost[needs.blocks]]
+        if len(lost):
+            self._lost.append(lost)  # told again: a report may be lost with its step
+            return _UNREAD
         in_file = frames.frame_of[needs.searched] == NO_FRAME
-        if in_file.any() and needs.row not in self._hot:
-            return _FAILURE.format("kept in memory, which is full")
+        lacks_copies = in_file.any() and needs.row not in self._hot
+        if lacks_copies or (frames.frame_of[needs.needed] == NO_FRAME).any():
+            return _NO_ROOM
         return None
+
+    def _lose(self, blocks: IntArray) -> None:
+        self.frames.lose(blocks)
+        self._lost.append(blocks)
 
     def _placed(self, part: Slices, slices: Sequence[_Slice]) -> Slices:
         """Return a micro-batch with frames in the place of blocks.
@@ -219,7 +248,9 @@ class Residency:
         """
         frame_of, size = self.frames.frame_of, self._cache.block_size
         written = np.unique(part.kv_slots // size)
-        self.frames.write(written[frame_of[written] != NO_FRAME])
+        has_frame = frame_of[written] != NO_FRAME
+        self.frames.write(written[has_frame])
+        self._lose(written[~has_frame])
         tables = frame_of[part.block_tables].astype(np.int32)
         for table, each in zip(tables, slices, strict=True):
             has_copies = each.row in self._hot
@@ -253,7 +284,7 @@ class Residency:
             counts.zero_()
             self._counts += KvCounts(num_hot_keys=hits, num_read_keys=misses)
             if unread:
-                errors[int(self._table.seq_id_of[row])] = _FAILURE.format("read")
+                errors[int(self._table.seq_id_of[row])] = _UNREAD
         return errors
 
     def close(self) -> None:

@@ -75,9 +75,8 @@ def code_bytes_of(
     block_size, max_num_seqs = config.kv_cache.block_size, config.attention.max_num_seqs
 
     def code_bytes(num_cached: int) -> int:
-        places = num_places(
-            num_blocks or num_cached, block_size=block_size, max_num_seqs=max_num_seqs
-        )
+        count = num_cached if num_blocks is None else num_blocks
+        places = num_places(count, block_size=block_size, max_num_seqs=max_num_seqs)
         return places * place_bytes(model)
 
     return code_bytes

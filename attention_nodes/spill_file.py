@@ -21,6 +21,7 @@ from torch import Tensor
 from attention_nodes.kv_cache import KvCache
 from attention_nodes.sequences import IntArray
 from topspin.errors import ConfigError
+from topspin.progress import Beat
 from topspin.units import format_size
 
 _PAGE: Final = 4096
@@ -49,12 +50,14 @@ class SpillFile:
         used = int(np.prod(self._shape))
         self.record_bytes = record_bytes(used)
         size = num_blocks * self.record_bytes
+        self.fd = -1
         self._direct: int | None = None
         try:
             self.fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(self.fd, 0, size)
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         except (OSError, OverflowError) as error:
+            self.close()
             reason = getattr(error, "strerror", "too large")
             raise ConfigError(
                 f"--kv-spill-dir {directory}: no file of {format_size(size)} there: {reason}"
@@ -70,35 +73,43 @@ class SpillFile:
         raw = torch.frombuffer(self._memory, dtype=torch.uint8).view(self._at_once, -1)
         self._records = raw[:, :used].view(self._at_once, *self._shape)
 
-    def save(self, blocks: IntArray, frames: IntArray) -> IntArray:
-        """Write `blocks`, whose contents are in `frames`; returns those that were not written."""
-        return self._each(blocks, frames, self._save)
+    def save(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
+        """Write `blocks`, whose contents are in `frames`; returns those that were not written.
 
-    def load(self, blocks: IntArray, frames: IntArray) -> IntArray:
+        `beat` is called every few blocks.
+        """
+        return self._each(blocks, frames, self._save, beat)
+
+    def load(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
         """Read `blocks` to `frames`; returns those that could not be read."""
-        return self._each(blocks, frames, self._load)
+        return self._each(blocks, frames, self._load, beat)
 
     def _each(
-        self, blocks: IntArray, frames: IntArray, move: Callable[[list[int], Tensor], int]
+        self,
+        blocks: IntArray,
+        frames: IntArray,
+        move: Callable[[list[int], Tensor], list[bool]],
+        beat: Beat | None,
     ) -> IntArray:
-        failed = [np.zeros(0, dtype=np.int64)]
+        is_moved: list[bool] = []
         for begin in range(0, len(blocks), self._at_once):
-            some = blocks[begin : begin + self._at_once]
             here = torch.from_numpy(frames[begin : begin + self._at_once])
-            num_moved = move(some.tolist(), here)
-            failed.append(some[num_moved:])
-        return np.concatenate(failed)
+            is_moved += move(blocks[begin : begin + self._at_once].tolist(), here)
+            if beat is not None:
+                beat()
+        failed: IntArray = blocks[~np.array(is_moved, dtype=bool)]
+        return failed
 
-    def _save(self, blocks: list[int], frames: Tensor) -> int:
-        """Write blocks; returns how many of them, the first ones, were written."""
+    def _save(self, blocks: list[int], frames: Tensor) -> list[bool]:
+        """Write blocks; returns which were written."""
         records = self._records[: len(blocks)]
         for layer, (keys, values) in enumerate(self._caches):
             records[:, layer, :, :, 0] = keys[frames].transpose(1, 2)
             records[:, layer, :, :, 1] = values[frames].transpose(1, 2)
-        for idx, block in enumerate(blocks):
-            if not self._write(self._part(idx), block * self.record_bytes):
-                return idx
-        return len(blocks)
+        return [
+            self._write(self._part(idx), block * self.record_bytes)
+            for idx, block in enumerate(blocks)
+        ]
 
     def _write(self, part: memoryview, offset: int) -> bool:
         for fd in (self._direct, self.fd):
@@ -116,18 +127,18 @@ class SpillFile:
             os.close(self._direct)
             self._direct = None
 
-    def _load(self, blocks: list[int], frames: Tensor) -> int:
-        """Read blocks; returns how many of them, the first ones, were read."""
-        num_read = len(blocks)
-        for idx, block in enumerate(blocks):
-            if not self._read(self._part(idx), block * self.record_bytes):
-                num_read = idx
-                break
-        records, frames = self._records[:num_read], frames[:num_read]
+    def _load(self, blocks: list[int], frames: Tensor) -> list[bool]:
+        """Read blocks; returns which were read; the others' frames keep what they have."""
+        is_read = [
+            self._read(self._part(idx), block * self.record_bytes)
+            for idx, block in enumerate(blocks)
+        ]
+        chosen = torch.tensor(is_read).nonzero()[:, 0]
+        records, frames = self._records[chosen], frames[chosen]
         for layer, (keys, values) in enumerate(self._caches):
             keys[frames] = records[:, layer, :, :, 0].transpose(1, 2)
             values[frames] = records[:, layer, :, :, 1].transpose(1, 2)
-        return num_read
+        return is_read
 
     def _read(self, part: memoryview, offset: int) -> bool:
         try:

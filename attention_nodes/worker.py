@@ -83,6 +83,8 @@ class AttentionWorker:
         finally:
             if self._drafter is not None:
                 self._drafter.close()
+            if self._runner is not None:
+                self._runner.close()
 
     def load(self, welcome: Welcome) -> CacheSize:
         self._drafter = self._make_drafter(welcome.config, self._model_path)

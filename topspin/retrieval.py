@@ -21,6 +21,8 @@ SEGMENT_TOKENS: Final = 1024
 """Aligned tokens of a sequence whose keys are coded together."""
 _MOST_RECENT: Final = 128
 _HOT_SELECTIONS: Final = 4
+# Keys behind the recent window are coded 64 at a time, and drafts have up to 64 tokens.
+_MOST_NEW: Final = 128
 
 
 class RetrievalPolicy(
@@ -69,9 +71,11 @@ class RetrievalPolicy(
     def num_resident(self) -> int:
         """Return how many tokens of a decoded sequence must be in memory, at most.
 
-        Sinks, hot tokens, a segment that is not full, and one that the recent window reaches into.
+        Sinks, hot tokens, and those from the beginning of the segment that the recent window
+        reaches into; with what is not coded yet, and drafts.
         """
-        return self.num_sinks + self.num_hot + 2 * SEGMENT_TOKENS + self.num_recent
+        tail = SEGMENT_TOKENS + self.num_recent + _MOST_NEW
+        return self.num_sinks + self.num_hot + tail
 
 
 class SpillSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -406,6 +406,7 @@ def paged_attention(
     if codes is not None and retrieval is not None:
         is_known = can_attend(q, k_cache, meta.block_tables, out) and can_search(codes, k_cache)
         if not is_known or sliding_window is not None:
+            assert not retrieval.hot, "keys in a file need a compiled search"
             return reference.paged_attention(
                 q,
                 k_cache,

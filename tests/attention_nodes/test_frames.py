@@ -44,11 +44,10 @@ class Frames(RuleBasedStateMachine):
         self.table.overwrite(array(fresh))
         for block in fresh:
             self.contents.pop(block, None)
-        moves = self.table.require(array(needed))
+        assert self.table.room == NUM_FRAMES - sum(map(len, self.lent))
+        found = set(sorted(needed)[: self.table.room])
+        moves = self.table.require(array(found))
         self.move(moves)
-        room = NUM_FRAMES - sum(map(len, self.lent))
-        assert len(moves.lacking) == max(0, len(needed) - room)
-        found = needed - set(moves.lacking.tolist())
         for block in found & self.contents.keys():
             assert self.frames[self.table.frame_of[block]] == self.contents[block]
         self.table.write(array(found & written))
@@ -62,6 +61,7 @@ class Frames(RuleBasedStateMachine):
         frames, moves = self.table.lend(count, array(needed))
         self.move(moves)
         if frames is None:
+            assert len(needed) + count > self.table.room
             return
         assert len(frames) == count
         for frame in frames.tolist():

@@ -68,7 +68,10 @@ def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
     file = SpillFile(tmp_path, kept, 8)
     assert not len(file.save(blocks(1, 6), blocks(0, 1)))
     os.ftruncate(file.fd, 2 * file.record_bytes)
-    assert file.load(blocks(1, 6), blocks(2, 3)).tolist() == [6]
+    first, frame = kept.keys[0][0].clone(), kept.values[1][2].clone()
+    assert file.load(blocks(6, 1), blocks(2, 3)).tolist() == [6]
+    assert torch.equal(kept.keys[0][3], first)
+    assert torch.equal(kept.values[1][2], frame), "what could not be read changes nothing"
     file.close()
     assert file.save(blocks(3), blocks(0)).tolist() == [3]
 

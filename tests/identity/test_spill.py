@@ -17,6 +17,7 @@ from tests.identity.test_retrieval import prompts_of
 from topspin.cli.trace.report import lanes_of
 from topspin.config import KvDtype
 from topspin.retrieval import SpillSpec
+from topspin.speculation import Speculation
 from topspin.trace import Kind
 
 BUDGET = 64
@@ -105,14 +106,55 @@ def test_requests_that_attend_to_all_stay_in_memory(path: Path, tmp_path: Path) 
 
 
 def test_drafts_and_preemptions(path: Path, tmp_path: Path) -> None:
-    """All requests end with all their tokens; what a preempted one computes again may differ."""
-    prompts = prompts_of(tuple(LENGTH + 10 * idx for idx in range(6)))
-    config = config_of(path, 6_500, tmp_path, max_preemptions=1)
+    """All requests end with all their tokens; what a preempted one computes again may differ.
+
+    The four that attend to all fit the memory when they begin, and grow out of it.
+    """
+    prompts = [prompt[:1500] for prompt in prompts_of((LENGTH, LENGTH + 1, LENGTH + 2, LENGTH + 3))]
+    long = prompts_of((LENGTH + 40, LENGTH + 50))
+    speculation = Speculation(
+        method="ngram", prompt_lookup_max=1, adaptive=False, num_speculative_tokens=4
+    )
+    config = config_of(path, 6_300, tmp_path, speculation=speculation)
     with Engine(config) as engine:
-        found = engine.generate(prompts, max_tokens=150)
+        first = engine.generate(long, max_tokens=NUM_TOKENS)
+        ids = [engine.add(each, max_tokens=300, kv_retrieval_tokens=0) for each in prompts]
+        engine.collect()
+        again = engine.generate(long, max_tokens=NUM_TOKENS)
         stats = engine.stats()
-    assert [len(each) for each in found] == [150] * 6
-    assert stats.kv.num_saved_blocks > 0
+    assert [len(engine.requests[each].tokens) for each in ids] == [300] * 4
+    assert [len(each) for each in first + again] == [NUM_TOKENS] * 4
+    assert stats.num_drafts > 0
+    assert stats.num_preemptions > 0
+    assert stats.kv.num_loaded_blocks > 0
+
+
+def test_a_prompt_that_fills_the_memory_holds_up_nobody(path: Path, tmp_path: Path) -> None:
+    (prompt,) = prompts_of((8000,))
+    with Engine(config_of(path, 3_000, tmp_path)) as engine:
+        most = engine.state.max_request_tokens
+        ids = [engine.add(prompt[:count], max_tokens=0) for count in (most, most - 1)]
+        ids.append(engine.add(prompt[:20], max_tokens=3))
+        engine.collect()
+        assert [engine.requests[each].failed for each in ids] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "reason"),
+    [
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 40}, "a window of 40 tokens"),
+        ("llama", {"head_dim": 48}, "query heads of 48 numbers to a key"),
+    ],
+)
+def test_models_whose_keys_must_be_in_memory_are_refused(
+    tmp_path: Path, variant: str, fields: dict[str, Any], reason: str
+) -> None:
+    path = make_checkpoint(tmp_path / "model", variant, max_position_embeddings=8192, **fields)
+    with (
+        pytest.raises(BaseException, match=f"--kv-spill-dir: .*{reason}"),
+        Engine(config_of(path, 6_000, tmp_path)),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("fails", ["load", "save"])
@@ -126,15 +168,17 @@ def test_a_file_that_fails_fails_the_requests_that_need_it(
     num_saved = 0
     save = SpillFile.save
 
-    def break_it(file: SpillFile, blocks: IntArray, frames: IntArray) -> IntArray:
+    def break_it(file: SpillFile, blocks: IntArray, frames: IntArray, beat: Any) -> IntArray:
         nonlocal num_saved
         num_saved += len(blocks)
         if num_saved < 300:
-            return save(file, blocks, frames)
+            return save(file, blocks, frames, beat)
         if fails == "save":
             return blocks
-        unsaved = save(file, blocks, frames)
-        os.ftruncate(file.fd, 0)
+        unsaved = save(file, blocks, frames, beat)
+        empty = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)
+        os.dup2(empty, file.fd)  # nothing can be read from now on
+        os.close(empty)
         return unsaved
 
     with Engine(config_of(path, 8_000, tmp_path)) as engine:
@@ -154,3 +198,6 @@ def test_a_file_that_fails_fails_the_requests_that_need_it(
         assert failed > 0
         short = prompts[0][:200]
         assert len(engine.generate([short], max_tokens=5)[0]) == 5
+        if fails == "save":
+            # What failed is computed again, and coded from its own keys.
+            assert engine.generate(prompts[:3], max_tokens=NUM_TOKENS) == expected[:3]

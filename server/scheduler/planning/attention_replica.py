@@ -138,7 +138,7 @@ class AttentionReplica:
         """Say whether there is a block for `seq`, and a place in memory if it needs one."""
         if not self.pool.num_available:
             return False
-        return self._frames is None or not self._frames.grows(seq) or self._frames_left() > 0
+        return self._frames is None or self._frames_left() >= self._frames.growth(seq)
 
     @property
     def num_running(self) -> int:
@@ -272,10 +272,11 @@ class AttentionReplica:
             return False
         if protect and self._reserved() + request.max_blocks > self.max_blocks:
             return False
-        known_blocks = -(-(len(request.tokens) + 1) // self._block_size)
-        if self._frames is not None and known_blocks > self._frames_left():
+        known_blocks = min(-(-(len(request.tokens) + 1) // self._block_size), request.max_blocks)
+        frames = self._frames
+        if frames is not None and frames.need_of(request, known_blocks) > self._frames_left():
             return False
-        wanted = min(known_blocks, request.max_blocks) - len(hits)
+        wanted = known_blocks - len(hits)
         available = pool.num_available - pool.count_idle(hits)
         return available - self._owed() >= wanted
 

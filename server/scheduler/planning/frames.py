@@ -21,25 +21,36 @@ class FrameBudget:
         self._policy = policy
 
     def need(self, seq: Sequence) -> int:
-        """Return how many frames a running sequence may need in a step."""
-        num_blocks = len(seq.blocks)
-        if seq.num_committed < seq.length:
-            return num_blocks
-        return min(num_blocks, self._most(seq.request))
+        """Return how many frames a running sequence may need in a step.
 
-    def _most(self, request: Request) -> int:
-        """Return how many frames a sequence may need while it decodes."""
+        It grows only with its blocks, so that what fits when it is admitted fits when it decodes.
+        """
+        return self._need(seq, len(seq.blocks))
+
+    def growth(self, seq: Sequence) -> int:
+        """Return how many more frames a sequence with one more block needs."""
+        return self._need(seq, len(seq.blocks) + 1) - self.need(seq)
+
+    def need_of(self, request: Request, num_blocks: int) -> int:
+        """Return how many a request needs while its prompt of so many blocks is computed."""
+        return max(num_blocks, self._to_decode(request, num_blocks))
+
+    def _need(self, seq: Sequence, num_blocks: int) -> int:
+        if seq.num_committed < seq.length:
+            return self.need_of(seq.request, num_blocks)
+        return self._to_decode(seq.request, num_blocks)
+
+    def _to_decode(self, request: Request, num_blocks: int) -> int:
         asked = request.sampling.kv_retrieval_tokens
         if asked == 0:
-            return request.max_blocks
+            return num_blocks
         policy = self._policy if asked is None else self._policy.with_tokens(asked)
-        # Of each of the runs that these tokens are, the first and the last block may be shared.
-        return -(-policy.num_resident // self._block_size) + 4
+        if num_blocks * self._block_size <= policy.num_resident:
+            return num_blocks
+        # These tokens are three runs: of each, the blocks at both ends may be used in part. A
+        # sequence that has all frames for itself needs no copies.
+        return min(-(-policy.num_resident // self._block_size) + 4, self.num_frames)
 
     def left(self, seqs: Iterable[Sequence]) -> int:
         """Return how many frames running sequences leave; negative: they need too many."""
         return self.num_frames - sum(map(self.need, seqs))
-
-    def grows(self, seq: Sequence) -> bool:
-        """Say whether one more block of a sequence needs one more frame."""
-        return seq.num_committed < seq.length or len(seq.blocks) < self._most(seq.request)

@@ -23,16 +23,23 @@ from server.scheduler.planning.block_pool import HashChain
 from server.scheduler.planning.sequence import Request
 from topspin.errors import InvalidRequest, ProtocolError
 from topspin.messages import AddRequest, SamplingParams, unpack_ints
-from topspin.retrieval import MAX_TOKENS, MIN_TOKENS
+from topspin.retrieval import MAX_TOKENS, MIN_TOKENS, RetrievalPolicy
 
 
 class Intake:
     """The limits of requests, and the conversion."""
 
     def __init__(
-        self, *, vocab_size: int, block_size: int, max_model_len: int, max_request_tokens: int
+        self,
+        *,
+        vocab_size: int,
+        block_size: int,
+        max_model_len: int,
+        max_request_tokens: int,
+        retrieval: RetrievalPolicy | None = None,
     ) -> None:
         """`max_request_tokens`: prompt and output tokens that fit the largest node's cache."""
+        self._retrieval = retrieval
         self._vocab_size = vocab_size
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -43,6 +50,7 @@ class Intake:
         prompt = self._prompt(message, has_output=message.sampling.max_tokens > 0)
         sampling = message.sampling
         _check_sampling(sampling, vocab_size=self._vocab_size)
+        self._check_retrieval(sampling.kv_retrieval_tokens)
         max_length = min(len(prompt) + sampling.max_tokens, self._max_model_len)
         # The last token is returned, not fed: it needs no place in the cache.
         position_limit = max_length - 1 if sampling.max_tokens else max_length
@@ -66,6 +74,17 @@ class Intake:
             hashes=HashChain(message.cache_salt, self._block_size),
             cache_salt=message.cache_salt,
         )
+
+    def _check_retrieval(self, asked: int | None) -> None:
+        """Raise InvalidRequest for a number of keys with which nodes could not retrieve."""
+        if not asked:
+            return
+        _check_range("kv_retrieval", asked, MIN_TOKENS, MAX_TOKENS)
+        try:
+            if self._retrieval is not None:
+                self._retrieval.with_tokens(asked)
+        except ValueError as error:
+            raise InvalidRequest(f"kv_retrieval: {error}", param="kv_retrieval") from error
 
     def _prompt(self, message: AddRequest, *, has_output: bool) -> array[int]:
         try:
@@ -111,8 +130,6 @@ def _check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
         _check_range("logprobs", given.logprobs, 0, vocab_size)
     if given.prompt_logprobs is not None:
         _check_range("prompt_logprobs", given.prompt_logprobs, 0, vocab_size)
-    if given.kv_retrieval_tokens:
-        _check_range("kv_retrieval", given.kv_retrieval_tokens, MIN_TOKENS, MAX_TOKENS)
     for bias in given.logit_bias.values():
         _check_range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
     _check_ids("logit_bias", given.logit_bias, vocab_size)

@@ -121,6 +121,7 @@ class Policy:
             block_size=self._block_size,
             max_model_len=plan.model.max_model_len,
             max_request_tokens=self.max_request_tokens,
+            retrieval=plan.kv_cache.retrieval,
         )
         self._builder = StepBuilder(
             formation=formation,
