@@ -90,6 +90,7 @@ class DeviceExecutor:
         self._combined = torch.empty(rows, size.hidden_size, device=device)
         self._logits = torch.empty(config.attention.max_num_seqs, size.vocab_size, device=device)
         self._recordings: Recordings[tuple[int, int]] = Recordings(runtime)
+        self._has_retrieved = False
 
     @property
     def num_recordings(self) -> int:
@@ -112,6 +113,11 @@ class DeviceExecutor:
         if not self.sizes or not (net is None or net.is_graph_safe):
             return None
         if any(slices.scored or (slices.counts != 1).any() for slices in micro_batches):
+            return None
+        if any(slices.retrieval is not None for slices in micro_batches):
+            if not self._has_retrieved:
+                _log.info("steps in which sequences select their keys are not recorded")
+                self._has_retrieved = True
             return None
         return bucket_of(max(slices.num_tokens for slices in micro_batches), self.sizes)
 

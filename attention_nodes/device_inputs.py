@@ -31,7 +31,7 @@ from attention_nodes.step_inputs import (
     mask_of,
     to_score,
 )
-from kernels.contracts import AttentionMeta
+from kernels.contracts import AttentionMeta, Retrieval, SearchBounds
 from kernels.runtime import Runtime
 from topspin.config import MAX_MICRO_BATCHES
 from topspin.errors import ProtocolError
@@ -78,6 +78,7 @@ class DeviceInputs:
 
         `max_rows` is the most sequences that the table ever holds at once.
         """
+        self._runtime = runtime
         self._rotary = rotary
         self._max_seqs = max_seqs
         self._max_rows = max_rows
@@ -145,13 +146,14 @@ class DeviceInputs:
                     max_query_len=int(slices.counts.max(initial=0)),
                     max_context_len=int(slices.context_lens.max(initial=0)),
                     tree_mask=mask_of(slices, self._device),
+                    retrieval=_uploaded(slices, self._runtime),
                 )
                 for query_start, context_lens, table, slices in zip(
                     pairs[::2], pairs[1::2], sent[-len(tables) :], micro_batches, strict=True
                 )
             ],
             starts=starts,
-            # These, and the masks, are not worth a place in the one transfer.
+            # These, the masks and retrievals are not worth a place in the one transfer.
             to_score=to_score(micro_batches, starts[:-1], self._device),
         )
 
@@ -240,6 +242,32 @@ class DeviceInputs:
     def keep(self, placed: PlacedInputs, tokens: Tensor) -> None:
         """Enqueue the update of the sequences' last tokens to tokens i64[R]."""
         self._last.index_copy_(0, placed.sampled[: len(tokens)], tokens)
+
+
+def _uploaded(slices: Slices, runtime: Runtime) -> Retrieval | None:
+    """Return on the device, and with bounds, which sequences attend to a selection of their keys.
+
+    Its tensors are sent as one.
+    """
+    retrieval = slices.retrieval
+    if retrieval is None:
+        return None
+    tensors = (retrieval.seqs, retrieval.segments, retrieval.coded_end, retrieval.budgets)
+    packed = runtime.upload(torch.cat([each.flatten() for each in tensors]))
+    parts = torch.split(packed, [each.numel() for each in tensors])
+    seqs, end, num_sinks = retrieval.seqs.numpy(), retrieval.coded_end.numpy(), retrieval.num_sinks
+    selected = np.minimum(retrieval.budgets.numpy(), end - num_sinks)
+    return retrieval._replace(
+        seqs=parts[0],
+        segments=parts[1].view(retrieval.segments.shape),
+        coded_end=parts[2],
+        budgets=parts[3],
+        bounds=SearchBounds(
+            rows=int(slices.counts[seqs].max()),
+            budget=int(retrieval.budgets.max()),
+            keys=int((slices.context_lens[seqs] - end + selected).max()) + num_sinks,
+        ),
+    )
 
 
 def _padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:

@@ -118,12 +118,7 @@ def allocate(
         )
     block_bytes = bytes_per_block(layers, block_size=block_size)
 
-    def bytes_of(num_blocks: int) -> int:
-        codes = 0 if code_bytes is None else code_bytes(num_blocks)
-        return num_blocks * block_bytes + codes
-
-    sizes = range(size_bytes // block_bytes + 1)
-    num_blocks = max(0, bisect_right(sizes, size_bytes, key=bytes_of) - 1)
+    num_blocks = blocks_within(size_bytes, block_bytes, code_bytes)
     if num_blocks < MIN_BLOCKS:
         codes = ""
         if code_bytes is not None:
@@ -137,6 +132,19 @@ def allocate(
             f"{max_len}"
         )
     return of_blocks(layers, num_blocks, block_size=block_size, runtime=runtime)
+
+
+def blocks_within(
+    size_bytes: int, block_bytes: int, code_bytes: Callable[[int], int] | None = None
+) -> int:
+    """Return how many blocks fit beside their codes, `code_bytes` of the number (None: none)."""
+
+    def bytes_of(num_blocks: int) -> int:
+        codes = 0 if code_bytes is None else code_bytes(num_blocks)
+        return num_blocks * block_bytes + codes
+
+    sizes = range(max(0, size_bytes) // block_bytes + 1)
+    return max(0, bisect_right(sizes, size_bytes, key=bytes_of) - 1)
 
 
 def of_blocks(

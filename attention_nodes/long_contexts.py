@@ -22,6 +22,7 @@ from kernels.contracts import KeyCodes
 from kernels.cpu.compiled.attention import HeadShape
 from kernels.cpu.compiled.retrieval import HEAD_DIMS
 from kernels.dispatch import Ops
+from kernels.runtime import Runtime
 from models.config import ModelConfig
 from topspin.errors import ConfigError
 from topspin.messages import KvCounts
@@ -68,6 +69,7 @@ class LongContexts:
         config: NodeConfig,
         *,
         num_blocks: int,
+        runtime: Runtime,
     ) -> None:
         """Raises ConfigError for a model whose keys are not coded, or a file that cannot be."""
         policy, spill = config.kv_cache.retrieval, config.kv_cache.spill
@@ -81,6 +83,7 @@ class LongContexts:
             policy,
             num_blocks=num_blocks,
             max_num_seqs=config.attention.max_num_seqs,
+            runtime=runtime,
         )
         self._residency: Residency | None = None
         self.num_frames = num_blocks

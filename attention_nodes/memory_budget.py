@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_nodes.kv_cache import MIN_BLOCKS
+from attention_nodes.kv_cache import MIN_BLOCKS, blocks_within
 from kernels.runtime import Runtime
 from m2n_comm.gpu.ipc_pairs import inbox_bytes
 from m2n_comm.gpu.memory import whole_pages
@@ -74,33 +74,50 @@ class MemoryUse(NamedTuple):
 
 
 def blocks_that_fit(
-    use: MemoryUse, *, utilization: float, block_bytes: int, blocks_per_sequence: int
+    use: MemoryUse,
+    *,
+    utilization: float,
+    block_bytes: int,
+    blocks_per_sequence: int,
+    code_bytes: Callable[[int], int] | None = None,
 ) -> int:
     """Return the blocks of `block_bytes` for which `utilization` of the device leaves room.
 
+    With the codes of so many blocks, `code_bytes` of their number.
     Raises ConfigError with all the numbers if they are fewer than MIN_BLOCKS.
     """
     taken = use.others + use.weights + use.activations + use.graphs + use.windows
     left = int(utilization * use.total) - taken
-    num_blocks = max(0, left) // block_bytes
+    num_blocks = blocks_within(left, block_bytes, code_bytes)
     if num_blocks < MIN_BLOCKS:
+        codes = "" if code_bytes is None else ", and codes for --kv-retrieval-tokens"
         raise ConfigError(
             f"--gpu-memory-utilization {utilization:g}: {describe(use)}; "
             f"{format_size(int(utilization * use.total))} may be used, which leaves {num_blocks} "
-            f"blocks of KV cache ({format_size(block_bytes)} each); at least {MIN_BLOCKS} are "
-            f"needed, and {blocks_per_sequence} for one sequence of --max-model-len: raise it, "
+            f"blocks of KV cache ({format_size(block_bytes)} each{codes}); at least {MIN_BLOCKS} "
+            f"are needed, and {blocks_per_sequence} for one sequence of --max-model-len: raise it, "
             "or lower --max-num-batched-tokens, --max-num-seqs or --max-model-len"
         )
     return num_blocks
 
 
 def blocks_to_allocate(
-    use: MemoryUse, *, utilization: float, block_bytes: int, block_size: int, max_len: int
+    use: MemoryUse,
+    *,
+    utilization: float,
+    block_bytes: int,
+    block_size: int,
+    max_len: int,
+    code_bytes: Callable[[int], int] | None = None,
 ) -> int:
     """Return blocks_that_fit(); logs the uses of memory, and a warning if the blocks are few."""
     per_sequence = -(-max_len // block_size)
     num_blocks = blocks_that_fit(
-        use, utilization=utilization, block_bytes=block_bytes, blocks_per_sequence=per_sequence
+        use,
+        utilization=utilization,
+        block_bytes=block_bytes,
+        blocks_per_sequence=per_sequence,
+        code_bytes=code_bytes,
     )
     _log.info("%s; %d blocks of KV cache", describe(use), num_blocks)
     if num_blocks < per_sequence:

@@ -135,6 +135,7 @@ class ModelRunner:
             self._table,
             config,
             num_blocks=self.num_blocks,
+            runtime=self.runtime,
         )
         self._decoder.codes = long.codes
         return long
@@ -220,6 +221,7 @@ class ModelRunner:
             dry = cls(model, decoder, cache.num_blocks, config, runtime)
             dry._rehearse(config, index, table_version, open_net)
             del dry
+        decoder.codes = {}  # a dry run's, whose memory the next ones take
         num_blocks = decoder.kv.num_blocks if num_assigned is None else num_assigned
         runner = cls(model, decoder, num_blocks, config, runtime, drafter)
         runner._warm_up()
@@ -251,6 +253,7 @@ class ModelRunner:
             block_bytes=block_bytes,
             block_size=limits.block_size,
             max_len=limits.max_len,
+            code_bytes=code_bytes_of(self._model, config),
         )
 
     def _rehearse(
@@ -263,6 +266,13 @@ class ModelRunner:
         with fitting(self.runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
             for plan in largest_steps(config, index=index, table_version=table_version):
                 self.execute(plan, net, index=index)
+            if self._long is not None:
+                self._long.index.warm_up(
+                    self._model.num_heads,
+                    getattr(torch, config.model.dtype),
+                    num_seqs=config.attention.max_num_seqs,
+                    max_len=config.model.max_model_len,
+                )
         if net is not None:
             net.close()
 

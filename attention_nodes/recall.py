@@ -33,7 +33,7 @@ def best_keys(q: Tensor, k_cache: Tensor, meta: AttentionMeta, idx: int, *, coun
     queries = queries.transpose(0, 1).flatten(1, 2)
     found = []
     for begin in range(retrieval.num_sinks, end, CHUNK_KEYS):
-        positions = torch.arange(begin, min(begin + CHUNK_KEYS, end))
+        positions = torch.arange(begin, min(begin + CHUNK_KEYS, end), device=q.device)
         blocks = meta.block_tables[seq, positions // block_size].long()
         slots = blocks * block_size + positions % block_size
         # As bytes: torch selects no rows of fp8.
@@ -45,5 +45,5 @@ def best_keys(q: Tensor, k_cache: Tensor, meta: AttentionMeta, idx: int, *, coun
 
 def share_found(selected: Tensor, best: Tensor) -> float:
     """Return the share of the keys `best` i64[G, k] that are among `selected` i64[G, k]."""
-    apart = torch.arange(len(best))[:, None] << 32
+    apart = torch.arange(len(best), device=best.device)[:, None] << 32
     return float(torch.isin(best + apart, selected + apart).float().mean())

@@ -30,8 +30,10 @@ from kernels.contracts import (
     AttentionMeta,
     KeyCodes,
     Retrieval,
+    SearchBounds,
 )
 from kernels.dispatch import Ops
+from kernels.runtime import Runtime
 from models.config import ModelConfig
 from topspin.errors import ConfigError
 from topspin.messages import KvCounts
@@ -95,6 +97,7 @@ class KeyIndex:
         *,
         num_blocks: int,
         max_num_seqs: int,
+        runtime: Runtime,
     ) -> None:
         """`num_blocks` are those that the scheduler assigns, which may be more than the cache's.
 
@@ -114,6 +117,7 @@ class KeyIndex:
         if not coded:
             raise ConfigError("--kv-retrieval-tokens: all layers of the model have a window")
         self._ops = ops
+        self._runtime = runtime
         self._cache = cache
         self._table = table
         self._policy = policy
@@ -122,7 +126,7 @@ class KeyIndex:
         self._coded: dict[int, int] = {}
         self._policies: dict[int, RetrievalPolicy | None] = {}
         self.codes: dict[int, KeyCodes] = {
-            idx: _allocate(count, model, number) for number, idx in enumerate(coded)
+            idx: _allocate(count, model, number, runtime.device) for number, idx in enumerate(coded)
         }
         self.frame_slots: Callable[[IntArray], IntArray] = lambda slots: slots
         """Where slots of blocks are in the cache; a spill sets it."""
@@ -135,30 +139,44 @@ class KeyIndex:
         return counts
 
     @torch.inference_mode()
-    def warm_up(self, num_heads: int, dtype: torch.dtype) -> None:
+    def warm_up(
+        self, num_heads: int, dtype: torch.dtype, *, num_seqs: int = 1, max_len: int = 0
+    ) -> None:
         """Code keys and attend by them, so that the first long request finds compiled kernels.
 
-        Uses block 0 and place 0, whose content is not in use yet.
+        As in a step of `num_seqs` sequences of about `max_len` tokens. Uses block 0 and place 0,
+        whose content is not in use yet.
         """
-        num_keys, block_size = 2 * NUM_CENTROIDS, self._cache.block_size
-        slots = torch.arange(num_keys) % block_size
+        num_sinks, block_size = self._policy.num_sinks, self._cache.block_size
+        num_keys = max(2 * NUM_CENTROIDS, num_sinks + 2, max_len)
+        device = self._runtime.device
+        slots = torch.arange(min(num_keys, SEGMENT_KEYS), device=device) % block_size
         layer, codes = next(iter(self.codes.items()))
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         for num_iterations in (1, None):
             self._ops.code_keys(
                 keys, slots, codes.centroids[0], codes.codes[0], num_iterations=num_iterations
             )
-        zero = torch.zeros(1, dtype=torch.int32)
-        retrieval = Retrieval(zero, zero[None], zero + NUM_CENTROIDS, zero + 1, num_sinks=0)
+        budget = min(self._policy.num_selected, num_keys - 1 - num_sinks)
+        start = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        zero = torch.zeros_like(start[1:])
+        retrieval = Retrieval(
+            seqs=start[:-1],
+            segments=zero[:, None].repeat(1, -(-num_keys // SEGMENT_KEYS)),
+            coded_end=zero + num_keys - 1,
+            budgets=zero + budget,
+            num_sinks=num_sinks,
+            bounds=SearchBounds(rows=1, budget=budget, keys=num_sinks + budget + 1),
+        )
         meta = AttentionMeta(
-            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            query_start=start,
             context_lens=zero + num_keys,
-            block_tables=torch.zeros(1, -(-num_keys // block_size), dtype=torch.int32),
+            block_tables=zero[:, None].repeat(1, -(-num_keys // block_size)),
             max_query_len=1,
             max_context_len=num_keys,
             retrieval=retrieval,
         )
-        query = torch.zeros(1, num_heads, keys.shape[3], dtype=dtype)
+        query = torch.zeros(num_seqs, num_heads, keys.shape[3], dtype=dtype, device=device)
         self._ops.paged_attention(query, keys, values, meta, scale=1.0, codes=codes)
 
     def watch(self, micro_batches: Iterable[Slices]) -> Watch | None:
@@ -202,7 +220,10 @@ class KeyIndex:
 
     @torch.inference_mode()
     def follow(self, rows: IntArray) -> None:
-        """Code what the sequences in `rows` of the table have committed; after a step."""
+        """Code what the sequences in `rows` of the table have committed; after a step.
+
+        On a device behind a step that has been launched, whose keys are then there.
+        """
         for row in rows.tolist():
             policy, committed = self.policy_of(row), int(self._table.num_committed[row])
             if policy is not None and committed > policy.num_tokens:
@@ -276,7 +297,8 @@ class KeyIndex:
         self._coded[row] = end
 
     def _slots(self, row: int, begin: int, end: int) -> Tensor:
-        return torch.from_numpy(self.frame_slots(self._table.slots(row, np.arange(begin, end))))
+        slots = self.frame_slots(self._table.slots(row, np.arange(begin, end)))
+        return self._runtime.upload(torch.from_numpy(slots))
 
     def retrieval_of(self, slices: Slices) -> Retrieval | None:
         """Return which sequences of a micro-batch attend to a selection of their keys.
@@ -325,11 +347,11 @@ class KeyIndex:
         return places[: -(-end // SEGMENT_KEYS)], end, policy.num_selected
 
 
-def _allocate(count: int, model: ModelConfig, layer: int) -> KeyCodes:
+def _allocate(count: int, model: ModelConfig, layer: int, device: torch.device) -> KeyCodes:
     shape = (count, model.num_kv_heads, NUM_SUBSPACES)
     width = model.head_dim // NUM_SUBSPACES
     return KeyCodes(
-        centroids=torch.zeros(*shape, NUM_CENTROIDS, width, dtype=torch.bfloat16),
-        codes=torch.zeros(*shape, SEGMENT_KEYS, dtype=torch.uint8),
+        centroids=torch.zeros(*shape, NUM_CENTROIDS, width, dtype=torch.bfloat16, device=device),
+        codes=torch.zeros(*shape, SEGMENT_KEYS, dtype=torch.uint8, device=device),
         layer=layer,
     )

@@ -68,6 +68,16 @@ class HotKeys(NamedTuple):
     """i64[L, G, 3], keys that were found, that were read, and that could not be read."""
 
 
+class SearchBounds(NamedTuple):
+    """Upper bounds over the sequences of a Retrieval, for launches that cannot read its tensors."""
+
+    rows: int
+    """Query rows."""
+    budget: int
+    keys: int
+    """Keys that a key/value head attends to: sinks, selected ones, and all from coded_end on."""
+
+
 class Retrieval(NamedTuple):
     """The R sequences of a micro-batch whose rows attend to a selection of their keys.
 
@@ -89,6 +99,8 @@ class Retrieval(NamedTuple):
     hot: tuple[HotKeys | None, ...] = ()
     """Of each of the R sequences; None: all its keys are in the cache. (): of all. Keys to search
     whose entry in the block table is -1 are in the file."""
+    bounds: SearchBounds | None = None
+    """None: only kernels of the host take it."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,12 +38,11 @@ def learn_codebooks(keys: Tensor, *, num_iterations: int) -> Tensor:
     centroids = parts[:, :, first].contiguous()
     for _ in range(num_iterations):
         nearest = _nearest(parts, centroids)
-        places = nearest[..., None].expand(parts.shape)
-        sums = torch.zeros_like(centroids).scatter_add_(2, places, parts)
-        counts = torch.zeros(centroids.shape[:3], device=keys.device)
-        counts.scatter_add_(2, nearest, torch.ones_like(nearest, dtype=torch.float32))
-        means = sums / counts.clamp(min=1.0)[..., None]
-        centroids = torch.where(counts[..., None] > 0, means, centroids)
+        # A product, since a GPU's scatter_add adds in another order each time.
+        is_member = (nearest[..., None] == torch.arange(NUM_CENTROIDS, device=keys.device)).float()
+        counts = is_member.sum(2)[..., None]
+        means = is_member.transpose(2, 3) @ parts / counts.clamp(min=1.0)
+        centroids = torch.where(counts > 0, means, centroids)
     return centroids.to(torch.bfloat16)
 
 

@@ -77,6 +77,12 @@ class Runtime(Protocol):
     def host_buffer(self, num_bytes: int) -> Tensor:
         """Return pinned, zeroed u8[num_bytes] on the host; copies to and from it do not wait."""
 
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Enqueue the copy of a host's tensor to the device; return the copy.
+
+        `tensor` is not to change any more: on the host it is its own copy.
+        """
+
     def capture(self, body: Callable[[], None]) -> Replay:
         """Record the work that `body` enqueues; return a function that replays it.
 
@@ -152,6 +158,9 @@ class HostRuntime:
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor
 
     def capture(self, body: Callable[[], None]) -> Replay:
         def replay() -> None:
@@ -276,6 +285,11 @@ class CudaRuntime:
 
     def host_buffer(self, num_bytes: int) -> Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        # A copy from other memory would wait for all that is enqueued. Torch's allocator of pinned
+        # memory keeps the source until the copy is done.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def capture(self, body: Callable[[], None]) -> Replay:
         # One pool for all graphs: they never run at the same time, and share its memory. A tiny

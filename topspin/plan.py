@@ -316,12 +316,10 @@ class EnginePlan(Section, frozen=True, kw_only=True):
                     f"kv_cache.dtype (--kv-cache-dtype) {self.kv_cache.dtype}: {node} has the "
                     "kernels triton; only those for the CPU keep keys in fp8"
                 )
-            searches = node.kernels in ("cpu", "reference") and not node.place.is_gpu
-            if self.kv_cache.retrieval is not None and not searches:
+            if self.kv_cache.retrieval is not None and node.kernels == "deterministic":
                 raise ConfigError(
                     f"kv_cache.retrieval (--kv-retrieval-tokens): {node} has the kernels "
-                    f"{node.kernels} on {node.device}; only those for the CPU search codes, and "
-                    "--deterministic attends to all keys"
+                    "deterministic, which attend to all keys"
                 )
 
     def _check_spill(self) -> None:

@@ -9,6 +9,8 @@ A layer of a decode step is 12 launches where one node has the experts: add and 
 product, rotation and KV write, attention, output product, add and norm, router product, choice
 of experts, their slots, gate_up, down, sum. One more joins the splits of contexts beyond 256
 positions, one groups more than 64 pairs, and quantised products of few rows add their splits.
+Sequences that select their keys have an attention of their own, behind the scores of coded keys,
+torch's topk, and the lists of the selected ones.
 
 Called by the nodes through `kernels.dispatch`; runs on host tensors only under Triton's
 interpreter, for tests. Dimension letters as in `kernels.contracts`.

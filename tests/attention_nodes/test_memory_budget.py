@@ -29,6 +29,7 @@ from tests.structs import changed
 from topspin.errors import ConfigError
 from topspin.messages import SAMPLE, SCORE, StepPlan, unpack_ints
 from topspin.plan import NodeConfig
+from topspin.retrieval import RetrievalPolicy
 
 GIB = 2**30
 
@@ -187,6 +188,23 @@ def test_windows_of_expert_nodes_are_inside_the_budget(
     left = int(0.9 * 100 * 2**20) - 1000 - 3 * 2 * 2**20
     assert runner.num_blocks == left // block_bytes
     assert load(checkpoint, config).num_blocks > runner.num_blocks
+
+
+def test_codes_of_keys_are_inside_the_budget(
+    checkpoint: Path, config: NodeConfig, runtime: MeteredRuntime
+) -> None:
+    """Of blocks that the dry run leaves room for some are given up for the codes of the others."""
+    before = load(checkpoint, config).num_blocks
+    runner = load(
+        checkpoint, changed(config, {"kv_cache.retrieval": RetrievalPolicy(num_tokens=256)})
+    )
+    decoder = runner._decoder
+    codes = sum(x.nbytes for each in decoder.codes.values() for x in (each.centroids, each.codes))
+    block_bytes = block_bytes_of(checkpoint)
+    left = int(0.9 * 4 * 2**20) - 1000
+    place = codes // len(decoder.codes[0].codes)
+    assert runner.num_blocks < before
+    assert left - block_bytes - 2 * place < runner.num_blocks * block_bytes + codes <= left
 
 
 def test_a_cache_for_less_than_a_sequence_is_told(

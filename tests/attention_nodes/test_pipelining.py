@@ -37,20 +37,20 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def config_of(path: Path, kernels: str) -> NodeConfig:
-    plan = engine_config(path, block_size=BLOCK_SIZE, max_num_batched_tokens=32)
+def config_of(path: Path, kernels: str, **settings: Any) -> NodeConfig:
+    fields = {"block_size": BLOCK_SIZE, "max_num_batched_tokens": 32, **settings}
+    plan = engine_config(path, **fields)
     return changed(plan.for_node(), {"node.kernels": kernels})
 
 
-def runner_on(path: Path, runtime: Runtime, kernels: str) -> ModelRunner:
+def runner_on(path: Path, runtime: Runtime, kernels: str, **settings: Any) -> ModelRunner:
     """Return a runner with the reference's ops and the executor of `kernels`."""
-    model = load_model_config(path)
+    model, config = load_model_config(path), config_of(path, kernels, **settings)
     weights = load_attention_weights(Checkpoint(path), model, dtype=torch.float32)
-    cache = kv_cache.of_blocks(
-        kv_cache.layer_specs(model, torch.float32), NUM_BLOCKS, block_size=BLOCK_SIZE
-    )
+    layers = kv_cache.layer_specs(model, torch.float32, config.kv_cache)
+    cache = kv_cache.of_blocks(layers, NUM_BLOCKS, block_size=config.kv_cache.block_size)
     decoder = Decoder(model, weights, select_ops("reference", torch.float32), cache)
-    return ModelRunner(model, decoder, NUM_BLOCKS, config_of(path, kernels), runtime)
+    return ModelRunner(model, decoder, NUM_BLOCKS, config, runtime)
 
 
 @pytest.fixture
@@ -102,6 +102,42 @@ def test_two_steps_under_way_give_the_tokens_of_one(
     plans = joining_and_leaving(**sampling).plans
     same(ahead(late, plans), one_by_one(expected, plans))
     assert runtime.num_waits == len(plans)  # waits nowhere but in collect()
+
+
+def test_selections_of_steps_under_way_are_those_of_steps_one_by_one(
+    tmp_path: Path, runtime: DelayedRuntime
+) -> None:
+    """A sequence's segment closes, more of it is coded, and one ends while a step runs."""
+    path = make_checkpoint(tmp_path, "llama", max_position_embeddings=2048)
+    settings: dict[str, Any] = {
+        "block_size": 256, "max_num_batched_tokens": 2048, "kv_retrieval_tokens": 64,
+    }  # fmt: skip
+    planner = Planner()
+    rng = torch.Generator().manual_seed(3)
+    lengths = {1: 1022, 2: 1200, 3: 30, 4: 1140}
+    for seq_id in (1, 2, 3):
+        prompt = torch.randint(250, (lengths[seq_id],), generator=rng).tolist()
+        planner.add(seq_id, prompt, max_length=2048)
+        planner.step({seq_id: lengths[seq_id]})
+    for _ in range(6):
+        planner.decode([1, 2, 3], m=2)
+    planner.add(4, torch.randint(250, (lengths[4],), generator=rng).tolist(), max_length=2048)
+    planner.step({1: 1, 3: 1, 4: 1140}, finished=[2])
+    for _ in range(4):
+        planner.decode([1, 3, 4])
+    late = runner_on(path, runtime, "triton", **settings)
+    expected = runner_on(path, HostRuntime(), "reference", **settings)
+    found = ahead(late, planner.plans)
+    same(found, one_by_one(expected, planner.plans))
+    assert runtime.num_waits == len(planner.plans)
+    counted = [each.kv for each in found if each.kv is not None]
+    assert sum(each.num_coded_segments for each in counted) == 3
+    assert sum(each.num_selected_rows for each in counted) > 2 * 10
+    without = one_by_one(
+        runner_on(path, HostRuntime(), "reference", **settings | {"kv_retrieval_tokens": None}),
+        planner.plans,
+    )
+    assert tokens_of(found) != tokens_of(without), "the selection matters"
 
 
 def test_nothing_is_waited_for_while_a_step_is_launched(

@@ -15,9 +15,19 @@ from torch import Tensor
 
 from benchmarks.gpu.rooflines import QWEN3_30B, TINY
 from kernels import reference
-from kernels.contracts import AttentionMeta, HeadRows
+from kernels.contracts import (
+    NUM_CENTROIDS,
+    NUM_SUBSPACES,
+    SEGMENT_KEYS,
+    AttentionMeta,
+    HeadRows,
+    KeyCodes,
+    Retrieval,
+    SearchBounds,
+)
+from kernels.retrieval import code_keys, encode
 from kernels.sampling import SamplingBatch
-from kernels.triton.attention.launches import attend
+from kernels.triton.attention.launches import attend, paged_attention
 from kernels.triton.grouped_mlp.weights import GpuWeight, pack_weight, unpack_weight
 from kernels.triton.linear.launches import linear
 from kernels.triton.norm import add_rms_norm, rms_norm
@@ -140,6 +150,40 @@ def test_attention_of_trees_that_grow(window: int | None, device: torch.device) 
     found = attend(q, *caches, meta, **options)
     wanted = reference.paged_attention(q.float(), *caches.float(), meta, **options)
     torch.testing.assert_close(found.float(), wanted, **BF16)
+
+
+def test_attention_of_decode_with_retrieval(device: torch.device) -> None:
+    """Of three sequences two select keys, one of them with the rows of a draft."""
+    longest = 5000 if ON_GPU else 1040
+    contexts, ends, num_sinks, budget = (longest, 90, longest // 2), (longest - 40, 400), 16, 300
+    q, caches, meta = attention_case((1, 2, 3), contexts, device)
+    num_segments = -(-longest // SEGMENT_KEYS)
+    shape = (2 * num_segments, SIZES.kv_heads, NUM_SUBSPACES)
+    codes = KeyCodes(
+        randn(*shape, NUM_CENTROIDS, SIZES.head_dim // NUM_SUBSPACES, device=device),
+        torch.randint(NUM_CENTROIDS, (*shape, SEGMENT_KEYS), dtype=torch.uint8, device=device),
+    )
+    retrieval = Retrieval(
+        seqs=torch.tensor([0, 2], dtype=torch.int32, device=device),
+        segments=torch.arange(len(codes.codes), dtype=torch.int32, device=device).view(2, -1),
+        coded_end=torch.tensor(ends, dtype=torch.int32, device=device),
+        budgets=torch.tensor([budget, 7], dtype=torch.int32, device=device),
+        num_sinks=num_sinks,
+        bounds=SearchBounds(rows=3, budget=budget, keys=longest),
+    )
+    meta = replace(meta, retrieval=retrieval)
+    scale = SIZES.head_dim**-0.5
+    found = paged_attention(q, *caches, meta, scale=scale, codes=codes)
+    wanted = reference.paged_attention(q.float(), *caches.float(), meta, scale=scale, codes=codes)
+    torch.testing.assert_close(found.float(), wanted, **BF16)
+    slots = torch.arange(SEGMENT_KEYS, device=device)
+    for num_iterations in (2, None):
+        code_keys(
+            caches[0], slots, codes.centroids[0], codes.codes[0], num_iterations=num_iterations
+        )
+    keys = caches[0].flatten(0, 1)[:SEGMENT_KEYS].transpose(0, 1).cpu()
+    again = encode(keys, codes.centroids[0].cpu())
+    assert (codes.codes[0].cpu() == again).float().mean() > 0.999, "but for nearly equal distances"
 
 
 @pytest.mark.parametrize("num_rows", ROWS)

@@ -9,20 +9,27 @@ whole processes.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.checkpoints import MOE_VARIANTS
+from kernels.contracts import SEGMENT_KEYS
+from tests.checkpoints import MOE_VARIANTS, make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
 from tests.identity.test_draft_model import TREES, speculation_of
 from tests.identity.test_draft_nodes import generate_until
 from tests.identity.test_expert_tables import config_of, only_copies, random_tables
+from tests.identity.test_retrieval import BUDGET, Oracle, generate
+from tests.identity.test_retrieval import config_of as retrieval_config
+from tests.identity.test_retrieval import prompts_of as retrieval_prompts
 from tests.identity.test_speculation import accepted
 from tests.pairwise import cover_pairs
+from topspin.retrieval import policy_of
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 slow = pytest.mark.slow
@@ -111,6 +118,28 @@ def test_families_on_one_device(
 @pytest.mark.slow
 def test_dense_models_on_a_device(case_of: CaseOf, variant: str) -> None:
     check(case_of(variant), micro_batches=2, is_sampled=True)
+
+
+def test_decoding_with_retrieval_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against transformers with the same selection; beside it a sequence that is too short."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    path = make_checkpoint(tmp_path, "llama", max_position_embeddings=4096, **heads)
+    policy = policy_of(BUDGET)
+    assert policy is not None
+    oracle = Oracle(policy)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "retrieving", oracle.attend)
+    prompts = retrieval_prompts((SEGMENT_KEYS + 70, 30))
+    expected = [each[:4] for each in generate(path, prompts, "retrieving")]
+    assert expected != [each[:4] for each in generate(path, prompts, "eager")]
+    config = retrieval_config(path, kv_retrieval_tokens=BUDGET, max_num_seqs=MAX_NUM_SEQS, **ON_ONE)
+    with Engine(config) as engine:
+        assert engine.generate(prompts, max_tokens=4) == expected
+        stats = engine.stats()
+    assert (stats.kv.num_selected_rows, stats.kv.num_coded_segments) == (3, 1)
+    # The watched step is the first; its layer is the only one.
+    assert stats.kv.recall_sum == pytest.approx(oracle.recalls[0], abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -274,11 +274,12 @@ REFUSED: list[tuple[EnginePlan, str]] = [
     ),
     (
         made_of(
-            replace(ATTENTION, device="cuda:0", kernels="reference"),
-            EXPERT,
+            replace(ATTENTION, kernels="deterministic"),
+            replace(EXPERT, kernels="deterministic"),
+            execution=ExecutionPolicy(deterministic=True),
             kv_cache=KvCacheSpec(retrieval=RetrievalPolicy(num_tokens=512)),
         ),
-        r"kv_cache\.retrieval .*: attention 0 has the kernels reference on cuda:0; only those for",
+        r"kv_cache\.retrieval .*: attention 0 has the kernels deterministic, which attend to all",
     ),
     (
         made_of(

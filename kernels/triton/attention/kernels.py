@@ -6,10 +6,12 @@ range of keys in blocks with an online softmax in base 2 (Dao et al., FlashAtten
 algorithm 1; Flash-Decoding's split of the keys for short slices). Blocks that all rows see
 completely need no mask; those at the edges of the causal triangle, the window or the tree do.
 
-Numbers about the batch are read from device memory: a launch depends on shapes alone.
+Numbers about the batch are read from device memory: a launch depends on shapes alone. Rows of a
+sequence whose context_len is 0 are left as they are: another launch writes them.
 Arguments that differ from batch to batch are not specialised: a kernel is compiled once.
 Letters as in `kernels.contracts`; `start` is a sequence's first query row, `num_tree` its
-positions that may be on branches, `committed` those before, `table` its row of the block table.
+positions that may be on branches, `committed` those before, `table` its row of the block table, of
+its own for each key/value head if `table_head` is not 0.
 """
 
 from __future__ import annotations
@@ -237,7 +239,9 @@ def _split(
     return oldest, tl.maximum(share, min_chunk)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_seqs", "window", "table_row", "tree_row"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_seqs", "window", "table_row", "table_head", "tree_row"]
+)
 def attend_short(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
     partial: tl.tensor, scores: tl.tensor, query_start: tl.tensor, context_lens: tl.tensor,
@@ -245,7 +249,7 @@ def attend_short(
     num_rows: tl.tensor, num_seqs: tl.tensor, num_heads: tl.tensor, window: tl.tensor,
     scale: tl.tensor, v_scale: tl.tensor, min_chunk: tl.tensor,
     q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
-    table_row: tl.tensor, tree_row: tl.tensor,
+    table_row: tl.tensor, table_head: tl.tensor, tree_row: tl.tensor,
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
     SHORT_LEN: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -282,10 +286,10 @@ def attend_short(
     begin = oldest + split * chunk
     if (num_new > SHORT_LEN) | (first_row >= num_new * GROUP) | (begin >= context_len):
         return
+    table = block_tables + seq.to(tl.int64) * table_row + kv_head * table_head
     acc, best, total = _attend_rows(
-        q, k_cache, v_cache, block_tables + seq.to(tl.int64) * table_row, tree, sinks, start,
-        num_new, num_tree, committed, first_row, kv_head, begin,
-        tl.minimum(begin + chunk, context_len), window, scale, split == 0,
+        q, k_cache, v_cache, table, tree, sinks, start, num_new, num_tree, committed, first_row,
+        kv_head, begin, tl.minimum(begin + chunk, context_len), window, scale, split == 0,
         q_row, q_head, tree_row, cache_block, cache_slot, cache_head,
         GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_SIZE, WINDOW, TREE, SINKS,
     )  # fmt: skip
@@ -324,6 +328,8 @@ def combine_splits(
     if (num_new > SHORT_LEN) | (query >= num_new):
         return
     context_len = tl.load(context_lens + seq)
+    if context_len == 0:
+        return
     committed = context_len - _tree_len(tree_lens, seq, num_new, TREE_LENS)
     oldest, chunk = _split(committed, context_len, window, min_chunk, SPLITS, BLOCK_N, WINDOW)
     split, column = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
@@ -340,14 +346,14 @@ def combine_splits(
     tl.store(to, rounded(result, out.dtype.element_ty), mask=column < DIM)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window", "table_row", "tree_row"])
+@triton.jit(do_not_specialize=["num_seqs", "window", "table_row", "table_head", "tree_row"])
 def attend_long(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, out: tl.tensor,
     query_start: tl.tensor, context_lens: tl.tensor, block_tables: tl.tensor,
     tree: tl.tensor, tree_lens: tl.tensor, sinks: tl.tensor, num_seqs: tl.tensor,
     window: tl.tensor, scale: tl.tensor, v_scale: tl.tensor,
     q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
-    table_row: tl.tensor, tree_row: tl.tensor,
+    table_row: tl.tensor, table_head: tl.tensor, tree_row: tl.tensor,
     cache_block: tl.tensor, cache_slot: tl.tensor, cache_head: tl.tensor,
     SHORT_LEN: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -375,8 +381,10 @@ def attend_long(
         return
     kv_head = tl.program_id(0)
     context_len = tl.load(context_lens + seq)
+    if context_len == 0:
+        return
     num_tree = _tree_len(tree_lens, seq, num_new, TREE_LENS)
-    table = block_tables + seq.to(tl.int64) * table_row
+    table = block_tables + seq.to(tl.int64) * table_row + kv_head * table_head
     acc, _, total = _attend_rows(
         q, k_cache, v_cache, table, tree, sinks, start, num_new, num_tree, context_len - num_tree,
         first_row, kv_head, 0, context_len, window, scale, True, q_row, q_head, tree_row,

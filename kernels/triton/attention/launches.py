@@ -12,16 +12,16 @@ whose device is a GPU. Letters as in `kernels.contracts`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels import reference
 from kernels.contracts import AttentionMeta, KeyCodes
 from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
+from kernels.triton.retrieval.launches import others_of, select_slots
 
 CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 MAX_HEAD_DIM: Final = 256
@@ -100,7 +100,7 @@ def plan_attention(
     batch, since they are recorded before the first request. All others have one of two lengths,
     with one number of splits each: the node's rehearsal compiles both.
     """
-    mixed_len = triton.next_power_of_2(max(MIN_ROWS // group, 1))
+    mixed_len = _mixed_len(group)
     short_len = mixed_len
     if max_query_len <= 1:
         short_len = 1
@@ -124,6 +124,12 @@ def plan_attention(
     wanted = min(triton.cdiv(tiles.programs, programs), triton.cdiv(span, min_chunk))
     splits = min(triton.next_power_of_2(max(wanted, 1)), tiles.max_splits)
     return Plan(short_len, short_rows, splits, min_chunk, has_long)
+
+
+def _mixed_len(group: int) -> int:
+    """Return the length of slices that are short in a batch with prompts."""
+    length: int = triton.next_power_of_2(max(MIN_ROWS // group, 1))
+    return length
 
 
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
@@ -174,20 +180,34 @@ def paged_attention(
 ) -> Tensor:
     """Implement `kernels.reference.paged_attention`; `attend` has further options.
 
-    A batch with sequences that select their keys is left to plain torch.
+    A retrieval needs its bounds, and contiguous caches.
     """
-    if codes is not None and meta.retrieval is not None:
-        return reference.paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            meta,
-            scale=scale,
-            sliding_window=sliding_window,
-            codes=codes,
-            out=out,
+    if codes is None or meta.retrieval is None:
+        return attend(
+            q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, out=out
         )
-    return attend(q, k_cache, v_cache, meta, scale=scale, sliding_window=sliding_window, out=out)
+    if sliding_window is not None:
+        raise ValueError("layers with a sliding window have no codes")
+    _check_meta(meta, len(q))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if len(q) == 0:
+        return out
+    group = q.shape[1] // k_cache.shape[2]
+    others = others_of(meta)
+    if others is not None:
+        attend(q, k_cache, v_cache, _splitting(others, group), scale=scale, out=out)
+    selecting = select_slots(q, k_cache.shape[1], codes, meta)
+    keys, values = (x.view(-1, 1, *x.shape[2:]) for x in (k_cache, v_cache))
+    return attend(q, keys, values, _splitting(selecting, group), scale=scale, out=out)
+
+
+def _splitting(meta: AttentionMeta, group: int) -> AttentionMeta:
+    """Return `meta` with a bound of rows for which plan_attention has one number of splits.
+
+    Steps of one row per sequence would be cut into splits by the size of the batch, and such steps
+    are not recorded here: a kernel would be compiled while requests wait.
+    """
+    return replace(meta, max_query_len=max(meta.max_query_len, min(_mixed_len(group), 2)))
 
 
 def attend(
@@ -232,12 +252,14 @@ def attend(
     )  # fmt: skip
     tree = meta.query_start if meta.tree_mask is None else meta.tree_mask.view(torch.uint8)
     tree_lens = meta.query_start if meta.tree_lens is None else meta.tree_lens
+    table_head = 0 if meta.block_tables.ndim == 2 else meta.block_tables.stride(1)
     batch = _Batch(
         q=q, k_cache=k_cache, v_cache=v_cache, out=out, meta=meta, tree=tree,
         tree_lens=tree_lens, sinks=q if sinks is None else sinks, window=sliding_window or 0,
         scale=scale * k_scale * math.log2(math.e), v_scale=v_scale,
         strides=(
-            *q.stride()[:2], *out.stride()[:2], meta.block_tables.stride(0), tree.stride(0),
+            *q.stride()[:2], *out.stride()[:2], meta.block_tables.stride(0), table_head,
+            tree.stride(0),
             *k_cache.stride()[:3],
         ),
         shape={

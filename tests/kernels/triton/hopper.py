@@ -15,9 +15,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS
 from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
 from kernels.triton.attention.launches import AttentionTiles, attention_tiles
 from kernels.triton.norm import _norm_row
+from kernels.triton.retrieval.kernels import list_slots, score_keys
+from kernels.triton.retrieval.launches import KEYS, ROWS, SLOTS
 from kernels.triton.rotary import _rotate_and_store
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -105,6 +108,23 @@ def compile_attention(
     )  # fmt: skip
 
 
+def compile_retrieval(q: torch.dtype, head_dim: int) -> None:
+    tables = ("query_start", "seqs", "segments", "coded_end", "budgets", "context_lens",
+              "block_tables")  # fmt: skip
+    pointers = {
+        "q": NAMES[q], "centroids": "*bf16", "codes": "*u8", "scores": "*fp32", "best": "*i64",
+        "lists": "*i32", **dict.fromkeys(tables, "*i32"),
+    }  # fmt: skip
+    wide = triton.next_power_of_2(head_dim)
+    constants = {
+        "GROUP": 8, "DIM": head_dim, "SUBSPACES": NUM_SUBSPACES, "CENTROIDS": NUM_CENTROIDS,
+        "SEGMENT": SEGMENT_KEYS, "BLOCK_M": ROWS, "BLOCK_N": KEYS, "BLOCK_D": wide,
+    }  # fmt: skip
+    for kernel, own in ((score_keys, constants), (list_slots, {"BLOCK_SIZE": 16, "BLOCK": SLOTS})):
+        needed = {name: kind for name, kind in pointers.items() if name in kernel.arg_names}
+        compile_kernel(kernel, needed, own, num_warps=4)
+
+
 def main() -> None:
     bf16, fp32, fp8 = NAMES
     compile_norms()
@@ -116,6 +136,9 @@ def main() -> None:
     compile_attention(bf16, bf16, 256)
     compile_attention(bf16, fp8, 128)
     compile_attention(fp32, fp32, 64, extras=True)
+    compile_attention(bf16, bf16, 128, block_size=1)
+    compile_retrieval(bf16, 128)
+    compile_retrieval(fp32, 80)
 
 
 if __name__ == "__main__":

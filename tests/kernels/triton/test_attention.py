@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from kernels import reference
-from kernels.contracts import KeyCodes
 from kernels.triton.attention.launches import (
     AttentionTiles,
     attend,
@@ -20,7 +18,6 @@ from kernels.triton.attention.launches import (
     plan_attention,
 )
 from tests.kernels.cases import AttentionCase, Heads, attention_case
-from tests.kernels.retrieval_cases import coded
 from tests.pairwise import cover_values
 
 TOLERANCE = {
@@ -240,24 +237,6 @@ def test_the_interface_of_all_ops(device: torch.device) -> None:
     result = paged_attention(*arguments, scale=0.2, sliding_window=20)
     assert result.is_contiguous()
     torch.testing.assert_close(result, wanted, **TOLERANCE[torch.float32])
-
-
-def test_rows_that_retrieve_are_left_to_the_reference(device: torch.device) -> None:
-    plain = attention_case([1200, 8], [1, 1], heads=Heads(4, 2, 32), block_size=16)
-    case, codes = coded(plain, {0: (1100, 20)})
-    retrieval = case.meta.retrieval
-    assert retrieval is not None
-    moved = replace(
-        case.meta,
-        retrieval=retrieval._make(
-            each.to(device) if isinstance(each, Tensor) else each for each in retrieval
-        ),
-    )
-    case = place(case._replace(meta=moved), device)
-    codes = KeyCodes(codes.centroids.to(device), codes.codes.to(device))
-    arguments = (case.q, case.k_cache, case.v_cache, case.meta)
-    wanted = reference.paged_attention(*arguments, scale=0.2, codes=codes)
-    assert torch.equal(paged_attention(*arguments, scale=0.2, codes=codes), wanted)
 
 
 @pytest.mark.parametrize("lens", [[], [20, 7]])

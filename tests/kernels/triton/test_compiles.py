@@ -18,6 +18,8 @@ ATTENTION = {
     "attend_short",
     "attend_long",
     "combine_splits",
+    "score_keys",
+    "list_slots",
 }
 ROUTED = {
     "route_block",

@@ -15,8 +15,9 @@ from tests.kernels.triton.test_compiles import ATTENTION, LINEAR, M2N, ROUTED
 
 NUMBERS = {
     "R", "T", "num_pairs", "num_tiles", "num_rows", "num_seqs", "num_histories", "bucket",
+    "table_head", "first_seq", "num_best", "scores_row", "segments_row", "lists_row",
 }  # fmt: skip
-POINTERS = {"num_rows_ptr", "slots"}
+POINTERS = {"num_rows_ptr", "slots", "seqs", "segments", "coded_end", "budgets"}
 
 
 def find_kernels() -> dict[str, Any]:

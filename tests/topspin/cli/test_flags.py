@@ -276,10 +276,6 @@ def test_a_model_is_named_as_users_name_it(
             "--kv-retrieval-tokens 512 --deterministic",
             "kv_cache.retrieval (--kv-retrieval-tokens): attention 0 has the kernels deterministic",
         ),
-        (
-            "--kv-retrieval-tokens 512 --attention-device cuda",
-            "kv_cache.retrieval (--kv-retrieval-tokens): attention 0 has the kernels triton",
-        ),
         ("--kv-spill-dir /tmp", "argument --kv-spill-dir: '/tmp' is not DIR:SIZE"),
         ("--kv-spill-dir /tmp:much", "argument --kv-spill-dir: 'much' is not a size"),
         (

@@ -1,0 +1,1 @@
+"""Selection of keys by their product-quantised codes."""

@@ -1,0 +1,103 @@
+"""Search of coded keys, and the lists of cache slots to attend to: what `launches` calls.
+
+A key's score is the product with the key that its codes stand for, which a program puts together
+from centroids: by a table of products per query head it would be looked up once for each of them,
+here once for all heads that share the key, and tensor cores add the parts.
+Numbers about the batch are read from device memory; arguments that differ from batch to batch are
+not specialised. Letters as in `kernels.contracts`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.triton.runtime import dot
+
+
+@triton.jit(
+    do_not_specialize=["first_seq", "segments_row", "scores_row"],
+    do_not_specialize_on_alignment=["seqs", "segments", "coded_end"],
+)
+def score_keys(
+    q: tl.tensor, centroids: tl.tensor, codes: tl.tensor, query_start: tl.tensor, seqs: tl.tensor,
+    segments: tl.tensor, coded_end: tl.tensor, scores: tl.tensor,
+    first_seq: tl.tensor, num_sinks: tl.tensor, q_row: tl.tensor, q_head: tl.tensor,
+    segments_row: tl.tensor, scores_row: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, SUBSPACES: tl.constexpr, CENTROIDS: tl.constexpr,
+    SEGMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write the scores f32[grid's R, G, scores_row] of all keys, -inf for keys not searched.
+
+    Grid (G, R, scores_row / BLOCK_N), sequences `first_seq` .. of the retrieval. A score is the
+    greatest over the rows and the heads that share the key.
+    """
+    kv_head, seq = tl.program_id(0), tl.program_id(1) + first_seq
+    first = tl.program_id(2) * BLOCK_N
+    keys = first + tl.arange(0, BLOCK_N)
+    end = tl.load(coded_end + seq)
+    best = tl.full([BLOCK_N], -3e38, dtype=tl.float32)
+    if (first < end) & (first + BLOCK_N > num_sinks):
+        segment = tl.load(segments + seq.to(tl.int64) * segments_row + first // SEGMENT)
+        owner = segment.to(tl.int64) * tl.num_programs(0) + kv_head
+        width: tl.constexpr = DIM // SUBSPACES
+        column = tl.arange(0, BLOCK_D)
+        part = (column // width)[None, :]
+        # Codes behind the last key may be anything.
+        inside = (keys < end)[:, None] & (column < DIM)[None, :]
+        place = owner * SUBSPACES * SEGMENT + part * SEGMENT + (keys % SEGMENT)[:, None]
+        code = tl.load(codes + place, mask=inside, other=0).to(tl.int32)
+        place = (part * CENTROIDS + code) * width + (column % width)[None, :]
+        decoded = tl.load(
+            centroids + owner * SUBSPACES * CENTROIDS * width + place, mask=inside, other=0.0
+        )
+        number = tl.load(seqs + seq)
+        start = tl.load(query_start + number)
+        num_pairs = (tl.load(query_start + number + 1) - start) * GROUP
+        for first_row in range(0, num_pairs, BLOCK_M):
+            row = first_row + tl.arange(0, BLOCK_M)
+            head = kv_head * GROUP + row % GROUP
+            source = (start + row // GROUP).to(tl.int64)[:, None] * q_row + head[:, None] * q_head
+            is_row = (row < num_pairs)[:, None]
+            tile = tl.load(
+                q + source + column[None, :], mask=is_row & (column < DIM)[None, :], other=0.0
+            )
+            zero = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+            products = dot(tile, tl.trans(decoded.to(tile.dtype)), zero)
+            # Never below keys that are not searched, whatever the rows hold.
+            products = tl.where(is_row & (products > -3e38), products, -3e38)
+            best = tl.maximum(best, tl.max(products, axis=0))
+    best = tl.where((keys >= num_sinks) & (keys < end), best, float("-inf"))
+    to = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + kv_head
+    tl.store(scores + to * scores_row + keys, best)
+
+
+@triton.jit(
+    do_not_specialize=["first_seq", "num_best", "table_row", "lists_row"],
+    do_not_specialize_on_alignment=["seqs", "coded_end", "budgets"],
+)
+def list_slots(
+    best: tl.tensor, seqs: tl.tensor, coded_end: tl.tensor, budgets: tl.tensor,
+    context_lens: tl.tensor, block_tables: tl.tensor, lists: tl.tensor,
+    first_seq: tl.tensor, num_best: tl.tensor, num_sinks: tl.tensor, table_row: tl.tensor,
+    lists_row: tl.tensor, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write to lists i32[S, G, lists_row] the slots of the keys that a sequence's heads attend to.
+
+    Grid (G, R, lists_row / BLOCK). They are those of the sinks, of the first ones of `best`
+    i64[grid's R, G, num_best], and of all keys from coded_end on, the new rows' last.
+    """
+    kv_head, seq = tl.program_id(0), tl.program_id(1) + first_seq
+    entry = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(seqs + seq).to(tl.int64)
+    end = tl.load(coded_end + seq)
+    count = tl.minimum(tl.load(budgets + seq), end - num_sinks)
+    rank = entry - num_sinks
+    own = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + kv_head
+    is_best = (rank >= 0) & (rank < count)
+    found = tl.load(best + own * num_best + rank, mask=is_best, other=0).to(tl.int32)
+    key = tl.where(rank < 0, entry, tl.where(is_best, found, end + rank - count))
+    inside = (entry < lists_row) & (key < tl.load(context_lens + number))
+    block = tl.load(block_tables + number * table_row + key // BLOCK_SIZE, mask=inside, other=0)
+    to = lists + (number * tl.num_programs(0) + kv_head) * lists_row + entry
+    tl.store(to, block * BLOCK_SIZE + key % BLOCK_SIZE, mask=inside)
