@@ -108,6 +108,7 @@ def make_policy(
     formation: Formation | None = None,
     draft_tokens: DraftTokens | None = None,
     controller: Controller | None = None,
+    num_frames: int | None = None,
 ) -> Policy:
     """Return a policy over nodes of `num_blocks` blocks (each, or by node), on separate cores."""
     if isinstance(num_blocks, int):
@@ -116,6 +117,7 @@ def make_policy(
         config,
         formation=formation or Formation(TABLE),
         num_blocks=num_blocks,
+        num_frames=None if num_frames is None else [num_frames] * len(num_blocks),
         vocab_size=VOCAB_SIZE,
         shares_cores=False,
         cost=CostModel(),
@@ -189,6 +191,7 @@ class Engine:
         config: EnginePlan,
         *,
         num_blocks: int | Sequence[int] = 32,
+        num_frames: int | None = None,
         fails: Callable[[int], bool] = lambda seq_id: False,
         draft_tokens: DraftTokens | None = None,
         offers: Callable[[int], int] = lambda at_most: at_most,
@@ -199,7 +202,9 @@ class Engine:
         """`step_s`: how long a decode step of so many rows takes before it is answered."""
         self.config = config
         self.formation = Formation(TABLE)
-        self.policy = make_policy(config, num_blocks, self.formation, draft_tokens, controller)
+        self.policy = make_policy(
+            config, num_blocks, self.formation, draft_tokens, controller, num_frames
+        )
         self.clients: dict[str, Received] = {}
         self.now = 0.0
         self._tenants: dict[int, str] = {}
