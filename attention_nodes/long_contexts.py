@@ -19,8 +19,6 @@ from attention_nodes.sequences import IntArray, SequenceTable
 from attention_nodes.spill_file import SpillFile, record_bytes
 from attention_nodes.step_inputs import Slices
 from kernels.contracts import KeyCodes
-from kernels.cpu.compiled.attention import HeadShape
-from kernels.cpu.compiled.retrieval import HEAD_DIMS
 from kernels.dispatch import Ops
 from kernels.runtime import Runtime
 from models.config import ModelConfig
@@ -42,6 +40,10 @@ def spilled_blocks(config: NodeConfig, block_bytes: int) -> int | None:
 
 def _check_spilled(model: ModelConfig) -> None:
     """Raise ConfigError for a model whose keys must all be in memory."""
+    # Nodes on GPUs may lack numba.
+    from kernels.cpu.compiled.attention import HeadShape
+    from kernels.cpu.compiled.retrieval import HEAD_DIMS
+
     windows = [layer.sliding_window for layer in model.layers if layer.sliding_window is not None]
     if windows:
         raise ConfigError(

@@ -17,6 +17,7 @@ from kernels.contracts import SEGMENT_KEYS
 from tests.checkpoints import make_checkpoint
 from tests.engine import engine_config
 from topspin.errors import ConfigError
+from topspin.retrieval import SpillSpec
 
 BLOCK_SIZE = 16
 # Two layers of 2 key/value heads of 32 numbers in fp32.
@@ -96,3 +97,28 @@ def test_a_cache_without_room_for_codes_is_refused(checkpoint: Path) -> None:
         " of codes for --kv-retrieval-tokens; at least 2 are needed, and 16 for one sequence of",
     ):
         assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "reason"),
+    [
+        ("qwen2_moe", {"sliding_window": 40}, "a window of 40 tokens"),
+        ("llama", {"head_dim": 48}, "query heads of 48 numbers to a key"),
+    ],
+)
+def test_models_whose_keys_must_be_in_memory_spill_nothing(
+    tmp_path: Path, variant: str, fields: dict[str, Any], reason: str
+) -> None:
+    path = make_checkpoint(tmp_path / "model", variant, **fields)
+    spill = SpillSpec(directory=str(tmp_path), size_bytes=2**25)
+    with pytest.raises(ConfigError, match=f"--kv-spill-dir: .*{reason}"):
+        load(path, kv_spill=spill)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 100_000])
+def test_a_file_smaller_than_the_memory_is_refused(
+    checkpoint: Path, tmp_path: Path, size_bytes: int
+) -> None:
+    spill = SpillSpec(directory=str(tmp_path), size_bytes=size_bytes)
+    with pytest.raises(ConfigError, match=r"--kv-spill-dir: .* has room for \d+ blocks"):
+        load(checkpoint, kv_spill=spill)

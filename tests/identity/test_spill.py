@@ -50,6 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(path, "qwen3_moe", max_position_embeddings=8192)
 
 
+@pytest.mark.slow
 def test_sixteen_requests_of_several_times_the_memory(path: Path, tmp_path: Path) -> None:
     prompts = prompts_of(tuple(LENGTH + 37 * idx for idx in range(16)))
     with Engine(config_of(path, 80_000, None)) as engine:
@@ -137,24 +138,6 @@ def test_a_prompt_that_fills_the_memory_holds_up_nobody(path: Path, tmp_path: Pa
         ids.append(engine.add(prompt[:20], max_tokens=3))
         engine.collect()
         assert [engine.requests[each].failed for each in ids] == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("variant", "fields", "reason"),
-    [
-        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 40}, "a window of 40 tokens"),
-        ("llama", {"head_dim": 48}, "query heads of 48 numbers to a key"),
-    ],
-)
-def test_models_whose_keys_must_be_in_memory_are_refused(
-    tmp_path: Path, variant: str, fields: dict[str, Any], reason: str
-) -> None:
-    path = make_checkpoint(tmp_path / "model", variant, max_position_embeddings=8192, **fields)
-    with (
-        pytest.raises(BaseException, match=f"--kv-spill-dir: .*{reason}"),
-        Engine(config_of(path, 6_000, tmp_path)),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("fails", ["load", "save"])

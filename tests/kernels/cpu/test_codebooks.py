@@ -117,6 +117,7 @@ def test_what_the_kernel_does_not_know() -> None:
     assert not can_code(cache.transpose(0, 1))
 
 
+@pytest.mark.slow
 def test_processors_without_wide_vectors() -> None:
     program = (
         "import torch; from tests.kernels.cpu.test_codebooks import *\n"

@@ -203,6 +203,7 @@ def test_what_the_kernel_does_not_know() -> None:
     assert not can_attend(q[..., :63], cache[..., :63], tables, q[..., :63])
 
 
+@pytest.mark.slow
 def test_processors_without_bf16_instructions() -> None:
     """The same checks with the portable dot product, in a separate process."""
     program = (

@@ -301,6 +301,7 @@ def test_deterministic_kernels_refuse() -> None:
     deterministic.paged_attention(*arguments, scale=SCALE)
 
 
+@pytest.mark.slow
 def test_processors_without_wide_vectors() -> None:
     """The same checks with the portable operations, in a separate process."""
     program = (
