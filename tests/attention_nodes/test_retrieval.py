@@ -102,7 +102,7 @@ def test_a_cache_without_room_for_codes_is_refused(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("variant", "fields", "reason"),
     [
-        ("qwen2_moe", {"sliding_window": 40}, "a window of 40 tokens"),
+        ("qwen2_moe_sparse_step", {"sliding_window": 40}, "a window of 40 tokens"),
         ("llama", {"head_dim": 48}, "query heads of 48 numbers to a key"),
     ],
 )
