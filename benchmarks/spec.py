@@ -4,7 +4,8 @@ Starts `topspin serve` three times a round: with speculation off, with --config 
 false` (forced), and with `"adaptive": true`. Each server is stopped before the next is started, so
 that they never share the cores, and answers six kinds of prompts greedily at each concurrency.
 Ratios are those of a round's pairs. All servers get the same prompts, and their answers are
-compared. Flags that it does not know go to `topspin serve`. Run as
+compared. Flags that it does not know go to `topspin serve`; with --draft-nodes a fourth server
+drafts as the forced one does, but between its own steps (serial). Run as
 
     topspin bench spec [MODEL] [--config JSON]
 
@@ -46,7 +47,7 @@ from models.tokenizer import Tokenizer
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 from topspin.speculation import parse_speculation
 
-OFF, FORCED, ADAPTIVE = "off", "forced", "adaptive"
+OFF, FORCED, ADAPTIVE, SERIAL = "off", "forced", "adaptive", "serial"
 NAME = "model"
 # Flags of `topspin serve` that the benchmark sets.
 _OWNED = ("--speculative-config", "--port", "--host", "--served-model-name")
@@ -87,6 +88,7 @@ class Plan:
                 shown = name.replace("_", "-")
                 raise ConfigError(f"--{shown} is {getattr(args, name)}; it must be above 0")
         config = parse_speculation(args.config)
+        forced = str(msgspec.structs.replace(config, adaptive=False))
         path = resolve_model(args.model)
         return cls(
             model=args.model,
@@ -94,8 +96,9 @@ class Plan:
             flags=tuple(flags),
             servers={
                 OFF: "off",
-                FORCED: str(msgspec.structs.replace(config, adaptive=False)),
+                FORCED: forced,
                 ADAPTIVE: str(msgspec.structs.replace(config, adaptive=True)),
+                **({SERIAL: forced} if _without_draft_nodes(flags) != flags else {}),
             },
             concurrencies=tuple(
                 int(at) for at in numbers("--concurrencies", args.concurrencies, whole=True)
@@ -112,13 +115,25 @@ class Plan:
 
     def command(self, server: str, port: int) -> str:
         """Return the command that starts a server of `servers` at `port`."""
+        flags = _without_draft_nodes(self.flags) if server == SERIAL else self.flags
         return shlex.join(
             [
                 *(sys.executable, "-m", "topspin", "serve", str(self.path), "--port", str(port)),
                 *("--served-model-name", NAME, "--speculative-config", self.servers[server]),
-                *self.flags,
+                *flags,
             ]
         )
+
+
+def _without_draft_nodes(flags: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    words = iter(flags)
+    for word in words:
+        if word == "--draft-nodes":
+            next(words, None)
+        elif not word.startswith("--draft-nodes="):
+            kept.append(word)
+    return kept
 
 
 def _parser() -> argparse.ArgumentParser:

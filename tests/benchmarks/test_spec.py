@@ -228,6 +228,17 @@ def test_the_servers_differ_in_their_speculation_only(checkpoint: Path) -> None:
     assert json.loads(plan.servers["adaptive"]) == {"method": "ngram", "num_speculative_tokens": 3}
 
 
+@pytest.mark.parametrize("flags", [["--draft-nodes", "1"], ["--draft-nodes=1"]])
+def test_with_draft_nodes_a_server_drafts_serially(checkpoint: Path, flags: list[str]) -> None:
+    config = '{"method": "draft_model", "model": "self-int4"}'
+    plan = spec.Plan.of([str(checkpoint), "--config", config, *flags, "--expert-nodes", "2"])
+    assert list(plan.servers) == ["off", "forced", "adaptive", "serial"]
+    assert plan.servers["serial"] == plan.servers["forced"]
+    assert plan.command("serial", 1).endswith(" --expert-nodes 2")
+    assert "--draft-nodes" not in plan.command("serial", 1)
+    assert "--draft-nodes" in plan.command("forced", 1)
+
+
 def _rounds(monkeypatch: pytest.MonkeyPatch, *accepted: int | BaseException) -> None:
     """Let the servers' turns end at once: a round's accepted tokens, or what ends it."""
     counts = iter(accepted)
