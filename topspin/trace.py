@@ -54,6 +54,18 @@ class Kind(enum.IntEnum):
     CODED = 20  # attention: keys that the step has committed are coded
 
 
+WHOLE_STEPS = frozenset(
+    {
+        Kind.FETCHED,
+        Kind.STEP_BEGAN,
+        Kind.RALLIED,
+        Kind.CODED,
+        Kind.STEP_ENDED,
+        Kind.DRAFTED,
+        Kind.OFFERED,
+    }
+)
+"""Events of a step, which are of no layer and no micro-batch."""
 WAITS = frozenset({Kind.PLAN_RECEIVED, Kind.ARRIVED, Kind.GATHERED, Kind.VERDICTS_RECEIVED})
 
 

@@ -11,19 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from topspin.cli.trace.report import Lane
-from topspin.trace import WAITS, Kind
+from topspin.trace import WAITS, WHOLE_STEPS, Kind
 
 _WAIT_THREAD = 100
 _STEP_THREAD = 101
-_STEP_KINDS = {
-    Kind.FETCHED,
-    Kind.STEP_BEGAN,
-    Kind.RALLIED,
-    Kind.CODED,
-    Kind.STEP_ENDED,
-    Kind.DRAFTED,
-    Kind.OFFERED,
-}
 
 Event = dict[str, Any]
 
@@ -58,7 +49,7 @@ def chrome_trace(lanes: Sequence[Lane]) -> dict[str, Any]:
 def _thread_of(kind: Kind, micro_batch: int) -> int:
     if kind in WAITS:
         return _WAIT_THREAD
-    return _STEP_THREAD if kind in _STEP_KINDS else micro_batch
+    return _STEP_THREAD if kind in WHOLE_STEPS else micro_batch
 
 
 def _thread_name(tid: int) -> str:

@@ -11,20 +11,11 @@ from pathlib import Path
 
 from topspin.cli.trace.report import Lane, Span
 from topspin.errors import ConfigError
-from topspin.trace import Kind
+from topspin.trace import WHOLE_STEPS, Kind
 
 # Okabe and Ito's palette: told apart without red and green.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 _OTHER_COLOUR = "#B0B0B0"
-_OTHER = {
-    Kind.FETCHED,
-    Kind.STEP_BEGAN,
-    Kind.RALLIED,
-    Kind.CODED,
-    Kind.STEP_ENDED,
-    Kind.DRAFTED,
-    Kind.OFFERED,
-}
 _LAYERS_SHOWN = 6
 
 
@@ -51,7 +42,7 @@ def draw_gantt(
         for span in spans:
             if span.is_wait or span.start_ns == span.end_ns:
                 continue
-            if span.kind not in _OTHER:
+            if span.kind not in WHOLE_STEPS:
                 used.add(span.micro_batch)
             axes.broken_barh(
                 [((span.start_ns - start_ns) / 1e6, (span.end_ns - span.start_ns) / 1e6)],
@@ -72,7 +63,7 @@ def draw_gantt(
 
 
 def _colour(span: Span) -> str:
-    return _OTHER_COLOUR if span.kind in _OTHER else COLOURS[span.micro_batch % len(COLOURS)]
+    return _OTHER_COLOUR if span.kind in WHOLE_STEPS else COLOURS[span.micro_batch % len(COLOURS)]
 
 
 def gantt_window(lanes: Sequence[Lane], *, num_layers: int = _LAYERS_SHOWN) -> tuple[int, int]:
