@@ -30,9 +30,10 @@ from benchmarks.load.sweep import numbers
 from benchmarks.local_model import BLOCK_SIZE, LocalModel
 from benchmarks.retrieval_layout import retrieval as lay_out
 from benchmarks.retrieval_tasks import DENSE
+from benchmarks.server_arguments import check_positive, server_parser
 from kernels.contracts import SEGMENT_KEYS
 from models.config import load_model_config
-from models.hub import DEFAULT_MODEL, resolve_model
+from models.hub import resolve_model
 from models.tokenizer import Tokenizer
 from topspin.errors import ConfigError
 from topspin.retrieval import MIN_TOKENS
@@ -66,10 +67,7 @@ class Plan:
         for flag in flags:
             if flag.partition("=")[0] in _OWNED:
                 raise ConfigError(f"{flag}: the benchmark sets it itself")
-        for name in ("tokens", "texts", "questions", "steps", "rounds", "start_timeout"):
-            if not getattr(args, name) > 0:
-                shown = name.replace("_", "-")
-                raise ConfigError(f"--{shown} is {getattr(args, name)}; it must be above 0")
+        check_positive(args, ("tokens", "texts", "questions", "steps", "rounds", "start_timeout"))
         if args.questions > retrieval_tasks.MOST_QUESTIONS:
             raise ConfigError(
                 f"--questions {args.questions}: a text has facts for "
@@ -120,18 +118,8 @@ def _read(file: Path | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="topspin bench retrieval",
-        description="Measures attention to retrieved keys: quality, tasks, speed.",
-        epilog="All other flags go to topspin serve.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT_MODEL,
-        metavar="MODEL",
-        help="name it first if flags of topspin serve follow (%(default)s)",
+    parser = server_parser(
+        "retrieval", "Measures attention to retrieved keys: quality, tasks, speed."
     )
     parser.add_argument("--parts", default=",".join(PARTS), metavar="P,P", help="(%(default)s)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="(this repository's texts)")
@@ -161,15 +149,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=64, help="timed (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of timed prompts (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S")
-    parser.add_argument(
-        "--result-dir",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="of retrieval.json, retrieval.png and the servers' logs (the current)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
     return parser
 
 

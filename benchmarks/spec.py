@@ -38,11 +38,12 @@ from benchmarks.load.started_server import StartedServer, ended_by_signals
 from benchmarks.load.sweep import numbers
 from benchmarks.load.view import Progress
 from benchmarks.peers import free_port
+from benchmarks.server_arguments import check_positive, server_parser
 from benchmarks.spec_figures import Drafts, Phase, check_accepted, read_drafts, summarise
 from benchmarks.spec_prompts import KINDS, PROMPTS_PER_KIND, backend_of, requests_of
 from benchmarks.table_layouts import SPEC_HEADINGS, spec_rows
 from models.chat_template import ChatTemplate
-from models.hub import DEFAULT_MODEL, resolve_model
+from models.hub import resolve_model
 from models.tokenizer import Tokenizer
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
 from topspin.speculation import parse_speculation
@@ -83,10 +84,7 @@ class Plan:
         for flag in flags:
             if flag.partition("=")[0] in _OWNED:
                 raise ConfigError(f"{flag}: the benchmark sets it itself; see --config")
-        for name in ("rounds", "output_len", "start_timeout"):
-            if not getattr(args, name) > 0:
-                shown = name.replace("_", "-")
-                raise ConfigError(f"--{shown} is {getattr(args, name)}; it must be above 0")
+        check_positive(args, ("rounds", "output_len", "start_timeout"))
         config = parse_speculation(args.config)
         forced = str(msgspec.structs.replace(config, adaptive=False))
         path = resolve_model(args.model)
@@ -137,18 +135,8 @@ def _without_draft_nodes(flags: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="topspin bench spec",
-        description="Measures speculative decoding: off, forced and adaptive servers in turn.",
-        epilog="All other flags go to topspin serve.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT_MODEL,
-        metavar="MODEL",
-        help="name it first if flags of topspin serve follow (%(default)s)",
+    parser = server_parser(
+        "spec", "Measures speculative decoding: off, forced and adaptive servers in turn."
     )
     parser.add_argument(
         "--config",
@@ -164,15 +152,6 @@ def _parser() -> argparse.ArgumentParser:
         "--output-len", type=int, default=128, metavar="N", help="most tokens (%(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of random ids (%(default)s)")
-    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S")
-    parser.add_argument(
-        "--result-dir",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="of spec.json, spec.png and the servers' logs (the current)",
-    )
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
     return parser
 
 
