@@ -158,9 +158,9 @@ class LongContexts:
         """
         if self._residency is not None:
             failed = {**failed, **self._residency.failures()}
-        rows = self._table.rows_of(np.array(list(failed), dtype=np.int64))
+        skipped = self._table.rows_of(np.array(list(failed), dtype=np.int64))
         for each in micro_batches:
-            self.index.follow(np.setdiff1d(each.rows, rows) if failed else each.rows)
+            self.index.follow(np.setdiff1d(each.rows, skipped) if failed else each.rows)
         return failed
 
     def slots(self, slots: IntArray) -> IntArray:

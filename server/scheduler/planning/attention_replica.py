@@ -128,17 +128,15 @@ class AttentionReplica:
         """Return the most blocks that a sequence can have: they must all fit in memory at once."""
         return self.pool.num_blocks if self._frames is None else self._frames.num_frames
 
-    def _frames_left(self) -> int:
-        """Return how many more blocks may be in memory."""
-        if self._frames is None:
-            return self.pool.num_blocks
-        return self._frames.left((*self.prefilling.values(), *self.decoding.values()))
+    def _frames_left(self, frames: FrameBudget) -> int:
+        return frames.left((*self.prefilling.values(), *self.decoding.values()))
 
     def _can_grow(self, seq: Sequence) -> bool:
         """Say whether there is a block for `seq`, and a place in memory if it needs one."""
         if not self.pool.num_available:
             return False
-        return self._frames is None or self._frames_left() >= self._frames.growth(seq)
+        frames = self._frames
+        return frames is None or self._frames_left(frames) >= frames.growth(seq)
 
     @property
     def num_running(self) -> int:
@@ -274,7 +272,7 @@ class AttentionReplica:
             return False
         known_blocks = min(-(-(len(request.tokens) + 1) // self._block_size), request.max_blocks)
         frames = self._frames
-        if frames is not None and frames.need_of(request, known_blocks) > self._frames_left():
+        if frames is not None and frames.need_of(request, known_blocks) > self._frames_left(frames):
             return False
         wanted = known_blocks - len(hits)
         available = pool.num_available - pool.count_idle(hits)
