@@ -59,6 +59,7 @@ class ChatTemplate:
         environment = _environment()
         self._special_tokens = dict(special_tokens)
         self._templates: dict[str, jinja2.Template] = {}
+        self._sources = tuple(sources.values())
         self._words: set[object] = set()
         for name, text in sources.items():
             try:
@@ -86,12 +87,26 @@ class ChatTemplate:
             return None
         return cls(sources, special_tokens=read_special_tokens(path), source=str(path))
 
+    @classmethod
+    def from_file(cls, checkpoint: Path, file: str) -> ChatTemplate:
+        """Return the template in a Jinja file, with the checkpoint's special tokens.
+
+        Raises ConfigError if it cannot be read.
+        """
+        text = _read(Path(file).expanduser())
+        special = read_special_tokens(checkpoint)
+        return cls({"default": text}, special_tokens=special, source=file)
+
     def mentions(self, word: str) -> bool:
         """Return whether the code of a template has `word` as a name, a key or a string.
 
         A template that does not mention a role or a member of messages cannot use it.
         """
         return word in self._words
+
+    def has_text(self, text: str) -> bool:
+        """Return whether the source of a template has `text`, such as a marker that it writes."""
+        return any(text in source for source in self._sources)
 
     def render(
         self,

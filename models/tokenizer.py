@@ -9,7 +9,7 @@ shared by threads; a detokenizer belongs to one stream.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -199,10 +199,19 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, prompt_ids: Sequence[int], skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        *,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool,
+        shown_tokens: Collection[str] = (),
     ) -> None:
-        """Start after `prompt_ids`, which are context only and never returned."""
+        """Start after `prompt_ids`, which are context only and never returned.
+
+        The special tokens `shown_tokens` are not skipped.
+        """
         skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        skipped -= {tokenizer.token_id(token) for token in shown_tokens}
         self._stream: _TextStream = (
             _ByteStream(tokenizer, prompt_ids, skipped)
             if tokenizer.is_byte_level

@@ -535,6 +535,35 @@ class GatewaySection(Section, frozen=True, kw_only=True):
             flag="--generation-config auto|none|DIR",
         ),
     ] = "auto"
+    chat_template: Annotated[
+        str | None,
+        Setting(
+            "a Jinja file in place of the checkpoint's chat template",
+            flag="--chat-template FILE",
+        ),
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool,
+        Setting(
+            "whether the model may decide to call a tool that a request offers",
+            flag="--enable-auto-tool-choice",
+        ),
+    ] = True
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "mistral", "llama3_json"],
+        Setting(
+            "the format in which the model calls tools; auto: that of its chat template",
+            flag="--tool-call-parser",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "deepseek_r1", "qwen3"],
+        Setting(
+            "the format in which the model marks its reasoning (both names: <think>); auto: that "
+            "of its chat template",
+            flag="--reasoning-parser",
+        ),
+    ] = "auto"
     allowed_origins: Annotated[
         tuple[str, ...],
         Setting(

@@ -28,6 +28,7 @@ from server.gateway.operations.health import ProgressWatch
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.operations.tracing import trace_route
 from server.gateway.requests.params import ServedModel
+from server.gateway.requests.tools import MessageFormats
 from topspin import __version__
 from topspin.errors import EngineError, InvalidRequest, TopspinError
 
@@ -42,15 +43,22 @@ def create_app(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     progress_deadline_s: float,
+    formats: MessageFormats,
     allowed_origins: Sequence[str] = (),
 ) -> FastAPI:
     """Return the application. The caller runs `engine.run()` concurrently.
 
-    Pages of `allowed_origins` (`*`: all) may call it from a browser (CORS).
+    `formats`: what can be read in the model's text. Pages of `allowed_origins` (`*`: all) may call
+    it from a browser (CORS).
     """
     metrics = GatewayMetrics(model.names[0])
     handler = GenerationHandler(
-        engine=engine, model=model, tokenizer=tokenizer, template=template, metrics=metrics
+        engine=engine,
+        model=model,
+        tokenizer=tokenizer,
+        template=template,
+        metrics=metrics,
+        formats=formats,
     )
     return FastAPI(
         title="Topspin",

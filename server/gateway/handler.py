@@ -20,20 +20,16 @@ from models.chat_template import ChatTemplate
 from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.answers.generation import ChoiceText, Delta
 from server.gateway.answers.prompts import Prompt
-from server.gateway.answers.replies import (
-    DONE_EVENT,
-    ChatReplies,
-    Choice,
-    CompletionReplies,
-    Replies,
-    ReplyHead,
-    error_event,
-)
+from server.gateway.answers.replies.base import Choice, Replies, ReplyHead
+from server.gateway.answers.replies.chat import ChatReplies
+from server.gateway.answers.replies.completions import CompletionReplies
 from server.gateway.answers.run import Run
 from server.gateway.answers.streaming import EventStream
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.http.body import read_json_body
 from server.gateway.operations.metrics import GatewayMetrics
+from server.gateway.parsing.message import Message, MessageOptions
+from server.gateway.parsing.reasoning import begins_inside
 from server.gateway.requests.params import (
     RequestParams,
     ServedModel,
@@ -50,6 +46,7 @@ from server.gateway.requests.prompts import (
     reasoning_variables,
 )
 from server.gateway.requests.schema import decode_chat, decode_completion
+from server.gateway.requests.tools import MessageFormats, tool_use
 from topspin.errors import InvalidRequest
 from topspin.messages import AddRequest, pack_ints
 
@@ -64,20 +61,23 @@ IGNORED_HEADER = "x-topspin-ignored"
 class Prepared(NamedTuple):
     """A checked request: its parameters, its prompts, and the field that held them.
 
-    `ignored` names the fields that were given and have no effect.
+    `ignored` names the fields that were given and have no effect. `message`: how the answers'
+    text is read; None: it is shown as it is.
     """
 
     params: RequestParams
     prompts: list[Prompt]
     prompt_field: str
     ignored: Sequence[str]
+    message: MessageOptions | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationHandler:
     """Serves both generation endpoints of one gateway.
 
-    `template` None: the checkpoint has no chat template, and chat is refused.
+    `template` None: the checkpoint has no chat template, and chat is refused. `formats` is what can
+    be read in the model's text.
     """
 
     engine: EngineClient
@@ -85,6 +85,7 @@ class GenerationHandler:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     metrics: GatewayMetrics
+    formats: MessageFormats
     threads: PreparationThreads = field(default_factory=PreparationThreads)
 
     async def chat(self, request: Request) -> Response:
@@ -104,16 +105,29 @@ class GenerationHandler:
             raise InvalidRequest(
                 "the model has no chat template; use /v1/completions", param="messages"
             )
+        formats = self.formats
+        tools = tool_use(body, template=self.template, formats=formats)
         prompt = chat_prompt(
             body,
             messages,
             template=self.template,
             tokenizer=self.tokenizer,
             check_fewest=self._check_fewest(params, param="messages"),
+            tools=tools.for_template(),
+            call_id_chars=formats.calls.id_chars if formats.calls else None,
         )
         if body.reasoning_effort and not reasoning_variables(body, self.template):
             ignored = ("reasoning_effort", *ignored)
-        return Prepared(params, [Prompt(ids=prompt)], "messages", ignored)
+        options = MessageOptions(
+            calls=formats.calls if tools.may_call else None,
+            tool_names=tools.names,
+            only_one_call=tools.only_one,
+            is_named=tools.is_named,
+            reasons=formats.reasons,
+            is_inside_reasoning=formats.reasons and begins_inside(prompt.text),
+            shows_reasoning=body.include_reasoning is not False,
+        )
+        return Prepared(params, [Prompt(ids=prompt.ids)], "messages", ignored, options)
 
     def _prepare_completion(self, data: bytes) -> Prepared:
         body, ignored = decode_completion(data)
@@ -202,8 +216,10 @@ class GenerationHandler:
                     # Without output nothing completes a character that the prompt begins.
                     prompt_ids=prompt.ids if budget else (),
                     skip_special_tokens=params.text.skip_special_tokens,
+                    shown_tokens=prepared.message.markers if prepared.message else (),
                 )
-                text = ChoiceText(params.text, detokenizer)
+                message = Message(prepared.message) if prepared.message else None
+                text = ChoiceText(params.text, detokenizer, message)
                 choices.append(Choice(index=index, prompt=prompt, is_first=nth == 0, text=text))
         return Run(
             self.engine.submit(requests),
@@ -250,11 +266,9 @@ class GenerationHandler:
         except ClientGone:
             return
         except Exception as error:
-            yield error_event(error) + DONE_EVENT
+            yield replies.failed(error)
             return
-        if params.include_usage:
-            block += replies.usage_event(run.usage())
-        yield block + DONE_EVENT
+        yield block + replies.end(run.choices, run.usage())
 
     async def _encoded(self, encode: Callable[[], bytes], *, num_logprobs: int) -> bytes:
         """Return encode()'s result, which has so many log-probabilities."""

@@ -30,6 +30,7 @@ from server.gateway.engine_client import EngineClient
 from server.gateway.http.listener import BACKLOG, HttpServer, bind, http_config
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.sampling_defaults import load_sampling_defaults
+from server.gateway.requests.tools import message_formats
 from topspin import __version__
 from topspin.channel import AsyncControlClient
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
@@ -147,11 +148,14 @@ def build_app(config: ServeConfig, engine: EngineClient) -> FastAPI:
         defaults=load_sampling_defaults(path, config.gateway.generation_config),
         retrieval=config.plan.kv_cache.retrieval,
     )
+    file = config.gateway.chat_template
+    template = ChatTemplate.find(path) if file is None else ChatTemplate.from_file(path, file)
     return create_app(
         engine,
         model=model,
         tokenizer=Tokenizer.from_directory(path),
-        template=ChatTemplate.find(path),
+        template=template,
+        formats=message_formats(config.gateway, template),
         progress_deadline_s=config.plan.link.deadline_s + PROGRESS_MARGIN_S,
         allowed_origins=config.gateway.allowed_origins,
     )

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from server.gateway.answers.stop_strings import StopScanner, StopStrings
+from server.gateway.parsing.message import Message
+from server.gateway.parsing.parts import Part
 from topspin.errors import EngineUnavailable, ProtocolError
 from topspin.messages import RequestOutput, TokenLogprobs
 
@@ -34,6 +36,7 @@ class TextOptions:
     min_tokens: int = 0
     include_stop: bool = False
     skip_special_tokens: bool = True
+    stop_token_ids: tuple[int, ...] = ()
     num_logprobs: int | None = None
 
 
@@ -42,7 +45,9 @@ class Delta(NamedTuple):
 
     `is_first` marks the choice's first delta. `token_ids` are the tokens that count, including a
     stop token; `logprobs` are theirs if the client asked for them.
-    `stopped_here`: a stop string ended the choice and the engine does not know it yet.
+    `stopped_here`: a stop string ended the choice and the engine does not know it yet;
+    `stop_reason`: that string, or the stop token that the client named. `parts` are the text as
+    parts of a message, if it is one.
     """
 
     is_first: bool
@@ -51,13 +56,21 @@ class Delta(NamedTuple):
     logprobs: Sequence[TokenLogprobs]
     finish_reason: Literal["stop", "length"] | None
     stopped_here: bool
+    stop_reason: str | int | None
+    parts: Sequence[Part]
 
 
 class ChoiceText:
-    """Turns the outputs of one choice, in order, into deltas; none follow a finish reason."""
+    """Turns the outputs of one choice, in order, into deltas; none follow a finish reason.
 
-    def __init__(self, options: TextOptions, detokenizer: Detokenizer) -> None:
+    `message` None: the text is not a message.
+    """
+
+    def __init__(
+        self, options: TextOptions, detokenizer: Detokenizer, message: Message | None = None
+    ) -> None:
         self._options = options
+        self.message = message
         self._detokenizer = detokenizer
         self._scanner = (
             StopScanner(options.stops, include_stop=options.include_stop)
@@ -104,29 +117,41 @@ class ChoiceText:
             shown.append(scanned.text)
             if scanned.stop is not None:
                 num_tokens = self._num_tokens - output.index
-                return self._delta(output, text="".join(shown), stopped=True, num_tokens=num_tokens)
+                return self._delta(
+                    output, text="".join(shown), stop=scanned.stop, num_tokens=num_tokens
+                )
         if output.finish_reason is None:
             return self._delta(output, text="".join(shown))
         tail = scanner.push(self._detokenizer.flush())
         shown.append(tail.text)
         shown.append(scanner.flush())
-        return self._delta(output, text="".join(shown), stopped=tail.stop is not None)
+        return self._delta(output, text="".join(shown), stop=tail.stop)
 
     def _delta(
         self,
         output: RequestOutput,
         *,
         text: str,
-        stopped: bool = False,
+        stop: str | None = None,
         num_tokens: int | None = None,
     ) -> Delta:
         reason = output.finish_reason
         assert reason != "abort", "refused by push"
+        is_end = reason is not None or stop is not None
+        token_ids = output.token_ids[:num_tokens]
+        parts: Sequence[Part] = ()
+        if self.message is not None:
+            parts = self.message.push(text, num_tokens=len(token_ids), is_last=is_end)
+        stop_reason: str | int | None = stop
+        if stop is None and output.stop_token_id in self._options.stop_token_ids:
+            stop_reason = output.stop_token_id
         return Delta(
             is_first=output.index == 0,
             text=text,
-            token_ids=output.token_ids[:num_tokens],
+            token_ids=token_ids,
             logprobs=output.logprobs[:num_tokens],
-            finish_reason="stop" if stopped else reason,
-            stopped_here=stopped and reason is None,
+            finish_reason="stop" if stop is not None else reason,
+            stopped_here=stop is not None and reason is None,
+            stop_reason=stop_reason,
+            parts=parts,
         )

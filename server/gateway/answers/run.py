@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Sequence
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
 from starlette.types import Receive
 
 from server.gateway.answers.generation import Delta
 from server.gateway.answers.prompts import Prompt
-from server.gateway.answers.replies import Choice
+from server.gateway.answers.replies.base import Choice
 from server.gateway.answers.streaming import watch_client
-from server.gateway.answers.wire import PromptTokensDetails, Usage
+from server.gateway.answers.wire import CompletionTokensDetails, PromptTokensDetails, Usage
 from server.gateway.engine_client import Arrival, Call, ClientGone
 from server.gateway.operations.metrics import GatewayMetrics
 from topspin.errors import ProtocolError
@@ -111,7 +112,7 @@ class Run:
         choice.num_tokens += len(delta.token_ids)
         choice.last_output_at_s = arrival.at_s
         if delta.finish_reason is not None:
-            choice.finish_reason = delta.finish_reason
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
             self._num_unfinished -= 1
         return choice, delta
 
@@ -138,6 +139,15 @@ class Run:
             prompt_tokens_details=PromptTokensDetails(
                 cached_tokens=sum(each.num_cached_tokens for each in self.choices if each.is_first)
             ),
+            completion_tokens_details=self._output_details(),
+        )
+
+    def _output_details(self) -> CompletionTokensDetails | UnsetType:
+        messages = [each.message for each in self.choices if each.text.message is not None]
+        if not any(message.options.reasons for message in messages):
+            return UNSET
+        return CompletionTokensDetails(
+            reasoning_tokens=sum(message.num_reasoning_tokens for message in messages)
         )
 
     def _num_prompt_tokens(self) -> int:

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 # OpenAI's value for a negligible probability; JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0
@@ -28,6 +28,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """`reasoning_tokens`: output tokens that the answer shows as reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of a request. A prompt counts once, however many choices it has."""
 
@@ -35,6 +41,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +88,30 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
     decoded_token: str
 
 
-class ChatMessageOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's message."""
+class FunctionOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The function of a call, or of an addition to one; `arguments` is JSON text."""
 
-    content: str
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call; in a chunk with its index, and after its first chunk with nothing else new."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionOut
+
+
+class ChatMessageOut(msgspec.Struct, frozen=True, kw_only=True):
+    """The assistant's message; its content is null if it only calls tools."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallOut] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +121,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: ChatMessageOut
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -117,6 +143,8 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallOut] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +154,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -148,6 +177,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[Raw | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

@@ -239,6 +239,7 @@ def _params(
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
             num_logprobs=num_logprobs,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
         ),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,6 +37,13 @@ _NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"
 _FLAT_LIST = re.compile(rb"\[\s*[-0-9]")
 
 
+class ChatPrompt(NamedTuple):
+    """A chat as the model gets it: its tokens, and the text that they come from."""
+
+    ids: list[int]
+    text: str
+
+
 def chat_prompt(
     body: ChatBody,
     given: Sequence[ChatMessage],
@@ -44,10 +51,13 @@ def chat_prompt(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     check_fewest: Callable[[int], None],
-) -> list[int]:
-    """Return the prompt of a chat request with these messages; raises InvalidRequest.
+    tools: Sequence[Mapping[str, object]] | None = None,
+    call_id_chars: int | None = None,
+) -> ChatPrompt:
+    """Return the prompt of a chat request with these messages and tools; raises InvalidRequest.
 
-    `check_fewest` is called with a lower bound of its tokens before the text is tokenised.
+    `call_id_chars`: the length of the ids of calls that the template takes. `check_fewest` is
+    called with a lower bound of its tokens before the text is tokenised.
     """
     kwargs: dict[str, Any] = dict(body.chat_template_kwargs or {})
     for name in kwargs:
@@ -58,7 +68,9 @@ def chat_prompt(
             )
     kwargs = reasoning_variables(body, template) | kwargs
     _check_tool_use(given, template)
-    messages = [_plain(message, idx) for idx, message in enumerate(given)]
+    messages = [_plain(message, idx, call_id_chars) for idx, message in enumerate(given)]
+    if tools is not None:
+        kwargs["tools"] = tools
     if body.continue_final_message:
         text = _continued(body, messages, template=template, kwargs=kwargs)
     else:
@@ -71,7 +83,7 @@ def chat_prompt(
     token_ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise InvalidRequest("the messages give an empty prompt", param="messages")
-    return _last(token_ids, body.truncate_prompt_tokens)
+    return ChatPrompt(_last(token_ids, body.truncate_prompt_tokens), text)
 
 
 def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str | bool]:
@@ -185,10 +197,11 @@ def _check_tool_use(messages: Sequence[ChatMessage], template: ChatTemplate) -> 
             raise InvalidRequest(f"`tool_calls`: {reason}", param=f"messages[{idx}].tool_calls")
 
 
-def _plain(message: ChatMessage, idx: int) -> dict[str, object]:
+def _plain(message: ChatMessage, idx: int, call_id_chars: int | None) -> dict[str, object]:
     """Return the message as templates expect it: plain text, and no `developer` role.
 
-    Open models' templates call OpenAI's `developer` by its older name, `system`.
+    Of longer ids of calls the end is kept, in the call and in its result. Open models' templates
+    call OpenAI's `developer` by its older name, `system`.
     """
     content = message.content or ""
     if not isinstance(content, str):
@@ -197,19 +210,23 @@ def _plain(message: ChatMessage, idx: int) -> dict[str, object]:
     plain: dict[str, object] = {"role": role, "content": content}
     if message.tool_calls:
         plain["tool_calls"] = [
-            _plain_call(call, f"messages[{idx}].tool_calls[{call_idx}]")
+            _plain_call(call, f"messages[{idx}].tool_calls[{call_idx}]", call_id_chars)
             for call_idx, call in enumerate(message.tool_calls)
         ]
     optional = {
         "name": message.name,
-        "tool_call_id": message.tool_call_id,
+        "tool_call_id": _end_of(message.tool_call_id, call_id_chars),
         "reasoning_content": message.reasoning_content or message.reasoning,
     }
     plain.update({name: value for name, value in optional.items() if value is not None})
     return plain
 
 
-def _plain_call(call: ToolCall, param: str) -> dict[str, object]:
+def _end_of(call_id: str | None, num_chars: int | None) -> str | None:
+    return call_id if call_id is None or num_chars is None else call_id[-num_chars:]
+
+
+def _plain_call(call: ToolCall, param: str, id_chars: int | None) -> dict[str, object]:
     """Return the call as templates expect it: its arguments are an object, not JSON text."""
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
@@ -219,7 +236,7 @@ def _plain_call(call: ToolCall, param: str) -> dict[str, object]:
             param=f"{param}.function.arguments",
         ) from None
     function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": call.type, "function": function}
+    return {"id": _end_of(call.id, id_chars), "type": call.type, "function": function}
 
 
 def _continued(

@@ -11,7 +11,7 @@ fields their meaning, docs/api.md explains them (a test compares it with the str
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Raw
@@ -37,6 +37,8 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_NAME_CHARS = 256
 MAX_TEMPLATE_KWARGS = 32
+MAX_TOOLS = 1024
+MAX_TOOL_NAME_CHARS = 128
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -138,7 +140,6 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     response_format: Annotated[Raw, neutral({"type": "text"})] = _NULL
     # vLLM's; length_penalty is for beam search, spaces_between_special_tokens for tokenizers
     # without a tokenizer.json.
-    include_reasoning: Ignored[bool] = None
     length_penalty: Ignored[float] = None
     priority: Ignored[int] = None
     request_id: Ignored[str] = None
@@ -203,6 +204,42 @@ class ToolCall(Fields, kw_only=True, frozen=True):
     provider_specific_fields: Ignored[Object] = None
 
 
+ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:-]+$", max_length=MAX_TOOL_NAME_CHARS)]
+
+
+class FunctionDefinition(Fields, kw_only=True, frozen=True):
+    """A function that the model may call; `parameters` is a JSON schema.
+
+    `strict`: its arguments are made to follow the schema.
+    """
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Fields, kw_only=True, frozen=True):
+    """A tool of a request; only functions are served."""
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+    cache_control: Ignored[Object] = None
+
+
+class ToolChoiceFunction(Fields, kw_only=True, frozen=True):
+    """The name of the function to be called."""
+
+    name: str
+
+
+class NamedToolChoice(Fields, kw_only=True, frozen=True):
+    """A choice of one function, which is then called."""
+
+    type: Literal["function"] = "function"
+    function: ToolChoiceFunction
+
+
 class ChatMessage(Fields, kw_only=True, frozen=True):
     """One message, in any form in which clients send an earlier answer back."""
 
@@ -242,8 +279,12 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
         | None
     ) = None
 
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+
     # OpenAI's; a prediction only speeds up an answer.
-    parallel_tool_calls: Ignored[bool] = None
     prediction: Ignored[Object] = None
     prompt_cache_options: Ignored[Object] = None
     verbosity: Ignored[str] = None
@@ -252,8 +293,6 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     functions: RefusedList = _NULL
     modalities: Annotated[Raw, neutral(["text"])] = _NULL
     moderation: Refused = _NULL
-    tool_choice: Annotated[Raw, neutral("none", "auto")] = _NULL
-    tools: RefusedList = _NULL
     web_search_options: Refused = _NULL
     # vLLM's
     chat_template: Refused = _NULL
@@ -270,6 +309,7 @@ class CompletionBody(GenerationBody, kw_only=True, frozen=True):
     prompt: Raw  # may be long: server.gateway.requests.prompts decodes it piece by piece
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
+    include_reasoning: Ignored[bool] = None
     best_of: Annotated[Raw, neutral(1)] = _NULL
     suffix: Annotated[Raw, neutral("")] = _NULL
 
@@ -344,6 +384,9 @@ def decode_completion(data: bytes) -> Decoded[CompletionBody]:
 def _ignored(body: GenerationBody) -> dict[str, None]:
     """Return the ignored fields outside of messages, in order, as the keys of a dict."""
     found = _check(body)
+    if isinstance(body, ChatBody):
+        for tool in body.tools or ():
+            found.update(_check(tool, shown="tools."))
     if body.stream_options is not None:
         found.update(_check(body.stream_options, shown="stream_options."))
     return found

@@ -27,6 +27,8 @@ from server.gateway.engine_client import EngineClient
 from server.gateway.http.listener import http_config
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.sampling_defaults import SamplingDefaults
+from server.gateway.requests.tools import MessageFormats, message_formats
+from topspin.config import GatewaySection
 from topspin.messages import (
     AbortRequest,
     AddRequest,
@@ -213,6 +215,7 @@ def make_app(
     text_tokenizer: Tokenizer | None = None,
     allowed_origins: Sequence[str] = (),
     retrieval: RetrievalPolicy | None = None,
+    formats: MessageFormats | None = None,
 ) -> FastAPI:
     """Return the application over `engine` and the tiny model."""
     return create_app(
@@ -228,6 +231,7 @@ def make_app(
         ),
         tokenizer=text_tokenizer or tokenizer(),
         template=chat_template or template(),
+        formats=formats or message_formats(GatewaySection(), chat_template or template()),
         progress_deadline_s=progress_deadline_s,
         allowed_origins=allowed_origins,
     )
@@ -235,7 +239,11 @@ def make_app(
 
 @asynccontextmanager
 async def gateway(
-    fake: FakeEngine, *, ready: bool = True, **options: Any
+    fake: FakeEngine,
+    *,
+    ready: bool = True,
+    max_request_tokens: int = MAX_REQUEST_TOKENS,
+    **options: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """Run the application in this loop, without a network; yields a client for it.
 
@@ -244,7 +252,7 @@ async def gateway(
     engine = EngineClient(fake)
     reader = asyncio.create_task(engine.run())
     if ready:
-        fake.become_ready()
+        fake.become_ready(max_request_tokens)
         while engine.state.state != "ready":
             await asyncio.sleep(0)
     transport = httpx.ASGITransport(make_app(engine, **options), raise_app_exceptions=False)

@@ -55,6 +55,10 @@ FLAGS = [
     "--host",
     "--port",
     "--generation-config",
+    "--chat-template",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser",
+    "--reasoning-parser",
     "--allowed-origins",
     "--restart",
     "--restart-deadline",
@@ -109,6 +113,10 @@ SETTINGS: list[tuple[str, str, Any]] = [
     ("--host 0.0.0.0", "gateway.host", "0.0.0.0"),
     ("--port 0", "gateway.port", 0),
     ("--generation-config none", "gateway.generation_config", "none"),
+    ("--chat-template /t.jinja", "gateway.chat_template", "/t.jinja"),
+    ("--no-enable-auto-tool-choice", "gateway.enable_auto_tool_choice", False),
+    ("--tool-call-parser hermes", "gateway.tool_call_parser", "hermes"),
+    ("--reasoning-parser qwen3", "gateway.reasoning_parser", "qwen3"),
     (
         "--allowed-origins http://localhost:3000,https://ui.test",
         "gateway.allowed_origins",
@@ -137,7 +145,7 @@ def test_the_flags_are_these() -> None:
     add_arguments(parser)
     flags = [action.option_strings[0] for action in parser._actions if action.option_strings]
     assert flags == FLAGS
-    assert len(flags) <= 40
+    assert len(flags) <= 44
     assert {flag.split()[0].replace("--no-", "--") for flag, _, _ in SETTINGS} == set(FLAGS[2:])
 
 

@@ -18,6 +18,7 @@ from server.gateway.requests.schema import (
     ContentPart,
     Fields,
     StreamOptions,
+    Tool,
     ToolCall,
     field_classes,
 )
@@ -70,11 +71,11 @@ IGNORED: dict[str, Any] = {
     "service_tier": "auto",
     "store": False,
     "user": "me",
-    "include_reasoning": True,
     "priority": 0,
     "request_id": "r",
     "spaces_between_special_tokens": True,
     "cache_prompt": True,
+    "include_reasoning": True,
     "stream": True,
     "stream_options": {"include_usage": True, "include_obfuscation": False},
 }
@@ -84,7 +85,7 @@ def test_documented_fields_without_effect_are_accepted_and_named() -> None:
     names = [name for name in IGNORED if not name.startswith("stream")]
     names.append("stream_options.include_obfuscation")
     assert accepted(PLAIN, {**PLAIN_BODY, **IGNORED}) == ("hi", ", ".join(names))
-    chat = {"parallel_tool_calls": True, "verbosity": "low", "reasoning_effort": "low"}
+    chat = {"verbosity": "low", "reasoning_effort": "low"}
     part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
     messages = [
         {"role": "user", "content": [part, part], "cache_control": None},
@@ -93,7 +94,7 @@ def test_documented_fields_without_effect_are_accepted_and_named() -> None:
     body = {**CHAT_BODY, **chat, "messages": messages}
     _, named = accepted(CHAT, body)
     assert named == (
-        "reasoning_effort, parallel_tool_calls, verbosity, messages.content.cache_control, "
+        "reasoning_effort, verbosity, messages.content.cache_control, "
         "messages.provider_specific_fields"
     )
 
@@ -225,6 +226,7 @@ def test_the_page_lists_every_field_in_its_class() -> None:
         ("messages.", ChatMessage),
         ("messages.content.", ContentPart),
         ("messages.tool_calls.", ToolCall),
+        ("tools.", Tool),
     ]
     ignored, refused, implemented = set(), set(), set()
     for prefix, kind in kinds:

@@ -1,0 +1,386 @@
+"""The forms in which models write tool calls, and the one that a checkpoint's template uses.
+
+Owns, per format, its markers and the parser of a message. Arguments are passed on as the model
+wrote them, as they come; text that looked like a call and is none becomes content. Pure: knows
+no HTTP; the grammars that force a format are server.gateway.requests.tool_grammars'.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from models.chat_template import ChatTemplate
+from server.gateway.parsing.json_scan import CallScan, ValueScan
+from server.gateway.parsing.markers import num_held
+from server.gateway.parsing.parts import CallArguments, CallBegin, CallParser, Content, Part
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+_MISTRAL_ID_CHARS = 9
+_MAX_NAME_CHARS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFormat:
+    """How a model writes calls.
+
+    `begin` is the marker before a call, `end` the one after it (empty: none). `new_parser` takes
+    the names of the request's tools. `id_chars`: the template takes only ids of this length.
+    """
+
+    name: str
+    begin: str
+    end: str
+    new_parser: Callable[[Collection[str]], CallParser]
+    id_chars: int | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Return the texts that are shown to the parser even where they are special tokens."""
+        return tuple(each for each in (self.begin, self.end) if each)
+
+
+class _Calls:
+    """The parts of a message's calls, one after the other."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._new_id = new_id
+        self._num_begun = 0
+
+    def begin(self, name: str) -> CallBegin:
+        self._num_begun += 1
+        return CallBegin(self._num_begun - 1, self._new_id(), name)
+
+    def arguments(self, text: str) -> list[Part]:
+        return [CallArguments(self._num_begun - 1, text)] if text else []
+
+
+class _Object:
+    """One call written as a JSON object; `raw` is its text until its name is known."""
+
+    def __init__(self, calls: _Calls) -> None:
+        self._calls = calls
+        self._scan = CallScan()
+        self._has_begun = False
+        self.raw = ""
+
+    @property
+    def is_done(self) -> bool:
+        return self._scan.is_done
+
+    @property
+    def is_failed(self) -> bool:
+        return self._scan.is_failed
+
+    @property
+    def name(self) -> str | None:
+        return self._scan.name
+
+    @property
+    def has_begun(self) -> bool:
+        return self._has_begun
+
+    def push(self, text: str, parts: list[Part]) -> int:
+        """Add the call's parts to `parts`; return how much of `text` belongs to it."""
+        num_read = self._scan.push(text)
+        if not self._has_begun:
+            self.raw += text[:num_read]
+        if self._scan.name is not None and not self._scan.is_failed:
+            if not self._has_begun:
+                self._has_begun = True
+                parts.append(self._calls.begin(self._scan.name))
+            parts += self._calls.arguments(self._scan.take())
+        return num_read
+
+
+class HermesCalls:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it."""
+
+    begin = "<tool_call>"
+    end = "</tool_call>"
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._calls = _Calls(new_id)
+        self._held = ""
+        self._object: _Object | None = None
+        self._is_behind_call = False
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        self._held += text
+        while self._held and self._advance(parts):
+            pass
+        return parts
+
+    def _advance(self, parts: list[Part]) -> bool:
+        """Read what is held up to the next change of state; return whether there was one."""
+        if self._object is None:
+            return self._read_text(parts)
+        if not self._object.is_done and not self._object.is_failed:
+            self._held = self._held[self._object.push(self._held, parts) :]
+            if self._object.is_failed and not self._object.has_begun:
+                # It is no call: the text is shown as it is.
+                parts.append(Content(self.begin + self._object.raw))
+                self._object = None
+                return True
+            return bool(self._held)
+        found = self._held.find(self.end)
+        if found < 0:
+            kept = num_held(self._held, self.end)
+            self._held = self._held[len(self._held) - kept :]
+            return False
+        self._held = self._held[found + len(self.end) :]
+        self._object, self._is_behind_call = None, True
+        return True
+
+    def _read_text(self, parts: list[Part]) -> bool:
+        if self._is_behind_call:
+            self._held = self._held.lstrip()
+            self._is_behind_call = not self._held
+        found = self._held.find(self.begin)
+        if found < 0:
+            # Blanks before a call do not belong to the content.
+            end = len(self._held) - num_held(self._held, self.begin)
+            shown = self._held[:end].rstrip()
+            self._held = self._held[len(shown) :]
+            if shown:
+                parts.append(Content(shown))
+            return False
+        if before := self._held[:found].rstrip():
+            parts.append(Content(before))
+        self._held = self._held[found + len(self.begin) :]
+        self._object = _Object(self._calls)
+        return True
+
+    def flush(self) -> list[Part]:
+        """Return what was held; a call that ends before its name is known is content."""
+        held, self._held = self._held, ""
+        if self._object is None:
+            return [Content(held)] if held else []
+        if self._object.has_begun:
+            return []
+        return [Content(self.begin + self._object.raw + held)]
+
+
+class MistralCalls:
+    """`[TOOL_CALLS]` and a list of objects, or `[TOOL_CALLS]name[ARGS]{...}` per call.
+
+    Newer Mistral models write the second form, some without `[ARGS]`.
+    """
+
+    begin = "[TOOL_CALLS]"
+    separator = "[ARGS]"
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        self._calls = _Calls(new_id)
+        self._held = ""
+        self._state = "text"
+        self._object: _Object | None = None
+        self._arguments = ValueScan()
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        self._held += text
+        while self._held and self._advance(parts):
+            pass
+        return parts
+
+    def _advance(self, parts: list[Part]) -> bool:
+        """Read what is held up to the next change of state; return whether there was one."""
+        if self._state == "text":
+            return self._read_text(parts)
+        if self._state == "object":
+            return self._read_object(parts)
+        if self._state == "arguments":
+            return self._read_arguments(parts)
+        self._held = self._held.lstrip(" \t\r\n,[]" if self._state == "list" else None)
+        if not self._held:
+            return False
+        if self._state == "call" and self._held[0] == "[":
+            if self.begin.startswith(self._held[: len(self.begin)]):
+                return self._skip_marker()
+            self._state = "list"
+        elif self._held[0] == "{":
+            self._state, self._object = "object", _Object(self._calls)
+        elif self._state == "call":
+            return self._read_name(parts)
+        else:
+            return False
+        return True
+
+    def _skip_marker(self) -> bool:
+        """Skip another `[TOOL_CALLS]`, once it is whole."""
+        if len(self._held) < len(self.begin):
+            return False
+        self._held = self._held[len(self.begin) :]
+        return True
+
+    def _read_text(self, parts: list[Part]) -> bool:
+        found = self._held.find(self.begin)
+        end = len(self._held) - num_held(self._held, self.begin) if found < 0 else found
+        shown = self._held[:end].rstrip()
+        if shown:
+            parts.append(Content(shown))
+        if found < 0:
+            self._held = self._held[len(shown) :]
+            return False
+        self._held, self._state = self._held[found + len(self.begin) :], "call"
+        return True
+
+    def _read_object(self, parts: list[Part]) -> bool:
+        assert self._object is not None
+        self._held = self._held[self._object.push(self._held, parts) :]
+        if self._object.is_done:
+            self._state = "list"
+        elif self._object.is_failed:
+            if not self._object.has_begun:
+                parts.append(Content(self.begin + self._object.raw))
+            self._state = "text"
+        return bool(self._held)
+
+    def _read_name(self, parts: list[Part]) -> bool:
+        brace = self._held.find("{")
+        if brace < 0:
+            if len(self._held) > _MAX_NAME_CHARS:
+                parts.append(Content(self.begin + self._held))
+                self._held, self._state = "", "text"
+            return False
+        name = self._held[:brace].partition("[")[0].strip()
+        parts.append(self._calls.begin(name))
+        self._held, self._arguments, self._state = self._held[brace:], ValueScan(), "arguments"
+        return True
+
+    def _read_arguments(self, parts: list[Part]) -> bool:
+        end = self._arguments.push(self._held)
+        parts += self._calls.arguments(self._held[:end])
+        self._held = self._held[end:]
+        if self._arguments.is_done:
+            self._state = "call"
+        return bool(self._held)
+
+    def flush(self) -> list[Part]:
+        """Return what was held; a call that ends before its name is known is content."""
+        held, self._held = self._held, ""
+        if self._state == "text":
+            return [Content(held)] if held else []
+        if self._state == "object" and self._object is not None and not self._object.has_begun:
+            return [Content(self.begin + self._object.raw)]
+        return [Content(self.begin + held)] if self._state == "call" and held.strip() else []
+
+
+class LlamaCalls:
+    """`{"name": ..., "parameters": {...}}` as the whole message, as Llama 3 writes it.
+
+    Several are separated by `;`. A message may be any other JSON, so that only an object that names
+    one of the request's tools is a call.
+    """
+
+    begin = "<|python_tag|>"
+
+    def __init__(self, new_id: Callable[[], str], names: Collection[str]) -> None:
+        self._calls = _Calls(new_id)
+        self._names = names
+        self._held = ""
+        self._is_text = False
+        self._object: _Object | None = None
+
+    def push(self, text: str) -> list[Part]:
+        if self._is_text:
+            return [Content(text)] if text else []
+        parts: list[Part] = []
+        self._held += text
+        while self._held and not self._is_text:
+            if self._object is None and not self._find_object():
+                break
+            if self._object is not None:
+                self._read(parts)
+        if self._is_text and self._held:
+            parts.append(Content(self._held))
+            self._held = ""
+        return parts
+
+    def _find_object(self) -> bool:
+        """Skip to the next object; return whether more can be told from what is held."""
+        text = self._held.lstrip(" \t\r\n;,")
+        if self.begin.startswith(text[: len(self.begin)]) and text:
+            if len(text) < len(self.begin):
+                return False
+            text = text[len(self.begin) :].lstrip()
+        if not text:
+            return False
+        if text[0] == "{":
+            self._held, self._object = text, _Object(self._calls)
+        else:
+            self._is_text = True
+        return True
+
+    def _read(self, parts: list[Part]) -> None:
+        assert self._object is not None
+        found: list[Part] = []
+        num_read = self._object.push(self._held, found)
+        is_known = self._object.name is None or self._object.name in self._names
+        if self._object.is_failed or not is_known:
+            if not self._object.has_begun or not is_known:
+                self._held = self._object.raw + self._held[num_read:]
+            self._is_text = True
+            return
+        parts += found
+        self._held = self._held[num_read:]
+        if self._object.is_done:
+            self._object = None
+
+    def flush(self) -> list[Part]:
+        """Return what was held; a call that ends before its name is known is content."""
+        is_open = self._object is not None and not self._is_text and not self._object.has_begun
+        raw = self._object.raw if self._object is not None and is_open else ""
+        held, self._held = raw + self._held, ""
+        return [Content(held)] if held.strip() else []
+
+
+def _openai_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _mistral_id() -> str:
+    """Return an id of the one length that Mistral's templates take."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(_MISTRAL_ID_CHARS))
+
+
+HERMES = CallFormat(
+    name="hermes",
+    begin=HermesCalls.begin,
+    end=HermesCalls.end,
+    new_parser=lambda _: HermesCalls(_openai_id),
+)
+MISTRAL = CallFormat(
+    name="mistral",
+    begin=MistralCalls.begin,
+    end="",
+    new_parser=lambda _: MistralCalls(_mistral_id),
+    id_chars=_MISTRAL_ID_CHARS,
+)
+LLAMA3 = CallFormat(
+    name="llama3_json",
+    begin=LlamaCalls.begin,
+    end="",
+    new_parser=lambda names: LlamaCalls(_openai_id, names),
+)
+FORMATS = {each.name: each for each in (HERMES, MISTRAL, LLAMA3)}
+
+
+def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
+    """Return the format `name`: of FORMATS, "none", or "auto", the template's if it has one."""
+    if name != "auto":
+        return FORMATS.get(name)
+    if template is None or not template.mentions("tools"):
+        return None
+    if template.has_text("<function="):
+        return None  # Qwen3-Coder's, which has `<tool_call>` too
+    if template.has_text(HERMES.begin):
+        return HERMES
+    if template.has_text(MISTRAL.begin):
+        return MISTRAL
+    is_llama = template.has_text("<|start_header_id|>") and template.has_text("parameters")
+    return LLAMA3 if is_llama else None

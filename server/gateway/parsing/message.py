@@ -1,0 +1,116 @@
+"""One choice's text as a message that grows: reasoning, content, tool calls.
+
+Owns the order of the parsers and the message so far. Pure: knows no API and no tokens, apart from
+the count of those spent on reasoning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from server.gateway.parsing.call_formats import CallFormat
+from server.gateway.parsing.parts import (
+    CallArguments,
+    CallBegin,
+    CallParser,
+    Content,
+    Part,
+    Reasoning,
+)
+from server.gateway.parsing.reasoning import ReasoningSplit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageOptions:
+    """How the text of a request's answers becomes messages.
+
+    `calls` None: text is never read as a call; `tool_names` are those of the request's tools.
+    `is_named`: the client named the function to be called. `reasons`: the model marks its
+    reasoning; `is_inside_reasoning`: the prompt ends within it.
+    """
+
+    calls: CallFormat | None = None
+    tool_names: Collection[str] = ()
+    only_one_call: bool = False
+    is_named: bool = False
+    reasons: bool = False
+    is_inside_reasoning: bool = False
+    shows_reasoning: bool = True
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """Return the texts that the parsers must see even where they are special tokens."""
+        markers = self.calls.markers if self.calls else ()
+        return frozenset((*markers, "<think>", "</think>") if self.reasons else markers)
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call: `arguments` are the pieces of its JSON text."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+class Message:
+    """One choice's message."""
+
+    def __init__(self, options: MessageOptions) -> None:
+        self.options = options
+        self._reasoning = (
+            ReasoningSplit(is_inside=options.is_inside_reasoning) if options.reasons else None
+        )
+        self._calls: CallParser | None = (
+            options.calls.new_parser(options.tool_names) if options.calls else None
+        )
+        self.reasoning: list[str] = []
+        self.content: list[str] = []
+        self.calls: list[Call] = []
+        self.num_reasoning_tokens = 0
+
+    def push(self, text: str, *, num_tokens: int = 0, is_last: bool = False) -> list[Part]:
+        """Return the parts that `text`, of so many tokens, completes.
+
+        Tokens count as reasoning if their step began within it.
+        """
+        parts: list[Part] = []
+        if self._reasoning is not None:
+            was_inside = self._reasoning.is_inside
+            thought, text = self._reasoning.push(text)
+            if is_last:
+                rest = self._reasoning.flush()
+                thought, text = thought + rest.reasoning, text + rest.answer
+            if was_inside or self._reasoning.is_inside:
+                self.num_reasoning_tokens += num_tokens
+            if thought and self.options.shows_reasoning:
+                parts.append(Reasoning(thought))
+        if self._calls is None:
+            if text:
+                parts.append(Content(text))
+        else:
+            if text:
+                parts += self._calls.push(text)
+            if is_last:
+                parts += self._calls.flush()
+        if self.options.only_one_call:
+            parts = [each for each in parts if not _is_of_later_call(each)]
+        self._keep(parts)
+        return parts
+
+    def _keep(self, parts: list[Part]) -> None:
+        for part in parts:
+            match part:
+                case Reasoning(text):
+                    self.reasoning.append(text)
+                case Content(text):
+                    self.content.append(text)
+                case CallBegin(_, id, name):
+                    self.calls.append(Call(id, name))
+                case CallArguments(index, text):
+                    self.calls[index].arguments.append(text)
+
+
+def _is_of_later_call(part: Part) -> bool:
+    return isinstance(part, CallBegin | CallArguments) and part.call > 0

@@ -1,0 +1,182 @@
+"""A model's text as a message: the same parts however the text was cut."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.gateway.parsing.call_formats import FORMATS
+from server.gateway.parsing.message import Message, MessageOptions
+
+NAMES = ("get_weather", "add")
+HERMES_CALL = (
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "}\\"{<tool_call>"}}\n</tool_call>'
+)
+Shape = tuple[str, str, list[tuple[str, str]]]
+
+
+def read(pieces: list[str], options: MessageOptions) -> Shape:
+    """Return reasoning, content and (name, arguments) of calls; parts and message must agree."""
+    message = Message(options)
+    parts = [
+        part
+        for idx, piece in enumerate(pieces)
+        for part in message.push(piece, is_last=idx == len(pieces) - 1)
+    ]
+    assert all(part[-1] for part in parts), "no part is empty"
+    assert len({call.id for call in message.calls}) == len(message.calls)
+    calls = [(call.name, "".join(call.arguments)) for call in message.calls]
+    return "".join(message.reasoning), "".join(message.content), calls
+
+
+def options_of(name: str, **others: bool) -> MessageOptions:
+    return MessageOptions(calls=FORMATS[name], tool_names=NAMES, **others)
+
+
+CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", "plain text <b>", "plain text <b>", []),
+    ("hermes", HERMES_CALL, "", [("add", '{"a": 1, "b": "}\\"{<tool_call>"}')]),
+    (
+        "hermes",
+        "I look.\n\n" + HERMES_CALL + "\n" + '<tool_call>{"arguments": {}, "name": "get_weather"}',
+        "I look.",
+        [("add", '{"a": 1, "b": "}\\"{<tool_call>"}'), ("get_weather", "{}")],
+    ),
+    ("hermes", "<tool_call>oops</tool_call> end", "<tool_call>oops</tool_call> end", []),
+    ("hermes", '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "id": [1, "]"], "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1', "", [("add", '{"a": 1')]),
+    ("hermes", '<tool_call>{"na', '<tool_call>{"na', []),
+    ("hermes", "a < b <tool", "a < b <tool", []),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": [1, 2]}}, '
+        '{"name": "add", "arguments": {}}]',
+        "",
+        [("add", '{"a": [1, 2]}'), ("add", "{}")],
+    ),
+    (
+        "mistral",
+        'Well. [TOOL_CALLS]add[ARGS]{"a": "["}[TOOL_CALLS]get_weather{"b": 2}',
+        "Well.",
+        [("add", '{"a": "["}'), ("get_weather", '{"b": 2}')],
+    ),
+    ("mistral", "see [1] and [TOOL", "see [1] and [TOOL", []),
+    ("mistral", "[TOOL_CALLS]add", "[TOOL_CALLS]add", []),
+    (
+        "llama3_json",
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "get_weather", "parameters": {}}',
+        "",
+        [("add", '{"a": 1}'), ("get_weather", "{}")],
+    ),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1}}',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ("llama3_json", '{"a": [1]} or so', '{"a": [1]} or so', []),
+    ("llama3_json", "no, <|python", "no, <|python", []),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_calls_are_found_however_the_text_is_cut(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    wanted = ("", content, calls)
+    assert read([text], options_of(name)) == wanted
+    assert read(list(text), options_of(name)) == wanted
+    for cut in range(1, len(text)):
+        assert read([text[:cut], text[cut:]], options_of(name)) == wanted
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arguments=st.lists(st.dictionaries(st.text(), JSON, max_size=3), min_size=1, max_size=3),
+    name=st.sampled_from(sorted(FORMATS)),
+    indent=st.sampled_from([None, 2]),
+    data=st.data(),
+)
+def test_arguments_are_passed_on_to_the_letter(
+    arguments: list[dict[str, object]], name: str, indent: int | None, data: st.DataObject
+) -> None:
+    texts = [json.dumps(each, ensure_ascii=False, indent=indent) for each in arguments]
+    key = "parameters" if name == "llama3_json" else "arguments"
+    objects = [f'{{"name": "add", "{key}": {text}}}' for text in texts]
+    written = {
+        "hermes": "".join(f"<tool_call>\n{each}\n</tool_call>\n" for each in objects),
+        "mistral": f"[TOOL_CALLS] [{', '.join(objects)}]",
+        "llama3_json": ";".join(objects),
+    }[name]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(written) - 1), max_size=6)))
+    pieces = [written[a:b] for a, b in zip([0, *cuts], [*cuts, len(written)], strict=True)]
+    assert read(pieces, options_of(name)) == ("", "", [("add", text) for text in texts])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.text(alphabet='<>/tol_cal{}[]",:\\nameguts TOLCAS') | st.text(),
+    name=st.sampled_from(sorted(FORMATS)),
+    cut=st.integers(0, 50),
+)
+def test_any_text_gives_the_same_message_in_one_piece_and_in_two(
+    text: str, name: str, cut: int
+) -> None:
+    whole = read([text], options_of(name, reasons=True))
+    assert read([text[:cut], text[cut:]], options_of(name, reasons=True)) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "is_inside", "reasoning", "content"),
+    [
+        ("<think>\nhm\n\nhm</think>\n\nYes.", False, "hm\n\nhm", "Yes."),
+        ("\n<think></think>Yes.", False, "", "Yes."),
+        ("so\n</think>\nYes </think>", True, "so", "Yes </think>"),
+        ("so </thin", True, "so </thin", ""),
+        ("<thin", False, "", "<thin"),
+        ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
+    ],
+)
+def test_reasoning_is_split_from_the_answer(
+    text: str, is_inside: bool, reasoning: str, content: str
+) -> None:
+    options = MessageOptions(reasons=True, is_inside_reasoning=is_inside)
+    for cut in range(len(text)):
+        assert read([text[:cut], text[cut:]], options) == (reasoning, content, [])
+    assert read(list(text), options) == (reasoning, content, [])
+
+
+def test_a_call_behind_reasoning_is_found_and_one_inside_is_not() -> None:
+    text = f"<think>{HERMES_CALL}</think>{HERMES_CALL}"
+    reasoning, content, calls = read(list(text), options_of("hermes", reasons=True))
+    assert (reasoning, content) == (HERMES_CALL, "")
+    assert [name for name, _ in calls] == ["add"]
+
+
+def test_only_the_first_call_is_shown_if_one_was_asked_for() -> None:
+    options = options_of("hermes", only_one_call=True)
+    assert len(read([HERMES_CALL + HERMES_CALL], options)[2]) == 1
+
+
+def test_reasoning_tokens_are_counted() -> None:
+    message = Message(MessageOptions(reasons=True, is_inside_reasoning=True))
+    for token in ("so", " it", " is", "</think>", "Yes", "."):
+        message.push(token, num_tokens=1)
+    assert message.num_reasoning_tokens == 4

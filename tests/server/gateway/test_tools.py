@@ -1,0 +1,208 @@
+"""Chats with tools and reasoning: what the prompt shows, and how the answer is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from models.chat_template import ChatTemplate
+from server.gateway.parsing.call_formats import HERMES, LLAMA3, MISTRAL, CallFormat, call_format
+from server.gateway.requests.tools import message_formats
+from tests.server.gateway.calls import CHAT, CHAT_BODY, events_of, post, prompt_of, without_head
+from tests.server.gateway.fakes import FakeEngine, gateway, saying
+from topspin.config import GatewaySection
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "adds",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
+        },
+    }
+]
+SOURCE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}"
+    "{% if message.role == 'tool' %}({{ message.tool_call_id }}){% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% if think %}<think>\n{% endif %}{% endif %}"
+)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def template_of(source: str = SOURCE) -> ChatTemplate:
+    return ChatTemplate({"default": source}, special_tokens={}, source="test")
+
+
+def ask(text: str, *, fake: FakeEngine | None = None, **fields: Any) -> Any:
+    """Return the answer to a chat with the tools, of a model that says `text`."""
+    fake = fake or FakeEngine(saying(text, finish_reason="stop"))
+    body = {**CHAT_BODY, "tools": TOOLS, **fields}
+    response = post(CHAT, body, fake, chat_template=template_of(), max_request_tokens=1000)
+    return events_of(response) if fields.get("stream") else response.json()
+
+
+def test_a_call_is_the_answer() -> None:
+    choice = ask(CALL)["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"] is None
+    [call] = message["tool_calls"]
+    assert call["id"].startswith("call_")
+    assert call["type"] == "function"
+    assert call["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+
+
+def test_a_streamed_call_comes_in_pieces() -> None:
+    events = [without_head(event) for event in ask("I add. " + CALL, stream=True)]
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content", "") for delta in deltas) == "I add."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    first = calls[0]
+    assert set(first) == {"index", "id", "type", "function"}
+    assert first["function"] == {"name": "add", "arguments": ""}
+    assert len(calls) > 3
+    assert all(set(call) == {"index", "function"} for call in calls[1:])
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1, "b": 2}'
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_without_a_call_the_answer_is_text() -> None:
+    choice = ask("No need.")["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == "No need."
+    assert "tool_calls" not in choice["message"]
+
+
+def test_a_call_that_the_limit_cuts_says_so() -> None:
+    fake = FakeEngine(saying(CALL[:-20], finish_reason="length"))
+    choice = ask("", fake=fake)["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"a": 1')
+
+
+def test_only_one_call_is_shown_if_parallel_calls_are_refused() -> None:
+    assert len(ask(CALL + CALL)["choices"][0]["message"]["tool_calls"]) == 2
+    answer = ask(CALL + CALL, parallel_tool_calls=False)
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+
+
+def test_calls_are_text_if_the_client_wants_none() -> None:
+    message = ask(CALL, tool_choice="none")["choices"][0]["message"]
+    assert message["content"] == CALL
+    assert "tool_calls" not in message
+
+
+def test_the_prompt_shows_tools_calls_and_results() -> None:
+    fake = FakeEngine(saying("3"))
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+    history = [
+        {"role": "user", "content": "1+2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "3"},
+    ]
+    ask("", fake=fake, messages=history)
+    shown, _, rest = prompt_of(fake.added[0]).partition("user: ")
+    assert json.loads(shown) == TOOLS[0]
+    assert rest == (
+        "1+2?assistant: <think>hm</think>"
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>tool: 3(c1)assistant: '
+    )
+
+
+def test_the_order_of_keys_does_not_change_the_prompt() -> None:
+    def reversed_keys(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: reversed_keys(value[key]) for key in reversed(value)}
+        return [reversed_keys(item) for item in value] if isinstance(value, list) else value
+
+    first, second = FakeEngine(saying("ok")), FakeEngine(saying("ok"))
+    ask("", fake=first)
+    cached = {"cache_control": {"type": "ephemeral"}}
+    ask("", fake=second, tools=[{**reversed_keys(TOOLS[0]), **cached}])
+    assert prompt_of(first.added[0]) == prompt_of(second.added[0])
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_reasoning_is_shown_apart_and_counted(opens: bool) -> None:
+    said = "hm</think>\n\nYes." if opens else "<think>\nhm</think>\n\nYes."
+    answer = ask(said, chat_template_kwargs={"think": opens})
+    message = answer["choices"][0]["message"]
+    assert message["reasoning_content"] == "hm"
+    assert message["content"] == "Yes."
+    num_tokens = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert num_tokens == len(said.partition("</think>")[0] + "</think>") - (0 if opens else 6)
+    hidden = ask(said, chat_template_kwargs={"think": opens}, include_reasoning=False)
+    assert "reasoning_content" not in hidden["choices"][0]["message"]
+    events = ask(said, chat_template_kwargs={"think": opens}, stream=True)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
+    assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (SOURCE, HERMES),
+        ("{{ tools }}[TOOL_CALLS]", MISTRAL),
+        ("<|start_header_id|>{{ tools }}{{ '\"parameters\"' }}", LLAMA3),
+        ("{{ tools }}<tool_call><function=f>", None),
+        ("{{ messages }}<tool_call>", None),
+        ("{{ tools }}", None),
+    ],
+)
+def test_the_template_tells_the_format(text: str, wanted: CallFormat | None) -> None:
+    assert call_format("auto", template_of(text)) is wanted
+    assert call_format("mistral", template_of(text)) is MISTRAL
+    assert call_format("none", template_of(text)) is None
+
+
+def test_settings_choose_the_formats() -> None:
+    def reasons(name: Any) -> bool:
+        return message_formats(GatewaySection(reasoning_parser=name), template_of()).reasons
+
+    assert [reasons(name) for name in ("auto", "none", "qwen3", "deepseek_r1")] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    plain = template_of("{{ messages }}")
+    assert not message_formats(GatewaySection(), plain).reasons
+
+
+@pytest.mark.parametrize(
+    ("fields", "source", "settings", "param"),
+    [
+        ({}, "{{ messages }}", {}, "tools"),
+        ({}, "{{ tools }}", {}, "tools"),
+        ({"tool_choice": {"function": {"name": "sub"}}}, SOURCE, {}, "tool_choice"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, SOURCE, {}, "tools[1]"),
+        ({}, SOURCE, {"enable_auto_tool_choice": False}, "tool_choice"),
+    ],
+)
+def test_a_refused_use_of_tools_is_named(
+    fields: dict[str, Any], source: str, settings: dict[str, Any], param: str
+) -> None:
+    async def test() -> None:
+        fake, template = FakeEngine(saying("ok")), template_of(source)
+        formats = message_formats(GatewaySection(**settings), template)
+        async with gateway(fake, chat_template=template, formats=formats) as client:
+            response = await client.post(CHAT, json={**CHAT_BODY, "tools": TOOLS, **fields})
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        assert fake.added == []
+
+    asyncio.run(test())
