@@ -32,6 +32,7 @@ from server.gateway.requests.tools import MessageFormats
 from topspin import __version__
 from topspin.errors import EngineError, InvalidRequest, TopspinError
 
+MESSAGES = "/v1/messages"
 STATS_DEADLINE_S = 2.0
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -67,6 +68,8 @@ def create_app(
         routes=[
             Route("/v1/chat/completions", handler.chat, methods=["POST"]),
             Route("/v1/completions", handler.completion, methods=["POST"]),
+            Route(MESSAGES, handler.messages, methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", handler.count_tokens, methods=["POST"]),
             *_model_routes(engine, model),
             *_operation_routes(engine, metrics, ProgressWatch(progress_deadline_s)),
             trace_route(engine),
@@ -90,7 +93,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
             if allowed is None
             else f"`{path}` takes {allowed}, not {truncated(request.method, 16)}"
         )
-    return error_response(error)
+    return error_response(error, to_anthropic=request.url.path.startswith(MESSAGES))
 
 
 async def _answer_nobody(_: Request, __: Exception) -> Response:

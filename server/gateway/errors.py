@@ -28,6 +28,15 @@ MAX_MESSAGE_CHARS = 512
 RETRY_AFTER_S = 1
 INTERNAL_ERROR = "internal error"
 # Messages for clients; the errors' own texts may name processes, hosts and exceptions.
+# Anthropic's names of errors; others of the client's are invalid_request_error.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 PUBLIC_MESSAGES = {
     NodeLost.code: "a node that held the request was lost",
     StepFailed.code: "a step that carried the request failed",
@@ -108,9 +117,34 @@ def _public_message(error: TopspinError) -> str:
     return PUBLIC_MESSAGES.get(error.code, INTERNAL_ERROR)
 
 
-def error_response(error: Exception) -> Response:
-    """Return the HTTP response for `error`."""
+class AnthropicFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """A failure as Anthropic's API shows it, the name of the field in the message."""
+
+    status: int
+    type: str
+    message: str
+
+    def encode(self) -> bytes:
+        """Return the body as JSON."""
+        error = {"type": self.type, "message": self.message}
+        return msgspec.json.encode({"type": "error", "error": error})
+
+
+def describe_to_anthropic(error: Exception) -> AnthropicFailure:
+    """Return the status and the body that a client of /v1/messages gets for `error`."""
     failure = describe(error)
+    kind = ANTHROPIC_TYPES.get(failure.status)
+    if kind is None:
+        kind = "invalid_request_error" if failure.status < 500 else "api_error"
+    message, param = failure.body.error.message, failure.body.error.param
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    return AnthropicFailure(status=failure.status, type=kind, message=message)
+
+
+def error_response(error: Exception, *, to_anthropic: bool = False) -> Response:
+    """Return the HTTP response for `error`, in OpenAI's shape or in Anthropic's."""
+    failure = describe_to_anthropic(error) if to_anthropic else describe(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if failure.status == 503:
         headers["Retry-After"] = str(RETRY_AFTER_S)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,6 +21,7 @@ from models.chat_template import ChatTemplate
 from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.answers.generation import ChoiceText, Delta
 from server.gateway.answers.prompts import Prompt
+from server.gateway.answers.replies.anthropic import MessagesReplies
 from server.gateway.answers.replies.base import Choice, Replies, ReplyHead
 from server.gateway.answers.replies.chat import ChatReplies
 from server.gateway.answers.replies.completions import CompletionReplies
@@ -30,6 +32,7 @@ from server.gateway.http.body import read_json_body
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.parsing.message import Message, MessageOptions
 from server.gateway.parsing.reasoning import begins_inside
+from server.gateway.requests.anthropic import decode_count, decode_messages
 from server.gateway.requests.params import (
     RequestParams,
     ServedModel,
@@ -45,7 +48,7 @@ from server.gateway.requests.prompts import (
     given_prompts,
     reasoning_variables,
 )
-from server.gateway.requests.schema import decode_chat, decode_completion
+from server.gateway.requests.schema import DecodedChat, decode_chat, decode_completion
 from server.gateway.requests.tools import MessageFormats, tool_use
 from topspin.errors import InvalidRequest
 from topspin.messages import AddRequest, pack_ints
@@ -61,7 +64,8 @@ IGNORED_HEADER = "x-topspin-ignored"
 class Prepared(NamedTuple):
     """A checked request: its parameters, its prompts, and the field that held them.
 
-    `ignored` names the fields that were given and have no effect. `message`: how the answers'
+    `ignored` names the fields that were given and have no effect. `make_replies` gives the
+    encoder of the answer. `message`: how the answers'
     text is read; None: it is shown as it is.
     """
 
@@ -69,6 +73,7 @@ class Prepared(NamedTuple):
     prompts: list[Prompt]
     prompt_field: str
     ignored: Sequence[str]
+    make_replies: Callable[[ReplyHead], Replies]
     message: MessageOptions | None = None
 
 
@@ -90,16 +95,39 @@ class GenerationHandler:
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        return await self._answer(request, self._prepare_chat, ChatReplies, id_prefix="chatcmpl")
+        return await self._answer(request, self._prepare_chat, id_prefix="chatcmpl-")
 
     async def completion(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        return await self._answer(
-            request, self._prepare_completion, CompletionReplies, id_prefix="cmpl"
-        )
+        return await self._answer(request, self._prepare_completion, id_prefix="cmpl-")
+
+    async def messages(self, request: Request) -> Response:
+        """Answer POST /v1/messages."""
+        return await self._answer(request, self._prepare_messages, id_prefix="msg_")
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer POST /v1/messages/count_tokens: the prompt's tokens, without generating any."""
+        prepared = await self._prepared(request, self._prepare_count)
+        [prompt] = prepared.prompts
+        body = msgspec.json.encode({"input_tokens": len(prompt.ids)})
+        return _with_ignored(Response(body, media_type="application/json"), prepared)
 
     def _prepare_chat(self, data: bytes) -> Prepared:
-        body, messages, ignored = decode_chat(data)
+        return self._prepared_chat(decode_chat(data), self._chat_replies)
+
+    def _chat_replies(self, head: ReplyHead) -> Replies:
+        return ChatReplies(head, self.tokenizer)
+
+    def _prepare_messages(self, data: bytes) -> Prepared:
+        return self._prepared_chat(decode_messages(data), MessagesReplies)
+
+    def _prepare_count(self, data: bytes) -> Prepared:
+        return self._prepared_chat(decode_count(data), MessagesReplies)
+
+    def _prepared_chat(
+        self, decoded: DecodedChat, make_replies: Callable[[ReplyHead], Replies]
+    ) -> Prepared:
+        body, messages, ignored = decoded
         params = chat_params(body, self.model)
         if self.template is None:
             raise InvalidRequest(
@@ -127,7 +155,9 @@ class GenerationHandler:
             is_inside_reasoning=formats.reasons and begins_inside(prompt.text),
             shows_reasoning=body.include_reasoning is not False,
         )
-        return Prepared(params, [Prompt(ids=prompt.ids)], "messages", ignored, options)
+        return Prepared(
+            params, [Prompt(ids=prompt.ids)], "messages", ignored, make_replies, options
+        )
 
     def _prepare_completion(self, data: bytes) -> Prepared:
         body, ignored = decode_completion(data)
@@ -140,30 +170,28 @@ class GenerationHandler:
         if params.echo:
             shown = echoes(body, given, prompts, tokenizer=self.tokenizer)
         made = [Prompt(ids=ids, echo=echo) for ids, echo in zip(prompts, shown, strict=True)]
-        return Prepared(params, made, "prompt", ignored)
+        replies = partial(CompletionReplies, tokenizer=self.tokenizer)
+        return Prepared(params, made, "prompt", ignored, replies)
 
     def _check_fewest(self, params: RequestParams, *, param: str) -> Callable[[int], None]:
         limit = self.engine.state.max_request_tokens
         return partial(params.check_prompt, limit=limit, param=param, at_least=True)
 
-    async def _answer(
-        self,
-        request: Request,
-        prepare: Callable[[bytes], Prepared],
-        make_replies: Callable[[ReplyHead, Tokenizer], Replies],
-        *,
-        id_prefix: str,
-    ) -> Response:
-        arrived_at_s = time.monotonic()
+    async def _prepared(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Prepared:
         data = await read_json_body(request)
         self.engine.check_ready()
         if len(data) > INLINE_BODY_BYTES:
-            prepared = await self.threads.run(partial(prepare, data))
-        else:
-            prepared = prepare(data)
+            return await self.threads.run(partial(prepare, data))
+        return prepare(data)
+
+    async def _answer(
+        self, request: Request, prepare: Callable[[bytes], Prepared], *, id_prefix: str
+    ) -> Response:
+        arrived_at_s = time.monotonic()
+        prepared = await self._prepared(request, prepare)
         params = prepared.params
         head = ReplyHead(
-            id=f"{id_prefix}-{secrets.token_hex(16)}",
+            id=f"{id_prefix}{secrets.token_hex(16)}",
             created_at_s=int(time.time()),
             model=params.model,
             num_logprobs=params.text.num_logprobs,
@@ -174,7 +202,7 @@ class GenerationHandler:
         )
         run = self._submit(prepared, request_id=head.id, arrived_at_s=arrived_at_s)
         run.watch(request.receive)
-        replies = make_replies(head, self.tokenizer)
+        replies = prepared.make_replies(head)
         if params.stream:
             # Waiting here gives a request that fails before its first token a proper status.
             grown = await run.next()
@@ -182,9 +210,7 @@ class GenerationHandler:
             response: Response = EventStream(blocks, close=run.close)
         else:
             response = await self._whole_answer(run, replies, params)
-        if prepared.ignored:
-            response.headers[IGNORED_HEADER] = ", ".join(prepared.ignored)
-        return response
+        return _with_ignored(response, prepared)
 
     def _submit(self, prepared: Prepared, *, request_id: str, arrived_at_s: float) -> Run:
         """Check sizes, then make and send one engine request per choice."""
@@ -273,6 +299,12 @@ class GenerationHandler:
     async def _encoded(self, encode: Callable[[], bytes], *, num_logprobs: int) -> bytes:
         """Return encode()'s result, which has so many log-probabilities."""
         return await self.threads.run(encode) if num_logprobs > INLINE_LOGPROBS else encode()
+
+
+def _with_ignored(response: Response, prepared: Prepared) -> Response:
+    if prepared.ignored:
+        response.headers[IGNORED_HEADER] = ", ".join(prepared.ignored)
+    return response
 
 
 def _events(grown: Sequence[tuple[Choice, Delta]], replies: Replies) -> bytes:

@@ -259,7 +259,7 @@ class ChatMessage(Fields, kw_only=True, frozen=True):
 
 
 class ChatBody(GenerationBody, kw_only=True, frozen=True):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions, and what other APIs of chats are translated to."""
 
     messages: Raw  # may be long: decode_chat decodes it message by message
     max_completion_tokens: Count | None = None
@@ -362,10 +362,10 @@ def decode_chat(data: bytes) -> DecodedChat:
     messages = decode_each(items, ChatMessage, param="messages")
     for idx, message in enumerate(messages):
         param = f"messages[{idx}]"
-        ignored.update(_check(message, param=f"{param}.", shown="messages."))
+        ignored.update(check_fields(message, param=f"{param}.", shown="messages."))
         for call_idx, call in enumerate(message.tool_calls or ()):
             where = f"{param}.tool_calls[{call_idx}]."
-            ignored.update(_check(call, param=where, shown="messages.tool_calls."))
+            ignored.update(check_fields(call, param=where, shown="messages.tool_calls."))
         if message.content is None and message.role != "assistant":
             raise InvalidRequest(
                 f"missing required field `{param}.content`", param=f"{param}.content"
@@ -383,16 +383,16 @@ def decode_completion(data: bytes) -> Decoded[CompletionBody]:
 
 def _ignored(body: GenerationBody) -> dict[str, None]:
     """Return the ignored fields outside of messages, in order, as the keys of a dict."""
-    found = _check(body)
+    found = check_fields(body)
     if isinstance(body, ChatBody):
         for tool in body.tools or ():
-            found.update(_check(tool, shown="tools."))
+            found.update(check_fields(tool, shown="tools."))
     if body.stream_options is not None:
-        found.update(_check(body.stream_options, shown="stream_options."))
+        found.update(check_fields(body.stream_options, shown="stream_options."))
     return found
 
 
-def _check(fields: Fields, *, param: str = "", shown: str = "") -> dict[str, None]:
+def check_fields(fields: Fields, *, param: str = "", shown: str = "") -> dict[str, None]:
     """Return the ignored fields that are set, prefixed with `shown`, as the keys of a dict.
 
     Raises InvalidRequest for a refused field, its name prefixed with `param`.
@@ -425,5 +425,5 @@ def _check_parts(parts: list[ContentPart], *, param: str) -> dict[str, None]:
             )
         if part.text is None:
             raise InvalidRequest("a text part needs `text`", param=f"{param}[{idx}].text")
-        ignored.update(_check(part, param=f"{param}[{idx}].", shown="messages.content."))
+        ignored.update(check_fields(part, param=f"{param}[{idx}].", shown="messages.content."))
     return ignored

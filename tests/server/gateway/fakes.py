@@ -277,13 +277,15 @@ class LoopbackServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def loopback(fake: FakeEngine) -> AsyncIterator[int]:
-    """Serve over real sockets, in this loop; yields the port."""
+async def loopback(
+    fake: FakeEngine, *, max_request_tokens: int = MAX_REQUEST_TOKENS, **options: Any
+) -> AsyncIterator[int]:
+    """Serve over real sockets, in this loop; yields the port. `options` are those of make_app."""
     engine = EngineClient(fake)
     reader = asyncio.create_task(engine.run())
-    fake.become_ready()
+    fake.become_ready(max_request_tokens)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = LoopbackServer(http_config(make_app(engine)))
+        server = LoopbackServer(http_config(make_app(engine, **options)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with asyncio.timeout(DEADLINE_S):
