@@ -170,8 +170,11 @@ class MessagesBody(PromptFields, kw_only=True, frozen=True):
     kv_retrieval: KvRetrieval | None = None
     metadata: Ignored[Object] = None
     service_tier: Ignored[str] = None
+    diagnostics: Ignored[Object] = None
     inference_geo: Ignored[str] = None
     speed: Ignored[str] = None
+    user_profile_id: Ignored[str] = None
+    workspace_id: Ignored[str] = None
     container: Refused = _NULL
 
 

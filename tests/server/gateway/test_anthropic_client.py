@@ -59,9 +59,8 @@ def test_a_message() -> None:
                     {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}},
                 ],
                 stop_sequences=["STOP"],
-                temperature=0.5,
-                top_k=3,
                 metadata={"user_id": "u"},
+                extra_body={"temperature": 0.5, "top_k": 3},
             )
         assert answer.id.startswith("msg_")
         assert (answer.type, answer.role, answer.model) == ("message", "assistant", "tiny")
