@@ -70,6 +70,12 @@ def create_app(
             Route("/v1/completions", handler.completion, methods=["POST"]),
             Route(MESSAGES, handler.messages, methods=["POST"]),
             Route(f"{MESSAGES}/count_tokens", handler.count_tokens, methods=["POST"]),
+            Route("/v1/responses", handler.respond, methods=["POST"]),
+            Route(
+                "/v1/responses/{response_id}",
+                handler.stored_response,
+                methods=["GET", "DELETE"],
+            ),
             *_model_routes(engine, model),
             *_operation_routes(engine, metrics, ProgressWatch(progress_deadline_s)),
             trace_route(engine),

@@ -25,6 +25,8 @@ from server.gateway.answers.replies.anthropic import MessagesReplies
 from server.gateway.answers.replies.base import Choice, Replies, ReplyHead
 from server.gateway.answers.replies.chat import ChatReplies
 from server.gateway.answers.replies.completions import CompletionReplies
+from server.gateway.answers.replies.responses import ResponsesReplies
+from server.gateway.answers.response_store import ResponseStore
 from server.gateway.answers.run import Run
 from server.gateway.answers.streaming import EventStream
 from server.gateway.engine_client import ClientGone, EngineClient
@@ -48,7 +50,8 @@ from server.gateway.requests.prompts import (
     given_prompts,
     reasoning_variables,
 )
-from server.gateway.requests.schema import DecodedChat, decode_chat, decode_completion
+from server.gateway.requests.responses import decode_response, following
+from server.gateway.requests.schema import ChatMessage, DecodedChat, decode_chat, decode_completion
 from server.gateway.requests.tools import MessageFormats, tool_use
 from topspin.errors import InvalidRequest
 from topspin.messages import AddRequest, pack_ints
@@ -91,6 +94,7 @@ class GenerationHandler:
     template: ChatTemplate | None
     metrics: GatewayMetrics
     formats: MessageFormats
+    responses: ResponseStore = field(default_factory=ResponseStore)
     threads: PreparationThreads = field(default_factory=PreparationThreads)
 
     async def chat(self, request: Request) -> Response:
@@ -104,6 +108,20 @@ class GenerationHandler:
     async def messages(self, request: Request) -> Response:
         """Answer POST /v1/messages."""
         return await self._answer(request, self._prepare_messages, id_prefix="msg_")
+
+    async def respond(self, request: Request) -> Response:
+        """Answer POST /v1/responses."""
+        return await self._answer(request, self._prepare_response, id_prefix="resp_")
+
+    async def stored_response(self, request: Request) -> Response:
+        """Answer GET and DELETE /v1/responses/{id}."""
+        response_id = request.path_params["response_id"]
+        if request.method == "DELETE":
+            self.responses.remove(response_id)
+            gone = {"id": response_id, "object": "response", "deleted": True}
+            return Response(msgspec.json.encode(gone), media_type="application/json")
+        body = self.responses.get(response_id).body
+        return Response(body, media_type="application/json")
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer POST /v1/messages/count_tokens: the prompt's tokens, without generating any."""
@@ -123,6 +141,30 @@ class GenerationHandler:
 
     def _prepare_count(self, data: bytes) -> Prepared:
         return self._prepared_chat(decode_count(data), MessagesReplies)
+
+    def _prepare_response(self, data: bytes) -> Prepared:
+        request, chat = decode_response(data)
+        messages = chat.messages
+        if request.previous_response_id is not None:
+            previous = self.responses.get(
+                request.previous_response_id, param="previous_response_id"
+            )
+            messages = following(previous.messages, messages)
+        shown = messages
+        if request.instructions:
+            shown = [ChatMessage(role="system", content=request.instructions), *messages]
+        keep = None
+        if request.store is not False:
+            keep = partial(self.responses.keep, messages=messages, num_bytes=len(data))
+        prepared = self._prepared_chat(chat._replace(messages=shown), MessagesReplies)
+        replies = partial(
+            ResponsesReplies,
+            tokenizer=self.tokenizer,
+            request=request,
+            sampling=prepared.params.sampling,
+            keep=keep,
+        )
+        return prepared._replace(make_replies=replies)
 
     def _prepared_chat(
         self, decoded: DecodedChat, make_replies: Callable[[ReplyHead], Replies]

@@ -137,31 +137,42 @@ class ChatReplies:
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> ChatLogprobs | None:
-        num_top = self._head.num_logprobs
-        if num_top is None:
-            return None
-        return ChatLogprobs(
-            content=[
-                ChatLogprob(
-                    token=self._tokenizer.token_text(token_id),
-                    logprob=finite(entry.logprob),
-                    bytes=list(self._tokenizer.token_bytes(token_id)),
-                    top_logprobs=self._top(entry, num_top),
-                )
-                for token_id, entry in zip(token_ids, logprobs, strict=True)
-            ]
-        )
+        return chat_logprobs(self._head, self._tokenizer, token_ids, logprobs)
 
-    def _top(self, entry: TokenLogprobs, num_top: int) -> list[TopLogprob]:
-        best = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-        return [
-            TopLogprob(
-                token=self._tokenizer.token_text(token_id),
-                logprob=finite(logprob),
-                bytes=list(self._tokenizer.token_bytes(token_id)),
+
+def chat_logprobs(
+    head: ReplyHead,
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprobs],
+) -> ChatLogprobs | None:
+    """Return the entries of these tokens, None unless they were asked for."""
+    num_top = head.num_logprobs
+    if num_top is None:
+        return None
+    return ChatLogprobs(
+        content=[
+            ChatLogprob(
+                token=tokenizer.token_text(token_id),
+                logprob=finite(entry.logprob),
+                bytes=list(tokenizer.token_bytes(token_id)),
+                top_logprobs=_top(tokenizer, entry, num_top),
             )
-            for token_id, logprob in best
+            for token_id, entry in zip(token_ids, logprobs, strict=True)
         ]
+    )
+
+
+def _top(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> list[TopLogprob]:
+    best = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+    return [
+        TopLogprob(
+            token=tokenizer.token_text(token_id),
+            logprob=finite(logprob),
+            bytes=list(tokenizer.token_bytes(token_id)),
+        )
+        for token_id, logprob in best
+    ]
 
 
 def chat_finish(choice: Choice) -> FinishReason:
