@@ -6,7 +6,8 @@ a function of its logits, parameters and name (seed, choice, position) alone: no
 split or node count can change it. Knows no request and no tokenizer.
 
 Order of processing, as in vLLM: repetition, frequency and presence penalties, logit
-bias, banned tokens, temperature, min_p, top_k, and top_p on the tokens left by these two.
+bias, banned and not allowed tokens, temperature, min_p, top_k, and top_p on the tokens left by
+these two.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ class BannedTokens(NamedTuple):
     """i64[M]."""
 
 
+class AllowedTokens(NamedTuple):
+    """The only tokens that G of the rows, no two the same, may choose."""
+
+    rows: Tensor
+    """i64[G]."""
+    bits: Tensor
+    """i32[G, ceil(V / 32)]: bit i of word w says whether token 32 w + i is allowed."""
+
+
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
     """The sampling settings of R rows, on the host; the scheduler has checked their ranges.
@@ -81,6 +91,7 @@ class SamplingBatch:
     """i64[R], position of the token that is chosen, prompt included."""
     logit_bias: LogitBias | None = None
     banned: BannedTokens | None = None
+    allowed: AllowedTokens | None = None
     prompts: Sequence[History] | None = None
     """The prompt's token ids of each row; needed if a row has a repetition penalty."""
     outputs: Sequence[History] | None = None
@@ -101,8 +112,8 @@ class SamplingBatch:
     @property
     def is_processed(self) -> bool:
         """Return whether anything but the temperature and filters changes a row's logits."""
-        has_edits = self.logit_bias is not None or self.banned is not None
-        return has_edits or bool(self.penalised_rows)
+        edits = (self.logit_bias, self.banned, self.allowed)
+        return any(each is not None for each in edits) or bool(self.penalised_rows)
 
     @cached_property
     def drawn_rows(self) -> list[int]:
@@ -193,7 +204,7 @@ def _choose(scores: NDArray[np.float32], row: int, batch: SamplingBatch, uniform
 
 
 def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Apply penalties, bias and bans to logits [R, V].
+    """Apply penalties, bias, bans and masks to logits [R, V].
 
     Gives `logits` itself if there is nothing to apply, else a new f32[R, V].
     """
@@ -207,6 +218,11 @@ def process_logits(logits: Tensor, batch: SamplingBatch) -> Tensor:
         scores[rows, ids] += values
     if batch.banned is not None:
         scores[batch.banned.rows, batch.banned.ids] = -math.inf
+    if batch.allowed is not None:
+        rows, bits = (each.to(scores.device) for each in batch.allowed)
+        ids = torch.arange(scores.shape[1], device=scores.device)
+        is_allowed = (bits[:, ids // 32] >> (ids % 32) & 1).bool()
+        scores[rows] = scores[rows].masked_fill(~is_allowed, -math.inf)
     return scores
 
 

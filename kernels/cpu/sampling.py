@@ -91,11 +91,15 @@ def _address(array: NDArray[Any]) -> int:
 def _edits(batch: SamplingBatch, vocab: int) -> tuple[list[int], object]:
     """Return the arguments of `choose` from IS_PROCESSED on, and what owns their memory."""
     if not batch.is_processed:
-        return [0] * 13, None
+        return [0] * 14, None
     history, bounds = _histories(batch)
     biases, bans = _columns(batch.logit_bias), _columns(batch.banned)
     for what, ids in (("a history", [history]), ("a bias", biases[1:2]), ("a ban", bans[1:2])):
         _check(what, ids, vocab)
+    bits = _masks(batch, vocab)
+    masks = np.zeros(len(batch.seeds), dtype=np.int64)
+    if batch.allowed is not None:
+        masks[batch.allowed.rows.numpy()] = _address(bits) + bits.strides[0] * np.arange(len(bits))
     edits = [
         1,
         *_addresses(batch, _PENALTIES),
@@ -103,8 +107,20 @@ def _edits(batch: SamplingBatch, vocab: int) -> tuple[list[int], object]:
         _address(bounds),
         *_column_addresses(biases, 3),
         *_column_addresses(bans, 2),
+        _address(masks),
     ]
-    return edits, (history, bounds, biases, bans)
+    return edits, (history, bounds, biases, bans, bits, masks)
+
+
+def _masks(batch: SamplingBatch, vocab: int) -> NDArray[np.int32]:
+    """Return the allowed tokens' bits [G, words], of which the kernel reads each row whole."""
+    num_words = -(-vocab // 32)
+    if batch.allowed is None:
+        return np.zeros((0, num_words), dtype=np.int32)
+    bits: NDArray[np.int32] = batch.allowed.bits.contiguous().numpy()
+    assert bits.dtype == np.int32, bits.dtype
+    assert bits.shape[1] == num_words, f"{bits.shape[1]} words for {vocab} tokens"
+    return bits
 
 
 def _columns(edits: Sequence[Tensor] | None) -> list[NDArray[Any]]:

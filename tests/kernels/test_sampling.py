@@ -26,6 +26,7 @@ from transformers.generation.logits_process import (
 from kernels.cpu import sampling as compiled
 from kernels.philox import as_signed
 from kernels.sampling import (
+    AllowedTokens,
     BannedTokens,
     LogitBias,
     SampleResult,
@@ -304,6 +305,53 @@ def test_banned_tokens_are_never_drawn() -> None:
     banned = BannedTokens(rows, torch.tensor([0, 3]).repeat(GRID))
     for settings in ({}, {"top_k": 3}, {"top_p": 0.99}, {"min_p": 0.5}):
         assert integrate(logits, banned=banned, **settings).unique().tolist() == [1, 2]
+
+
+def allowed_tokens(rows: Sequence[int], allowed: Sequence[Sequence[bool]]) -> AllowedTokens:
+    """Rows and their masks, the bits set one by one."""
+    bits = np.zeros((len(rows), -(-len(allowed[0]) // 32)), dtype=np.uint32)
+    for place, each in enumerate(allowed):
+        for token, is_allowed in enumerate(each):
+            bits[place, token // 32] |= np.uint32(is_allowed << token % 32)
+    return AllowedTokens(integers(rows), torch.from_numpy(bits.view(np.int32)))
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 150])
+def test_only_allowed_tokens_are_drawn(vocab: int, sample: Sample) -> None:
+    rng = torch.Generator().manual_seed(vocab)
+    allowed = (torch.rand(5, vocab, generator=rng) < 0.4).tolist()
+    for each in allowed:
+        each[int(torch.randint(vocab, (1,), generator=rng))] = True
+    rows = [7, 0, 11, 3, 4]
+    logits = torch.randn(12, vocab, generator=rng)
+    bias = LogitBias(integers([7]), integers([0]), torch.tensor([50.0]))
+    masked = logits.clone()
+    masked[7, 0] += 50
+    for row, each in zip(rows, allowed, strict=True):
+        for token in range(vocab):
+            if not each[token]:
+                masked[row, token] = -math.inf
+    for temperature in (0.0, 1.0):
+        asked = batch(
+            12,
+            temperature=temperature,
+            top_p=0.9,
+            allowed=allowed_tokens(rows, allowed),
+            logit_bias=bias,
+        )
+        result = sample(logits, asked, num_top_logprobs=1)
+        wanted = sample(masked, batch(12, temperature=temperature, top_p=0.9))
+        assert torch.equal(result.tokens, wanted.tokens)
+        assert all(each[result.tokens[r]] for r, each in zip(rows, allowed, strict=True))
+        assert result.logprobs is not None
+        probabilities = logits.log_softmax(-1)[range(12), result.tokens]
+        torch.testing.assert_close(result.logprobs, probabilities, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_allows_nothing_is_invalid_alone(sample: Sample) -> None:
+    result = sample(torch.zeros(3, 40), batch(3, allowed=allowed_tokens([1], [[False] * 40])))
+    assert result.valid.tolist() == [True, False, True]
+    assert result.is_number.all()
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (0.5, 3), (1 - 2.0**-53, 3)])

@@ -1,9 +1,9 @@
 """Chooses tokens from rows of logits, compiled: one call per step, and no row is sorted.
 
-Per row: penalties, bias and bans, on a copy; the greatest score, which is the token of a greedy
-row; else the least score that is kept, by min_p, top_k and then top_p, and the draw among the kept
-by inversion. Weights exp((score - greatest) / temperature) and their sums are fp64, as
-in `kernels.sampling`, where each of these steps is defined.
+Per row: penalties, bias, bans and mask, on a copy; the greatest score, which is the token of a
+greedy row; else the least score that is kept, by min_p, top_k and then top_p, and the draw among
+the kept by inversion. Weights exp((score - greatest) / temperature) and their sums are fp64, as in
+`kernels.sampling`, where each of these steps is defined.
 
 The least score of a nucleus is found by the weight in each of some intervals of scores:
 only the tokens of the interval where the sum from above reaches top_p are looked at one by one, or,
@@ -30,8 +30,8 @@ from kernels.sampling import MIN_TEMPERATURE
     LOGITS, LOGITS_STRIDE, VOCAB, NUM_ROWS, TEMPERATURES, TOP_KS, MIN_PS, TOP_PS, SEEDS, CHOICES,
     POSITIONS, TOKENS, VALID, IS_NUMBER, SCRATCH, SCRATCH_BYTES, IS_PROCESSED, PRESENCES,
     FREQUENCIES, REPETITIONS, HISTORY, HISTORY_BOUNDS, NUM_BIASES, BIAS_ROWS, BIAS_IDS, BIASES,
-    NUM_BANS, BAN_ROWS, BAN_IDS,
-) = offsets(29)  # fmt: skip
+    NUM_BANS, BAN_ROWS, BAN_IDS, MASKS,
+) = offsets(30)  # fmt: skip
 """The arguments of `choose`.
 
 By row: LOGITS f32 at any stride in bytes; TEMPERATURES, MIN_PS and TOP_PS f32; TOP_KS, SEEDS,
@@ -40,7 +40,8 @@ CHOICES and POSITIONS i64; results: TOKENS i64, VALID and IS_NUMBER bytes, as in
 
 Only if IS_PROCESSED: the penalties, f32; HISTORY i32, of each row the prompt and the output, which
 begin and end at the row's HISTORY_BOUNDS (i64, 3 numbers); biases f32 and bans, with their rows and
-ids i64.
+ids i64; MASKS i64, of each row the address of its mask (words i32 as in
+`kernels.sampling.AllowedTokens`), or 0.
 """
 
 (
@@ -184,6 +185,15 @@ def _process(block: int, row: int, logits: int, scores: int) -> None:
         if simd.read_i64(simd.read_i64(block + BAN_ROWS) + 8 * idx) == row:
             token = simd.read_i64(simd.read_i64(block + BAN_IDS) + 8 * idx)
             simd.write_f32(scores + 4 * token, _LOWEST)
+    mask = simd.read_i64(simd.read_i64(block + MASKS) + 8 * row)
+    if mask:
+        for begin in range(0, vocab, simd.LANES):
+            left = vocab - begin
+            bits = simd.read_i32(mask + 4 * (begin // 32)) >> begin % 32
+            score = vectors.load_first_f32(scores + 4 * begin, left)
+            vectors.store_first_f32(
+                scores + 4 * begin, vectors.keep_bits(score, bits, _LOWEST), left
+            )
 
 
 @inlined

@@ -212,6 +212,14 @@ def keep_first(
     return builder.select(first_lanes(builder, count), value, broadcast(builder, other))
 
 
+@operation(F32x16, [F32x16, types.int64, types.float32])
+def keep_bits(builder: ir.IRBuilder, value: ir.Value, bits: ir.Value, other: ir.Value) -> ir.Value:
+    """Replace the lanes i whose bit i is 0 by `other`."""
+    lanes = ir.VectorType(ir.IntType(1), LANES)
+    kept = builder.bitcast(builder.trunc(bits, ir.IntType(LANES)), lanes)
+    return builder.select(kept, value, broadcast(builder, other))
+
+
 @operation(F32x16, [F32x16])
 def exp(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Return e to the power x within two units of the last place; 0 below -87, NaN of NaN.

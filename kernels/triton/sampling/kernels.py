@@ -93,6 +93,24 @@ def penalise_block(
 
 
 @triton.jit
+def mask_block(
+    scores_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    bits_ptr: tl.tensor,
+    V: tl.tensor,
+    num_words: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Set the scores f32[R, V] of tokens whose bit in i32[G, words] is 0 to -inf, in G rows."""
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + place)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    words = tl.load(bits_ptr + place * num_words + ids // 32, mask=ids < V, other=-1)
+    is_allowed = ((words >> (ids % 32)) & 1) != 0
+    tl.store(scores_ptr + row * V + ids, float("-inf"), mask=(ids < V) & ~is_allowed)
+
+
+@triton.jit
 def survey_split(
     scores_ptr: tl.tensor,
     maxima_ptr: tl.tensor,

@@ -22,11 +22,12 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.sampling import BannedTokens, LogitBias, SampleResult, SamplingBatch
+from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, SampleResult, SamplingBatch
 from kernels.triton.sampling.filters import BINS, PASSES, finish_search, tally_digit
 from kernels.triton.sampling.kernels import (
     count_history,
     invert_row,
+    mask_block,
     penalise_block,
     settle_row,
     survey_split,
@@ -66,6 +67,7 @@ class SamplingPlan(NamedTuple):
     longest_history: int
     logit_bias: LogitBias | None
     banned: BannedTokens | None
+    allowed: AllowedTokens | None
 
     @property
     def num_histories(self) -> int:
@@ -96,16 +98,24 @@ def plan_sampling(batch: SamplingBatch, vocab: int, device: torch.device) -> Sam
         )
     ).double()
     tokens, bounds = _histories(batch)
-    bias, banned = batch.logit_bias, batch.banned
+    bias, banned, allowed = batch.logit_bias, batch.banned, batch.allowed
     parts = [ints.flatten(), reals.flatten().view(torch.int64), bounds, tokens]
     parts += [] if bias is None else [bias.rows, bias.ids, _as_words(bias.values)]
     parts += [] if banned is None else [banned.rows, banned.ids]
+    parts += [] if allowed is None else [allowed.rows, _as_words(allowed.bits.flatten())]
     moved = _move(parts, device)
-    if banned is not None:
-        banned = BannedTokens(*moved[-2:])
+    at = 4
     if bias is not None:
-        rows, ids, values = moved[4:7]
+        rows, ids, values = moved[at : at + 3]
         bias = LogitBias(rows, ids, values.view(torch.float32)[: len(rows)])
+        at += 3
+    if banned is not None:
+        banned = BannedTokens(*moved[at : at + 2])
+        at += 2
+    if allowed is not None:
+        rows, words = moved[at : at + 2]
+        bits = words.view(torch.int32)[: allowed.bits.numel()]
+        allowed = AllowedTokens(rows, bits.view(allowed.bits.shape))
     drawn = is_drawn > 0
     return SamplingPlan(
         SamplingKind(
@@ -121,11 +131,12 @@ def plan_sampling(batch: SamplingBatch, vocab: int, device: torch.device) -> Sam
         int(bounds[: bounds.numel() // 2 + 1].diff().max()) if bounds.numel() > 1 else 0,
         bias,
         banned,
+        allowed,
     )
 
 
 def _as_words(values: Tensor) -> Tensor:
-    """Return f32 values packed in pairs as i64, padded with a 0 if their number is odd."""
+    """Return f32 or i32 values packed in pairs as i64, padded with a 0 if their number is odd."""
     return torch.nn.functional.pad(values, (0, len(values) % 2)).view(torch.int64)
 
 
@@ -197,9 +208,9 @@ def draw(
 
 
 def processed(logits: Tensor, plan: SamplingPlan) -> Tensor:
-    """Return logits [R, V] after penalties, bias and bans: f32, or unchanged if there are none."""
-    bias, banned = plan.logit_bias, plan.banned
-    if not plan.kind.penalties and bias is None and banned is None:
+    """Return logits [R, V] after penalties, bias, bans and masks: f32, or unchanged without any."""
+    bias, banned, allowed = plan.logit_bias, plan.banned, plan.allowed
+    if not plan.kind.penalties and bias is None and banned is None and allowed is None:
         return logits
     num_rows, vocab = logits.shape
     scores = torch.empty(num_rows, vocab, dtype=torch.float32, device=logits.device)
@@ -226,6 +237,11 @@ def processed(logits: Tensor, plan: SamplingPlan) -> Tensor:
         scores[bias.rows, bias.ids] += bias.values
     if banned is not None:
         scores[banned.rows, banned.ids] = float("-inf")
+    if allowed is not None:
+        num_masks, num_words = allowed.bits.shape
+        mask_block[(num_masks, triton.cdiv(vocab, BLOCK))](
+            scores, allowed.rows, allowed.bits, vocab, num_words, BLOCK=BLOCK, num_warps=4
+        )
     return scores
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.cpu.sampling import sample
 from kernels.philox import Purpose, uniforms
-from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
+from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, SamplingBatch
 from kernels.sampling import sample as define
 from tests.kernels.test_sampling import batch
 
@@ -55,6 +55,10 @@ def any_batch(vocab: int, *, processed: bool) -> SamplingBatch:
             torch.arange(NUM_ROWS), torch.randint(0, vocab, (NUM_ROWS,)), torch.randn(NUM_ROWS) * 4
         ),
         "banned": BannedTokens(torch.arange(NUM_ROWS), torch.randint(0, vocab, (NUM_ROWS,))),
+        "allowed": AllowedTokens(
+            torch.randperm(NUM_ROWS)[:9],
+            torch.randint(-(1 << 31), 1 << 31, (9, -(-vocab // 32)), dtype=torch.int32),
+        ),
     }
     return batch(
         NUM_ROWS,

@@ -94,6 +94,8 @@ def compile_sampling(**ones: int) -> None:
     compile_(sampling.count_history, history, {"BLOCK": 1024})
     penalties = {**scores, **batch, "logits_ptr": "*bf16", "seen_ptr": "*i32"}
     compile_(sampling.penalise_block, penalties, {"BLOCK": 1024}, enable_fp_fusion=False)
+    masks = {"rows_ptr": "*i64", "bits_ptr": "*i32"}
+    compile_(sampling.mask_block, {**scores, **masks}, {"BLOCK": 1024})
     maxima = {"maxima_ptr": "*fp32", "places_ptr": "*i32"}
     survey = {**scores, **maxima, "sums_ptr": "*fp32"}
     compile_(sampling.survey_split, survey, {"SUM": True, "BLOCK": 1024})

@@ -30,6 +30,7 @@ ROUTED = {
     "sum_choices",
     "quantise_groups",
     "count_history",
+    "mask_block",
     "penalise_block",
     "survey_split",
     "settle_row",

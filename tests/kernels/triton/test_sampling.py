@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import sampling
 from kernels.philox import Purpose, as_signed, uniforms
-from kernels.sampling import BannedTokens, LogitBias, SamplingBatch, process_logits
+from kernels.sampling import AllowedTokens, BannedTokens, LogitBias, SamplingBatch, process_logits
 from kernels.triton.sampling import launches as triton_sampling
 from kernels.triton.sampling.launches import plan_sampling, processed
 from tests.kernels.test_sampling import batch
@@ -214,6 +214,15 @@ def test_bans_and_biases_without_penalties(device: torch.device) -> None:
     assert result.tokens[0] != best[0]
 
 
+def test_masks_are_those_of_the_definition(device: torch.device) -> None:
+    logits = draw_logits(4, 150, seed=3).bfloat16()
+    bits = torch.randint(-(1 << 31), 1 << 31, (2, 5), dtype=torch.int32)
+    rows = batch(4, allowed=AllowedTokens(torch.tensor([3, 1]), bits))
+    scores = processed(logits.to(device), plan_sampling(rows, 150, device))
+    assert torch.equal(scores.cpu(), process_logits(logits, rows))
+    assert torch.equal(scores.cpu().isinf().any(-1), torch.tensor([False, True, False, True]))
+
+
 class Transfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations that copy data from the host to the device "meta"."""
 
@@ -240,6 +249,7 @@ def test_a_batch_with_everything_is_one_transfer(num_biases: int) -> None:
         outputs=[[2]] * 2,
         banned=banned,
         logit_bias=LogitBias(ids, ids + 7, ids + 0.5),
+        allowed=AllowedTokens(ids, torch.full((num_biases, 1), -1, dtype=torch.int32)),
     )
     with Transfers() as transfers:
         plan = plan_sampling(rows, 9, torch.device("meta"))
@@ -249,6 +259,8 @@ def test_a_batch_with_everything_is_one_transfer(num_biases: int) -> None:
     assert all(part.is_meta and part.shape == (2,) for part in plan.banned)
     assert [part.dtype for part in plan.logit_bias] == [torch.int64, torch.int64, torch.float32]
     assert all(part.shape == (num_biases,) for part in plan.logit_bias)
+    assert plan.allowed is not None
+    assert (plan.allowed.bits.shape, plan.allowed.bits.dtype) == ((num_biases, 1), torch.int32)
 
 
 def test_nothing_to_apply_means_no_copy(device: torch.device) -> None:
