@@ -119,6 +119,7 @@ class LaunchedStep:
             logprobs=drawn.logprobs,
             prompt_logprobs=scores.prompt_logprobs,
             errors=drawn.errors | scores.errors | self.errors,
+            refused=drawn.refused,
             kv=kv,
             lost_blocks=pack_ints(self.lost_blocks.tolist()),
             timings=StepTimings(

@@ -25,6 +25,7 @@ from attention_nodes.decoder import Decoder
 from attention_nodes.device_executor import DeviceExecutor
 from attention_nodes.drafts import draft_requests, end_texts, take_drafts
 from attention_nodes.executor import Executor
+from attention_nodes.grammars import Grammars
 from attention_nodes.host_executor import HostExecutor
 from attention_nodes.launched import LaunchedStep, check_of
 from attention_nodes.long_contexts import LongContexts, spilled_blocks
@@ -92,11 +93,13 @@ class ModelRunner:
         config: NodeConfig,
         runtime: Runtime | None = None,
         drafter: Drafter | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         """Serve with `decoder` and `num_blocks` blocks, of which its cache has all, or the frames.
 
         `runtime` None: the host's.
-        `drafter` None: nothing is drafted, whatever plans allow.
+        `drafter` None: nothing is drafted, whatever plans allow. `grammars` None: sequences with a
+        grammar are refused.
         """
         self._model = model
         self._decoder = decoder
@@ -109,7 +112,7 @@ class ModelRunner:
                 vocab_size=model.vocab_size,
             )
         )
-        self._sampler = Sampler(self._table, decoder.ops)
+        self._sampler = Sampler(self._table, decoder.ops, grammars)
         self._drafter = drafter
         self.runtime = runtime or HostRuntime()
         self._stream = self.runtime.current_stream()
@@ -170,6 +173,7 @@ class ModelRunner:
         table_version: int = 1,
         open_net: OpenDryNet | None = None,
         drafter: Drafter | None = None,
+        grammars: Grammars | None = None,
     ) -> ModelRunner:
         """Read the attention role's weights from `path`, allocate the cache, warm up.
 
@@ -223,7 +227,7 @@ class ModelRunner:
             del dry
         decoder.codes = {}  # a dry run's, whose memory the next ones take
         num_blocks = decoder.kv.num_blocks if num_assigned is None else num_assigned
-        runner = cls(model, decoder, num_blocks, config, runtime, drafter)
+        runner = cls(model, decoder, num_blocks, config, runtime, drafter, grammars)
         runner._warm_up()
         if config.execution.recordings:
             runtime.prepare_capture()
@@ -540,6 +544,7 @@ class ModelRunner:
             self._long.end(self._table.rows_of(np.array(finished, dtype=np.int64)))
         for seq_id in finished:
             self._table.forget(seq_id)
+            self._sampler.end(seq_id)
         for new in plan.new:
             self._table.admit(new)
             if self._long is not None:

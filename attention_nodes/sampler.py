@@ -15,12 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention_nodes.constraints import Constrained, Constraints, is_constrained
+from attention_nodes.grammars import Grammars
 from attention_nodes.sequences import REALS, IntArray, SequenceTable
 from attention_nodes.step_inputs import Drafted, Slices, joined
 from kernels.dispatch import Ops
 from kernels.sampling import BannedTokens, LogitBias, SamplingBatch
 from spec_decode.draft import accepted
 from topspin.messages import SamplingParams, TokenLogprobs, pack_ints
+
+NO_TOKEN: Final = (
+    "the request's penalties, logit_bias, banned stop tokens, bad_words, allowed_token_ids and "
+    "grammar leave no token to choose"
+)
 
 
 class Drawn(NamedTuple):
@@ -31,6 +38,7 @@ class Drawn(NamedTuple):
     tokens: bytes
     logprobs: dict[int, tuple[TokenLogprobs, ...]]
     errors: dict[int, str]
+    refused: dict[int, str]
     drafted: bytes = b""
 
 
@@ -81,24 +89,34 @@ NO_VERDICT: Final = Verdict(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.in
 
 
 class Asked(NamedTuple):
-    """The R rows that a step samples, and their settings."""
+    """The R rows that a step samples, and their settings.
+
+    `refused`, by sequence id: why some cannot go on, whatever is drawn.
+    """
 
     sampled: Sampled
     params: list[SamplingParams]
     batch: SamplingBatch
     num_top_logprobs: int | None
+    refused: dict[int, str]
 
 
 class Sampler:
     """Samples for the sequences of one table."""
 
-    def __init__(self, table: SequenceTable, ops: Ops) -> None:
+    def __init__(self, table: SequenceTable, ops: Ops, grammars: Grammars | None = None) -> None:
         self._table = table
         self._ops = ops
+        self._constraints = Constraints(table, grammars)
 
     def needs_values(self, rows: IntArray) -> bool:
         """Return whether sampling `rows` reads the values of their tokens, not only the count."""
-        return any(_has_penalty(self._table.sampling(row)) for row in rows.tolist())
+        params = (self._table.sampling(row) for row in rows.tolist())
+        return any(_has_penalty(each) or is_constrained(each) for each in params)
+
+    def end(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        self._constraints.end(seq_id)
 
     def ask(self, sampled: Sampled) -> Asked:
         """Gather the sampling settings for the next token of each row.
@@ -107,8 +125,12 @@ class Sampler:
         """
         params = [self._table.sampling(row) for row in sampled.rows.tolist()]
         wanted = [each.logprobs for each in params if each.logprobs is not None]
-        batch = self._batch(sampled.rows, params, _paths(sampled))
-        return Asked(sampled, params, batch, max(wanted) if wanted else None)
+        constrained = self._constraints.of(
+            sampled.rows.tolist(), sampled.seq_ids.tolist(), params, sampled.drafted
+        )
+        batch = self._batch(sampled.rows, params, _paths(sampled), constrained)
+        most = max(wanted) if wanted else None
+        return Asked(sampled, params, batch, most, constrained.refused)
 
     def draw(self, logits: Tensor, asked: Asked) -> list[Tensor]:
         """Draw a token for each row of fp32 logits [R, V]; return the tensors for answer().
@@ -153,19 +175,24 @@ class Sampler:
         """Pack the arrays of draw(), now on the host; the sequences `ended` get no token.
 
         A row without a usable score (from the model, or after penalties, bias and bans) fails
-        only its sequence.
+        only its sequence, and so does one that was refused.
         """
         if not drawn:
-            return Drawn(pack_ints(ended), pack_ints([0] * len(ended)), b"", {}, {})
+            return Drawn(pack_ints(ended), pack_ints([0] * len(ended)), b"", {}, {}, {})
         tokens, valid, is_number = drawn[:3]
         rows, counts = verdict
         seq_ids = asked.sampled.seq_ids
         is_failed = ~valid[rows]
-        errors = {
-            int(seq_ids[row]): _reason(is_number=bool(is_number[row]))
-            for row in rows[is_failed].tolist()
-        }
-        if errors:
+        refused = dict(asked.refused)
+        if refused:
+            is_failed |= np.isin(seq_ids[rows], list(refused))
+        errors: dict[int, str] = {}
+        for row in rows[is_failed].tolist():
+            if is_number[row]:
+                refused.setdefault(int(seq_ids[row]), NO_TOKEN)
+            else:
+                errors[int(seq_ids[row])] = "the model's logits are not numbers"
+        if errors or refused:
             owners = np.repeat(np.arange(len(counts)), counts)
             is_whole = np.ones(len(counts), dtype=bool)
             is_whole[owners[is_failed]] = False
@@ -179,11 +206,16 @@ class Sampler:
             tokens=pack_ints(tokens[rows].tolist()),
             logprobs=_logprobs(asked, drawn, rows) if len(drawn) > 3 else {},
             errors=errors,
+            refused=refused,
             drafted=_drafted(asked.sampled, firsts, num_ended=len(ended)),
         )
 
     def _batch(
-        self, rows: IntArray, params: list[SamplingParams], paths: dict[int, tuple[int, ...]]
+        self,
+        rows: IntArray,
+        params: list[SamplingParams],
+        paths: dict[int, tuple[int, ...]],
+        constrained: Constrained,
     ) -> SamplingBatch:
         positions = self._table.num_known[rows]
         for idx, path in paths.items():
@@ -197,16 +229,21 @@ class Sampler:
             choices=choices,
             positions=torch.from_numpy(positions),
             logit_bias=_logit_bias(params),
-            banned=self._banned(rows, positions, params),
+            banned=self._banned(rows, positions, params, constrained.banned),
+            allowed=constrained.allowed,
             prompts=self._histories(rows, params, paths, outputs=False),
             outputs=self._histories(rows, params, paths, outputs=True),
         )
 
     def _banned(
-        self, rows: IntArray, positions: IntArray, params: list[SamplingParams]
+        self,
+        rows: IntArray,
+        positions: IntArray,
+        params: list[SamplingParams],
+        others: list[tuple[int, int]],
     ) -> BannedTokens | None:
-        """Return the stop tokens of the sequences that have not reached min_tokens."""
-        if not any(each.min_tokens for each in params):
+        """Return the stop tokens of the sequences that have not reached min_tokens, and others."""
+        if not others and not any(each.min_tokens for each in params):
             return None
         num_outputs = positions - self._table.num_prompt[rows]
         pairs = [
@@ -215,6 +252,7 @@ class Sampler:
             if count < each.min_tokens
             for token in {*each.eos_token_ids, *each.stop_token_ids}
         ]
+        pairs += others
         if not pairs:
             return None
         columns = torch.tensor(pairs)
@@ -249,13 +287,6 @@ def _drafted(sampled: Sampled, firsts: IntArray, *, num_ended: int) -> bytes:
         return b""
     lengths = {each.first: len(each.draft.tokens) for each in sampled.drafted}
     return pack_ints([*(lengths.get(first, 0) for first in firsts.tolist()), *[0] * num_ended])
-
-
-def _reason(*, is_number: bool) -> str:
-    """Return why a row gave no token; `is_number`: the model's greatest logit is finite."""
-    if not is_number:
-        return "the model's logits are not numbers"
-    return "the request's penalties, logit_bias and banned stop tokens leave no token to choose"
 
 
 def _has_penalty(params: SamplingParams) -> bool:

@@ -16,17 +16,31 @@ from pathlib import Path
 
 import torch
 
+from attention_nodes.grammars import Grammars
 from attention_nodes.launched import check_of
 from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner, OpenDryNet
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
+from models.config import load_model_config
 from spec_decode.draft import Drafter
 from spec_decode.suffix import drafter_of
 from topspin.channel import ControlClient
 from topspin.errors import Interrupted, ProtocolError
-from topspin.messages import AnyMessage, PrepareTable, StepPlan, StepTicket, TablePrepared, Welcome
+from topspin.messages import (
+    AnyMessage,
+    CompileGrammar,
+    GrammarReady,
+    PrepareTable,
+    StepPlan,
+    StepTicket,
+    TablePrepared,
+    Welcome,
+)
 from topspin.node_life import CacheSize, NodeLife
 from topspin.plan import NodeConfig
+
+# How often a node without work looks whether a grammar is compiled.
+COMPILE_POLL_S = 0.001
 
 OpenNet = Callable[[Welcome, ModelRunner, NodeLife], AttentionNet]
 DryNet = Callable[[Welcome], OpenDryNet | None]
@@ -70,6 +84,7 @@ class AttentionWorker:
         self._dry_net = dry_net
         self._make_drafter = make_drafter
         self._drafter: Drafter | None = None
+        self._grammars: Grammars | None = None
 
     def introduce(self) -> None:
         """Say Hello."""
@@ -83,11 +98,17 @@ class AttentionWorker:
         finally:
             if self._drafter is not None:
                 self._drafter.close()
+            if self._grammars is not None:
+                self._grammars.close()
             if self._runner is not None:
                 self._runner.close()
 
     def load(self, welcome: Welcome) -> CacheSize:
         self._drafter = self._make_drafter(welcome.config, self._model_path)
+        model = load_model_config(self._model_path, welcome.config.model.hf_overrides)
+        self._grammars = Grammars(
+            self._model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        )
         self._runner = ModelRunner.load(
             self._model_path,
             welcome.config,
@@ -95,6 +116,7 @@ class AttentionWorker:
             table_version=welcome.table.version,
             open_net=self._dry_net(welcome),
             drafter=self._drafter,
+            grammars=self._grammars,
         )
         self._life.inbox.trace = self._runner.trace
         return CacheSize(self._runner.num_blocks, self._runner.num_frames)
@@ -125,14 +147,21 @@ class AttentionWorker:
             self._life.progress.end()
 
     def wait_s(self) -> float | None:
-        """Send results of steps that have ended; 0 while a step runs, so that plans are polled."""
+        """Send results of steps and compilations that have ended.
+
+        0 while a step runs, so that plans are polled.
+        """
+        assert self._grammars is not None
+        for compiled in self._grammars.take_compiled():
+            answer = GrammarReady(index=self._index, key=compiled.key, error=compiled.error)
+            self._life.send(answer)
         runner = self.runner
         while runner.head is not None:
             if runner.is_done:
                 self._answer()
             elif self._is_wanted() and runner.num_launched < MAX_LAUNCHED:
                 return 0.0  # the step ends soon: do not sleep
-        return None
+        return COMPILE_POLL_S if self._grammars.is_compiling else None
 
     def idle(self) -> None:
         pass
@@ -156,6 +185,9 @@ class AttentionWorker:
         if isinstance(message, StepPlan):
             if self._is_formed:  # else it was sent before the scheduler knew of a failed step
                 self._launch(message)
+        elif isinstance(message, CompileGrammar):
+            assert self._grammars is not None
+            self._grammars.start(message.key, message.grammar)
         elif isinstance(message, PrepareTable):
             if self._net is not None:  # else a Reform follows, which brings a table
                 self._net.set_table(message.table)

@@ -16,5 +16,8 @@ MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 100.0
 MAX_BIAS: Final = 100.0
 MAX_LOGPROBS: Final = 20
+# Each of a client's words may be two sequences: with and without a space before it.
+MAX_BAD_WORDS: Final = 512
+MAX_BAD_WORD_TOKENS: Final = 64
 MAX_COUNT: Final = 2**31 - 1
 MAX_SEED: Final = 2**64 - 1

@@ -35,6 +35,7 @@ from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.parsing.message import Message, MessageOptions
 from server.gateway.parsing.reasoning import begins_inside
 from server.gateway.requests.anthropic import decode_count, decode_messages
+from server.gateway.requests.grammars import mentions_grammar
 from server.gateway.requests.params import (
     RequestParams,
     ServedModel,
@@ -44,6 +45,7 @@ from server.gateway.requests.params import (
 )
 from server.gateway.requests.preparation import PreparationThreads
 from server.gateway.requests.prompts import (
+    bad_word_tokens,
     chat_prompt,
     completion_prompts,
     echoes,
@@ -56,7 +58,8 @@ from server.gateway.requests.tools import MessageFormats, tool_use
 from topspin.errors import InvalidRequest
 from topspin.messages import AddRequest, pack_ints
 
-# Larger bodies are prepared in a thread: a long prompt must not hold up all streams.
+# Larger bodies, and those with a grammar, are prepared in a thread: a long prompt or schema must
+# not hold up all streams.
 INLINE_BODY_BYTES = 16 * 1024
 # So are answers with more log-probabilities than this, which takes some milliseconds.
 INLINE_LOGPROBS = 2048
@@ -170,7 +173,8 @@ class GenerationHandler:
         self, decoded: DecodedChat, make_replies: Callable[[ReplyHead], Replies]
     ) -> Prepared:
         body, messages, ignored = decoded
-        params = chat_params(body, self.model)
+        words = bad_word_tokens(body.bad_words, self.tokenizer)
+        params = chat_params(body, self.model, bad_words=words)
         if self.template is None:
             raise InvalidRequest(
                 "the model has no chat template; use /v1/completions", param="messages"
@@ -203,7 +207,8 @@ class GenerationHandler:
 
     def _prepare_completion(self, data: bytes) -> Prepared:
         body, ignored = decode_completion(data)
-        params = completion_params(body, self.model)
+        words = bad_word_tokens(body.bad_words, self.tokenizer)
+        params = completion_params(body, self.model, bad_words=words)
         check = self._check_fewest(params, param="prompt")
         given = given_prompts(body, vocab_size=self.model.vocab_size, check_fewest=check)
         check_choices(len(given), params.num_choices)
@@ -222,7 +227,7 @@ class GenerationHandler:
     async def _prepared(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Prepared:
         data = await read_json_body(request)
         self.engine.check_ready()
-        if len(data) > INLINE_BODY_BYTES:
+        if len(data) > INLINE_BODY_BYTES or mentions_grammar(data):
             return await self.threads.run(partial(prepare, data))
         return prepare(data)
 

@@ -81,7 +81,7 @@ def test_rows_follow_micro_batches_and_sequences() -> None:
     assert list(unpack_ints(drawn.tokens)) == [7, 8, 9]
     rows = bench.table.rows_of(np.array([0, 1, 2]))
     assert bench.table.tokens[rows, 3].tolist() == [8, 9, 7]
-    assert bench.step(torch.empty(0, VOCAB), [[]]) == Drawn(b"", b"", b"", {}, {})
+    assert bench.step(torch.empty(0, VOCAB), [[]]) == Drawn(b"", b"", b"", {}, {}, {})
 
 
 def test_stop_tokens_are_banned_until_min_tokens() -> None:
@@ -141,8 +141,9 @@ def test_a_request_that_leaves_no_token_fails_alone(temperature: float) -> None:
         drawn = bench.step(peaked(4, 5, PROMPT[0], 6), [[0, 1], [2, 3]])
         assert list(unpack_ints(drawn.seq_ids)) == [0, 3]
         assert list(unpack_ints(drawn.tokens)) == [4, 6]
-        assert sorted(drawn.errors) == [1, 2]
-        assert all("leave no token to choose" in reason for reason in drawn.errors.values())
+        assert sorted(drawn.refused) == [1, 2]
+        assert all("leave no token to choose" in reason for reason in drawn.refused.values())
+        assert not drawn.errors
         assert drawn.logprobs == {}
 
 

@@ -23,11 +23,13 @@ from topspin.messages import (
     AnyMessage,
     ClockPing,
     ClockPong,
+    CompileGrammar,
     DraftCounts,
     EngineState,
     ExpertCounts,
     ExpertPeer,
     Goodbye,
+    GrammarReady,
     Halt,
     Halted,
     Hello,
@@ -202,6 +204,8 @@ EXAMPLES: tuple[AnyMessage, ...] = (
         errors={5: "no finite logit"},
     ),
     Progress(step=7, generation=2, role="attention", index=1),
+    CompileGrammar(key="ab", grammar="start: /a+/"),
+    GrammarReady(index=1, key="ab", error="too large"),
     StepFailed(step=9, generation=1, role="expert", index=1, code="peer_lost", message="gone"),
     ExpertCounts(index=0, table_version=1, counts=(pack_ints([4, 0]),), activations=3, batches=2),
     PrepareTable(table=uniform_table(num_layers=1, num_experts=3, num_nodes=2, num_redundant=2)),
@@ -283,7 +287,7 @@ def _plain(value: Any) -> Any:
 
 def test_golden_bytes_of_a_ticket() -> None:
     """The form on the wire; when it changes, so does PROTOCOL_VERSION."""
-    assert PROTOCOL_VERSION == 5
+    assert PROTOCOL_VERSION == 6
     golden = (
         b"\x88\xa4type\xaaStepTicket\xa4step\x09\xa8previous\x08\xaageneration\x01"
         b"\xadtable_version\x02\xb1num_micro_batches\x02\xacparticipants\x92\x00\x01"
@@ -320,6 +324,9 @@ def test_golden_bytes_of_a_request() -> None:
                 "logprobs": None,
                 "prompt_logprobs": None,
                 "kv_retrieval_tokens": None,
+                "grammar": "",
+                "allowed_token_ids": [],
+                "bad_words": [],
             },
             "cache_salt": "",
         }

@@ -28,6 +28,7 @@ PACKAGES = (
     "tokenizers",
     "huggingface_hub",
     "gguf",
+    "llguidance",
     "msgspec",
     "pyzmq",
     "fastapi",

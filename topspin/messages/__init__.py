@@ -7,11 +7,11 @@ sockets (topspin.channel) and no policy. Numeric arrays travel as little-endian 
 A change of meaning increments PROTOCOL_VERSION.
 
 Senders and receivers:
-    node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult
-                          (attention), ExpertCounts (experts), DraftCounts (draft
-                          nodes), StepFailed, Goodbye
+    node -> scheduler     Hello, Loaded, Ready, Halted, TablePrepared, Progress, StepResult and
+                          GrammarReady (attention), ExpertCounts (experts), DraftCounts
+                          (draft nodes), StepFailed, Goodbye
     scheduler -> node     Welcome, Refused, Halt, Reform, PrepareTable, StepTicket (experts),
-                          StepPlan (attention), Stop
+                          StepPlan and CompileGrammar (attention), Stop
     gateway -> scheduler  Hello, AddRequest, AbortRequest, StatsQuery, TraceRequest
     scheduler -> gateway  EngineState, Outputs, RequestFailed, Stats, Trace, Refused
     attention -> draft    Verdicts
@@ -68,7 +68,9 @@ from topspin.messages.requests import (
 from topspin.messages.steps import (
     SAMPLE,
     SCORE,
+    CompileGrammar,
     ExpertCounts,
+    GrammarReady,
     MicroBatch,
     NewSequence,
     Progress,
@@ -98,12 +100,14 @@ __all__ = [
     "AnyMessage",
     "ClockPing",
     "ClockPong",
+    "CompileGrammar",
     "DraftCounts",
     "EngineState",
     "ExpertCounts",
     "ExpertPeer",
     "FinishReason",
     "Goodbye",
+    "GrammarReady",
     "Halt",
     "Halted",
     "Hello",
@@ -179,6 +183,8 @@ AnyMessage = (
     | StepPlan
     | StepResult
     | StepFailed
+    | CompileGrammar
+    | GrammarReady
     | Progress
     | ExpertCounts
     | PrepareTable

@@ -24,6 +24,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     of the prompt's tokens from its second on; they are of the model's own distribution.
     `max_tokens` 0: the prompt is computed and nothing sampled. `kv_retrieval_tokens` None: tokens
     attend to as many keys as the engine's retrieval says; 0: to all.
+    `grammar` (llguidance's text; empty: none) is what the whole output follows, up to an eos token;
+    `allowed_token_ids` are the only tokens that may be chosen (empty: all), `bad_words` the
+    sequences of tokens that the output never has.
     """
 
     max_tokens: int
@@ -43,6 +46,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     kv_retrieval_tokens: int | None = None
+    grammar: str = ""
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class AddRequest(Message, frozen=True, kw_only=True):

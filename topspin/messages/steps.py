@@ -117,8 +117,9 @@ class StepResult(Message, frozen=True, kw_only=True):
     (empty: no sequence had one). `logprobs` has an entry per token for the
     sequences that asked, `prompt_logprobs` for the slices with SCORE one per prompt token that
     follows a row; `errors` the sequences that failed, with the reason (their requests fail, the
-    step does not). `kv` None: nothing to count. The content of `lost_blocks` (packed) could not be
-    written to the spill's file, or read.
+    step does not), `refused` those that failed by what their requests ask for. `kv` None: nothing
+    to count. The content of `lost_blocks` (packed) could not be written to the spill's file, or
+    read.
     """
 
     step: int
@@ -132,8 +133,27 @@ class StepResult(Message, frozen=True, kw_only=True):
     logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)
+    refused: dict[int, str] = msgspec.field(default_factory=dict)
     kv: KvCounts | None = None
     lost_blocks: bytes = b""
+
+
+class CompileGrammar(Message, frozen=True, kw_only=True):
+    """To attention nodes: a sequence with this grammar comes soon; answer with GrammarReady.
+
+    `key` is topspin.grammars.grammar_key's. A Halt, which may overtake it, takes it back.
+    """
+
+    key: str
+    grammar: str
+
+
+class GrammarReady(Message, frozen=True, kw_only=True):
+    """The attention node has compiled a grammar; `error`: it refuses it, with the reason."""
+
+    index: int
+    key: str
+    error: str = ""
 
 
 class StepFailed(Message, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from server.gateway.requests.schema import (
     Fields,
     FunctionDefinition,
     Ignored,
+    JsonSchemaFormat,
     KvRetrieval,
     Name,
     NamedToolChoice,
@@ -30,6 +31,7 @@ from server.gateway.requests.schema import (
     Object,
     Refused,
     RefusedList,
+    ResponseFormat,
     StopString,
     Tool,
     ToolCall,
@@ -233,13 +235,15 @@ def _chat(body: PromptFields) -> ChatBody:
         reasoning_effort=config.effort,
         chat_template_kwargs=None if thinks is None else {"enable_thinking": thinks},
         include_reasoning=bool(thinks),
-        response_format=_NULL if output is None else _response_format(output),
+        response_format=None if output is None else _response_format(output),
     )
 
 
-def _response_format(output: OutputFormat) -> Raw:
-    schema = {"name": "output", "schema": output.schema, "strict": True}
-    return Raw(msgspec.json.encode({"type": "json_schema", "json_schema": schema}))
+def _response_format(output: OutputFormat) -> ResponseFormat:
+    schema = Raw(msgspec.json.encode(output.schema))
+    return ResponseFormat(
+        type="json_schema", json_schema=JsonSchemaFormat(name="output", schema=schema)
+    )
 
 
 def _tool(tool: ToolDefinition) -> Tool:

@@ -18,6 +18,7 @@ import msgspec
 from server.gateway.answers.generation import TextOptions
 from server.gateway.answers.stop_strings import StopStrings
 from server.gateway.errors import ContextLengthExceeded, ModelNotFound, truncated
+from server.gateway.requests.grammars import grammar_of
 from server.gateway.requests.sampling_defaults import SamplingDefaults
 from server.gateway.requests.schema import (
     ChatBody,
@@ -35,6 +36,7 @@ MAX_CHOICES_OF_ALL_PROMPTS = 256
 MAX_PROMPT_SCORES = 2**19
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**64 - 1
+TokenSequences = tuple[tuple[int, ...], ...]
 _Number = TypeVar("_Number", int, float)
 
 _log = logging.getLogger("gateway")
@@ -152,8 +154,13 @@ class RequestParams:
         return budget
 
 
-def chat_params(body: ChatBody, model: ServedModel) -> RequestParams:
-    """Check a chat request; raises InvalidRequest or ModelNotFound naming the field."""
+def chat_params(
+    body: ChatBody, model: ServedModel, *, bad_words: TokenSequences = ()
+) -> RequestParams:
+    """Check a chat request; raises InvalidRequest or ModelNotFound naming the field.
+
+    `bad_words` are the body's as tokens.
+    """
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
     newer, older = body.max_completion_tokens, body.max_tokens
@@ -168,17 +175,21 @@ def chat_params(body: ChatBody, model: ServedModel) -> RequestParams:
         max_tokens=older if newer is None else newer,
         default_max_tokens=model.defaults.max_tokens,
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        bad_words=bad_words,
     )
 
 
-def completion_params(body: CompletionBody, model: ServedModel) -> RequestParams:
-    """Check a completion request; raises InvalidRequest or ModelNotFound naming the field."""
+def completion_params(
+    body: CompletionBody, model: ServedModel, *, bad_words: TokenSequences = ()
+) -> RequestParams:
+    """Check a completion request, as chat_params does."""
     return _params(
         body,
         model,
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         num_logprobs=body.logprobs,
+        bad_words=bad_words,
         echo=bool(body.echo),
     )
 
@@ -209,6 +220,7 @@ def _params(
     max_tokens: int | None,
     default_max_tokens: int | None,
     num_logprobs: int | None,
+    bad_words: TokenSequences,
     echo: bool = False,
 ) -> RequestParams:
     if body.model not in model.names:
@@ -231,7 +243,11 @@ def _params(
         max_tokens=max_tokens,
         default_max_tokens=default_max_tokens,
         sampling=_sampling(
-            body, model, num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs
+            body,
+            model,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+            bad_words=bad_words,
         ),
         text=TextOptions(
             stops=StopStrings(stops) if stops else None,
@@ -257,6 +273,7 @@ def _sampling(
     *,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
+    bad_words: TokenSequences,
 ) -> SamplingParams:
     logit_bias = body.logit_bias or {}
     if any(token_id < 0 for token_id in logit_bias):
@@ -264,6 +281,8 @@ def _sampling(
     check_vocabulary(list(logit_bias), vocab_size=model.vocab_size, param="logit_bias")
     stop_token_ids = tuple(body.stop_token_ids or ())
     check_vocabulary(stop_token_ids, vocab_size=model.vocab_size, param="stop_token_ids")
+    allowed_token_ids = tuple(body.allowed_token_ids or ())
+    check_vocabulary(allowed_token_ids, vocab_size=model.vocab_size, param="allowed_token_ids")
     defaults = model.defaults
     seed = body.seed
     if seed is None:
@@ -286,6 +305,9 @@ def _sampling(
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
         kv_retrieval_tokens=_retrieval_tokens(body.kv_retrieval, served=model.retrieval),
+        grammar=grammar_of(body),
+        allowed_token_ids=allowed_token_ids,
+        bad_words=bad_words,
     )
 
 

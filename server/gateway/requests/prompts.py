@@ -28,6 +28,7 @@ from server.gateway.requests.schema import (
     NonEmptyList,
     ToolCall,
 )
+from server.sampling_limits import MAX_BAD_WORD_TOKENS
 from topspin.errors import InvalidRequest
 
 # Parameters of ChatTemplate.render that have their own request fields or are refused; `render`
@@ -174,6 +175,32 @@ def echoes(
         return [tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
     skips = body.skip_special_tokens is not False
     return [text_before(tokenizer, ids, skip_special_tokens=skips) for ids in prompts]
+
+
+def bad_word_tokens(
+    words: Sequence[str] | None, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that must not come out, as vLLM takes them.
+
+    Of each word the tokens at the beginning of a text and, if a space before it only changes its
+    first token, those in the middle of one.
+    """
+    sequences: list[tuple[int, ...]] = []
+    for idx, word in enumerate(words or ()):
+        bare = word.lstrip()
+        first, spaced = (
+            tuple(tokenizer.encode(each, add_special_tokens=False)) for each in (bare, " " + bare)
+        )
+        if not 1 <= len(first) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"`bad_words[{idx}]` has {len(first)} tokens: 1 to {MAX_BAD_WORD_TOKENS} are "
+                "possible",
+                param=f"bad_words[{idx}]",
+            )
+        sequences.append(first)
+        if len(spaced) == len(first) and spaced[0] != first[0]:
+            sequences.append(spaced)
+    return tuple(sequences)
 
 
 def _last(token_ids: list[int], num_tokens: int | None) -> list[int]:

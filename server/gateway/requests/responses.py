@@ -23,6 +23,7 @@ from server.gateway.requests.schema import (
     Fields,
     FunctionDefinition,
     Ignored,
+    JsonSchemaFormat,
     KvRetrieval,
     Name,
     NamedToolChoice,
@@ -31,6 +32,7 @@ from server.gateway.requests.schema import (
     Object,
     Refused,
     RefusedSwitch,
+    ResponseFormat,
     Tool,
     ToolCall,
     ToolChoiceFunction,
@@ -337,12 +339,15 @@ def _tool_choice(
     return choice
 
 
-def _response_format(given: TextFormat | None) -> Raw:
+def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     if given is None:
-        return _NULL
+        return None
     if given.type != "json_schema":
-        return Raw(msgspec.json.encode({"type": given.type}))
+        return ResponseFormat(type=given.type)
     if given.schema is None:
         raise InvalidRequest("`text.format` needs a `schema`", param="text.format.schema")
-    schema = {"name": given.name or "output", "schema": given.schema, "strict": given.strict}
-    return Raw(msgspec.json.encode({"type": "json_schema", "json_schema": schema}))
+    schema = Raw(msgspec.json.encode(given.schema))
+    return ResponseFormat(
+        type="json_schema",
+        json_schema=JsonSchemaFormat(name=given.name or "output", schema=schema),
+    )

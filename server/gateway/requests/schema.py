@@ -36,6 +36,9 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_NAME_CHARS = 256
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_STRUCTURED_CHOICES = 4096
 MAX_TEMPLATE_KWARGS = 32
 MAX_TOOLS = 1024
 MAX_TOOL_NAME_CHARS = 128
@@ -44,6 +47,8 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+NonEmpty = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_STRUCTURED_CHOICES)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
 _Value = TypeVar("_Value")
@@ -93,6 +98,32 @@ class KvRetrieval(Fields, kw_only=True, frozen=True):
     tokens: Annotated[int, Meta(ge=MIN_TOKENS, le=MAX_TOKENS)] | None = None
 
 
+class JsonSchemaFormat(Fields, kw_only=True, frozen=True):
+    """OpenAI's `json_schema`; the answer follows `schema` whether `strict` or not."""
+
+    name: Name
+    schema: Raw
+    strict: bool | None = None
+    description: Ignored[str] = None
+
+
+class ResponseFormat(Fields, kw_only=True, frozen=True):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Fields, kw_only=True, frozen=True):
+    """vLLM's `structured_outputs`, one of whose fields is given."""
+
+    json: Raw = _NULL
+    regex: NonEmpty | None = None
+    choice: Choices | None = None
+    grammar: NonEmpty | None = None
+    json_object: bool | None = None
+
+
 class GenerationBody(Fields, kw_only=True, frozen=True):
     """The fields that chat and plain completions have in common."""
 
@@ -128,6 +159,16 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     include_stop_str_in_output: bool | None = None
     cache_salt: Name | None = None
     kv_retrieval: KvRetrieval | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: Annotated[list[Count], Meta(min_length=1)] | None = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+            Meta(max_length=MAX_BAD_WORDS),
+        ]
+        | None
+    ) = None
 
     # OpenAI's
     metadata: Ignored[Object] = None
@@ -137,7 +178,6 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     service_tier: Ignored[str] = None
     store: Ignored[bool] = None
     user: Ignored[str] = None
-    response_format: Annotated[Raw, neutral({"type": "text"})] = _NULL
     # vLLM's; length_penalty is for beam search, spaces_between_special_tokens for tokenizers
     # without a tokenizer.json.
     length_penalty: Ignored[float] = None
@@ -146,13 +186,10 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     session_id: Ignored[str] = None
     spaces_between_special_tokens: Ignored[bool] = None
     stream_interval: Ignored[int] = None
-    allowed_token_ids: Refused = _NULL
-    bad_words: RefusedList = _NULL
     kv_transfer_params: RefusedObject = _NULL
     logprob_token_ids: Refused = _NULL
     repetition_detection: Refused = _NULL
     return_tokens_as_token_ids: RefusedSwitch = _NULL
-    structured_outputs: RefusedObject = _NULL
     thinking_token_budget: Annotated[Raw, neutral(-1)] = _NULL
     truncation_side: Annotated[Raw, neutral("left")] = _NULL
     use_beam_search: RefusedSwitch = _NULL
@@ -389,6 +426,9 @@ def _ignored(body: GenerationBody) -> dict[str, None]:
             found.update(check_fields(tool, shown="tools."))
     if body.stream_options is not None:
         found.update(check_fields(body.stream_options, shown="stream_options."))
+    form = body.response_format
+    if form is not None and form.json_schema is not None:
+        found.update(check_fields(form.json_schema, shown="response_format.json_schema."))
     return found
 
 

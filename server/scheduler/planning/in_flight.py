@@ -198,7 +198,7 @@ def _tokens_of(
     tokens = unpack_ints(result.tokens)
     num_slices = len(part.seqs)
     all_sampled = len(part.sampled_ids) == 4 * num_slices == len(result.tokens)
-    is_plain = not result.counts and not result.errors
+    is_plain = not (result.counts or result.errors or result.refused)
     if all_sampled and is_plain and result.seq_ids == part.sampled_ids:
         return list(zip(tokens, strict=True))  # the common decode step, without a dict
     seq_ids = unpack_ints(result.seq_ids)
@@ -216,7 +216,7 @@ def _tokens_of(
     }
     sampled = set(unpack_ints(part.sampled_ids))
     planned = {seq.seq_id for seq in part.seqs}
-    failed = result.errors.keys()
+    failed = result.errors.keys() | result.refused.keys()
     if (
         not tokens_of.keys() <= sampled
         or not failed <= planned
@@ -245,7 +245,7 @@ def _check_scores(part: NodePart, result: StepResult) -> None:
     expected = {}
     for seq, count in zip(part.seqs, part.counts, strict=True):
         start = part.scored.get(seq.seq_id)
-        if start is not None and seq.seq_id not in result.errors:
+        if start is not None and seq.seq_id not in result.errors | result.refused:
             expected[seq.seq_id] = min(count, seq.request.num_to_score - start)
     found = {seq_id: len(each) for seq_id, each in result.prompt_logprobs.items()}
     if found != expected:

@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Collection
 
 from server.sampling_limits import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_COUNT,
     MAX_PENALTY,
@@ -22,6 +24,7 @@ from server.sampling_limits import (
 from server.scheduler.planning.block_pool import HashChain
 from server.scheduler.planning.sequence import Request
 from topspin.errors import InvalidRequest, ProtocolError
+from topspin.grammars import MAX_GRAMMAR_BYTES
 from topspin.messages import AddRequest, SamplingParams, unpack_ints
 from topspin.retrieval import MAX_TOKENS, MIN_TOKENS, RetrievalPolicy
 
@@ -135,6 +138,28 @@ def _check_sampling(sampling: SamplingParams, *, vocab_size: int) -> None:
     _check_ids("logit_bias", given.logit_bias, vocab_size)
     _check_ids("stop_token_ids", given.stop_token_ids, vocab_size)
     _check_ids("eos_token_ids", given.eos_token_ids, vocab_size)
+    _check_ids("allowed_token_ids", given.allowed_token_ids, vocab_size)
+    _check_range("bad_words", len(given.bad_words), 0, MAX_BAD_WORDS)
+    for word in given.bad_words:
+        _check_range("bad_words", len(word), 1, MAX_BAD_WORD_TOKENS)
+        _check_ids("bad_words", word, vocab_size)
+    _check_grammar(given)
+
+
+def _check_grammar(given: SamplingParams) -> None:
+    """Raise InvalidRequest for a grammar that is too long or can never end."""
+    if not given.grammar:
+        return
+    size = len(given.grammar.encode(errors="replace"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"the grammar has {size} bytes: {MAX_GRAMMAR_BYTES} are possible", param="grammar"
+        )
+    if given.min_tokens or not given.eos_token_ids:
+        raise InvalidRequest(
+            "a grammar ends by the model's eos token, which min_tokens and ignore_eos forbid",
+            param="grammar",
+        )
 
 
 def _check_range(param: str, value: float, lowest: float, highest: float) -> None:

@@ -397,7 +397,8 @@ class Policy:
         self, replica: AttentionReplica, part: NodePart, result: StepResult, outbox: Outbox
     ) -> None:
         """Commit one node's slices of a step that has succeeded."""
-        errors, caches = result.errors, self._plan.scheduling.prefix_caching
+        errors, refused = result.errors, result.refused
+        caches = self._plan.scheduling.prefix_caching
         counters, varies = self._counters, bool(result.counts) or any(part.drafts)
         if result.kv is not None:
             counters.kv += result.kv
@@ -416,6 +417,9 @@ class Policy:
                 if errors and seq.seq_id in errors:
                     self._end(request)
                     outbox.fail(request, EngineError(errors[seq.seq_id]))
+                elif refused and seq.seq_id in refused:
+                    self._end(request)
+                    outbox.fail(request, InvalidRequest(refused[seq.seq_id]))
                 else:
                     seq.num_committed += count
                     if varies and tokens is not None:

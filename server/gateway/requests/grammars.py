@@ -1,0 +1,175 @@
+"""What an answer must look like: `response_format` and `structured_outputs` to a grammar.
+
+Owns the translation to llguidance's text and its validation, whose reasons reach the client with
+the field's name. Pure; may take tens of milliseconds for a large schema, so that server.gateway.
+handler calls it in a thread where `mentions_grammar`. Attention nodes compile the text again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Final
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+from msgspec import Raw
+
+from server.gateway.requests.decoding import decode
+from server.gateway.requests.schema import GenerationBody, ResponseFormat, StructuredOutputs
+from topspin.errors import InvalidRequest
+from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
+
+# Between two parts of JSON: a space, or a line break and an indentation. Small models would
+# write blanks for ever where any number is allowed.
+WHITESPACE: Final = r" |\n[ \t]{0,24}"
+_ANY_OBJECT: Final = {"type": "object"}
+_OPTIONS: Final = "x-guidance"
+_FIELDS: Final = (
+    b'"response_format"',
+    b'"structured_outputs"',
+    b'"tools"',
+    b'"format"',
+    b'"output_format"',
+)
+
+
+def mentions_grammar(data: bytes) -> bool:
+    """Return whether a body may ask for a grammar, which takes time."""
+    return any(field in data for field in _FIELDS)
+
+
+def checked_grammar(text: str, *, param: str) -> str:
+    """Return `text`, a grammar of llguidance (or of Lark, in its dialect).
+
+    Raises InvalidRequest that names `param` if it is too long or cannot be compiled.
+    """
+    check_size(text.encode(errors="replace"), param=param)
+    reason = _reason_against(text)
+    if reason:
+        raise InvalidRequest(f"`{param}`: {reason}", param=param)
+    return text
+
+
+def _is_set(value: object) -> bool:
+    """Return whether a field asks for something; `json_object: false` does not."""
+    return bytes(value) != b"null" if isinstance(value, Raw) else value not in (None, False)
+
+
+def check_size(data: bytes, *, param: str) -> None:
+    """Raise InvalidRequest for a text that is too long to be looked at."""
+    if len(data) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(
+            f"`{param}` has {len(data)} bytes, at most {MAX_GRAMMAR_BYTES} are served", param=param
+        )
+
+
+@lru_cache(maxsize=64)
+def _reason_against(text: str) -> str:
+    """Return why a grammar cannot be compiled; nothing if it can."""
+    reason = LLMatcher.validate_grammar(text, None, limits=limits())
+    if "coerce_one_of" in reason:
+        return "`oneOf` is served only where its schemas exclude each other; use `anyOf`"
+    return reason_of(reason)
+
+
+def grammar_of(body: GenerationBody) -> str:
+    """Return the grammar of a request, empty if it asks for none; raises InvalidRequest."""
+    form, outputs = body.response_format, body.structured_outputs
+    given = [
+        (name, grammar)
+        for name, grammar in (
+            ("response_format", "" if form is None else _of_format(form)),
+            ("structured_outputs", "" if outputs is None else _of_outputs(outputs)),
+        )
+        if grammar
+    ]
+    if len(given) > 1:
+        raise InvalidRequest(
+            "`response_format` and `structured_outputs` are given both; give one of them",
+            param="structured_outputs",
+        )
+    if not given:
+        return ""
+    name, grammar = given[0]
+    for other, is_set in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
+        if is_set:
+            raise InvalidRequest(
+                f"`{other}` forbids the end that `{name}` needs; give one of them", param=other
+            )
+    return grammar
+
+
+def _of_format(form: ResponseFormat) -> str:
+    param = "response_format.json_schema"
+    if form.type != "json_schema":
+        if form.json_schema is not None:
+            raise InvalidRequest(f"`{param}` needs `type` to be `json_schema`", param=param)
+        return json_grammar(_ANY_OBJECT, param=param) if form.type == "json_object" else ""
+    if form.json_schema is None:
+        raise InvalidRequest(f"missing required field `{param}`", param=param)
+    param += ".schema"
+    return json_grammar(_schema(form.json_schema.schema, param=param), param=param)
+
+
+def _of_outputs(outputs: StructuredOutputs) -> str:
+    given = [name for name in outputs.__struct_fields__ if _is_set(getattr(outputs, name))]
+    if not given:
+        return ""
+    if len(given) > 1:
+        names = ", ".join(f"`{name}`" for name in given)
+        raise InvalidRequest(
+            f"`structured_outputs` has {names}; give one of them", param="structured_outputs"
+        )
+    param = f"structured_outputs.{given[0]}"
+    match given[0]:
+        case "json":
+            return json_grammar(_schema(outputs.json, param=param), param=param)
+        case "json_object":
+            return json_grammar(_ANY_OBJECT, param=param)
+        case "regex":
+            grammar = LLMatcher.grammar_from_regex(outputs.regex or "")
+        case "choice":
+            choices = " | ".join(
+                json.dumps(each, ensure_ascii=False) for each in outputs.choice or ()
+            )
+            grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
+        case _:
+            grammar = _of_text(outputs.grammar or "", param=param)
+    return checked_grammar(grammar, param=param)
+
+
+def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
+    """Return the grammar of JSON texts that a JSON schema allows; raises InvalidRequest."""
+    if _OPTIONS in schema:
+        raise InvalidRequest(f"`{param}.{_OPTIONS}` is not supported", param=f"{param}.{_OPTIONS}")
+    try:
+        grammar = LLMatcher.grammar_from_json_schema(
+            dict(schema), overrides={"whitespace_pattern": WHITESPACE}
+        )
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
+    return checked_grammar(grammar, param=param)
+
+
+def _schema(given: Raw, *, param: str) -> dict[str, Any]:
+    """Return a schema that is an object, or JSON text of one."""
+    data = bytes(given)
+    check_size(data, param=param)
+    if data.startswith(b'"'):
+        data = decode(data, str, param=param).encode(errors="replace")
+    try:
+        return decode(data, dict[str, Any], param=param)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), param=error.param or param) from None
+
+
+def _of_text(text: str, *, param: str) -> str:
+    """Return the grammar in `text`: Lark, or EBNF as llama.cpp writes it, with `::=`."""
+    if "::=" in text:
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:  # the library raises bare Exception
+            raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
+    return LLMatcher.grammar_from_lark(text)
