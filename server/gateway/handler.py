@@ -35,7 +35,7 @@ from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.parsing.message import Message, MessageOptions
 from server.gateway.parsing.reasoning import begins_inside
 from server.gateway.requests.anthropic import decode_count, decode_messages
-from server.gateway.requests.grammars import mentions_grammar
+from server.gateway.requests.grammars import check_end, mentions_grammar
 from server.gateway.requests.params import (
     RequestParams,
     ServedModel,
@@ -54,6 +54,7 @@ from server.gateway.requests.prompts import (
 )
 from server.gateway.requests.responses import decode_response, following
 from server.gateway.requests.schema import ChatMessage, DecodedChat, decode_chat, decode_completion
+from server.gateway.requests.tool_grammars import constrained, marker_terminal
 from server.gateway.requests.tools import MessageFormats, tool_use
 from topspin.errors import InvalidRequest
 from topspin.messages import AddRequest, pack_ints
@@ -192,13 +193,25 @@ class GenerationHandler:
         )
         if body.reasoning_effort and not reasoning_variables(body, self.template):
             ignored = ("reasoning_effort", *ignored)
+        is_inside = formats.reasons and begins_inside(prompt.text)
+        grammar = constrained(
+            params.sampling.grammar,
+            tools,
+            calls=formats.calls,
+            terminal=marker_terminal(self.tokenizer.token_id, self.tokenizer.special_ids),
+            reasons=formats.reasons,
+            is_inside_reasoning=is_inside,
+        )
+        if grammar:
+            check_end(body, "tools")
+            params = params.with_grammar(grammar)
         options = MessageOptions(
             calls=formats.calls if tools.may_call else None,
             tool_names=tools.names,
             only_one_call=tools.only_one,
             is_named=tools.is_named,
             reasons=formats.reasons,
-            is_inside_reasoning=formats.reasons and begins_inside(prompt.text),
+            is_inside_reasoning=is_inside,
             shows_reasoning=body.include_reasoning is not False,
         )
         return Prepared(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.chat_template import ChatTemplate
 from server.gateway.parsing.json_scan import CallScan, ValueScan
@@ -27,19 +27,22 @@ class CallFormat:
     """How a model writes calls.
 
     `begin` is the marker before a call, `end` the one after it (empty: none). `new_parser` takes
-    the names of the request's tools. `id_chars`: the template takes only ids of this length.
+    the names of the request's tools. `writes_names`: a call is its name and its arguments, not one
+    object. `id_chars`: the template takes only ids of this length.
     """
 
     name: str
     begin: str
     end: str
     new_parser: Callable[[Collection[str]], CallParser]
+    writes_names: bool = False
     id_chars: int | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Return the texts that are shown to the parser even where they are special tokens."""
-        return tuple(each for each in (self.begin, self.end) if each)
+        between = MistralCalls.separator if self.writes_names else ""
+        return tuple(each for each in (self.begin, self.end, between) if each)
 
 
 class _Calls:
@@ -359,8 +362,11 @@ MISTRAL = CallFormat(
     begin=MistralCalls.begin,
     end="",
     new_parser=lambda _: MistralCalls(_mistral_id),
+    writes_names=True,
     id_chars=_MISTRAL_ID_CHARS,
 )
+# Older templates show a list of objects; the parser is the same.
+MISTRAL_LIST = replace(MISTRAL, writes_names=False)
 LLAMA3 = CallFormat(
     name="llama3_json",
     begin=LlamaCalls.begin,
@@ -381,6 +387,6 @@ def call_format(name: str, template: ChatTemplate | None) -> CallFormat | None:
     if template.has_text(HERMES.begin):
         return HERMES
     if template.has_text(MISTRAL.begin):
-        return MISTRAL
+        return MISTRAL if template.has_text(MistralCalls.separator) else MISTRAL_LIST
     is_llama = template.has_text("<|start_header_id|>") and template.has_text("parameters")
     return LLAMA3 if is_llama else None

@@ -93,12 +93,17 @@ def grammar_of(body: GenerationBody) -> str:
     if not given:
         return ""
     name, grammar = given[0]
+    check_end(body, name)
+    return grammar
+
+
+def check_end(body: GenerationBody, name: str) -> None:
+    """Raise InvalidRequest for fields that forbid the end of an answer with a grammar."""
     for other, is_set in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
         if is_set:
             raise InvalidRequest(
                 f"`{other}` forbids the end that `{name}` needs; give one of them", param=other
             )
-    return grammar
 
 
 def _of_format(form: ResponseFormat) -> str:

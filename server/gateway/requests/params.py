@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -86,6 +86,10 @@ class RequestParams:
     def num_candidates(self) -> int:
         """Return how many log-probabilities the answer has of one token, at most."""
         return 1 + max(self.sampling.logprobs or 0, self.sampling.prompt_logprobs or 0)
+
+    def with_grammar(self, grammar: str) -> RequestParams:
+        """Return the parameters of a request whose answers follow `grammar`."""
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, grammar=grammar))
 
     def sampling_of(self, choice_idx: int, *, max_tokens: int) -> SamplingParams:
         """Return the sampling parameters of one choice; the first has the prompt scored."""

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from models.chat_template import ChatTemplate
-from server.gateway.parsing.call_formats import HERMES, LLAMA3, MISTRAL, CallFormat, call_format
+from server.gateway.parsing.call_formats import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    MISTRAL_LIST,
+    CallFormat,
+    call_format,
+)
 from server.gateway.requests.tools import message_formats
 from tests.server.gateway.calls import CHAT, CHAT_BODY, events_of, post, prompt_of, without_head
 from tests.server.gateway.fakes import FakeEngine, gateway, saying
@@ -135,6 +142,18 @@ def test_the_order_of_keys_does_not_change_the_prompt() -> None:
     assert prompt_of(first.added[0]) == prompt_of(second.added[0])
 
 
+def test_required_and_named_calls_are_forced_by_a_grammar() -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        fake = FakeEngine(saying(CALL, finish_reason="stop"))
+        [answer] = ask("", fake=fake, tool_choice=choice)["choices"]
+        assert '\\"add\\"' in fake.added[0].sampling.grammar
+        # OpenAI's reason of the end of a call that the client named is `stop`.
+        assert answer["finish_reason"] == ("tool_calls" if choice == "required" else "stop")
+    fake = FakeEngine(saying(CALL))
+    ask("", fake=fake)
+    assert fake.added[0].sampling.grammar == ""
+
+
 @pytest.mark.parametrize("opens", [True, False])
 def test_reasoning_is_shown_apart_and_counted(opens: bool) -> None:
     said = "hm</think>\n\nYes." if opens else "<think>\nhm</think>\n\nYes."
@@ -156,7 +175,8 @@ def test_reasoning_is_shown_apart_and_counted(opens: bool) -> None:
     ("text", "wanted"),
     [
         (SOURCE, HERMES),
-        ("{{ tools }}[TOOL_CALLS]", MISTRAL),
+        ("{{ tools }}[TOOL_CALLS] [", MISTRAL_LIST),
+        ("{{ tools }}[TOOL_CALLS]name[ARGS]", MISTRAL),
         ("<|start_header_id|>{{ tools }}{{ '\"parameters\"' }}", LLAMA3),
         ("{{ tools }}<tool_call><function=f>", None),
         ("{{ messages }}<tool_call>", None),
@@ -191,6 +211,7 @@ def test_settings_choose_the_formats() -> None:
         ({"tool_choice": {"function": {"name": "sub"}}}, SOURCE, {}, "tool_choice"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, SOURCE, {}, "tools[1]"),
         ({}, SOURCE, {"enable_auto_tool_choice": False}, "tool_choice"),
+        ({"tool_choice": "required", "ignore_eos": True}, SOURCE, {}, "ignore_eos"),
     ],
 )
 def test_a_refused_use_of_tools_is_named(
@@ -199,7 +220,8 @@ def test_a_refused_use_of_tools_is_named(
     async def test() -> None:
         fake, template = FakeEngine(saying("ok")), template_of(source)
         formats = message_formats(GatewaySection(**settings), template)
-        async with gateway(fake, chat_template=template, formats=formats) as client:
+        options: dict[str, Any] = {"chat_template": template, "formats": formats}
+        async with gateway(fake, max_request_tokens=1000, **options) as client:
             response = await client.post(CHAT, json={**CHAT_BODY, "tools": TOOLS, **fields})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == param
