@@ -295,6 +295,7 @@ class GenerationHandler:
                         prompt=packed,
                         sampling=params.sampling_of(nth, max_tokens=budget),
                         cache_salt=params.cache_salt,
+                        priority=params.priority,
                     )
                 )
                 detokenizer = IncrementalDetokenizer(

@@ -329,6 +329,7 @@ def test_golden_bytes_of_a_request() -> None:
                 "bad_words": [],
             },
             "cache_salt": "",
+            "priority": 0,
         }
     )
     assert encode(request) == golden

@@ -52,12 +52,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class AddRequest(Message, frozen=True, kw_only=True):
-    """One choice of one request. `prompt` is packed ints; `cache_salt` separates tenants."""
+    """One choice of one request. `prompt` is packed ints; `cache_salt` separates tenants.
+
+    Requests of lower `priority` are served first; of equal ones, the first to come.
+    """
 
     request_id: str
     prompt: bytes
     sampling: SamplingParams
     cache_salt: str = ""
+    priority: int = 0
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):

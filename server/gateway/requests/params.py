@@ -81,6 +81,7 @@ class RequestParams:
     num_prompt_logprobs: int | None
     echo: bool
     cache_salt: str
+    priority: int
 
     @property
     def num_candidates(self) -> int:
@@ -268,6 +269,7 @@ def _params(
         num_prompt_logprobs=body.prompt_logprobs,
         echo=echo,
         cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
     )
 
 

@@ -158,6 +158,7 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: Name | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     kv_retrieval: KvRetrieval | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -181,7 +182,6 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     # vLLM's; length_penalty is for beam search, spaces_between_special_tokens for tokenizers
     # without a tokenizer.json.
     length_penalty: Ignored[float] = None
-    priority: Ignored[int] = None
     request_id: Ignored[str] = None
     session_id: Ignored[str] = None
     spaces_between_special_tokens: Ignored[bool] = None

@@ -4,9 +4,9 @@ Owns seats, block reservations, preemption and the choice of a node's slices in 
 Knows no other node, no queue and no messages but NewSequence. Called by policy.py.
 
 Order of a step: decodes first, with the drafts for which tokens and blocks are left, then
-prefill chunks, then (by the policy) admissions. When blocks run out, the latest arrival that
-is not protected gives up its blocks. Protected sequences have reserved all blocks that they can
-ever need, so they always get them.
+prefill chunks, then (by the policy) admissions. When blocks run out, the sequence of the last rank
+that is not protected gives up its blocks. Protected sequences have reserved all blocks that they
+can ever need, so they always get them.
 """
 
 from __future__ import annotations
@@ -223,10 +223,10 @@ class AttentionReplica:
         return draft if seq.capacity >= end else seq.capacity - seq.num_planned - 1
 
     def _grow(self, short: list[Sequence], preempted: list[Sequence]) -> set[int]:
-        """Give each of `short` a block, in order of arrival; returns the ids that must wait."""
+        """Give each of `short` a block, in order of rank; returns the ids that must wait."""
         returning = sum(self.pool.count_exclusive(s.blocks) for s in self.draining.values())
         stalled: set[int] = set()
-        for seq in sorted(short, key=lambda seq: seq.request.arrival):
+        for seq in sorted(short, key=lambda seq: seq.request.rank):
             while not seq.closed and not self._can_grow(seq):
                 if len(stalled) < returning:
                     # Blocks of closed sequences come back when the running step is done.
@@ -251,7 +251,7 @@ class AttentionReplica:
         """Return the running sequence that arrived last and is not protected."""
         running = [*self.prefilling.values(), *self.decoding.values()]
         unprotected = [seq for seq in running if not seq.protected]
-        return max(unprotected, key=lambda seq: seq.request.arrival, default=None)
+        return max(unprotected, key=lambda seq: seq.request.rank, default=None)
 
     # Admission.
 

@@ -76,6 +76,7 @@ class Intake:
             stop_ids=frozenset(sampling.stop_token_ids) | frozenset(sampling.eos_token_ids),
             hashes=HashChain(message.cache_salt, self._block_size),
             cache_salt=message.cache_salt,
+            priority=message.priority,
         )
 
     def _check_retrieval(self, asked: int | None) -> None:

@@ -251,7 +251,7 @@ class Policy:
         self._waiting.push(request)
 
     def _admit(self, batches: list[NodeBatch]) -> None:
-        """Admit waiting requests by arrival, until the first one fits no node now.
+        """Admit waiting requests by rank, until the first one fits no node now.
 
         One that fits only nodes that are absent keeps its place and holds up nobody.
         """

@@ -22,7 +22,8 @@ class Request:
     it ends by "length"; `position_limit` the positions that are fed at most (the last token
     is returned, not fed), for which it can hold `max_blocks` blocks of a node's cache;
     `num_scored` the log-probabilities of prompt tokens that were delivered; `num_replays`
-    counts lost generations since its last token; `cache_salt` is its tenant's.
+    counts lost generations since its last token; `cache_salt` is its tenant's. `priority`: lower
+    ones come first.
     """
 
     request_id: str
@@ -37,12 +38,18 @@ class Request:
     stop_ids: frozenset[int]
     hashes: HashChain
     cache_salt: str = ""
+    priority: int = 0
     num_scored: int = 0
     num_preemptions: int = 0
     num_replays: int = 0
     num_cached_tokens: int | None = None
     sequence: Sequence | None = None
     ended: bool = False
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Return its place among requests: by priority, then by arrival."""
+        return self.priority, self.arrival
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The waiting queue: requests without a node, in order of arrival.
+"""The waiting queue: requests without a node, by priority and then in order of arrival.
 
 Owns the order only: a preempted request gets its old place back. Knows no limits and no
 nodes. Called by policy.py.
@@ -12,17 +12,17 @@ from server.scheduler.planning.sequence import Request
 
 
 class WaitingQueue:
-    """A heap by arrival; ended requests are dropped when they come to the front."""
+    """A heap by rank; ended requests are dropped when they come to the front."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, Request]] = []
+        self._heap: list[tuple[tuple[int, int], Request]] = []
 
     def push(self, request: Request) -> None:
-        """Insert `request` in order of its arrival."""
-        heapq.heappush(self._heap, (request.arrival, request))
+        """Insert `request` by its rank."""
+        heapq.heappush(self._heap, (request.rank, request))
 
     def first(self) -> Request | None:
-        """Return the earliest request that has not ended, and leave it in the queue."""
+        """Return the first request that has not ended, and leave it in the queue."""
         while self._heap and self._heap[0][1].ended:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None

@@ -137,6 +137,7 @@ def make_request(
     eos_token_ids: tuple[int, ...] = (),
     salt: str = "",
     prompt_logprobs: int | None = None,
+    priority: int = 0,
 ) -> AddRequest:
     """Return a request with the given prompt."""
     sampling = SamplingParams(
@@ -148,7 +149,11 @@ def make_request(
         prompt_logprobs=prompt_logprobs,
     )
     return AddRequest(
-        request_id=request_id, prompt=pack_ints(prompt), sampling=sampling, cache_salt=salt
+        request_id=request_id,
+        prompt=pack_ints(prompt),
+        sampling=sampling,
+        cache_salt=salt,
+        priority=priority,
     )
 
 

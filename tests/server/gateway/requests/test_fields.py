@@ -72,7 +72,6 @@ IGNORED: dict[str, Any] = {
     "service_tier": "auto",
     "store": False,
     "user": "me",
-    "priority": 0,
     "request_id": "r",
     "spaces_between_special_tokens": True,
     "cache_prompt": True,
@@ -111,7 +110,7 @@ def test_nothing_is_named_when_nothing_is_ignored() -> None:
     [
         ({"store": "yes"}, "store"),
         ({"metadata": [1]}, "metadata"),
-        ({"priority": 0.5}, "priority"),
+        ({"spaces_between_special_tokens": 0}, "spaces_between"),
         ({"stream": True, "stream_options": {"include_obfuscation": 1}}, "stream_options.include_"),
     ],
 )

@@ -306,6 +306,26 @@ def test_a_preempted_request_is_not_subject_to_the_queue_limit() -> None:
     assert engine.policy.stats(0, (), engine.now).num_preemptions > 0
 
 
+def test_the_highest_priority_value_is_preempted_first() -> None:
+    """The first to arrive gives way to the others, which is not so if all are equal."""
+    config = make_config(block_size=2, max_num_seqs=2, max_model_len=24)
+    for priority in (0, 1):
+        engine = Engine(config, num_blocks=12)
+        for number, each in enumerate((priority, 0)):
+            message = make_request(
+                f"r{number}", [number] * 5, max_tokens=16, seed=number, priority=each
+            )
+            engine.add(message)
+        ended: list[str] = []
+        while len(ended) < 2:
+            engine.turn()
+            for name, client in engine.clients.items():
+                if name not in ended and client.outputs and client.outputs[-1].finish_reason:
+                    ended.append(name)
+        assert engine.policy.stats(0, (), engine.now).num_preemptions
+        assert ended[-1] == ("r0" if priority else "r1")
+
+
 def test_abort_is_silent_and_final() -> None:
     engine = Engine(make_config(max_num_seqs=1))
     engine.add(make_request("running", [1, 2], max_tokens=20, seed=0))

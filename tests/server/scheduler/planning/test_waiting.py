@@ -26,6 +26,15 @@ def test_a_request_that_comes_back_has_its_old_place() -> None:
     assert [queue.pop() for _ in range(3)] == [first, second, third]
 
 
+def test_a_lower_priority_comes_first_whenever_it_arrived() -> None:
+    queue = WaitingQueue()
+    requests = [request(arrival) for arrival in range(4)]
+    for each, priority in zip(requests, (0, 5, -1, 0), strict=True):
+        each.priority = priority
+        queue.push(each)
+    assert [queue.pop().arrival for _ in requests] == [2, 0, 3, 1]
+
+
 def test_ended_requests_are_passed_over() -> None:
     queue = WaitingQueue()
     first, second = request(0), request(1)
