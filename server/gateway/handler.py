@@ -45,6 +45,7 @@ from server.gateway.requests.params import (
 )
 from server.gateway.requests.preparation import PreparationThreads
 from server.gateway.requests.prompts import (
+    ChatPrompt,
     bad_word_tokens,
     chat_prompt,
     completion_prompts,
@@ -68,6 +69,9 @@ INLINE_LOGPROBS = 2048
 IGNORED_HEADER = "x-topspin-ignored"
 
 
+MakeReplies = Callable[[ReplyHead], Replies]
+
+
 class Prepared(NamedTuple):
     """A checked request: its parameters, its prompts, and the field that held them.
 
@@ -80,7 +84,7 @@ class Prepared(NamedTuple):
     prompts: list[Prompt]
     prompt_field: str
     ignored: Sequence[str]
-    make_replies: Callable[[ReplyHead], Replies]
+    make_replies: MakeReplies
     message: MessageOptions | None = None
 
 
@@ -135,16 +139,16 @@ class GenerationHandler:
         return _with_ignored(Response(body, media_type="application/json"), prepared)
 
     def _prepare_chat(self, data: bytes) -> Prepared:
-        return self._prepared_chat(decode_chat(data), self._chat_replies)
+        def replies(prompt: ChatPrompt) -> MakeReplies:
+            return partial(ChatReplies, tokenizer=self.tokenizer, places=prompt.map)
 
-    def _chat_replies(self, head: ReplyHead) -> Replies:
-        return ChatReplies(head, self.tokenizer)
+        return self._prepared_chat(decode_chat(data), replies)
 
     def _prepare_messages(self, data: bytes) -> Prepared:
-        return self._prepared_chat(decode_messages(data), MessagesReplies)
+        return self._prepared_chat(decode_messages(data), lambda _: MessagesReplies)
 
     def _prepare_count(self, data: bytes) -> Prepared:
-        return self._prepared_chat(decode_count(data), MessagesReplies)
+        return self._prepared_chat(decode_count(data), lambda _: MessagesReplies)
 
     def _prepare_response(self, data: bytes) -> Prepared:
         request, chat = decode_response(data)
@@ -160,7 +164,7 @@ class GenerationHandler:
         keep = None
         if request.store is not False:
             keep = partial(self.responses.keep, messages=messages, num_bytes=len(data))
-        prepared = self._prepared_chat(chat._replace(messages=shown), MessagesReplies)
+        prepared = self._prepared_chat(chat._replace(messages=shown), lambda _: MessagesReplies)
         replies = partial(
             ResponsesReplies,
             tokenizer=self.tokenizer,
@@ -171,7 +175,7 @@ class GenerationHandler:
         return prepared._replace(make_replies=replies)
 
     def _prepared_chat(
-        self, decoded: DecodedChat, make_replies: Callable[[ReplyHead], Replies]
+        self, decoded: DecodedChat, replies_to: Callable[[ChatPrompt], MakeReplies]
     ) -> Prepared:
         body, messages, ignored = decoded
         words = bad_word_tokens(body.bad_words, self.tokenizer)
@@ -215,7 +219,7 @@ class GenerationHandler:
             shows_reasoning=body.include_reasoning is not False,
         )
         return Prepared(
-            params, [Prompt(ids=prompt.ids)], "messages", ignored, make_replies, options
+            params, [Prompt(ids=prompt.ids)], "messages", ignored, replies_to(prompt), options
         )
 
     def _prepare_completion(self, data: bytes) -> Prepared:

@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from server.gateway.answers.cache_report import PrefixCacheReport
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 # OpenAI's value for a negligible probability; JSON has no infinity.
@@ -136,6 +138,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_logprobs: list[Raw | None] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prefix_cache: PrefixCacheReport | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,6 +171,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prefix_cache: PrefixCacheReport | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ import msgspec
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer, text_before
+from server.gateway.answers.cache_report import PromptMap
 from server.gateway.errors import truncated
 from server.gateway.requests.decoding import decode, decode_each, decode_pieces
 from server.gateway.requests.params import check_vocabulary
@@ -39,10 +40,11 @@ _FLAT_LIST = re.compile(rb"\[\s*[-0-9]")
 
 
 class ChatPrompt(NamedTuple):
-    """A chat as the model gets it: its tokens, and the text that they come from."""
+    """A chat as the model gets it: its tokens, the text that they come from, and its places."""
 
     ids: list[int]
     text: str
+    map: PromptMap | None = None
 
 
 def chat_prompt(
@@ -84,7 +86,38 @@ def chat_prompt(
     token_ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:
         raise InvalidRequest("the messages give an empty prompt", param="messages")
-    return ChatPrompt(_last(token_ids, body.truncate_prompt_tokens), text)
+    places = None
+    if body.report_prefix_cache:
+        if body.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "`report_prefix_cache` and `truncate_prompt_tokens` exclude each other",
+                param="report_prefix_cache",
+            )
+        places = PromptMap(text=text, begins=_begins(messages, template=template, kwargs=kwargs))
+    return ChatPrompt(_last(token_ids, body.truncate_prompt_tokens), text, places)
+
+
+def _begins(
+    messages: Sequence[Mapping[str, object]], *, template: ChatTemplate, kwargs: dict[str, Any]
+) -> list[tuple[int, int, str]]:
+    """Return where each message's content begins in the prompt, its index and role.
+
+    Found by marks that no client can foresee. A message whose content the template does not show
+    has no place; blanks that it drops can move the places of those behind by as much.
+    """
+    secret = secrets.token_hex(16)
+    marked = [
+        {**message, "content": f"<{secret}:{idx}>{message['content']}"}
+        for idx, message in enumerate(messages)
+    ]
+    text = template.render(marked, add_generation_prompt=False, **kwargs)
+    begins: list[tuple[int, int, str]] = []
+    num_marks_chars = 0
+    for found in re.finditer(rf"<{secret}:([0-9]+)>", text):
+        idx = int(found[1])
+        begins.append((found.start() - num_marks_chars, idx, str(messages[idx]["role"])))
+        num_marks_chars += len(found[0])
+    return begins
 
 
 def reasoning_variables(body: ChatBody, template: ChatTemplate) -> dict[str, str | bool]:

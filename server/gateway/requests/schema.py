@@ -320,6 +320,7 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    report_prefix_cache: bool | None = None
 
     # OpenAI's; a prediction only speeds up an answer.
     prediction: Ignored[Object] = None

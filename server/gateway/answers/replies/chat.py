@@ -11,6 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from models.tokenizer import Tokenizer
+from server.gateway.answers.cache_report import PrefixCacheReport, PromptMap
 from server.gateway.answers.generation import Delta
 from server.gateway.answers.replies.base import (
     DONE_EVENT,
@@ -44,7 +45,11 @@ from topspin.messages import TokenLogprobs
 class ChatReplies:
     """Answers of POST /v1/chat/completions."""
 
-    def __init__(self, head: ReplyHead, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, head: ReplyHead, tokenizer: Tokenizer, places: PromptMap | None = None
+    ) -> None:
+        """`places`: report where the prompt stops being in the cache."""
+        self._places = places
         self._head = head
         self._tokenizer = tokenizer
         self._encoder = msgspec.json.Encoder()
@@ -57,7 +62,10 @@ class ChatReplies:
             role = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
             prompt = choice.prompt.ids if head.return_token_ids else UNSET
             usage = head.usage_so_far(choice)
-            events.append(self._event(role, usage=usage, prompt_token_ids=prompt))
+            first = self._event(
+                role, usage=usage, prompt_token_ids=prompt, prefix_cache=self._report(choice)
+            )
+            events.append(first)
         choice.num_streamed_tokens += len(delta.token_ids)
         usage = head.usage_so_far(choice)
         grown = [_grown(part) for part in delta.parts]
@@ -103,6 +111,7 @@ class ChatReplies:
             usage=usage,
             prompt_logprobs=prompt_logprobs(head, prompt, self._tokenizer, self._encoder),
             prompt_token_ids=prompt.ids if head.return_token_ids else UNSET,
+            prefix_cache=self._report(choices[0]),
         )
         return self._encoder.encode(answer)
 
@@ -122,6 +131,7 @@ class ChatReplies:
         *,
         usage: Usage | None = None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
+        prefix_cache: PrefixCacheReport | UnsetType = UNSET,
     ) -> bytes:
         head = self._head
         chunk = ChatChunk(
@@ -131,8 +141,16 @@ class ChatReplies:
             choices=[] if choice is None else [choice],
             usage=usage if head.include_usage else UNSET,
             prompt_token_ids=prompt_token_ids,
+            prefix_cache=prefix_cache,
         )
         return b"data: " + self._encoder.encode(chunk) + b"\n\n"
+
+    def _report(self, choice: Choice) -> PrefixCacheReport | UnsetType:
+        if self._places is None or not choice.is_first:
+            return UNSET
+        ids, num_cached = choice.prompt.ids, choice.num_cached_tokens
+        cached = self._tokenizer.decode(ids[:num_cached], skip_special_tokens=False)
+        return self._places.report(num_cached=num_cached, num_tokens=len(ids), cached_text=cached)
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
