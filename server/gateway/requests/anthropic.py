@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from server.gateway.requests.decoding import decode, decode_each
+from server.gateway.requests.prompts import BILLING_PREFIX
 from server.gateway.requests.sampling_defaults import PositiveCount, TopK, TopP
 from server.gateway.requests.schema import (
     MAX_STOP_STRINGS,
@@ -43,9 +44,6 @@ from server.gateway.requests.schema import (
 from topspin.errors import InvalidRequest
 
 _NULL = Raw(b"null")
-# Some agents' first system block has a number that changes with each request, for their billing.
-# It means nothing to a model, and would make every prompt differ from its first tokens on.
-BILLING_PREFIX = "x-anthropic-billing-header"
 
 
 class TextBlock(Fields, kw_only=True, frozen=True, tag="text"):

@@ -35,6 +35,9 @@ from topspin.errors import InvalidRequest
 # Parameters of ChatTemplate.render that have their own request fields or are refused; `render`
 # refuses the names that the template machinery itself uses.
 _NOT_VARIABLES = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+# Some agents' first system block has a number that changes with each request, for their billing.
+# It means nothing to a model, and would make every prompt differ from its first tokens on.
+BILLING_PREFIX = "x-anthropic-billing-header"
 # A list of numbers, by its first item.
 _FLAT_LIST = re.compile(rb"\[\s*[-0-9]")
 
@@ -265,7 +268,8 @@ def _plain(message: ChatMessage, idx: int, call_id_chars: int | None) -> dict[st
     """
     content = message.content or ""
     if not isinstance(content, str):
-        content = "\n".join(part.text or "" for part in content)
+        texts = [part.text or "" for part in content]
+        content = "\n".join(text for text in texts if not text.startswith(BILLING_PREFIX))
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, object] = {"role": role, "content": content}
     if message.tool_calls:

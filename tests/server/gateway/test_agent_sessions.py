@@ -72,8 +72,9 @@ def anthropic_turn(num_turns: int, rng: random.Random) -> dict[str, Any]:
 
 
 def chat_turn(num_turns: int, rng: random.Random) -> dict[str, Any]:
+    billing = {"type": "text", "text": f"x-anthropic-billing-header: {rng.random()}"}
     messages: list[dict[str, Any]] = [
-        {"role": "system", "content": SYSTEM},
+        {"role": "system", "content": [billing, {"type": "text", "text": SYSTEM}]},
         {"role": "user", "content": "Mend the tests."},
     ]
     for turn in range(num_turns):
