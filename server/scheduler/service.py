@@ -45,6 +45,7 @@ from topspin.messages import (
     ClockPong,
     ExpertCounts,
     Goodbye,
+    GrammarReady,
     Halted,
     Hello,
     Loaded,
@@ -171,6 +172,8 @@ class Service:
         if policy is not None and self._may_plan(policy):
             while (step := policy.schedule(self._clock())) is not None:
                 self._send(step)
+        if policy is not None:
+            self._nodes.compile(policy.compilations.take_unsent())
         for event in self._receive():
             member = self._nodes.roster.member(event.peer)
             try:
@@ -309,6 +312,9 @@ class Service:
                 self.balancer.load.add(counts)
             case TablePrepared() as answer:
                 self._on_prepared(member, answer)
+            case GrammarReady() as compiled:
+                if self._policy is not None:
+                    self._gateways.deliver(self._policy.compiled(compiled))
             case ClockPong() | TraceDump() as answer:
                 self._gateways.trace_answer(member, answer)
             case Ready() as ready if self._policy is None:

@@ -62,7 +62,7 @@ def step(*, wait_s: float = 0.0, check: Any = None) -> LaunchedStep:
 
 
 def timings(*, previous_s: float | None, wait_s: float = 0.0) -> StepTimings:
-    result = step(wait_s=wait_s).result(Drawn(b"", b"", b"", {}, {}), previous_s=previous_s)
+    result = step(wait_s=wait_s).result(Drawn(b"", b"", b"", {}, {}, {}), previous_s=previous_s)
     assert (result.step, result.generation, result.index) == (4, 2, 1)
     return result.timings
 

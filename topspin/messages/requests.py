@@ -153,7 +153,9 @@ class StatsQuery(Message, frozen=True, kw_only=True):
 class Stats(Message, frozen=True, kw_only=True):
     """The scheduler's counters and gauges, for /metrics.
 
-    `num_replays` counts requests that were queued again after the loss of a node or step.
+    `num_replays` counts requests that were queued again after the loss of a node or step,
+    `num_grammars_compiled` those whose grammar the nodes were asked to compile, and
+    `num_grammars_found` those that found it compiled or under way.
     `expert_tokens[layer][expert]` counts routed (token, expert) pairs since start;
     `expert_activations` and `expert_batches` are the sums of ExpertCounts'. `expert_balance` is the
     expert nodes' max/mean of such pairs served recently under the table in use;
@@ -177,6 +179,8 @@ class Stats(Message, frozen=True, kw_only=True):
     generation_tokens: int
     step_seconds: float
     num_replays: int = 0
+    num_grammars_compiled: int = 0
+    num_grammars_found: int = 0
     expert_tokens: tuple[tuple[int, ...], ...] = ()
     expert_activations: int = 0
     expert_batches: int = 0

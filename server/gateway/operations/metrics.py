@@ -72,6 +72,8 @@ class EngineCollector(Collector):
         yield gauge("kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", stats.kv_cache_usage)
         yield counter("num_preemptions", "Preemptions by recompute", stats.num_preemptions)
         yield counter("num_replays", "Requests replayed after a loss", stats.num_replays)
+        yield counter("grammars_compiled", "Grammars compiled", stats.num_grammars_compiled)
+        yield counter("grammars_found", "Grammars found compiled", stats.num_grammars_found)
         yield counter("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_cache_queries)
         yield counter("prefix_cache_hits", "Prompt tokens found cached", stats.prefix_cache_hits)
         yield counter("engine_steps", "Engine steps finished", stats.num_steps)

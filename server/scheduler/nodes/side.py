@@ -17,8 +17,10 @@ from topspin.errors import ProtocolError
 from topspin.messages import (
     AnyMessage,
     ClockPong,
+    CompileGrammar,
     ExpertCounts,
     Goodbye,
+    GrammarReady,
     Halted,
     Loaded,
     Message,
@@ -37,6 +39,7 @@ NodeMessage = (
     ClockPong
     | ExpertCounts
     | Goodbye
+    | GrammarReady
     | Halted
     | Loaded
     | Progress
@@ -73,7 +76,7 @@ class NodeSide:
         """Return `message`; raises ProtocolError if it is no node's or names another node."""
         if not isinstance(message, NodeMessage):
             raise ProtocolError(f"{member} sent {type(message).__name__}")
-        if isinstance(message, StepResult):
+        if isinstance(message, StepResult | GrammarReady):
             claimed = Member("attention", message.index)
         elif isinstance(message, ExpertCounts):
             claimed = Member("expert", message.index)
@@ -100,6 +103,13 @@ class NodeSide:
         for member in self.roster.members:
             if not self.tell(member, message):
                 self._log.warning("%s does not take %s", member, type(message).__name__)
+
+    def compile(self, messages: list[CompileGrammar]) -> None:
+        """Have every attention node compile grammars; a node that is lost is noticed elsewhere."""
+        for member in self.roster.members if messages else ():
+            if member.role == "attention":
+                for message in messages:
+                    self.tell(member, message)
 
     def send_step(self, step: Step) -> Member | None:
         """Send the ticket to every expert node and each plan to its attention node.

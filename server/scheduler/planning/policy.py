@@ -28,6 +28,7 @@ from server.scheduler.planning.attention_replica import (
     NodeBatch,
 )
 from server.scheduler.planning.budgets import token_budgets
+from server.scheduler.planning.compilations import Compilations
 from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay, fed
@@ -48,6 +49,7 @@ from topspin.errors import (
 )
 from topspin.messages import (
     AddRequest,
+    GrammarReady,
     Progress,
     RequestFailed,
     Stats,
@@ -135,6 +137,7 @@ class Policy:
         self._in_flight = StepsInFlight()
         self._is_halted = False
         self._counters = Counters()
+        self.compilations = Compilations()
         self._num_arrivals = 0
         self._num_admissions = 0
 
@@ -163,6 +166,9 @@ class Policy:
                 raise InvalidRequest(f"request id {message.request_id!r} is in use")
             self._check_queue()
             request = self._intake.request(message, peer=peer, arrival=self._num_arrivals)
+            if grammar := message.sampling.grammar:
+                nodes = [replica.index for replica in self._replicas if replica.is_present]
+                request.grammar_key = self.compilations.ask(grammar, nodes)
         except TopspinError as error:
             return failure(message.request_id, error)
         self._num_arrivals += 1
@@ -214,6 +220,19 @@ class Policy:
         if seq is not None and not seq.closed:
             self._replicas[seq.replica_idx].close(seq)
 
+    # Grammars.
+
+    def compiled(self, message: GrammarReady) -> list[Delivery]:
+        """Note that a node has compiled a grammar, or fail the requests that wait for it."""
+        outbox = Outbox()
+        self.compilations.answered(message.index, message.key, is_refused=bool(message.error))
+        if message.error:
+            for request in list(self._requests.values()):
+                if request.grammar_key == message.key and request.sequence is None:
+                    self._end(request)
+                    outbox.fail(request, InvalidRequest(message.error))
+        return outbox.deliveries()
+
     # Planning.
 
     def schedule(self, now: float) -> Step | None:
@@ -253,13 +272,15 @@ class Policy:
     def _admit(self, batches: list[NodeBatch]) -> None:
         """Admit waiting requests by rank, until the first one fits no node now.
 
-        One that fits only nodes that are absent keeps its place and holds up nobody.
+        One that fits only nodes that are absent, or whose grammar is being compiled, keeps its
+        place and holds up nobody.
         """
         present = [replica for replica in self._replicas if replica.is_present]
         largest = max((replica.max_blocks for replica in present), default=0)
         aside: list[Request] = []
         while (request := self._waiting.first()) is not None:
-            if request.max_blocks > largest:
+            is_compiling = self.compilations.is_under_way(request.grammar_key)
+            if request.max_blocks > largest or is_compiling:
                 aside.append(self._waiting.pop())
                 continue
             open_replicas = [
@@ -334,6 +355,7 @@ class Policy:
         """
         outbox = Outbox()
         self._in_flight.clear()
+        self.compilations.halt()
         self._is_halted = True
         for replica in self._replicas:
             for seq in replica.halt():
@@ -469,6 +491,8 @@ class Policy:
             prefix_cache_hits=counters.prefix_cache_hits,
             num_preemptions=counters.num_preemptions,
             num_replays=counters.num_replays,
+            num_grammars_compiled=self.compilations.num_asked,
+            num_grammars_found=self.compilations.num_found,
             num_steps=counters.num_steps,
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,

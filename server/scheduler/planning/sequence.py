@@ -22,8 +22,8 @@ class Request:
     it ends by "length"; `position_limit` the positions that are fed at most (the last token
     is returned, not fed), for which it can hold `max_blocks` blocks of a node's cache;
     `num_scored` the log-probabilities of prompt tokens that were delivered; `num_replays`
-    counts lost generations since its last token; `cache_salt` is its tenant's. `priority`: lower
-    ones come first.
+    counts lost generations since its last token; `cache_salt` is its tenant's, `grammar_key` names
+    its grammar, if it has one. `priority`: lower ones come first.
     """
 
     request_id: str
@@ -39,6 +39,7 @@ class Request:
     hashes: HashChain
     cache_salt: str = ""
     priority: int = 0
+    grammar_key: str = ""
     num_scored: int = 0
     num_preemptions: int = 0
     num_replays: int = 0

@@ -138,6 +138,7 @@ def make_request(
     salt: str = "",
     prompt_logprobs: int | None = None,
     priority: int = 0,
+    grammar: str = "",
 ) -> AddRequest:
     """Return a request with the given prompt."""
     sampling = SamplingParams(
@@ -147,6 +148,7 @@ def make_request(
         stop_token_ids=stop_token_ids,
         eos_token_ids=eos_token_ids,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
     return AddRequest(
         request_id=request_id,

@@ -15,10 +15,13 @@ from tests.server.scheduler.fake_nodes import VOCAB_SIZE, generate
 from tests.server.scheduler.scripted_world import GATEWAY, NUM_BLOCKS, World
 from topspin import __version__
 from topspin.channel import Malformed, PeerGone, Received
+from topspin.grammars import grammar_key
 from topspin.messages import (
     AbortRequest,
+    CompileGrammar,
     EngineState,
     ExpertCounts,
+    GrammarReady,
     Hello,
     Outputs,
     PrepareTable,
@@ -324,3 +327,36 @@ def test_what_the_policy_warns_of_is_logged_once(
     assert [each.message for each in caplog.records if "slow" in each.message] == [
         "scheduler: drafts are slow"
     ]
+
+
+def test_a_grammar_is_compiled_by_the_attention_nodes_before_its_request_starts() -> None:
+    world = World()
+    world.start()
+    grammar = "start: /a+/"
+    request = make_request("r", [1, 2, 3], max_tokens=2, eos_token_ids=(1,), grammar=grammar)
+    world.say("gateway", request)
+    key = grammar_key(grammar)
+    world.say("attention 1", GrammarReady(index=1, key=key))
+    world.poll()
+    plans_before: list[int] = []
+    world.channel.script.append(
+        lambda: plans_before.append(len(world.channel.to(b"attention 0", StepPlan)))
+    )
+    world.say("attention 0", GrammarReady(index=0, key=key))
+    world.answer(3)
+    refused = msgspec.structs.replace(
+        request,
+        request_id="refused",
+        sampling=msgspec.structs.replace(request.sampling, grammar="start: /b+/"),
+    )
+    world.say("gateway", refused)
+    key = grammar_key("start: /b+/")
+    world.say("attention 1", GrammarReady(index=1, key=key, error="too large"))
+    world.say("attention 0", GrammarReady(index=1, key=key))
+    assert world.service.run() == 1, "attention 0 speaks for another"
+    assert plans_before == [0]
+    sent = [peer for peer, m in world.channel.sent if isinstance(m, CompileGrammar)]
+    assert sent == [b"attention 0", b"attention 1"] * 2
+    outputs = [o for m in world.channel.to(GATEWAY, Outputs) for o in m.outputs]
+    assert outputs[-1].finish_reason == "length"
+    assert (world.failure("refused").status, world.failure("refused").message) == (400, "too large")
