@@ -14,9 +14,10 @@ from m2n_comm.net import AttentionNet, wait_policy
 from m2n_comm.open import connect_attention
 from m2n_comm.waits import Waits
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
+from topspin.logs import start_logging
 from topspin.messages import Welcome
 from topspin.node_life import NodeLife, run_node
-from topspin.process import follow_parent, start_logging
+from topspin.process import follow_parent
 
 # Experts accept once they have loaded, which may take long; the scheduler ends the wait if one of
 # them is lost (Inbox.check).

@@ -52,6 +52,7 @@ from models.unused_tensors import describe_unused, unused_tensors
 from models.weights import stream_attention_weights
 from spec_decode.draft import Draft, Drafter, trim
 from topspin.errors import ProtocolError
+from topspin.logs import about
 from topspin.messages import (
     SAMPLE,
     MicroBatch,
@@ -454,7 +455,11 @@ class ModelRunner:
         self._stamp(Kind.STEP_ENDED, launched.ticket)
         previous_s, self._finished_s = self._finished_s, time.perf_counter()
         counts = None if self._long is None else self._long.take_counts()
-        return launched.result(drawn, scores, previous_s=previous_s, kv=counts)
+        result = launched.result(drawn, scores, previous_s=previous_s, kv=counts)
+        for seq_id, reason in result.errors.items():
+            named = about(request_id=self._table.request_of(seq_id))
+            _log.warning("attention: a request failed: %s", reason, extra=named)
+        return result
 
     def _stamp(self, kind: Kind, ticket: StepTicket) -> None:
         if self.trace is not None:

@@ -85,6 +85,7 @@ class SequenceTable:
         self.keys = np.zeros((capacity, 3), dtype=np.int64)
         self._sampling: list[SamplingParams | None] = [None] * capacity
         self._salts = [""] * capacity
+        self._request_ids = [""] * capacity
         self.seq_id_of = np.zeros(capacity, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -121,6 +122,7 @@ class SequenceTable:
         self.num_blocks[row] = 0
         params = self._sampling[row] = new.sampling
         self._salts[row] = new.cache_salt
+        self._request_ids[row] = new.request_id
         self.reals[row] = [getattr(params, each) for each in REALS]
         self.keys[row] = as_signed(params.seed), params.choice, params.top_k
         self.add_blocks(row, unpack(new.blocks, what=f"sequence {new.seq_id}: blocks"))
@@ -147,6 +149,7 @@ class SequenceTable:
                 setattr(self, name, grown)
             self._sampling += [None] * capacity
             self._salts += [""] * capacity
+            self._request_ids += [""] * capacity
             self._free_rows = list(range(2 * capacity - 1, capacity - 1, -1))
         return self._free_rows.pop()
 
@@ -158,6 +161,11 @@ class SequenceTable:
         self._sampling[row] = None
         self.tenancy[row] += 1
         self._free_rows.append(row)
+
+    def request_of(self, seq_id: int) -> str | None:
+        """Return the id of the client's request; None if the sequence was dropped meanwhile."""
+        row = self._row_of.get(seq_id)
+        return None if row is None else self._request_ids[row]
 
     @property
     def seq_ids(self) -> list[int]:

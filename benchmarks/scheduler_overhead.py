@@ -63,7 +63,7 @@ def make_policy(num_running: int, num_micro_batches: int, num_steps: int) -> Pol
         prompt = pack_ints((number * 31 + i) % VOCAB_SIZE for i in range(PROMPT_TOKENS))
         sampling = SamplingParams(max_tokens=max_tokens, seed=number, eos_token_ids=(2,))
         request = AddRequest(request_id=f"r{number}", prompt=prompt, sampling=sampling)
-        refusal = policy.add(request, peer=b"gateway")
+        refusal = policy.add(request, peer=b"gateway", now=0.0)
         assert refusal is None, refusal
     return policy
 

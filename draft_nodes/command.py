@@ -12,9 +12,10 @@ from draft_nodes.model import DraftModel
 from draft_nodes.worker import DraftWorker
 from spec_decode.forest import Growth
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
+from topspin.logs import start_logging
 from topspin.node_life import run_node
 from topspin.plan import NodeConfig
-from topspin.process import follow_parent, start_logging
+from topspin.process import follow_parent
 
 
 def run_worker(control: ControlClient, *, index: int, model_path: Path) -> None:

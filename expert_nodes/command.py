@@ -15,9 +15,10 @@ from m2n_comm.net import ExpertNet, wait_policy
 from m2n_comm.open import ExpertListener, listen_expert
 from m2n_comm.waits import Waits
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
+from topspin.logs import start_logging
 from topspin.messages import Welcome
 from topspin.node_life import NodeLife, run_node
-from topspin.process import follow_parent, start_logging
+from topspin.process import follow_parent
 
 # Other nodes connect once their checkpoint is loaded; the scheduler ends the wait if one of them
 # is lost (Inbox.check).

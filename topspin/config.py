@@ -15,6 +15,7 @@ import msgspec
 
 from topspin.cores import DEFAULT_LAYOUT, SPIN_COUNT, Layout
 from topspin.devices import CPU, KernelName, NodeRole, Nodes, Place
+from topspin.logs import FORMAT_VARIABLE, LogFormat
 from topspin.precision import Format
 from topspin.retrieval import MIN_TOKENS, SpillSpec, parse_spill
 from topspin.settings import Setting
@@ -514,6 +515,7 @@ class GatewaySection(Section, frozen=True, kw_only=True):
     `generation_config`: the source of the defaults of sampling parameters: "auto" is the
     checkpoint's generation_config.json, "none" is OpenAI's, else a directory with that file.
     `allowed_origins`: the origins of web pages that may call the server from a browser; `*` is any.
+    `log_format` is that of all processes.
     """
 
     served_names: Annotated[
@@ -573,6 +575,26 @@ class GatewaySection(Section, frozen=True, kw_only=True):
             parse=parse_origins,
         ),
     ] = ()
+    access_log: Annotated[
+        bool,
+        Setting("log each request at its end, but for /health and /metrics", flag="--access-log"),
+    ] = True
+    log_format: Annotated[
+        LogFormat | None,
+        Setting(
+            "the logs of all processes: a line of text, or a JSON object, per record; auto: "
+            f"${FORMAT_VARIABLE}, or text",
+            flag="--log-format",
+        ),
+    ] = None
+    shutdown_timeout_s: Annotated[
+        float,
+        Setting(
+            "at SIGTERM requests in flight get this long to end; new ones are refused",
+            flag="--shutdown-timeout SECONDS",
+            within=(0, 3600),
+        ),
+    ] = 1.0
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

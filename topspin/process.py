@@ -1,13 +1,11 @@
-"""The life cycle of a role process: it dies with its supervisor, logs, and exits.
+"""The life cycle of a role process: it dies with its supervisor, and exits.
 
-Owns the parent-death link, the logging format, freed memory after loading,
-and the exit statuses. Knows no role.
+Owns the parent-death link, freed memory after loading, and the exit statuses. Knows no role.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import secrets
 import signal
@@ -37,17 +35,6 @@ def follow_parent() -> None:
     if os.getppid() != int(parent):
         # The supervisor died before prctl took effect.
         sys.exit(1)
-
-
-def start_logging(role: str) -> logging.Logger:
-    """Send log records to stderr, one line each; returns the role's logger."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=os.environ.get("TOPSPIN_LOG_LEVEL", "INFO"),
-        format="%(asctime)s %(levelname)s %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    return logging.getLogger(role)
 
 
 def new_incarnation() -> int:

@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ from server.gateway.answers.wire import ModelCard, ModelList
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.errors import ModelNotFound, error_response, truncated
 from server.gateway.handler import GenerationHandler
+from server.gateway.http.exchange import Exchanges
 from server.gateway.operations.health import ProgressWatch
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.operations.tracing import trace_route
@@ -46,11 +48,14 @@ def create_app(
     progress_deadline_s: float,
     formats: MessageFormats,
     allowed_origins: Sequence[str] = (),
-) -> FastAPI:
+    access_log: bool = True,
+) -> ASGIApp:
     """Return the application. The caller runs `engine.run()` concurrently.
 
     `formats`: what can be read in the model's text. Pages of `allowed_origins` (`*`: all) may call
     it from a browser (CORS).
+    Pages of `allowed_origins` (`*`: all) may call it from a browser (CORS).
+    `access_log`: each request is logged at its end.
     """
     metrics = GatewayMetrics(model.names[0])
     handler = GenerationHandler(
@@ -61,7 +66,7 @@ def create_app(
         metrics=metrics,
         formats=formats,
     )
-    return FastAPI(
+    app = FastAPI(
         title="Topspin",
         version=__version__,
         openapi_url=None,
@@ -88,6 +93,7 @@ def create_app(
             ClientGone: _answer_nobody,
         },
     )
+    return Exchanges(app, access_log=access_log)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

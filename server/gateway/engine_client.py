@@ -136,7 +136,12 @@ class EngineClient:
     _requests: dict[str, _InFlight] = field(default_factory=dict)
     _queries: dict[int, asyncio.Future[Stats | Trace]] = field(default_factory=dict)
     _query_ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _draining: bool = False
+
+    def next_number(self) -> int:
+        """Return a number that makes ids of requests unique: clients may send the same id twice."""
+        return next(self._numbers)
 
     @property
     def num_in_flight(self) -> int:

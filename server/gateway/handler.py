@@ -31,6 +31,7 @@ from server.gateway.answers.run import Run
 from server.gateway.answers.streaming import EventStream
 from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.http.body import read_json_body
+from server.gateway.http.exchange import Exchange, exchange_of
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.parsing.message import Message, MessageOptions
 from server.gateway.parsing.reasoning import begins_inside
@@ -58,7 +59,7 @@ from server.gateway.requests.schema import ChatMessage, DecodedChat, decode_chat
 from server.gateway.requests.tool_grammars import constrained, marker_terminal
 from server.gateway.requests.tools import MessageFormats, tool_use
 from topspin.errors import InvalidRequest
-from topspin.messages import AddRequest, pack_ints
+from topspin.messages import AddRequest, engine_id, pack_ints
 
 # Larger bodies, and those with a grammar, are prepared in a thread: a long prompt or schema must
 # not hold up all streams.
@@ -119,7 +120,7 @@ class GenerationHandler:
 
     async def respond(self, request: Request) -> Response:
         """Answer POST /v1/responses."""
-        return await self._answer(request, self._prepare_response, id_prefix="resp_")
+        return await self._answer(request, self._prepare_response, id_prefix="resp_", is_kept=True)
 
     async def stored_response(self, request: Request) -> Response:
         """Answer GET and DELETE /v1/responses/{id}."""
@@ -249,13 +250,20 @@ class GenerationHandler:
         return prepare(data)
 
     async def _answer(
-        self, request: Request, prepare: Callable[[bytes], Prepared], *, id_prefix: str
+        self,
+        request: Request,
+        prepare: Callable[[bytes], Prepared],
+        *,
+        id_prefix: str,
+        is_kept: bool = False,
     ) -> Response:
-        arrived_at_s = time.monotonic()
+        """Answer a request; one that is kept by its id does not have the client's."""
+        exchange = exchange_of(request.scope)
         prepared = await self._prepared(request, prepare)
         params = prepared.params
+        request_id = exchange.name(params.request_id)
         head = ReplyHead(
-            id=f"{id_prefix}{secrets.token_hex(16)}",
+            id=f"{id_prefix}{secrets.token_hex(16) if is_kept else request_id}",
             created_at_s=int(time.time()),
             model=params.model,
             num_logprobs=params.text.num_logprobs,
@@ -264,7 +272,7 @@ class GenerationHandler:
             continuous_usage=params.continuous_usage,
             return_token_ids=params.return_token_ids,
         )
-        run = self._submit(prepared, request_id=head.id, arrived_at_s=arrived_at_s)
+        run = self._submit(prepared, exchange)
         run.watch(request.receive)
         replies = prepared.make_replies(head)
         if params.stream:
@@ -276,7 +284,7 @@ class GenerationHandler:
             response = await self._whole_answer(run, replies, params)
         return _with_ignored(response, prepared)
 
-    def _submit(self, prepared: Prepared, *, request_id: str, arrived_at_s: float) -> Run:
+    def _submit(self, prepared: Prepared, exchange: Exchange) -> Run:
         """Check sizes, then make and send one engine request per choice."""
         params = prepared.params
         params.check_prompt_scores(sum(len(prompt.ids) for prompt in prepared.prompts))
@@ -285,17 +293,20 @@ class GenerationHandler:
             params.output_budget(len(prompt.ids), limit=limit, param=prepared.prompt_field)
             for prompt in prepared.prompts
         ]
+        self.metrics.num_choices.observe(params.num_choices)
         requests: list[AddRequest] = []
+        number = self.engine.next_number()
         choices: list[Choice] = []
         for prompt, budget in zip(prepared.prompts, budgets, strict=True):
             packed = pack_ints(prompt.ids)
             if params.sampling.prompt_logprobs is not None:
                 prompt.num_scores = len(prompt.ids) - 1
             for nth in range(params.num_choices):
+                self.metrics.max_tokens.observe(budget)
                 index = len(choices)
                 requests.append(
                     AddRequest(
-                        request_id=f"{request_id}-{index}",
+                        request_id=engine_id(exchange.request_id, number, index),
                         prompt=packed,
                         sampling=params.sampling_of(nth, max_tokens=budget),
                         cache_salt=params.cache_salt,
@@ -317,7 +328,7 @@ class GenerationHandler:
             choices=choices,
             prompts=prepared.prompts,
             metrics=self.metrics,
-            arrived_at_s=arrived_at_s,
+            exchange=exchange,
         )
 
     async def _whole_answer(self, run: Run, replies: Replies, params: RequestParams) -> Response:

@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 import uvloop
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from models.chat_template import ChatTemplate
 from models.config import load_model_config
@@ -34,11 +34,11 @@ from server.gateway.requests.tools import message_formats
 from topspin import __version__
 from topspin.channel import AsyncControlClient
 from topspin.errors import ConfigError, EngineUnavailable, TopspinError
+from topspin.logs import start_logging
 from topspin.messages import Hello
 from topspin.plan import ServeConfig, load_serve_config
-from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation, start_logging
+from topspin.process import CONFIG_ERROR_STATUS, follow_parent, new_incarnation
 
-DRAIN_S = 1.0
 # The pause before Hello is sent on a new control connection, after the last one was lost.
 RECONNECT_DELAY_S = 0.1
 # While a thread prepares a large request, the event loop waits this long for the interpreter's
@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", required=True, help="address of the scheduler")
     parser.add_argument("--index", type=int, default=0, help="which gateway of the engine")
     parser.add_argument("--port-fd", type=int, help="descriptor to write the bound port to")
-    parser.add_argument("--drain-s", type=float, default=DRAIN_S, help="grace at SIGTERM")
     args = parser.parse_args(argv)
     start_logging("gateway")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -70,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     control=args.control,
                     index=args.index,
                     port_fd=args.port_fd,
-                    drain_s=args.drain_s,
                 )
             )
     except TopspinError as error:
@@ -85,7 +83,6 @@ async def serve(
     control: str,
     index: int = 0,
     port_fd: int | None = None,
-    drain_s: float = DRAIN_S,
 ) -> None:
     """Serve until a signal comes.
 
@@ -105,6 +102,7 @@ async def serve(
                 with os.fdopen(port_fd, "w") as announcement:
                     announcement.write(f"{port}\n")
             reading = _stay_connected(engine, control=control, index=index)
+            drain_s = config.gateway.shutdown_timeout_s
             await _serve_http(app, engine, listener, reading=reading, drain_s=drain_s)
         finally:
             engine.connection.close()
@@ -135,7 +133,7 @@ async def _stay_connected(engine: EngineClient, *, control: str, index: int) -> 
         engine.connection.send(_hello(index))
 
 
-def build_app(config: ServeConfig, engine: EngineClient) -> FastAPI:
+def build_app(config: ServeConfig, engine: EngineClient) -> ASGIApp:
     """Return the application; reads the checkpoint's configuration, tokenizer and template."""
     path = Path(config.plan.model.path)
     model_config = load_model_config(path, config.plan.model.hf_overrides)
@@ -158,11 +156,12 @@ def build_app(config: ServeConfig, engine: EngineClient) -> FastAPI:
         formats=message_formats(config.gateway, template),
         progress_deadline_s=config.plan.link.deadline_s + PROGRESS_MARGIN_S,
         allowed_origins=config.gateway.allowed_origins,
+        access_log=config.gateway.access_log,
     )
 
 
 async def _serve_http(
-    app: FastAPI,
+    app: ASGIApp,
     engine: EngineClient,
     listener: socket.socket,
     *,

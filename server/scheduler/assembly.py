@@ -12,6 +12,7 @@ from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.watermark import Watermark
 from server.scheduler.planning.attention_replica import DraftTokens
+from server.scheduler.planning.journal import Note
 from server.scheduler.planning.policy import Policy
 from spec_decode.controller import Controller
 from topspin.expert_table import ExpertTable, contiguous_table
@@ -50,7 +51,11 @@ def make_watermark(plan: EnginePlan) -> Watermark:
 
 
 def make_policy(
-    plan: EnginePlan, facts: EngineFacts, roster: Roster, formation: Formation
+    plan: EnginePlan,
+    facts: EngineFacts,
+    roster: Roster,
+    formation: Formation,
+    note: Note | None,
 ) -> Policy:
     """Return the policy over the roster's nodes, all of which are ready."""
     return Policy(
@@ -66,6 +71,7 @@ def make_policy(
         ),
         draft_tokens=_draft_tokens(plan.speculation),
         controller=_controller(plan.speculation),
+        note=note,
     )
 
 

@@ -16,11 +16,14 @@ import time
 from types import FrameType
 
 from server.scheduler.engine_facts import read_facts
+from server.scheduler.planning.journal import Note
 from server.scheduler.service import Service
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlServer
 from topspin.errors import ConfigError
+from topspin.logs import REQUESTS, about, start_logging
+from topspin.messages import choice_of, client_id
 from topspin.plan import load_serve_config
-from topspin.process import CONFIG_ERROR_STATUS, follow_parent, start_logging
+from topspin.process import CONFIG_ERROR_STATUS, follow_parent
 
 
 def main() -> int:
@@ -65,6 +68,7 @@ def serve(
         clock=time.monotonic,
         logger=logger,
         report_dead=report_dead,
+        note=request_log(),
     )
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -76,6 +80,21 @@ def serve(
         return service.run()
     finally:
         channel.close()
+
+
+def request_log() -> Note:
+    """Return what logs the policy's entries about requests."""
+    log = logging.getLogger(REQUESTS)
+
+    def note(
+        what: str, request_id: str, fields: dict[str, object], *, is_bad: bool = False
+    ) -> None:
+        level = logging.WARNING if is_bad else logging.INFO
+        if log.isEnabledFor(level):
+            extra = about(request_id=client_id(request_id), choice=choice_of(request_id), **fields)
+            log.log(level, "scheduler: request %s", what, extra=extra)
+
+    return note
 
 
 def relax_garbage_collection() -> None:

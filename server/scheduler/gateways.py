@@ -106,7 +106,7 @@ class GatewaySide:
         if self.policy is None or self._state.state not in ("ready", "recovering"):
             error = EngineUnavailable(f"the engine is {self._state.state}")
             self._send(peer, failure(message.request_id, error))
-        elif (refusal := self.policy.add(message, peer=peer)) is not None:
+        elif (refusal := self.policy.add(message, peer=peer, now=self._clock())) is not None:
             self._send(peer, refusal)
 
     def refuse(self, peer: bytes, reason: str) -> None:

@@ -24,6 +24,7 @@ from server.scheduler.nodes.faults import FailStop, Faults
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.side import NodeSide
+from server.scheduler.planning.journal import Note
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
 from server.scheduler.traces import Tracer
@@ -100,6 +101,7 @@ class Service:
         clock: Callable[[], float],
         logger: logging.Logger,
         report_dead: Callable[[int], None] = lambda pid: None,
+        note: Note | None = None,
     ) -> None:
         """`report_dead` gets the process id of each lost node (`--restart on`)."""
         self._channel = channel
@@ -108,6 +110,7 @@ class Service:
         self._clock = clock
         self._log = _Log(logger)
         self._report_dead = report_dead
+        self._note = note
         tracer = Tracer(plan.trace)
         self._drafts = DraftSide([node.index for node in plan.drafts], revision=__version__)
         self._nodes = NodeSide(
@@ -368,7 +371,7 @@ class Service:
         if not (roster.is_ready and self._drafts.is_ready):
             self._set_starting()
             return
-        policy = make_policy(self._plan, self._facts, roster, self.formation)
+        policy = make_policy(self._plan, self._facts, roster, self.formation, self._note)
         self._policy = self._gateways.policy = policy
         if self._plan.failover.restart:
             self._faults = Failover(

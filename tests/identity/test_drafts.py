@@ -88,7 +88,7 @@ class Engine:
     def generate(self, requests: Sequence[AddRequest]) -> dict[str, list[RequestOutput]]:
         outputs: dict[str, list[RequestOutput]] = {each.request_id: [] for each in requests}
         for each in requests:
-            assert self.policy.add(each, peer=b"gateway") is None
+            assert self.policy.add(each, peer=b"gateway", now=0.0) is None
         results = deque()
         while True:
             while (step := self.policy.schedule(0.0)) is not None:

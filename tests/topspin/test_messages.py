@@ -266,13 +266,13 @@ def test_every_message_is_read_and_written_as_another_msgpack_does() -> None:
 def _plain(value: Any) -> Any:
     """Return `value` as a map of its fields by name, tuples as arrays.
 
-    The nodes and the precision rules of an engine plan leave their defaults out.
+    The nodes and the precision rules of an engine plan, and outputs, leave their defaults out.
     """
     if isinstance(value, msgspec.Struct):
         tag = {"type": type(value).__name__} if isinstance(value, messages.Message) else {}
         if isinstance(value, NodeSpec):
             tag = {"role": value.role}
-        is_short = isinstance(value, NodeSpec | PrecisionRule)
+        is_short = isinstance(value, NodeSpec | PrecisionRule | RequestOutput)
         return tag | {
             field.name: _plain(getattr(value, field.name))
             for field in msgspec.structs.fields(value)

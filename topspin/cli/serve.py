@@ -26,6 +26,7 @@ from topspin.errors import ConfigError
 from topspin.launch.calibrate import choose_layout
 from topspin.launch.engine import launch
 from topspin.launch.gpu_check import check_gpus
+from topspin.logs import FORMAT_VARIABLE
 from topspin.plan import EnginePlan, ServeConfig
 from topspin.plan_file import print_plan, read_plan
 from topspin.resolve import ModelFacts, check_model, resolve
@@ -57,6 +58,8 @@ def serve(arguments: argparse.Namespace) -> int:
     check_packages(plan)
     check_cores(plan)
     check_gpus([node.device for node in plan.nodes])
+    if asked.gateway.log_format is not None:
+        os.environ[FORMAT_VARIABLE] = asked.gateway.log_format
     return launch(serve_config(asked))
 
 

@@ -13,6 +13,8 @@ import re
 import sys
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from topspin.logs import is_json, json_line, shows_json
+
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.spinner import Spinner
@@ -64,6 +66,14 @@ class PlainDisplay:
     def announce(self, text: str) -> None:
         """Write `text` to stdout."""
         _write(sys.stdout, text)
+
+
+class JsonDisplay(PlainDisplay):
+    """The same with each line on stderr as JSON: roles' are, the supervisor's become it."""
+
+    def line(self, text: str) -> None:
+        """Write `text` to stderr."""
+        super().line(text if is_json(text) else json_line("topspin", text))
 
 
 class TerminalDisplay:
@@ -144,7 +154,9 @@ class CompiledKernels:
 
 
 def open_display() -> Display:
-    """Return a live display if stderr is a terminal, plain lines otherwise."""
+    """Return JSON lines if logs are JSON, else a live display if stderr is a terminal."""
+    if shows_json():
+        return JsonDisplay()
     return TerminalDisplay() if sys.stderr.isatty() else PlainDisplay()
 
 

@@ -30,12 +30,14 @@ import topspin
 from topspin.cores import node_environment
 from topspin.errors import EngineError
 from topspin.launch.display import CompiledKernels, Display, open_display
-from topspin.launch.supervisor import RoleCommand, Supervisor
+from topspin.launch.supervisor import RoleCommand, StopGraces, Supervisor
 from topspin.plan import EnginePlan, NodeSpec, ServeConfig
 from topspin.process import CONFIG_ERROR_STATUS
 
 HEALTH_INTERVAL_S = 0.1
 HEALTH_TIMEOUT_S = 1.0
+# How long the gateway may take to stop beyond the time that its requests get.
+STOP_MARGIN_S = 1.0
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -206,7 +208,8 @@ def launch(
         dead_writer = stack.enter_context(os.fdopen(dead_writer_fd, "wb", buffering=0))
         stack.callback(display.finish)
         kernels = CompiledKernels(display)
-        supervisor = stack.enter_context(Supervisor(emit=kernels.line))
+        graces = StopGraces(front_s=STOP_MARGIN_S + config.gateway.shutdown_timeout_s)
+        supervisor = stack.enter_context(Supervisor(emit=kernels.line, graces=graces))
         with _config_file(config) as config_fd:
             context = LaunchContext(
                 config=config,

@@ -38,9 +38,10 @@ from m2n_comm.waits import CHECK_INTERVAL_S
 from topspin.channel import ControlClient
 from topspin.errors import PeerLost
 from topspin.expert_table import ExpertTable
+from topspin.logs import start_logging
 from topspin.messages import Role, Welcome
 from topspin.node_life import NodeLife, run_node
-from topspin.process import follow_parent, start_logging
+from topspin.process import follow_parent
 
 # The pause after each millisecond of reading experts for another table: the computing thread shares
 # the interpreter.

@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Literal, NamedTuple
 
 from topspin.errors import EngineError
+from topspin.logs import is_json
 from topspin.process import PARENT_PID_VARIABLE
 
 NUM_TAIL_LINES = 20
@@ -380,7 +381,8 @@ class Supervisor:
 
     def _forward(self, child: _Child, lines: Sequence[str]) -> None:
         for line in lines:
-            self._emit(f"{child.command.name} | {line}")
+            # JSON names the role itself.
+            self._emit(line if is_json(line) else f"{child.command.name} | {line}")
 
     def _collect(self, child: _Child) -> RoleExit:
         """Reap an ended child and forward its last words."""

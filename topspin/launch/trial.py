@@ -46,6 +46,7 @@ from topspin.devices import NodeRole
 from topspin.errors import TransportError
 from topspin.expert_table import ExpertTable, uniform_table
 from topspin.launch.calibrate import Candidate, CandidateNode, expert_layer_bytes
+from topspin.logs import start_logging
 from topspin.messages import (
     SAMPLE,
     ExpertPeer,
@@ -58,7 +59,7 @@ from topspin.messages import (
 )
 from topspin.plan import NodeConfig
 from topspin.precision import formats
-from topspin.process import follow_parent, start_logging
+from topspin.process import follow_parent
 
 NUM_ROWS = 16
 CONTEXT = 128

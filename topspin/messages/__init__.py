@@ -52,6 +52,7 @@ from topspin.messages.lifecycle import (
     Welcome,
 )
 from topspin.messages.requests import (
+    ITERATION_BUCKETS,
     STEP_BUCKETS_S,
     AbortRequest,
     AddRequest,
@@ -64,6 +65,9 @@ from topspin.messages.requests import (
     StatsQuery,
     StepHistogram,
     TokenLogprobs,
+    choice_of,
+    client_id,
+    engine_id,
 )
 from topspin.messages.steps import (
     SAMPLE,
@@ -91,6 +95,7 @@ from topspin.messages.traces import (
 )
 
 __all__ = [
+    "ITERATION_BUCKETS",
     "PROTOCOL_VERSION",
     "SAMPLE",
     "SCORE",
@@ -149,8 +154,11 @@ __all__ = [
     "Verdict",
     "Verdicts",
     "Welcome",
+    "choice_of",
+    "client_id",
     "decode",
     "encode",
+    "engine_id",
     "pack_ints",
     "unpack_ints",
 ]

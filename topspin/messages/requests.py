@@ -51,6 +51,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     bad_words: tuple[tuple[int, ...], ...] = ()
 
 
+def engine_id(request_id: str, number: int, choice: int) -> str:
+    """Return the id of one choice of a client's request in the engine.
+
+    `number` tells requests apart to which clients gave the same id.
+    """
+    return f"{request_id}#{number}-{choice}"
+
+
+def client_id(request_id: str) -> str:
+    """Return the id of the client's request, which logs show, from that of a choice."""
+    named, _, rest = request_id.rpartition("#")
+    return named or rest
+
+
+def choice_of(request_id: str) -> str:
+    """Return which of its client's choices the id of a choice names."""
+    return request_id.rpartition("-")[2]
+
+
 class AddRequest(Message, frozen=True, kw_only=True):
     """One choice of one request. `prompt` is packed ints; `cache_salt` separates tenants.
 
@@ -83,13 +102,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=
     rank: int = 0
 
 
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RequestOutput(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """New tokens of one request. `index` is the output position of the first of them.
 
     `finish_reason` is set on the last output of a request, and only there; `stop_token_id`
     is the stop or eos token that ended it (it is the last of `token_ids`). `prompt_logprobs` are
     of the prompt's next tokens: over a request's outputs, in order and once each, from its second
-    token on.
+    token on. `queue_s` and `prefill_s` are set on the first output with a token, or on the last one
+    if there is none: from the request's arrival to its first admission, and from there on.
     """
 
     request_id: str
@@ -100,6 +122,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 class Outputs(Message, frozen=True, kw_only=True):
@@ -122,6 +146,8 @@ STEP_BUCKETS_S = (
     0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025,
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
 )  # fmt: skip
+# Upper bounds of the buckets of Stats.iteration_tokens; the last one is open.
+ITERATION_BUCKETS = (1, *(2**power for power in range(3, 15)))
 
 
 class StepHistogram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,7 +189,8 @@ class Stats(Message, frozen=True, kw_only=True):
     counts the experts that nodes had to read for new tables. `progress_age_s`: seconds since a node
     last made progress on the oldest step in flight; None if no step is in flight.
     `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted. The next
-    five are the draft nodes' (DraftCounts). `kv` has the sums of StepResult's.
+    five are the draft nodes' (DraftCounts). `kv` has the sums of StepResult's. `iteration_tokens`
+    counts steps by the tokens that they computed, of prompts and of outputs, in ITERATION_BUCKETS.
     """
 
     query_id: int
@@ -185,6 +212,8 @@ class Stats(Message, frozen=True, kw_only=True):
     expert_activations: int = 0
     expert_batches: int = 0
     step_phases: dict[str, StepHistogram] = msgspec.field(default_factory=dict)
+    iteration_tokens: tuple[int, ...] = (0,) * (len(ITERATION_BUCKETS) + 1)
+    iteration_tokens_sum: int = 0
     num_micro_batches: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0

@@ -43,7 +43,8 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     `tokens`: packed prompt and, after a preemption, the output so far; the first
     `num_computed` of them are in the cache already, in `blocks` (packed block ids). The
     node samples no token beyond `max_length`, the total at which the sequence ends.
-    `cache_salt` is the tenant's, if nodes learn from what they generate.
+    `cache_salt` is the tenant's, if nodes learn from what they generate; `request_id` is the
+    client's, for logs.
     """
 
     seq_id: int
@@ -54,6 +55,7 @@ class NewSequence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_length: int
     sampling: SamplingParams
     cache_salt: str = ""
+    request_id: str = ""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

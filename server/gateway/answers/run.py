@@ -20,7 +20,8 @@ from server.gateway.answers.replies.base import Choice
 from server.gateway.answers.streaming import watch_client
 from server.gateway.answers.wire import CompletionTokensDetails, PromptTokensDetails, Usage
 from server.gateway.engine_client import Arrival, Call, ClientGone
-from server.gateway.operations.metrics import GatewayMetrics
+from server.gateway.http.exchange import Exchange
+from server.gateway.operations.metrics import First, GatewayMetrics
 from topspin.errors import ProtocolError
 
 
@@ -38,16 +39,18 @@ class Run:
         choices: list[Choice],
         prompts: Sequence[Prompt],
         metrics: GatewayMetrics,
-        arrived_at_s: float,
+        exchange: Exchange,
     ) -> None:
         self._call = call
         self._prompts = prompts
         self._metrics = metrics
-        self._arrived_at_s = arrived_at_s
+        self._exchange = exchange
+        self._arrived_at_s = exchange.started_s
         self._watcher: asyncio.Task[None] | None = None
         self._started = False
         self._closed = False
         self._num_unfinished = len(choices)
+        self._firsts: dict[int, First] = {}
         self.choices = choices
 
     @property
@@ -107,6 +110,8 @@ class Run:
         if delta.stopped_here:
             self._call.stop_choice(arrival.choice_idx)
         if delta.is_first:
+            output = arrival.output
+            self._firsts[choice.index] = First(output.queue_s, output.prefill_s, arrival.at_s)
             choice.num_cached_tokens = arrival.output.num_cached_tokens
         self._measure(choice, delta, arrival.at_s)
         choice.num_tokens += len(delta.token_ids)
@@ -120,6 +125,7 @@ class Run:
         metrics = self._metrics
         num_tokens = len(delta.token_ids)
         if choice.last_output_at_s is None:
+            self._exchange.ttft_s = self._exchange.ttft_s or at_s - self._arrived_at_s
             metrics.time_to_first_token.observe(at_s - self._arrived_at_s)
         elif num_tokens:
             metrics.inter_token_latency.observe((at_s - choice.last_output_at_s) / num_tokens)
@@ -127,6 +133,13 @@ class Run:
         if delta.finish_reason is not None:
             metrics.finished[delta.finish_reason].inc()
             metrics.e2e_latency.observe(at_s - self._arrived_at_s)
+            first = self._firsts[choice.index]
+            metrics.observe_finished(
+                first,
+                last_at_s=at_s,
+                num_prompt=len(choice.prompt.ids),
+                num_output=choice.num_tokens + num_tokens,
+            )
 
     def usage(self) -> Usage:
         """Return the token counts; cached tokens are those of each prompt's first choice."""
@@ -162,3 +175,5 @@ class Run:
             self._watcher.cancel()
         self._metrics.finished[reason].inc(self._num_unfinished)
         self._call.cancel()
+        self._exchange.num_prompt_tokens = self._num_prompt_tokens()
+        self._exchange.num_output_tokens = sum(choice.num_tokens for choice in self.choices)

@@ -14,6 +14,8 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.gateway.http.exchange import exchange_of
+
 SEND_DEADLINE_S = 60.0
 
 _log = logging.getLogger("gateway")
@@ -57,7 +59,7 @@ class EventStream(Response):
             async with asyncio.timeout(None) as limit:
                 watch = _SendWatch(limit, self._send_deadline_s)
                 try:
-                    await self._send_all(send, watch)
+                    await self._send_all(send, exchange_of(scope).send, watch)
                 finally:
                     watch.close()
         except TimeoutError:
@@ -65,16 +67,17 @@ class EventStream(Response):
         finally:
             self._close()
 
-    async def _send_all(self, send: Send, watch: _SendWatch) -> None:
+    async def _send_all(self, send: Send, send_direct: Send, watch: _SendWatch) -> None:
+        """Send the head by `send`, and the rest past all middleware: that costs time per event."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         async with aclosing(self._blocks) as blocks:
             async for block in blocks:
                 watch.is_sending = True
-                await send({"type": "http.response.body", "body": block, "more_body": True})
+                await send_direct({"type": "http.response.body", "body": block, "more_body": True})
                 watch.is_sending = False
                 watch.num_sent += 1
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send_direct({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _SendWatch:

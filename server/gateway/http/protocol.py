@@ -14,6 +14,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from server.gateway.errors import describe, truncated
+from server.gateway.http.exchange import HEADER, make_request_id
 from topspin.errors import RequestError
 
 # For a request's head from its first byte to its last, and for the rest of a body whose request
@@ -143,6 +144,7 @@ class HttpProtocol(H11Protocol):
                     ("content-type", "application/json"),
                     ("content-length", str(len(body))),
                     ("connection", "close"),
+                    (HEADER, make_request_id()),
                 ],
             )
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):

@@ -7,7 +7,9 @@ the prefix `topspin_`. Knows no HTTP and no request's content.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import nlargest
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -19,7 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from topspin.messages import STEP_BUCKETS_S, KvCounts, Stats, StepHistogram
+from topspin.messages import ITERATION_BUCKETS, STEP_BUCKETS_S, KvCounts, Stats, StepHistogram
 
 MODEL_LABEL = "model_name"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
@@ -32,11 +34,22 @@ _TOKEN_BUCKETS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
     0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0,
 )  # fmt: skip
+# Of requests' lengths, in tokens.
+_LENGTH_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+_COUNT_BUCKETS = (1, 2, 5, 10, 20, 50, 100)
+# Of the time that a request spends in a phase.
+_PHASE_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0,
+    15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
+)  # fmt: skip
 _E2E_BUCKETS_S = (
     0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0,
     15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
 )  # fmt: skip
 
+# How many experts have a line of their own by default.
+TOP_EXPERTS = 8
+REST = "rest"
 
 _PHASE_TEXTS = {
     "prepare": "Per step and attention node: turning the plan into inputs",
@@ -52,7 +65,7 @@ _PHASE_TEXTS = {
 class EngineCollector(Collector):
     """The engine's counters in the scheduler's last answer; without one, only engine_up = 0.
 
-    `per_expert`: report the routed pairs of each expert, not only their sum.
+    `per_expert`: report the routed pairs of each expert, not only the busiest ones'.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -83,7 +96,8 @@ class EngineCollector(Collector):
         yield from self._kv(stats.kv)
         for phase, histogram in stats.step_phases.items():
             yield self._phase(phase, histogram)
-        yield self._expert_tokens(stats.expert_tokens)
+        yield self._iteration_tokens(stats)
+        yield from self._expert_tokens(stats.expert_tokens)
         yield counter(
             "expert_activations",
             "Experts that a batch had tokens for, summed over batches",
@@ -192,18 +206,48 @@ class EngineCollector(Collector):
             f"{prefix}_draft_pass_seconds", "Time of these passes", stats.draft_pass_seconds
         )
 
-    def _expert_tokens(self, layers: Sequence[Sequence[int]]) -> Metric:
-        """Return the sum of the routed pairs or, if `per_expert`, a line for each expert."""
-        text = "(token, expert) pairs routed"
-        if not self.per_expert:
-            return self._counter("expert_tokens", text, sum(map(sum, layers)))
-        family = CounterMetricFamily(
-            "topspin_expert_tokens", text, labels=(MODEL_LABEL, "layer", "expert")
+    def _iteration_tokens(self, stats: Stats) -> Metric:
+        bounds = [*(f"{bound:g}" for bound in ITERATION_BUCKETS), "+Inf"]
+        family = HistogramMetricFamily(
+            "topspin_iteration_tokens_total",
+            "Tokens computed per engine step, of prompts and of outputs",
+            labels=(MODEL_LABEL,),
         )
-        for layer, counts in enumerate(layers):
-            for expert, count in enumerate(counts):
-                family.add_metric((self._model_name, str(layer), str(expert)), count)
+        buckets = list(zip(bounds, accumulate(stats.iteration_tokens), strict=True))
+        family.add_metric((self._model_name,), buckets, sum_value=stats.iteration_tokens_sum)
         return family
+
+    def _expert_tokens(self, layers: Sequence[Sequence[int]]) -> Iterator[Metric]:
+        """Yield the routed pairs: their sum, and the busiest experts' beside that of the rest.
+
+        If `per_expert`: a line for each expert. Otherwise the experts' lines are gauges, as one may
+        take another's place, and their number is bounded.
+        """
+        text, names = "(token, expert) pairs routed", (MODEL_LABEL, "layer", "expert")
+        each = [
+            (count, str(layer), str(expert))
+            for layer, counts in enumerate(layers)
+            for expert, count in enumerate(counts)
+        ]
+        if self.per_expert:
+            family: Metric = CounterMetricFamily("topspin_expert_tokens", text, labels=names)
+        else:
+            total = sum(count for count, _, _ in each)
+            yield self._counter("expert_tokens", text, total)
+            each = nlargest(TOP_EXPERTS, each)
+            each.append((total - sum(count for count, _, _ in each), REST, REST))
+            family = GaugeMetricFamily(
+                "topspin_expert_tokens_top",
+                f"{text}, since the start: the {TOP_EXPERTS} busiest experts, and all others",
+                labels=names,
+            )
+        for count, layer, expert in each:
+            family.add_sample(
+                f"{family.name}_total" if self.per_expert else family.name,
+                {MODEL_LABEL: self._model_name, "layer": layer, "expert": expert},
+                count,
+            )
+        yield family
 
     def _phase(self, phase: str, histogram: StepHistogram) -> Metric:
         name = "topspin_scheduler_gap_seconds"
@@ -217,6 +261,14 @@ class EngineCollector(Collector):
         return family
 
 
+class First(NamedTuple):
+    """When a choice's first output came, and what had taken until then in the engine."""
+
+    queue_s: float
+    prefill_s: float
+    at_s: float
+
+
 class GatewayMetrics:
     """Counters and histograms of the requests that went through this gateway."""
 
@@ -224,44 +276,88 @@ class GatewayMetrics:
         self._registry = CollectorRegistry()
         self._engine = EngineCollector(model_name)
         self._registry.register(self._engine)
-        registry, names = self._registry, (MODEL_LABEL,)
-        self.prompt_tokens = Counter(
-            "topspin_prompt_tokens", "Prompt tokens of answered requests", names, registry=registry
-        ).labels(model_name)
-        self.generation_tokens = Counter(
-            "topspin_generation_tokens",
-            "Output tokens delivered or counted",
-            names,
-            registry=registry,
-        ).labels(model_name)
-        self.time_to_first_token = Histogram(
-            "topspin_time_to_first_token_seconds",
+        self._model_name = model_name
+        counter, seconds, tokens = self._counter, self._seconds, self._lengths
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests")
+        self.generation_tokens = counter("generation_tokens", "Output tokens delivered or counted")
+        self.time_to_first_token = seconds(
+            "time_to_first_token",
             "From the arrival of a request to the first token of a choice",
-            names,
-            buckets=_TTFT_BUCKETS_S,
-            registry=registry,
-        ).labels(model_name)
-        self.inter_token_latency = Histogram(
-            "topspin_inter_token_latency_seconds",
+            _TTFT_BUCKETS_S,
+        )
+        self.inter_token_latency = seconds(
+            "inter_token_latency",
             "Time per token between two outputs of a choice",
-            names,
-            buckets=_TOKEN_BUCKETS_S,
-            registry=registry,
-        ).labels(model_name)
-        self.e2e_latency = Histogram(
-            "topspin_e2e_request_latency_seconds",
+            _TOKEN_BUCKETS_S,
+        )
+        self.e2e_latency = seconds(
+            "e2e_request_latency",
             "From the arrival of a request to the end of a choice",
-            names,
-            buckets=_E2E_BUCKETS_S,
-            registry=registry,
-        ).labels(model_name)
+            _E2E_BUCKETS_S,
+        )
+        self._queue_time = seconds(
+            "request_queue_time", "From a choice's arrival in the scheduler to its first admission"
+        )
+        self._prefill_time = seconds(
+            "request_prefill_time", "From the first admission of a choice to its first token"
+        )
+        self._decode_time = seconds(
+            "request_decode_time", "From the first token of a choice to its last"
+        )
+        self._inference_time = seconds(
+            "request_inference_time", "From the first admission of a choice to its last token"
+        )
+        self._time_per_output_token = seconds(
+            "request_time_per_output_token",
+            "Mean time per token of a choice after its first",
+            _TOKEN_BUCKETS_S,
+        )
+        self._request_prompt_tokens = tokens("request_prompt_tokens", "Prompt tokens of a choice")
+        self._request_generation_tokens = tokens(
+            "request_generation_tokens", "Output tokens of a choice"
+        )
+        self.max_tokens = tokens(
+            "request_params_max_tokens", "The most output tokens that a choice may have"
+        )
+        self.num_choices = tokens("request_params_n", "Choices asked for, `n`", _COUNT_BUCKETS)
         finished = Counter(
             "topspin_request_success",
             "Choices that ended, by reason",
-            (*names, "finished_reason"),
-            registry=registry,
+            (MODEL_LABEL, "finished_reason"),
+            registry=self._registry,
         )
         self.finished = {reason: finished.labels(model_name, reason) for reason in FINISHED_REASONS}
+
+    def observe_finished(
+        self, first: First, *, last_at_s: float, num_prompt: int, num_output: int
+    ) -> None:
+        """Count a choice that ended by itself, with its numbers of tokens."""
+        decode_s = last_at_s - first.at_s
+        self._queue_time.observe(first.queue_s)
+        self._prefill_time.observe(first.prefill_s)
+        self._decode_time.observe(decode_s)
+        self._inference_time.observe(first.prefill_s + decode_s)
+        if num_output > 1:
+            self._time_per_output_token.observe(decode_s / (num_output - 1))
+        self._request_prompt_tokens.observe(num_prompt)
+        self._request_generation_tokens.observe(num_output)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"topspin_{name}", text, (MODEL_LABEL,), registry=self._registry).labels(
+            self._model_name
+        )
+
+    def _seconds(
+        self, name: str, text: str, buckets: Sequence[float] = _PHASE_BUCKETS_S
+    ) -> Histogram:
+        return self._lengths(f"{name}_seconds", text, buckets)
+
+    def _lengths(
+        self, name: str, text: str, buckets: Sequence[float] = _LENGTH_BUCKETS
+    ) -> Histogram:
+        return Histogram(
+            f"topspin_{name}", text, (MODEL_LABEL,), buckets=buckets, registry=self._registry
+        ).labels(self._model_name)
 
     def render(self, stats: Stats | None, *, per_expert: bool = False) -> bytes:
         """Return the text of one scrape; `stats` None if the scheduler did not answer."""

@@ -82,6 +82,7 @@ class RequestParams:
     echo: bool
     cache_salt: str
     priority: int
+    request_id: str | None
 
     @property
     def num_candidates(self) -> int:
@@ -270,6 +271,7 @@ def _params(
         echo=echo,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,
+        request_id=body.request_id,
     )
 
 

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from server.gateway.errors import truncated
+from server.gateway.http.exchange import MAX_REQUEST_ID_CHARS
 from server.gateway.requests.decoding import decode, decode_each
 from server.gateway.requests.sampling_defaults import (
     MinP,
@@ -46,6 +47,8 @@ MAX_TOOL_NAME_CHARS = 128
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+# Printable ASCII, as in the header.
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[ -~]*$")]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_STRUCTURED_CHOICES)]
@@ -159,6 +162,7 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     include_stop_str_in_output: bool | None = None
     cache_salt: Name | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    request_id: RequestId | None = None
     kv_retrieval: KvRetrieval | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -182,7 +186,6 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     # vLLM's; length_penalty is for beam search, spaces_between_special_tokens for tokenizers
     # without a tokenizer.json.
     length_penalty: Ignored[float] = None
-    request_id: Ignored[str] = None
     session_id: Ignored[str] = None
     spaces_between_special_tokens: Ignored[bool] = None
     stream_interval: Ignored[int] = None

@@ -32,6 +32,7 @@ def accept(
     result: StepResult,
     outbox: Outbox,
     counters: Counters,
+    now: float,
 ) -> FinishReason | None:
     """Append sampled tokens to the output, up to the one that ends it, and emit them."""
     request = seq.request
@@ -48,7 +49,9 @@ def accept(
     logprobs: tuple[TokenLogprobs, ...] = ()
     if result.logprobs and request.sampling.logprobs is not None:
         logprobs = result.logprobs.get(seq.seq_id, ())[:num_tokens]
+    queue_s = prefill_s = 0.0
     if index == 0:
+        queue_s, prefill_s = request.queue_s, now - request.added_at - request.queue_s
         counters.prompt_tokens += request.num_prompt_tokens
     counters.generation_tokens += num_tokens
     sampled = sampled[:num_tokens]  # what follows was fed in vain
@@ -62,13 +65,19 @@ def accept(
             stop_token_id=sampled[-1] if finish == "stop" else None,
             num_cached_tokens=request.num_cached_tokens or 0,
             prompt_logprobs=scores,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
         )
     )
     return finish
 
 
 def accept_prompt(
-    seq: Sequence, scores: tuple[TokenLogprobs, ...], outbox: Outbox, counters: Counters
+    seq: Sequence,
+    scores: tuple[TokenLogprobs, ...],
+    outbox: Outbox,
+    counters: Counters,
+    now: float,
 ) -> FinishReason | None:
     """Emit log-probabilities of the prompt, and the end of a request without output."""
     request = seq.request
@@ -86,6 +95,8 @@ def accept_prompt(
                 finish_reason=finish,
                 num_cached_tokens=request.num_cached_tokens or 0,
                 prompt_logprobs=scores,
+                queue_s=request.queue_s if is_done else 0.0,
+                prefill_s=now - request.added_at - request.queue_s if is_done else 0.0,
             )
         )
     return finish

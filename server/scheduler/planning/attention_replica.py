@@ -18,7 +18,7 @@ from typing import Final
 from server.scheduler.planning.block_pool import BlockPool
 from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.sequence import Request, Sequence
-from topspin.messages import SAMPLE, SCORE, NewSequence, pack_ints
+from topspin.messages import SAMPLE, SCORE, NewSequence, client_id, pack_ints
 from topspin.plan import AttentionNode
 
 MIN_SAMPLED_ROWS: Final = 64
@@ -320,6 +320,7 @@ class AttentionReplica:
                 max_length=request.max_length,
                 sampling=request.sampling,
                 cache_salt="" if self._draft_tokens is None else request.cache_salt,
+                request_id=client_id(request.request_id),
             )
         )
         self._plan_chunk(seq, batch)

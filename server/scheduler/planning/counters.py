@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from topspin.messages import STEP_BUCKETS_S, KvCounts, StepHistogram, StepTimings
+from topspin.messages import ITERATION_BUCKETS, STEP_BUCKETS_S, KvCounts, StepHistogram, StepTimings
 
 PHASES = ("prepare", "draft", "attention", "expert", "wait", "link", "sample", "scheduler_gap")
 
@@ -48,6 +48,13 @@ class Counters:
     num_draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     kv: KvCounts = field(default_factory=KvCounts)
+    iteration_tokens: list[int] = field(default_factory=lambda: [0] * (len(ITERATION_BUCKETS) + 1))
+    iteration_tokens_sum: int = 0
+
+    def observe_tokens(self, num_tokens: int) -> None:
+        """Count a step that computed so many tokens."""
+        self.iteration_tokens[bisect_left(ITERATION_BUCKETS, num_tokens)] += 1
+        self.iteration_tokens_sum += num_tokens
 
     def observe_draft(self, length: int, accepted: int) -> None:
         """Count a draft of `length` tokens, of which a path of `accepted` was kept."""

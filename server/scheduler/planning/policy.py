@@ -33,6 +33,7 @@ from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.frames import FrameBudget
 from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay, fed
 from server.scheduler.planning.intake import Intake
+from server.scheduler.planning.journal import Journal, Note
 from server.scheduler.planning.outbox import Delivery, Outbox, failure
 from server.scheduler.planning.plans import Step, StepBuilder
 from server.scheduler.planning.router import Candidate, choose_replica
@@ -90,12 +91,13 @@ class Policy:
         num_layers: int = DEFAULT_NUM_LAYERS,
         draft_tokens: DraftTokens | None = None,
         controller: Controller | None = None,
+        note: Note | None = None,
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each.
 
         If the plan has a spill, `num_frames` of them can be in memory at once.
         Nodes may draft as many tokens for a request as `controller` or else `draft_tokens` says;
-        without both they have no drafter.
+        without both they have no drafter. `note` takes what happens to single requests.
         """
         self._depths = None if controller is None else AdaptiveDepths(controller)
         if self._depths is not None:
@@ -138,6 +140,7 @@ class Policy:
         self._is_halted = False
         self._counters = Counters()
         self.compilations = Compilations()
+        self._journal = Journal(note)
         self._num_arrivals = 0
         self._num_admissions = 0
 
@@ -159,7 +162,7 @@ class Policy:
 
     # Requests.
 
-    def add(self, message: AddRequest, *, peer: bytes) -> RequestFailed | None:
+    def add(self, message: AddRequest, *, peer: bytes, now: float) -> RequestFailed | None:
         """Queue a request of gateway `peer`, or return its refusal."""
         try:
             if (peer, message.request_id) in self._requests:
@@ -169,6 +172,7 @@ class Policy:
             if grammar := message.sampling.grammar:
                 nodes = [replica.index for replica in self._replicas if replica.is_present]
                 request.grammar_key = self.compilations.ask(grammar, nodes)
+            request.added_at = now
         except TopspinError as error:
             return failure(message.request_id, error)
         self._num_arrivals += 1
@@ -192,6 +196,7 @@ class Policy:
         if request is None:
             return False
         self._end(request)
+        self._journal.aborted(request)
         return True
 
     def abort_peer(self, peer: bytes) -> int:
@@ -199,15 +204,20 @@ class Policy:
         requests = [request for request in self._requests.values() if request.peer == peer]
         for request in requests:
             self._end(request)
+            self._journal.aborted(request)
         return len(requests)
 
     def fail_all(self, error: EngineError) -> list[Delivery]:
         """End every request with `error`; nothing of theirs is emitted afterwards."""
         outbox = Outbox()
         for request in list(self._requests.values()):
-            self._end(request)
-            outbox.fail(request, error)
+            self._fail(request, error, outbox)
         return outbox.deliveries()
+
+    def _fail(self, request: Request, error: TopspinError, outbox: Outbox) -> None:
+        self._end(request)
+        outbox.fail(request, error)
+        self._journal.failed(request, error)
 
     def _end(self, request: Request) -> None:
         """Forget `request`; the results of running steps for it will be discarded."""
@@ -250,9 +260,10 @@ class Policy:
         ]
         for seq in preempted:
             self._counters.num_preemptions += 1
+            self._journal.preempted(seq.request)
             if not seq.num_in_flight:
                 self._requeue(seq.request)
-        self._admit(batches)
+        self._admit(batches, now)
         work = [
             (replica, batch)
             for replica, batch in zip(self._replicas, batches, strict=True)
@@ -269,7 +280,7 @@ class Policy:
         request.sequence = None
         self._waiting.push(request)
 
-    def _admit(self, batches: list[NodeBatch]) -> None:
+    def _admit(self, batches: list[NodeBatch], now: float) -> None:
         """Admit waiting requests by rank, until the first one fits no node now.
 
         One that fits only nodes that are absent, or whose grammar is being compiled, keeps its
@@ -288,13 +299,17 @@ class Policy:
                 for replica in self._replicas
                 if replica.num_free_seats > 0 and batches[replica.index].budget > 0
             ]
-            if not open_replicas or not self._admit_one(request, open_replicas, batches):
+            if not open_replicas or not self._admit_one(request, open_replicas, batches, now):
                 break
         for request in aside:
             self._waiting.push(request)
 
     def _admit_one(
-        self, request: Request, replicas: list[AttentionReplica], batches: list[NodeBatch]
+        self,
+        request: Request,
+        replicas: list[AttentionReplica],
+        batches: list[NodeBatch],
+        now: float,
     ) -> bool:
         protect = request.num_preemptions >= self._max_preemptions
         hashes: list[bytes] = []
@@ -338,6 +353,8 @@ class Policy:
             self._counters.prefix_cache_hits += chosen.num_hit_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = chosen.num_hit_tokens
+            request.queue_s = now - request.added_at
+        self._journal.admitted(request, node=chosen.replica_idx, num_cached=chosen.num_hit_tokens)
         return True
 
     # Failover.
@@ -365,9 +382,10 @@ class Policy:
                 self._counters.num_replays += 1
                 request.num_replays += 1
                 self._requeue(request)
+                self._journal.replayed(request)
                 if request.num_replays > MAX_REPLAYS:
-                    self._end(request)
-                    outbox.fail(request, NodeLost(f"{request.num_replays} attempts have failed"))
+                    error = NodeLost(f"{request.num_replays} attempts have failed")
+                    self._fail(request, error, outbox)
         return outbox.deliveries()
 
     def lose(self, index: int) -> None:
@@ -411,12 +429,18 @@ class Policy:
             self._fit.add_step(step.loads, timings)
             if self._depths is not None:
                 self._depths.learn(step)
+            self._counters.observe_tokens(sum(load.num_tokens for load in step.loads.values()))
             for node, result in sorted(results.items()):
-                self._apply(self._replicas[node], step.parts[node], result, outbox)
+                self._apply(self._replicas[node], step.parts[node], result, outbox, now)
         return outbox.deliveries()
 
     def _apply(
-        self, replica: AttentionReplica, part: NodePart, result: StepResult, outbox: Outbox
+        self,
+        replica: AttentionReplica,
+        part: NodePart,
+        result: StepResult,
+        outbox: Outbox,
+        now: float,
     ) -> None:
         """Commit one node's slices of a step that has succeeded."""
         errors, refused = result.errors, result.refused
@@ -437,11 +461,9 @@ class Policy:
             was_closed = seq.closed
             if not request.ended:
                 if errors and seq.seq_id in errors:
-                    self._end(request)
-                    outbox.fail(request, EngineError(errors[seq.seq_id]))
+                    self._fail(request, EngineError(errors[seq.seq_id]), outbox)
                 elif refused and seq.seq_id in refused:
-                    self._end(request)
-                    outbox.fail(request, InvalidRequest(refused[seq.seq_id]))
+                    self._fail(request, InvalidRequest(refused[seq.seq_id]), outbox)
                 else:
                     seq.num_committed += count
                     if varies and tokens is not None:
@@ -449,13 +471,14 @@ class Policy:
                     scores = new_scores(seq, part, result) if part.scored else ()
                     finish = None
                     if tokens:
-                        finish = accept(seq, tokens, scores, result, outbox, counters)
+                        finish = accept(seq, tokens, scores, result, outbox, counters, now)
                     elif scores or not request.samples:
-                        finish = accept_prompt(seq, scores, outbox, counters)
+                        finish = accept_prompt(seq, scores, outbox, counters, now)
                     if caches and seq.num_committed >= seq.publish_at:
                         replica.publish(seq)
                     if finish is not None:
                         self._end(request)
+                        self._journal.finished(request, finish)
             if was_closed and not seq.num_in_flight:
                 replica.drained(seq)
                 if not request.ended:
@@ -498,6 +521,8 @@ class Policy:
             generation_tokens=counters.generation_tokens,
             step_seconds=counters.step_seconds,
             step_phases=counters.step_phases(),
+            iteration_tokens=tuple(counters.iteration_tokens),
+            iteration_tokens_sum=counters.iteration_tokens_sum,
             num_micro_batches=self._builder.num_micro_batches,
             num_drafts=counters.num_drafts,
             num_draft_tokens=counters.num_draft_tokens,

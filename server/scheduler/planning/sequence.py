@@ -23,7 +23,8 @@ class Request:
     is returned, not fed), for which it can hold `max_blocks` blocks of a node's cache;
     `num_scored` the log-probabilities of prompt tokens that were delivered; `num_replays`
     counts lost generations since its last token; `cache_salt` is its tenant's, `grammar_key` names
-    its grammar, if it has one. `priority`: lower ones come first.
+    its grammar, if it has one. `priority`: lower ones come first. `queue_s` is its wait from
+    `added_at` to its first admission.
     """
 
     request_id: str
@@ -44,6 +45,8 @@ class Request:
     num_preemptions: int = 0
     num_replays: int = 0
     num_cached_tokens: int | None = None
+    added_at: float = 0.0
+    queue_s: float = 0.0
     sequence: Sequence | None = None
     ended: bool = False
 

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import tokenizers
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from models.chat_template import ChatTemplate
@@ -216,7 +216,8 @@ def make_app(
     allowed_origins: Sequence[str] = (),
     retrieval: RetrievalPolicy | None = None,
     formats: MessageFormats | None = None,
-) -> FastAPI:
+    access_log: bool = True,
+) -> ASGIApp:
     """Return the application over `engine` and the tiny model."""
     return create_app(
         engine,
@@ -234,6 +235,7 @@ def make_app(
         formats=formats or message_formats(GatewaySection(), chat_template or template()),
         progress_deadline_s=progress_deadline_s,
         allowed_origins=allowed_origins,
+        access_log=access_log,
     )
 
 

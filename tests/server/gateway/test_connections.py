@@ -13,6 +13,7 @@ from starlette.types import Message
 from server.gateway.answers.streaming import EventStream
 from server.gateway.engine_client import ClientGone
 from server.gateway.http.body import MAX_BODY_BYTES, BodyTimeout, read_body
+from server.gateway.http.exchange import Exchanges
 from tests.server.gateway.calls import head_of, http_request
 from tests.server.gateway.fakes import DEADLINE_S, FakeEngine, ids, loopback, output, saying
 from topspin.messages import FinishReason
@@ -128,7 +129,8 @@ def test_a_client_that_never_reads_loses_its_stream() -> None:
 
         stream = EventStream(blocks(), close=lambda: ended.append("close"), send_deadline_s=0.01)
         async with asyncio.timeout(DEADLINE_S):
-            await stream({"type": "http"}, receive, send)
+            served = Exchanges(stream, access_log=False)
+            await served({"type": "http", "path": "/", "headers": []}, receive, send)
         assert ended == ["blocks", "close"]
 
     asyncio.run(test())

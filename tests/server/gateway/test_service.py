@@ -149,7 +149,6 @@ def start(
     file = checkpoint / "engine.json"
     file.write_bytes(msgspec.json.encode(config))
     argv = [sys.executable, "-m", "server.gateway", "--config", str(file), "--control", control]
-    argv += ["--drain-s", "0.1"]
     if port_fd is not None:
         argv += ["--port-fd", str(port_fd)]
     return subprocess.Popen(

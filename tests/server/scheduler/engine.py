@@ -15,6 +15,7 @@ import msgspec
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.attention_replica import DraftTokens
+from server.scheduler.planning.journal import Note
 from server.scheduler.planning.outbox import Delivery
 from server.scheduler.planning.plans import Step
 from server.scheduler.planning.policy import Policy
@@ -109,6 +110,7 @@ def make_policy(
     draft_tokens: DraftTokens | None = None,
     controller: Controller | None = None,
     num_frames: int | None = None,
+    note: Note | None = None,
 ) -> Policy:
     """Return a policy over nodes of `num_blocks` blocks (each, or by node), on separate cores."""
     if isinstance(num_blocks, int):
@@ -123,6 +125,7 @@ def make_policy(
         cost=CostModel(),
         draft_tokens=draft_tokens,
         controller=controller,
+        note=note,
     )
 
 
@@ -205,12 +208,13 @@ class Engine:
         accepts: Callable[[int], int] = lambda at_most: 0,
         controller: Controller | None = None,
         step_s: Callable[[int], float] = lambda num_rows: 0.01,
+        note: Note | None = None,
     ) -> None:
         """`step_s`: how long a decode step of so many rows takes before it is answered."""
         self.config = config
         self.formation = Formation(TABLE)
         self.policy = make_policy(
-            config, num_blocks, self.formation, draft_tokens, controller, num_frames
+            config, num_blocks, self.formation, draft_tokens, controller, num_frames, note
         )
         self.clients: dict[str, Received] = {}
         self.now = 0.0
@@ -272,7 +276,7 @@ class Engine:
     def add(self, message: AddRequest) -> RequestFailed | None:
         """Send a request; its client is in `clients` even if it was refused."""
         self._tenants[message.sampling.seed] = message.cache_salt
-        refused = self.policy.add(message, peer=GATEWAY)
+        refused = self.policy.add(message, peer=GATEWAY, now=self.now)
         if refused is None or message.request_id not in self.clients:
             self.clients[message.request_id] = Received(message, failure=refused)
         return refused

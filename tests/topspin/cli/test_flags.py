@@ -60,6 +60,9 @@ FLAGS = [
     "--tool-call-parser",
     "--reasoning-parser",
     "--allowed-origins",
+    "--access-log",
+    "--log-format",
+    "--shutdown-timeout",
     "--restart",
     "--restart-deadline",
 ]
@@ -123,6 +126,9 @@ SETTINGS: list[tuple[str, str, Any]] = [
         ("http://localhost:3000", "https://ui.test"),
     ),
     ('--allowed-origins ["*"]', "gateway.allowed_origins", ("*",)),
+    ("--no-access-log", "gateway.access_log", False),
+    ("--log-format json", "gateway.log_format", "json"),
+    ("--shutdown-timeout 30", "gateway.shutdown_timeout_s", 30.0),
     ("--restart on", "failover.restart", True),
     ("--restart off", "failover.restart", False),
     ("--restart-deadline 7", "failover.restart_deadline_s", 7.0),
@@ -295,6 +301,8 @@ def test_a_model_is_named_as_users_name_it(
             '--speculative-config {"method":"draft_model","model":"self-int4","branches":true}',
             "kv_cache.spill (--kv-spill-dir): drafts that branch attend to all keys",
         ),
+        ("--log-format xml", "argument --log-format: invalid choice: 'xml'"),
+        ("--shutdown-timeout -1", "--shutdown-timeout -1: must be between 0 and 3600"),
         ("--restart maybe", "argument --restart: 'maybe' is neither on nor off"),
         (
             "--max-model-len 257",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from tests.topspin.launch.roles import ROOT
 from topspin.launch.display import CompiledKernels, PlainDisplay, open_display
+from topspin.logs import FORMAT_VARIABLE, json_line
 
 SHOW = """
 from topspin.launch.display import open_display
@@ -115,3 +117,19 @@ def test_compiled_kernels_are_counted_while_the_engine_starts(
     kernels.finish()
     kernels.line(line)
     assert capsys.readouterr().err == f"expert 0 | loads\n{line}\n"
+
+
+def test_beside_json_the_supervisors_lines_are_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FORMAT_VARIABLE, "json")
+    display = open_display()
+    roles_own = json_line("gateway", "gateway: listens")
+    display.line(roles_own)
+    display.progress("starting", 0.1)
+    display.announce("ready")
+    shown = capsys.readouterr()
+    own, state = shown.err.splitlines()
+    assert own == roles_own
+    assert json.loads(state)["message"] == "starting (0.1 s)"
+    assert shown.out == "ready\n"

@@ -72,7 +72,6 @@ IGNORED: dict[str, Any] = {
     "service_tier": "auto",
     "store": False,
     "user": "me",
-    "request_id": "r",
     "spaces_between_special_tokens": True,
     "cache_prompt": True,
     "include_reasoning": True,

@@ -171,7 +171,7 @@ def test_an_expert_with_live_replicas_is_not_waited_for() -> None:
 
 def test_a_restarted_node_is_welcomed_with_its_share_and_drained_in() -> None:
     world = World()
-    world.policy.add(make_request("r", [1, 2, 3], max_tokens=5), peer=GATEWAY)
+    world.policy.add(make_request("r", [1, 2, 3], max_tokens=5), peer=GATEWAY, now=0.0)
     world.failover.lose(E1, NodeLost("killed"))
     world.halt_all()
     world.form_all()
@@ -199,7 +199,7 @@ def test_a_restarted_node_is_welcomed_with_its_share_and_drained_in() -> None:
 
 def test_without_a_replica_requests_wait_and_then_end_typed() -> None:
     world = World(SINGLE)
-    world.policy.add(make_request("r", [1, 2, 3]), peer=GATEWAY)
+    world.policy.add(make_request("r", [1, 2, 3]), peer=GATEWAY, now=0.0)
     world.failover.lose(E0, NodeLost("killed"))
     world.halt_all()
     world.take(Reform)

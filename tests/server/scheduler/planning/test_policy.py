@@ -236,7 +236,7 @@ def test_a_step_runs_from_the_end_of_the_one_before() -> None:
 
 def refusal(engine: Engine, message: AddRequest) -> tuple[str, int, str]:
     """Add a request that must be refused; returns code, status and message."""
-    failed = engine.policy.add(message, peer=GATEWAY)
+    failed = engine.policy.add(message, peer=GATEWAY, now=0.0)
     assert isinstance(failed, RequestFailed)
     assert failed.request_id == message.request_id
     return failed.code, failed.status, failed.message
@@ -279,10 +279,10 @@ def test_a_request_id_is_used_once_at_a_time_and_gateway() -> None:
     code, status, text = refusal(engine, make_request("r", [1]))
     assert (code, status) == ("invalid_request_error", 400)
     assert "'r'" in text
-    assert engine.policy.add(make_request("r", [1]), peer=b"other") is None
+    assert engine.policy.add(make_request("r", [1]), peer=b"other", now=0.0) is None
     assert engine.policy.abort_peer(b"other") == 1
     engine.finish()
-    assert engine.policy.add(make_request("r", [1]), peer=GATEWAY) is None
+    assert engine.policy.add(make_request("r", [1]), peer=GATEWAY, now=0.0) is None
 
 
 def test_the_queue_has_a_limit() -> None:
@@ -351,7 +351,7 @@ def test_abort_of_one_gateway_leaves_the_others() -> None:
 def test_outputs_go_to_the_gateway_that_asked() -> None:
     policy = make_policy(make_config())
     for peer in (b"one", b"two"):
-        policy.add(make_request("r", [1, 2], max_tokens=1), peer=peer)
+        policy.add(make_request("r", [1, 2], max_tokens=1), peer=peer, now=0.0)
     step = policy.schedule(0.0)
     assert step is not None
     ids = step.plans[0].micro_batches[0].seq_ids
@@ -404,8 +404,8 @@ def test_logprobs_reach_the_request_that_asked() -> None:
     asked = msgspec.structs.replace(
         plain, request_id="asked", sampling=msgspec.structs.replace(plain.sampling, logprobs=1)
     )
-    policy.add(plain, peer=GATEWAY)
-    policy.add(asked, peer=GATEWAY)
+    policy.add(plain, peer=GATEWAY, now=0.0)
+    policy.add(asked, peer=GATEWAY, now=0.0)
     step = policy.schedule(0.0)
     assert step is not None
     logprobs = TokenLogprobs(logprob=-0.5, top_ids=(8,), top_logprobs=(-0.5,))

@@ -98,8 +98,8 @@ def test_a_stop_token_in_an_accepted_draft_ends_the_request_there() -> None:
 def answer(changes: dict[str, Any], *, draft: int = 0) -> None:
     """Answer the first step of two prompts, the second of which wants scores."""
     policy = make_policy(make_config(), draft_tokens=lambda request: draft)
-    policy.add(make_request("a", [1, 2], seed=0), peer=GATEWAY)
-    policy.add(make_request("b", [3, 4, 5], seed=1, prompt_logprobs=0), peer=GATEWAY)
+    policy.add(make_request("a", [1, 2], seed=0), peer=GATEWAY, now=0.0)
+    policy.add(make_request("b", [3, 4, 5], seed=1, prompt_logprobs=0), peer=GATEWAY, now=0.0)
     step = policy.schedule(0.0)
     assert step is not None
     (part,) = step.plans[0].micro_batches
@@ -151,7 +151,7 @@ def test_a_draft_that_was_not_planned_is_refused(
     drafted: list[int], count: int, reason: str
 ) -> None:
     policy = make_policy(make_config(), draft_tokens=lambda request: 2)
-    policy.add(make_request("a", [1, 2], max_tokens=9), peer=GATEWAY)
+    policy.add(make_request("a", [1, 2], max_tokens=9), peer=GATEWAY, now=0.0)
     for step in (1, 2):
         assert policy.schedule(0.0) is not None
         result = StepResult(

@@ -94,7 +94,7 @@ def test_what_a_gateway_must_not_ask() -> None:
         make_request("b", [1], grammar=GRAMMAR, eos_token_ids=(EOS,), min_tokens=1),
         make_request("c", [1], grammar="x" * (MAX_GRAMMAR_BYTES + 1), eos_token_ids=(EOS,)),
     ):
-        refusal = engine.policy.add(request, peer=b"g")
+        refusal = engine.policy.add(request, peer=b"g", now=engine.now)
         assert refusal is not None
         assert refusal.status == 400
         assert "grammar" in refusal.message

@@ -1,0 +1,130 @@
+"""An HTTP request and its answer as the operator sees them: an id, and a line in the access log.
+
+Owns the id: the client's (`X-Request-Id`, or the body's `request_id`) or one made here. It
+is returned on every answer and names the request in the engine and in all logs. Knows no route and
+no JSON; wraps the application as ASGI middleware, server.gateway.handler fills in what it learns.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.gateway.errors import error_response, truncated
+from topspin.errors import InvalidRequest
+from topspin.logs import about
+
+HEADER = "X-Request-Id"
+MAX_REQUEST_ID_CHARS = 128
+
+# Asked for every few seconds by machines; their lines would hide the others.
+UNLOGGED_PATHS = frozenset({"/health", "/metrics"})
+MAX_LOGGED_PATH_CHARS = 256
+
+_HEADER_BYTES = HEADER.lower().encode()
+_KEY = "topspin.exchange"
+
+_log = logging.getLogger("access")
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its answer. `is_named`: the id is the header's, so the body's is not used.
+
+    `send` is the connection's own, without middleware: what is sent of an answer after its start
+    needs none. The counts are None unless it generates.
+    """
+
+    request_id: str
+    is_named: bool
+    send: Send
+    started_s: float = field(default_factory=time.monotonic)
+    status: int | None = None
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
+    ttft_s: float | None = None
+
+    def name(self, request_id: str | None) -> str:
+        """Take the id in a request's body, if it has one and the header had none; return the id."""
+        if request_id is not None and not self.is_named:
+            self.request_id, self.is_named = request_id, True
+        return self.request_id
+
+
+def exchange_of(scope: Scope) -> Exchange:
+    """Return the exchange of a request that came through `Exchanges`."""
+    exchange: Exchange = scope[_KEY]
+    return exchange
+
+
+def make_request_id() -> str:
+    """Return a new id."""
+    return secrets.token_hex(16)
+
+
+class Exchanges:
+    """ASGI middleware, outside of all other: an Exchange for each request, logged at its end."""
+
+    def __init__(self, app: ASGIApp, *, access_log: bool) -> None:
+        self._app = app
+        self._is_logging = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(make_request_id(), False, send)
+        scope[_KEY] = exchange
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                named = (_HEADER_BYTES, exchange.request_id.encode())
+                message["headers"] = [*message.get("headers", ()), named]
+            await send(message)
+
+        app = self._app
+        try:
+            if given := _given_id(scope["headers"]):
+                exchange.request_id, exchange.is_named = given, True
+        except InvalidRequest as error:
+            app = error_response(error)
+        try:
+            await app(scope, receive, send_named)
+        finally:
+            if self._is_logging and scope["path"] not in UNLOGGED_PATHS:
+                _write(scope, exchange)
+
+
+def _write(scope: Scope, exchange: Exchange) -> None:
+    """Log a request at its end; without a status its client had gone before the answer."""
+    ttft_s = exchange.ttft_s
+    fields = about(
+        method=scope["method"],
+        # Percent-encoded: it cannot begin a line of its own.
+        path=truncated(scope["raw_path"].decode("latin-1"), MAX_LOGGED_PATH_CHARS),
+        status=exchange.status,
+        request_id=exchange.request_id,
+        prompt_tokens=exchange.num_prompt_tokens,
+        output_tokens=exchange.num_output_tokens,
+        ttft_s=None if ttft_s is None else round(ttft_s, 4),
+        duration_s=round(time.monotonic() - exchange.started_s, 4),
+    )
+    _log.info("gateway: answered", extra=fields)
+
+
+def _given_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the id in the headers, or nothing; raises InvalidRequest."""
+    given = next((value for name, value in headers if name == _HEADER_BYTES), b"").decode("latin-1")
+    if len(given) > MAX_REQUEST_ID_CHARS or not (given.isascii() and given.isprintable()):
+        raise InvalidRequest(
+            f"`{HEADER}` must have at most {MAX_REQUEST_ID_CHARS} characters, all printable ASCII",
+            param=HEADER,
+        )
+    return given
