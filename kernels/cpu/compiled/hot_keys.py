@@ -36,7 +36,7 @@ from kernels.cpu.compiled.retrieval_words import (
 )
 from kernels.cpu.compiled.runtime import inlined
 from kernels.cpu.simd import lanes as simd
-from kernels.cpu.simd.system import read_file
+from kernels.cpu.simd.system import ask_file, read_file
 
 _UNRESOLVED = -1
 
@@ -58,6 +58,17 @@ def _head_of(block: int, group: int) -> int:
 
 
 @inlined
+def _offset_of(block: int, hot: int, group: int, position: int) -> int:
+    """Return where the file has a key and its value."""
+    block_size = simd.read_i64(block + BLOCK_SIZE)
+    layer = simd.read_i64(simd.read_i64(hot + HOT_CACHE_LAYERS) + 8 * simd.read_i64(block + LAYER))
+    row = (layer * simd.read_i64(block + NUM_KV_HEADS) + group) * block_size + position % block_size
+    record = simd.read_i64(simd.read_i64(hot + HOT_RECORDS) + 8 * (position // block_size))
+    offset: int = record + row * 2 * bytes_in_cache(block)
+    return offset
+
+
+@inlined
 def begin_search(block: int, hot: int, group: int) -> None:
     """Count a search of a head's keys; before find_copy()."""
     clock = simd.read_i64(hot + HOT_CLOCKS) + 16 * _head_of(block, group)
@@ -66,19 +77,24 @@ def begin_search(block: int, hot: int, group: int) -> None:
 
 @inlined
 def find_copy(block: int, hot: int, group: int, position: int) -> int:
-    """Return the offset in the caches of the copy of a key that is in the file; -1: none."""
+    """Return the offset in the caches of the copy of a key that is in the file; -1: none.
+
+    The system is then asked to fetch the key, so that a disk has many to fetch at once.
+    """
     head = _head_of(block, group)
     entries = simd.read_i64(hot + HOT_ENTRIES) + 4 * head * simd.read_i64(hot + NUM_HOT_TOKENS)
     entry = simd.read_i32(entries + 4 * position)
     if entry < 0:
+        offset = _offset_of(block, hot, group, position)
+        ask_file(simd.read_i64(hot + HOT_FILE), offset, 2 * bytes_in_cache(block))
         return _UNRESOLVED
     used = simd.read_i64(hot + HOT_USED) + 4 * head * simd.read_i64(hot + NUM_HOT_ENTRIES)
     now = simd.read_i64(simd.read_i64(hot + HOT_CLOCKS) + 16 * head)
     simd.write_i32(used + 4 * entry, now)
     found = simd.read_i64(hot + HOT_COUNTS) + 24 * head
     simd.write_i64(found, simd.read_i64(found) + 1)
-    offset: int = simd.read_i64(simd.read_i64(hot + HOT_SLOTS) + 8 * entry) * bytes_of_slot(block)
-    return offset
+    place: int = simd.read_i64(simd.read_i64(hot + HOT_SLOTS) + 8 * entry) * bytes_of_slot(block)
+    return place
 
 
 @inlined
@@ -113,11 +129,7 @@ def read_key(block: int, hot: int, group: int, position: int, scratch: int) -> i
     before = simd.read_i32(token)
     if before >= 0:
         simd.write_i32(entries + 4 * before, -1)
-    block_size = simd.read_i64(block + BLOCK_SIZE)
-    layer = simd.read_i64(simd.read_i64(hot + HOT_CACHE_LAYERS) + 8 * simd.read_i64(block + LAYER))
-    row = (layer * simd.read_i64(block + NUM_KV_HEADS) + group) * block_size + position % block_size
-    offset = simd.read_i64(simd.read_i64(hot + HOT_RECORDS) + 8 * (position // block_size))
-    offset += row * 2 * head_bytes
+    offset = _offset_of(block, hot, group, position)
     counts = simd.read_i64(hot + HOT_COUNTS) + 24 * head
     is_read = read_file(simd.read_i64(hot + HOT_FILE), scratch, 2 * head_bytes, offset)
     if is_read == 2 * head_bytes:

@@ -15,6 +15,8 @@ from kernels.cpu.simd.lanes import I64, call, constant, cpu_has, operation, poin
 
 _SYS_FUTEX: Final = 202
 _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
+_SYS_FADVISE64: Final = 221
+_WILL_NEED: Final = 3
 _EVERYONE: Final = 2**31 - 1
 
 
@@ -81,6 +83,15 @@ def read_file(
     function = known or ir.Function(builder.module, kind, "pread64")
     arguments = [builder.trunc(fd, ir.IntType(32)), target, num_bytes, offset]
     return builder.call(function, arguments)
+
+
+@operation(types.none, [types.int64, types.int64, types.int64])
+def ask_file(builder: ir.IRBuilder, fd: ir.Value, offset: ir.Value, num_bytes: ir.Value) -> None:
+    """Ask for a part of a file that will be read; does not wait for it."""
+    kind = ir.FunctionType(I64, [I64], var_arg=True)
+    known = builder.module.globals.get("syscall")
+    function = known or ir.Function(builder.module, kind, "syscall")
+    builder.call(function, [constant(_SYS_FADVISE64), fd, offset, num_bytes, constant(_WILL_NEED)])
 
 
 @operation(types.none, [])
