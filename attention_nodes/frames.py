@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from attention_nodes.sequences import IntArray
 
@@ -41,22 +42,25 @@ class FrameTable:
         self.frame_of = np.full(num_blocks, NO_FRAME, dtype=np.int64)
         self.is_saved = np.zeros(num_blocks, dtype=bool)
         self.is_lost = np.zeros(num_blocks, dtype=bool)
+        self._is_on_its_way = np.zeros(num_blocks, dtype=bool)
         self._block_in = np.full(num_frames, _FREE, dtype=np.int64)
         self._needed_at = np.zeros(num_blocks, dtype=np.int64)
         self._has_content = np.zeros(num_blocks, dtype=bool)
         self._now = 0
         self._num_free = self.room = num_frames
         """`room`: as many blocks as can have frames at once."""
+        self._num_evicted = 0
 
     def overwrite(self, blocks: IntArray) -> None:
         """Learn that these blocks get another content, from their beginning."""
         self.is_saved[blocks] = self.is_lost[blocks] = self._has_content[blocks] = False
+        self._is_on_its_way[blocks] = False
 
     def write(self, blocks: IntArray) -> None:
         """Learn that a step writes to these blocks, which have frames."""
         assert (self.frame_of[blocks] >= 0).all()
         self._has_content[blocks] = True
-        self.is_saved[blocks] = False
+        self.is_saved[blocks] = self._is_on_its_way[blocks] = False
 
     def lose(self, blocks: IntArray) -> None:
         """Learn that the content of these blocks could not be written or read."""
@@ -81,6 +85,7 @@ class FrameTable:
         """
         self._now += 1
         self._needed_at[needed] = self._now
+        self._num_evicted = 0
         saved, saved_from = self._evict(self.victims(needed, 0))
         missing = needed[self.frame_of[needed] < 0]
         free = np.flatnonzero(self._block_in == _FREE) if len(missing) else missing
@@ -90,6 +95,23 @@ class FrameTable:
         self._num_free -= len(missing)
         loads = self._has_content[missing] & ~self.is_lost[missing]
         return Moves(saved, saved_from, missing[loads], frames[loads])
+
+    def next_to_save(self, needed: IntArray, most: int) -> IntArray:
+        """Return blocks to write to the file ahead, while a step that needs `needed` runs.
+
+        They will give up their frames next, if the next step takes as many as this one has; at most
+        `most`. saved_ahead() tells how they fared.
+        """
+        if not self._num_evicted:
+            return np.zeros(0, dtype=np.int64)
+        found = self.victims(needed, self._num_free + self._num_evicted)
+        chosen = found[self._must_write(found)][:most]
+        self._is_on_its_way[chosen] = True
+        return chosen
+
+    def saved_ahead(self, blocks: IntArray) -> None:
+        """Learn that these blocks are in the file as they were at next_to_save()."""
+        self.is_saved[blocks[self._is_on_its_way[blocks]]] = True
 
     def lend(self, count: int, needed: IntArray) -> tuple[IntArray | None, Moves]:
         """Take `count` frames for other purposes; None: blocks of `needed` have too many.
@@ -116,12 +138,17 @@ class FrameTable:
     def _evict(self, blocks: IntArray) -> tuple[IntArray, IntArray]:
         """Free the frames of blocks; return those to write to the file, and where they are."""
         frames = self.frame_of[blocks]
+        self._num_evicted += len(blocks)
         self._block_in[frames] = _FREE
         self._num_free += len(frames)
         self.frame_of[blocks] = NO_FRAME
-        writes = self._has_content[blocks] & ~self.is_saved[blocks] & ~self.is_lost[blocks]
+        writes = self._must_write(blocks)
         self.is_saved[blocks[writes]] = True
         return blocks[writes], frames[writes]
+
+    def _must_write(self, blocks: IntArray) -> npt.NDArray[np.bool_]:
+        """Say of each block whether only its frame has its content."""
+        return self._has_content[blocks] & ~self.is_saved[blocks] & ~self.is_lost[blocks]
 
     def check_integrity(self) -> None:
         """Assert the invariant."""

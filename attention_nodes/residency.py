@@ -122,6 +122,7 @@ class Residency:
         moved.
         """
         self._beat = beat
+        self._note_ahead()
         by_part = [self._slices(part) for part in micro_batches]
         slices = list(chain.from_iterable(by_part))
         for each in slices:
@@ -130,6 +131,7 @@ class Residency:
         needed = self._needed(slices)
         self._lend(slices, needed)
         self._apply(self.frames.require(needed))
+        self._save_ahead(needed)
         errors = {}
         for each in slices:
             reason = self._reason(each)
@@ -223,6 +225,21 @@ class Residency:
             num_saved_blocks=len(moves.saved) - len(unsaved),
             num_loaded_blocks=len(moves.loaded) - len(unread),
         )
+
+    def _note_ahead(self) -> None:
+        """Learn what was written while steps ran."""
+        saved = self._file.take_ahead()
+        self.frames.saved_ahead(saved)
+        self._counts += KvCounts(num_saved_blocks=len(saved))
+
+    def _save_ahead(self, needed: IntArray) -> None:
+        """Begin to write what will probably give up its frames in the next step."""
+        if self._file.is_writing:
+            return
+        self._note_ahead()
+        blocks = self.frames.next_to_save(needed, self._file.most_ahead)
+        if len(blocks):
+            self._file.save_ahead(blocks, self.frames.frame_of[blocks])
 
     def _reason(self, needs: _Slice) -> str | None:
         """Return why a sequence cannot be computed; None: it can."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,8 @@ from topspin.units import format_size
 _PAGE: Final = 4096
 # Records are moved so many bytes at a time, or one by one.
 _TRANSFER_BYTES: Final = 2 << 20
+# Records that are written while a step runs.
+_AHEAD_BYTES: Final = 16 << 20
 
 
 def record_bytes(block_bytes: int) -> int:
@@ -52,6 +55,8 @@ class SpillFile:
         size = num_blocks * self.record_bytes
         self.fd = -1
         self._direct: int | None = None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="spill")
+        self._writing: Future[IntArray] | None = None
         try:
             self.fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             os.posix_fallocate(self.fd, 0, size)
@@ -67,18 +72,50 @@ class SpillFile:
             self._direct = os.open(f"/proc/self/fd/{self.fd}", flags)
         except OSError:
             pass  # the file system has no such writes
+        self._used = used
         self._at_once = max(_TRANSFER_BYTES // self.record_bytes, 1)
-        # Memory of whole pages, as writes past the cache need.
-        self._memory = mmap.mmap(-1, self._at_once * self.record_bytes)
-        raw = torch.frombuffer(self._memory, dtype=torch.uint8).view(self._at_once, -1)
-        self._records = raw[:, :used].view(self._at_once, *self._shape)
+        self._staging = self._pages(self._at_once)
+        self.most_ahead = max(_AHEAD_BYTES // self.record_bytes, 1)
+        self._ahead = self._pages(self.most_ahead)
+
+    def _pages(self, num_records: int) -> mmap.mmap:
+        """Return memory of whole pages, as writes past the page cache need."""
+        return mmap.mmap(-1, num_records * self.record_bytes)
+
+    def _records(self, pages: mmap.mmap) -> Tensor:
+        """Return the records in memory: [records, layers, heads, tokens, key and value, bytes]."""
+        raw = torch.frombuffer(pages, dtype=torch.uint8).view(-1, self.record_bytes)
+        return raw[:, : self._used].view(-1, *self._shape)
 
     def save(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
         """Write `blocks`, whose contents are in `frames`; returns those that were not written.
 
         `beat` is called every few blocks.
         """
+        if len(blocks) and self._writing is not None:
+            self._writing.result()  # an older content must not come later
         return self._each(blocks, frames, self._save, beat)
+
+    def save_ahead(self, blocks: IntArray, frames: IntArray) -> None:
+        """Begin to write at most `most_ahead` blocks, which may change from now on.
+
+        Never while others are written so (is_writing); take_ahead() tells which were.
+        """
+        assert not self.is_writing
+        self._gather(frames, self._records(self._ahead))
+        self._writing = self._writer.submit(self._write_all, blocks, self._ahead)
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether blocks are being written."""
+        return self._writing is not None and not self._writing.done()
+
+    def take_ahead(self) -> IntArray:
+        """Return, once, the blocks that save_ahead() has written; without waiting for more."""
+        if self._writing is None or self.is_writing:
+            return np.zeros(0, dtype=np.int64)
+        written, self._writing = self._writing.result(), None
+        return written
 
     def load(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
         """Read `blocks` to `frames`; returns those that could not be read."""
@@ -88,38 +125,62 @@ class SpillFile:
         self,
         blocks: IntArray,
         frames: IntArray,
-        move: Callable[[list[int], Tensor], list[bool]],
+        move: Callable[[IntArray, IntArray], IntArray],
         beat: Beat | None,
     ) -> IntArray:
-        is_moved: list[bool] = []
+        moved = [np.zeros(0, dtype=np.int64)]
         for begin in range(0, len(blocks), self._at_once):
-            here = torch.from_numpy(frames[begin : begin + self._at_once])
-            is_moved += move(blocks[begin : begin + self._at_once].tolist(), here)
+            end = begin + self._at_once
+            moved.append(move(blocks[begin:end], frames[begin:end]))
             if beat is not None:
                 beat()
-        failed: IntArray = blocks[~np.array(is_moved, dtype=bool)]
+        failed: IntArray = blocks[~np.isin(blocks, np.concatenate(moved))]
         return failed
 
-    def _save(self, blocks: list[int], frames: Tensor) -> list[bool]:
-        """Write blocks; returns which were written."""
-        records = self._records[: len(blocks)]
-        for layer, (keys, values) in enumerate(self._caches):
-            records[:, layer, :, :, 0] = keys[frames].transpose(1, 2)
-            records[:, layer, :, :, 1] = values[frames].transpose(1, 2)
-        return [
-            self._write(self._part(idx), block * self.record_bytes)
-            for idx, block in enumerate(blocks)
-        ]
+    def _save(self, blocks: IntArray, frames: IntArray) -> IntArray:
+        """Write blocks; returns those that were written."""
+        self._gather(frames, self._records(self._staging))
+        return self._write_all(blocks, self._staging)
 
-    def _write(self, part: memoryview, offset: int) -> bool:
+    def _gather(self, frames: IntArray, records: Tensor) -> None:
+        chosen = torch.from_numpy(frames)
+        for layer, (keys, values) in enumerate(self._caches):
+            records[: len(frames), layer, :, :, 0] = keys[chosen].transpose(1, 2)
+            records[: len(frames), layer, :, :, 1] = values[chosen].transpose(1, 2)
+
+    def _write_all(self, blocks: IntArray, pages: mmap.mmap) -> IntArray:
+        """Write blocks from memory; returns those that were written.
+
+        Called by two threads, never at once.
+        """
+        return self._in_runs(blocks, pages, self._write)
+
+    def _in_runs(
+        self, blocks: IntArray, pages: mmap.mmap, move: Callable[[memoryview, int], int]
+    ) -> IntArray:
+        """Move blocks, those that follow each other at once; returns those that were moved."""
+        size, memory = self.record_bytes, memoryview(pages)
+        begin, moved = 0, np.zeros(len(blocks), dtype=bool)
+        while begin < len(blocks):
+            following = np.flatnonzero(np.diff(blocks[begin:], append=-1) != 1)
+            end = begin + min(int(following[0]) + 1, self._at_once)
+            part = memory[begin * size : end * size]
+            num_bytes = move(part, int(blocks[begin]) * size)
+            moved[begin : begin + num_bytes // size] = True
+            begin = end
+        found: IntArray = blocks[moved]
+        return found
+
+    def _write(self, part: memoryview, offset: int) -> int:
+        """Return how many bytes were written."""
         for fd in (self._direct, self.fd):
             try:
                 if fd is not None and os.pwrite(fd, part, offset) == len(part):
-                    return True
+                    return len(part)
             except OSError:
                 pass
             self.forgo_direct()
-        return False
+        return 0
 
     def forgo_direct(self) -> None:
         """Write through the page cache from now on."""
@@ -127,30 +188,26 @@ class SpillFile:
             os.close(self._direct)
             self._direct = None
 
-    def _load(self, blocks: list[int], frames: Tensor) -> list[bool]:
-        """Read blocks; returns which were read; the others' frames keep what they have."""
-        is_read = [
-            self._read(self._part(idx), block * self.record_bytes)
-            for idx, block in enumerate(blocks)
-        ]
-        chosen = torch.tensor(is_read).nonzero()[:, 0]
-        records, frames = self._records[chosen], frames[chosen]
+    def _load(self, blocks: IntArray, frames: IntArray) -> IntArray:
+        """Read blocks; returns those that were read; the others' frames keep what they have."""
+        read = self._in_runs(blocks, self._staging, self._read)
+        is_read = np.isin(blocks, read)
+        records = self._records(self._staging)[torch.from_numpy(np.flatnonzero(is_read))]
+        targets = torch.from_numpy(frames[is_read])
         for layer, (keys, values) in enumerate(self._caches):
-            keys[frames] = records[:, layer, :, :, 0].transpose(1, 2)
-            values[frames] = records[:, layer, :, :, 1].transpose(1, 2)
-        return is_read
+            keys[targets] = records[:, layer, :, :, 0].transpose(1, 2)
+            values[targets] = records[:, layer, :, :, 1].transpose(1, 2)
+        return read
 
-    def _read(self, part: memoryview, offset: int) -> bool:
+    def _read(self, part: memoryview, offset: int) -> int:
         try:
-            return os.preadv(self.fd, [part], offset) == len(part)
+            return os.preadv(self.fd, [part], offset)
         except OSError:
-            return False
-
-    def _part(self, idx: int) -> memoryview:
-        return memoryview(self._memory)[idx * self.record_bytes : (idx + 1) * self.record_bytes]
+            return 0
 
     def close(self) -> None:
         """Give the file's space back."""
+        self._writer.shutdown()
         self.forgo_direct()
         if self.fd >= 0:
             os.close(self.fd)

@@ -27,9 +27,13 @@ class Frames(RuleBasedStateMachine):
         self.file: dict[int, int | None] = {}
         self.contents: dict[int, int] = {}
         self.lent: list[IntArray] = []
+        self.ahead: dict[int, int | None] = {}
+        """What is being written, or was and is not known to be."""
         self.next = 0
 
     def move(self, moves: Moves) -> None:
+        if len(moves.saved):
+            self.file.update(self.ahead)  # writes do not overtake each other
         for block, frame in zip(moves.saved.tolist(), moves.saved_from.tolist(), strict=True):
             self.file[block] = self.frames[frame]
         for block, frame in zip(moves.loaded.tolist(), moves.loaded_to.tolist(), strict=True):
@@ -48,6 +52,10 @@ class Frames(RuleBasedStateMachine):
         found = set(sorted(needed)[: self.table.room])
         moves = self.table.require(array(found))
         self.move(moves)
+        if not self.ahead:
+            for block in self.table.next_to_save(array(found), 2).tolist():
+                assert block not in found
+                self.ahead[block] = self.frames[self.table.frame_of[block]]
         for block in found & self.contents.keys():
             assert self.frames[self.table.frame_of[block]] == self.contents[block]
         self.table.write(array(found & written))
@@ -67,6 +75,12 @@ class Frames(RuleBasedStateMachine):
         for frame in frames.tolist():
             self.frames[frame] = None
         self.lent.append(frames)
+
+    @rule()
+    def end_writing(self) -> None:
+        self.file.update(self.ahead)
+        self.table.saved_ahead(array(self.ahead))
+        self.ahead = {}
 
     @rule()
     def take_back(self) -> None:
@@ -101,6 +115,20 @@ def test_the_longest_not_needed_leaves_first_and_is_written_once() -> None:
     moves = table.require(array([0, 3, 2]))
     assert moves.saved.tolist() == []
     assert moves.loaded.tolist() == [2]
+
+
+def test_what_leaves_next_is_written_ahead() -> None:
+    table = FrameTable(8, 4)
+    for block in range(4):
+        table.require(array([block]))
+        table.write(array([block]))
+        assert not len(table.next_to_save(array([block]), 4)), "nothing had to leave"
+    table.require(array([4, 5]))
+    table.write(array([4, 5]))
+    assert table.next_to_save(array([4, 5]), 4).tolist() == [2, 3]
+    table.write(array([3]))  # after its content was taken
+    table.saved_ahead(array([2, 3]))
+    assert table.require(array([6, 7])).saved.tolist() == [3]
 
 
 def test_what_is_lost_is_neither_read_nor_written_again() -> None:

@@ -51,6 +51,23 @@ def test_blocks_come_back_to_other_frames(tmp_path: Path, dtype: torch.dtype, di
     file.close()
 
 
+def test_blocks_are_written_ahead_as_they_were(tmp_path: Path) -> None:
+    """A later write of the same blocks waits for the one ahead."""
+    kept = cache(40)
+    file = SpillFile(tmp_path, kept, 64)
+    first = kept.keys[1][:20].clone()
+    file.save_ahead(np.arange(30, 50), np.arange(20))
+    kept.keys[1][:20] = 0
+    assert not len(file.save(blocks(30), blocks(7)))
+    assert not file.is_writing
+    assert file.take_ahead().tolist() == list(range(30, 50))
+    assert not len(file.take_ahead()), "told once"
+    file.load(np.arange(30, 50), np.arange(20, 40))
+    assert torch.equal(kept.keys[1][21:40], first[1:])
+    assert not kept.keys[1][20].any()
+    file.close()
+
+
 def test_a_record_has_keys_and_values_of_a_head_side_by_side(tmp_path: Path) -> None:
     kept = cache(4)
     file = SpillFile(tmp_path, kept, 8)
@@ -66,10 +83,10 @@ def test_a_record_has_keys_and_values_of_a_head_side_by_side(tmp_path: Path) -> 
 def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
     kept = cache(4)
     file = SpillFile(tmp_path, kept, 8)
-    assert not len(file.save(blocks(1, 6), blocks(0, 1)))
-    os.ftruncate(file.fd, 2 * file.record_bytes)
+    assert not len(file.save(blocks(1, 2), blocks(0, 1)))
+    os.ftruncate(file.fd, 2 * file.record_bytes + 100)
     first, frame = kept.keys[0][0].clone(), kept.values[1][2].clone()
-    assert file.load(blocks(6, 1), blocks(2, 3)).tolist() == [6]
+    assert file.load(blocks(1, 2), blocks(3, 2)).tolist() == [2]
     assert torch.equal(kept.keys[0][3], first)
     assert torch.equal(kept.values[1][2], frame), "what could not be read changes nothing"
     file.close()
