@@ -252,9 +252,15 @@ def _uploaded(slices: Slices, runtime: Runtime) -> Retrieval | None:
     retrieval = slices.retrieval
     if retrieval is None:
         return None
-    tensors = (retrieval.seqs, retrieval.segments, retrieval.coded_end, retrieval.budgets)
+    host = retrieval.host_keys
+    tensors = [retrieval.seqs, retrieval.segments, retrieval.coded_end, retrieval.budgets]
+    if host is not None:
+        tensors += [host.records, host.slots]
     packed = runtime.upload(torch.cat([each.flatten() for each in tensors]))
     parts = torch.split(packed, [each.numel() for each in tensors])
+    if host is not None:
+        records, slots = parts[4].view(host.records.shape), parts[5].view(host.slots.shape)
+        host = host._replace(records=records, slots=slots)
     seqs, end, num_sinks = retrieval.seqs.numpy(), retrieval.coded_end.numpy(), retrieval.num_sinks
     selected = np.minimum(retrieval.budgets.numpy(), end - num_sinks)
     return retrieval._replace(
@@ -262,6 +268,7 @@ def _uploaded(slices: Slices, runtime: Runtime) -> Retrieval | None:
         segments=parts[1].view(retrieval.segments.shape),
         coded_end=parts[2],
         budgets=parts[3],
+        host_keys=host,
         bounds=SearchBounds(
             rows=int(slices.counts[seqs].max()),
             budget=int(retrieval.budgets.max()),

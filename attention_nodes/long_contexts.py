@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
+from attention_nodes.host_store import HostStore
 from attention_nodes.kv_cache import KvCache
 from attention_nodes.residency import Residency
 from attention_nodes.retrieval import KeyIndex
 from attention_nodes.sequences import IntArray, SequenceTable
 from attention_nodes.spill_file import SpillFile, record_bytes
+from attention_nodes.spill_store import SpillStore
 from attention_nodes.step_inputs import Slices
 from kernels.contracts import KeyCodes
 from kernels.dispatch import Ops
@@ -26,6 +29,7 @@ from topspin.errors import ConfigError
 from topspin.messages import KvCounts
 from topspin.plan import NodeConfig
 from topspin.progress import Beat
+from topspin.retrieval import SpillSpec
 from topspin.units import format_size
 
 
@@ -35,21 +39,31 @@ def spilled_blocks(config: NodeConfig, block_bytes: int) -> int | None:
     None: as many as the cache has.
     """
     spill = config.kv_cache.spill
-    return None if spill is None else spill.size_bytes // record_bytes(block_bytes)
+    if spill is None:
+        return None
+    size = block_bytes if spill.is_in_host_memory else record_bytes(block_bytes)
+    return spill.size_bytes // size
 
 
-def _check_spilled(model: ModelConfig) -> None:
+def without_spill(config: NodeConfig) -> NodeConfig:
+    """Return the configuration of a dry run, whose cache holds little and spills nothing."""
+    return replace(config, kv_cache=replace(config.kv_cache, spill=None))
+
+
+def _check_spilled(model: ModelConfig, spill: SpillSpec) -> None:
     """Raise ConfigError for a model whose keys must all be in memory."""
-    # Nodes on GPUs may lack numba.
-    from kernels.cpu.compiled.attention import HeadShape
-    from kernels.cpu.compiled.retrieval import HEAD_DIMS
-
     windows = [layer.sliding_window for layer in model.layers if layer.sliding_window is not None]
     if windows:
         raise ConfigError(
             f"--kv-spill-dir: the model has layers with a window of {max(windows)} tokens, whose "
             "keys must be in memory"
         )
+    if spill.is_in_host_memory:
+        return
+    # Nodes on GPUs may lack numba.
+    from kernels.cpu.compiled.attention import HeadShape
+    from kernels.cpu.compiled.retrieval import HEAD_DIMS
+
     heads = HeadShape(model.num_heads, model.num_kv_heads, model.head_dim)
     if model.head_dim not in HEAD_DIMS or not heads.fits:
         raise ConfigError(
@@ -90,20 +104,22 @@ class LongContexts:
         self._residency: Residency | None = None
         self.num_frames = num_blocks
         if spill is not None:
-            _check_spilled(model)
+            _check_spilled(model, spill)
             self.num_frames = cache.num_blocks - 1
             if num_blocks <= self.num_frames:
                 raise ConfigError(
                     f"--kv-spill-dir: {format_size(spill.size_bytes)} has room for {num_blocks} "
                     f"blocks; --kv-cache-memory has for {self.num_frames} already"
                 )
+            coded = list(self.index.codes)
+            store: SpillStore
+            if spill.is_in_host_memory:
+                store = HostStore(runtime, cache, num_blocks, coded_layers=coded)
+            else:
+                directory = Path(spill.directory)
+                store = SpillFile(directory, cache, num_blocks, coded_layers=coded)
             self._residency = Residency(
-                cache,
-                SpillFile(Path(spill.directory), cache, num_blocks),
-                table,
-                self.index.policy_of,
-                num_blocks=num_blocks,
-                coded_layers=list(self.index.codes),
+                cache, store, table, self.index.policy_of, num_blocks=num_blocks
             )
             self.index.frame_slots = self._residency.slots
 

@@ -28,7 +28,7 @@ from attention_nodes.executor import Executor
 from attention_nodes.grammars import Grammars
 from attention_nodes.host_executor import HostExecutor
 from attention_nodes.launched import LaunchedStep, check_of
-from attention_nodes.long_contexts import LongContexts, spilled_blocks
+from attention_nodes.long_contexts import LongContexts, spilled_blocks, without_spill
 from attention_nodes.memory_budget import (
     AbsentExperts,
     blocks_to_allocate,
@@ -215,15 +215,16 @@ class ModelRunner:
         unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
         if unused:
             _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
+        resident = without_spill(config)
         if config.attention.kv_cache_bytes is None:
-            dry = cls(model, decoder, cache.num_blocks, config, runtime)
+            dry = cls(model, decoder, cache.num_blocks, resident, runtime)
             num_blocks = dry._measure_blocks(config, index, table_version, open_net)
             del dry
             decoder.kv = kv_cache.of_blocks(
                 layers, num_blocks, block_size=block_size, runtime=runtime
             )
         elif runtime.is_asynchronous:
-            dry = cls(model, decoder, cache.num_blocks, config, runtime)
+            dry = cls(model, decoder, cache.num_blocks, resident, runtime)
             dry._rehearse(config, index, table_version, open_net)
             del dry
         decoder.codes = {}  # a dry run's, whose memory the next ones take
@@ -258,7 +259,9 @@ class ModelRunner:
             block_bytes=block_bytes,
             block_size=limits.block_size,
             max_len=limits.max_len,
-            code_bytes=code_bytes_of(self._model, config),
+            code_bytes=code_bytes_of(
+                self._model, config, num_blocks=spilled_blocks(config, block_bytes)
+            ),
         )
 
     def _rehearse(

@@ -1,9 +1,10 @@
 """Which keys and values are in memory, step by step, where a file holds the others.
 
-Owns the frames of the cache, the file, and the copies of selected keys of each sequence of which
-some are in the file. Before a step it moves blocks so that all that the step writes or attends to
-whole is in memory, and puts frames in the place of blocks. Sequences whose keys cannot be written
-or read are reported, and compute with an unused frame; nothing else is disturbed. Knows no codes.
+Owns the frames of the cache, the file (or what serves as one), and the frames for copies of
+selected keys of each sequence of which some are in the file. Before a step it moves blocks so that
+all that the step writes or attends to whole is in memory, and puts frames in the place of blocks.
+Sequences whose keys cannot be written or read are reported, and compute with an unused frame;
+nothing else is disturbed. Knows no codes.
 Called by long_contexts.py.
 """
 
@@ -14,22 +15,18 @@ from itertools import chain
 from typing import Final, NamedTuple
 
 import numpy as np
-import torch
 
 from attention_nodes.frames import NO_FRAME, FrameTable, Moves
 from attention_nodes.kv_cache import KvCache
 from attention_nodes.sequences import IntArray, SequenceTable
-from attention_nodes.spill_file import SpillFile
+from attention_nodes.spill_store import SpillStore
 from attention_nodes.step_inputs import Slices
-from kernels.contracts import SEGMENT_KEYS, HotKeys
+from kernels.contracts import SEGMENT_KEYS
 from topspin.messages import KvCounts
 from topspin.progress import Beat
 from topspin.retrieval import RetrievalPolicy
 
-_UNUSED: Final = -1
 _NOTHING: Final = np.zeros(0, dtype=np.int64)
-_NEVER: Final = -2
-"""So long ago was an entry used that is free."""
 _UNREAD: Final = "keys and values of this request could not be written to --kv-spill-dir, or read"
 _NO_ROOM: Final = "keys and values of this request have no place in --kv-cache-memory"
 
@@ -59,12 +56,11 @@ class Residency:
     def __init__(
         self,
         cache: KvCache,
-        file: SpillFile,
+        file: SpillStore,
         table: SequenceTable,
         policy_of: Callable[[int], RetrievalPolicy | None],
         *,
         num_blocks: int,
-        coded_layers: Sequence[int],
     ) -> None:
         """`policy_of` a sequence's row is its retrieval.
 
@@ -74,10 +70,9 @@ class Residency:
         self._file = file
         self._table = table
         self._policy_of = policy_of
-        self._layers = torch.tensor(coded_layers)
         self._spare = cache.num_blocks - 1
         self.frames = FrameTable(num_blocks, self._spare)
-        self._hot: dict[int, tuple[HotKeys, IntArray]] = {}
+        self._lent: dict[int, IntArray] = {}
         self._searched: list[int] = []
         self._counts = KvCounts()
         self._lost: list[IntArray] = []
@@ -103,8 +98,9 @@ class Residency:
             self._end(row)
 
     def _end(self, row: int) -> None:
-        if row in self._hot:
-            self.frames.take_back(self._hot.pop(row)[1])
+        if row in self._lent:
+            self._file.forget(row)
+            self.frames.take_back(self._lent.pop(row))
 
     def slots(self, slots: IntArray) -> IntArray:
         """Return the slots in memory of slots of blocks; what has none gets the spare frame's."""
@@ -177,7 +173,7 @@ class Residency:
         Those included that would lose some to this step's needs.
         """
         frame_of = self.frames.frame_of
-        waiting = [each for each in slices if len(each.searched) and each.row not in self._hot]
+        waiting = [each for each in slices if len(each.searched) and each.row not in self._lent]
         while waiting:
             leaving = self.frames.victims(needed, 0)
             lacking = [
@@ -192,28 +188,14 @@ class Residency:
             waiting = [each for each in waiting if each is not first]
             policy = self._policy_of(first.row)
             assert policy is not None
-            count = -(-policy.num_hot // self._cache.block_size)
-            frames, moves = self.frames.lend(count, needed)
+            size = self._cache.block_size
+            frames, moves = self.frames.lend(-(-self._file.num_copies(policy) // size), needed)
             self._apply(moves)
             if frames is not None:
-                self._hot[first.row] = self._hot_keys(first.row, frames), frames
-
-    def _hot_keys(self, row: int, frames: IntArray) -> HotKeys:
-        size, num_groups = self._cache.block_size, self._cache.keys[0].shape[2]
-        slots = (frames[:, None] * size + np.arange(size)).reshape(-1)
-        shape = (len(self._layers), num_groups)
-        num_blocks = -(-int(self._table.max_length[row]) // size)
-        return HotKeys(
-            fd=self._file.fd,
-            records=torch.zeros(num_blocks, dtype=torch.int64),
-            cache_layers=self._layers,
-            slots=torch.from_numpy(slots),
-            entries=torch.full((*shape, num_blocks * size), _UNUSED, dtype=torch.int32),
-            tokens=torch.full((*shape, len(slots)), _UNUSED, dtype=torch.int32),
-            used=torch.full((*shape, len(slots)), _NEVER, dtype=torch.int32),
-            clocks=torch.zeros(*shape, 2, dtype=torch.int64),
-            counts=torch.zeros(*shape, 3, dtype=torch.int64),
-        )
+                self._lent[first.row] = frames
+                slots = (frames[:, None] * size + np.arange(size)).reshape(-1)
+                max_blocks = -(-int(self._table.max_length[first.row]) // size)
+                self._file.lend(first.row, slots, max_blocks)
 
     def _apply(self, moves: Moves) -> None:
         """Move contents; what could not be moved is lost."""
@@ -249,7 +231,7 @@ class Residency:
             self._lost.append(lost)  # told again: a report may be lost with its step
             return _UNREAD
         in_file = frames.frame_of[needs.searched] == NO_FRAME
-        lacks_copies = in_file.any() and needs.row not in self._hot
+        lacks_copies = in_file.any() and needs.row not in self._lent
         if lacks_copies or (frames.frame_of[needs.needed] == NO_FRAME).any():
             return _NO_ROOM
         return None
@@ -270,35 +252,27 @@ class Residency:
         self._lose(written[~has_frame])
         tables = frame_of[part.block_tables].astype(np.int32)
         for table, each in zip(tables, slices, strict=True):
-            has_copies = each.row in self._hot
+            has_copies = each.row in self._lent
             for some in (table[: each.begin], table[each.end :]) if has_copies else (table,):
                 some[some == NO_FRAME] = self._spare
         retrieval = part.retrieval
         if retrieval is not None:
-            found = [self._copies(slices[seq]) for seq in retrieval.seqs.tolist()]
-            retrieval = retrieval._replace(hot=tuple(found))
+            searching = [slices[seq] for seq in retrieval.seqs.tolist()]
+            retrieval = self._file.told(
+                retrieval,
+                [(each.row, each.blocks) if each.row in self._lent else None for each in searching],
+            )
         return part._replace(
             kv_slots=self.slots(part.kv_slots), block_tables=tables, retrieval=retrieval
         )
-
-    def _copies(self, searching: _Slice) -> HotKeys | None:
-        """Return the copies of a sequence, told where its blocks are in the file."""
-        if searching.row not in self._hot:
-            return None
-        hot, _ = self._hot[searching.row]
-        records = hot.records.numpy()
-        records[: len(searching.blocks)] = searching.blocks * self._file.record_bytes
-        return hot
 
     def failures(self) -> dict[int, str]:
         """Return, by sequence id, why sequences of the ended step fail; counts its reads."""
         errors = {}
         for row in self._searched:
-            if row not in self._hot:
+            if row not in self._lent:
                 continue
-            counts = self._hot[row][0].counts
-            hits, misses, unread = counts.sum((0, 1)).tolist()
-            counts.zero_()
+            hits, misses, unread = self._file.take_reads(row)
             self._counts += KvCounts(num_hot_keys=hits, num_read_keys=misses)
             if unread:
                 errors[int(self._table.seq_id_of[row])] = _UNREAD

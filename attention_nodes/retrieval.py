@@ -197,8 +197,9 @@ class KeyIndex:
         def look(layer: int, q: Tensor, meta: AttentionMeta) -> None:
             if layer != watched or meta.retrieval is None:
                 return
-            idx = turn % len(meta.retrieval.seqs)
-            if meta.retrieval.hot and meta.retrieval.hot[idx] is not None:
+            idx, retrieval = turn % len(meta.retrieval.seqs), meta.retrieval
+            has_copies = retrieval.hot and retrieval.hot[idx] is not None
+            if has_copies or retrieval.host_keys is not None:
                 return  # some keys are not in memory
             selected = self._ops.selected_keys(q, self.codes[layer], meta, idx)
             keys, count = self._cache.keys[layer], selected.shape[1]

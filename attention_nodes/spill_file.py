@@ -1,6 +1,7 @@
 """The file that holds keys and values of cache blocks that have no frame in memory.
 
-Owns an unlinked file, so that nothing is left whatever happens, and the layout of a block in it: a
+Owns an unlinked file, so that nothing is left whatever happens, the copies of selected keys in
+memory, and the layout of a block in it: a
 record per block, in that by layer, head and token the key and the value one behind the other, which
 `kernels.cpu.compiled.hot_keys` reads for single tokens. Records are written without the page cache
 where the file system allows. Knows no sequence and no policy. Used by residency.py.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -21,13 +22,19 @@ from torch import Tensor
 
 from attention_nodes.kv_cache import KvCache
 from attention_nodes.sequences import IntArray
+from attention_nodes.spill_store import Reads
+from kernels.contracts import HotKeys, Retrieval
 from topspin.errors import ConfigError
 from topspin.progress import Beat
+from topspin.retrieval import RetrievalPolicy
 from topspin.units import format_size
 
 _PAGE: Final = 4096
 # Records are moved so many bytes at a time, or one by one.
 _TRANSFER_BYTES: Final = 2 << 20
+_UNUSED: Final = -1
+_NEVER: Final = -2
+"""So long ago was an entry used that is free."""
 # Records that are written while a step runs.
 _AHEAD_BYTES: Final = 16 << 20
 
@@ -38,10 +45,17 @@ def record_bytes(block_bytes: int) -> int:
 
 
 class SpillFile:
-    """`num_blocks` records of the blocks of `cache`."""
+    """`num_blocks` records of the blocks of `cache`; satisfies SpillStore."""
 
-    def __init__(self, directory: Path, cache: KvCache, num_blocks: int) -> None:
-        """Raises ConfigError if there can be no such file."""
+    def __init__(
+        self,
+        directory: Path,
+        cache: KvCache,
+        num_blocks: int,
+        *,
+        coded_layers: Sequence[int] = (),
+    ) -> None:
+        """Keys of `coded_layers` are searched. Raises ConfigError if there can be no such file."""
         self._caches = [
             (keys.view(torch.uint8), values.view(torch.uint8))
             for keys, values in zip(cache.keys, cache.values, strict=True)
@@ -50,6 +64,8 @@ class SpillFile:
         _, block_size, num_heads, head_dim = cache.keys[0].shape
         head_bytes = head_dim * cache.keys[0].itemsize
         self._shape = (len(cache.keys), num_heads, block_size, 2, head_bytes)
+        self._layers = torch.tensor(coded_layers)
+        self._hot: dict[int, HotKeys] = {}
         used = int(np.prod(self._shape))
         self.record_bytes = record_bytes(used)
         size = num_blocks * self.record_bytes
@@ -88,37 +104,26 @@ class SpillFile:
         return raw[:, : self._used].view(-1, *self._shape)
 
     def save(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
-        """Write `blocks`, whose contents are in `frames`; returns those that were not written.
-
-        `beat` is called every few blocks.
-        """
         if len(blocks) and self._writing is not None:
             self._writing.result()  # an older content must not come later
         return self._each(blocks, frames, self._save, beat)
 
     def save_ahead(self, blocks: IntArray, frames: IntArray) -> None:
-        """Begin to write at most `most_ahead` blocks, which may change from now on.
-
-        Never while others are written so (is_writing); take_ahead() tells which were.
-        """
         assert not self.is_writing
         self._gather(frames, self._records(self._ahead))
         self._writing = self._writer.submit(self._write_all, blocks, self._ahead)
 
     @property
     def is_writing(self) -> bool:
-        """Return whether blocks are being written."""
         return self._writing is not None and not self._writing.done()
 
     def take_ahead(self) -> IntArray:
-        """Return, once, the blocks that save_ahead() has written; without waiting for more."""
         if self._writing is None or self.is_writing:
             return np.zeros(0, dtype=np.int64)
         written, self._writing = self._writing.result(), None
         return written
 
     def load(self, blocks: IntArray, frames: IntArray, beat: Beat | None = None) -> IntArray:
-        """Read `blocks` to `frames`; returns those that could not be read."""
         return self._each(blocks, frames, self._load, beat)
 
     def _each(
@@ -205,8 +210,46 @@ class SpillFile:
         except OSError:
             return 0
 
+    def num_copies(self, policy: RetrievalPolicy) -> int:
+        return policy.num_hot
+
+    def lend(self, row: int, slots: IntArray, max_blocks: int) -> None:
+        _, num_groups, block_size, _, _ = self._shape
+        shape = (len(self._layers), num_groups)
+        self._hot[row] = HotKeys(
+            fd=self.fd,
+            records=torch.zeros(max_blocks, dtype=torch.int64),
+            cache_layers=self._layers,
+            slots=torch.from_numpy(slots),
+            entries=torch.full((*shape, max_blocks * block_size), _UNUSED, dtype=torch.int32),
+            tokens=torch.full((*shape, len(slots)), _UNUSED, dtype=torch.int32),
+            used=torch.full((*shape, len(slots)), _NEVER, dtype=torch.int32),
+            clocks=torch.zeros(*shape, 2, dtype=torch.int64),
+            counts=torch.zeros(*shape, 3, dtype=torch.int64),
+        )
+
+    def forget(self, row: int) -> None:
+        del self._hot[row]
+
+    def told(
+        self, retrieval: Retrieval, searched: Sequence[tuple[int, IntArray] | None]
+    ) -> Retrieval:
+        hot = tuple(None if each is None else self._copies(*each) for each in searched)
+        return retrieval._replace(hot=hot)
+
+    def _copies(self, row: int, blocks: IntArray) -> HotKeys:
+        """Return the copies of a sequence, told where its blocks are in the file."""
+        hot = self._hot[row]
+        hot.records.numpy()[: len(blocks)] = blocks * self.record_bytes
+        return hot
+
+    def take_reads(self, row: int) -> Reads:
+        counts = self._hot[row].counts
+        reads = Reads(*counts.sum((0, 1)).tolist())
+        counts.zero_()
+        return reads
+
     def close(self) -> None:
-        """Give the file's space back."""
         self._writer.shutdown()
         self.forgo_direct()
         if self.fd >= 0:

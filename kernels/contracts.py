@@ -68,6 +68,24 @@ class HotKeys(NamedTuple):
     """i64[L, G, 3], keys that were found, that were read, and that could not be read."""
 
 
+class HostKeys(NamedTuple):
+    """Keys and values in memory of the host that kernels of a device read, of R sequences.
+
+    Selected keys whose block is there are copied to slots of the caches before they are read.
+    """
+
+    memory: Tensor
+    """[records, layers of the cache, G, block size, 2, D], in pinned memory: by token the key and
+    the value."""
+    cache_layers: tuple[int, ...]
+    """By layer with codes, the layer of the cache that it is."""
+    records: Tensor
+    """i32[R, max_blocks], the record that each block of a sequence is."""
+    slots: Tensor
+    """i32[R, most budgets], cache slots for the selection of each sequence; a head's part of them
+    is the head's."""
+
+
 class SearchBounds(NamedTuple):
     """Upper bounds over the sequences of a Retrieval, for launches that cannot read its tensors."""
 
@@ -101,6 +119,8 @@ class Retrieval(NamedTuple):
     whose entry in the block table is -1 are in the file."""
     bounds: SearchBounds | None = None
     """None: only kernels of the host take it."""
+    host_keys: HostKeys | None = None
+    """For kernels of a device. Keys to search whose entry in the block table is -1 are there."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -236,8 +236,8 @@ class CacheSection(Section, frozen=True, kw_only=True):
         SpillSpec | None,
         Setting(
             "directory and size of an unlinked file for all keys and values of an attention node, "
-            "--kv-cache-memory of which are in memory, for example /var/tmp:8GiB; needs "
-            "--kv-retrieval-tokens; auto: none",
+            "--kv-cache-memory of which are in memory, for example /var/tmp:8GiB; host:8GiB beside "
+            "a GPU: memory of the host; needs --kv-retrieval-tokens; auto: none",
             flag="--kv-spill-dir DIR:SIZE",
             parse=parse_spill,
         ),

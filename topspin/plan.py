@@ -309,7 +309,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     def _check_kv_cache(self) -> None:
         """Check that the kernels of all attention nodes read fp8 and search codes, if they must."""
         if self.kv_cache.spill is not None:
-            self._check_spill()
+            self._check_spill(self.kv_cache.spill)
         for node in self.attention:
             if self.kv_cache.is_fp8 and node.kernels == "triton":
                 raise ConfigError(
@@ -322,7 +322,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
                     "deterministic, which attend to all keys"
                 )
 
-    def _check_spill(self) -> None:
+    def _check_spill(self, spill: SpillSpec) -> None:
         """Check that nothing needs keys whole that are in the spill's file."""
         if self.kv_cache.retrieval is None:
             raise ConfigError(
@@ -335,10 +335,12 @@ class EnginePlan(Section, frozen=True, kw_only=True):
                 "speculation.branches to false"
             )
         for node in self.attention:
-            if node.kernels != "cpu":
+            place = "the host's memory" if spill.is_in_host_memory else "a file"
+            reader = "triton" if spill.is_in_host_memory else "cpu"
+            if node.kernels != reader:
                 raise ConfigError(
                     f"kv_cache.spill (--kv-spill-dir): {node} has the kernels {node.kernels}; only "
-                    "cpu reads selected keys from a file"
+                    f"{reader} reads selected keys from {place}"
                 )
 
     def _check_drafts(self) -> None:

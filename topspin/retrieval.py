@@ -78,21 +78,31 @@ class RetrievalPolicy(
         return self.num_sinks + self.num_hot + tail
 
 
+HOST: Final = "host"
+"""The directory that is the host's memory, for nodes on GPUs."""
+
+
 class SpillSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A file in `directory` for the keys and values that have no place in memory.
 
-    It has room for `size_bytes`, all that sequences and the prefix cache have on a node.
+    It has room for `size_bytes`, all that sequences and the prefix cache have on a node. With the
+    directory `host` it is pinned memory of the host, beside a GPU's.
     """
 
     directory: Annotated[str, Meta(min_length=1)]
     size_bytes: Annotated[int, Meta(ge=1)]
 
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Return whether it is no file."""
+        return self.directory == HOST
+
 
 def parse_spill(text: str) -> SpillSpec:
-    """Return the spill of --kv-spill-dir, DIR:SIZE; raises ConfigError."""
+    """Return the spill of --kv-spill-dir, DIR:SIZE or host:SIZE; raises ConfigError."""
     directory, colon, size = text.rpartition(":")
     if not colon or not directory:
-        raise ConfigError(f"{text!r} is not DIR:SIZE, for example /var/tmp:8GiB")
+        raise ConfigError(f"{text!r} is not DIR:SIZE, for example /var/tmp:8GiB or host:8GiB")
     return SpillSpec(directory=directory, size_bytes=parse_size(size))
 
 

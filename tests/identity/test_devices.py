@@ -17,7 +17,9 @@ import torch
 from msgspec.structs import replace
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attention_nodes.retrieval import num_places, place_bytes
 from kernels.contracts import SEGMENT_KEYS
+from models.config import load_model_config
 from tests.checkpoints import MOE_VARIANTS, make_checkpoint
 from tests.engine import Engine, engine_config
 from tests.identity.conftest import NUM_TOKENS, Case, CaseOf
@@ -29,7 +31,8 @@ from tests.identity.test_retrieval import config_of as retrieval_config
 from tests.identity.test_retrieval import prompts_of as retrieval_prompts
 from tests.identity.test_speculation import accepted
 from tests.pairwise import cover_pairs
-from topspin.retrieval import policy_of
+from tests.structs import with_nodes
+from topspin.retrieval import SpillSpec, policy_of
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 slow = pytest.mark.slow
@@ -140,6 +143,37 @@ def test_decoding_with_retrieval_on_a_device(
     assert (stats.kv.num_selected_rows, stats.kv.num_coded_segments) == (3, 1)
     # The watched step is the first; its layer is the only one.
     assert stats.kv.recall_sum == pytest.approx(oracle.recalls[0], abs=1e-6)
+
+
+def test_keys_in_the_hosts_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against transformers; the first request decodes while the second takes its memory.
+
+    The third begins as the first did, whose blocks then come back.
+    """
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    path = make_checkpoint(tmp_path, "llama", max_position_embeddings=4096, **heads)
+    policy = policy_of(BUDGET)
+    assert policy is not None
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "retrieving", Oracle(policy).attend)
+    first, second = retrieval_prompts((2 * SEGMENT_KEYS + 150, 2 * SEGMENT_KEYS + 170))
+    prompts = [first, second, [*first[:1500], 7]]
+    expected = generate(path, prompts, "retrieving")
+    token_bytes = 2 * 4 * 32
+    config = retrieval_config(
+        path,
+        kv_retrieval_tokens=BUDGET,
+        kv_spill=SpillSpec(directory="host", size_bytes=8192 * token_bytes),
+        max_num_seqs=MAX_NUM_SEQS,
+        **ON_ONE,
+    )
+    places = num_places(512, block_size=16, max_num_seqs=MAX_NUM_SEQS)
+    codes = places * place_bytes(load_model_config(path))
+    memory = 241 * 16 * token_bytes + codes
+    with Engine(with_nodes(config, "attention", kv_cache_bytes=memory)) as engine:
+        assert engine.generate(prompts, max_tokens=12) == expected
+        stats = engine.stats()
+    assert stats.kv.num_saved_blocks > 30
+    assert stats.kv.num_loaded_blocks > 10
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.contracts import AttentionMeta, KeyCodes
 from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
+from kernels.triton.retrieval.fetch import fetch_selected
 from kernels.triton.retrieval.launches import others_of, select_slots
 
 CACHE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
@@ -197,6 +198,7 @@ def paged_attention(
     if others is not None:
         attend(q, k_cache, v_cache, _splitting(others, group), scale=scale, out=out)
     selecting = select_slots(q, k_cache.shape[1], codes, meta)
+    fetch_selected(k_cache, v_cache, codes, meta, selecting)
     keys, values = (x.view(-1, 1, *x.shape[2:]) for x in (k_cache, v_cache))
     return attend(q, keys, values, _splitting(selecting, group), scale=scale, out=out)
 

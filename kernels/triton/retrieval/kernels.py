@@ -85,7 +85,8 @@ def list_slots(
     """Write to lists i32[S, G, lists_row] the slots of the keys that a sequence's heads attend to.
 
     Grid (G, R, lists_row / BLOCK). They are those of the sinks, of the first ones of `best`
-    i64[grid's R, G, num_best], and of all keys from coded_end on, the new rows' last.
+    i64[grid's R, G, num_best], and of all keys from coded_end on, the new rows' last. A key k whose
+    block has no place in the cache (-1) is written as -1 - k.
     """
     kv_head, seq = tl.program_id(0), tl.program_id(1) + first_seq
     entry = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -100,4 +101,5 @@ def list_slots(
     inside = (entry < lists_row) & (key < tl.load(context_lens + number))
     block = tl.load(block_tables + number * table_row + key // BLOCK_SIZE, mask=inside, other=0)
     to = lists + (number * tl.num_programs(0) + kv_head) * lists_row + entry
-    tl.store(to, block * BLOCK_SIZE + key % BLOCK_SIZE, mask=inside)
+    slot = tl.where(block < 0, -1 - key, block * BLOCK_SIZE + key % BLOCK_SIZE)
+    tl.store(to, slot, mask=inside)

@@ -297,6 +297,10 @@ def test_a_model_is_named_as_users_name_it(
             "kv_cache.spill (--kv-spill-dir): without kv_cache.retrieval (--kv-retrieval-tokens)",
         ),
         (
+            "--kv-spill-dir host:1GiB --kv-retrieval-tokens 512",
+            "kv_cache.spill (--kv-spill-dir): attention 0 has the kernels cpu; only triton reads",
+        ),
+        (
             "--kv-spill-dir /tmp:1GiB --kv-retrieval-tokens 512 "
             '--speculative-config {"method":"draft_model","model":"self-int4","branches":true}',
             "kv_cache.spill (--kv-spill-dir): drafts that branch attend to all keys",
