@@ -159,6 +159,7 @@ EXAMPLES: tuple[AnyMessage, ...] = (
         prompt_tokens=4,
         generation_tokens=5,
         step_seconds=0.125,
+        kv_frames_usage=0.75,
         expert_tokens=((1, 2), (3, 0)),
         expert_table_version=2,
         expert_migrations=7,

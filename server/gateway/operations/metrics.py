@@ -83,6 +83,11 @@ class EngineCollector(Collector):
         yield gauge("num_requests_running", "Requests in running batches", stats.num_running)
         yield gauge("num_requests_waiting", "Requests waiting to be admitted", stats.num_waiting)
         yield gauge("kv_cache_usage_perc", "Used share of KV blocks, 0 to 1", stats.kv_cache_usage)
+        yield gauge(
+            "kv_spill_memory_usage_perc",
+            "Share of the KV blocks in memory that running sequences need there, beside a spill",
+            stats.kv_frames_usage,
+        )
         yield counter("num_preemptions", "Preemptions by recompute", stats.num_preemptions)
         yield counter("num_replays", "Requests replayed after a loss", stats.num_replays)
         yield counter("grammars_compiled", "Grammars compiled", stats.num_grammars_compiled)

@@ -122,21 +122,31 @@ class AttentionReplica:
         self._block_size = block_size
         self._draft_tokens = draft_tokens
         self._frames = frames
+        self._frames_left = 0
+        """While a step is planned: its beginning counts, what follows adds and subtracts."""
 
     @property
     def max_blocks(self) -> int:
         """Return the most blocks that a sequence can have: they must all fit in memory at once."""
         return self.pool.num_blocks if self._frames is None else self._frames.num_frames
 
-    def _frames_left(self, frames: FrameBudget) -> int:
-        return frames.left((*self.prefilling.values(), *self.decoding.values()))
+    @property
+    def num_frames_needed(self) -> int:
+        """Return how many blocks running sequences need in memory, where others are in a file."""
+        running = (*self.prefilling.values(), *self.decoding.values())
+        return 0 if self._frames is None else sum(map(self._frames.need, running))
 
     def _can_grow(self, seq: Sequence) -> bool:
         """Say whether there is a block for `seq`, and a place in memory if it needs one."""
         if not self.pool.num_available:
             return False
-        frames = self._frames
-        return frames is None or self._frames_left(frames) >= frames.growth(seq)
+        return self._frames is None or self._frames_left >= self._frames.growth(seq)
+
+    def _add_block(self, seq: Sequence) -> None:
+        """Give `seq`, which can grow, one block."""
+        if self._frames is not None:
+            self._frames_left -= self._frames.growth(seq)
+        seq.add_block(self.pool.acquire(1)[0])
 
     @property
     def num_running(self) -> int:
@@ -161,6 +171,8 @@ class AttentionReplica:
         Appends victims to `preempted`.
         """
         batch = NodeBatch(budget=budget)
+        if self._frames is not None:
+            self._frames_left = self._frames.num_frames - self.num_frames_needed
         ready = [
             seq
             for seq in self.decoding.values()
@@ -219,7 +231,7 @@ class AttentionReplica:
             return 0
         end = min(seq.num_planned + 1 + draft, seq.position_limit)
         while seq.capacity < end and self._can_grow(seq):
-            seq.add_block(self.pool.acquire(1)[0])
+            self._add_block(seq)
         return draft if seq.capacity >= end else seq.capacity - seq.num_planned - 1
 
     def _grow(self, short: list[Sequence], preempted: list[Sequence]) -> set[int]:
@@ -242,7 +254,7 @@ class AttentionReplica:
             if seq.closed:
                 continue
             if self._can_grow(seq):
-                seq.add_block(self.pool.acquire(1)[0])
+                self._add_block(seq)
             else:
                 stalled.add(seq.seq_id)
         return stalled
@@ -272,7 +284,7 @@ class AttentionReplica:
             return False
         known_blocks = min(-(-(len(request.tokens) + 1) // self._block_size), request.max_blocks)
         frames = self._frames
-        if frames is not None and frames.need_of(request, known_blocks) > self._frames_left(frames):
+        if frames is not None and frames.need_of(request, known_blocks) > self._frames_left:
             return False
         wanted = known_blocks - len(hits)
         available = pool.num_available - pool.count_idle(hits)
@@ -310,6 +322,8 @@ class AttentionReplica:
         if protect:
             self._protected[seq_id] = seq
         self.prefilling[seq_id] = seq
+        if self._frames is not None:
+            self._frames_left -= self._frames.need(seq)
         self._new.append(
             NewSequence(
                 seq_id=seq_id,
@@ -347,6 +361,8 @@ class AttentionReplica:
         """Stop planning `seq`; releases its blocks now, or when its last step has succeeded."""
         assert not seq.closed
         seq.closed = True
+        if self._frames is not None:
+            self._frames_left += self._frames.need(seq)
         self.prefilling.pop(seq.seq_id, None)
         self.decoding.pop(seq.seq_id, None)
         self._protected.pop(seq.seq_id, None)

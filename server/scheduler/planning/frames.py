@@ -6,8 +6,6 @@ retrieval. Which blocks these are, the node decides. Called by attention_replica
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from server.scheduler.planning.sequence import Request, Sequence
 from topspin.retrieval import RetrievalPolicy
 
@@ -50,7 +48,3 @@ class FrameBudget:
         # These tokens are three runs: of each, the blocks at both ends may be used in part. A
         # sequence that has all frames for itself needs no copies.
         return min(-(-policy.num_resident // self._block_size) + 4, self.num_frames)
-
-    def left(self, seqs: Iterable[Sequence]) -> int:
-        """Return how many frames running sequences leave; negative: they need too many."""
-        return self.num_frames - sum(map(self.need, seqs))

@@ -503,6 +503,7 @@ class Policy:
         is_busy = self._in_flight.head is not None
         num_blocks = sum(replica.pool.num_blocks for replica in self._replicas)
         num_available = sum(replica.pool.num_available for replica in self._replicas)
+        num_needed = sum(replica.num_frames_needed for replica in self._replicas)
         counters = self._counters
         return Stats(
             query_id=query_id,
@@ -510,6 +511,7 @@ class Policy:
             num_running=self.num_running,
             kv_cache_usage=1.0 - num_available / num_blocks,
             num_blocks=num_blocks,
+            kv_frames_usage=num_needed / sum(replica.max_blocks for replica in self._replicas),
             prefix_cache_queries=counters.prefix_cache_queries,
             prefix_cache_hits=counters.prefix_cache_hits,
             num_preemptions=counters.num_preemptions,

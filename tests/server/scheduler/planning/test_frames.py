@@ -88,10 +88,15 @@ def test_running_sequences_fit_in_memory_and_all_requests_end() -> None:
         engine.add(make_request(f"r{seed}", prompt, max_tokens=9, seed=seed))
     replica = engine.policy._replicas[0]
     most = 0
-    while engine.schedule() or engine.answer(0):
+    while (was_planned := engine.schedule()) or engine.answer(0):
         running = [*replica.prefilling.values(), *replica.decoding.values()]
         held = sum(len(seq.blocks) for seq in running)
         assert held <= 11
+        # All of them attend to all their keys, and what was counted as they came and grew is held.
+        assert replica.num_frames_needed == held
+        assert engine.policy.stats(0, (), 0.0).kv_frames_usage == held / 11
+        if was_planned:
+            assert replica._frames_left == 11 - held
         most = max(most, len(running))
     assert most == 2
     assert all(client.ended for client in engine.clients.values())
