@@ -122,20 +122,40 @@ class DeviceExecutor:
         return bucket_of(max(slices.num_tokens for slices in micro_batches), self.sizes)
 
     def run(
-        self, placed: Placed, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None
+        self,
+        placed: Placed,
+        net: AttentionNet | None,
+        *,
+        trace: Stamps | None,
+        beat: Beat | None,
+        meanwhile: Callable[[], bool] | None,
     ) -> Ran:
         if placed.bucket is None:
-            return self._enqueue(placed, net, trace=trace, beat=beat)
+            return self._enqueue(placed, net, trace=trace, beat=beat, meanwhile=meanwhile)
         self._replay(placed, net)
         return Ran(self._logits[: placed.num_sampled], self._stream.record(timed=True), [])
 
     def _enqueue(
-        self, placed: Placed, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None
+        self,
+        placed: Placed,
+        net: AttentionNet | None,
+        *,
+        trace: Stamps | None,
+        beat: Beat | None,
+        meanwhile: Callable[[], bool] | None,
     ) -> Ran:
         if self._runtime.is_asynchronous and (net is None or net.is_graph_safe):
             trace = None  # the host's stamps would not say when the device has finished
         inputs = self._inputs.complete(placed.inputs)
-        residual = run_layers(self._decoder, net, inputs, self._combined, trace=trace, beat=beat)
+        residual = run_layers(
+            self._decoder,
+            net,
+            inputs,
+            self._combined,
+            trace=trace,
+            beat=beat,
+            meanwhile=meanwhile,
+        )
         rallied = self._stream.record(timed=True)
         if trace is not None:
             trace.stamp(Kind.RALLIED)

@@ -53,9 +53,18 @@ class Executor(Protocol):
         """Bring a step's indices to the device, for run() and keep()."""
 
     def run(
-        self, placed: Any, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None
+        self,
+        placed: Any,
+        net: AttentionNet | None,
+        *,
+        trace: Stamps | None,
+        beat: Beat | None,
+        meanwhile: Callable[[], bool] | None,
     ) -> Ran:
-        """Enqueue all layers and the LM head; `trace` and `beat` as in rally()."""
+        """Enqueue all layers and the LM head; `trace`, `beat` and `meanwhile` as in rally().
+
+        A recorded step has nothing else to do meanwhile.
+        """
 
     def keep(self, placed: Any, tokens: Tensor) -> None:
         """Keep tokens i64[R], drawn from the logits of `placed`, for the next steps."""
@@ -91,6 +100,7 @@ def run_layers(
     *,
     trace: Stamps | None,
     beat: Beat | None,
+    meanwhile: Callable[[], bool] | None = None,
 ) -> Tensor:
     """Run a step's micro-batches through all layers; return the final rows [T, H].
 
@@ -101,5 +111,5 @@ def run_layers(
     for part in inputs.parts:
         rows = slice(part.start, part.start + part.num_tokens)
         flights.append(Flight(inputs=part, residual=residual[rows], combined=combined[rows]))
-    rally(decoder, net, flights, trace, beat=beat)
+    rally(decoder, net, flights, trace, beat=beat, meanwhile=meanwhile)
     return residual

@@ -90,12 +90,26 @@ class HostExecutor:
         return key_of(micro_batches)
 
     def run(
-        self, placed: Placed, net: AttentionNet | None, *, trace: Stamps | None, beat: Beat | None
+        self,
+        placed: Placed,
+        net: AttentionNet | None,
+        *,
+        trace: Stamps | None,
+        beat: Beat | None,
+        meanwhile: Callable[[], bool] | None,
     ) -> Ran:
         if placed.key is not None:
             return self._replay(placed.inputs, placed.key, net, trace=trace, beat=beat)
         inputs = placed.inputs
-        residual = run_layers(self._decoder, net, inputs, self._combined, trace=trace, beat=beat)
+        residual = run_layers(
+            self._decoder,
+            net,
+            inputs,
+            self._combined,
+            trace=trace,
+            beat=beat,
+            meanwhile=meanwhile,
+        )
         rallied = self._stream.record(timed=True)
         if trace is not None:
             trace.stamp(Kind.RALLIED)

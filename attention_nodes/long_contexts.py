@@ -1,14 +1,15 @@
 """What an attention node does for long contexts between steps: retrieval, and its spill.
 
 Joins the codes of keys (retrieval.py) and, if there is a file for them, the keys and values in it
-(residency.py). Knows no layers and no plan. Called by model_runner.py, once before and once after
-a step.
+(residency.py). Knows no layers and no plan. Called by model_runner.py before and after a step, and
+by the rally while rows are with experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
@@ -31,6 +32,9 @@ from topspin.plan import NodeConfig
 from topspin.progress import Beat
 from topspin.retrieval import SpillSpec
 from topspin.units import format_size
+
+LEARNING_ROWS: Final = 64
+"""While fewer rows than these are with experts a codebook would be waited for."""
 
 
 def spilled_blocks(config: NodeConfig, block_bytes: int) -> int | None:
@@ -165,10 +169,25 @@ class LongContexts:
             return prepared, {}
         return self._residency.place(prepared, beat)
 
+    def learning(
+        self, micro_batches: Sequence[Slices], failed: Mapping[int, str], *, num_layers: int
+    ) -> Callable[[], bool] | None:
+        """Return what learns codebooks while rows of a step are with the experts of a layer.
+
+        As in KeyIndex.learning(); `failed` are those of prepare(). None: nothing is to be learnt
+        then.
+        """
+        num_waits = num_layers * len(micro_batches)
+        if not num_waits or sum(each.num_tokens for each in micro_batches) < LEARNING_ROWS:
+            return None
+        skipped = self._table.rows_of(np.array(list(failed), dtype=np.int64))
+        rows = np.concatenate([each.rows for each in micro_batches])
+        return self.index.learning(np.setdiff1d(rows, skipped).tolist(), num_waits)
+
     def follow(
         self, micro_batches: Sequence[Slices], failed: Mapping[int, str]
     ) -> Mapping[int, str]:
-        """Code what a step has committed; return, by sequence id, why sequences fail.
+        """Note what a step has committed; return, by sequence id, why sequences fail.
 
         `failed` are those of prepare(): others may share their codes, so they get none.
         """

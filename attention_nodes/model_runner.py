@@ -418,7 +418,13 @@ class ModelRunner:
             trace.stamp(Kind.STEP_BEGAN)
         prepared = time.perf_counter()
         began = self._stream.record(timed=True)
-        ran = self._executor.run(placed, net, trace=trace, beat=beat)
+        ran = self._executor.run(
+            placed,
+            net,
+            trace=trace,
+            beat=beat,
+            meanwhile=self._learning(micro_batches, errors),
+        )
         drawn = self._sampler.draw(ran.logits, asked) if len(sampled.rows) else []
         if drawn:
             self._executor.keep(placed, drawn[0])
@@ -446,7 +452,6 @@ class ModelRunner:
         if self._long is not None:
             launched.errors |= self._long.follow(micro_batches, errors)
             launched.lost_blocks = self._long.take_lost()
-            self._stamp(Kind.CODED, plan.ticket)
 
     def collect(self) -> StepResult:
         """Wait for the oldest launched step and return its result."""
@@ -567,6 +572,15 @@ class ModelRunner:
         if index not in ticket.participants:
             raise ProtocolError(f"step {ticket.step} is not for attention node {index}")
 
+    def _learning(
+        self, micro_batches: list[Slices], failed: dict[int, str]
+    ) -> Callable[[], bool] | None:
+        """Return what learns codebooks in a step's waits for experts, if there is something."""
+        if self._long is None:
+            return None
+        num_layers = len(self._model.moe_layers)
+        return self._long.learning(micro_batches, failed, num_layers=num_layers)
+
     def _slice_up(
         self, plan: StepPlan, drafts: dict[int, Draft], beat: Beat | None
     ) -> tuple[list[Slices], dict[int, str]]:
@@ -582,6 +596,8 @@ class ModelRunner:
         if self._long is not None:
             for each in plan.micro_batches:
                 self._long.overwrite(unpack(each.block_ids, what="block_ids"))
+            self._long.index.code(may_wait=self.is_moe)
+            self._stamp(Kind.CODED, plan.ticket)
             micro_batches, errors = self._long.prepare(micro_batches, beat)
             self._stamp(Kind.FETCHED, plan.ticket)
             self._decoder.watch = self._long.index.watch(micro_batches)

@@ -8,6 +8,7 @@ busy thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,14 +46,20 @@ def rally(
     trace: Stamps | None = None,
     *,
     beat: Beat | None = None,
+    meanwhile: Callable[[], bool] | None = None,
 ) -> None:
     """Run all layers over all micro-batches; the residuals are complete afterwards.
 
     `net` may be None for a model without routed experts. `trace` gets a stamp per hop;
-    `beat` is called whenever a micro-batch enters a layer.
+    `beat` is called whenever a micro-batch enters a layer. `meanwhile` is called before each wait
+    for experts, does work that is not the step's, and says whether there was some.
     """
     for layer in decoder.layers:
         for micro_batch, flight in enumerate(flights):
+            if flight.in_air is not None and meanwhile is not None:
+                has_worked = meanwhile()
+                if has_worked and trace is not None:
+                    trace.stamp(Kind.CODED, flight.in_air, micro_batch)
             take_back(net, micro_batch, flight)
             if beat is not None:
                 beat()

@@ -1,17 +1,18 @@
 """Codes of the keys of long sequences, and which of a step's sequences attend by them.
 
 Owns the memory of the codes, one set per layer without a window, when keys are coded, and the
-Retrieval of each micro-batch. The memory is a part of the cache's. Keys up to the last full segment
-are coded by its own codebook, which is learnt as soon as the segment is committed; those behind it,
-up to the recent window, by the one before, a few at a time. What is coded follows from the
-committed length alone, so a replay codes the same. Knows no scores: kernels search and attend.
-Called by model_runner.py between steps.
+Retrieval of each micro-batch. The memory is a part of the cache's. Keys of a closed segment are
+searched by its own codebooks, which are learnt once the segment is committed and come into use
+together, LEARNING_TOKENS later; those behind it, up to the recent window, by the ones before, a few
+at a time. So what is searched follows from the committed length alone, a replay searches the same,
+and codebooks may be learnt when there is time (learning.py). Knows no scores: kernels search and
+attend. Called by model_runner.py between steps, and while rows are with experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Callable, Collection, Iterable
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from attention_nodes.decoder import Watch
 from attention_nodes.kv_cache import KvCache
+from attention_nodes.learning import Learning
 from attention_nodes.recall import best_keys, share_found
 from attention_nodes.segments import SegmentPool
 from attention_nodes.sequences import IntArray, SequenceTable
@@ -42,6 +44,9 @@ from topspin.retrieval import RetrievalPolicy
 
 OPEN_KEYS: Final = 64
 """Keys of an open segment are coded so many at a time."""
+LEARNING_TOKENS: Final = 64
+"""Its own codebooks search a segment once so many tokens behind it are committed, or as many as the
+recent window has: until then no key behind it is searched, and it is in memory."""
 RECALL_PERIOD: Final = 256
 """Of so many steps that retrieve one is looked at."""
 
@@ -84,6 +89,16 @@ def code_bytes_of(
     return code_bytes
 
 
+class _Coded(NamedTuple):
+    """Which keys of a sequence may be searched: those before `end`.
+
+    The first `num_closed` segments by their own codebooks, the one behind by others.
+    """
+
+    num_closed: int = 0
+    end: int = 0
+
+
 class KeyIndex:
     """The codes of one attention node."""
 
@@ -123,7 +138,9 @@ class KeyIndex:
         self._policy = policy
         count = num_places(num_blocks, block_size=cache.block_size, max_num_seqs=max_num_seqs)
         self._pool = SegmentPool(count)
-        self._coded: dict[int, int] = {}
+        self._learning = Learning(coded)
+        self._coded: dict[int, _Coded] = {}
+        self._stepped: list[int] = []
         self._policies: dict[int, RetrievalPolicy | None] = {}
         self.codes: dict[int, KeyCodes] = {
             idx: _allocate(count, model, number, runtime.device) for number, idx in enumerate(coded)
@@ -214,21 +231,59 @@ class KeyIndex:
 
     def end(self, rows: IntArray) -> None:
         """Forget the sequences in `rows` of the table."""
+        self._stepped = [row for row in self._stepped if row not in rows]
         for row in rows.tolist():
             self._pool.end(row)
+            self._learning.end(row)
             self._coded.pop(row, None)
             self._policies.pop(row, None)
 
-    @torch.inference_mode()
     def follow(self, rows: IntArray) -> None:
-        """Code what the sequences in `rows` of the table have committed; after a step.
+        """Learn that the sequences in `rows` of the table have taken a step."""
+        self._stepped += rows.tolist()
 
-        On a device behind a step that has been launched, whose keys are then there.
+    @torch.inference_mode()
+    def code(self, *, may_wait: bool) -> None:
+        """Code what the sequences of the last step have committed; before the next one is placed.
+
+        `may_wait`: what prompts need is learnt while rows are with experts. On a device behind the
+        last step, whose keys are then there.
         """
-        for row in rows.tolist():
+        for row in self._stepped:
             policy, committed = self.policy_of(row), int(self._table.num_committed[row])
-            if policy is not None and committed > policy.num_tokens:
-                self._follow(row, policy, committed)
+            if policy is None or committed <= policy.num_tokens:
+                continue
+            self._close(row, committed)
+            count = self._learning.num_lacking(row)
+            if committed < self._table.num_prompt[row]:
+                self._learn(row, 0 if may_wait else count)
+                continue
+            num_tokens = _delay(policy) - committed % SEGMENT_KEYS
+            if num_tokens > 0:  # the last segment is not in use yet
+                begin = (committed // SEGMENT_KEYS - 1) * SEGMENT_KEYS
+                later = self._learning.num_lacking(row, begin=begin)
+                count += -(-later // num_tokens) - later
+            self._learn(row, count)
+            self._use(row, policy, committed)
+        self._stepped = []
+
+    def learning(self, rows: Collection[int], num_waits: int) -> Callable[[], bool] | None:
+        """Return what learns something for sequences of a step, and says whether it did.
+
+        To be called `num_waits` times during the step. None: nothing is to be learnt.
+        """
+        waiting = {row: count for row in rows if (count := self._learning.num_lacking(row))}
+        if not waiting:
+            return None
+        each = -(-sum(waiting.values()) // num_waits)
+
+        def learn() -> bool:
+            left = each
+            for row in waiting:
+                left -= self._learn(row, left)
+            return left < each
+
+        return learn
 
     def policy_of(self, row: int) -> RetrievalPolicy | None:
         """Return what a sequence's request has asked for; None: attention to all keys."""
@@ -240,51 +295,61 @@ class KeyIndex:
             self._policies[row] = policy
         return self._policies[row]
 
-    def _follow(self, row: int, policy: RetrievalPolicy, committed: int) -> None:
-        block_size = self._cache.block_size
-        closed = len(self._pool.closed(row))
-        while (closed + 1) * SEGMENT_KEYS <= committed:
-            begin = closed * SEGMENT_KEYS
-            last_block = int(
-                self._table.block_tables[row, (begin + SEGMENT_KEYS) // block_size - 1]
-            )
+    def _close(self, row: int, committed: int) -> None:
+        """Give places to segments that are committed."""
+        for number in range(len(self._pool.closed(row)), committed // SEGMENT_KEYS):
+            begin, end = number * SEGMENT_KEYS, (number + 1) * SEGMENT_KEYS
+            last_block = int(self._table.block_tables[row, end // self._cache.block_size - 1])
             if not self._pool.share(row, last_block):
                 place = self._pool.close(row, last_block)
                 if place is None:
                     return
-                self._learn(place, row, begin)
-            closed += 1
-            self._coded[row] = closed * SEGMENT_KEYS
-        coded = self._coded.get(row, 0)
+                self._learning.begin(place)
+            self._learning.want(row, begin, self._pool.closed(row)[-1])
+
+    def _use(self, row: int, policy: RetrievalPolicy, committed: int) -> None:
+        """Let a decoded sequence search its segments, and code keys behind them."""
+        coded = self._coded.get(row, _Coded())
+        in_use = max(0, committed - _delay(policy)) // SEGMENT_KEYS
+        num_closed = min(in_use, len(self._pool.closed(row)))
+        if num_closed > coded.num_closed:
+            self._pool.end_open(row)
+            coded = _Coded(num_closed, num_closed * SEGMENT_KEYS)
         end = (committed - policy.num_recent) // OPEN_KEYS * OPEN_KEYS
-        if coded and end > coded:
-            self._code_open(row, coded, end)
+        end = min(end, (num_closed + 1) * SEGMENT_KEYS)
+        if num_closed and end > coded.end and self._code_open(row, coded, end):
+            coded = coded._replace(end=end)
+        if coded.end:
+            self._coded[row] = coded
 
-    def _learn(self, place: int, row: int, begin: int) -> None:
-        """Learn the codebooks of a segment and code its keys, in all layers."""
-        slots = self._slots(row, begin, begin + SEGMENT_KEYS)
-        num_iterations = self._policy.num_iterations
-        for idx, codes in self.codes.items():
+    @torch.inference_mode()
+    def _learn(self, row: int, count: int) -> int:
+        """Learn up to `count` codebooks of a sequence, and code by them; returns how many."""
+        num_learnt = 0
+        for job in self._learning.take(row, count):
+            num_learnt += 1
+            codes = self.codes[job.layer]
             self._ops.code_keys(
-                self._cache.keys[idx],
-                slots,
-                codes.centroids[place],
-                codes.codes[place],
-                num_iterations=num_iterations,
+                self._cache.keys[job.layer],
+                self._slots(row, job.begin, job.begin + SEGMENT_KEYS),
+                codes.centroids[job.place],
+                codes.codes[job.place],
+                num_iterations=self._policy.num_iterations,
             )
-        self._counts += KvCounts(num_coded_segments=1)
+            self._counts += KvCounts(num_coded_segments=int(job.is_last))
+        return num_learnt
 
-    def _code_open(self, row: int, begin: int, end: int) -> None:
-        """Code keys of the open segment by the codebook of the one before."""
+    def _code_open(self, row: int, coded: _Coded, end: int) -> bool:
+        """Code keys behind the segments in use by the last one's codebooks; False: no place."""
         place = self._pool.open_place(row)
-        last = self._pool.closed(row)[-1]
+        last = self._pool.closed(row)[coded.num_closed - 1]
         is_new = place is None
         if place is None:
             place = self._pool.begin(row)
         if place is None:
-            return
-        slots = self._slots(row, begin, end)
-        first = begin % SEGMENT_KEYS
+            return False
+        slots = self._slots(row, coded.end, end)
+        first = coded.end % SEGMENT_KEYS
         for idx, codes in self.codes.items():
             if is_new:
                 codes.centroids[place] = codes.centroids[last]
@@ -295,7 +360,7 @@ class KeyIndex:
                 codes.codes[place, :, :, first:],
                 num_iterations=None,
             )
-        self._coded[row] = end
+        return True
 
     def _slots(self, row: int, begin: int, end: int) -> Tensor:
         slots = self.frame_slots(self._table.slots(row, np.arange(begin, end)))
@@ -334,18 +399,23 @@ class KeyIndex:
 
         None: it has a prompt to compute, or no more coded keys than it would select.
         """
-        policy, coded = self._policies.get(row), self._coded.get(row, 0)
+        policy, coded = self._policies.get(row), self._coded.get(row)
         committed = int(self._table.num_committed[row])
-        if policy is None or not coded or committed < self._table.num_prompt[row]:
+        if policy is None or coded is None or committed < self._table.num_prompt[row]:
             return None
-        end = min(coded, committed - policy.num_recent)
+        end = min(coded.end, committed - policy.num_recent)
         if end - policy.num_sinks <= policy.num_selected:
             return None
-        places = list(self._pool.closed(row))
+        places = self._pool.closed(row)[: coded.num_closed]
         open_place = self._pool.open_place(row)
         if open_place is not None:
             places.append(open_place)
         return places[: -(-end // SEGMENT_KEYS)], end, policy.num_selected
+
+
+def _delay(policy: RetrievalPolicy) -> int:
+    """Return how many tokens behind a segment are committed when its own codebooks search it."""
+    return min(LEARNING_TOKENS, policy.num_recent)
 
 
 def _allocate(count: int, model: ModelConfig, layer: int, device: torch.device) -> KeyCodes:

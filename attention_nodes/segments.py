@@ -1,9 +1,9 @@
 """Which places of a pool hold the codes of which segments, and who uses them.
 
-Owns the places, and per sequence the segments that are coded, in order: the closed ones, then
-perhaps one that is still open. A closed segment is found by its last cache block: that block's
-content is what the whole text up to it decides, so whoever shares the block shares the codes. Pure:
-knows no keys and no codes. Used by retrieval.py.
+Owns the places, and per sequence those of its closed segments, in order, and perhaps one of an open
+segment, which it may keep for a while after that has closed. A closed segment is found by its last
+cache block: that block's content is what the whole text up to it decides, so whoever shares the
+block shares the codes. Pure: knows no keys and no codes. Used by retrieval.py.
 """
 
 from __future__ import annotations
@@ -45,26 +45,23 @@ class SegmentPool:
     def share(self, sequence: int, last_block: int) -> bool:
         """Let a sequence use the next closed segment, which ends with `last_block`.
 
-        False: nobody has coded it. An open segment gives up its place.
+        False: nobody has coded it.
         """
         place = self._place_of.get(last_block)
         if place is None:
             return False
-        self._drop_open(sequence)
         self._unused.pop(place, None)
         self._num_users[place] += 1
         self._closed.setdefault(sequence, []).append(place)
         return True
 
     def close(self, sequence: int, last_block: int) -> int | None:
-        """Return the place for a sequence's next closed segment, which ends with `last_block`.
+        """Return a new place for a sequence's next closed segment, which ends with `last_block`.
 
-        It is that of the open segment, if there is one. None: there is no place.
+        None: there is none.
         """
         assert last_block not in self._place_of, "share() it"
-        place = self._open.pop(sequence, None)
-        if place is None:
-            place = self._take()
+        place = self._take()
         if place is None:
             return None
         self._num_users[place] = 1
@@ -82,9 +79,16 @@ class SegmentPool:
             self._open[sequence] = place
         return place
 
+    def end_open(self, sequence: int) -> None:
+        """Give up the place of a sequence's open segment, if it has one."""
+        place = self._open.pop(sequence, None)
+        if place is not None:
+            self._num_users[place] = 0
+            self._free.append(place)
+
     def end(self, sequence: int) -> None:
         """Forget a sequence, whether it has segments or not."""
-        self._drop_open(sequence)
+        self.end_open(sequence)
         for place in self._closed.pop(sequence, ()):
             self._num_users[place] -= 1
             if self._num_users[place]:
@@ -104,12 +108,6 @@ class SegmentPool:
             if place in self._unused:
                 del self._unused[place]
                 self._free.append(place)
-
-    def _drop_open(self, sequence: int) -> None:
-        place = self._open.pop(sequence, None)
-        if place is not None:
-            self._num_users[place] = 0
-            self._free.append(place)
 
     def _take(self) -> int | None:
         if self._free:

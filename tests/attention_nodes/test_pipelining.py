@@ -107,14 +107,14 @@ def test_two_steps_under_way_give_the_tokens_of_one(
 def test_selections_of_steps_under_way_are_those_of_steps_one_by_one(
     tmp_path: Path, runtime: DelayedRuntime
 ) -> None:
-    """A sequence's segment closes, more of it is coded, and one ends while a step runs."""
+    """Codebooks come into use, more keys are coded, and a sequence ends while a step runs."""
     path = make_checkpoint(tmp_path, "llama", max_position_embeddings=2048)
     settings: dict[str, Any] = {
         "block_size": 256, "max_num_batched_tokens": 2048, "kv_retrieval_tokens": 64,
     }  # fmt: skip
     planner = Planner()
     rng = torch.Generator().manual_seed(3)
-    lengths = {1: 1022, 2: 1200, 3: 30, 4: 1140}
+    lengths = {1: 1035, 2: 1200, 3: 30, 4: 1140}
     for seq_id in (1, 2, 3):
         prompt = torch.randint(250, (lengths[seq_id],), generator=rng).tolist()
         planner.add(seq_id, prompt, max_length=2048)

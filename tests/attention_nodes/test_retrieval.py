@@ -31,7 +31,7 @@ def lacks_a_place(lengths: list[int], places: int) -> bool:
         for number in range(length // SEGMENT_KEYS):
             if pool.close(sequence, 1000 * sequence + number) is None:
                 return True
-        is_open = length > SEGMENT_KEYS and length % SEGMENT_KEYS > 0
+        is_open = length > SEGMENT_KEYS
         if is_open and pool.begin(sequence) is None:
             return True
     return False

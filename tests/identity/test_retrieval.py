@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,25 +16,27 @@ from kernels.retrieval import encode, learn_codebooks, select
 from models.config import load_model_config
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
+from topspin.cli.trace.report import lanes_of
 from topspin.retrieval import RetrievalPolicy, policy_of
 from topspin.speculation import Speculation
+from topspin.trace import Kind
 
 NUM_TOKENS = 12
 BUDGET = 96
-PROMPT_LENS = (SEGMENT_KEYS + 250, SEGMENT_KEYS - 5, 300)
+PROMPT_LENS = (SEGMENT_KEYS + 250, 2 * SEGMENT_KEYS + 18, 300)
+DELAY = 64
 CACHE_BYTES = 24 * 2**20
 
 
-def codes_of(keys: torch.Tensor, coded: int) -> KeyCodes:
+def codes_of(keys: torch.Tensor, closed: int, coded: int) -> KeyCodes:
     """Return the codes of the first `coded` keys [G, n, D], a segment behind the other.
 
-    What is behind the last full segment is coded by that one's codebook.
+    What is behind the first `closed` is coded by the last codebook of these.
     """
     centroids, codes = [], []
     for begin in range(0, coded, SEGMENT_KEYS):
         own = keys[:, begin : min(begin + SEGMENT_KEYS, coded)]
-        is_full = own.shape[1] == SEGMENT_KEYS
-        book = learn_codebooks(own, num_iterations=4) if is_full else centroids[-1]
+        book = learn_codebooks(own, num_iterations=4) if begin < closed else centroids[-1]
         centroids.append(book)
         found = torch.zeros(*book.shape[:2], SEGMENT_KEYS, dtype=torch.uint8)
         found[:, :, : own.shape[1]] = encode(own, book)
@@ -77,13 +80,15 @@ class Oracle:
     def _kept(self, query: torch.Tensor, keys: torch.Tensor, committed: int) -> torch.Tensor:
         policy = self.policy
         kept = torch.ones(len(keys), committed + 1, dtype=torch.bool)
-        coded = committed // SEGMENT_KEYS * SEGMENT_KEYS
+        closed = (committed - min(DELAY, policy.num_recent)) // SEGMENT_KEYS * SEGMENT_KEYS
+        coded = max(closed, 0)
         if coded:
             coded = max(coded, (committed - policy.num_recent) // 64 * 64)
+        coded = min(coded, closed + SEGMENT_KEYS)
         end = min(coded, committed - policy.num_recent)
         if end - policy.num_sinks <= policy.num_selected:
             return kept
-        codes = codes_of(keys, coded)
+        codes = codes_of(keys, closed, coded)
         retrieval = Retrieval(
             seqs=torch.zeros(1, dtype=torch.int32),
             segments=torch.arange(len(codes.codes), dtype=torch.int32)[None],
@@ -174,7 +179,7 @@ def test_tokens_are_those_of_transformers_with_the_same_selection(
         assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
         stats = engine.stats()
     assert stats.kv.num_selected_rows > 2 * NUM_TOKENS
-    assert stats.kv.num_coded_segments == 2
+    assert stats.kv.num_coded_segments == 3
 
 
 def test_requests_choose_how_many_keys(tmp_path: Any, oracle: Oracle) -> None:
@@ -238,6 +243,28 @@ def test_shared_prefixes_share_codes(tmp_path: Any) -> None:
         stats = engine.stats()
     assert stats.prefix_cache_hits > 0
     assert coded == stats.kv.num_coded_segments == 2
+
+
+def test_codebooks_are_learnt_while_rows_are_with_experts(
+    tmp_path: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which changes no token: those of a prompt, and of a segment that closes beside it."""
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    (prompt,) = prompts_of((2 * SEGMENT_KEYS + 18,))
+    expected = generate(path, [prompt], "retrieving")
+    config = config_of(path, kv_retrieval_tokens=BUDGET, transport="shm")
+    num_learnt = []
+    for num_rows in (1, 10**6):
+        monkeypatch.setattr("attention_nodes.long_contexts.LEARNING_ROWS", num_rows)
+        with Engine(config) as engine:
+            assert engine.generate([prompt], max_tokens=NUM_TOKENS) == expected
+            lanes = lanes_of(engine.trace(60.0))
+        (spans,) = [lane.spans for lane in lanes if lane.role == "attention"]
+        kinds = [span.kind for span in spans]
+        num_learnt.append(sum(pair == (Kind.CODED, Kind.ARRIVED) for pair in pairwise(kinds)))
+    # A segment's two layers, or more where the prompt ends with some left.
+    assert num_learnt[0] >= 2
+    assert num_learnt[1] == 0
 
 
 def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
