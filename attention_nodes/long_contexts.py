@@ -8,6 +8,7 @@ by the rally while rows are with experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,7 @@ from topspin.messages import KvCounts
 from topspin.plan import NodeConfig
 from topspin.progress import Beat
 from topspin.retrieval import SpillSpec
+from topspin.trace import Kind, Stamps
 from topspin.units import format_size
 
 LEARNING_ROWS: Final = 64
@@ -126,6 +128,7 @@ class LongContexts:
                 cache, store, table, self.index.policy_of, num_blocks=num_blocks
             )
             self.index.frame_slots = self._residency.slots
+            self.index.has_file = True
 
     @property
     def codes(self) -> dict[int, KeyCodes]:
@@ -168,6 +171,20 @@ class LongContexts:
         if self._residency is None:
             return prepared, {}
         return self._residency.place(prepared, beat)
+
+    def stamped(self, micro_batches: Sequence[Slices], trace: Stamps) -> list[Slices]:
+        """Return micro-batches whose retrievals stamp the parts of attention."""
+        layers = list(self.index.codes)
+
+        def ended(micro_batch: int, kind: Kind, number: int) -> None:
+            trace.stamp(kind, layers[number], micro_batch)
+
+        return [
+            each
+            if each.retrieval is None
+            else each._replace(retrieval=each.retrieval._replace(ended=partial(ended, idx)))
+            for idx, each in enumerate(micro_batches)
+        ]
 
     def learning(
         self, micro_batches: Sequence[Slices], failed: Mapping[int, str], *, num_layers: int

@@ -406,6 +406,8 @@ class ModelRunner:
         drafts = self._drafts(plan)
         drafted = time.perf_counter()
         micro_batches, errors = self._slice_up(plan, drafts, beat)
+        if self._long is not None and trace is not None:
+            micro_batches = self._long.stamped(micro_batches, trace)
         sampled = Sampled.of(micro_batches)
         self._settle_for(sampled.rows)
         asked = self._sampler.ask(sampled)

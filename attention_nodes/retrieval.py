@@ -147,6 +147,8 @@ class KeyIndex:
         }
         self.frame_slots: Callable[[IntArray], IntArray] = lambda slots: slots
         """Where slots of blocks are in the cache; a spill sets it."""
+        self.has_file = False
+        """Whether keys may be in a file; a spill sets it."""
         self._counts = KvCounts()
         self._num_steps = 0
 
@@ -183,6 +185,7 @@ class KeyIndex:
             coded_end=zero + num_keys - 1,
             budgets=zero + budget,
             num_sinks=num_sinks,
+            hot=(None,) * num_seqs if self.has_file else (),
             bounds=SearchBounds(rows=1, budget=budget, keys=num_sinks + budget + 1),
         )
         meta = AttentionMeta(

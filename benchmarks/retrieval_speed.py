@@ -27,7 +27,7 @@ from topspin.messages import KvCounts, StepResult
 
 # The first attends to everything; one is run, one recorded, one replayed; caches fill.
 NUM_WARM_UP: Final = 5
-_ATTENTION: Final = ("attend", "search", "attend_lists")
+_ATTENTION: Final = ("attend", "search", "read", "attend_lists")
 _SEARCH: Final = "attend_lists"
 
 Say = Callable[[str], None]

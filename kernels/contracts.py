@@ -11,6 +11,7 @@ B cache blocks. Of coded keys: M sub-spaces of W = D / M numbers, C centroids ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from topspin.precision import UNQUANTISED, Format
 from topspin.retrieval import SEGMENT_TOKENS
+from topspin.trace import Kind
 
 SEGMENT_KEYS: Final = SEGMENT_TOKENS
 """The keys of a segment, which have a codebook of their own."""
@@ -121,6 +123,9 @@ class Retrieval(NamedTuple):
     """None: only kernels of the host take it."""
     host_keys: HostKeys | None = None
     """For kernels of a device. Keys to search whose entry in the block table is -1 are there."""
+    ended: Callable[[Kind, int], None] | None = None
+    """Called by kernels of the host when a part of attention has ended in a layer, by its number
+    among those that have codes: Kind.SEARCHED, READ and ATTENDED, and ATTENTION before these."""
 
 
 @dataclass(frozen=True, eq=False)

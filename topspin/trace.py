@@ -29,8 +29,9 @@ DEFAULT_CAPACITY = 2**17
 
 class Kind(enum.IntEnum):
     """The kind of event that has just ended. `peer` is an attention node for experts and scheduler,
-    an expert node for attention nodes. Layers of ATTENTION and LOCAL count decoder layers,
-    all others MoE layers."""
+    an expert node for attention nodes. Layers of ATTENTION, LOCAL and the parts of ATTENTION with
+    selected keys count decoder layers, all others MoE layers. Such a layer has ATTENTION twice:
+    before its search, and at its end."""
 
     PLAN_RECEIVED = 1  # attention: the wait for the next plan
     STEP_BEGAN = 2  # attention: the plan was turned into inputs; expert: the ticket was read
@@ -51,7 +52,10 @@ class Kind(enum.IntEnum):
     DRAFTED = 17  # draft: a pass of the draft model
     OFFERED = 18  # draft: an attention node's verdicts were taken in and answered
     FETCHED = 19  # attention: keys that the step attends to whole are in memory
-    CODED = 20  # attention: keys that the step has committed are coded
+    CODED = 20  # attention: keys that are committed are coded
+    SEARCHED = 21  # attention: a layer's queries have selected keys by their codes
+    READ = 22  # attention: those of them that were in a file are read
+    ATTENDED = 23  # attention: queries have attended to the selected keys
 
 
 WHOLE_STEPS = frozenset(

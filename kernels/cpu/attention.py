@@ -423,7 +423,8 @@ def paged_attention(
     if plan.single is not None:
         attend_rows(q, k_cache, v_cache, plan.single, out, scale=scale)
     if codes is not None and plan.retrieval is not None:
-        attend_selected(q, k_cache, v_cache, codes, plan.retrieval, out, scale=scale)
+        ended = None if retrieval is None else retrieval.ended
+        attend_selected(q, k_cache, v_cache, codes, plan.retrieval, out, scale=scale, ended=ended)
     if not plan.groups:
         return out
     for group in plan.groups:

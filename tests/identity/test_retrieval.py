@@ -16,6 +16,7 @@ from kernels.retrieval import encode, learn_codebooks, select
 from models.config import load_model_config
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
+from topspin.cli.trace.accounts import accounts_of
 from topspin.cli.trace.report import lanes_of
 from topspin.retrieval import RetrievalPolicy, policy_of
 from topspin.speculation import Speculation
@@ -243,6 +244,26 @@ def test_shared_prefixes_share_codes(tmp_path: Any) -> None:
         stats = engine.stats()
     assert stats.prefix_cache_hits > 0
     assert coded == stats.kv.num_coded_segments == 2
+
+
+@pytest.mark.parametrize("recordings", [True, False])
+def test_search_and_attention_are_apart_in_the_trace(tmp_path: Any, recordings: bool) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    config = config_of(
+        path, kv_retrieval_tokens=BUDGET, transport="shm", num_threads=2, recordings=recordings
+    )
+    with Engine(config) as engine:
+        engine.generate(prompts_of((SEGMENT_KEYS + 250,)), max_tokens=NUM_TOKENS)
+        lanes = lanes_of(engine.trace(60.0))
+    (attention,) = [lane for lane in lanes if lane.role == "attention"]
+    last = max(span.step for span in attention.spans)
+    parts = (Kind.ATTENTION, Kind.SEARCHED, Kind.READ, Kind.ATTENDED)
+    found = [(s.layer, s.kind) for s in attention.spans if s.step == last and s.kind in parts]
+    one = [Kind.ATTENTION, Kind.SEARCHED, Kind.ATTENDED, Kind.ATTENTION]
+    assert found == [(layer, kind) for layer in range(2) for kind in one]
+    accounts = {each.name: each.seconds for each in accounts_of(attention, [], [last], None)}
+    assert accounts["search for keys"] > 0
+    assert accounts["attention to selected keys"] > 0
 
 
 def test_codebooks_are_learnt_while_rows_are_with_experts(

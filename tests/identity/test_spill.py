@@ -82,7 +82,12 @@ def test_prefixes_and_decoded_tokens_come_back_from_the_file(
             stats = engine.stats()
             rounds.append((answer, again, stats.prefix_cache_hits))
             spans = [span for lane in lanes_of(engine.trace(60.0)) for span in lane.spans]
-        assert {Kind.FETCHED, Kind.CODED} <= {span.kind for span in spans}
+        kinds = [span.kind for span in spans]
+        assert {Kind.FETCHED, Kind.CODED, Kind.ATTENDED} <= set(kinds)
+        if spill is not None:
+            assert (Kind.SEARCHED, Kind.READ, Kind.ATTENDED) in zip(
+                kinds, kinds[1:], kinds[2:], strict=False
+            )
     assert rounds[0] == rounds[1]
     assert rounds[1][2] > LENGTH
     assert stats.kv.num_loaded_blocks > LENGTH // 16

@@ -191,7 +191,8 @@ class Stats(Message, frozen=True, kw_only=True):
     `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted. The next
     five are the draft nodes' (DraftCounts). `kv` has the sums of StepResult's. `iteration_tokens`
     counts steps by the tokens that they computed, of prompts and of outputs, in ITERATION_BUCKETS.
-    `kv_frames_usage` is the share of the blocks in memory that running sequences need there; 0 without a spill.
+    `kv_frames_usage` is the share of the blocks in memory that running sequences need there; 0
+    without a spill.
     """
 
     query_id: int

@@ -5,7 +5,8 @@ query heads with the centroids, then the scores of its keys, with one scale for 
 sequence's head, then, of each sequence's head, the keys with the greatest scores and the list of
 all keys that it attends to. Scores are i16 (`kernels.cpu.simd.retrieval`): of keys whose scores
 differ by less than about a 500th of the greatest the lower position may win. The result does not
-depend on the number of threads. Knows nothing of attention, which follows it as a second launch.
+depend on the number of threads. A second launch reads what is in a file. Knows nothing of
+attention, which follows as the last launch.
 Used by `kernels.cpu.attention`.
 
 Letters as in `kernels.contracts`.
@@ -13,6 +14,7 @@ Letters as in `kernels.contracts`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -78,6 +80,7 @@ from kernels.cpu.simd.retrieval import (
     TABLE_BYTES,
 )
 from kernels.cpu.simd.tasks import claim_task, finish_task, wait_for_tasks
+from topspin.trace import Kind
 
 HEAD_DIMS: Final = (16, 32, 64, 128, 256)
 _SCORE_BYTES: Final = 2 * SEGMENT_KEYS
@@ -108,8 +111,12 @@ def attend_selected(
     out: Tensor,
     *,
     scale: float,
+    ended: Callable[[Kind, int], None] | None = None,
 ) -> None:
-    """Select keys, and write the rows of `words` of out [T, N, D]; all as in `paged_attention`."""
+    """Select keys, and write the rows of `words` of out [T, N, D]; all as in `paged_attention`.
+
+    `ended` as in `kernels.contracts.Retrieval`.
+    """
     arguments = (
         *head_arguments(q, k_cache, v_cache, words.work, out, scale=scale),
         codes.centroids.data_ptr(),
@@ -117,8 +124,18 @@ def attend_selected(
         codes.layer,
         words.address,
     )
-    for kernel in (_search, attend_lists):
+    if ended is not None:
+        ended(Kind.ATTENTION, codes.layer)
+    for kind, kernel in (
+        (Kind.SEARCHED, _search),
+        (Kind.READ, _read),
+        (Kind.ATTENDED, attend_lists),
+    ):
+        if kernel is _read and not words.has_file:
+            continue
         launch(kernel, arguments, num_threads=torch.get_num_threads())
+        if ended is not None:
+            ended(kind, codes.layer)
 
 
 _scratch_centroids = simd.stack(HEAD_DIMS[-1] // NUM_SUBSPACES // 2 * PART_BYTES)
@@ -287,9 +304,12 @@ def _collect(scores: int, num_masks: int, wanted: int, positions: int, count: in
 
 @inlined
 def _list_hot(
-    block: int, seq: int, group: int, positions: int, place: int, num_selected: int, copied: int
+    block: int, seq: int, group: int, positions: int, place: int, num_selected: int
 ) -> None:
-    """Write the offsets of the selected keys of a sequence of which some are in a file."""
+    """Write the offsets of the selected keys of a sequence of which some are in a file.
+
+    Of those that are to be read less than 0.
+    """
     hot, seq_idx = simd.read_i64(seq + HOT), simd.read_i64(seq + SEQ_IDX)
     begin_search(block, hot, group)
     # Copies that are there are marked as used before any is given up for another.
@@ -300,6 +320,20 @@ def _list_hot(
         else:
             offset = slot_offset(block, seq_idx, position)
         simd.write_i64(place + 8 * idx, offset)
+
+
+@inlined
+def _read_listed(block: int, seq: int, group: int, copied: int) -> None:
+    """Read the selected keys of a head that are neither in the cache nor among its copies.
+
+    `copied` is the address of memory for a key and its value.
+    """
+    search, hot = simd.read_i64(block + SEARCH), simd.read_i64(seq + HOT)
+    num_selected = simd.read_i64(seq + NUM_SELECTED)
+    first = simd.read_i64(seq + FIRST_POSITION) + group * num_selected
+    positions = simd.read_i64(search + POSITIONS) + 4 * first
+    listed = simd.read_i64(seq + FIRST_LISTED) + group * simd.read_i64(seq + NUM_LISTED)
+    place = simd.read_i64(search + LISTS) + 8 * (listed + simd.read_i64(search + NUM_SINKS))
     for idx in range(num_selected):
         if simd.read_i64(place + 8 * idx) < 0:
             position = simd.read_i32(positions + 4 * idx)
@@ -308,10 +342,10 @@ def _list_hot(
 
 
 @inlined
-def _select(block: int, seq: int, group: int, count: int, copied: int) -> None:
+def _select(block: int, seq: int, group: int, count: int) -> None:
     """Write what a sequence's head selects, and the list of all that it attends to.
 
-    `count` is the address of an i64, `copied` of memory for a key and its value.
+    `count` is the address of an i64.
     """
     search = simd.read_i64(block + SEARCH)
     first_unit = _first_unit(block, seq, group)
@@ -328,7 +362,7 @@ def _select(block: int, seq: int, group: int, count: int, copied: int) -> None:
         place += 8
     hot = simd.read_i64(seq + HOT)
     if hot:
-        _list_hot(block, seq, group, positions, place, num_selected, copied)
+        _list_hot(block, seq, group, positions, place, num_selected)
         place += 8 * num_selected
     else:
         for idx in range(num_selected):
@@ -343,7 +377,7 @@ def _select(block: int, seq: int, group: int, count: int, copied: int) -> None:
 @Kernel
 def _search(block: int) -> None:
     transposed, peaks = _scratch_centroids(), _scratch_peaks()
-    tables, count, copied = _scratch_tables(), _scratch_count(), _scratch_copied()
+    tables, count = _scratch_tables(), _scratch_count()
     search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
     num_units = simd.read_i64(search + NUM_SEGMENTS) * num_groups
     task = claim_task(block, 0)
@@ -364,7 +398,21 @@ def _search(block: int) -> None:
     task = claim_task(block, 2)
     while task < num_tasks:
         seq = seq_of(block, task // num_groups)
-        _select(block, seq, task % num_groups, count, copied)
+        _select(block, seq, task % num_groups, count)
         finish_task(block, 2)
         task = claim_task(block, 2)
     wait_for_tasks(block, 2, num_tasks)
+
+
+@Kernel
+def _read(block: int) -> None:
+    copied, num_groups = _scratch_copied(), simd.read_i64(block + NUM_KV_HEADS)
+    num_tasks = simd.read_i64(simd.read_i64(block + SEARCH) + NUM_SEQS) * num_groups
+    task = claim_task(block, 0)
+    while task < num_tasks:
+        seq = seq_of(block, task // num_groups)
+        if simd.read_i64(seq + HOT):
+            _read_listed(block, seq, task % num_groups, copied)
+        finish_task(block, 0)
+        task = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_tasks)

@@ -82,6 +82,8 @@ class RetrievalWords:
         self._words = torch.zeros(10, dtype=torch.int64)
         self._read: tuple[Tensor, ...] = ()
         self._hot: list[Tensor | None] = []
+        self.has_file = False
+        """Whether selected keys may be in a file; the same for all retrievals of a node."""
         self._tables = torch.empty(0)
         self._scores = torch.empty(0, dtype=torch.int16)
         self.positions = torch.empty(0, dtype=torch.int32)
@@ -105,6 +107,7 @@ class RetrievalWords:
     def fill(self, meta: AttentionMeta, retrieval: Retrieval) -> None:
         """Write the work of the next launches; keeps what they read."""
         num_sinks, num_groups = retrieval.num_sinks, self._heads.num_kv_heads
+        self.has_file = bool(retrieval.hot)
         repeat = self._heads.num_heads // num_groups
         starts, lens = meta.query_start.tolist(), meta.context_lens.tolist()
         seqs: list[tuple[int, ...]] = []

@@ -19,12 +19,15 @@ from topspin.trace import Kind
 
 _OWN = {
     Kind.ATTENTION: "attention and routing",
+    Kind.SEARCHED: "search for keys",
+    Kind.READ: "selected keys from a file",
+    Kind.ATTENDED: "attention to selected keys",
     Kind.LOCAL: "attention and routing",
     Kind.RALLIED: "attention and routing",
     Kind.DISPATCHED: "sending and adding rows",
     Kind.COMBINED: "sending and adding rows",
     Kind.STEP_BEGAN: "inputs",
-    Kind.FETCHED: "keys in a file",
+    Kind.FETCHED: "keys from a file",
     Kind.CODED: "codes of keys",
     Kind.STEP_ENDED: "LM head and sampling",
     Kind.PLAN_RECEIVED: "the scheduler's turn",

@@ -134,6 +134,8 @@ def tasks_of(lane: Lane) -> Tasks:
         if span.kind in (Kind.STEP_BEGAN, Kind.RALLIED):
             busy_ns = 0
             continue
+        if span.kind == Kind.CODED:
+            continue  # done in the wait for experts
         own = tasks.setdefault(span.step, [])
         if span.kind == Kind.LOCAL and own and not busy_ns:
             own[-1] = own[-1]._replace(
