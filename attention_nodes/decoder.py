@@ -115,8 +115,10 @@ class Decoder:
 
         Reads block 0. The caller has computed a single token.
         """
-        if self.kv.layers[0].dtype != torch.float8_e4m3fn:
+        dtypes = [layer.dtype for layer in self.kv.layers]
+        if torch.float8_e4m3fn not in dtypes:
             return
+        layer = dtypes.index(torch.float8_e4m3fn)
         config, num_rows = self.config, 16
         meta = AttentionMeta(
             query_start=torch.tensor([0, num_rows], dtype=torch.int32),
@@ -126,7 +128,8 @@ class Decoder:
             max_context_len=num_rows,
         )
         query = self._embed.new_zeros(num_rows, config.num_heads, config.head_dim)
-        self.ops.paged_attention(query, self.kv.keys[0], self.kv.values[0], meta, scale=1.0)
+        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        self.ops.paged_attention(query, keys, values, meta, scale=1.0)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the initial residual stream [T, H] of tokens i64[T]."""

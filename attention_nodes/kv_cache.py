@@ -21,7 +21,7 @@ from kernels.contracts import MAX_FP8_DIM
 from kernels.runtime import HostRuntime, Runtime
 from models.config import ModelConfig
 from topspin.errors import ConfigError
-from topspin.plan import KvCacheSpec
+from topspin.kv_cache_spec import KvCacheSpec
 from topspin.units import format_size
 
 MIN_BLOCKS: Final = 2
@@ -52,19 +52,29 @@ def layer_specs(
 
     Raises ConfigError for heads that are not kept as `kept` says.
     """
-    if kept.is_fp8 and config.head_dim > MAX_FP8_DIM:
+    if kept.fp8_setting is not None and config.head_dim > MAX_FP8_DIM:
         raise ConfigError(
-            f"--kv-cache-dtype {kept.dtype}: heads of {config.head_dim} numbers; at most "
-            f"{MAX_FP8_DIM} are kept in fp8"
+            f"{kept.fp8_setting}: heads of {config.head_dim} numbers; at most {MAX_FP8_DIM} are "
+            "kept in fp8"
         )
+    coded = coded_layers(config, kept)
     return tuple(
         LayerSpec(
             num_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            dtype=torch.float8_e4m3fn if kept.is_fp8 else dtype,
-            has_codes=kept.retrieval is not None and layer.sliding_window is None,
+            dtype=dtype if kept.dtype_of(layer) == "auto" else torch.float8_e4m3fn,
+            has_codes=layer in coded,
         )
-        for layer in config.layers
+        for layer in range(config.num_layers)
+    )
+
+
+def coded_layers(config: ModelConfig, kept: KvCacheSpec) -> tuple[int, ...]:
+    """Return the layers whose keys are coded, ascending: those that retrieve and have no window."""
+    return tuple(
+        idx
+        for idx, layer in enumerate(config.layers)
+        if layer.sliding_window is None and kept.retrieves(idx)
     )
 
 

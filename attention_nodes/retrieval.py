@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attention_nodes.decoder import Watch
-from attention_nodes.kv_cache import KvCache
+from attention_nodes.kv_cache import KvCache, coded_layers
 from attention_nodes.learning import Learning
 from attention_nodes.recall import best_keys, share_found
 from attention_nodes.segments import SegmentPool
@@ -38,6 +38,7 @@ from kernels.dispatch import Ops
 from kernels.runtime import Runtime
 from models.config import ModelConfig
 from topspin.errors import ConfigError
+from topspin.kv_cache_spec import KvCacheSpec
 from topspin.messages import KvCounts
 from topspin.plan import NodeConfig
 from topspin.retrieval import RetrievalPolicy
@@ -62,11 +63,11 @@ def num_places(num_blocks: int, *, block_size: int, max_num_seqs: int) -> int:
     return num_segments + min(num_segments, max_num_seqs)
 
 
-def place_bytes(model: ModelConfig) -> int:
+def place_bytes(model: ModelConfig, kept: KvCacheSpec) -> int:
     """Return the bytes of a segment's codes and codebooks, of all layers that have some."""
     width = model.head_dim // NUM_SUBSPACES
     each = NUM_CENTROIDS * width * torch.bfloat16.itemsize + SEGMENT_KEYS
-    num_layers = sum(layer.sliding_window is None for layer in model.layers)
+    num_layers = len(coded_layers(model, kept))
     return num_layers * model.num_kv_heads * NUM_SUBSPACES * each
 
 
@@ -84,7 +85,7 @@ def code_bytes_of(
     def code_bytes(num_cached: int) -> int:
         count = num_cached if num_blocks is None else num_blocks
         places = num_places(count, block_size=block_size, max_num_seqs=max_num_seqs)
-        return places * place_bytes(model)
+        return places * place_bytes(model, config.kv_cache)
 
     return code_bytes
 
@@ -130,7 +131,10 @@ class KeyIndex:
             )
         coded = [idx for idx, layer in enumerate(cache.layers) if layer.has_codes]
         if not coded:
-            raise ConfigError("--kv-retrieval-tokens: all layers of the model have a window")
+            raise ConfigError(
+                "--kv-retrieval-tokens: all layers of the model have a window, or no retrieval by "
+                "kv_cache.layers"
+            )
         self._ops = ops
         self._runtime = runtime
         self._cache = cache

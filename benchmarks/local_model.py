@@ -39,6 +39,7 @@ from topspin.config import (
     TraceSection,
 )
 from topspin.expert_table import uniform_table
+from topspin.kv_cache_spec import KvCacheSpec
 from topspin.messages import (
     SAMPLE,
     MicroBatch,
@@ -49,7 +50,7 @@ from topspin.messages import (
     StepTicket,
     pack_ints,
 )
-from topspin.plan import KvCacheSpec, NodeConfig
+from topspin.plan import NodeConfig
 from topspin.precision import Format, PrecisionRule, formats
 from topspin.retrieval import RetrievalPolicy
 

@@ -25,7 +25,8 @@ from spec_decode.joined import JoinedDrafter
 from spec_decode.serial import SerialDrafter
 from spec_decode.suffix import SuffixDrafter, limits_of
 from topspin.errors import ConfigError
-from topspin.plan import KvCacheSpec, NodeConfig
+from topspin.kv_cache_spec import KvCacheSpec
+from topspin.plan import NodeConfig
 from topspin.precision import UNQUANTISED, rules_of
 from topspin.speculation import SELF_INT4, Speculation, cached_tokens
 

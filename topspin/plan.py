@@ -23,7 +23,6 @@ from topspin.config import (
     ExecutionPolicy,
     FailoverSection,
     GatewaySection,
-    KvDtype,
     SchedulingPolicy,
     Section,
     TraceSection,
@@ -38,8 +37,8 @@ from topspin.devices import (
     share_a_device,
 )
 from topspin.errors import ConfigError
+from topspin.kv_cache_spec import KvCacheSpec
 from topspin.precision import PrecisionRule
-from topspin.retrieval import RetrievalPolicy, SpillSpec
 from topspin.settings import check_ranges
 from topspin.speculation import Speculation
 
@@ -143,24 +142,6 @@ class PlannedModel(Section, frozen=True, kw_only=True):
     dtype: Dtype
     max_model_len: Annotated[int, Meta(ge=1, le=2**24)]
     hf_overrides: dict[str, Any] | None = None
-
-
-class KvCacheSpec(Section, frozen=True, kw_only=True):
-    """The paged KV cache, the same on all attention nodes.
-
-    `dtype` auto: the model's. `retrieval` null: every token attends to its whole context. `spill`
-    null: all keys and values are in memory.
-    """
-
-    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
-    dtype: KvDtype = "auto"
-    retrieval: RetrievalPolicy | None = None
-    spill: SpillSpec | None = None
-
-    @property
-    def is_fp8(self) -> bool:
-        """Say whether keys and values are kept in fp8 (e4m3)."""
-        return self.dtype != "auto"
 
 
 class NodeConfig(Section, frozen=True, kw_only=True):
@@ -307,36 +288,33 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         self._check_kernels()
 
     def _check_kv_cache(self) -> None:
-        """Check that the kernels of all attention nodes read fp8 and search codes, if they must."""
-        if self.kv_cache.spill is not None:
-            self._check_spill(self.kv_cache.spill)
+        """Check that the kernels of all attention nodes can keep and read keys as they must."""
+        kept = self.kv_cache
+        kept.check()
+        if kept.spill is not None:
+            self._check_spill(kept.spill)
         for node in self.attention:
-            if self.kv_cache.is_fp8 and node.kernels == "triton":
+            if kept.fp8_setting is not None and node.kernels == "triton":
                 raise ConfigError(
-                    f"kv_cache.dtype (--kv-cache-dtype) {self.kv_cache.dtype}: {node} has the "
-                    "kernels triton; only those for the CPU keep keys in fp8"
+                    f"{kept.fp8_setting}: {node} has the kernels triton; only those for the CPU "
+                    "keep keys in fp8"
                 )
-            if self.kv_cache.retrieval is not None and node.kernels == "deterministic":
+            if kept.retrieval is not None and node.kernels == "deterministic":
                 raise ConfigError(
                     f"kv_cache.retrieval (--kv-retrieval-tokens): {node} has the kernels "
                     "deterministic, which attend to all keys"
                 )
 
     def _check_spill(self, spill: SpillSpec) -> None:
-        """Check that nothing needs keys whole that are in the spill's file."""
-        if self.kv_cache.retrieval is None:
-            raise ConfigError(
-                "kv_cache.spill (--kv-spill-dir): without kv_cache.retrieval "
-                "(--kv-retrieval-tokens) every token attends to keys that must be in memory"
-            )
+        """Check that nothing needs keys whole that are not in memory."""
         if self.speculation is not None and self.speculation.branches:
             raise ConfigError(
                 "kv_cache.spill (--kv-spill-dir): drafts that branch attend to all keys; set "
                 "speculation.branches to false"
             )
+        place = "the host's memory" if spill.is_in_host_memory else "a file"
+        reader = "triton" if spill.is_in_host_memory else "cpu"
         for node in self.attention:
-            place = "the host's memory" if spill.is_in_host_memory else "a file"
-            reader = "triton" if spill.is_in_host_memory else "cpu"
             if node.kernels != reader:
                 raise ConfigError(
                     f"kv_cache.spill (--kv-spill-dir): {node} has the kernels {node.kernels}; only "

@@ -40,12 +40,12 @@ from topspin.devices import (
 )
 from topspin.errors import ConfigError
 from topspin.expert_table import even_shares
+from topspin.kv_cache_spec import KvCacheSpec
 from topspin.plan import (
     AttentionNode,
     DraftNode,
     EnginePlan,
     ExpertNode,
-    KvCacheSpec,
     LinkSpec,
     Payload,
     PlannedModel,
@@ -64,7 +64,7 @@ class ModelFacts(NamedTuple):
 
     `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes an
     engine without expert nodes. `shares_prefixes`: a token's key and value depend only on the
-    tokens before it.
+    tokens before it. `windows` are those of all layers, None where a layer has none; (): of none.
     """
 
     dtype: str
@@ -73,6 +73,7 @@ class ModelFacts(NamedTuple):
     moe_layers: tuple[int, ...]
     num_experts: int
     shares_prefixes: bool = True
+    windows: tuple[int | None, ...] = ()
 
 
 def resolve(
@@ -166,6 +167,7 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
             f"model's {model.num_experts}"
         )
     check_precision(plan, model)
+    plan.kv_cache.check_layers(model.windows or (None,) * model.num_layers)
 
 
 def _policy(kind: type[Policy], section: Section) -> Policy:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 
 from attention_nodes.kv_cache import KvCache, bytes_per_block, layer_specs, of_blocks
 from models.config import ModelConfig, load_model_config
 from tests.checkpoints import make_checkpoint
 from topspin.config import KvDtype
 from topspin.errors import ConfigError
-from topspin.plan import KvCacheSpec
+from topspin.kv_cache_spec import KvCacheSpec, KvLayerRule
 from topspin.retrieval import RetrievalPolicy
 
 
@@ -35,6 +36,9 @@ def test_layers_are_kept_as_the_plan_says(model: ModelConfig) -> None:
     layers = layer_specs(model, torch.float32, kept)
     assert [layer.dtype for layer in layers] == [torch.float8_e4m3fn] * 2
     assert [layer.has_codes for layer in layers] == [True, False]
+    rules = (KvLayerRule(layers=(0, 1), dtype="auto"), KvLayerRule(layers=(0,), retrieval=False))
+    layers = layer_specs(model, torch.float32, structs.replace(kept, layers=rules))
+    assert [(layer.dtype, layer.has_codes) for layer in layers] == [(torch.float32, False)] * 2
 
 
 def test_fp8_takes_half_of_the_memory(model: ModelConfig) -> None:
@@ -51,7 +55,7 @@ def test_heads_too_large_for_fp8_are_refused(model: ModelConfig) -> None:
     large = replace(model, head_dim=320)
     assert layer_specs(large, torch.bfloat16)[0].head_dim == 320
     with pytest.raises(
-        ConfigError, match=r"--kv-cache-dtype fp8: heads of 320 numbers; at most 256"
+        ConfigError, match=r"\(--kv-cache-dtype\) fp8: heads of 320 numbers; at most 256"
     ):
         layer_specs(large, torch.bfloat16, KvCacheSpec(dtype="fp8"))
 

@@ -29,8 +29,8 @@ from kernels.retrieval import encode, learn_codebooks
 from kernels.runtime import HostRuntime
 from models.config import ModelConfig, load_model_config
 from tests.checkpoints import make_checkpoint
+from topspin.kv_cache_spec import KvCacheSpec
 from topspin.messages import NewSequence, SamplingParams, pack_ints
-from topspin.plan import KvCacheSpec
 from topspin.retrieval import RetrievalPolicy
 
 BLOCK: Final = 256

@@ -12,6 +12,9 @@ from transformers import DynamicCache
 from models.config import load_model_config
 from tests.checkpoints import make_checkpoint, oracle_generate, oracle_model
 from tests.engine import Engine, engine_config
+from tests.structs import changed
+from topspin.config import Kernels
+from topspin.kv_cache_spec import KvLayerRule
 from topspin.speculation import Speculation
 
 PROMPTS = [[7, 3, 9, 200, 4], list(range(40, 110)), [5], [9, 8, 7, 6, 5, 4, 3, 2] * 3]
@@ -33,13 +36,19 @@ def in_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 class RoundingCache(DynamicCache):
-    """Gives attention the keys and values in fp8, those of its own step too."""
+    """Gives attention the keys and values in fp8, those of its own step too, in some layers."""
 
-    def update(self, key_states: Any, value_states: Any, *rest: Any, **more: Any) -> Any:
-        return super().update(in_fp8(key_states), in_fp8(value_states), *rest, **more)
+    def __init__(self, layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self._in_fp8 = layers
+
+    def update(self, key: Any, value: Any, layer_idx: int, *rest: Any, **more: Any) -> Any:
+        if layer_idx in self._in_fp8:
+            key, value = in_fp8(key), in_fp8(value)
+        return super().update(key, value, layer_idx, *rest, **more)
 
 
-def expected(path: Path) -> list[list[int]]:
+def expected(path: Path, layers: tuple[int, ...] = (0, 1)) -> list[list[int]]:
     """Return what transformers generates with rounded keys and values, which matters."""
     model = oracle_model(path)
     found = []
@@ -49,7 +58,7 @@ def expected(path: Path) -> list[list[int]]:
             max_new_tokens=NUM_TOKENS,
             do_sample=False,
             eos_token_id=None,
-            past_key_values=RoundingCache(),
+            past_key_values=RoundingCache(layers),
         )
         found.append(out[0, len(prompt) :].tolist())
     assert found != oracle_generate(path, PROMPTS, NUM_TOKENS).tokens
@@ -82,6 +91,17 @@ def test_tokens_are_those_of_transformers_with_rounded_keys(
     assert stats.prefix_cache_hits > 0
     if "speculation" in settings:
         assert sum(stats.num_accepted_tokens) > 0
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_single_layers_are_kept_in_fp8(tmp_path: Path, kernels: Kernels) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe")
+    wanted = expected(path, (0,))
+    assert wanted != expected(path)
+    rule = KvLayerRule(layers=(0,), dtype="fp8")
+    config = changed(engine_config(path, kernels=kernels), {"kv_cache.layers": (rule,)})
+    with Engine(config) as engine:
+        assert engine.generate(PROMPTS, max_tokens=NUM_TOKENS) == wanted
 
 
 def test_preempted_sequences_go_on(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from kernels.retrieval import encode, learn_codebooks, select
 from models.config import load_model_config
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
+from tests.structs import changed
 from topspin.cli.trace.accounts import accounts_of
 from topspin.cli.trace.report import lanes_of
+from topspin.kv_cache_spec import KvLayerRule
 from topspin.retrieval import RetrievalPolicy, policy_of
 from topspin.speculation import Speculation
 from topspin.trace import Kind
@@ -51,6 +53,8 @@ class Oracle:
     def __init__(self, policy: RetrievalPolicy) -> None:
         self.policy = policy
         self.in_fp8 = False
+        self.layers = (0, 1)
+        """Those that select keys, and keep them in fp8 if any does."""
         self.num_selected = 0
         self.recalls: list[float] = []
         """By step, and in it by layer, the share of the best keys that are selected."""
@@ -65,12 +69,13 @@ class Oracle:
         scaling: float,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        if self.in_fp8:
+        is_plain = module.layer_idx not in self.layers
+        if self.in_fp8 and not is_plain:
             key, value = (each.to(torch.float8_e4m3fn).float() for each in (key, value))
         repeat, num_new, length = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
         seen = torch.ones(num_new, length, dtype=torch.bool).tril(length - num_new)
         seen = seen.expand(query.shape[1], num_new, length)
-        if num_new == 1:
+        if num_new == 1 and not is_plain:
             kept = self._kept(query[0].transpose(0, 1), key[0], length - 1)
             seen = seen & kept.repeat_interleave(repeat, 0)[:, None]
         scores = query[0] @ key[0].repeat_interleave(repeat, 0).transpose(1, 2) * scaling
@@ -181,6 +186,23 @@ def test_tokens_are_those_of_transformers_with_the_same_selection(
         stats = engine.stats()
     assert stats.kv.num_selected_rows > 2 * NUM_TOKENS
     assert stats.kv.num_coded_segments == 3
+
+
+def test_layers_choose_whether_they_retrieve_and_how_they_are_kept(
+    tmp_path: Any, oracle: Oracle
+) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    prompts = prompts_of((SEGMENT_KEYS + 250, 300))
+    oracle.in_fp8 = True
+    others = [generate(path, prompts, each) for each in ("eager", "retrieving")]
+    oracle.layers = (1,)
+    expected = generate(path, prompts, "retrieving")
+    assert expected not in others
+    config = config_of(path, kv_cache_dtype="fp8", kv_retrieval_tokens=BUDGET)
+    rule = KvLayerRule(layers=(0,), dtype="auto", retrieval=False)
+    with Engine(changed(config, {"kv_cache.layers": (rule,)})) as engine:
+        assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
+        assert engine.stats().kv.num_selected_rows == NUM_TOKENS - 1, "one layer's"
 
 
 def test_requests_choose_how_many_keys(tmp_path: Any, oracle: Oracle) -> None:
@@ -301,10 +323,11 @@ def test_preempted_sequences_are_coded_again(tmp_path: Any) -> None:
     settings: dict[str, Any] = {"kv_retrieval_tokens": BUDGET, "prefix_caching": False}
     with Engine(config_of(path, **settings)) as engine:
         expected = engine.generate(prompts, max_tokens=3 * NUM_TOKENS)[0]
+    place = place_bytes(load_model_config(path), config_of(path, **settings).kv_cache)
     config = engine_config(
         path,
         block_size=16,
-        kv_cache_bytes=(longest + 32) * bytes_per_token + 4 * place_bytes(load_model_config(path)),
+        kv_cache_bytes=(longest + 32) * bytes_per_token + 4 * place,
         max_num_batched_tokens=512,
         window_rows=256,
         **settings,

@@ -23,12 +23,12 @@ from topspin.config import (
     TraceSection,
 )
 from topspin.errors import ConfigError
+from topspin.kv_cache_spec import KvCacheSpec, KvLayerRule
 from topspin.plan import (
     AttentionNode,
     DraftNode,
     EnginePlan,
     ExpertNode,
-    KvCacheSpec,
     LinkSpec,
     ServeConfig,
     load_serve_config,
@@ -66,6 +66,11 @@ def on_one_gpu(*, link: LinkSpec = LOCAL, **fields: Any) -> EnginePlan:
 def changed(*, link: LinkSpec = LINK, **fields: Any) -> EnginePlan:
     """Return a plan whose attention node has these `fields`."""
     return made_of(replace(ATTENTION, **fields), EXPERT, link=link)
+
+
+def kept_as(*rules: KvLayerRule, **fields: Any) -> EnginePlan:
+    """Return a plan with settings of single layers."""
+    return replace(changed(), kv_cache=KvCacheSpec(layers=rules, **fields))
 
 
 def test_nodes_are_found_by_role_and_index() -> None:
@@ -291,6 +296,29 @@ REFUSED: list[tuple[EnginePlan, str]] = [
             ),
         ),
         r"kv_cache\.spill .*: attention 0 has the kernels reference; only cpu",
+    ),
+    (
+        replace(
+            changed(**ON_GPU),
+            kv_cache=KvCacheSpec(layers=(KvLayerRule(layers=(0,), dtype="fp8"),)),
+        ),
+        r"kv_cache\.layers\[0\]\.dtype fp8: attention 0 has the kernels triton",
+    ),
+    (
+        kept_as(KvLayerRule(layers=(0,))),
+        r"kv_cache\.layers\[0\]: give a dtype, or retrieval, or both",
+    ),
+    (
+        kept_as(KvLayerRule(layers=(0,), dtype="fp8"), KvLayerRule(layers=(1,), retrieval=False)),
+        r"kv_cache\.layers\[1\]\.retrieval: kv_cache\.retrieval \(--kv-retrieval-tokens\)",
+    ),
+    (
+        kept_as(
+            KvLayerRule(layers=(0,), dtype="fp8"),
+            retrieval=RetrievalPolicy(num_tokens=512),
+            spill=SpillSpec(directory="/tmp", size_bytes=1),
+        ),
+        r"kv_cache\.layers: with kv_cache\.spill \(--kv-spill-dir\)",
     ),
     (on_one_gpu(link=LINK), r"execution\.gpu_streams 2: only attention and experts on one GPU"),
     (

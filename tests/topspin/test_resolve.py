@@ -23,9 +23,11 @@ from topspin.config import (
 )
 from topspin.cores import LayoutChoice
 from topspin.errors import ConfigError, TopspinError
+from topspin.kv_cache_spec import KvCacheSpec, KvLayerRule
 from topspin.plan import AttentionNode, DraftNode, EnginePlan, ExpertNode, LinkSpec, PlannedModel
 from topspin.precision import PrecisionRule, rules_of
 from topspin.resolve import ModelFacts, check_model
+from topspin.retrieval import RetrievalPolicy
 from topspin.speculation import CACHED_TOKENS_PER_SEQUENCE, Speculation
 
 
@@ -311,6 +313,14 @@ def with_experts(*held: int) -> EnginePlan:
     return msgspec.structs.replace(plan(), nodes=(attention, *nodes))
 
 
+def with_layer(**fields: Any) -> EnginePlan:
+    """Return a plan that sets something for layer 2."""
+    kept = KvCacheSpec(
+        retrieval=RetrievalPolicy(num_tokens=512), layers=(KvLayerRule(layers=(2,), **fields),)
+    )
+    return msgspec.structs.replace(plan(), kv_cache=kept)
+
+
 MISFITS: list[tuple[EnginePlan, ModelFacts, str]] = [
     (with_experts(8, 9), FACTS, r"^expert 1: experts 9: the model has 8 per layer"),
     (with_experts(5, 2), FACTS, r"^nodes: expert nodes hold 5 \+ 2 experts per layer of the .* 8$"),
@@ -327,6 +337,16 @@ MISFITS: list[tuple[EnginePlan, ModelFacts, str]] = [
         msgspec.structs.replace(plan(), precision=rules_of("fp8")),
         FACTS,
         r"^precision\[0\] .*kernels cpu of the attention nodes have int8 and int4",
+    ),
+    (
+        with_layer(dtype="fp8"),
+        FACTS._replace(num_layers=2),
+        r"^kv_cache\.layers\[0\]: layer 2: the model has layers 0 to 1",
+    ),
+    (
+        with_layer(retrieval=True),
+        FACTS._replace(windows=(None, None, 40)),
+        r"^kv_cache\.layers\[0\]\.retrieval: layer 2 has a window of 40 tokens",
     ),
 ]
 

@@ -23,6 +23,7 @@ from spec_decode.controller import Controller
 from tests.server.scheduler.fake_nodes import VOCAB_SIZE, FakeNode, generate, score
 from topspin.config import FailoverSection, SchedulingPolicy, Transport
 from topspin.expert_table import uniform_table
+from topspin.kv_cache_spec import KvCacheSpec
 from topspin.messages import (
     AddRequest,
     Outputs,
@@ -39,7 +40,6 @@ from topspin.plan import (
     DraftNode,
     EnginePlan,
     ExpertNode,
-    KvCacheSpec,
     LinkSpec,
     PlannedModel,
 )
