@@ -3,7 +3,7 @@
 A kernel is a function of one address that numba compiles to machine code. `Kernel` compiles
 it when it is first needed, logs that, and keeps the code in the user's cache directory, under a
 name that changes with the sources: the modules of the kernel and of the functions that it inlines,
-those of `kernels.cpu.simd` and this one.
+those of `kernels.cpu.simd` and this one, and the constants that they have from other modules.
 `launch` runs it on the threads of torch's own OpenMP pool (GOMP_parallel of the library that
 torch has loaded), so that no second pool competes for the cores; that takes about 2 us on two
 threads and half a microsecond on one.
@@ -32,14 +32,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast
 
 import numba
 import torch
 from numba.core import types
 from numba.core.dispatcher import Dispatcher
 
-from kernels.cpu.simd.lanes import PORTABLE_VARIABLE
+from kernels.cpu.simd.lanes import PORTABLE_VARIABLE, STACK_BYTES
 from kernels.cpu.simd.tasks import HEADER_BYTES, IS_UNDONE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -216,21 +216,36 @@ def make_callable(address: int) -> Callable[[int], None]:
     return ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
 
 
-def _sources(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the files of a function and of the compiled functions that it names, ascending."""
+class _Sources(NamedTuple):
+    """What machine code is made of: `files`, and the `constants` that functions name, as text."""
+
+    files: tuple[str, ...]
+    constants: tuple[str, ...]
+
+
+def _sources(function: Callable[..., Any]) -> _Sources:
+    """Return what a function and the compiled functions that it names are made of."""
     files: set[str] = set()
+    constants: set[str] = set()
     seen, waiting = {function}, [function]
     while waiting:
         current = waiting.pop()
         files.add(current.__code__.co_filename)
-        named = (current.__globals__.get(name) for name in current.__code__.co_names)
-        found = {each.py_func for each in named if isinstance(each, Dispatcher)} - seen
+        found = set()
+        for name in current.__code__.co_names:
+            value = current.__globals__.get(name)
+            if isinstance(value, Dispatcher):
+                found.add(value.py_func)
+            elif isinstance(value, int | float | str | tuple):
+                constants.add(f"{current.__module__}.{name} = {value!r}")
+            elif num_bytes := getattr(value, STACK_BYTES, None):
+                constants.add(f"{current.__module__}.{name} = {num_bytes} bytes")
+        waiting += found - seen
         seen |= found
-        waiting += found
-    return tuple(sorted(files))
+    return _Sources(tuple(sorted(files)), tuple(sorted(constants)))
 
 
-def _use_cache_directory(sources: tuple[str, ...]) -> bool:
+def _use_cache_directory(sources: _Sources) -> bool:
     """Set numba's cache directory for code from `sources`; returns False if none is usable.
 
     It is $NUMBA_CACHE_DIR, else `numba` in Topspin's cache, and in it a directory named
@@ -258,9 +273,10 @@ def _cache_root() -> Path:
 
 
 @cache
-def _digest(sources: tuple[str, ...]) -> str:
+def _digest(sources: _Sources) -> str:
     digest = hashlib.sha256(f"{numba.__version__} {os.environ.get(PORTABLE_VARIABLE)}".encode())
     shared = sorted((Path(__file__).parents[1] / "simd").glob("*.py"))
-    for source in (*shared, Path(__file__), *map(Path, sources)):
+    for source in (*shared, Path(__file__), *map(Path, sources.files)):
         digest.update(source.read_bytes())
+    digest.update("\n".join(sources.constants).encode())
     return digest.hexdigest()[:16]

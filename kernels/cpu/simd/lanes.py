@@ -440,6 +440,10 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value) -> N
     count_up(builder, lines, [], ask)
 
 
+STACK_BYTES: Final = "num_bytes"
+"""The attribute of a stack()'s operation that says its size, which is part of a kernel's code."""
+
+
 def stack(num_bytes: int) -> Callable[..., Any]:
     """Return an operation that reserves stack memory in the calling kernel; it returns the address.
 
@@ -452,4 +456,6 @@ def stack(num_bytes: int) -> Callable[..., Any]:
             memory.align = 64
             return builder.ptrtoint(memory, I64)
 
-    return operation(types.int64, [])(reserve)
+    found = operation(types.int64, [])(reserve)
+    setattr(found, STACK_BYTES, num_bytes)
+    return found

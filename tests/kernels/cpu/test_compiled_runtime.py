@@ -7,10 +7,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.cpu.compiled import codebooks, retrieval, runtime
 from kernels.cpu.compiled.runtime import (
     Kernel,
     float_word,
@@ -107,6 +109,27 @@ def test_code_is_kept_where_the_user_says(tmp_path: Path) -> None:
     assert said not in run_program(NUMBA_CACHE_DIR=str(tmp_path))
     assert sorted(tmp_path.rglob("*.nbc")) == kept
     assert [file.stat().st_mtime_ns for file in kept] == times, "it was compiled again"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "kernel", "changed"),
+    [
+        (codebooks, "NUM_CENTROIDS", codebooks._code, 32),  # of kernels.contracts
+        (retrieval, "SEGMENT_KEYS", retrieval._search, 512),  # of topspin.retrieval
+        (retrieval, "_scratch_tables", retrieval._search, simd.stack(64)),
+    ],
+)
+def test_code_has_another_place_when_a_constant_in_it_changes(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, kernel: Kernel, changed: Any
+) -> None:
+    def place() -> str:
+        return runtime._digest(runtime._sources(kernel._function))
+
+    before, other = place(), runtime._digest(runtime._sources(_scale_then_sum._function))
+    assert place() == before
+    monkeypatch.setattr(module, name, changed)
+    assert place() != before
+    assert runtime._digest(runtime._sources(_scale_then_sum._function)) == other
 
 
 def test_without_a_place_for_code_it_is_compiled_each_time(tmp_path: Path) -> None:
