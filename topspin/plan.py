@@ -39,6 +39,7 @@ from topspin.devices import (
 from topspin.errors import ConfigError
 from topspin.kv_cache_spec import KvCacheSpec
 from topspin.precision import PrecisionRule
+from topspin.retrieval import SpillSpec
 from topspin.settings import check_ranges
 from topspin.speculation import Speculation
 
