@@ -27,13 +27,19 @@ class Frames(RuleBasedStateMachine):
         self.file: dict[int, int | None] = {}
         self.contents: dict[int, int] = {}
         self.lent: list[IntArray] = []
-        self.ahead: dict[int, int | None] = {}
-        """What is being written, or was and is not known to be."""
+        self.ahead: list[int] = []
+        """Blocks whose writing ahead has begun and is not known to have ended."""
+        self.unwritten: dict[int, int | None] = {}
+        """What of it is not in the file yet."""
         self.next = 0
+
+    def write_ahead(self) -> None:
+        self.file.update(self.unwritten)
+        self.unwritten = {}
 
     def move(self, moves: Moves) -> None:
         if len(moves.saved):
-            self.file.update(self.ahead)  # writes do not overtake each other
+            self.write_ahead()  # writes do not overtake each other
         for block, frame in zip(moves.saved.tolist(), moves.saved_from.tolist(), strict=True):
             self.file[block] = self.frames[frame]
         for block, frame in zip(moves.loaded.tolist(), moves.loaded_to.tolist(), strict=True):
@@ -55,7 +61,8 @@ class Frames(RuleBasedStateMachine):
         if not self.ahead:
             for block in self.table.next_to_save(array(found), 2).tolist():
                 assert block not in found
-                self.ahead[block] = self.frames[self.table.frame_of[block]]
+                self.ahead.append(block)
+                self.unwritten[block] = self.frames[self.table.frame_of[block]]
         for block in found & self.contents.keys():
             assert self.frames[self.table.frame_of[block]] == self.contents[block]
         self.table.write(array(found & written))
@@ -78,9 +85,9 @@ class Frames(RuleBasedStateMachine):
 
     @rule()
     def end_writing(self) -> None:
-        self.file.update(self.ahead)
+        self.write_ahead()
         self.table.saved_ahead(array(self.ahead))
-        self.ahead = {}
+        self.ahead = []
 
     @rule()
     def take_back(self) -> None:
