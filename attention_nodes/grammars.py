@@ -8,6 +8,7 @@ messages: worker.py reports what is compiled.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import OrderedDict
@@ -15,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from topspin.errors import InvalidRequest
+from topspin.errors import ConfigError, InvalidRequest
 from topspin.grammars import grammar_key, limits, reason_of
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ MAX_COMPILED: Final = 256
 MAX_COMPILED_BYTES: Final = 8 * 1024 * 1024
 """Of the grammars' texts; what they are compiled to is some 20 times as large."""
 _NICENESS: Final = 10
+
+_log = logging.getLogger("attention")
 
 
 class CompiledGrammar(NamedTuple):
@@ -104,8 +107,8 @@ class Grammars:
 
         try:
             tokenizer = self._tokenizer.result()
-        except Exception as error:
-            raise InvalidRequest(f"grammars need the checkpoint's tokenizer: {error}") from error
+        except ConfigError as error:
+            raise InvalidRequest(f"grammars are not served: {error}") from error
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one takes longest
@@ -125,17 +128,22 @@ class Grammars:
 def _read_tokenizer(
     directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> LLTokenizer:
-    """Return the vocabulary; raises if there is none that can be used."""
+    """Return the vocabulary; raises ConfigError, which clients may read, if it cannot be used."""
     file = directory / "tokenizer.json"
     if not file.exists():
-        raise FileNotFoundError(f"{directory} has no tokenizer.json")
+        raise ConfigError("the checkpoint has no tokenizer.json")
     if not eos_token_ids:
-        raise ValueError(f"{directory} names no token that ends a text")
+        raise ConfigError("the checkpoint names no token that ends a text")
     from llguidance import LLTokenizer
     from tokenizers import Tokenizer
 
-    own_size = Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=True)
-    return LLTokenizer(str(file), n_vocab=max(vocab_size, own_size), eos_token=list(eos_token_ids))
+    try:
+        own_size = Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=True)
+        size = max(vocab_size, own_size)
+        return LLTokenizer(str(file), n_vocab=size, eos_token=list(eos_token_ids))
+    except Exception as error:  # the libraries raise bare Exception
+        _log.error("%s: %s", file, error)
+        raise ConfigError("the checkpoint's tokenizer.json cannot be used for them") from error
 
 
 def _be_nice() -> None:

@@ -8,7 +8,7 @@ handler calls it in a thread where `mentions_grammar`. Attention nodes compile t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -149,6 +149,7 @@ def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
     """Return the grammar of JSON texts that a JSON schema allows; raises InvalidRequest."""
     if _OPTIONS in schema:
         raise InvalidRequest(f"`{param}.{_OPTIONS}` is not supported", param=f"{param}.{_OPTIONS}")
+    _check_counts(schema, param=param)
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             dict(schema), overrides={"whitespace_pattern": WHITESPACE}
@@ -156,6 +157,34 @@ def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
     return checked_grammar(grammar, param=param)
+
+
+def _check_counts(schema: Mapping[str, Any], *, param: str) -> None:
+    """Raise InvalidRequest for objects that need several members of any name.
+
+    A grammar does not see that two members have the same name, and so count once.
+    """
+    for part in _objects(schema):
+        least, required = part.get("minProperties"), part.get("required")
+        num_required = len(required) if isinstance(required, list) else 0
+        is_closed = part.get("additionalProperties") is False and "patternProperties" not in part
+        if isinstance(least, int) and least > max(1, num_required) and not is_closed:
+            raise InvalidRequest(
+                f"`{param}`: `minProperties` above 1 is served only where all members are required "
+                "or named, and no others are allowed",
+                param=param,
+            )
+
+
+def _objects(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield `schema` and every object in it."""
+    waiting: list[Mapping[str, Any] | list[Any]] = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            yield part
+        parts = part.values() if isinstance(part, Mapping) else part
+        waiting += [each for each in parts if isinstance(each, Mapping | list)]
 
 
 def _schema(given: Raw, *, param: str) -> dict[str, Any]:

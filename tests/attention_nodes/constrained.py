@@ -1,0 +1,123 @@
+"""Sequences with constraints, sampled from random logits step by step, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention_nodes.grammars import Grammars
+from attention_nodes.sampler import Sampled, Sampler
+from attention_nodes.sequences import Limits, SequenceTable
+from kernels.cpu import sampling as ops
+from models.tokenizer import Tokenizer
+from tests.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
+from topspin.messages import NewSequence, SamplingParams, pack_ints
+
+PROMPT = [BOS_TOKEN_ID, 7, 8]
+MAX_LEN = 700
+# More than the tokenizer has, and no multiple of 32: as a model's, padded.
+VOCAB = 301
+
+
+class Checkpoint:
+    """The tokenizer of tiny checkpoints, for gateways and for grammars."""
+
+    def __init__(self, directory: Path) -> None:
+        write_tokenizer(directory)
+        self.tokenizer = Tokenizer.from_directory(directory)
+        self.grammars = Grammars(directory, vocab_size=VOCAB, eos_token_ids=(EOS_TOKEN_ID,))
+
+    def tokens(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of an output, whose eos token shows if it is not at the end."""
+        end = len(tokens) - (tokens[-1:] == [EOS_TOKEN_ID])
+        return self.tokenizer.decode(tokens[:end], skip_special_tokens=False)
+
+
+def params(**changes: Any) -> SamplingParams:
+    fields = {"max_tokens": 600, "seed": 1, "eos_token_ids": (EOS_TOKEN_ID,), **changes}
+    return SamplingParams(**fields)
+
+
+class Bench:
+    """A table with sequences whose prompts are computed, and their sampler."""
+
+    def __init__(self, checkpoint: Checkpoint, *asked: SamplingParams) -> None:
+        self.checkpoint = checkpoint
+        self.table = SequenceTable(Limits(MAX_LEN, 4, 1, VOCAB))
+        self.sampler = Sampler(self.table, ops, checkpoint.grammars)  # type: ignore[arg-type]
+        self.refused: dict[int, str] = {}
+        for seq_id, each in enumerate(asked):
+            self.admit(seq_id, each)
+
+    def admit(self, seq_id: int, asked: SamplingParams, output: Sequence[int] = ()) -> None:
+        """Add a sequence that has `output` already."""
+        self.table.admit(
+            NewSequence(
+                seq_id=seq_id,
+                tokens=pack_ints([*PROMPT, *output]),
+                num_prompt_tokens=len(PROMPT),
+                num_computed=0,
+                blocks=b"",
+                max_length=MAX_LEN,
+                sampling=asked,
+            )
+        )
+        row = self.table.rows_of(np.array([seq_id]))
+        self.table.commit(row, np.array([len(PROMPT) + len(output)]))
+
+    def forget(self, seq_id: int) -> None:
+        self.table.forget(seq_id)
+        self.sampler.end(seq_id)
+
+    def output(self, seq_id: int) -> list[int]:
+        """Return what a sequence has generated."""
+        (row,) = self.table.rows_of(np.array([seq_id]))
+        output: list[int] = self.table.tokens[row, len(PROMPT) : self.table.num_known[row]].tolist()
+        return output
+
+    def step(self, seq_ids: Sequence[int], logits: torch.Tensor) -> list[int]:
+        """Sample a token for each sequence from its row; return the sequences that failed."""
+        ids = np.array(seq_ids)
+        rows = self.table.rows_of(ids)
+        asked = self.sampler.ask(Sampled(rows, ids))
+        drawn = [each.numpy() for each in self.sampler.draw(logits, asked)]
+        self.table.fill(self.table.reserve(rows), drawn[0])
+        self.table.commit(rows, np.ones(len(rows), dtype=np.int64))
+        answer = self.sampler.answer(asked, drawn, self.sampler.judge(asked, drawn))
+        assert not answer.errors
+        self.refused |= answer.refused
+        return list(answer.refused)
+
+    def run(self, seq_ids: Sequence[int], *, seed: int = 0, closing: float = 4.0) -> None:
+        """Sample until every sequence has ended or failed.
+
+        `closing` is added to the logits of what ends strings, numbers, lists and objects (twice for
+        a string's quote): else random texts have no end.
+        """
+        likely = [EOS_TOKEN_ID, *self.checkpoint.tokens('"}]by')]
+        quote = self.checkpoint.tokens('"')
+        running = list(seq_ids)
+        step = 0
+        while running:
+            rng = torch.Generator().manual_seed(seed * 1000 + step)
+            logits = torch.randn(len(running), VOCAB, generator=rng) * 1.5
+            logits[:, likely] += closing
+            logits[:, quote] += closing
+            failed = self.step(running, logits)
+            running = [
+                each
+                for each in running
+                if each not in failed and self.output(each)[-1] != EOS_TOKEN_ID
+            ]
+            step += 1
+            assert step < MAX_LEN - len(PROMPT), [self.text(each) for each in running]
+
+    def text(self, seq_id: int) -> str:
+        return self.checkpoint.text(self.output(seq_id))

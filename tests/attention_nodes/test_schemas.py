@@ -1,0 +1,179 @@
+"""Texts sampled at temperature 1 from random logits are valid for the schemas that made them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from datetime import datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import jsonschema
+import pytest
+from jsonschema import Draft202012Validator, FormatChecker
+
+from server.gateway.requests.grammars import grammar_of, json_grammar
+from server.gateway.requests.schema import decode_completion
+from tests.attention_nodes.constrained import Bench, Checkpoint, params
+from tests.attention_nodes.schemas import REFUSED, Schema, all_schemas
+from topspin.errors import InvalidRequest
+
+NUM_SEEDS = 2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint(tmp_path_factory.mktemp("tokenizer"))
+
+
+# Those of the formats that the library checks only with packages of others.
+FORMATS = FormatChecker(formats=Draft202012Validator.FORMAT_CHECKER.checkers)
+
+
+@FORMATS.checks("date-time", raises=ValueError)
+def _is_date_time(value: object) -> bool:
+    # The standard has leap seconds, Python has not.
+    return not isinstance(value, str) or bool(
+        datetime.fromisoformat(value.upper().replace(":60", ":59"))
+    )
+
+
+@FORMATS.checks("time", raises=ValueError)
+def _is_time(value: object) -> bool:
+    return not isinstance(value, str) or _is_date_time(f"2000-01-01T{value}")
+
+
+@FORMATS.checks("uri", raises=ValueError)
+def _is_uri(value: object) -> bool:
+    return not isinstance(value, str) or bool(urlsplit(value).scheme)
+
+
+@FORMATS.checks("duration")
+def _is_duration(value: object) -> bool:
+    parts = r"P(?!$)(\d+Y)?(\d+M)?(\d+W)?(\d+D)?(T(?!$)(\d+H)?(\d+M)?(\d+S)?)?"
+    return not isinstance(value, str) or bool(re.fullmatch(parts, value))
+
+
+@FORMATS.checks("hostname")
+def _is_hostname(value: object) -> bool:
+    label = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+    return not isinstance(value, str) or bool(re.fullmatch(rf"{label}(\.{label})*", value))
+
+
+def validator(schema: Schema) -> jsonschema.protocols.Validator:
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema, format_checker=FORMATS)
+
+
+def test_texts_follow_their_schemas(checkpoint: Checkpoint) -> None:
+    schemas = list(all_schemas())
+    assert len(schemas) > 300
+    grammars = [json_grammar(schema, param="schema") for _, schema in schemas]
+    asked = [params(grammar=each, seed=seed) for seed in range(NUM_SEEDS) for each in grammars]
+    bench = Bench(checkpoint, *asked)
+    bench.run(range(len(asked)))
+    assert bench.refused == {}
+    wrong = []
+    different = set()
+    for idx in range(len(asked)):
+        name, schema = schemas[idx % len(schemas)]
+        text = bench.text(idx)
+        different.add(text)
+        try:
+            validator(schema).validate(json.loads(text))
+        except (ValueError, jsonschema.ValidationError) as error:
+            wrong.append((name, text, str(error).splitlines()[0]))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert len(different) > len(schemas)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_kept_is_refused_by_name(reason: str) -> None:
+    schemas = [REFUSED[reason]]
+    if reason != "x-guidance":  # options are those of the whole schema
+        schemas.append({"type": "object", "properties": {"a": REFUSED[reason]}, "required": ["a"]})
+    for schema in schemas:
+        with pytest.raises(InvalidRequest) as raised:
+            json_grammar(schema, param="the.schema")
+        assert raised.value.param is not None
+        assert raised.value.param.startswith("the.schema")
+        assert reason in str(raised.value)
+
+
+def test_blanks_are_bounded(checkpoint: Checkpoint) -> None:
+    """However likely a model finds them."""
+    grammar = json_grammar({"type": "array", "items": {"type": "null"}, "maxItems": 2}, param="s")
+    blanks = checkpoint.tokens(" \n\t")
+    for seed in range(20):
+        bench = Bench(checkpoint, params(grammar=grammar, logit_bias=dict.fromkeys(blanks, 20.0)))
+        bench.run([0], seed=seed)
+        text = bench.text(0)
+        assert json.loads(text) in ([], [None], [None, None])
+        assert len(text) <= len("[null,null]") + 6 * 25
+
+
+def asked_of(**outputs: Any) -> str:
+    body = {"model": "m", "prompt": "p", "structured_outputs": outputs}
+    return grammar_of(decode_completion(json.dumps(body).encode()).body)
+
+
+PATTERNS = [
+    r"[0-9]{2,4}",
+    r"(yes|no|maybe)!?",
+    r"[0-9]+(\.[0-9]{1,2})? (EUR|USD)",
+    r"[^a-z\n]{3}",
+    r"a?b*c+",
+    r"(?i)hello",
+    r'"[^"]*"',
+    r"/[a-z]+/",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_regex(checkpoint: Checkpoint, pattern: str) -> None:
+    grammar = asked_of(regex=pattern)
+    bench = Bench(checkpoint, *(params(grammar=grammar, seed=seed) for seed in range(8)))
+    bench.run(range(8))
+    for seq_id in range(8):
+        assert re.fullmatch(pattern, bench.text(seq_id)), bench.text(seq_id)
+
+
+def test_choice(checkpoint: Checkpoint) -> None:
+    rng = random.Random(0)
+    letters = 'ab"\\\n\t/ {}[]|()*+?.^$üé€😀\u2028'
+    choices = ["".join(rng.choices(letters, k=rng.randrange(1, 6))) for _ in range(40)]
+    grammar = asked_of(choice=choices)
+    bench = Bench(checkpoint, *(params(grammar=grammar, seed=seed) for seed in range(80)))
+    bench.run(range(80), closing=0.0)
+    found = {bench.text(seq_id) for seq_id in range(80)}
+    assert found <= set(choices)
+    assert len(found) > 15
+
+
+LARK = """
+start: sum
+sum: product (("+" | "-") product)*
+product: atom ("*" atom)?
+atom: NUMBER | "(" sum ")"
+NUMBER: /[1-9][0-9]?/
+"""
+EBNF = """
+root ::= product (("+" | "-") product)*
+product ::= atom ("*" atom)?
+atom ::= number | "(" root ")"
+number ::= [1-9] [0-9]?
+"""
+
+
+@pytest.mark.parametrize("grammar", [LARK, EBNF], ids=["lark", "ebnf"])
+def test_grammars_of_clients(checkpoint: Checkpoint, grammar: str) -> None:
+    """Python evaluates what they make."""
+    asked = asked_of(grammar=grammar)
+    bench = Bench(checkpoint, *(params(grammar=asked, seed=seed) for seed in range(30)))
+    bench.run(range(30), closing=3.0)
+    texts = [bench.text(seq_id) for seq_id in range(30)]
+    for text in texts:
+        assert isinstance(eval(text, {"__builtins__": {}}), int), text
+    assert any("(" in text for text in texts)
+    assert any("*" in text for text in texts)
