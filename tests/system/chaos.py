@@ -13,7 +13,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,8 @@ class Watched:
 class Streams:
     """Completion streams of all prompts at once, each in a thread.
 
-    With `num_logprobs` every token comes with that many log-probabilities, and its own.
+    With `num_logprobs` every token comes with that many log-probabilities, and its own. `fields`
+    are added to every request.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Streams:
         num_tokens: int,
         *,
         num_logprobs: int | None = None,
+        fields: Mapping[str, object] | None = None,
     ) -> None:
         self.watched = [Watched(prompt) for prompt in prompts]
         self._url = url
         self._num_tokens = num_tokens
         self._num_logprobs = num_logprobs
+        self._fields = fields or {}
         self._arrived = threading.Semaphore(0)
         self._threads = [
             threading.Thread(target=self._run, args=(watched,)) for watched in self.watched
@@ -72,6 +75,7 @@ class Streams:
             "stream": True,
             "return_token_ids": True,
             "logprobs": self._num_logprobs,
+            **self._fields,
         }
         url = f"{self._url}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=STREAM_TIMEOUT_S) as response:
