@@ -8,7 +8,7 @@ step's masks and bans; knows no logits. Called by sampler.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -52,12 +52,30 @@ class _State:
     refusal: str = ""
 
 
-@dataclass(slots=True)
 class _Masks:
-    """The masks of a step: the rows, and each row's mask, words i32."""
+    """The masks of a step: `rows`, and of each its mask in `bits` i32[most rows, words].
 
-    rows: list[int] = field(default_factory=list)
-    bits: list[Words] = field(default_factory=list)
+    `address` is that of the bits, all of which are 0 before: numpy takes longer to tell each row's
+    than a mask takes to be computed.
+    """
+
+    def __init__(self, most: int, num_words: int) -> None:
+        self.rows: list[int] = []
+        self.bits: Words = np.zeros((most, num_words), dtype=np.int32)
+        self.row_bytes = self.bits.strides[0]
+        self._address = torch.from_numpy(self.bits).data_ptr()
+
+    def add(self, row: int) -> int:
+        """Add a row and return the address of its mask."""
+        self.rows.append(row)
+        return self._address + self.row_bytes * (len(self.rows) - 1)
+
+    def allowed(self, num_words: int) -> AllowedTokens | None:
+        """Return the masks, without what a tokenizer has beyond `num_words`."""
+        if not self.rows:
+            return None
+        bits = torch.from_numpy(self.bits[: len(self.rows), :num_words])
+        return AllowedTokens(torch.tensor(self.rows), bits)
 
 
 def is_constrained(params: SamplingParams) -> bool:
@@ -94,7 +112,7 @@ class Constraints:
         if not constrained:
             return Constrained(None, [], {})
         drafts = {each.first: each.draft for each in drafted}
-        masks = _Masks()
+        masks = _Masks(len(constrained), self._mask_words(params))
         banned: list[tuple[int, int]] = []
         refused: dict[int, str] = {}
         end_of_draft = 0
@@ -112,11 +130,14 @@ class Constraints:
             self._mask(idx, state, draft, masks)
             if state.refusal:
                 refused[seq_id] = state.refusal
-        allowed = None
-        if masks.rows:
-            bits = torch.from_numpy(np.stack(masks.bits))
-            allowed = AllowedTokens(torch.tensor(masks.rows), bits)
-        return Constrained(allowed, banned, refused)
+        return Constrained(masks.allowed(self._num_words), banned, refused)
+
+    def _mask_words(self, params: Sequence[SamplingParams]) -> int:
+        """Return how many words a matcher writes, of which there may be more than logits need."""
+        grammars = self._grammars
+        if grammars is None or not any(each.grammar for each in params):
+            return self._num_words
+        return max(self._num_words, grammars.num_words)
 
     def _begin(self, row: int, params: SamplingParams) -> _State:
         state = _State(int(self._table.num_prompt[row]))
@@ -153,9 +174,9 @@ class Constraints:
         matcher = state.matcher
         if matcher is None:
             if state.allowed is not None:
-                num_rows = 1 if draft is None else 1 + len(draft.tokens)
-                masks.rows += range(idx, idx + num_rows)
-                masks.bits += [state.allowed] * num_rows
+                for row in range(idx, idx + 1 + (0 if draft is None else len(draft.tokens))):
+                    masks.add(row)
+                    masks.bits[len(masks.rows) - 1, : self._num_words] = state.allowed
             return
         self._add(idx, matcher, state, masks)
         if draft is None:
@@ -176,15 +197,11 @@ class Constraints:
 
     def _add(self, idx: int, matcher: LLMatcher, state: _State, masks: _Masks) -> None:
         """Add the mask of the matcher's state for row `idx`."""
-        assert self._grammars is not None
-        bits = np.zeros(self._grammars.num_words, dtype=np.int32)
-        matcher.unsafe_compute_mask_ptr(torch.from_numpy(bits).data_ptr(), bits.nbytes)
+        matcher.unsafe_compute_mask_ptr(masks.add(idx), masks.row_bytes)
         if matcher.is_error():
             state.refusal = _refusal(matcher)
-            return
-        bits = bits[: self._num_words]
-        masks.rows.append(idx)
-        masks.bits.append(bits if state.allowed is None else bits & state.allowed)
+        elif state.allowed is not None:
+            masks.bits[len(masks.rows) - 1, : self._num_words] &= state.allowed
 
     def _bad_words(
         self, row: int, idx: int, params: SamplingParams, draft: Draft | None

@@ -59,7 +59,9 @@ class Grammars:
 
     @property
     def num_words(self) -> int:
-        """Return how many i32 a mask of the tokenizer's vocabulary has."""
+        """Return how many i32 a matcher's mask has; 0 without a tokenizer, and so without any."""
+        if self._tokenizer.exception() is not None:
+            return 0
         return -(-self._tokenizer.result().vocab_size // 32)
 
     def matcher(self, grammar: str) -> LLMatcher:

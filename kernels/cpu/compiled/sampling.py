@@ -127,10 +127,14 @@ def _first_of(scores: int, vocab: int, best: np.float32) -> int:
 
 
 @inlined
-def _copy(source: int, target: int, count: int) -> None:
+def _copy(source: int, target: int, count: int, mask: int) -> None:
+    """Copy scores; those that a mask, if there is one, does not allow become -inf, and stay so."""
     for begin in range(0, count, simd.LANES):
         left = count - begin
         number = vectors.load_first_f32(source + 4 * begin, left)
+        if mask:
+            bits = simd.read_i32(mask + 4 * (begin // 32)) >> begin % 32
+            number = vectors.keep_bits(number, bits, _LOWEST)
         vectors.store_first_f32(target + 4 * begin, number, left)
 
 
@@ -174,7 +178,7 @@ def _penalise(block: int, row: int, scores: int, counts: int) -> None:
 def _process(block: int, row: int, logits: int, scores: int) -> None:
     """Write the scores of a row's logits; behind them there is room for counts."""
     vocab = simd.read_i64(block + VOCAB)
-    _copy(logits, scores, vocab)
+    _copy(logits, scores, vocab, simd.read_i64(simd.read_i64(block + MASKS) + 8 * row))
     _penalise(block, row, scores, scores + 4 * _padded(vocab))
     for idx in range(simd.read_i64(block + NUM_BIASES)):
         if simd.read_i64(simd.read_i64(block + BIAS_ROWS) + 8 * idx) == row:
@@ -185,15 +189,6 @@ def _process(block: int, row: int, logits: int, scores: int) -> None:
         if simd.read_i64(simd.read_i64(block + BAN_ROWS) + 8 * idx) == row:
             token = simd.read_i64(simd.read_i64(block + BAN_IDS) + 8 * idx)
             simd.write_f32(scores + 4 * token, _LOWEST)
-    mask = simd.read_i64(simd.read_i64(block + MASKS) + 8 * row)
-    if mask:
-        for begin in range(0, vocab, simd.LANES):
-            left = vocab - begin
-            bits = simd.read_i32(mask + 4 * (begin // 32)) >> begin % 32
-            score = vectors.load_first_f32(scores + 4 * begin, left)
-            vectors.store_first_f32(
-                scores + 4 * begin, vectors.keep_bits(score, bits, _LOWEST), left
-            )
 
 
 @inlined
