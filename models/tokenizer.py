@@ -151,6 +151,10 @@ class Tokenizer:
         """Return one token as text for logprobs; an incomplete character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
+    def vocabulary_entry(self, token_id: int) -> str:
+        """Return one token as the vocabulary writes it (`Ġhello`); empty if there is none."""
+        return self._backend.id_to_token(token_id) or ""
+
     def is_lone_byte(self, token_id: int) -> bool:
         """Return whether the token is a byte-fallback byte such as `<0xE4>`."""
         if not self._alphabet.has_byte_fallback:

@@ -31,6 +31,7 @@ from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.operations.tracing import trace_route
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.tools import MessageFormats
+from server.gateway.tokenization import TokenizationHandler
 from topspin import __version__
 from topspin.errors import EngineError, InvalidRequest, TopspinError
 
@@ -66,6 +67,9 @@ def create_app(
         metrics=metrics,
         formats=formats,
     )
+    tokenization = TokenizationHandler(
+        engine=engine, model=model, tokenizer=tokenizer, template=template, threads=handler.threads
+    )
     app = FastAPI(
         title="Topspin",
         version=__version__,
@@ -81,6 +85,8 @@ def create_app(
                 handler.stored_response,
                 methods=["GET", "DELETE"],
             ),
+            Route("/tokenize", tokenization.tokenize, methods=["POST"]),
+            Route("/detokenize", tokenization.detokenize, methods=["POST"]),
             *_model_routes(engine, model),
             *_operation_routes(engine, metrics, ProgressWatch(progress_deadline_s)),
             trace_route(engine),

@@ -39,10 +39,10 @@ class UnsupportedMediaType(RequestError):
     status = 415
 
 
-async def read_json_body(request: Request) -> bytes:
+async def read_json_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """Return a body declared as JSON; raises as `check_media_type` and `read_body`."""
     check_media_type(request)
-    return await read_body(request)
+    return await read_body(request, max_bytes=max_bytes)
 
 
 def check_media_type(request: Request) -> None:

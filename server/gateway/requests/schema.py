@@ -54,9 +54,24 @@ NonEmpty = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_STRUCTURED_CHOICES)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 
+# How the OpenAPI document names a schema.
+SCHEMA_REF = "#/components/schemas/{name}"
+_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_TEXT_SCHEMA = {"type": "string", "minLength": 1}
+PROMPT_SCHEMA: dict[str, object] = {
+    "anyOf": [
+        _TEXT_SCHEMA,
+        _IDS_SCHEMA,
+        {"type": "array", "minItems": 1, "items": _TEXT_SCHEMA},
+        {"type": "array", "minItems": 1, "items": _IDS_SCHEMA},
+    ]
+}
+
 _Value = TypeVar("_Value")
 _IGNORED = Meta(extra={"is_ignored": True})
-_NULL = Raw(b"null")
+_NOT_GIVEN = Raw(b"null")
+# As a factory: msgspec cannot show a default of this type in a JSON schema.
+_NULL: Any = msgspec.field(default_factory=lambda: _NOT_GIVEN)
 
 # A field of this type is checked for its JSON type and has no effect on the answer.
 Ignored = Annotated[_Value | None, _IGNORED]
@@ -67,6 +82,12 @@ NonEmptyList = Annotated[list[Raw], Meta(min_length=1)]
 def neutral(*values: object) -> Meta:
     """Mark a Raw field as refused unless it has one of `values`, which change nothing."""
     return Meta(extra={"neutral": values})
+
+
+def items_of(name: str) -> Meta:
+    """Describe a Raw field as a list, not empty, of the schema `name`."""
+    items = {"$ref": SCHEMA_REF.format(name=name)}
+    return Meta(extra_json_schema={"type": "array", "minItems": 1, "items": items})
 
 
 # A field of one of these types is refused unless null, false, or an empty value.
@@ -301,7 +322,8 @@ class ChatMessage(Fields, kw_only=True, frozen=True):
 class ChatBody(GenerationBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions, and what other APIs of chats are translated to."""
 
-    messages: Raw  # may be long: decode_chat decodes it message by message
+    # May be long: decode_chat decodes it message by message.
+    messages: Annotated[Raw, items_of("ChatMessage")]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
@@ -347,7 +369,8 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
 class CompletionBody(GenerationBody, kw_only=True, frozen=True):
     """POST /v1/completions."""
 
-    prompt: Raw  # may be long: server.gateway.requests.prompts decodes it piece by piece
+    # May be long: server.gateway.requests.prompts decodes it piece by piece.
+    prompt: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     include_reasoning: Ignored[bool] = None
@@ -444,7 +467,7 @@ def check_fields(fields: Fields, *, param: str = "", shown: str = "") -> dict[st
     classes = field_classes(type(fields))
     for name, neutral_values in classes.refused.items():
         raw: Raw = getattr(fields, name)
-        if raw is not _NULL:
+        if raw is not _NOT_GIVEN:
             _refuse_set(raw, param=f"{param}{name}", neutral_values=neutral_values)
     return {shown + name: None for name in classes.ignored if getattr(fields, name) is not None}
 
