@@ -26,6 +26,7 @@ from server.gateway.engine_client import ClientGone, EngineClient
 from server.gateway.errors import ModelNotFound, error_response, truncated
 from server.gateway.handler import GenerationHandler
 from server.gateway.http.exchange import Exchanges
+from server.gateway.openapi.routes import documentation_routes
 from server.gateway.operations.health import ProgressWatch
 from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.operations.tracing import trace_route
@@ -90,6 +91,7 @@ def create_app(
             *_model_routes(engine, model),
             *_operation_routes(engine, metrics, ProgressWatch(progress_deadline_s)),
             trace_route(engine),
+            *documentation_routes(),
         ],
         middleware=_cross_origin(allowed_origins),
         exception_handlers={

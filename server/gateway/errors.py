@@ -8,6 +8,7 @@ the application's exception handlers and by streams that fail half-way.
 from __future__ import annotations
 
 import logging
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -73,11 +74,28 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorObject
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class AnthropicError(msgspec.Struct, frozen=True, kw_only=True):
+    """Anthropic's error object; the message names the field."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole body of a failed request to /v1/messages."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicError
+
+
+_Body = TypeVar("_Body", ErrorBody, AnthropicErrorBody)
+
+
+class Failure(msgspec.Struct, Generic[_Body], frozen=True, kw_only=True):
     """A failure ready to be sent: as a response, or as an event of a running stream."""
 
     status: int
-    body: ErrorBody
+    body: _Body
 
     def encode(self) -> bytes:
         """Return the body as JSON."""
@@ -89,7 +107,7 @@ def truncated(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def describe(error: Exception) -> Failure:
+def describe(error: Exception) -> Failure[ErrorBody]:
     """Return the status and the body that a client gets for `error`.
 
     The texts of RequestError, EngineUnavailable and HTTPException are written for clients. For
@@ -117,20 +135,7 @@ def _public_message(error: TopspinError) -> str:
     return PUBLIC_MESSAGES.get(error.code, INTERNAL_ERROR)
 
 
-class AnthropicFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A failure as Anthropic's API shows it, the name of the field in the message."""
-
-    status: int
-    type: str
-    message: str
-
-    def encode(self) -> bytes:
-        """Return the body as JSON."""
-        error = {"type": self.type, "message": self.message}
-        return msgspec.json.encode({"type": "error", "error": error})
-
-
-def describe_to_anthropic(error: Exception) -> AnthropicFailure:
+def describe_to_anthropic(error: Exception) -> Failure[AnthropicErrorBody]:
     """Return the status and the body that a client of /v1/messages gets for `error`."""
     failure = describe(error)
     kind = ANTHROPIC_TYPES.get(failure.status)
@@ -139,11 +144,13 @@ def describe_to_anthropic(error: Exception) -> AnthropicFailure:
     message, param = failure.body.error.message, failure.body.error.param
     if param is not None and param not in message:
         message = f"{param}: {message}"
-    return AnthropicFailure(status=failure.status, type=kind, message=message)
+    body = AnthropicErrorBody(error=AnthropicError(type=kind, message=message))
+    return Failure(status=failure.status, body=body)
 
 
 def error_response(error: Exception, *, to_anthropic: bool = False) -> Response:
     """Return the HTTP response for `error`, in OpenAI's shape or in Anthropic's."""
+    failure: Failure[AnthropicErrorBody] | Failure[ErrorBody]
     failure = describe_to_anthropic(error) if to_anthropic else describe(error)
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
     if failure.status == 503:
@@ -156,7 +163,9 @@ def error_response(error: Exception, *, to_anthropic: bool = False) -> Response:
     )
 
 
-def _failure(status: int, *, message: str, param: str | None, code: str | None) -> Failure:
+def _failure(
+    status: int, *, message: str, param: str | None, code: str | None
+) -> Failure[ErrorBody]:
     return Failure(
         status=status,
         body=ErrorBody(

@@ -21,11 +21,11 @@ from models.chat_template import ChatTemplate
 from models.tokenizer import IncrementalDetokenizer, Tokenizer
 from server.gateway.answers.generation import ChoiceText, Delta
 from server.gateway.answers.prompts import Prompt
-from server.gateway.answers.replies.anthropic import MessagesReplies
+from server.gateway.answers.replies.anthropic import MessagesReplies, TokenCount
 from server.gateway.answers.replies.base import Choice, Replies, ReplyHead
 from server.gateway.answers.replies.chat import ChatReplies
 from server.gateway.answers.replies.completions import CompletionReplies
-from server.gateway.answers.replies.responses import ResponsesReplies
+from server.gateway.answers.replies.responses import ResponseDeleted, ResponsesReplies
 from server.gateway.answers.response_store import ResponseStore
 from server.gateway.answers.run import Run
 from server.gateway.answers.streaming import EventStream
@@ -127,8 +127,8 @@ class GenerationHandler:
         response_id = request.path_params["response_id"]
         if request.method == "DELETE":
             self.responses.remove(response_id)
-            gone = {"id": response_id, "object": "response", "deleted": True}
-            return Response(msgspec.json.encode(gone), media_type="application/json")
+            gone = msgspec.json.encode(ResponseDeleted(id=response_id))
+            return Response(gone, media_type="application/json")
         body = self.responses.get(response_id).body
         return Response(body, media_type="application/json")
 
@@ -136,7 +136,7 @@ class GenerationHandler:
         """Answer POST /v1/messages/count_tokens: the prompt's tokens, without generating any."""
         prepared = await self._prepared(request, self._prepare_count)
         [prompt] = prepared.prompts
-        body = msgspec.json.encode({"input_tokens": len(prompt.ids)})
+        body = msgspec.json.encode(TokenCount(input_tokens=len(prompt.ids)))
         return _with_ignored(Response(body, media_type="application/json"), prepared)
 
     def _prepare_chat(self, data: bytes) -> Prepared:

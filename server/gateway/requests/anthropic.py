@@ -16,8 +16,10 @@ from server.gateway.requests.decoding import decode, decode_each
 from server.gateway.requests.prompts import BILLING_PREFIX
 from server.gateway.requests.sampling_defaults import PositiveCount, TopK, TopP
 from server.gateway.requests.schema import (
+    ABSENT,
     MAX_STOP_STRINGS,
     MAX_TOOLS,
+    NOT_GIVEN,
     ChatBody,
     ChatMessage,
     DecodedChat,
@@ -40,10 +42,9 @@ from server.gateway.requests.schema import (
     ToolFunction,
     ToolName,
     check_fields,
+    items_of,
 )
 from topspin.errors import InvalidRequest
-
-_NULL = Raw(b"null")
 
 
 class TextBlock(Fields, kw_only=True, frozen=True, tag="text"):
@@ -145,7 +146,7 @@ class PromptFields(Fields, kw_only=True, frozen=True):
     """The fields that say what the model gets: those of /v1/messages/count_tokens."""
 
     model: str
-    messages: Raw  # may be long: decoded message by message
+    messages: Annotated[Raw, items_of("InputMessage")]  # may be long: decoded one by one
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
@@ -154,7 +155,7 @@ class PromptFields(Fields, kw_only=True, frozen=True):
     output_format: OutputFormat | None = None
     cache_control: Ignored[Object] = None
     context_management: Ignored[Object] = None
-    mcp_servers: RefusedList = _NULL
+    mcp_servers: RefusedList = ABSENT
 
 
 class MessagesBody(PromptFields, kw_only=True, frozen=True):
@@ -175,7 +176,7 @@ class MessagesBody(PromptFields, kw_only=True, frozen=True):
     speed: Ignored[str] = None
     user_profile_id: Ignored[str] = None
     workspace_id: Ignored[str] = None
-    container: Refused = _NULL
+    container: Refused = ABSENT
 
 
 def decode_messages(data: bytes) -> DecodedChat:
@@ -226,7 +227,7 @@ def _chat(body: PromptFields) -> ChatBody:
     output = config.format or body.output_format
     return ChatBody(
         model=body.model,
-        messages=_NULL,
+        messages=NOT_GIVEN,
         tools=[_tool(tool) for tool in body.tools] if body.tools else None,
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),

@@ -16,7 +16,10 @@ from msgspec import Meta, Raw
 from server.gateway.requests.decoding import decode, decode_each
 from server.gateway.requests.sampling_defaults import MinP, PositiveCount, Temperature, TopK, TopP
 from server.gateway.requests.schema import (
+    ABSENT,
     MAX_TOOLS,
+    NOT_GIVEN,
+    SCHEMA_REF,
     ChatBody,
     ChatMessage,
     DecodedChat,
@@ -43,7 +46,6 @@ from server.gateway.requests.schema import (
 )
 from topspin.errors import InvalidRequest
 
-_NULL = Raw(b"null")
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -150,11 +152,24 @@ class ResponseStreamOptions(Fields, kw_only=True, frozen=True):
     include_obfuscation: Ignored[bool] = None
 
 
+ITEMS = (MessageItem, CallItem, CallOutputItem, ReasoningItem)
+INPUT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {"anyOf": [{"$ref": SCHEMA_REF.format(name=each.__name__)} for each in ITEMS]},
+        },
+    ]
+}
+
+
 class ResponsesBody(Fields, kw_only=True, frozen=True):
     """POST /v1/responses; the fields from `top_k` on are vLLM's and Topspin's."""
 
     model: str
-    input: Raw  # may be long: decoded item by item
+    input: Annotated[Raw, Meta(extra_json_schema=INPUT_SCHEMA)]  # may be long: decoded by items
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
@@ -186,11 +201,11 @@ class ResponsesBody(Fields, kw_only=True, frozen=True):
     service_tier: Ignored[str] = None
     stream_options: ResponseStreamOptions | None = None
     user: Ignored[str] = None
-    background: RefusedSwitch = _NULL
-    conversation: Refused = _NULL
-    moderation: Refused = _NULL
-    prompt: Refused = _NULL
-    truncation: Annotated[Raw, neutral("disabled")] = _NULL
+    background: RefusedSwitch = ABSENT
+    conversation: Refused = ABSENT
+    moderation: Refused = ABSENT
+    prompt: Refused = ABSENT
+    truncation: Annotated[Raw, neutral("disabled")] = ABSENT
 
 
 class DecodedResponse(NamedTuple):
@@ -300,7 +315,7 @@ def _chat(body: ResponsesBody) -> ChatBody:
         )
     return ChatBody(
         model=body.model,
-        messages=_NULL,
+        messages=NOT_GIVEN,
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,

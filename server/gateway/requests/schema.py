@@ -69,9 +69,9 @@ PROMPT_SCHEMA: dict[str, object] = {
 
 _Value = TypeVar("_Value")
 _IGNORED = Meta(extra={"is_ignored": True})
-_NOT_GIVEN = Raw(b"null")
+NOT_GIVEN = Raw(b"null")
 # As a factory: msgspec cannot show a default of this type in a JSON schema.
-_NULL: Any = msgspec.field(default_factory=lambda: _NOT_GIVEN)
+ABSENT: Any = msgspec.field(default_factory=lambda: NOT_GIVEN)
 
 # A field of this type is checked for its JSON type and has no effect on the answer.
 Ignored = Annotated[_Value | None, _IGNORED]
@@ -141,7 +141,7 @@ class ResponseFormat(Fields, kw_only=True, frozen=True):
 class StructuredOutputs(Fields, kw_only=True, frozen=True):
     """vLLM's `structured_outputs`, one of whose fields is given."""
 
-    json: Raw = _NULL
+    json: Raw = ABSENT
     regex: NonEmpty | None = None
     choice: Choices | None = None
     grammar: NonEmpty | None = None
@@ -210,28 +210,28 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     session_id: Ignored[str] = None
     spaces_between_special_tokens: Ignored[bool] = None
     stream_interval: Ignored[int] = None
-    kv_transfer_params: RefusedObject = _NULL
-    logprob_token_ids: Refused = _NULL
-    repetition_detection: Refused = _NULL
-    return_tokens_as_token_ids: RefusedSwitch = _NULL
-    thinking_token_budget: Annotated[Raw, neutral(-1)] = _NULL
-    truncation_side: Annotated[Raw, neutral("left")] = _NULL
-    use_beam_search: RefusedSwitch = _NULL
-    vllm_xargs: RefusedObject = _NULL
+    kv_transfer_params: RefusedObject = ABSENT
+    logprob_token_ids: Refused = ABSENT
+    repetition_detection: Refused = ABSENT
+    return_tokens_as_token_ids: RefusedSwitch = ABSENT
+    thinking_token_budget: Annotated[Raw, neutral(-1)] = ABSENT
+    truncation_side: Annotated[Raw, neutral("left")] = ABSENT
+    use_beam_search: RefusedSwitch = ABSENT
+    vllm_xargs: RefusedObject = ABSENT
     # llama.cpp's
     cache_prompt: Ignored[bool] = None
     id_slot: Ignored[int] = None
     return_progress: Ignored[bool] = None
     timings_per_token: Ignored[bool] = None
-    dry_multiplier: Annotated[Raw, neutral(0)] = _NULL
-    dynatemp_range: Annotated[Raw, neutral(0)] = _NULL
-    grammar: Annotated[Raw, neutral("")] = _NULL
-    json_schema: RefusedObject = _NULL
-    mirostat: Annotated[Raw, neutral(0)] = _NULL
-    n_probs: Annotated[Raw, neutral(0)] = _NULL
-    repeat_penalty: Annotated[Raw, neutral(1)] = _NULL
-    typical_p: Annotated[Raw, neutral(1)] = _NULL
-    xtc_probability: Annotated[Raw, neutral(0)] = _NULL
+    dry_multiplier: Annotated[Raw, neutral(0)] = ABSENT
+    dynatemp_range: Annotated[Raw, neutral(0)] = ABSENT
+    grammar: Annotated[Raw, neutral("")] = ABSENT
+    json_schema: RefusedObject = ABSENT
+    mirostat: Annotated[Raw, neutral(0)] = ABSENT
+    n_probs: Annotated[Raw, neutral(0)] = ABSENT
+    repeat_penalty: Annotated[Raw, neutral(1)] = ABSENT
+    typical_p: Annotated[Raw, neutral(1)] = ABSENT
+    xtc_probability: Annotated[Raw, neutral(0)] = ABSENT
 
 
 class ContentPart(Fields, kw_only=True, frozen=True):
@@ -241,11 +241,11 @@ class ContentPart(Fields, kw_only=True, frozen=True):
     text: str | None = None
     cache_control: Ignored[Object] = None
     annotations: Ignored[list[Raw]] = None
-    image_url: Refused = _NULL
-    video_url: Refused = _NULL
-    input_audio: Refused = _NULL
-    file: Refused = _NULL
-    refusal: Refused = _NULL
+    image_url: Refused = ABSENT
+    video_url: Refused = ABSENT
+    input_audio: Refused = ABSENT
+    file: Refused = ABSENT
+    refusal: Refused = ABSENT
 
 
 class ToolFunction(Fields, kw_only=True, frozen=True):
@@ -314,9 +314,9 @@ class ChatMessage(Fields, kw_only=True, frozen=True):
     annotations: Ignored[list[Raw]] = None
     cache_control: Ignored[Object] = None
     provider_specific_fields: Ignored[Object] = None
-    audio: Refused = _NULL
-    function_call: Refused = _NULL
-    refusal: Refused = _NULL
+    audio: Refused = ABSENT
+    function_call: Refused = ABSENT
+    refusal: Refused = ABSENT
 
 
 class ChatBody(GenerationBody, kw_only=True, frozen=True):
@@ -351,19 +351,19 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     prediction: Ignored[Object] = None
     prompt_cache_options: Ignored[Object] = None
     verbosity: Ignored[str] = None
-    audio: Refused = _NULL
-    function_call: Annotated[Raw, neutral("none", "auto")] = _NULL
-    functions: RefusedList = _NULL
-    modalities: Annotated[Raw, neutral(["text"])] = _NULL
-    moderation: Refused = _NULL
-    web_search_options: Refused = _NULL
+    audio: Refused = ABSENT
+    function_call: Annotated[Raw, neutral("none", "auto")] = ABSENT
+    functions: RefusedList = ABSENT
+    modalities: Annotated[Raw, neutral(["text"])] = ABSENT
+    moderation: Refused = ABSENT
+    web_search_options: Refused = ABSENT
     # vLLM's
-    chat_template: Refused = _NULL
-    documents: RefusedList = _NULL
-    echo: RefusedSwitch = _NULL
-    media_io_kwargs: RefusedObject = _NULL
-    mm_processor_kwargs: RefusedObject = _NULL
-    return_prompt_text: RefusedSwitch = _NULL
+    chat_template: Refused = ABSENT
+    documents: RefusedList = ABSENT
+    echo: RefusedSwitch = ABSENT
+    media_io_kwargs: RefusedObject = ABSENT
+    mm_processor_kwargs: RefusedObject = ABSENT
+    return_prompt_text: RefusedSwitch = ABSENT
 
 
 class CompletionBody(GenerationBody, kw_only=True, frozen=True):
@@ -374,8 +374,8 @@ class CompletionBody(GenerationBody, kw_only=True, frozen=True):
     logprobs: NumLogprobs | None = None
     echo: bool | None = None
     include_reasoning: Ignored[bool] = None
-    best_of: Annotated[Raw, neutral(1)] = _NULL
-    suffix: Annotated[Raw, neutral("")] = _NULL
+    best_of: Annotated[Raw, neutral(1)] = ABSENT
+    suffix: Annotated[Raw, neutral("")] = ABSENT
 
 
 class FieldClasses(NamedTuple):
@@ -467,7 +467,7 @@ def check_fields(fields: Fields, *, param: str = "", shown: str = "") -> dict[st
     classes = field_classes(type(fields))
     for name, neutral_values in classes.refused.items():
         raw: Raw = getattr(fields, name)
-        if raw is not _NOT_GIVEN:
+        if raw is not NOT_GIVEN:
             _refuse_set(raw, param=f"{param}{name}", neutral_values=neutral_values)
     return {shown + name: None for name in classes.ignored if getattr(fields, name) is not None}
 

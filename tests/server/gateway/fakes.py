@@ -280,7 +280,11 @@ class LoopbackServer(uvicorn.Server):
 
 @asynccontextmanager
 async def loopback(
-    fake: FakeEngine, *, max_request_tokens: int = MAX_REQUEST_TOKENS, **options: Any
+    fake: FakeEngine,
+    *,
+    max_request_tokens: int = MAX_REQUEST_TOKENS,
+    deadline_s: float | None = DEADLINE_S,
+    **options: Any,
 ) -> AsyncIterator[int]:
     """Serve over real sockets, in this loop; yields the port. `options` are those of make_app."""
     engine = EngineClient(fake)
@@ -290,7 +294,7 @@ async def loopback(
         server = LoopbackServer(http_config(make_app(engine, **options)))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(deadline_s):
                 yield listener.getsockname()[1]
         finally:
             server.should_exit = True

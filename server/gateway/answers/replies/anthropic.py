@@ -7,7 +7,7 @@ the other, and the message stops with its reason.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw
@@ -19,6 +19,34 @@ from server.gateway.errors import describe_to_anthropic
 from server.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 _Json = dict[str, Any]
+
+
+class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts; as Anthropic has it, the cached tokens are not among the input's."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A message; `content` are blocks of type thinking, text and tool_use."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[_Json]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
 
 
 class MessagesReplies:
@@ -104,15 +132,8 @@ class MessagesReplies:
         counts = _usage(usage.prompt_tokens, choice.num_cached_tokens, usage.completion_tokens)
         return self._encoder.encode(self._message(content=content, usage=counts, **_stop(choice)))
 
-    def _message(self, **members: object) -> _Json:
-        head = self._head
-        return {
-            "id": head.id,
-            "type": "message",
-            "role": "assistant",
-            "model": head.model,
-            **members,
-        }
+    def _message(self, **members: Any) -> MessageAnswer:
+        return MessageAnswer(id=self._head.id, model=self._head.model, **members)
 
     def _event(self, kind: str, **members: object) -> bytes:
         data = self._encoder.encode({"type": kind, **members})
@@ -144,11 +165,9 @@ def _stop(choice: Choice) -> _Json:
     return {"stop_reason": reason, "stop_sequence": stop}
 
 
-def _usage(num_prompt: int, num_cached: int, num_output: int) -> _Json:
-    """Return the counts; as Anthropic has it, the cached tokens are not among the input's."""
-    return {
-        "input_tokens": num_prompt - num_cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": num_cached,
-        "output_tokens": num_output,
-    }
+def _usage(num_prompt: int, num_cached: int, num_output: int) -> MessageUsage:
+    return MessageUsage(
+        input_tokens=num_prompt - num_cached,
+        cache_read_input_tokens=num_cached,
+        output_tokens=num_output,
+    )

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UnsetType
@@ -23,7 +23,12 @@ from server.gateway.answers.wire import Usage
 from server.gateway.errors import describe
 from server.gateway.parsing.message import Message
 from server.gateway.parsing.parts import CallArguments, CallBegin, Content, Reasoning
-from server.gateway.requests.responses import ResponsesBody, TextFormat
+from server.gateway.requests.responses import (
+    FunctionChoice,
+    FunctionTool,
+    ResponsesBody,
+    TextFormat,
+)
 from topspin.messages import SamplingParams
 
 _Json = dict[str, Any]
@@ -33,6 +38,56 @@ _KINDS = {
     "reasoning": ("rs", "response.reasoning_text"),
     "function_call": ("fc", "response.function_call_arguments"),
 }
+
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """A response; `output` are items of type reasoning, message and function_call."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None
+    status: Status
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[_Json]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    store: bool
+    temperature: float
+    text: dict[str, _Json]
+    tool_choice: str | FunctionChoice
+    tools: list[FunctionTool]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None
+    metadata: dict[str, str]
+
+
+class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to the removal of a stored response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 @dataclass(kw_only=True, slots=True)
@@ -170,7 +225,7 @@ class ResponsesReplies:
         """Return the event with the whole response."""
         [choice] = choices
         response = self._ended(choice, usage)
-        return self._event(f"response.{response['status']}", response=response)
+        return self._event(f"response.{response.status}", response=response)
 
     def failed(self, error: Exception) -> bytes:
         """Return the event of a response that failed."""
@@ -203,10 +258,10 @@ class ResponsesReplies:
         found = chat_logprobs(head, self._tokenizer, tokens.token_ids, tokens.logprobs)
         return [] if found is None else found.content
 
-    def _ended(self, choice: Choice, usage: Usage) -> _Json:
+    def _ended(self, choice: Choice, usage: Usage) -> ResponseAnswer:
         """Return the whole response, and keep it if it is to be kept."""
         is_cut = choice.finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
+        status: Status = "incomplete" if is_cut else "completed"
         output = [item.shown("completed") for item in self._items]
         if is_cut and output:
             output[-1] = self._items[-1].shown("incomplete")
@@ -217,38 +272,34 @@ class ResponsesReplies:
         return response
 
     def _response(
-        self, status: str, *, output: list[_Json], usage: _Json | None, **members: object
-    ) -> _Json:
+        self, status: Status, *, output: list[_Json], usage: ResponseUsage | None, **members: Any
+    ) -> ResponseAnswer:
         head, request, sampling = self._head, self._request, self._sampling
         reasoning, text = request.reasoning, request.text
         text_format = text.format if text is not None else None
-        return {
-            "id": head.id,
-            "object": "response",
-            "created_at": head.created_at_s,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "model": head.model,
-            "output": output,
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": request.previous_response_id,
-            "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
-            "store": self._keep is not None,
-            "temperature": sampling.temperature,
-            "text": {"format": _shown_format(text_format)},
-            "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": sampling.top_p,
-            "truncation": "disabled",
-            "usage": usage,
-            "metadata": request.metadata or {},
+        return ResponseAnswer(
+            id=head.id,
+            created_at=head.created_at_s,
+            completed_at=int(time.time()) if status == "completed" else None,
+            status=status,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            model=head.model,
+            output=output,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=request.previous_response_id,
+            reasoning={"effort": reasoning.effort if reasoning else None, "summary": None},
+            store=self._keep is not None,
+            temperature=sampling.temperature,
+            text={"format": _shown_format(text_format)},
+            tool_choice=request.tool_choice or "auto",
+            tools=request.tools or [],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=sampling.top_p,
+            usage=usage,
+            metadata=request.metadata or {},
             **members,
-        }
+        )
 
     def _event(self, kind: str, **members: object) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
@@ -267,13 +318,13 @@ def _shown_format(given: TextFormat | None) -> _Json:
     return {"type": "json_schema", **named}
 
 
-def _usage(usage: Usage) -> _Json:
+def _usage(usage: Usage) -> ResponseUsage:
     details = usage.completion_tokens_details
     num_reasoning = 0 if isinstance(details, UnsetType) else details.reasoning_tokens
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning},
-        "total_tokens": usage.total_tokens,
-    }
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details={"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        output_tokens=usage.completion_tokens,
+        output_tokens_details={"reasoning_tokens": num_reasoning},
+        total_tokens=usage.total_tokens,
+    )

@@ -1,0 +1,98 @@
+"""Schemathesis: requests made from our description get described answers, and never a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import schemathesis
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from server.gateway.openapi.endpoints import ENDPOINTS
+from tests.server.gateway.calls import scored
+from tests.server.gateway.fakes import FakeEngine, loopback
+from topspin.messages import AddRequest, RequestOutput
+
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+)
+# A trace is the engine's, which is not here.
+OPERATIONS = [(each.method, each.path) for each in ENDPOINTS if each.path != "/trace"]
+
+
+def script(request: AddRequest) -> Iterator[RequestOutput]:
+    """Say something, with log-probabilities where they are wanted."""
+    for each in scored("hello")(request):
+        if request.sampling.logprobs is None:
+            each = type(each)(
+                request_id=each.request_id,
+                index=each.index,
+                token_ids=each.token_ids,
+                finish_reason=each.finish_reason,
+                prompt_logprobs=each.prompt_logprobs,
+            )
+        yield each
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Serve the application over a socket, in a thread."""
+    ports: list[int] = []
+    started, stopping = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with loopback(FakeEngine(script), deadline_s=None) as port:
+            ports.append(port)
+            started.set()
+            await asyncio.to_thread(stopping.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert started.wait(20)
+    yield f"http://127.0.0.1:{ports[0]}"
+    stopping.set()
+    thread.join()
+
+
+def check(url: str, method: str, path: str, *, num_examples: int) -> None:
+    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+    operation = schema[path][method.upper()]
+    num_called = 0
+
+    @hypothesis.settings(
+        max_examples=num_examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(case=operation.as_strategy())
+    def call(case: schemathesis.Case) -> None:
+        nonlocal num_called
+        num_called += 1
+        case.call_and_validate(base_url=url, checks=CHECKS)
+
+    call()
+    assert num_called > 0
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_answers_are_as_described(url: str, method: str, path: str) -> None:
+    check(url, method, path, num_examples=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_many_answers_are_as_described(url: str, method: str, path: str) -> None:
+    check(url, method, path, num_examples=500)

@@ -1,0 +1,121 @@
+"""The description of the API: complete, consistent, and without anything from elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from server.gateway.engine_client import EngineClient
+from server.gateway.openapi.document import STATUSES, document
+from server.gateway.openapi.endpoints import ENDPOINTS, Endpoint
+from server.gateway.requests.schema import ChatBody, CompletionBody, field_classes
+from tests.server.gateway.fakes import FakeEngine, gateway, make_app, saying
+
+
+@cache
+def described() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(document())
+    return found
+
+
+def get(path: str) -> httpx.Response:
+    async def test() -> httpx.Response:
+        async with gateway(FakeEngine()) as client:
+            return await client.get(path)
+
+    return asyncio.run(test())
+
+
+def refs(value: object) -> set[str]:
+    """Return every schema that is referred to somewhere in `value`."""
+    if isinstance(value, dict):
+        own = {value["$ref"]} if isinstance(value.get("$ref"), str) else set()
+        return own.union(*map(refs, value.values()))
+    return set().union(*map(refs, value)) if isinstance(value, list) else set()
+
+
+def test_every_route_is_described_and_no_other() -> None:
+    app: Any = make_app(EngineClient(FakeEngine()))
+    served = set()
+    for route in app._app.routes:
+        assert isinstance(route, Route)
+        path = route.path.replace(":path}", "}")
+        if path != "/v1/models/":  # the same as without a slash
+            served |= {(method.lower(), path) for method in (route.methods or ()) - {"HEAD"}}
+    assert served == {(each.method, each.path) for each in ENDPOINTS}
+    paths = described()["paths"]
+    assert served == {(method, path) for path in paths for method in paths[path]}
+
+
+def test_the_document_is_served_and_complete() -> None:
+    assert get("/openapi.json").json() == described()
+    assert described()["openapi"].startswith("3.1")
+    schemas = described()["components"]["schemas"]
+    assert {ref.rpartition("/")[2] for ref in refs(described())} <= set(schemas)
+
+
+def test_every_refusal_is_described_as_the_error_object() -> None:
+    for path, methods in described()["paths"].items():
+        body = "AnthropicErrorBody" if path.startswith("/v1/messages") else "ErrorBody"
+        for operation in methods.values():
+            assert {"200", "400", "500"} <= set(operation["responses"])
+            for status, response in operation["responses"].items():
+                assert response["description"] == STATUSES[int(status)]
+                assert "X-Request-Id" in response["headers"]
+                if status not in ("200", "503"):
+                    (media,) = response["content"].values()
+                    assert media["schema"] == {"$ref": f"#/components/schemas/{body}"}
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_fields_have_their_limits_and_their_class(kind: type[ChatBody]) -> None:
+    properties = described()["components"]["schemas"][kind.__name__]["properties"]
+    assert list(properties) == list(kind.__struct_fields__)
+    assert properties["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2.0}
+    classes = field_classes(kind)
+    for name, neutral in classes.refused.items():
+        assert properties[name]["enum"] == [None, *neutral]
+    for name in classes.ignored:
+        assert "without effect" in properties[name]["description"]
+
+
+@pytest.mark.parametrize(
+    "endpoint", [each for each in ENDPOINTS if each.body], ids=lambda each: each.path
+)
+def test_the_examples_work(endpoint: Endpoint) -> None:
+    async def test() -> None:
+        fake = FakeEngine(saying("ok"))
+        async with gateway(fake) as client:
+            fake.become_ready(max_request_tokens=1000)
+            await fake.settle()
+            body = dict(endpoint.example or {})
+            if "model" in body:
+                body["model"] = "tiny"
+            if "tokens" in body:
+                body["tokens"] = [1, 2]
+            response = await client.post(endpoint.path, json=body)
+            assert response.status_code == 200, response.text
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("path", ["/docs", "/"])
+def test_the_pages_need_nothing_from_elsewhere(path: str) -> None:
+    page = get(path)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.findall(r"(?:https?:)?//[a-z]", page.text)
+    assert "src=" not in page.text
+    assert "openapi.json" in page.text
+
+
+def test_the_pages_links_work() -> None:
+    for link in re.findall(r'href="([^"#]+)"', get("/").text):
+        assert get(f"/{link}").status_code == 200
