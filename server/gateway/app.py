@@ -107,10 +107,11 @@ def create_app(
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         path = truncated(request.url.path, 64)
-        allowed = (error.headers or {}).get("Allow")
+        # A set's order: not the same in every process.
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
         error.detail = (
             f"`{path}` does not exist here"
-            if allowed is None
+            if not allowed
             else f"`{path}` takes {allowed}, not {truncated(request.method, 16)}"
         )
     return error_response(error, to_anthropic=request.url.path.startswith(MESSAGES))

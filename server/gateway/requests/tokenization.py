@@ -33,6 +33,14 @@ CHAT_FIELDS = (
 )
 
 
+def _like(*types: str) -> Meta:
+    """Describe a Raw field by its JSON types."""
+    return Meta(extra_json_schema={"type": list(types)})
+
+
+_SWITCH = _like("boolean", "null")
+
+
 class TokenizeBody(Fields, kw_only=True, frozen=True):
     """POST /tokenize: a `prompt`, or `messages` with the fields that a chat has for its prompt."""
 
@@ -42,12 +50,12 @@ class TokenizeBody(Fields, kw_only=True, frozen=True):
     return_token_strs: bool | None = None
     # As in ChatBody, which checks them.
     messages: Annotated[Raw, items_of("ChatMessage")] | UnsetType = UNSET
-    add_generation_prompt: Raw | UnsetType = UNSET
-    continue_final_message: Raw | UnsetType = UNSET
-    chat_template: Raw | UnsetType = UNSET
-    chat_template_kwargs: Raw | UnsetType = UNSET
-    mm_processor_kwargs: Raw | UnsetType = UNSET
-    tools: Raw | UnsetType = UNSET
+    add_generation_prompt: Annotated[Raw, _SWITCH] | UnsetType = UNSET
+    continue_final_message: Annotated[Raw, _SWITCH] | UnsetType = UNSET
+    chat_template: Annotated[Raw, _like("null")] | UnsetType = UNSET
+    chat_template_kwargs: Annotated[Raw, _like("object", "null")] | UnsetType = UNSET
+    mm_processor_kwargs: Annotated[Raw, _like("object", "null")] | UnsetType = UNSET
+    tools: Annotated[Raw, _like("array", "null")] | UnsetType = UNSET
 
 
 class DetokenizeBody(Fields, kw_only=True, frozen=True):

@@ -10,14 +10,13 @@ import httpx
 import pytest
 
 from server.gateway.http.body import MAX_BODY_BYTES
+from tests.server.gateway.bad_requests import GOOD, ROWS
+from tests.server.gateway.calls import CHAT, PLAIN, USER
 from tests.server.gateway.fakes import FakeEngine, gateway, ids, saying
 from topspin.messages import EngineState, RequestFailed
 from topspin.retrieval import RetrievalPolicy
 
-CHAT = "/v1/chat/completions"
-PLAIN = "/v1/completions"
 JSON = {"Content-Type": "application/json"}
-USER = {"role": "user", "content": "hi"}
 
 
 def post(
@@ -45,97 +44,140 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
-PLAIN_ERRORS: list[tuple[dict[str, object], str]] = [
-    ({"model": None}, "model"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": ["a", ""]}, "prompt"),
-    ({"prompt": [[1], []]}, "prompt"),
-    ({"prompt": ["a", 1]}, "prompt"),
-    ({"prompt": [[1], "a"]}, "prompt"),
-    ({"prompt": [10**6]}, "prompt"),
-    ({"prompt": 5}, "prompt"),
-    ({"prompt": {}}, "prompt"),
-    ({"prompt": [None]}, "prompt"),
-    ({"prompt": [1, "a"]}, "prompt[1]"),
-    ({"prompt": [[1], [2, -1]]}, "prompt[1][1]"),
-    ({"prompt": [-1]}, "prompt[0]"),
-    ({"prompt": [1.5]}, "prompt[0]"),
-    ({"prompt": None}, "prompt"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": "5"}, "max_tokens"),
-    ({"max_tokens": 10**30}, "max_tokens"),
-    ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
-    ({"n": 128, "prompt": ["a", "b", "c"]}, "n"),
-    ({"stop": ""}, "stop"),
-    ({"stop": ["a", ""]}, "stop[1]"),
-    ({"stop": ["a"] * 17}, "stop"),
-    ({"stop": "a" * 257}, "stop"),
-    ({"seed": 2**63}, "seed"),
-    ({"seed": 1.5}, "seed"),
-    ({"temperature": -0.1}, "temperature"),
-    ({"temperature": 2.1}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.1}, "top_p"),
-    ({"top_k": -2}, "top_k"),
-    ({"min_p": 1.5}, "min_p"),
-    ({"presence_penalty": 2.5}, "presence_penalty"),
-    ({"frequency_penalty": -2.5}, "frequency_penalty"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"repetition_penalty": 1e-38}, "repetition_penalty"),
-    ({"repetition_penalty": 0.0099}, "repetition_penalty"),
-    ({"repetition_penalty": 100.1}, "repetition_penalty"),
-    ({"logit_bias": {"1": 101}}, "logit_bias"),
-    ({"logit_bias": {"-1": 1}}, "logit_bias"),
-    ({"logit_bias": {"1000000": 1}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"logprobs": True}, "logprobs"),
-    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
-    ({"stop_token_ids": list(range(257))}, "stop_token_ids"),
-    ({"min_tokens": 17}, "min_tokens"),
-    ({"min_tokens": 1, "max_tokens": 0}, "min_tokens"),
-    ({"min_tokens": -1}, "min_tokens"),
-    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"cache_salt": ""}, "cache_salt"),
-    ({"kv_retrieval": {"tokens": 63}}, "kv_retrieval.tokens"),
-    ({"kv_retrieval": {"budget": 64}}, "kv_retrieval.budget"),
-    ({"kv_retrieval": {"tokens": 64}}, "kv_retrieval"),
-    ({"kv_retrieval": {"enabled": True}}, "kv_retrieval"),
-    ({"kv_retrieval": {"enabled": False, "tokens": 64}}, "kv_retrieval"),
-    ({"cache_salt": "s" * 257}, "cache_salt"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stream": True, "stream_options": {"unheard": 1}}, "stream_options.unheard"),
-    ({"stream": "yes"}, "stream"),
-    ({"echo": 1}, "echo"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs"),
-    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
-    ({"prompt": [[1] * 99] * 4, "prompt_logprobs": 20, "n": 64}, "prompt_logprobs"),
-    ({"prompt": [[1] * 99] * 4, "echo": True, "logprobs": 20, "n": 64}, "logprobs"),
-    ({"best_of": 2}, "best_of"),
-    ({"suffix": "end"}, "suffix"),
-    ({"suffix": "end" * 10**5}, "suffix"),
-    ({"response_format": {"type": "xml"}}, "response_format.type"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"guided_json": {}}, "guided_json"),
-    ({"f" * 1000: 1}, "f" * 61 + "..."),
-    ({"messages": [USER]}, "messages"),
+@pytest.mark.parametrize("path", GOOD)
+def test_bad_requests_get_their_exact_errors(path: str) -> None:
+    async def test() -> None:
+        fake = FakeEngine(saying("ok"))
+        async with gateway(fake) as client:
+            for row in (row for row in ROWS if row.path == path):
+                response = await client.post(path, json={**GOOD[path], **row.fields})
+                assert error_of(response, row.status) == {
+                    "message": row.message,
+                    "type": "invalid_request_error",
+                    "param": row.param,
+                    "code": row.code,
+                }, row
+        assert fake.added == []
+
+    asyncio.run(test())
+
+
+def test_bad_requests_are_many() -> None:
+    assert len(ROWS) >= 100
+    assert {row.path for row in ROWS} == set(GOOD)
+
+
+OTHERS: list[tuple[str, str, dict[str, str], int, str | None, str | None, str]] = [
+    ("GET", "/v1/nothing", {}, 404, None, "not_found", "`/v1/nothing` does not exist here"),
+    ("GET", "/v1", {}, 404, None, "not_found", "`/v1` does not exist here"),
+    (
+        "POST",
+        "/v1/embeddings",
+        JSON,
+        404,
+        None,
+        "not_found",
+        "`/v1/embeddings` does not exist here",
+    ),
+    ("GET", CHAT, {}, 405, None, "method_not_allowed", f"`{CHAT}` takes POST, not GET"),
+    ("PUT", PLAIN, JSON, 405, None, "method_not_allowed", f"`{PLAIN}` takes POST, not PUT"),
+    ("GET", "/tokenize", {}, 405, None, "method_not_allowed", "`/tokenize` takes POST, not GET"),
+    (
+        "DELETE",
+        "/v1/models",
+        {},
+        405,
+        None,
+        "method_not_allowed",
+        "`/v1/models` takes GET, HEAD, not DELETE",
+    ),
+    ("POST", "/health", {}, 405, None, "method_not_allowed", "`/health` takes GET, HEAD, not POST"),
+    (
+        "GET",
+        "/v1/models/other",
+        {},
+        404,
+        None,
+        "model_not_found",
+        "the model `other` is not served here",
+    ),
+    (
+        "GET",
+        "/metrics?per_expert=yes",
+        {},
+        400,
+        "per_expert",
+        None,
+        "`per_expert` is 'yes': must be 0 or 1",
+    ),
+    (
+        "POST",
+        CHAT,
+        {},
+        415,
+        "Content-Type",
+        "unsupported_media_type",
+        "`Content-Type` must be application/json, in UTF-8; it is missing",
+    ),
+    (
+        "POST",
+        "/tokenize",
+        {"Content-Type": "text/plain"},
+        415,
+        "Content-Type",
+        "unsupported_media_type",
+        "`Content-Type` must be application/json, in UTF-8; it is 'text/plain'",
+    ),
+    (
+        "POST",
+        PLAIN,
+        JSON | {"Content-Encoding": "gzip"},
+        415,
+        "Content-Encoding",
+        "unsupported_media_type",
+        "`Content-Encoding` 'gzip' is not supported; send plain JSON",
+    ),
+    (
+        "POST",
+        "/detokenize",
+        JSON | {"Content-Length": str(2**20 + 1)},
+        413,
+        None,
+        "request_too_large",
+        "the request body is larger than 1048576 bytes",
+    ),
+    (
+        "GET",
+        "/health",
+        {"X-Request-Id": "i" * 129},
+        400,
+        "X-Request-Id",
+        None,
+        "`X-Request-Id` must have at most 128 characters, all printable ASCII",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("fields", "param"), PLAIN_ERRORS)
-def test_a_bad_completion_field_is_named(fields: dict[str, object], param: str) -> None:
-    fake = FakeEngine(saying("ok"))
-    body = {"model": "tiny", "prompt": "a", **fields}
-    error = error_of(post(PLAIN, body, fake=fake), 400)
-    assert error["param"] == param
-    assert error["type"] == "invalid_request_error"
-    assert error["code"] is None
-    assert fake.added == []
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "param", "code", "message"), OTHERS
+)
+def test_what_is_wrong_beside_a_body_has_the_same_shape(
+    method: str,
+    path: str,
+    headers: dict[str, str],
+    status: int,
+    param: str | None,
+    code: str | None,
+    message: str,
+) -> None:
+    async def test() -> httpx.Response:
+        async with gateway(FakeEngine()) as client:
+            return await client.request(method, path, headers=headers)
+
+    response = asyncio.run(test())
+    error = error_of(response, status)
+    assert (error["param"], error["code"], error["message"]) == (param, code, message)
+    assert ("allow" in response.headers) == (status == 405)
 
 
 def test_no_more_keys_than_the_sinks_of_the_plan_are_too_few() -> None:
@@ -144,67 +186,6 @@ def test_no_more_keys_than_the_sinks_of_the_plan_are_too_few() -> None:
     error = error_of(post(PLAIN, body, retrieval=policy), 400)
     assert error["param"] == "kv_retrieval"
     assert "none to select beside 100 sinks and 25 recent ones" in error["message"]
-
-
-CHAT_ERRORS: list[tuple[dict[str, object], str]] = [
-    ({"messages": []}, "messages"),
-    ({"messages": None}, "messages"),
-    ({"messages": ["hi"]}, "messages[0]"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].role"),
-    ({"messages": [{**USER, "content": None}]}, "messages[0].content"),
-    ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
-    ({"messages": [{**USER, "tool_calls": [{"id": 1}]}]}, "messages[0].tool_calls[0].id"),
-    (
-        {"messages": [{**USER, "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0].type",
-    ),
-    ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"logprobs": 1}, "logprobs"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools[0].function"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
-        "response_format.json_schema.name",
-    ),
-    ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"tools": "x"}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"_x": 1}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {"not a name": 1}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": {f"k{i}": i for i in range(33)}}, "chat_template_kwargs"),
-    ({"continue_final_message": True}, "continue_final_message"),
-    (
-        {
-            "messages": [{"role": "assistant", "content": "so"}],
-            "continue_final_message": True,
-            "add_generation_prompt": True,
-        },
-        "continue_final_message",
-    ),
-    ({"echo": True}, "echo"),
-    ({"best_of": 2}, "best_of"),
-    ({"prompt": "a"}, "prompt"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param"), CHAT_ERRORS)
-def test_a_bad_chat_field_is_named(fields: dict[str, object], param: str) -> None:
-    fake = FakeEngine(saying("ok"))
-    body = {"model": "tiny", "messages": [USER], **fields}
-    error = error_of(post(CHAT, body, fake=fake), 400)
-    assert error["param"] == param
-    assert fake.added == []
 
 
 @pytest.mark.parametrize(
@@ -232,30 +213,6 @@ def test_a_huge_wrong_value_is_not_echoed() -> None:
     error_of(post(PLAIN, {"model": "m" * 10**6, "prompt": "a"}), 404)
     role = {"role": "r" * 10**6, "content": "x"}
     error_of(post(CHAT, {"model": "tiny", "messages": [role]}), 400)
-
-
-def test_an_unknown_model_is_a_404() -> None:
-    for path, fields in ((PLAIN, {"prompt": "a"}), (CHAT, {"messages": [USER]})):
-        error = error_of(post(path, {"model": "other", **fields}), 404)
-        assert (error["param"], error["code"]) == ("model", "model_not_found")
-
-
-@pytest.mark.parametrize(
-    ("fields", "numbers"),
-    [
-        ({"prompt": [1] * 100}, ("100",)),
-        ({"prompt": [1] * 101, "max_tokens": 0}, ("101", "100")),
-        ({"prompt": [1] * 5000}, ("5000", "100")),
-        ({"prompt": [1] * 60, "max_tokens": 41}, ("60", "41", "101", "100")),
-    ],
-)
-def test_what_does_not_fit_the_context_is_told_in_numbers(
-    fields: dict[str, object], numbers: tuple[str, ...]
-) -> None:
-    error = error_of(post(PLAIN, {"model": "tiny", **fields}), 400)
-    assert error["code"] == "context_length_exceeded"
-    assert error["param"] == "prompt"
-    assert all(number in error["message"] for number in numbers)
 
 
 def test_one_prompt_of_many_that_is_too_long_submits_none() -> None:
@@ -297,12 +254,6 @@ def test_token_ids_that_cannot_fit_are_refused_without_decoding_them(
     assert "at least 100 tokens" in error["message"]
 
 
-def test_a_long_chat_prompt_read_in_a_thread_is_refused_too() -> None:
-    body = {"model": "tiny", "messages": [{**USER, "content": "hello " * 10_000}]}
-    error = error_of(post(CHAT, body), 400)
-    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-
-
 def test_a_body_over_the_limit_is_a_413_announced_or_not() -> None:
     async def pieces() -> Any:
         for _ in range(MAX_BODY_BYTES // 2**20 + 1):
@@ -316,20 +267,6 @@ def test_a_body_over_the_limit_is_a_413_announced_or_not() -> None:
             # At the limit it is read, and is no JSON.
             blank = await client.post(CHAT, content=b" " * MAX_BODY_BYTES, headers=JSON)
             assert blank.status_code == 400
-
-    asyncio.run(test())
-
-
-def test_paths_and_methods_have_the_same_error_shape() -> None:
-    async def test() -> None:
-        async with gateway(FakeEngine()) as client:
-            assert error_of(await client.get("/v1/nothing"), 404)["code"] == "not_found"
-            wrong = await client.get(CHAT)
-            assert error_of(wrong, 405)["code"] == "method_not_allowed"
-            assert wrong.headers["allow"] == "POST"
-            assert "takes POST, not GET" in wrong.json()["error"]["message"]
-            error = error_of(await client.get("/v1/models/other"), 404)
-            assert error["code"] == "model_not_found"
 
     asyncio.run(test())
 

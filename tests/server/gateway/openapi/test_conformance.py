@@ -52,7 +52,7 @@ def url() -> Iterator[str]:
     started, stopping = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        async with loopback(FakeEngine(script), deadline_s=None) as port:
+        async with loopback(FakeEngine(script), deadline_s=None, max_request_tokens=10_000) as port:
             ports.append(port)
             started.set()
             await asyncio.to_thread(stopping.wait)
@@ -65,10 +65,27 @@ def url() -> Iterator[str]:
     thread.join()
 
 
+def fill_in(case: schemathesis.Case) -> None:
+    """Set what no description tells: the model's name, and which roles its template has."""
+    if case.path_parameters and case.path_parameters["name"] < "m":
+        case.path_parameters["name"] = "org/alias"
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    if isinstance(body.get("model"), str):
+        body["model"] = "tiny"
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            message.pop("tool_calls", None)
+            message["content"] = message.get("content") or "x"
+            message["role"] = "user" if message.get("role") == "tool" else message.get("role")
+
+
 def check(url: str, method: str, path: str, *, num_examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     operation = schema[path][method.upper()]
-    num_called = 0
+    statuses: set[int] = set()
 
     @hypothesis.settings(
         max_examples=num_examples,
@@ -79,12 +96,12 @@ def check(url: str, method: str, path: str, *, num_examples: int) -> None:
     )
     @hypothesis.given(case=operation.as_strategy())
     def call(case: schemathesis.Case) -> None:
-        nonlocal num_called
-        num_called += 1
-        case.call_and_validate(base_url=url, checks=CHECKS)
+        fill_in(case)
+        response = case.call_and_validate(base_url=url, checks=CHECKS)
+        statuses.add(response.status_code)
 
     call()
-    assert num_called > 0
+    assert 200 in statuses, "only refusals were checked"
 
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)

@@ -1,0 +1,292 @@
+"""Bad completions with their exact errors; see tests/server/gateway/bad_requests.py."""
+
+from __future__ import annotations
+
+from tests.server.gateway.calls import OTHER_MODEL, PLAIN, USER, Bad
+
+_FORMS = "`prompt` is neither a string nor a list of only strings, token ids or lists of these"
+_NO_RETRIEVAL = (
+    "`kv_retrieval`: this server attends to all keys; it was started without --kv-retrieval-tokens"
+)
+_TOO_MANY_SCORES = (
+    "396 prompt tokens, n = 64 and 20 candidates beside each token are 532224 log-probabilities "
+    "of prompts; an answer has at most 524288"
+)
+COMPLETION_ROWS = [
+    Bad(PLAIN, {"model": None}, "model", "`model`: Expected `str`, got `null`"),
+    Bad(PLAIN, {"prompt": []}, "prompt", "`prompt`: Expected `array` of length >= 1"),
+    Bad(PLAIN, {"prompt": ""}, "prompt", "a prompt is empty"),
+    Bad(PLAIN, {"prompt": ["a", ""]}, "prompt", "a prompt is empty"),
+    Bad(PLAIN, {"prompt": [[1], []]}, "prompt", "a prompt is empty"),
+    Bad(PLAIN, {"prompt": ["a", 1]}, "prompt", _FORMS),
+    Bad(PLAIN, {"prompt": [[1], "a"]}, "prompt", _FORMS),
+    Bad(
+        PLAIN,
+        {"prompt": [10**6]},
+        "prompt",
+        "`prompt`: token id 1000000 is outside the vocabulary of 265",
+    ),
+    Bad(PLAIN, {"prompt": 5}, "prompt", _FORMS),
+    Bad(PLAIN, {"prompt": {}}, "prompt", _FORMS),
+    Bad(PLAIN, {"prompt": [None]}, "prompt", _FORMS),
+    Bad(PLAIN, {"prompt": [1, "a"]}, "prompt[1]", "`prompt[1]`: Expected `int`, got `str`"),
+    Bad(PLAIN, {"prompt": [[1], [2, -1]]}, "prompt[1][1]", "`prompt[1][1]`: Expected `int` >= 0"),
+    Bad(PLAIN, {"prompt": [-1]}, "prompt[0]", "`prompt[0]`: Expected `int` >= 0"),
+    Bad(PLAIN, {"prompt": [1.5]}, "prompt[0]", "`prompt[0]`: Expected `int`, got `float`"),
+    Bad(PLAIN, {"prompt": None}, "prompt", _FORMS),
+    Bad(PLAIN, {"max_tokens": -1}, "max_tokens", "`max_tokens`: Expected `int` >= 0"),
+    Bad(PLAIN, {"max_tokens": "5"}, "max_tokens", "`max_tokens`: Expected `int | null`, got `str`"),
+    Bad(PLAIN, {"max_tokens": 10**30}, "max_tokens", "`max_tokens`: Expected `int` <= 2147483647"),
+    Bad(PLAIN, {"n": 0}, "n", "`n`: Expected `int` >= 1"),
+    Bad(PLAIN, {"n": 129}, "n", "`n`: Expected `int` <= 128"),
+    Bad(
+        PLAIN,
+        {"n": 128, "prompt": ["a", "b", "c"]},
+        "n",
+        "3 prompts with n = 128 are 384 choices; at most 256 are served in one request",
+    ),
+    Bad(PLAIN, {"stop": ""}, "stop", "`stop`: Expected `str` of length >= 1"),
+    Bad(PLAIN, {"stop": ["a", ""]}, "stop[1]", "`stop[1]`: Expected `str` of length >= 1"),
+    Bad(PLAIN, {"stop": ["a"] * 17}, "stop", "`stop`: Expected `array` of length <= 16"),
+    Bad(PLAIN, {"stop": "a" * 257}, "stop", "`stop`: Expected `str` of length <= 256"),
+    Bad(PLAIN, {"seed": 2**63}, "seed", "`seed`: Expected `int` <= 9223372036854775807"),
+    Bad(PLAIN, {"seed": 1.5}, "seed", "`seed`: Expected `int | null`, got `float`"),
+    Bad(PLAIN, {"temperature": -0.1}, "temperature", "`temperature`: Expected `float` >= 0.0"),
+    Bad(PLAIN, {"temperature": 2.1}, "temperature", "`temperature`: Expected `float` <= 2.0"),
+    Bad(
+        PLAIN,
+        {"temperature": True},
+        "temperature",
+        "`temperature`: Expected `float | null`, got `bool`",
+    ),
+    Bad(PLAIN, {"top_p": 0}, "top_p", "`top_p`: Expected `float` > 0.0"),
+    Bad(PLAIN, {"top_p": 1.1}, "top_p", "`top_p`: Expected `float` <= 1.0"),
+    Bad(PLAIN, {"top_k": -2}, "top_k", "`top_k`: Expected `int` >= -1"),
+    Bad(PLAIN, {"min_p": 1.5}, "min_p", "`min_p`: Expected `float` <= 1.0"),
+    Bad(
+        PLAIN,
+        {"presence_penalty": 2.5},
+        "presence_penalty",
+        "`presence_penalty`: Expected `float` <= 2.0",
+    ),
+    Bad(
+        PLAIN,
+        {"frequency_penalty": -2.5},
+        "frequency_penalty",
+        "`frequency_penalty`: Expected `float` >= -2.0",
+    ),
+    Bad(
+        PLAIN,
+        {"repetition_penalty": 0},
+        "repetition_penalty",
+        "`repetition_penalty`: Expected `float` >= 0.01",
+    ),
+    Bad(
+        PLAIN,
+        {"repetition_penalty": 1e-38},
+        "repetition_penalty",
+        "`repetition_penalty`: Expected `float` >= 0.01",
+    ),
+    Bad(
+        PLAIN,
+        {"repetition_penalty": 0.0099},
+        "repetition_penalty",
+        "`repetition_penalty`: Expected `float` >= 0.01",
+    ),
+    Bad(
+        PLAIN,
+        {"repetition_penalty": 100.1},
+        "repetition_penalty",
+        "`repetition_penalty`: Expected `float` <= 100.0",
+    ),
+    Bad(PLAIN, {"logit_bias": {"1": 101}}, "logit_bias", "`logit_bias`: Expected `float` <= 100.0"),
+    Bad(PLAIN, {"logit_bias": {"-1": 1}}, "logit_bias", "`logit_bias`: a token id is negative"),
+    Bad(
+        PLAIN,
+        {"logit_bias": {"1000000": 1}},
+        "logit_bias",
+        "`logit_bias`: token id 1000000 is outside the vocabulary of 265",
+    ),
+    Bad(PLAIN, {"logit_bias": {"x": 1}}, "logit_bias", "`logit_bias`: Expected `int`, got `str`"),
+    Bad(
+        PLAIN,
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
+        "logit_bias",
+        "`logit_bias`: Expected `object` of length <= 1024",
+    ),
+    Bad(PLAIN, {"logprobs": 21}, "logprobs", "`logprobs`: Expected `int` <= 20"),
+    Bad(PLAIN, {"logprobs": True}, "logprobs", "`logprobs`: Expected `int | null`, got `bool`"),
+    Bad(
+        PLAIN,
+        {"stop_token_ids": [10**6]},
+        "stop_token_ids",
+        "`stop_token_ids`: token id 1000000 is outside the vocabulary of 265",
+    ),
+    Bad(
+        PLAIN,
+        {"stop_token_ids": list(range(257))},
+        "stop_token_ids",
+        "`stop_token_ids`: Expected `array` of length <= 256",
+    ),
+    Bad(
+        PLAIN,
+        {"min_tokens": 17},
+        "min_tokens",
+        "`min_tokens` 17 is more than the 16 tokens that may be generated",
+    ),
+    Bad(
+        PLAIN,
+        {"min_tokens": 1, "max_tokens": 0},
+        "min_tokens",
+        "`min_tokens` 1 is more than the 0 tokens that may be generated",
+    ),
+    Bad(PLAIN, {"min_tokens": -1}, "min_tokens", "`min_tokens`: Expected `int` >= 0"),
+    Bad(
+        PLAIN,
+        {"truncate_prompt_tokens": 0},
+        "truncate_prompt_tokens",
+        "`truncate_prompt_tokens`: Expected `int` >= 1",
+    ),
+    Bad(PLAIN, {"cache_salt": ""}, "cache_salt", "`cache_salt`: Expected `str` of length >= 1"),
+    Bad(
+        PLAIN,
+        {"kv_retrieval": {"tokens": 63}},
+        "kv_retrieval.tokens",
+        "`kv_retrieval.tokens`: Expected `int` >= 64",
+    ),
+    Bad(
+        PLAIN,
+        {"kv_retrieval": {"budget": 64}},
+        "kv_retrieval.budget",
+        "unknown or unsupported field `kv_retrieval.budget`",
+    ),
+    Bad(PLAIN, {"kv_retrieval": {"tokens": 64}}, "kv_retrieval", _NO_RETRIEVAL),
+    Bad(PLAIN, {"kv_retrieval": {"enabled": True}}, "kv_retrieval", _NO_RETRIEVAL),
+    Bad(
+        PLAIN,
+        {"kv_retrieval": {"enabled": False, "tokens": 64}},
+        "kv_retrieval",
+        "`kv_retrieval`: `tokens` has no meaning if `enabled` is false",
+    ),
+    Bad(
+        PLAIN,
+        {"cache_salt": "s" * 257},
+        "cache_salt",
+        "`cache_salt`: Expected `str` of length <= 256",
+    ),
+    Bad(
+        PLAIN,
+        {"stream_options": {"include_usage": True}},
+        "stream_options",
+        "`stream_options` needs `stream` to be true",
+    ),
+    Bad(
+        PLAIN,
+        {"stream": True, "stream_options": {"unheard": 1}},
+        "stream_options.unheard",
+        "unknown or unsupported field `stream_options.unheard`",
+    ),
+    Bad(PLAIN, {"stream": "yes"}, "stream", "`stream`: Expected `bool | null`, got `str`"),
+    Bad(PLAIN, {"echo": 1}, "echo", "`echo`: Expected `bool | null`, got `int`"),
+    Bad(
+        PLAIN, {"prompt_logprobs": -1}, "prompt_logprobs", "`prompt_logprobs`: Expected `int` >= 0"
+    ),
+    Bad(
+        PLAIN, {"prompt_logprobs": 21}, "prompt_logprobs", "`prompt_logprobs`: Expected `int` <= 20"
+    ),
+    Bad(
+        PLAIN,
+        {"prompt_logprobs": 0, "stream": True},
+        "prompt_logprobs",
+        "`prompt_logprobs` is not available in a stream",
+    ),
+    Bad(
+        PLAIN,
+        {"prompt": [[1] * 99] * 4, "prompt_logprobs": 20, "n": 64},
+        "prompt_logprobs",
+        f"`prompt_logprobs`: {_TOO_MANY_SCORES}",
+    ),
+    Bad(
+        PLAIN,
+        {"prompt": [[1] * 99] * 4, "echo": True, "logprobs": 20, "n": 64},
+        "logprobs",
+        f"`logprobs`: {_TOO_MANY_SCORES}",
+    ),
+    Bad(PLAIN, {"best_of": 2}, "best_of", "`best_of` is not supported by this server"),
+    Bad(PLAIN, {"suffix": "end"}, "suffix", "`suffix` is not supported by this server"),
+    Bad(PLAIN, {"suffix": "end" * 10**5}, "suffix", "`suffix` is not supported by this server"),
+    Bad(PLAIN, {"guided_json": {}}, "guided_json", "unknown or unsupported field `guided_json`"),
+    Bad(
+        PLAIN,
+        {"f" * 1000: 1},
+        "f" * 61 + "...",
+        "unknown or unsupported field `" + "f" * 61 + "...`",
+    ),
+    Bad(PLAIN, {"messages": [USER]}, "messages", "unknown or unsupported field `messages`"),
+    Bad(PLAIN, {"request_id": ""}, "request_id", "`request_id`: Expected `str` of length >= 1"),
+    Bad(
+        PLAIN,
+        {"request_id": "r" * 129},
+        "request_id",
+        "`request_id`: Expected `str` of length <= 128",
+    ),
+    Bad(
+        PLAIN,
+        {"request_id": "a\nb"},
+        "request_id",
+        "`request_id`: Expected `str` matching regex '^[ -~]*$'",
+    ),
+    Bad(PLAIN, {"request_id": 7}, "request_id", "`request_id`: Expected `str | null`, got `int`"),
+    Bad(PLAIN, {"model": 5}, "model", "`model`: Expected `str`, got `int`"),
+    Bad(PLAIN, {"model": "other"}, "model", OTHER_MODEL, "model_not_found", 404),
+    Bad(
+        PLAIN,
+        {"model": "m" * 1000},
+        "model",
+        "the model `" + "m" * 61 + "...` is not served here",
+        "model_not_found",
+        404,
+    ),
+    Bad(
+        PLAIN,
+        {"prompt": [1] * 101, "max_tokens": 0},
+        "prompt",
+        "the prompt has at least 101 tokens; this server takes at most 100 tokens, prompt and "
+        "output together",
+        "context_length_exceeded",
+    ),
+    Bad(
+        PLAIN,
+        {"prompt": [1] * 60, "max_tokens": 41},
+        "prompt",
+        "60 prompt tokens and 41 requested output tokens are 101 together; this server takes "
+        "at most 100",
+        "context_length_exceeded",
+    ),
+    Bad(PLAIN, {"user": 1}, "user", "`user`: Expected `str | null`, got `int`"),
+    Bad(PLAIN, {"store": "yes"}, "store", "`store`: Expected `bool | null`, got `str`"),
+    Bad(
+        PLAIN,
+        {"logit_bias": {"1": None}},
+        "logit_bias",
+        "`logit_bias`: Expected `float`, got `null`",
+    ),
+    Bad(
+        PLAIN,
+        {"stop_token_ids": ["1"]},
+        "stop_token_ids[0]",
+        "`stop_token_ids[0]`: Expected `int`, got `str`",
+    ),
+    Bad(
+        PLAIN,
+        {"kv_retrieval": 5},
+        "kv_retrieval",
+        "`kv_retrieval`: Expected `object | null`, got `int`",
+    ),
+    Bad(
+        PLAIN,
+        {"stream_options": []},
+        "stream_options",
+        "`stream_options`: Expected `object | null`, got `array`",
+    ),
+]
