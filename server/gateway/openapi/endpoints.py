@@ -192,7 +192,7 @@ ENDPOINTS = (
         max_bytes=MAX_TOKENS_BODY_BYTES,
         answer=Detokenized,
         refusals=(404, *_OF_BODIES),
-        example={"tokens": [6403, 3714, 253, 655]},
+        example={"tokens": [6403, 1980, 253, 655]},
     ),
     Endpoint(method="get", path="/v1/models", summary="List the model's names", answer=ModelList),
     Endpoint(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -140,11 +140,14 @@ def start(
     port: int = 0,
     port_fd: int | None = None,
     hf_overrides: dict[str, object] | None = None,
+    shutdown_timeout_s: float = 0.1,
 ) -> subprocess.Popen[str]:
     model = {"model.path": str(checkpoint), "model.hf_overrides": hf_overrides}
     config = ServeConfig(
         plan=changed(make_config(), model),
-        gateway=GatewaySection(port=port, served_names=("tiny",)),
+        gateway=GatewaySection(
+            port=port, served_names=("tiny",), shutdown_timeout_s=shutdown_timeout_s
+        ),
     )
     file = checkpoint / "engine.json"
     file.write_bytes(msgspec.json.encode(config))
@@ -170,11 +173,10 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @contextmanager
-def running(
-    checkpoint: Path, scheduler: Scheduler, hf_overrides: dict[str, object] | None = None
-) -> Iterator[Gateway]:
+def running(checkpoint: Path, scheduler: Scheduler, **options: Any) -> Iterator[Gateway]:
+    """Run a gateway process; `options` are those of start()."""
     read_fd, write_fd = os.pipe()
-    process = start(checkpoint, scheduler.address, port_fd=write_fd, hf_overrides=hf_overrides)
+    process = start(checkpoint, scheduler.address, port_fd=write_fd, **options)
     os.close(write_fd)
     try:
         with os.fdopen(read_fd) as announced, ThreadPoolExecutor(4) as pool:
@@ -205,7 +207,7 @@ def test_it_reads_the_model_with_the_plans_overrides(
     raw["rope_scaling"] = {"rope_type": "unknown"}
     (checkpoint / "config.json").write_text(json.dumps(raw))
     linear = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    with running(checkpoint, scheduler, linear):
+    with running(checkpoint, scheduler, hf_overrides=linear):
         assert scheduler.expect(Hello).role == "gateway"
     status, stderr = ended(start(checkpoint, scheduler.address))
     assert status == 2
@@ -242,6 +244,28 @@ def test_a_life_from_hello_to_sigterm(checkpoint: Path, scheduler: Scheduler) ->
         status, stderr = ended(gateway.process)
         assert status == 0, stderr
         assert "Traceback" not in stderr
+
+
+def test_requests_in_flight_may_end_within_the_shutdown_timeout(
+    checkpoint: Path, scheduler: Scheduler
+) -> None:
+    with running(checkpoint, scheduler, shutdown_timeout_s=DEADLINE_S) as gateway:
+        scheduler.expect(Hello)
+        scheduler.say(EngineState(state="ready", max_request_tokens=64))
+        while gateway.get("/v1/models").result().json()["data"][0]["max_model_len"] is None:
+            pass
+        stream = gateway.complete(stream=True)
+        request = scheduler.expect(AddRequest)
+        gateway.process.send_signal(signal.SIGTERM)
+        while gateway.get("/health").result().json()["state"] != "stopping":
+            pass
+        refused = gateway.complete(stream=False).result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+        scheduler.say(Outputs(outputs=(output(request, ids("hello"), finish_reason="length"),)))
+        text = stream.result().text
+        assert '"text":"hello"' in text
+        assert '"error"' not in text
+        assert ended(gateway.process)[0] == 0
 
 
 def test_a_lost_scheduler_ends_requests_within_a_second(

@@ -110,6 +110,6 @@ def test_answers_are_as_described(url: str, method: str, path: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+@pytest.mark.parametrize(("method", "path"), [each for each in OPERATIONS if each[0] == "post"])
 def test_many_answers_are_as_described(url: str, method: str, path: str) -> None:
     check(url, method, path, num_examples=500)
