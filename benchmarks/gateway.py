@@ -82,7 +82,7 @@ def _cpu_s(pid: int) -> float:
 def _start_gateway(model: Path, control: str) -> tuple[subprocess.Popen[bytes], str]:
     """Start a gateway on a free port; returns it and its URL."""
     asked = EngineConfig(model=ModelSection(path=str(model)))
-    gateway = GatewaySection(port=0, served_names=("stub",))
+    gateway = GatewaySection(port=0, served_names=("stub",), access_log=False)
     config = ServeConfig(plan=resolve_for(asked, load_model_config(model)), gateway=gateway)
     config_reader, config_writer = os.pipe()
     os.write(config_writer, msgspec.json.encode(config))

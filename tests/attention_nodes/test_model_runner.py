@@ -95,6 +95,19 @@ def test_steps_continue_what_they_sampled(runner: ModelRunner, checkpoint: Path)
     assert tokens == oracle_generate(checkpoint, [PROMPT], 6).tokens[0]
 
 
+def test_a_request_that_fails_is_logged_under_its_clients_id(
+    runner: ModelRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.inference_mode():
+        runner._decoder._final_norm.fill_(torch.nan)
+        named = msgspec.structs.replace(sequence(PROMPT), request_id="from-client")
+        result = runner.execute(first(new=(named,)), None, index=0)
+    (reason,) = result.errors.values()
+    (record,) = (each for each in caplog.records if each.levelname == "WARNING")
+    assert reason in record.getMessage()
+    assert vars(record)["fields"] == {"request_id": "from-client"}
+
+
 def test_a_new_generation_forgets_every_sequence(runner: ModelRunner) -> None:
     tokens = run(runner, first())
     with pytest.raises(ProtocolError, match="was admitted already"):

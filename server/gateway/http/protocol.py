@@ -8,6 +8,7 @@ its answer. Knows no route; server.gateway.http.listener passes it to uvicorn.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 
 import h11
@@ -16,6 +17,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from server.gateway.errors import describe, truncated
 from server.gateway.http.exchange import HEADER, make_request_id
 from topspin.errors import RequestError
+from topspin.logs import about
 
 # For a request's head from its first byte to its last, and for the rest of a body whose request
 # has already been answered. Other bodies have their own deadline.
@@ -24,6 +26,8 @@ HEAD_DEADLINE_S = 20.0
 FIRST_PROBE_S = 0.05
 MAX_PROBE_S = 5.0
 MAX_DETAIL_CHARS = 128
+
+_log = logging.getLogger("gateway")
 
 
 class InvalidHttp(RequestError):
@@ -135,7 +139,8 @@ class HttpProtocol(H11Protocol):
     def _refuse(self, error: RequestError) -> None:
         """Answer with `error`, unless an answer has begun, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
-            failure = describe(error)
+            failure, request_id = describe(error), make_request_id()
+            _log.debug("gateway: %s", error, extra=about(request_id=request_id))
             body = failure.encode()
             head = h11.Response(
                 status_code=failure.status,
@@ -144,7 +149,7 @@ class HttpProtocol(H11Protocol):
                     ("content-type", "application/json"),
                     ("content-length", str(len(body))),
                     ("connection", "close"),
-                    (HEADER, make_request_id()),
+                    (HEADER, request_id),
                 ],
             )
             for event in (head, h11.Data(data=body), h11.EndOfMessage()):
