@@ -30,6 +30,9 @@ SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 
+# Decoding so many takes about a millisecond.
+LONG_IDS = 1024
+
 
 class _Alphabet(NamedTuple):
     """The encoding of bytes in a token's string.
@@ -129,7 +132,15 @@ class Tokenizer:
         return 0 if self._bound is None else self._bound.fewest_tokens(data)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of `ids`; ids without a token count as empty."""
+        """Return the text of `ids`; ids without a token count as empty.
+
+        Releases the GIL for many ids: only the library's calls for batches do.
+        """
+        if len(ids) > LONG_IDS:
+            texts: list[str] = self._backend.decode_batch(
+                [list(ids)], skip_special_tokens=skip_special_tokens
+            )
+            return texts[0]
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 

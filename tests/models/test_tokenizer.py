@@ -386,3 +386,20 @@ def test_other_threads_run_while_text_is_tokenised(tmp_path: Path) -> None:
         time.sleep(0.001)
     # With the interpreter's lock held, this thread would continue only at the end.
     assert num_turns > 20
+
+
+def test_other_threads_run_while_tokens_become_text(tmp_path: Path) -> None:
+    tokenizer = _byte_level(tmp_path)
+    text = "the other the in an inner thing " * 20_000
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoded: list[str] = []
+    thread = threading.Thread(
+        target=lambda: decoded.append(tokenizer.decode(ids, skip_special_tokens=True))
+    )
+    thread.start()
+    num_turns = 0
+    while thread.is_alive():
+        num_turns += 1
+        time.sleep(0.001)
+    assert decoded == [text]
+    assert num_turns > 20
