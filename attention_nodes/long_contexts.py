@@ -16,11 +16,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from attention_nodes.host_store import HostStore
-from attention_nodes.kv_cache import KvCache
+from attention_nodes.kv_cache import KvCache, LayerSpec, bytes_per_block
 from attention_nodes.residency import Residency
-from attention_nodes.retrieval import KeyIndex
+from attention_nodes.retrieval import KeyIndex, code_bytes_of
 from attention_nodes.sequences import IntArray, SequenceTable
-from attention_nodes.spill_file import SpillFile, record_bytes
+from attention_nodes.spill_file import SpillFile, copies_bytes, record_bytes
 from attention_nodes.spill_store import SpillStore
 from attention_nodes.step_inputs import Slices
 from kernels.contracts import KeyCodes
@@ -39,7 +39,7 @@ LEARNING_ROWS: Final = 64
 """While fewer rows than these are with experts a codebook would be waited for."""
 
 
-def spilled_blocks(config: NodeConfig, block_bytes: int) -> int | None:
+def spilled_blocks(config: NodeConfig, layers: Sequence[LayerSpec]) -> int | None:
     """Return how many blocks the scheduler may assign, most of which are in the file.
 
     None: as many as the cache has.
@@ -47,8 +47,22 @@ def spilled_blocks(config: NodeConfig, block_bytes: int) -> int | None:
     spill = config.kv_cache.spill
     if spill is None:
         return None
-    size = block_bytes if spill.is_in_host_memory else record_bytes(block_bytes)
-    return spill.size_bytes // size
+    size_of = bytes_per_block if spill.is_in_host_memory else record_bytes
+    return spill.size_bytes // size_of(layers, block_size=config.kv_cache.block_size)
+
+
+def bytes_beside(
+    model: ModelConfig, config: NodeConfig, layers: Sequence[LayerSpec]
+) -> Callable[[int], int] | None:
+    """Return the bytes of --kv-cache-memory that no cache block has, by the number of these.
+
+    Codes, and what a file's copies need. None: there are none.
+    """
+    num_blocks, size = spilled_blocks(config, layers), config.kv_cache.block_size
+    codes, spill = code_bytes_of(model, config, num_blocks=num_blocks), config.kv_cache.spill
+    if codes is None or num_blocks is None or spill is None or spill.is_in_host_memory:
+        return codes
+    return lambda cached: codes(cached) + copies_bytes(layers, num_blocks * size, cached * size)
 
 
 def without_spill(config: NodeConfig) -> NodeConfig:

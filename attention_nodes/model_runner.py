@@ -28,7 +28,12 @@ from attention_nodes.executor import Executor
 from attention_nodes.grammars import Grammars
 from attention_nodes.host_executor import HostExecutor
 from attention_nodes.launched import LaunchedStep, check_of
-from attention_nodes.long_contexts import LongContexts, spilled_blocks, without_spill
+from attention_nodes.long_contexts import (
+    LongContexts,
+    bytes_beside,
+    spilled_blocks,
+    without_spill,
+)
 from attention_nodes.memory_budget import (
     AbsentExperts,
     blocks_to_allocate,
@@ -37,7 +42,6 @@ from attention_nodes.memory_budget import (
     measure,
     window_bytes,
 )
-from attention_nodes.retrieval import code_bytes_of
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.scores import report
@@ -190,15 +194,14 @@ class ModelRunner:
         dtype: torch.dtype = getattr(torch, config.model.dtype)
         block_size = config.kv_cache.block_size
         layers = kv_cache.layer_specs(model, dtype, config.kv_cache)
-        block_bytes = kv_cache.bytes_per_block(layers, block_size=block_size)
-        num_assigned = spilled_blocks(config, block_bytes)
+        num_assigned = spilled_blocks(config, layers)
         cache = kv_cache.allocate(
             layers,
             block_size=block_size,
             size_bytes=config.attention.kv_cache_bytes,
             max_len=config.model.max_model_len,
             runtime=runtime,
-            code_bytes=code_bytes_of(model, config, num_blocks=num_assigned),
+            code_bytes=bytes_beside(model, config, layers),
         )
         ops = select_ops(
             config.node.kernels,
@@ -259,9 +262,7 @@ class ModelRunner:
             block_bytes=block_bytes,
             block_size=limits.block_size,
             max_len=limits.max_len,
-            code_bytes=code_bytes_of(
-                self._model, config, num_blocks=spilled_blocks(config, block_bytes)
-            ),
+            code_bytes=bytes_beside(self._model, config, self._decoder.kv.layers),
         )
 
     def _rehearse(

@@ -1,17 +1,17 @@
 """The file that holds keys and values of cache blocks that have no frame in memory.
 
 Owns an unlinked file, so that nothing is left whatever happens, the copies of selected keys in
-memory, and the layout of a block in it: a
-record per block, in that by layer, head and token the key and the value one behind the other, which
-`kernels.cpu.compiled.hot_keys` reads for single tokens. Records are written without the page cache
-where the file system allows. Knows no sequence and no policy. Used by residency.py.
+memory, and the layout of a block in the file: a record per block, in that by layer, head and token
+the key, the value and a sum of both, which `kernels.cpu.compiled.hot_keys` reads for single tokens;
+what has another sum counts as not read. Records are written without the page cache where the file
+system allows. Knows no policy. Used by residency.py.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention_nodes.kv_cache import KvCache
+from attention_nodes.kv_cache import KvCache, LayerSpec
 from attention_nodes.sequences import IntArray
 from attention_nodes.spill_store import Reads
-from kernels.contracts import HotKeys, Retrieval
+from kernels.contracts import CHECK_BYTES, CHECK_SUM, HotKeys, Retrieval
 from topspin.errors import ConfigError
 from topspin.progress import Beat
 from topspin.retrieval import RetrievalPolicy
@@ -39,9 +39,19 @@ _NEVER: Final = -2
 _AHEAD_BYTES: Final = 16 << 20
 
 
-def record_bytes(block_bytes: int) -> int:
+def record_bytes(layers: Iterable[LayerSpec], *, block_size: int) -> int:
     """Return the size of a block in the file: whole pages, as transfers past the cache need."""
-    return -(-block_bytes // _PAGE) * _PAGE
+    used = sum(
+        layer.bytes_per_block(block_size) + layer.num_heads * block_size * CHECK_BYTES
+        for layer in layers
+    )
+    return -(-used // _PAGE) * _PAGE
+
+
+def copies_bytes(layers: Iterable[LayerSpec], num_tokens: int, num_slots: int) -> int:
+    """Return the bytes that tell where the copies of so many tokens are, in so many slots."""
+    num_heads = sum(layer.num_heads for layer in layers if layer.has_codes)
+    return num_heads * torch.int32.itemsize * (num_tokens + 2 * num_slots)
 
 
 class SpillFile:
@@ -62,12 +72,13 @@ class SpillFile:
         ]
         assert len({(each.shape, each.dtype) for each in cache.keys}) == 1, "layers are alike"
         _, block_size, num_heads, head_dim = cache.keys[0].shape
-        head_bytes = head_dim * cache.keys[0].itemsize
-        self._shape = (len(cache.keys), num_heads, block_size, 2, head_bytes)
+        self._head_bytes = head_dim * cache.keys[0].itemsize
+        row_bytes = 2 * self._head_bytes + CHECK_BYTES
+        self._shape = (len(cache.keys), num_heads, block_size, row_bytes)
         self._layers = torch.tensor(coded_layers)
         self._hot: dict[int, HotKeys] = {}
         used = int(np.prod(self._shape))
-        self.record_bytes = record_bytes(used)
+        self.record_bytes = record_bytes(cache.layers, block_size=block_size)
         size = num_blocks * self.record_bytes
         self.fd = -1
         self._direct: int | None = None
@@ -99,7 +110,7 @@ class SpillFile:
         return mmap.mmap(-1, num_records * self.record_bytes)
 
     def _records(self, pages: mmap.mmap) -> Tensor:
-        """Return the records in memory: [records, layers, heads, tokens, key and value, bytes]."""
+        """Return the records in memory: u8[records, layers, heads, tokens, bytes]."""
         raw = torch.frombuffer(pages, dtype=torch.uint8).view(-1, self.record_bytes)
         return raw[:, : self._used].view(-1, *self._shape)
 
@@ -148,10 +159,18 @@ class SpillFile:
         return self._write_all(blocks, self._staging)
 
     def _gather(self, frames: IntArray, records: Tensor) -> None:
-        chosen = torch.from_numpy(frames)
+        records, chosen = records[: len(frames)], torch.from_numpy(frames)
         for layer, (keys, values) in enumerate(self._caches):
-            records[: len(frames), layer, :, :, 0] = keys[chosen].transpose(1, 2)
-            records[: len(frames), layer, :, :, 1] = values[chosen].transpose(1, 2)
+            own_keys, own_values = self._pairs(records, layer)
+            own_keys[...] = keys[chosen].transpose(1, 2)
+            own_values[...] = values[chosen].transpose(1, 2)
+        words = records.view(torch.int64)
+        words[..., -1] = _sums(words)
+
+    def _pairs(self, records: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer, u8[records, heads, tokens, bytes] each."""
+        width = self._head_bytes
+        return records[:, layer, :, :, :width], records[:, layer, :, :, width : 2 * width]
 
     def _write_all(self, blocks: IntArray, pages: mmap.mmap) -> IntArray:
         """Write blocks from memory; returns those that were written.
@@ -196,13 +215,16 @@ class SpillFile:
     def _load(self, blocks: IntArray, frames: IntArray) -> IntArray:
         """Read blocks; returns those that were read; the others' frames keep what they have."""
         read = self._in_runs(blocks, self._staging, self._read)
-        is_read = np.isin(blocks, read)
-        records = self._records(self._staging)[torch.from_numpy(np.flatnonzero(is_read))]
-        targets = torch.from_numpy(frames[is_read])
+        records = self._records(self._staging)[: len(blocks)]
+        words = records.view(torch.int64)
+        is_whole = (words[..., -1] == _sums(words)).flatten(1).all(1)
+        is_read = np.isin(blocks, read) & is_whole.numpy()
+        records, targets = records[torch.from_numpy(is_read)], torch.from_numpy(frames[is_read])
         for layer, (keys, values) in enumerate(self._caches):
-            keys[targets] = records[:, layer, :, :, 0].transpose(1, 2)
-            values[targets] = records[:, layer, :, :, 1].transpose(1, 2)
-        return read
+            own_keys, own_values = self._pairs(records, layer)
+            keys[targets], values[targets] = own_keys.transpose(1, 2), own_values.transpose(1, 2)
+        found: IntArray = blocks[is_read]
+        return found
 
     def _read(self, part: memoryview, offset: int) -> int:
         try:
@@ -214,7 +236,7 @@ class SpillFile:
         return policy.num_hot
 
     def lend(self, row: int, slots: IntArray, max_blocks: int) -> None:
-        _, num_groups, block_size, _, _ = self._shape
+        _, num_groups, block_size, _ = self._shape
         shape = (len(self._layers), num_groups)
         self._hot[row] = HotKeys(
             fd=self.fd,
@@ -255,3 +277,8 @@ class SpillFile:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _sums(words: Tensor) -> Tensor:
+    """Return the sums of keys and values i64[..., n + 1], whose last word is the sum's place."""
+    return words[..., :-1].sum(-1) + CHECK_SUM

@@ -43,6 +43,11 @@ class KeyCodes:
     """The layer's number among those that have codes."""
 
 
+CHECK_SUM: Final = 0x5EED
+CHECK_BYTES: Final = 8
+"""Of a key and its value in a file."""
+
+
 class HotKeys(NamedTuple):
     """Copies, in a few slots of the caches, of selected keys and values that are in a file.
 
@@ -53,7 +58,7 @@ class HotKeys(NamedTuple):
     fd: int
     records: Tensor
     """i64[blocks], where each block of the sequence is in the file: by layer of the cache, head and
-    token its key and its value."""
+    token its key, its value, and the sum of CHECK_SUM and of both as i64 numbers."""
     cache_layers: Tensor
     """i64[L], the layer of the cache that each layer with codes is."""
     slots: Tensor

@@ -11,6 +11,7 @@ import torch
 
 from attention_nodes.kv_cache import KvCache, LayerSpec
 from attention_nodes.spill_file import SpillFile
+from kernels.contracts import CHECK_BYTES, CHECK_SUM
 from topspin.errors import ConfigError
 
 BLOCK_SIZE, NUM_HEADS, HEAD_DIM, NUM_LAYERS = 16, 3, 64, 2
@@ -72,11 +73,14 @@ def test_a_record_has_keys_and_values_of_a_head_side_by_side(tmp_path: Path) -> 
     kept = cache(4)
     file = SpillFile(tmp_path, kept, 8)
     file.save(blocks(5), blocks(2))
-    width = HEAD_DIM * 2
-    offset = 5 * file.record_bytes + ((1 * NUM_HEADS + 2) * BLOCK_SIZE + 7) * 2 * width
-    found = torch.frombuffer(bytearray(os.pread(file.fd, 2 * width, offset)), dtype=torch.bfloat16)
-    assert torch.equal(found[:HEAD_DIM], kept.keys[1][2, 7, 2])
-    assert torch.equal(found[HEAD_DIM:], kept.values[1][2, 7, 2])
+    row_bytes = 2 * HEAD_DIM * 2 + CHECK_BYTES
+    offset = 5 * file.record_bytes + ((1 * NUM_HEADS + 2) * BLOCK_SIZE + 7) * row_bytes
+    found = bytearray(os.pread(file.fd, row_bytes, offset))
+    pair = torch.frombuffer(found[:-CHECK_BYTES], dtype=torch.bfloat16)
+    assert torch.equal(pair[:HEAD_DIM], kept.keys[1][2, 7, 2])
+    assert torch.equal(pair[HEAD_DIM:], kept.values[1][2, 7, 2])
+    numbers = np.frombuffer(found, dtype=np.int64).tolist()
+    assert (sum(numbers[:-1]) + CHECK_SUM - numbers[-1]) % 2**64 == 0
     file.close()
 
 
@@ -91,6 +95,19 @@ def test_what_cannot_be_read_or_written_is_told(tmp_path: Path) -> None:
     assert torch.equal(kept.values[1][2], frame), "what could not be read changes nothing"
     file.close()
     assert file.save(blocks(3), blocks(0)).tolist() == [3]
+
+
+def test_zeros_and_damage_are_not_read(tmp_path: Path) -> None:
+    """Of a file that was cut and extended, and of one of which a byte has changed."""
+    kept = cache(4)
+    file = SpillFile(tmp_path, kept, 8)
+    file.save(blocks(1, 2, 3), blocks(0, 1, 2))
+    os.pwrite(file.fd, b"\xa5", file.record_bytes + 5000)
+    size = os.fstat(file.fd).st_size
+    os.ftruncate(file.fd, 3 * file.record_bytes)
+    os.ftruncate(file.fd, size)
+    assert file.load(blocks(1, 2, 3), blocks(0, 1, 2)).tolist() == [1, 3]
+    file.close()
 
 
 @pytest.mark.parametrize(

@@ -24,19 +24,25 @@ BUDGET = 64
 NUM_TOKENS = 24
 BYTES_PER_TOKEN = 2 * 4 * 2 * 2 * 32
 """Keys and values of the tiny model in fp32."""
-CODES = 3 * 2**20
+NUM_BLOCKS = 5000
+RECORD_BYTES = {"auto": 20 * 1024, "fp8": 8 * 1024}
+"""Of a block of 16 tokens in the file."""
+BESIDE = 3 * 2**20 + NUM_BLOCKS * 16 * 4 * 4
+"""Codes, and where copies are: 4 bytes for each token, layer and head."""
 LENGTH = 3 * SEGMENT_KEYS + 100
 
 
 def config_of(path: Path, memory_tokens: int, spill: Path | None, **settings: Any) -> Any:
     """Return a configuration with about so many tokens in memory, and others in `spill`."""
-    token_bytes = BYTES_PER_TOKEN // (1 if settings.get("kv_cache_dtype", "auto") == "auto" else 4)
+    dtype = settings.get("kv_cache_dtype", "auto")
+    token_bytes = BYTES_PER_TOKEN // (1 if dtype == "auto" else 4)
     if spill is not None:
-        settings["kv_spill"] = SpillSpec(directory=str(spill), size_bytes=80_000 * token_bytes)
+        size_bytes = NUM_BLOCKS * RECORD_BYTES[dtype]
+        settings["kv_spill"] = SpillSpec(directory=str(spill), size_bytes=size_bytes)
     return engine_config(
         path,
         block_size=16,
-        kv_cache_bytes=memory_tokens * token_bytes + CODES,
+        kv_cache_bytes=memory_tokens * token_bytes + BESIDE,
         kv_retrieval_tokens=BUDGET,
         max_num_batched_tokens=512,
         window_rows=256,
@@ -145,7 +151,7 @@ def test_a_prompt_that_fills_the_memory_holds_up_nobody(path: Path, tmp_path: Pa
         assert [engine.requests[each].failed for each in ids] == [None] * 3
 
 
-@pytest.mark.parametrize("fails", ["load", "save"])
+@pytest.mark.parametrize("fails", ["load", "save", "cut"])
 def test_a_file_that_fails_fails_the_requests_that_need_it(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -164,6 +170,11 @@ def test_a_file_that_fails_fails_the_requests_that_need_it(
         if fails == "save":
             return blocks
         unsaved = save(file, blocks, frames, beat)
+        if fails == "cut":
+            size = os.fstat(file.fd).st_size
+            os.ftruncate(file.fd, 0)
+            os.ftruncate(file.fd, size)  # zeros are read from now on
+            return unsaved
         empty = os.open(tmp_path, os.O_TMPFILE | os.O_RDWR)
         os.dup2(empty, file.fd)  # nothing can be read from now on
         os.close(empty)

@@ -8,6 +8,7 @@ it has selected, one task per head of a sequence, so that nothing here needs a l
 
 from __future__ import annotations
 
+from kernels.contracts import CHECK_BYTES, CHECK_SUM
 from kernels.cpu.compiled.attention_keys import (
     BLOCK_SIZE,
     K_CACHE,
@@ -58,13 +59,20 @@ def _head_of(block: int, group: int) -> int:
 
 
 @inlined
+def _row_bytes(block: int) -> int:
+    """Return the bytes of a key, its value and their sum in the file."""
+    num_bytes: int = 2 * bytes_in_cache(block) + CHECK_BYTES
+    return num_bytes
+
+
+@inlined
 def _offset_of(block: int, hot: int, group: int, position: int) -> int:
     """Return where the file has a key and its value."""
     block_size = simd.read_i64(block + BLOCK_SIZE)
     layer = simd.read_i64(simd.read_i64(hot + HOT_CACHE_LAYERS) + 8 * simd.read_i64(block + LAYER))
     row = (layer * simd.read_i64(block + NUM_KV_HEADS) + group) * block_size + position % block_size
     record = simd.read_i64(simd.read_i64(hot + HOT_RECORDS) + 8 * (position // block_size))
-    offset: int = record + row * 2 * bytes_in_cache(block)
+    offset: int = record + row * _row_bytes(block)
     return offset
 
 
@@ -86,7 +94,7 @@ def find_copy(block: int, hot: int, group: int, position: int) -> int:
     entry = simd.read_i32(entries + 4 * position)
     if entry < 0:
         offset = _offset_of(block, hot, group, position)
-        ask_file(simd.read_i64(hot + HOT_FILE), offset, 2 * bytes_in_cache(block))
+        ask_file(simd.read_i64(hot + HOT_FILE), offset, _row_bytes(block))
         return _UNRESOLVED
     used = simd.read_i64(hot + HOT_USED) + 4 * head * simd.read_i64(hot + NUM_HOT_ENTRIES)
     now = simd.read_i64(simd.read_i64(hot + HOT_CLOCKS) + 16 * head)
@@ -119,7 +127,8 @@ def _take_entry(hot: int, head: int) -> int:
 def read_key(block: int, hot: int, group: int, position: int, scratch: int) -> int:
     """Read a key and its value to an entry; return its offset in the caches.
 
-    `scratch` is memory for both. If they cannot be read they are zeros, and that is counted.
+    `scratch` is memory for both and their sum. If they cannot be read, or have another sum, they
+    are zeros, and that is counted.
     """
     head, head_bytes = _head_of(block, group), bytes_in_cache(block)
     entry = _take_entry(hot, head)
@@ -131,8 +140,11 @@ def read_key(block: int, hot: int, group: int, position: int, scratch: int) -> i
         simd.write_i32(entries + 4 * before, -1)
     offset = _offset_of(block, hot, group, position)
     counts = simd.read_i64(hot + HOT_COUNTS) + 24 * head
-    is_read = read_file(simd.read_i64(hot + HOT_FILE), scratch, 2 * head_bytes, offset)
-    if is_read == 2 * head_bytes:
+    num_read = read_file(simd.read_i64(hot + HOT_FILE), scratch, _row_bytes(block), offset)
+    total = CHECK_SUM
+    for word in range(0, 2 * head_bytes, 8):
+        total += simd.read_i64(scratch + word)
+    if num_read == _row_bytes(block) and total == simd.read_i64(scratch + 2 * head_bytes):
         simd.write_i32(token, position)
         simd.write_i32(entries + 4 * position, entry)
         simd.write_i64(counts + 8, simd.read_i64(counts + 8) + 1)

@@ -21,7 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS, KeyCodes
+from kernels.contracts import (
+    CHECK_BYTES,
+    NUM_CENTROIDS,
+    NUM_SUBSPACES,
+    SEGMENT_KEYS,
+    KeyCodes,
+)
 from kernels.cpu.compiled.attention import head_arguments
 from kernels.cpu.compiled.attention_keys import (
     HEAD_DIM,
@@ -142,7 +148,7 @@ _scratch_centroids = simd.stack(HEAD_DIMS[-1] // NUM_SUBSPACES // 2 * PART_BYTES
 _scratch_peaks = simd.stack(4 * simd.LANES)
 _scratch_tables = simd.stack(TABLE_BYTES // 2)
 _scratch_count = simd.stack(8)
-_scratch_copied = simd.stack(2 * 4 * HEAD_DIMS[-1])
+_scratch_copied = simd.stack(2 * 4 * HEAD_DIMS[-1] + CHECK_BYTES)
 
 
 @inlined

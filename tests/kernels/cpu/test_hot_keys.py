@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contracts import HotKeys, KeyCodes
+from kernels.contracts import CHECK_SUM, HotKeys, KeyCodes
 from kernels.cpu import ops as cpu
 from tests.kernels.cases import AttentionCase, Heads, attention_case
 from tests.kernels.retrieval_cases import coded
@@ -52,7 +52,9 @@ def spilled(case: AttentionCase, fd: int, seq: int, blocks: range, num_entries: 
     for idx in blocks:
         frame = int(tables[seq, idx])
         content = [each.view(torch.uint8)[frame] for each in (k_cache, v_cache)]
-        record = torch.stack(content).permute(2, 1, 0, 3).contiguous()
+        pairs = torch.stack(content).permute(2, 1, 0, 3).flatten(2).contiguous()
+        sums = pairs.view(torch.int64).sum(-1, keepdim=True) + CHECK_SUM
+        record = torch.cat([pairs, sums.view(torch.uint8)], dim=-1)
         records[idx] = size
         size += os.pwrite(fd, record.numpy().tobytes(), size)
         k_cache[frame] = v_cache[frame] = float("nan")
@@ -128,11 +130,16 @@ def test_a_copy_is_read_once_while_there_is_room(fd: int) -> None:
         assert len(places) == hot.counts[LAYER, group, 1]
 
 
-def test_what_cannot_be_read_is_zeros_counted_and_not_kept(fd: int) -> None:
+@pytest.mark.parametrize("extended", [False, True])
+def test_what_cannot_be_read_is_zeros_counted_and_not_kept(fd: int, extended: bool) -> None:
+    """Zeros of a file that was cut and extended are no keys."""
     case = attention_case([2300], [1], heads=Heads(4, 2, 64), block_size=BLOCK_SIZE)
     case, codes = coded(case, {0: (2100, BUDGET)})
     there, hot = spilled(case, fd, 0, range(1, 128), 2 * BUDGET)
+    size = os.fstat(fd).st_size
     os.ftruncate(fd, 0)
+    if extended:
+        os.ftruncate(fd, size)
     assert attend(there, codes).isfinite().all()
     unread = int(hot.counts[LAYER, :, 2].sum())
     assert unread > BUDGET
