@@ -124,13 +124,15 @@ class HostStore:
                 row, blocks = each
                 records[idx, : len(blocks)] = blocks
                 slots[idx, : len(self._slots[row])] = self._slots[row]
-        keys = HostKeys(
-            memory=self.records,
-            cache_layers=self._layers,
-            records=torch.from_numpy(records),
-            slots=torch.from_numpy(slots),
-        )
+        keys = self._keys(torch.from_numpy(records), torch.from_numpy(slots))
         return retrieval._replace(host_keys=keys)
+
+    def _keys(self, records: Tensor, slots: Tensor) -> HostKeys:
+        return HostKeys(self.records, self._layers, records=records, slots=slots)
+
+    def no_keys(self) -> HostKeys:
+        none = torch.zeros(1, 1, dtype=torch.int32, device=self._runtime.device)
+        return self._keys(none, none)
 
     def take_reads(self, row: int) -> Reads:
         return Reads(0, 0, 0)  # only the device knows

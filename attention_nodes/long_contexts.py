@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 
 from attention_nodes.host_store import HostStore
@@ -143,6 +144,11 @@ class LongContexts:
             )
             self.index.frame_slots = self._residency.slots
             self.index.has_file = True
+
+    def warm_up(self, num_heads: int, dtype: torch.dtype) -> None:
+        """Code keys and attend by them, so that the first long request finds compiled kernels."""
+        keys = None if self._residency is None else self._residency.no_keys()
+        self.index.warm_up(num_heads, dtype, host_keys=keys)
 
     @property
     def codes(self) -> dict[int, KeyCodes]:

@@ -332,7 +332,7 @@ class ModelRunner:
         self._table.clear()
         self._decoder.warm_up()
         if self._long is not None:
-            self._long.index.warm_up(self._model.num_heads, residual.dtype)
+            self._long.warm_up(self._model.num_heads, residual.dtype)
 
     @property
     def num_frames(self) -> int:

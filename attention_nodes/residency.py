@@ -21,7 +21,7 @@ from attention_nodes.kv_cache import KvCache
 from attention_nodes.sequences import IntArray, SequenceTable
 from attention_nodes.spill_store import SpillStore
 from attention_nodes.step_inputs import Slices
-from kernels.contracts import SEGMENT_KEYS
+from kernels.contracts import SEGMENT_KEYS, HostKeys
 from topspin.messages import KvCounts
 from topspin.progress import Beat
 from topspin.retrieval import RetrievalPolicy
@@ -77,6 +77,10 @@ class Residency:
         self._counts = KvCounts()
         self._lost: list[IntArray] = []
         self._beat: Beat | None = None
+
+    def no_keys(self) -> HostKeys | None:
+        """Return what kernels are warmed up with; None: nothing."""
+        return self._file.no_keys()
 
     def take_lost(self) -> IntArray:
         """Return the blocks that were lost since the last call."""

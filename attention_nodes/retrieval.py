@@ -30,6 +30,7 @@ from kernels.contracts import (
     NUM_SUBSPACES,
     SEGMENT_KEYS,
     AttentionMeta,
+    HostKeys,
     KeyCodes,
     Retrieval,
     SearchBounds,
@@ -163,12 +164,18 @@ class KeyIndex:
 
     @torch.inference_mode()
     def warm_up(
-        self, num_heads: int, dtype: torch.dtype, *, num_seqs: int = 1, max_len: int = 0
+        self,
+        num_heads: int,
+        dtype: torch.dtype,
+        *,
+        num_seqs: int = 1,
+        max_len: int = 0,
+        host_keys: HostKeys | None = None,
     ) -> None:
         """Code keys and attend by them, so that the first long request finds compiled kernels.
 
-        As in a step of `num_seqs` sequences of about `max_len` tokens. Uses block 0 and place 0,
-        whose content is not in use yet.
+        As in a step of `num_seqs` sequences of about `max_len` tokens; with the `host_keys` of one,
+        as where keys are spilled. Uses block 0 and place 0, whose content is not in use yet.
         """
         num_sinks, block_size = self._policy.num_sinks, self._cache.block_size
         num_keys = max(2 * NUM_CENTROIDS, num_sinks + 2, max_len)
@@ -191,6 +198,7 @@ class KeyIndex:
             num_sinks=num_sinks,
             hot=(None,) * num_seqs if self.has_file else (),
             bounds=SearchBounds(rows=1, budget=budget, keys=num_sinks + budget + 1),
+            host_keys=host_keys,
         )
         meta = AttentionMeta(
             query_start=start,

@@ -265,6 +265,9 @@ class SpillFile:
         hot.records.numpy()[: len(blocks)] = blocks * self.record_bytes
         return hot
 
+    def no_keys(self) -> None:
+        return None
+
     def take_reads(self, row: int) -> Reads:
         counts = self._hot[row].counts
         reads = Reads(*counts.sum((0, 1)).tolist())

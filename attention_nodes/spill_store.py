@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from attention_nodes.sequences import IntArray
-from kernels.contracts import Retrieval
+from kernels.contracts import HostKeys, Retrieval
 from topspin.progress import Beat
 from topspin.retrieval import RetrievalPolicy
 
@@ -70,6 +70,12 @@ class SpillStore(Protocol):
         """Return a retrieval that says where keys without a frame are.
 
         `searched`, of its sequences, are rows and blocks; None: all its keys are in the cache.
+        """
+
+    def no_keys(self) -> HostKeys | None:
+        """Return what kernels of a device are told of one sequence without keys here, to warm up.
+
+        None: they are not told.
         """
 
     def take_reads(self, row: int) -> Reads:

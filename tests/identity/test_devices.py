@@ -145,6 +145,7 @@ def test_decoding_with_retrieval_on_a_device(
     assert stats.kv.recall_sum == pytest.approx(oracle.recalls[0], abs=1e-6)
 
 
+@slow
 def test_keys_in_the_hosts_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against transformers; the first request decodes while the second takes its memory.
 
