@@ -27,15 +27,10 @@ class Frames(RuleBasedStateMachine):
         self.file: dict[int, int | None] = {}
         self.contents: dict[int, int] = {}
         self.lent: list[IntArray] = []
-        self.ahead: list[int] = []
-        """Blocks whose writing ahead has begun and is not known to have ended."""
-        self.unwritten: dict[int, int | None] = {}
-        """What of it is not in the file yet."""
+        self.ahead: dict[int, int | None] = {}
+        """What is being written, or was and is not known to be (`is_written`)."""
+        self.is_written = False
         self.next = 0
-
-    def write_ahead(self) -> None:
-        self.file.update(self.unwritten)
-        self.unwritten = {}
 
     def move(self, moves: Moves) -> None:
         if len(moves.saved):
@@ -59,10 +54,10 @@ class Frames(RuleBasedStateMachine):
         moves = self.table.require(array(found))
         self.move(moves)
         if not self.ahead:
+            self.is_written = False
             for block in self.table.next_to_save(array(found), 2).tolist():
                 assert block not in found
-                self.ahead.append(block)
-                self.unwritten[block] = self.frames[self.table.frame_of[block]]
+                self.ahead[block] = self.frames[self.table.frame_of[block]]
         for block in found & self.contents.keys():
             assert self.frames[self.table.frame_of[block]] == self.contents[block]
         self.table.write(array(found & written))
@@ -84,10 +79,16 @@ class Frames(RuleBasedStateMachine):
         self.lent.append(frames)
 
     @rule()
-    def end_writing(self) -> None:
-        self.write_ahead()
-        self.table.saved_ahead(array(self.ahead))
-        self.ahead = []
+    def write_ahead(self) -> None:
+        if not self.is_written:
+            self.file.update(self.ahead)
+        self.is_written = True
+
+    @rule()
+    def note_ahead(self) -> None:
+        if self.is_written:
+            self.table.saved_ahead(array(self.ahead))
+            self.ahead = {}
 
     @rule()
     def take_back(self) -> None:
