@@ -462,6 +462,8 @@ class ModelRunner:
         arrays = self._settle(launched)
         num_drawn, asked = launched.num_drawn, launched.asked
         drawn = self._sampler.answer(asked, arrays[:num_drawn], launched.verdict, launched.ended)
+        for reason in drawn.refused.values():
+            _log.info("a request fails: %s", reason)
         scores = report(launched.scored, arrays[num_drawn:])
         self._stamp(Kind.STEP_ENDED, launched.ticket)
         previous_s, self._finished_s = self._finished_s, time.perf_counter()
