@@ -15,6 +15,7 @@ import torch
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
+from attention_nodes.grammars import Grammars
 from attention_nodes.model_runner import ModelRunner
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime, Runtime
@@ -50,7 +51,8 @@ def runner_on(path: Path, runtime: Runtime, kernels: str, **settings: Any) -> Mo
     layers = kv_cache.layer_specs(model, torch.float32, config.kv_cache)
     cache = kv_cache.of_blocks(layers, NUM_BLOCKS, block_size=config.kv_cache.block_size)
     decoder = Decoder(model, weights, select_ops("reference", torch.float32), cache)
-    return ModelRunner(model, decoder, NUM_BLOCKS, config, runtime)
+    grammars = Grammars(path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    return ModelRunner(model, decoder, NUM_BLOCKS, config, runtime, grammars=grammars)
 
 
 @pytest.fixture
@@ -153,15 +155,21 @@ def test_nothing_is_waited_for_while_a_step_is_launched(
 
 
 @pytest.mark.parametrize(
-    "penalty",
-    [{"repetition_penalty": 0.2}, {"presence_penalty": -9.0}, {"frequency_penalty": -9.0}],
+    "setting",
+    [
+        {"repetition_penalty": 0.2},
+        {"presence_penalty": -9.0},
+        {"frequency_penalty": -9.0},
+        {"grammar": "start: /([a-f][0-9])+/"},
+    ],
 )
-def test_penalties_see_tokens_that_were_under_way(
-    late: ModelRunner, expected: ModelRunner, penalty: dict[str, float]
+def test_penalties_and_grammars_see_tokens_that_were_under_way(
+    late: ModelRunner, expected: ModelRunner, setting: dict[str, Any]
 ) -> None:
-    """These penalties reward repetition, so a missing token shows at once."""
-    plans = joining_and_leaving(**penalty).plans
+    """These penalties reward repetition, so a missing token shows at once; as in the grammar."""
+    plans = joining_and_leaving(**setting).plans
     results = one_by_one(expected, plans)
+    assert not any(each.refused for each in results)
     same(ahead(late, plans), results)
     without = one_by_one(expected, again(joining_and_leaving()).plans)
     assert tokens_of(results) != tokens_of(without)

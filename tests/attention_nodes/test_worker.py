@@ -28,6 +28,8 @@ from tests.structs import changed
 from topspin.errors import DeadlineExceeded
 from topspin.expert_table import uniform_table
 from topspin.messages import (
+    CompileGrammar,
+    GrammarReady,
     Halt,
     Halted,
     Message,
@@ -205,6 +207,16 @@ def test_the_next_step_is_launched_while_one_runs(
     assert [each.tokens for each in results] == [
         each.tokens for each in one_by_one(expected, plans, net)
     ]
+
+
+def test_grammars_are_compiled_while_nothing_else_is_to_do(world: World, checkpoint: Path) -> None:
+    world.say(CompileGrammar(key="good", grammar="start: /a+/"))
+    world.say(CompileGrammar(key="bad", grammar="start: missing"))
+    serve(world, checkpoint, Echo(world.runtime))
+    answers = {each.key: each for each in world.of(GrammarReady)}
+    assert (answers["good"].index, answers["good"].error) == (0, "")
+    assert "missing" in answers["bad"].error
+    assert len(world.of(GrammarReady)) == 2
 
 
 def test_a_result_goes_out_before_the_next_plan_comes(world: World, checkpoint: Path) -> None:
