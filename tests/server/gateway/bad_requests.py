@@ -6,12 +6,14 @@ A row's fields replace those of a good body. The served model, `tiny`, takes 100
 from __future__ import annotations
 
 from tests.server.gateway.bad_completions import COMPLETION_ROWS
+from tests.server.gateway.bad_tools import RESPONSES, RESPONSES_BODY, RESPONSES_ROWS, TOOL_ROWS
 from tests.server.gateway.calls import CHAT, CHAT_BODY, OTHER_MODEL, PLAIN, PLAIN_BODY, USER, Bad
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 GOOD: dict[str, dict[str, object]] = {
     PLAIN: PLAIN_BODY,
     CHAT: CHAT_BODY,
+    RESPONSES: RESPONSES_BODY,
     TOKENIZE: {},
     DETOKENIZE: {},
 }
@@ -299,4 +301,11 @@ DETOKENIZE_ROWS = [
     Bad(DETOKENIZE, {"tokens": [1], "skip": True}, "skip", "unknown or unsupported field `skip`"),
 ]
 
-ROWS = [*COMPLETION_ROWS, *CHAT_ROWS, *TOKENIZE_ROWS, *DETOKENIZE_ROWS]
+ROWS = [
+    *COMPLETION_ROWS,
+    *CHAT_ROWS,
+    *TOOL_ROWS,
+    *RESPONSES_ROWS,
+    *TOKENIZE_ROWS,
+    *DETOKENIZE_ROWS,
+]
