@@ -32,7 +32,6 @@ from server.gateway.requests.schema import (
     NamedToolChoice,
     NonEmptyList,
     Object,
-    Refused,
     RefusedList,
     ResponseFormat,
     StopString,
@@ -169,6 +168,8 @@ class MessagesBody(PromptFields, kw_only=True, frozen=True):
     top_p: TopP | None = None
     cache_salt: Name | None = None
     kv_retrieval: KvRetrieval | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    container: Ignored[str] = None
     metadata: Ignored[Object] = None
     service_tier: Ignored[str] = None
     diagnostics: Ignored[Object] = None
@@ -176,7 +177,6 @@ class MessagesBody(PromptFields, kw_only=True, frozen=True):
     speed: Ignored[str] = None
     user_profile_id: Ignored[str] = None
     workspace_id: Ignored[str] = None
-    container: Refused = ABSENT
 
 
 def decode_messages(data: bytes) -> DecodedChat:
@@ -192,6 +192,7 @@ def decode_messages(data: bytes) -> DecodedChat:
         top_k=body.top_k,
         top_p=body.top_p,
         cache_salt=body.cache_salt,
+        priority=body.priority,
         kv_retrieval=body.kv_retrieval,
     )
     return _decoded(body, chat)

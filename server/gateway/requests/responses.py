@@ -190,6 +190,7 @@ class ResponsesBody(Fields, kw_only=True, frozen=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cache_salt: Name | None = None
     kv_retrieval: KvRetrieval | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
     client_metadata: Ignored[Object] = None
     context_management: Ignored[list[Raw]] = None
@@ -327,6 +328,7 @@ def _chat(body: ResponsesBody) -> ChatBody:
         top_logprobs=body.top_logprobs if shows_logprobs else None,
         cache_salt=body.cache_salt,
         kv_retrieval=body.kv_retrieval,
+        priority=body.priority,
         reasoning_effort=reasoning.effort,
         tools=[_tool(tool) for tool in body.tools] if body.tools else None,
         tool_choice=_tool_choice(body.tool_choice),

@@ -11,6 +11,8 @@ import httpx
 import pytest
 
 from models.chat_template import ChatTemplate
+from server.gateway.requests.anthropic import MessagesBody
+from server.gateway.requests.responses import ResponsesBody
 from server.gateway.requests.schema import (
     ChatBody,
     ChatMessage,
@@ -239,3 +241,22 @@ def test_the_page_lists_every_field_in_its_class() -> None:
     assert _table("Ignored") == ignored
     assert _table("Refused") == refused
     assert _table("Implemented") == implemented
+
+
+@pytest.mark.parametrize(
+    ("title", "kind"), [("/v1/responses", ResponsesBody), ("/v1/messages", MessagesBody)]
+)
+def test_the_page_lists_every_field_of_the_other_apis(title: str, kind: type[Fields]) -> None:
+    section = PAGE.read_text().split(f"\n# {title}\n")[1].split("\n# ")[0]
+    tables: dict[str, set[str]] = {}
+    for line in section.splitlines():
+        first = line.split("|")[1].strip() if line.startswith("| ") else ""
+        if first in ("implemented", "ignored", "refused"):
+            names = tables.setdefault(first, set())
+        elif first.startswith("`"):
+            names |= set(re.findall(r"`([^`]+)`", first))
+    classes = field_classes(kind)
+    assert tables["ignored"] == set(classes.ignored)
+    assert tables["refused"] == set(classes.refused)
+    known = {*classes.ignored, *classes.refused}
+    assert tables["implemented"] == set(kind.__struct_fields__) - known
