@@ -52,6 +52,7 @@ from kernels.cpu.compiled.attention_keys import (
 )
 from kernels.cpu.compiled.attention_states import (
     VECTOR,
+    add_run,
     clear,
     merge_parts,
     soften,
@@ -251,7 +252,6 @@ def _add_values(
     scores: int,
     heads: int,
     state: int,
-    pitch: int,
     ask: int,
     ask_bytes: int,
 ) -> None:
@@ -278,29 +278,7 @@ def _add_values(
         for offset in range(0, head_bytes, SLICE):
             rest = (head_bytes - offset) // 4
             sums = state + VECTOR + offset * (1 + is_bf16)
-            head = 0
-            while head < heads:
-                left = heads - head
-                here, w = sums + head * pitch, weights + head * SCORE_PITCH
-                v = run + offset
-                if is_bf16 and left >= 4:
-                    inner.weigh4_bf16(here, pitch, w, v, stride, count, rest)
-                    head += 4
-                elif is_bf16 and left == 3:
-                    inner.weigh3_bf16(here, pitch, w, v, stride, count, rest)
-                    head += 3
-                elif is_bf16 and left == 2:
-                    inner.weigh2_bf16(here, pitch, w, v, stride, count, rest)
-                    head += 2
-                elif is_bf16:
-                    inner.weigh1_bf16(here, pitch, w, v, stride, count, rest)
-                    head += 1
-                elif left >= 4:
-                    inner.weigh4_f32(here, pitch, w, v, stride, count, rest)
-                    head += 4
-                else:
-                    inner.weigh1_f32(here, pitch, w, v, stride, count, rest)
-                    head += 1
+            add_run(block, heads, sums, weights, run + offset, stride, count, rest)
         key += count
 
 
@@ -331,7 +309,7 @@ def _do_chunk(
     _score_chunk(block, piece, start, stop, keys, query, heads, scores, values, ask_bytes)
     for idx in range(heads):
         soften(stop - start, scores + idx * SCORE_PITCH, state + idx * pitch, pitch // VECTOR)
-    _add_values(block, piece, start, stop, values, scores, heads, state, pitch, keys, ask_bytes)
+    _add_values(block, piece, start, stop, values, scores, heads, state, keys, ask_bytes)
     return heads
 
 

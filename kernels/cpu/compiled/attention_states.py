@@ -9,6 +9,7 @@ of parts of a row are joined by merge_parts. Knows no keys. Used by the kernels 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -24,9 +25,10 @@ from kernels.cpu.compiled.attention_keys import (
     bytes_of_head,
 )
 from kernels.cpu.compiled.runtime import inlined
+from kernels.cpu.simd import attention as inner
 from kernels.cpu.simd import lanes as simd
 from kernels.cpu.simd import vectors
-from kernels.cpu.simd.attention import SLICE
+from kernels.cpu.simd.attention import SCORE_PITCH, SLICE
 
 VECTOR: Final = 4 * simd.LANES
 
@@ -120,3 +122,73 @@ def merge_parts(block: int, merge: int, group: int, state: int) -> None:
                 )
                 vectors.store_f32(state + place, added)
         write_out(block, state, out + head * head_bytes)
+
+
+Weigh = Callable[[int, int, int, int, int, int, int], None]
+"""Adds weighted values to one slice of the sums of several heads; see simd.attention."""
+
+
+def _adding(
+    four_bf16: Weigh, three_bf16: Weigh, two_bf16: Weigh, one_bf16: Weigh, four: Weigh, one: Weigh
+) -> Callable[[int, int, int, int, int, int, int, int], None]:
+    """Return what adds weighted values to any number of heads by these, named by their heads."""
+
+    @inlined
+    def add(
+        block: int,
+        heads: int,
+        sums: int,
+        weights: int,
+        values: int,
+        where: int,
+        count: int,
+        rest: int,
+    ) -> None:
+        """Add `count` values to a slice of `heads` heads, of which `rest` words are left.
+
+        The values lie at `where`: a stride, or the address of their offsets.
+        """
+        is_bf16, pitch = simd.read_i64(block + IS_BF16), state_vectors(block) * VECTOR
+        head = 0
+        while head < heads:
+            left, to, w = heads - head, sums + head * pitch, weights + head * SCORE_PITCH
+            if is_bf16 and left >= 4:
+                four_bf16(to, pitch, w, values, where, count, rest)
+                head += 4
+            elif is_bf16 and left == 3:
+                three_bf16(to, pitch, w, values, where, count, rest)
+                head += 3
+            elif is_bf16 and left == 2:
+                two_bf16(to, pitch, w, values, where, count, rest)
+                head += 2
+            elif is_bf16:
+                one_bf16(to, pitch, w, values, where, count, rest)
+                head += 1
+            elif left >= 4:
+                four(to, pitch, w, values, where, count, rest)
+                head += 4
+            else:
+                one(to, pitch, w, values, where, count, rest)
+                head += 1
+
+    return add
+
+
+add_run = _adding(
+    inner.weigh4_bf16,
+    inner.weigh3_bf16,
+    inner.weigh2_bf16,
+    inner.weigh1_bf16,
+    inner.weigh4_f32,
+    inner.weigh1_f32,
+)
+"""Values one behind the other, a stride apart."""
+add_listed = _adding(
+    inner.listed_weigh4_bf16,
+    inner.listed_weigh3_bf16,
+    inner.listed_weigh2_bf16,
+    inner.listed_weigh1_bf16,
+    inner.listed_weigh4_f32,
+    inner.listed_weigh1_f32,
+)
+"""Values at the offsets of a list."""

@@ -42,6 +42,7 @@ from kernels.cpu.compiled.attention_keys import (
 )
 from kernels.cpu.compiled.attention_states import (
     VECTOR,
+    add_listed,
     clear,
     merge_parts,
     soften,
@@ -145,7 +146,6 @@ def _add_values(
     """
     head_bytes, is_bf16 = bytes_of_head(block), simd.read_i64(block + IS_BF16)
     cached_bytes, is_fp8 = bytes_in_cache(block), simd.read_i64(block + CACHE_IS_FP8)
-    pitch = state_vectors(block) * VECTOR
     for begin in range(0, count, simd.LANES):
         here, some = min(count - begin, simd.LANES), listed + 8 * begin
         asked = min(num_asked - begin, simd.LANES)
@@ -158,29 +158,7 @@ def _add_values(
         for offset in range(0, head_bytes, SLICE):
             rest = (head_bytes - offset) // 4
             sums = state + VECTOR + offset * (1 + is_bf16)
-            v = near + offset
-            head = 0
-            while head < heads:
-                left = heads - head
-                to, w = sums + head * pitch, scores + head * SCORE_PITCH + 4 * begin
-                if is_bf16 and left >= 4:
-                    inner.listed_weigh4_bf16(to, pitch, w, v, some, here, rest)
-                    head += 4
-                elif is_bf16 and left == 3:
-                    inner.listed_weigh3_bf16(to, pitch, w, v, some, here, rest)
-                    head += 3
-                elif is_bf16 and left == 2:
-                    inner.listed_weigh2_bf16(to, pitch, w, v, some, here, rest)
-                    head += 2
-                elif is_bf16:
-                    inner.listed_weigh1_bf16(to, pitch, w, v, some, here, rest)
-                    head += 1
-                elif left >= 4:
-                    inner.listed_weigh4_f32(to, pitch, w, v, some, here, rest)
-                    head += 4
-                else:
-                    inner.listed_weigh1_f32(to, pitch, w, v, some, here, rest)
-                    head += 1
+            add_listed(block, heads, sums, scores + 4 * begin, near + offset, some, here, rest)
 
 
 @inlined
