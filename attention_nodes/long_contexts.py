@@ -24,8 +24,6 @@ from attention_nodes.sequences import IntArray, SequenceTable
 from attention_nodes.spill_file import SpillFile, copies_bytes, record_bytes
 from attention_nodes.spill_store import SpillStore
 from attention_nodes.step_inputs import Slices
-from kernels.contracts import KeyCodes
-from kernels.dispatch import Ops
 from kernels.runtime import Runtime
 from models.config import ModelConfig
 from topspin.errors import ConfigError
@@ -95,65 +93,64 @@ def _check_spilled(model: ModelConfig, spill: SpillSpec) -> None:
 
 
 class LongContexts:
-    """Retrieval on one attention node; `num_blocks` are those that the scheduler may assign."""
+    """Retrieval on one attention node, and its spill; `num_frames` blocks are in memory at once."""
 
     def __init__(
         self,
+        table: SequenceTable,
+        index: KeyIndex,
+        residency: Residency | None = None,
+        *,
+        num_frames: int,
+    ) -> None:
+        """`residency` None: all blocks are in memory."""
+        self._table = table
+        self.index = index
+        self.num_frames = num_frames
+        self._residency = residency
+        if residency is not None:
+            index.frame_slots = residency.slots
+
+    @classmethod
+    def of(
+        cls,
         model: ModelConfig,
-        ops: Ops,
+        config: NodeConfig,
+        index: KeyIndex,
         cache: KvCache,
         table: SequenceTable,
-        config: NodeConfig,
         *,
         num_blocks: int,
         runtime: Runtime,
-    ) -> None:
-        """Raises ConfigError for a model whose keys are not coded, or a file that cannot be."""
-        policy, spill = config.kv_cache.retrieval, config.kv_cache.spill
-        assert policy is not None
-        self._table = table
-        self.index = KeyIndex(
-            model,
-            ops,
-            cache,
-            table,
-            policy,
-            num_blocks=num_blocks,
-            max_num_seqs=config.attention.max_num_seqs,
-            runtime=runtime,
-        )
-        self._residency: Residency | None = None
-        self.num_frames = num_blocks
-        if spill is not None:
-            _check_spilled(model, spill)
-            self.num_frames = cache.num_blocks - 1
-            if num_blocks <= self.num_frames:
-                raise ConfigError(
-                    f"--kv-spill-dir: {format_size(spill.size_bytes)} has room for {num_blocks} "
-                    f"blocks; --kv-cache-memory has for {self.num_frames} already"
-                )
-            coded = list(self.index.codes)
-            store: SpillStore
-            if spill.is_in_host_memory:
-                store = HostStore(runtime, cache, num_blocks, coded_layers=coded)
-            else:
-                directory = Path(spill.directory)
-                store = SpillFile(directory, cache, num_blocks, coded_layers=coded)
-            self._residency = Residency(
-                cache, store, table, self.index.policy_of, num_blocks=num_blocks
+    ) -> LongContexts:
+        """Open the spill that `config` asks for, if it does, for blocks that may be assigned.
+
+        Raises ConfigError for a spill that cannot be, or is too small.
+        """
+        spill = config.kv_cache.spill
+        if spill is None:
+            return cls(table, index, num_frames=num_blocks)
+        _check_spilled(model, spill)
+        num_frames = cache.num_blocks - 1
+        if num_blocks <= num_frames:
+            raise ConfigError(
+                f"--kv-spill-dir: {format_size(spill.size_bytes)} has room for {num_blocks} "
+                f"blocks; --kv-cache-memory has for {num_frames} already"
             )
-            self.index.frame_slots = self._residency.slots
-            self.index.has_file = True
+        coded = list(index.codes)
+        store: SpillStore
+        if spill.is_in_host_memory:
+            store = HostStore(runtime, cache, num_blocks, coded_layers=coded)
+        else:
+            store = SpillFile(Path(spill.directory), cache, num_blocks, coded_layers=coded)
+            index.has_file = True
+        residency = Residency(cache, store, table, index.policy_of, num_blocks=num_blocks)
+        return cls(table, index, residency, num_frames=num_frames)
 
     def warm_up(self, num_heads: int, dtype: torch.dtype) -> None:
         """Code keys and attend by them, so that the first long request finds compiled kernels."""
         keys = None if self._residency is None else self._residency.no_keys()
         self.index.warm_up(num_heads, dtype, host_keys=keys)
-
-    @property
-    def codes(self) -> dict[int, KeyCodes]:
-        """Return the codes of each layer that has some."""
-        return self.index.codes
 
     def take_counts(self) -> KvCounts:
         """Return the counts since the last call."""

@@ -42,6 +42,7 @@ from attention_nodes.memory_budget import (
     measure,
     window_bytes,
 )
+from attention_nodes.retrieval import KeyIndex
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.scores import report
@@ -134,19 +135,26 @@ class ModelRunner:
 
     def _make_long(self, config: NodeConfig) -> LongContexts | None:
         """Return what serves long contexts, if sequences may attend to a selection of keys."""
-        if config.kv_cache.retrieval is None:
+        policy = config.kv_cache.retrieval
+        if policy is None:
             return None
-        long = LongContexts(
-            self._model,
+        model, cache, table = self._model, self._decoder.kv, self._table
+        index = KeyIndex(
+            model,
             self._decoder.ops,
-            self._decoder.kv,
-            self._table,
-            config,
+            cache,
+            table,
+            policy,
+            num_blocks=self.num_blocks,
+            max_num_seqs=config.attention.max_num_seqs,
+            runtime=self.runtime,
+        )
+        self._decoder.codes = index.codes
+        return LongContexts.of(
+            *(model, config, index, cache, table),
             num_blocks=self.num_blocks,
             runtime=self.runtime,
         )
-        self._decoder.codes = long.codes
-        return long
 
     def _make_executor(self, config: NodeConfig) -> Executor:
         rotary = RotaryTable(self._model, max_len=self._table.limits.max_len)

@@ -168,7 +168,7 @@ def test_keys_in_the_hosts_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         **ON_ONE,
     )
     places = num_places(512, block_size=16, max_num_seqs=MAX_NUM_SEQS)
-    codes = places * place_bytes(load_model_config(path))
+    codes = places * place_bytes(load_model_config(path), config.kv_cache)
     memory = 241 * 16 * token_bytes + codes
     with Engine(with_nodes(config, "attention", kv_cache_bytes=memory)) as engine:
         assert engine.generate(prompts, max_tokens=12) == expected
