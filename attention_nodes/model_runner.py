@@ -1,9 +1,9 @@
 """Executes the steps of one attention node: its weights, its cache and its sequences.
 
-Owns the chain of steps (a plan out of order is refused) and joins the parts: plan ->
-indices -> layers -> sample, which launch() enqueues, and -> result, for which collect()
-waits. On the CPU the work is done when launch() returns; on a GPU a second step may be
-launched while one runs: its slices then begin with tokens that only the device knows.
+Joins the parts: plan -> indices (plan_chain.py) -> layers -> sample, which launch() enqueues,
+and -> result, for which collect() waits. On the CPU the work is done when launch() returns; on a
+GPU a second step may be launched while one runs: its slices then begin with tokens that only the
+device knows.
 Knows no sockets: worker.py passes plans and the net in, and sends the results.
 """
 
@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -23,7 +24,6 @@ import torch
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
 from attention_nodes.device_executor import DeviceExecutor
-from attention_nodes.drafts import draft_requests, end_texts, take_drafts
 from attention_nodes.executor import Executor
 from attention_nodes.grammars import Grammars
 from attention_nodes.host_executor import HostExecutor
@@ -42,11 +42,12 @@ from attention_nodes.memory_budget import (
     measure,
     window_bytes,
 )
+from attention_nodes.plan_chain import PlanChain
 from attention_nodes.retrieval import KeyIndex
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.scores import report
-from attention_nodes.sequences import IntArray, Limits, SequenceTable, unpack
+from attention_nodes.sequences import IntArray, Limits, SequenceTable
 from attention_nodes.step_inputs import Slices, slice_up
 from kernels.dispatch import select_ops
 from kernels.runtime import HostRuntime, Runtime, open_runtime
@@ -55,8 +56,7 @@ from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
 from models.unused_tensors import describe_unused, unused_tensors
 from models.weights import stream_attention_weights
-from spec_decode.draft import Draft, Drafter, trim
-from topspin.errors import ProtocolError
+from spec_decode.draft import Draft, Drafter
 from topspin.logs import about
 from topspin.messages import (
     SAMPLE,
@@ -123,13 +123,18 @@ class ModelRunner:
         self.runtime = runtime or HostRuntime()
         self._stream = self.runtime.current_stream()
         self._max_tokens = config.attention.max_num_batched_tokens
-        # Recorded steps have a number of rows each.
-        self._trims = config.execution.recordings and not config.node.place.is_device
         self._long = self._make_long(config)
+        self._plans = PlanChain(
+            self._table,
+            drafter,
+            self._long,
+            max_tokens=self._max_tokens,
+            # Recorded steps have a number of rows each.
+            trims=config.execution.recordings and not config.node.place.is_device,
+            ended=self._sampler.end,
+        )
         self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
-        self._generation = 0
-        self._last_step = 0
         self.trace = ring_of(config)
         self._finished_s: float | None = None
 
@@ -410,13 +415,21 @@ class ModelRunner:
         if trace is not None:
             trace.step = plan.ticket.step
             trace.stamp(Kind.PLAN_RECEIVED)
-        self._follow(plan, index)
+        self._plans.follow(plan, index)
         followed = time.perf_counter()
         drafts = self._drafts(plan)
         drafted = time.perf_counter()
-        micro_batches, errors = self._slice_up(plan, drafts, beat)
-        if self._long is not None and trace is not None:
-            micro_batches = self._long.stamped(micro_batches, trace)
+        micro_batches, errors = self._plans.slice_up(
+            plan,
+            drafts,
+            may_wait=self.is_moe,
+            stamp=partial(self._stamp, ticket=plan.ticket),
+            beat=beat,
+        )
+        if self._long is not None:
+            self._decoder.watch = self._long.index.watch(micro_batches)
+            if trace is not None:
+                micro_batches = self._long.stamped(micro_batches, trace)
         sampled = Sampled.of(micro_batches)
         self._settle_for(sampled.rows)
         asked = self._sampler.ask(sampled)
@@ -527,22 +540,11 @@ class ModelRunner:
 
         Waits for a step under way that has some itself: this one's slices begin where it ends.
         """
-        may_draft = self._drafter is not None and any(mb.max_draft for mb in plan.micro_batches)
+        may_draft = self._plans.may_draft(plan)
         for launched in self._launched:
             if may_draft or launched.asked.sampled.drafted:
                 self._settle(launched)
-        if self._drafter is None or not may_draft:
-            return {}
-        requests = [draft_requests(each, self._table) for each in plan.micro_batches]
-        drafts = take_drafts(self._drafter, list(chain.from_iterable(requests)))
-        if not self._trims:
-            return drafts
-        trimmed: dict[int, Draft] = {}
-        for micro_batch, own in zip(plan.micro_batches, requests, strict=True):
-            ids = [each.text.seq_id for each in own]
-            num_rows = int(unpack(micro_batch.num_tokens, what="num_tokens").sum())
-            trimmed |= trim({each: drafts[each] for each in ids if each in drafts}, num_rows)
-        return trimmed
+        return self._plans.drafts(plan)
 
     def _settle_for(self, sampled: IntArray) -> None:
         """Wait for steps under way if sampling these rows needs their tokens."""
@@ -552,39 +554,6 @@ class ModelRunner:
             for launched in self._launched:
                 self._settle(launched)
 
-    def _follow(self, plan: StepPlan, index: int) -> None:
-        """Check the plan's place in the chain; forget and admit sequences."""
-        ticket = plan.ticket
-        self._check_ticket(ticket, index)
-        if len(plan.micro_batches) != ticket.num_micro_batches:
-            raise ProtocolError(f"{len(plan.micro_batches)} micro-batches, not the ticket's")
-        begins = ticket.generation > self._generation
-        self._generation = ticket.generation
-        self._last_step = ticket.step
-        finished = unpack(plan.finished, what="finished").tolist()
-        if begins:
-            finished = self._table.seq_ids + finished
-        if self._drafter is not None:
-            end_texts(self._drafter, finished, self._table)
-        if self._long is not None:
-            self._long.end(self._table.rows_of(np.array(finished, dtype=np.int64)))
-        for seq_id in finished:
-            self._table.forget(seq_id)
-            self._sampler.end(seq_id)
-        for new in plan.new:
-            self._table.admit(new)
-            if self._long is not None:
-                kept = new.num_computed // self._table.limits.block_size
-                self._long.overwrite(unpack(new.blocks, what="blocks")[kept:])
-
-    def _check_ticket(self, ticket: StepTicket, index: int) -> None:
-        if ticket.generation < self._generation:
-            raise ProtocolError(f"generation {ticket.generation} after {self._generation}")
-        if ticket.generation == self._generation and ticket.step <= self._last_step:
-            raise ProtocolError(f"step {ticket.step} after step {self._last_step}")
-        if index not in ticket.participants:
-            raise ProtocolError(f"step {ticket.step} is not for attention node {index}")
-
     def _learning(
         self, micro_batches: list[Slices], failed: dict[int, str]
     ) -> Callable[[], bool] | None:
@@ -593,30 +562,6 @@ class ModelRunner:
             return None
         num_layers = len(self._model.moe_layers)
         return self._long.learning(micro_batches, failed, num_layers=num_layers)
-
-    def _slice_up(
-        self, plan: StepPlan, drafts: dict[int, Draft], beat: Beat | None
-    ) -> tuple[list[Slices], dict[int, str]]:
-        """Turn the plan into indices and advance its sequences.
-
-        Returns, by sequence id, why some fail, too.
-        """
-        micro_batches = [slice_up(each, self._table, drafts) for each in plan.micro_batches]
-        num_tokens = sum(slices.num_tokens for slices in micro_batches)
-        if num_tokens > self._max_tokens:
-            raise ProtocolError(f"{num_tokens} tokens in a step, more than {self._max_tokens}")
-        errors: dict[int, str] = {}
-        if self._long is not None:
-            for each in plan.micro_batches:
-                self._long.overwrite(unpack(each.block_ids, what="block_ids"))
-            self._long.index.code(may_wait=self.is_moe)
-            self._stamp(Kind.CODED, plan.ticket)
-            micro_batches, errors = self._long.prepare(micro_batches, beat)
-            self._stamp(Kind.FETCHED, plan.ticket)
-            self._decoder.watch = self._long.index.watch(micro_batches)
-        for slices in micro_batches:
-            self._table.commit(slices.rows, slices.certain)
-        return micro_batches, errors
 
 
 def _micro_batches(config: NodeConfig) -> tuple[int, ...]:
