@@ -3,7 +3,7 @@
 Owns the steps of that run, the measurements and the arithmetic. The layers need the most memory
 for a prompt that fills the token budget; the sampler for all sequences with every filter. Both
 run on two blocks, which all sequences write to: only sizes matter.
-Knows no weights. Called by model_runner.py while it loads.
+Knows no weights. Called by loading.py.
 """
 
 from __future__ import annotations

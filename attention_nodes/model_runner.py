@@ -4,7 +4,8 @@ Joins the parts: plan -> indices (plan_chain.py) -> layers -> sample, which laun
 and -> result, for which collect() waits. On the CPU the work is done when launch() returns; on a
 GPU a second step may be launched while one runs: its slices then begin with tokens that only the
 device knows.
-Knows no sockets: worker.py passes plans and the net in, and sends the results.
+Knows no checkpoint (loading.py) and no sockets: worker.py passes plans and the net in, and sends
+the results.
 """
 
 from __future__ import annotations
@@ -15,33 +16,18 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 
-from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
 from attention_nodes.device_executor import DeviceExecutor
 from attention_nodes.executor import Executor
 from attention_nodes.grammars import Grammars
 from attention_nodes.host_executor import HostExecutor
 from attention_nodes.launched import LaunchedStep, check_of
-from attention_nodes.long_contexts import (
-    LongContexts,
-    bytes_beside,
-    spilled_blocks,
-    without_spill,
-)
-from attention_nodes.memory_budget import (
-    AbsentExperts,
-    blocks_to_allocate,
-    fitting,
-    largest_steps,
-    measure,
-    window_bytes,
-)
+from attention_nodes.long_contexts import LongContexts
 from attention_nodes.plan_chain import PlanChain
 from attention_nodes.retrieval import KeyIndex
 from attention_nodes.rotary import RotaryTable
@@ -49,13 +35,9 @@ from attention_nodes.sampler import Sampled, Sampler
 from attention_nodes.scores import report
 from attention_nodes.sequences import IntArray, Limits, SequenceTable
 from attention_nodes.step_inputs import Slices, slice_up
-from kernels.dispatch import select_ops
-from kernels.runtime import HostRuntime, Runtime, open_runtime
+from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import AttentionNet, NetShape, NetTimes
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig, load_model_config
-from models.unused_tensors import describe_unused, unused_tensors
-from models.weights import stream_attention_weights
+from models.config import ModelConfig
 from spec_decode.draft import Draft, Drafter
 from topspin.logs import about
 from topspin.messages import (
@@ -69,8 +51,6 @@ from topspin.messages import (
     pack_ints,
 )
 from topspin.plan import NodeConfig
-from topspin.precision import formats
-from topspin.process import release_freed_memory
 from topspin.progress import Beat
 from topspin.trace import Kind
 from topspin.trace_node import ring_of
@@ -79,9 +59,6 @@ _log = logging.getLogger("attention")
 
 # One runs and one is queued: as many as the scheduler plans ahead.
 MAX_LAUNCHED: Final = 2
-
-OpenDryNet = Callable[["ModelRunner"], AttentionNet]
-"""Returns the net from a runner that is still loading to the experts of its process."""
 
 
 class ModelRunner:
@@ -181,123 +158,6 @@ class ModelRunner:
             max_rows=4 * config.attention.max_num_seqs,
         )
 
-    @classmethod
-    def load(
-        cls,
-        path: Path,
-        config: NodeConfig,
-        *,
-        index: int = 0,
-        table_version: int = 1,
-        open_net: OpenDryNet | None = None,
-        drafter: Drafter | None = None,
-        grammars: Grammars | None = None,
-    ) -> ModelRunner:
-        """Read the attention role's weights from `path`, allocate the cache, warm up.
-
-        Without a configured cache size (on a GPU) the cache takes the memory that a dry run, as
-        attention node `index`, leaves free. `open_net` returns the net of that run if experts
-        compute on this device, in this process; they must be loaded by then. None: they are
-        elsewhere.
-        """
-        if config.node.num_threads is not None:
-            torch.set_num_threads(config.node.num_threads)
-        runtime = open_runtime(config.node.device, config.node.kernels)
-        model = load_model_config(path, config.model.hf_overrides)
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        block_size = config.kv_cache.block_size
-        layers = kv_cache.layer_specs(model, dtype, config.kv_cache)
-        num_assigned = spilled_blocks(config, layers)
-        cache = kv_cache.allocate(
-            layers,
-            block_size=block_size,
-            size_bytes=config.attention.kv_cache_bytes,
-            max_len=config.model.max_model_len,
-            runtime=runtime,
-            code_bytes=bytes_beside(model, config, layers),
-        )
-        ops = select_ops(
-            config.node.kernels,
-            dtype,
-            formats(config.precision, "attention"),
-            config.node.device,
-        )
-        checkpoint = Checkpoint(path)
-        with fitting(runtime, "the weights of attention"):
-            weights = stream_attention_weights(
-                checkpoint, model, dtype=dtype, device=runtime.device
-            )
-            decoder = Decoder(model, weights, ops, cache, precision=config.precision)
-        unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
-        if unused:
-            _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
-        resident = without_spill(config)
-        if config.attention.kv_cache_bytes is None:
-            dry = cls(model, decoder, cache.num_blocks, resident, runtime)
-            num_blocks = dry._measure_blocks(config, index, table_version, open_net)
-            del dry
-            decoder.kv = kv_cache.of_blocks(
-                layers, num_blocks, block_size=block_size, runtime=runtime
-            )
-        elif runtime.is_asynchronous:
-            dry = cls(model, decoder, cache.num_blocks, resident, runtime)
-            dry._rehearse(config, index, table_version, open_net)
-            del dry
-        decoder.codes = {}  # a dry run's, whose memory the next ones take
-        num_blocks = decoder.kv.num_blocks if num_assigned is None else num_assigned
-        runner = cls(model, decoder, num_blocks, config, runtime, drafter, grammars)
-        runner._warm_up()
-        if config.execution.recordings:
-            runtime.prepare_capture()
-        release_freed_memory()
-        return runner
-
-    def _measure_blocks(
-        self, config: NodeConfig, index: int, table_version: int, open_net: OpenDryNet | None
-    ) -> int:
-        """Run the largest steps and return the number of cache blocks that fit."""
-        num_graphs = len(self._executor.sizes) * len(_micro_batches(config))
-        if self.is_moe and open_net is None and config.link.transport != "cuda_ipc":
-            num_graphs = 0  # the host takes part in every layer
-        use = measure(
-            self.runtime,
-            lambda: self._rehearse(config, index, table_version, open_net),
-            num_graphs=num_graphs,
-            windows=window_bytes(config, self.net_shape(config)) if self.is_moe else 0,
-        )
-        limits = self._table.limits
-        block_bytes = kv_cache.bytes_per_block(
-            self._decoder.kv.layers, block_size=limits.block_size
-        )
-        return blocks_to_allocate(
-            use,
-            utilization=config.attention.gpu_memory_utilization,
-            block_bytes=block_bytes,
-            block_size=limits.block_size,
-            max_len=limits.max_len,
-            code_bytes=bytes_beside(self._model, config, self._decoder.kv.layers),
-        )
-
-    def _rehearse(
-        self, config: NodeConfig, index: int, table_version: int, open_net: OpenDryNet | None
-    ) -> None:
-        """Run the largest steps to compile their kernels, so that no request waits for that."""
-        net: AttentionNet | None = None
-        if self.is_moe:
-            net = AbsentExperts() if open_net is None else open_net(self)
-        with fitting(self.runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
-            for plan in largest_steps(config, index=index, table_version=table_version):
-                self.execute(plan, net, index=index)
-            if self._long is not None:
-                self._long.index.warm_up(
-                    self._model.num_heads,
-                    getattr(torch, config.model.dtype),
-                    num_seqs=config.attention.max_num_seqs,
-                    max_len=config.model.max_model_len,
-                )
-        if net is not None:
-            net.close()
-
     def record_steps(
         self, net: AttentionNet | None, config: NodeConfig, *, check: Callable[[], None]
     ) -> None:
@@ -307,7 +167,21 @@ class ModelRunner:
         """
         self._executor.record_all(net, micro_batches=_micro_batches(config), check=check)
 
-    def _warm_up(self) -> None:
+    def num_recordings(self, config: NodeConfig) -> int:
+        """Return how many steps record_steps() records."""
+        return len(self._executor.sizes) * len(_micro_batches(config))
+
+    def warm_up_search(self, config: NodeConfig) -> None:
+        """Select keys as the largest step would, if sequences may."""
+        if self._long is not None:
+            self._long.index.warm_up(
+                self._model.num_heads,
+                getattr(torch, config.model.dtype),
+                num_seqs=config.attention.max_num_seqs,
+                max_len=config.model.max_model_len,
+            )
+
+    def warm_up(self) -> None:
         """Run a whole step of one token, so that the first request finds code and memory.
 
         Uses block 0, whose content is not in use yet, and leaves no sequence behind.

@@ -18,7 +18,8 @@ import torch
 
 from attention_nodes.grammars import Grammars
 from attention_nodes.launched import check_of
-from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner, OpenDryNet
+from attention_nodes.loading import OpenDryNet, load_runner
+from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
@@ -58,7 +59,7 @@ class AttentionWorker:
 
     Invariant: `_is_formed` says whether the node takes part in the engine's generation; then
     `_net` is usable (None for a model without routed experts). `dry_net` gives the net to experts
-    of this process for the dry run (see ModelRunner.load; None: there are none). `make_drafter`
+    of this process for the dry run (see load_runner; None: there are none). `make_drafter`
     is called once, before the runner loads. `can_reform` as in NodeLife.
     """
 
@@ -109,7 +110,7 @@ class AttentionWorker:
         self._grammars = Grammars(
             self._model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        self._runner = ModelRunner.load(
+        self._runner = load_runner(
             self._model_path,
             welcome.config,
             index=self._index,

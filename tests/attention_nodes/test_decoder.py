@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.loading import load_runner
 from tests.checkpoints import make_checkpoint, oracle_model
 from tests.engine import engine_config
 
@@ -24,7 +24,7 @@ def test_routing_weights_are_transformers_bit_for_bit(
     hidden = torch.randn(40, block.gate.weight.shape[1], generator=torch.Generator().manual_seed(3))
     hidden = hidden.to(getattr(torch, dtype))
     with torch.inference_mode():
-        decoder = ModelRunner.load(path, config.for_node())._decoder
+        decoder = load_runner(path, config.for_node())._decoder
         routing = decoder.route(decoder.layers[0], hidden)
         _, weights, experts = block.gate(hidden)
     assert torch.equal(routing.experts, experts)

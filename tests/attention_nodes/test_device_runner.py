@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.loading import load_runner
 from kernels.runtime import HostRuntime, Replay
 from m2n_comm.gpu.local import DeviceNet
 from m2n_comm.net import ExpertBatch
@@ -98,7 +98,7 @@ class Node:
     def __init__(self, path: Path, *, recordings: bool) -> None:
         self.config = config_of(path, recordings=recordings)
         with torch.inference_mode():
-            self.runner = ModelRunner.load(path, self.config)
+            self.runner = load_runner(path, self.config)
         self.net: DeviceNet | None = None
         self.experts: list[PlainExperts] = []
         model = load_model_config(path)
@@ -233,7 +233,7 @@ def test_recorded_steps_run_ahead_of_a_device_that_is_late(
         planner.decode([1, 2, 4])
     planner.step({2: 1, 4: 1}, finished=[1])
     with DelayedRuntime() as runtime:
-        monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda *_: runtime)
+        monkeypatch.setattr("attention_nodes.loading.open_runtime", lambda *_: runtime)
         node = Node(mixtral, recordings=True)
         runtime.synchronize()
         before = runtime.num_waits

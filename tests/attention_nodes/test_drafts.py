@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from attention_nodes.loading import load_runner
 from attention_nodes.model_runner import ModelRunner
 from spec_decode.draft import ROOT, Draft, DraftRequest, Text
 from tests.attention_nodes.plans import Planner, ahead, one_by_one, tokens_of
@@ -84,7 +85,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def runner_of(path: Path, script: Script | None = None, **settings: Any) -> ModelRunner:
-    return ModelRunner.load(path, engine_config(path, **settings).for_node(), drafter=script)
+    return load_runner(path, engine_config(path, **settings).for_node(), drafter=script)
 
 
 def plain(runner: ModelRunner, **sampling: Any) -> dict[int, list[int]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attention_nodes.kv_cache import bytes_per_block, layer_specs
+from attention_nodes.loading import load_runner
 from attention_nodes.memory_budget import (
     GRAPH_BYTES,
     MemoryUse,
@@ -152,8 +153,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> MeteredRuntime:
     runtime = MeteredRuntime()
     runtime.memory_of = DeviceMemory(total=4 * 2**20, free=4 * 2**20)
     runtime.reserved = 0
-    monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda *_: runtime)
-    monkeypatch.setattr("attention_nodes.model_runner.select_ops", lambda *names: reference)
+    monkeypatch.setattr("attention_nodes.loading.open_runtime", lambda *_: runtime)
+    monkeypatch.setattr("attention_nodes.loading.select_ops", lambda *names: reference)
     return runtime
 
 
@@ -164,7 +165,7 @@ def block_bytes_of(checkpoint: Path) -> int:
 
 
 def load(checkpoint: Path, config: NodeConfig, **options: Any) -> ModelRunner:
-    return ModelRunner.load(checkpoint, config, **options)
+    return load_runner(checkpoint, config, **options)
 
 
 def test_a_node_allocates_what_its_dry_run_leaves(
@@ -240,7 +241,7 @@ def test_a_cache_of_a_given_size_is_rehearsed_with_on_a_gpu(
         rehearsed.extend(len(plan.new) for plan in plans)
         return plans
 
-    monkeypatch.setattr("attention_nodes.model_runner.largest_steps", steps)
+    monkeypatch.setattr("attention_nodes.loading.largest_steps", steps)
     block_bytes = block_bytes_of(checkpoint)
     config = changed(config, {"node.kv_cache_bytes": 9 * block_bytes})
     load(checkpoint, config)
@@ -261,7 +262,7 @@ def test_memory_that_ends_while_a_node_loads_is_told_with_the_numbers(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 7 bytes")
 
-    monkeypatch.setattr(f"attention_nodes.model_runner.{name}", fail)
+    monkeypatch.setattr(f"attention_nodes.loading.{name}", fail)
     runtime.reserved = 3 * 2**20
     reason = "does not fit: 4.0 MiB of 4.0 MiB are free and this process has 3.0 MiB: tried to"
     with pytest.raises(ConfigError, match=reason):

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from attention_nodes.loading import load_runner
 from attention_nodes.model_runner import ModelRunner
 from kernels.cpu.compiled import runtime
 from kernels.cpu.compiled.runtime import Kernel
@@ -38,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runner(checkpoint: Path) -> ModelRunner:
     with torch.inference_mode():
-        return ModelRunner.load(checkpoint, engine_config(checkpoint).for_node())
+        return load_runner(checkpoint, engine_config(checkpoint).for_node())
 
 
 def micro_batch(num_tokens: int) -> MicroBatch:
@@ -136,7 +137,7 @@ def test_plans_that_do_not_follow_are_refused(
 def test_more_tokens_than_a_step_may_have_are_refused(checkpoint: Path) -> None:
     config = changed(engine_config(checkpoint).for_node(), {"node.max_num_batched_tokens": 3})
     with torch.inference_mode():
-        small = ModelRunner.load(checkpoint, config)
+        small = load_runner(checkpoint, config)
     with pytest.raises(ProtocolError, match="4 tokens in a step, more than 3"):
         run(small, first())
 
@@ -144,13 +145,13 @@ def test_more_tokens_than_a_step_may_have_are_refused(checkpoint: Path) -> None:
 def test_a_cache_that_holds_nothing_is_refused_with_the_numbers(checkpoint: Path) -> None:
     config = engine_config(checkpoint, kv_cache_bytes=5000).for_node()
     with pytest.raises(ConfigError, match=r"kv-cache-memory 4.9 KiB holds 1 blocks"):
-        ModelRunner.load(checkpoint, config)
+        load_runner(checkpoint, config)
 
 
 def test_a_cache_beyond_the_machines_memory_is_refused(checkpoint: Path) -> None:
     config = engine_config(checkpoint, kv_cache_bytes=2**50).for_node()
     with pytest.raises(ConfigError, match=r"kv-cache-memory 1024.0 TiB: this machine has .* free"):
-        ModelRunner.load(checkpoint, config)
+        load_runner(checkpoint, config)
 
 
 def test_timings_add_up(runner: ModelRunner) -> None:
@@ -180,5 +181,5 @@ def test_kernels_of_requests_are_compiled_before_the_first(
 
     monkeypatch.setattr(f"kernels.cpu.{module}.launch", launch)
     with torch.inference_mode():
-        ModelRunner.load(checkpoint, engine_config(checkpoint, kv_cache_dtype="fp8").for_node())
+        load_runner(checkpoint, engine_config(checkpoint, kv_cache_dtype="fp8").for_node())
     assert launched == names

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.loading import load_runner
 from attention_nodes.retrieval import num_places
 from attention_nodes.segments import SegmentPool
 from kernels.contracts import SEGMENT_KEYS
@@ -55,7 +55,7 @@ def test_there_is_no_place_too_many() -> None:
 
 def load(path: Path, **settings: Any) -> Any:
     plan = engine_config(path, block_size=BLOCK_SIZE, kv_retrieval_tokens=96, **settings)
-    return ModelRunner.load(path, plan.for_node())._decoder
+    return load_runner(path, plan.for_node())._decoder
 
 
 def sizes_of(tensors: list[torch.Tensor]) -> int:
@@ -89,7 +89,7 @@ def test_blocks_and_codes_fill_the_caches_memory(
 def test_a_cache_without_room_for_codes_is_refused(checkpoint: Path) -> None:
     size_bytes = 4 * BLOCK_SIZE * TOKEN_BYTES
     plan = engine_config(checkpoint, block_size=BLOCK_SIZE, kv_cache_bytes=size_bytes)
-    assert ModelRunner.load(checkpoint, plan.for_node()).num_blocks == 4
+    assert load_runner(checkpoint, plan.for_node()).num_blocks == 4
     with pytest.raises(ConfigError) as raised:
         load(checkpoint, kv_cache_bytes=size_bytes)
     for part in (

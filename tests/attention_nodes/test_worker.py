@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention_nodes.loading import load_runner
 from attention_nodes.model_runner import ModelRunner
 from attention_nodes.worker import AttentionWorker
 from kernels import reference
@@ -147,11 +148,11 @@ def config(checkpoint: Path) -> NodeConfig:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayedRuntime]:
     with DelayedRuntime() as runtime:
-        monkeypatch.setattr("attention_nodes.model_runner.open_runtime", lambda *_: runtime)
+        monkeypatch.setattr("attention_nodes.loading.open_runtime", lambda *_: runtime)
         # The reference's ops are fast, and no recordings are made of them.
-        monkeypatch.setattr("attention_nodes.model_runner.select_ops", lambda *names: reference)
+        monkeypatch.setattr("attention_nodes.loading.select_ops", lambda *names: reference)
         # Only the steps of plans count.
-        monkeypatch.setattr("attention_nodes.model_runner.largest_steps", lambda *_, **__: [])
+        monkeypatch.setattr("attention_nodes.loading.largest_steps", lambda *_, **__: [])
         yield runtime
 
 
@@ -202,7 +203,7 @@ def test_the_next_step_is_launched_while_one_runs(
     assert [each.step for each in results] == [1, 2, 3, 4]
     assert not world.of(StepFailed)
     with torch.inference_mode():
-        expected = ModelRunner.load(checkpoint, config)
+        expected = load_runner(checkpoint, config)
     net: Any = Silent()
     assert [each.tokens for each in results] == [
         each.tokens for each in one_by_one(expected, plans, net)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.loading import load_runner
 from models.config import load_model_config
 from server.scheduler.micro_batching.cost import CostModel
 from server.scheduler.nodes.formation import Formation
@@ -73,7 +73,7 @@ class Engine:
         )
         self.drafter = Spoiled(case, random.Random(seed))
         with torch.inference_mode():
-            self.runner = ModelRunner.load(case.path, config.for_node(), drafter=self.drafter)
+            self.runner = load_runner(case.path, config.for_node(), drafter=self.drafter)
         self.policy = Policy(
             config,
             formation=Formation(uniform_table(num_layers=0, num_experts=0, num_nodes=1)),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attention_nodes.model_runner import ModelRunner
+from attention_nodes.loading import load_runner
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
 from models.unused_tensors import describe_unused, unused_tensors
@@ -54,7 +54,7 @@ def test_the_attention_node_warns(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     path = make_checkpoint(tmp_path, "llama", num_hidden_layers=3)
     change_config(path, num_hidden_layers=2)
     with torch.inference_mode(), caplog.at_level(logging.WARNING):
-        ModelRunner.load(path, engine_config(path).for_node())
+        load_runner(path, engine_config(path).for_node())
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "model.layers.2.input_layernorm.weight" in caplog.text
     assert "and 6 more" in caplog.text

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from attention_nodes.model_runner import ModelRunner, OpenDryNet
+from attention_nodes.loading import OpenDryNet
+from attention_nodes.model_runner import ModelRunner
 from attention_nodes.worker import AttentionWorker
 from draft_nodes.drafter import make_drafter
 from expert_nodes.experts import Experts

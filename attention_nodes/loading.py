@@ -1,0 +1,152 @@
+"""Makes the runner of an attention node from a checkpoint.
+
+Owns the order: weights, a cache of the configured size or of what a dry run of the largest steps
+leaves free (memory_budget.py), then the runner, warmed up. Knows no step. Called by worker.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from attention_nodes import kv_cache
+from attention_nodes.decoder import Decoder
+from attention_nodes.grammars import Grammars
+from attention_nodes.long_contexts import bytes_beside, spilled_blocks, without_spill
+from attention_nodes.memory_budget import (
+    AbsentExperts,
+    blocks_to_allocate,
+    fitting,
+    largest_steps,
+    measure,
+    window_bytes,
+)
+from attention_nodes.model_runner import ModelRunner
+from kernels.dispatch import select_ops
+from kernels.runtime import open_runtime
+from m2n_comm.net import AttentionNet
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.unused_tensors import describe_unused, unused_tensors
+from models.weights import stream_attention_weights
+from spec_decode.draft import Drafter
+from topspin.plan import NodeConfig
+from topspin.precision import formats
+from topspin.process import release_freed_memory
+
+_log = logging.getLogger("attention")
+
+OpenDryNet = Callable[[ModelRunner], AttentionNet]
+"""Returns the net from a runner that is still loading to the experts of its process."""
+
+
+def load_runner(
+    path: Path,
+    config: NodeConfig,
+    *,
+    index: int = 0,
+    table_version: int = 1,
+    open_net: OpenDryNet | None = None,
+    drafter: Drafter | None = None,
+    grammars: Grammars | None = None,
+) -> ModelRunner:
+    """Read the attention role's weights from `path`, allocate the cache, warm up.
+
+    Without a configured cache size (on a GPU) the cache takes the memory that a dry run, as
+    attention node `index`, leaves free. `open_net` returns the net of that run if experts
+    compute on this device, in this process; they must be loaded by then. None: they are
+    elsewhere.
+    """
+    if config.node.num_threads is not None:
+        torch.set_num_threads(config.node.num_threads)
+    runtime = open_runtime(config.node.device, config.node.kernels)
+    model = load_model_config(path, config.model.hf_overrides)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    block_size = config.kv_cache.block_size
+    layers = kv_cache.layer_specs(model, dtype, config.kv_cache)
+    block_bytes = kv_cache.bytes_per_block(layers, block_size=block_size)
+    num_assigned = spilled_blocks(config, layers)
+    code_bytes = bytes_beside(model, config, layers)
+    cache = kv_cache.allocate(
+        layers,
+        block_size=block_size,
+        size_bytes=config.attention.kv_cache_bytes,
+        max_len=config.model.max_model_len,
+        runtime=runtime,
+        code_bytes=code_bytes,
+    )
+    ops = select_ops(
+        config.node.kernels,
+        dtype,
+        formats(config.precision, "attention"),
+        config.node.device,
+    )
+    checkpoint = Checkpoint(path)
+    with fitting(runtime, "the weights of attention"):
+        weights = stream_attention_weights(checkpoint, model, dtype=dtype, device=runtime.device)
+        decoder = Decoder(model, weights, ops, cache, precision=config.precision)
+    unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
+    if unused:
+        _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
+    if config.attention.kv_cache_bytes is None or runtime.is_asynchronous:
+        dry = ModelRunner(model, decoder, cache.num_blocks, without_spill(config), runtime)
+        rehearse = partial(
+            _rehearse, dry, config, index=index, table_version=table_version, open_net=open_net
+        )
+        if config.attention.kv_cache_bytes is None:
+            num_graphs = dry.num_recordings(config)
+            if dry.is_moe and open_net is None and config.link.transport != "cuda_ipc":
+                num_graphs = 0  # the host takes part in every layer
+            use = measure(
+                runtime,
+                rehearse,
+                num_graphs=num_graphs,
+                windows=window_bytes(config, dry.net_shape(config)) if dry.is_moe else 0,
+            )
+            num_blocks = blocks_to_allocate(
+                use,
+                utilization=config.attention.gpu_memory_utilization,
+                block_bytes=block_bytes,
+                block_size=block_size,
+                max_len=config.model.max_model_len,
+                code_bytes=code_bytes,
+            )
+            del dry, rehearse
+            decoder.kv = kv_cache.of_blocks(
+                layers, num_blocks, block_size=block_size, runtime=runtime
+            )
+        else:
+            rehearse()
+            del dry, rehearse
+    decoder.codes = {}  # a dry run's, whose memory the next ones take
+    num_blocks = decoder.kv.num_blocks if num_assigned is None else num_assigned
+    runner = ModelRunner(model, decoder, num_blocks, config, runtime, drafter, grammars)
+    runner.warm_up()
+    if config.execution.recordings:
+        runtime.prepare_capture()
+    release_freed_memory()
+    return runner
+
+
+def _rehearse(
+    runner: ModelRunner,
+    config: NodeConfig,
+    *,
+    index: int,
+    table_version: int,
+    open_net: OpenDryNet | None,
+) -> None:
+    """Run the largest steps to compile their kernels, so that no request waits for that."""
+    net: AttentionNet | None = None
+    if runner.is_moe:
+        net = AbsentExperts() if open_net is None else open_net(runner)
+    with fitting(runner.runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
+        for plan in largest_steps(config, index=index, table_version=table_version):
+            runner.execute(plan, net, index=index)
+        runner.warm_up_search(config)
+    if net is not None:
+        net.close()
