@@ -166,7 +166,8 @@ def test_steps_that_retrieve_are_recorded_too(
     caplog.set_level("INFO", "recordings")
     path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=2048, **SIZES)
     rng = np.random.default_rng(4)
-    lengths = (SEGMENT_KEYS + 200, SEGMENT_KEYS - 9, 300)
+    # Codebooks come into use with the 24th token behind their segment.
+    lengths = (SEGMENT_KEYS + 200, SEGMENT_KEYS + 15, 300)
     prompts = [rng.integers(0, VOCAB_SIZE - 8, size=length).tolist() for length in lengths]
     monkeypatch.setattr("kernels.cpu.attention.renew", renew := mock.Mock(wraps=attention.renew))
     monkeypatch.setattr("attention_nodes.retrieval.RECALL_PERIOD", 5)
