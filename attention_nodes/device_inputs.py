@@ -31,7 +31,7 @@ from attention_nodes.step_inputs import (
     mask_of,
     to_score,
 )
-from kernels.contracts import AttentionMeta, Retrieval, SearchBounds
+from kernels.contracts import SEGMENT_KEYS, AttentionMeta, Retrieval, SearchBounds
 from kernels.runtime import Runtime
 from topspin.config import MAX_MICRO_BATCHES
 from topspin.errors import ProtocolError
@@ -253,24 +253,35 @@ def _uploaded(slices: Slices, runtime: Runtime) -> Retrieval | None:
     if retrieval is None:
         return None
     host = retrieval.host_keys
-    tensors = [retrieval.seqs, retrieval.segments, retrieval.coded_end, retrieval.budgets]
+    tensors = [
+        retrieval.seqs,
+        retrieval.segments,
+        retrieval.coded_end,
+        retrieval.budgets,
+        retrieval.summarised,
+        retrieval.kept,
+    ]
     if host is not None:
         tensors += [host.records, host.slots]
     packed = runtime.upload(torch.cat([each.flatten() for each in tensors]))
     parts = torch.split(packed, [each.numel() for each in tensors])
     if host is not None:
-        records, slots = parts[4].view(host.records.shape), parts[5].view(host.slots.shape)
+        records, slots = parts[6].view(host.records.shape), parts[7].view(host.slots.shape)
         host = host._replace(records=records, slots=slots)
     seqs, end, num_sinks = retrieval.seqs.numpy(), retrieval.coded_end.numpy(), retrieval.num_sinks
     selected = np.minimum(retrieval.budgets.numpy(), end - num_sinks)
+    skipped = (retrieval.summarised - retrieval.kept).numpy()
     return retrieval._replace(
         seqs=parts[0],
         segments=parts[1].view(retrieval.segments.shape),
         coded_end=parts[2],
         budgets=parts[3],
+        summarised=parts[4],
+        kept=parts[5],
         host_keys=host,
         bounds=SearchBounds(
             rows=int(slices.counts[seqs].max()),
+            segments=int((-(-end // SEGMENT_KEYS) - skipped).max()),
             budget=int(retrieval.budgets.max()),
             keys=int((slices.context_lens[seqs] - end + selected).max()) + num_sinks,
         ),

@@ -36,6 +36,7 @@ from kernels.contracts import (
     SearchBounds,
 )
 from kernels.dispatch import Ops
+from kernels.retrieval import summarise
 from kernels.runtime import Runtime
 from models.config import ModelConfig
 from topspin.errors import ConfigError
@@ -65,11 +66,10 @@ def num_places(num_blocks: int, *, block_size: int, max_num_seqs: int) -> int:
 
 
 def place_bytes(model: ModelConfig, kept: KvCacheSpec) -> int:
-    """Return the bytes of a segment's codes and codebooks, of all layers that have some."""
-    width = model.head_dim // NUM_SUBSPACES
-    each = NUM_CENTROIDS * width * torch.bfloat16.itemsize + SEGMENT_KEYS
-    num_layers = len(coded_layers(model, kept))
-    return num_layers * model.num_kv_heads * NUM_SUBSPACES * each
+    """Return the bytes of a segment's codes, codebooks and summaries, of all layers with some."""
+    numbers = (NUM_CENTROIDS + 2) * model.head_dim
+    each = numbers * torch.bfloat16.itemsize + NUM_SUBSPACES * SEGMENT_KEYS
+    return len(coded_layers(model, kept)) * model.num_kv_heads * each
 
 
 def code_bytes_of(
@@ -99,6 +99,16 @@ class _Coded(NamedTuple):
 
     num_closed: int = 0
     end: int = 0
+
+
+class _Search(NamedTuple):
+    """What is searched of a sequence's keys; as in Retrieval, `places` are its segments."""
+
+    places: list[int]
+    end: int
+    budget: int
+    summarised: int
+    kept: int
 
 
 class KeyIndex:
@@ -179,6 +189,8 @@ class KeyIndex:
         """
         num_sinks, block_size = self._policy.num_sinks, self._cache.block_size
         num_keys = max(2 * NUM_CENTROIDS, num_sinks + 2, max_len)
+        num_segments = -(-(num_keys - 1) // SEGMENT_KEYS)
+        kept = min(self._policy.num_segments, num_segments - 1)
         device = self._runtime.device
         slots = torch.arange(min(num_keys, SEGMENT_KEYS), device=device) % block_size
         layer, codes = next(iter(self.codes.items()))
@@ -192,12 +204,16 @@ class KeyIndex:
         zero = torch.zeros_like(start[1:])
         retrieval = Retrieval(
             seqs=start[:-1],
-            segments=zero[:, None].repeat(1, -(-num_keys // SEGMENT_KEYS)),
+            segments=zero[:, None].repeat(1, num_segments),
             coded_end=zero + num_keys - 1,
             budgets=zero + budget,
+            summarised=zero + num_segments - 1,
+            kept=zero + kept,
             num_sinks=num_sinks,
             hot=(None,) * num_seqs if self.has_file else (),
-            bounds=SearchBounds(rows=1, budget=budget, keys=num_sinks + budget + 1),
+            bounds=SearchBounds(
+                rows=1, segments=kept + 1, budget=budget, keys=num_sinks + budget + 1
+            ),
             host_keys=host_keys,
         )
         meta = AttentionMeta(
@@ -344,13 +360,15 @@ class KeyIndex:
         for job in self._learning.take(row, count):
             num_learnt += 1
             codes = self.codes[job.layer]
+            slots = self._slots(row, job.begin, job.begin + SEGMENT_KEYS)
             self._ops.code_keys(
                 self._cache.keys[job.layer],
-                self._slots(row, job.begin, job.begin + SEGMENT_KEYS),
+                slots,
                 codes.centroids[job.place],
                 codes.codes[job.place],
                 num_iterations=self._policy.num_iterations,
             )
+            summarise(self._cache.keys[job.layer], slots, codes.summaries[job.place])
             self._counts += KvCounts(num_coded_segments=int(job.is_last))
         return num_learnt
 
@@ -390,27 +408,30 @@ class KeyIndex:
         if slices.tree_mask is not None or not self._coded:
             return None
         chosen = [
-            (idx, *found)
+            (idx, found)
             for idx, row in enumerate(slices.rows.tolist())
             if slices.certain[idx] == 1 and (found := self._searched(row)) is not None
         ]
         if not chosen:
             return None
-        segments = np.zeros((len(chosen), max(len(places) for _, places, _, _ in chosen)), np.int32)
-        for at, (_, places, _, _) in enumerate(chosen):
-            segments[at, : len(places)] = places
-        num_rows = sum(int(slices.counts[idx]) for idx, _, _, _ in chosen)
+        seqs, searches = [idx for idx, _ in chosen], [found for _, found in chosen]
+        segments = np.zeros((len(chosen), max(len(each.places) for each in searches)), np.int32)
+        for at, each in enumerate(searches):
+            segments[at, : len(each.places)] = each.places
+        num_rows = int(slices.counts[seqs].sum())
         self._counts += KvCounts(num_selected_rows=num_rows * len(self.codes))
         return Retrieval(
-            seqs=torch.tensor([idx for idx, _, _, _ in chosen], dtype=torch.int32),
+            seqs=torch.tensor(seqs, dtype=torch.int32),
             segments=torch.from_numpy(segments),
-            coded_end=torch.tensor([end for _, _, end, _ in chosen], dtype=torch.int32),
-            budgets=torch.tensor([budget for _, _, _, budget in chosen], dtype=torch.int32),
+            coded_end=torch.tensor([each.end for each in searches], dtype=torch.int32),
+            budgets=torch.tensor([each.budget for each in searches], dtype=torch.int32),
+            summarised=torch.tensor([each.summarised for each in searches], dtype=torch.int32),
+            kept=torch.tensor([each.kept for each in searches], dtype=torch.int32),
             num_sinks=self._policy.num_sinks,
         )
 
-    def _searched(self, row: int) -> tuple[list[int], int, int] | None:
-        """Return the segments, the end and the budget of a search among a sequence's keys.
+    def _searched(self, row: int) -> _Search | None:
+        """Return what is searched of a sequence's keys.
 
         None: it has a prompt to compute, or no more coded keys than it would select.
         """
@@ -425,7 +446,10 @@ class KeyIndex:
         open_place = self._pool.open_place(row)
         if open_place is not None:
             places.append(open_place)
-        return places[: -(-end // SEGMENT_KEYS)], end, policy.num_selected
+        num_segments = -(-end // SEGMENT_KEYS)
+        summarised = min(coded.num_closed, num_segments - 1)
+        kept = min(summarised, policy.num_segments)
+        return _Search(places[:num_segments], end, policy.num_selected, summarised, kept)
 
 
 def _delay(policy: RetrievalPolicy) -> int:
@@ -439,5 +463,6 @@ def _allocate(count: int, model: ModelConfig, layer: int, device: torch.device) 
     return KeyCodes(
         centroids=torch.zeros(*shape, NUM_CENTROIDS, width, dtype=torch.bfloat16, device=device),
         codes=torch.zeros(*shape, SEGMENT_KEYS, dtype=torch.uint8, device=device),
+        summaries=torch.zeros(*shape[:2], 2, model.head_dim, dtype=torch.bfloat16, device=device),
         layer=layer,
     )

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.contracts import SEGMENT_KEYS, KeyCodes
-from kernels.retrieval import encode, key_scores, learn_codebooks
+from kernels.retrieval import encode, key_scores, learn_codebooks, summaries_of
 
 PAGE_KEYS: Final = 16
 POOL_KEYS: Final = 7
@@ -58,14 +58,15 @@ class SegmentCodes(NamedTuple):
         have codebooks of their own.
         """
         closed = num_keys // SEGMENT_KEYS
-        centroids, codes = (
+        centroids, codes, summaries = (
             torch.cat([own[:closed], early[closed : closed + 1]])
             for own, early in (
                 (self.own.centroids, self.early.centroids),
                 (self.own.codes, self.early.codes),
+                (self.own.summaries, self.early.summaries),
             )
         )
-        return KeyCodes(centroids, codes)
+        return KeyCodes(centroids, codes, summaries)
 
 
 def one_codebook(keys: Tensor, num_learnt: int, *, num_iterations: int) -> KeyCodes:
@@ -80,7 +81,8 @@ def _coded(parts: Sequence[Tensor], books: Sequence[Tensor]) -> KeyCodes:
         F.pad(encode(part, book), (0, SEGMENT_KEYS - part.shape[1]))
         for part, book in zip(parts, books, strict=True)
     ]
-    return KeyCodes(torch.stack(list(books)), torch.stack(codes))
+    summaries = torch.stack([summaries_of(part) for part in parts])
+    return KeyCodes(torch.stack(list(books)), torch.stack(codes), summaries)
 
 
 def coded_scores(query: Tensor, codes: KeyCodes, num_keys: int) -> Tensor:

@@ -39,6 +39,8 @@ class KeyCodes:
     """bf16[P, G, M, C, W]."""
     codes: Tensor
     """u8[P, G, M, SEGMENT_KEYS], below C: a sub-space's codes lie one behind the other."""
+    summaries: Tensor
+    """bf16[P, G, 2, D], of full segments: the mean of the keys, and their spread."""
     layer: int = 0
     """The layer's number among those that have codes."""
 
@@ -98,6 +100,8 @@ class SearchBounds(NamedTuple):
 
     rows: int
     """Query rows."""
+    segments: int
+    """Segments that a key/value head searches."""
     budget: int
     keys: int
     """Keys that a key/value head attends to: sinks, selected ones, and all from coded_end on."""
@@ -108,7 +112,9 @@ class Retrieval(NamedTuple):
 
     A sequence's keys num_sinks <= k < coded_end are searched for the `budgets` best ones of each
     key/value head, once for all of its rows; keys before and behind are attended to anyway, as
-    far as each row sees them. Key k is in segment k // SEGMENT_KEYS of its sequence.
+    far as each row sees them. Key k is in segment k // SEGMENT_KEYS of its sequence. Of the first
+    `summarised` segments a head searches only the `kept` ones with the best summaries, of those
+    behind all.
     """
 
     seqs: Tensor
@@ -120,6 +126,10 @@ class Retrieval(NamedTuple):
     """i32[R], more than num_sinks and at most the committed length."""
     budgets: Tensor
     """i32[R], at least 1."""
+    summarised: Tensor
+    """i32[R], fewer than the segments that are searched; these are full."""
+    kept: Tensor
+    """i32[R], at most `summarised`; fewer only if they hold more keys than sinks and budget."""
     num_sinks: int
     hot: tuple[HotKeys | None, ...] = ()
     """Of each of the R sequences; None: all its keys are in the cache. (): of all. Keys to search

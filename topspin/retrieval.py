@@ -20,6 +20,8 @@ MAX_TOKENS: Final = 2**24
 SEGMENT_TOKENS: Final = 1024
 """Aligned tokens of a sequence whose keys are coded together."""
 _MOST_RECENT: Final = 128
+_SEARCHED_SELECTIONS: Final = 24
+_LEAST_SEARCHED: Final = 12 * SEGMENT_TOKENS
 _HOT_SELECTIONS: Final = 4
 # Keys behind the recent window are coded 64 at a time, and drafts have up to 64 tokens.
 _MOST_NEW: Final = 128
@@ -32,12 +34,15 @@ class RetrievalPolicy(
 
     These are the first `num_sinks`, the last `num_recent` and the best of the others by their
     codes; at most 64 more, which have no codes yet. `num_iterations` of k-means learn a codebook.
+    Codes are searched in the last segment and, of the full ones before it, in the best by their
+    summaries, together of `num_searched` tokens; None: by the number of keys to select.
     """
 
     num_tokens: Annotated[int, Meta(ge=MIN_TOKENS, le=MAX_TOKENS)]
     num_sinks: Annotated[int, Meta(ge=0, le=1024)] = 16
     num_recent: Annotated[int, Meta(ge=1, le=2**20)] = _MOST_RECENT
     num_iterations: Annotated[int, Meta(ge=1, le=100)] = 4
+    num_searched: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
 
     def __post_init__(self) -> None:
         if self.num_selected < 1:
@@ -58,6 +63,14 @@ class RetrievalPolicy(
     def num_selected(self) -> int:
         """Return how many coded keys are selected."""
         return self.num_tokens - self.num_sinks - self.num_recent
+
+    @property
+    def num_segments(self) -> int:
+        """Return how many full segments before the last are searched, at most."""
+        searched = self.num_searched
+        if searched is None:
+            searched = max(_LEAST_SEARCHED, _SEARCHED_SELECTIONS * self.num_selected)
+        return -(-max(searched, self.num_sinks + self.num_selected) // SEGMENT_TOKENS)
 
     @property
     def num_hot(self) -> int:

@@ -14,7 +14,13 @@ from tests.attention_nodes.test_spill_file import NUM_LAYERS, blocks, cache
 def retrieval_of(num_seqs: int) -> Retrieval:
     some = torch.arange(num_seqs, dtype=torch.int32)
     return Retrieval(
-        seqs=some, segments=some[:, None], coded_end=some, budgets=some + 1, num_sinks=0
+        seqs=some,
+        segments=some[:, None],
+        coded_end=some,
+        budgets=some + 1,
+        summarised=0 * some,
+        kept=0 * some,
+        num_sinks=0,
     )
 
 

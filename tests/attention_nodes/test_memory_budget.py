@@ -200,7 +200,11 @@ def test_codes_of_keys_are_inside_the_budget(
         checkpoint, changed(config, {"kv_cache.retrieval": RetrievalPolicy(num_tokens=256)})
     )
     decoder = runner._decoder
-    codes = sum(x.nbytes for each in decoder.codes.values() for x in (each.centroids, each.codes))
+    codes = sum(
+        x.nbytes
+        for each in decoder.codes.values()
+        for x in (each.centroids, each.codes, each.summaries)
+    )
     block_bytes = block_bytes_of(checkpoint)
     left = int(0.9 * 4 * 2**20) - 1000
     place = codes // len(decoder.codes[0].codes)

@@ -42,6 +42,6 @@ def test_long_pieces_and_large_steps_are_not(counts: list[int]) -> None:
 
 def test_steps_with_retrieval_are_recorded_apart() -> None:
     nothing = torch.zeros(0, dtype=torch.int32)
-    retrieval = Retrieval(nothing, nothing, nothing, nothing, 16)
+    retrieval = Retrieval(nothing, nothing, nothing, nothing, nothing, nothing, 16)
     key = key_of([indexed([1], 1), indexed([1], 1, retrieval=retrieval)])
     assert key == ((1, 1), (False, True), 2)

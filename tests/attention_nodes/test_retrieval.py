@@ -76,7 +76,11 @@ def test_blocks_and_codes_fill_the_caches_memory(
     decoder = load(checkpoint, kv_cache_bytes=size_bytes, max_num_seqs=max_num_seqs)
     blocks = sizes_of([*decoder.kv.keys, *decoder.kv.values])
     codes = sizes_of(
-        [each for one in decoder.codes.values() for each in (one.centroids, one.codes)]
+        [
+            each
+            for one in decoder.codes.values()
+            for each in (one.centroids, one.codes, one.summaries)
+        ]
     )
     assert blocks == decoder.kv.num_blocks * BLOCK_SIZE * TOKEN_BYTES
     assert codes > 0

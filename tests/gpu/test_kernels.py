@@ -157,19 +157,23 @@ def test_attention_of_decode_with_retrieval(device: torch.device) -> None:
     longest = 5000 if ON_GPU else 1040
     contexts, ends, num_sinks, budget = (longest, 90, longest // 2), (longest - 40, 400), 16, 300
     q, caches, meta = attention_case((1, 2, 3), contexts, device)
-    num_segments = -(-longest // SEGMENT_KEYS)
+    num_segments = -(-ends[0] // SEGMENT_KEYS)
+    summarised, kept = num_segments - 1, num_segments // 2
     shape = (2 * num_segments, SIZES.kv_heads, NUM_SUBSPACES)
     codes = KeyCodes(
         randn(*shape, NUM_CENTROIDS, SIZES.head_dim // NUM_SUBSPACES, device=device),
         torch.randint(NUM_CENTROIDS, (*shape, SEGMENT_KEYS), dtype=torch.uint8, device=device),
+        randn(*shape[:2], 2, SIZES.head_dim, device=device),
     )
     retrieval = Retrieval(
         seqs=torch.tensor([0, 2], dtype=torch.int32, device=device),
         segments=torch.arange(len(codes.codes), dtype=torch.int32, device=device).view(2, -1),
         coded_end=torch.tensor(ends, dtype=torch.int32, device=device),
         budgets=torch.tensor([budget, 7], dtype=torch.int32, device=device),
+        summarised=torch.tensor([summarised, 0], dtype=torch.int32, device=device),
+        kept=torch.tensor([kept, 0], dtype=torch.int32, device=device),
         num_sinks=num_sinks,
-        bounds=SearchBounds(rows=3, budget=budget, keys=longest),
+        bounds=SearchBounds(rows=3, segments=1 + kept, budget=budget, keys=longest),
     )
     meta = replace(meta, retrieval=retrieval)
     scale = SIZES.head_dim**-0.5

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ from tests.identity.test_retrieval import config_of as retrieval_config
 from tests.identity.test_retrieval import prompts_of as retrieval_prompts
 from tests.identity.test_speculation import accepted
 from tests.pairwise import cover_pairs
-from tests.structs import with_nodes
+from tests.structs import changed, with_nodes
 from topspin.retrieval import SpillSpec, policy_of
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -126,21 +127,24 @@ def test_dense_models_on_a_device(case_of: CaseOf, variant: str) -> None:
 def test_decoding_with_retrieval_on_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against transformers with the same selection; beside it a sequence that is too short."""
+    """Against transformers with the same selection; beside it a sequence that is too short.
+
+    Of two full segments and the open one, one full one is searched.
+    """
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
     path = make_checkpoint(tmp_path, "llama", max_position_embeddings=4096, **heads)
     policy = policy_of(BUDGET)
     assert policy is not None
-    oracle = Oracle(policy)
+    oracle = Oracle(msgspec.structs.replace(policy, num_searched=SEGMENT_KEYS))
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "retrieving", oracle.attend)
-    prompts = retrieval_prompts((SEGMENT_KEYS + 70, 30))
+    prompts = retrieval_prompts((2 * SEGMENT_KEYS + 150, 30))
     expected = [each[:4] for each in generate(path, prompts, "retrieving")]
     assert expected != [each[:4] for each in generate(path, prompts, "eager")]
     config = retrieval_config(path, kv_retrieval_tokens=BUDGET, max_num_seqs=MAX_NUM_SEQS, **ON_ONE)
-    with Engine(config) as engine:
+    with Engine(changed(config, {"kv_cache.retrieval": oracle.policy})) as engine:
         assert engine.generate(prompts, max_tokens=4) == expected
         stats = engine.stats()
-    assert (stats.kv.num_selected_rows, stats.kv.num_coded_segments) == (3, 1)
+    assert (stats.kv.num_selected_rows, stats.kv.num_coded_segments) == (3, 2)
     # The watched step is the first; its layer is the only one.
     assert stats.kv.recall_sum == pytest.approx(oracle.recalls[0], abs=1e-6)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attention_nodes.retrieval import place_bytes
 from kernels.contracts import SEGMENT_KEYS, KeyCodes, Retrieval
-from kernels.retrieval import encode, learn_codebooks, select
+from kernels.retrieval import encode, learn_codebooks, select, summaries_of
 from models.config import load_model_config
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint, oracle_model
 from tests.engine import Engine, engine_config
@@ -36,7 +37,7 @@ def codes_of(keys: torch.Tensor, closed: int, coded: int) -> KeyCodes:
 
     What is behind the first `closed` is coded by the last codebook of these.
     """
-    centroids, codes = [], []
+    centroids, codes, summaries = [], [], []
     for begin in range(0, coded, SEGMENT_KEYS):
         own = keys[:, begin : min(begin + SEGMENT_KEYS, coded)]
         book = learn_codebooks(own, num_iterations=4) if begin < closed else centroids[-1]
@@ -44,7 +45,8 @@ def codes_of(keys: torch.Tensor, closed: int, coded: int) -> KeyCodes:
         found = torch.zeros(*book.shape[:2], SEGMENT_KEYS, dtype=torch.uint8)
         found[:, :, : own.shape[1]] = encode(own, book)
         codes.append(found)
-    return KeyCodes(torch.stack(centroids), torch.stack(codes))
+        summaries.append(summaries_of(own))
+    return KeyCodes(torch.stack(centroids), torch.stack(codes), torch.stack(summaries))
 
 
 class Oracle:
@@ -95,11 +97,15 @@ class Oracle:
         if end - policy.num_sinks <= policy.num_selected:
             return kept
         codes = codes_of(keys, closed, coded)
+        summarised = min(closed, end - 1) // SEGMENT_KEYS
+        searched = summarised if policy.num_searched is None else policy.num_searched // 1024
         retrieval = Retrieval(
             seqs=torch.zeros(1, dtype=torch.int32),
             segments=torch.arange(len(codes.codes), dtype=torch.int32)[None],
             coded_end=torch.tensor([end], dtype=torch.int32),
             budgets=torch.tensor([policy.num_selected], dtype=torch.int32),
+            summarised=torch.tensor([summarised], dtype=torch.int32),
+            kept=torch.tensor([min(searched, summarised)], dtype=torch.int32),
             num_sinks=policy.num_sinks,
         )
         kept[:, policy.num_sinks : end] = False
@@ -203,6 +209,19 @@ def test_layers_choose_whether_they_retrieve_and_how_they_are_kept(
     with Engine(changed(config, {"kv_cache.layers": (rule,)})) as engine:
         assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
         assert engine.stats().kv.num_selected_rows == NUM_TOKENS - 1, "one layer's"
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_only_the_best_segments_are_searched(tmp_path: Any, oracle: Oracle, kernels: Any) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
+    prompts = prompts_of((3 * SEGMENT_KEYS + 200, 2 * SEGMENT_KEYS - 4))
+    everywhere = generate(path, prompts, "retrieving")
+    oracle.policy = msgspec.structs.replace(oracle.policy, num_searched=SEGMENT_KEYS)
+    expected = generate(path, prompts, "retrieving")
+    assert expected != everywhere, "the choice of segments matters"
+    config = config_of(path, kernels=kernels, kv_retrieval_tokens=BUDGET)
+    with Engine(changed(config, {"kv_cache.retrieval": oracle.policy})) as engine:
+        assert engine.generate(prompts, max_tokens=NUM_TOKENS) == expected
 
 
 def test_requests_choose_how_many_keys(tmp_path: Any, oracle: Oracle) -> None:

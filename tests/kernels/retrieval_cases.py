@@ -15,7 +15,7 @@ from kernels.contracts import (
     KeyCodes,
     Retrieval,
 )
-from kernels.retrieval import encode, key_scores
+from kernels.retrieval import encode, key_scores, segment_scores
 from tests.kernels.cases import AttentionCase
 
 
@@ -24,11 +24,13 @@ def coded(
     ends_and_budgets: Mapping[int, tuple[int, int]],
     *,
     num_sinks: int = 4,
+    kept: int | None = None,
     seed: int = 0,
 ) -> tuple[AttentionCase, KeyCodes]:
     """Let sequences of a case retrieve; codebooks are random, and segments in random places.
 
-    By sequence: its coded_end and its budget. Unused entries of `segments` are invalid.
+    By sequence: its coded_end and its budget. Of all segments but the last `kept` are searched,
+    None: all; summaries are random too. Unused entries of `segments` are invalid.
     """
     rng = torch.Generator().manual_seed(seed)
     num_groups, head_dim = case.k_cache.shape[2:]
@@ -47,21 +49,39 @@ def coded(
             keys = case.keys[seq][number * SEGMENT_KEYS : min((number + 1) * SEGMENT_KEYS, end)]
             found = encode(keys.transpose(0, 1), centroids[place])
             codes[place, :, :, : len(keys)] = found
+    summaries = torch.randn((total, num_groups, 2, head_dim), generator=rng).bfloat16()
+    summarised = torch.tensor([count - 1 for count in counts.values()], dtype=torch.int32)
     retrieval = Retrieval(
         torch.tensor(list(counts), dtype=torch.int32),
         segments,
         torch.tensor([end for end, _ in ends_and_budgets.values()], dtype=torch.int32),
         torch.tensor([budget for _, budget in ends_and_budgets.values()], dtype=torch.int32),
+        summarised,
+        summarised if kept is None else summarised.clamp(max=kept),
         num_sinks,
     )
     meta = replace(case.meta, retrieval=retrieval, memo={})
-    return case._replace(meta=meta), KeyCodes(centroids, codes)
+    return case._replace(meta=meta), KeyCodes(centroids, codes, summaries)
 
 
 def queries_of(case: AttentionCase, seq: int) -> Tensor:
     """Return the rows of a sequence [n, N, D] in fp32."""
     start, end = case.meta.query_start[seq : seq + 2].tolist()
     return case.q[start:end].float()
+
+
+def best_of(queries: Tensor, codes: KeyCodes, retrieval: Retrieval, idx: int) -> Tensor:
+    """Return which segments bool[G, S] are searched; no two scores may be nearly equal."""
+    num_segments = -(-int(retrieval.coded_end[idx]) // SEGMENT_KEYS)
+    competing, kept = int(retrieval.summarised[idx]), int(retrieval.kept[idx])
+    is_searched = torch.ones(codes.codes.shape[1], num_segments, dtype=torch.bool)
+    scores = segment_scores(queries, codes, retrieval.segments[idx, :competing])
+    for own, found in zip(scores.tolist(), is_searched, strict=True):
+        ranked = sorted(range(competing), key=own.__getitem__, reverse=True)
+        found[ranked[kept:]] = False
+        if 0 < kept < competing:
+            assert own[ranked[kept - 1]] > own[ranked[kept]] + 0.01, "another seed"
+    return is_searched
 
 
 def check_selection(case: AttentionCase, codes: KeyCodes, idx: int, selected: Tensor) -> None:
@@ -72,6 +92,8 @@ def check_selection(case: AttentionCase, codes: KeyCodes, idx: int, selected: Te
     queries = queries_of(case, int(retrieval.seqs[idx]))
     places = retrieval.segments[idx, : -(-end // SEGMENT_KEYS)]
     scores = key_scores(queries, codes, places)[:, :end]
+    is_searched = best_of(queries, codes, retrieval, idx).repeat_interleave(SEGMENT_KEYS, 1)
+    scores = scores.masked_fill(~is_searched[:, :end], float("-inf"))
     assert selected.shape[1] == min(int(retrieval.budgets[idx]), end - sinks)
     assert bool((selected.diff(dim=1) > 0).all())
     assert bool((selected >= sinks).all())

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS, KeyCodes, Retrieval
-from kernels.retrieval import encode, key_scores, learn_codebooks, select
+from kernels.retrieval import (
+    encode,
+    key_scores,
+    learn_codebooks,
+    segment_scores,
+    select,
+    summarise,
+)
 
 WIDTH = 4
 HEAD_DIM = NUM_SUBSPACES * WIDTH
@@ -69,6 +76,7 @@ def coded(num_segments: int, num_groups: int) -> KeyCodes:
     return KeyCodes(
         numbers(*shape, NUM_CENTROIDS, WIDTH, seed=2).bfloat16(),
         torch.randint(NUM_CENTROIDS, (*shape, SEGMENT_KEYS), generator=rng, dtype=torch.uint8),
+        numbers(num_segments, num_groups, 2, HEAD_DIM, seed=3).bfloat16(),
     )
 
 
@@ -91,6 +99,46 @@ def test_scores_are_the_greatest_products_with_decoded_keys(num_rows: int, repea
         torch.testing.assert_close(scores[group], wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_summaries_are_means_and_scaled_deviations() -> None:
+    cache = numbers(30, 16, 2, HEAD_DIM).bfloat16()
+    slots = torch.randperm(480, generator=torch.Generator().manual_seed(1))[:300]
+    summaries = torch.full((2, 2, HEAD_DIM), float("nan"), dtype=torch.bfloat16)
+    summarise(cache, slots, summaries)
+    for group in range(2):
+        keys = cache.double().view(480, 2, HEAD_DIM)[slots, group].numpy()
+        wanted = np.stack([keys.mean(0), keys.std(0) * 3 / HEAD_DIM**0.5])
+        found = summaries[group].double()
+        torch.testing.assert_close(found, torch.from_numpy(wanted), rtol=2.0**-8, atol=1e-6)
+
+
+def test_a_segments_score_is_the_greatest_over_rows_and_heads() -> None:
+    codes, queries = coded(4, 2), numbers(3, 6, HEAD_DIM).bfloat16()
+    scores = segment_scores(queries, codes, torch.tensor([3, 0, 2], dtype=torch.int32))
+    for group in range(2):
+        asked = queries[:, 3 * group : 3 * group + 3].double().flatten(0, 1)
+        for idx, segment in enumerate((3, 0, 2)):
+            mean, spread = codes.summaries[segment, group].double()
+            wanted = max(float(one @ mean + one.abs() @ spread) for one in asked)
+            assert float(scores[group, idx]) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_only_the_best_segments_and_the_last_are_searched(kept: int) -> None:
+    codes, queries = coded(4, 2), numbers(1, 4, HEAD_DIM)
+    segments = torch.tensor([[3, 0, 2, 1]], dtype=torch.int32)
+    end, budget = 3 * SEGMENT_KEYS + 70, 40
+    one = torch.ones(1, dtype=torch.int32)
+    retrieval = Retrieval(0 * one, segments, end * one, budget * one, 3 * one, kept * one, 5)
+    selected = select(queries, codes, retrieval, 0)
+    scores = key_scores(queries, codes, segments[0])
+    for group, own in enumerate(segment_scores(queries, codes, segments[0, :3]).tolist()):
+        ranked = sorted(range(3), key=own.__getitem__, reverse=True)
+        chosen = {3, *ranked[:kept]}
+        searched = [key for key in range(5, end) if key // SEGMENT_KEYS in chosen]
+        best = sorted(searched, key=lambda key: -float(scores[group, key]))[:budget]
+        assert selected[group].tolist() == sorted(best)
+
+
 @pytest.mark.parametrize("num_sinks", [0, 7])
 @pytest.mark.parametrize(("end", "budget"), [(2 * SEGMENT_KEYS, 50), (1500, 1), (1030, 5000)])
 def test_the_best_are_selected_in_the_order_of_positions(
@@ -98,11 +146,14 @@ def test_the_best_are_selected_in_the_order_of_positions(
 ) -> None:
     codes = coded(5, 2)
     segments = torch.tensor([[0, 1, 1], [4, 2, 1 << 30]], dtype=torch.int32)
+    all_of_them = torch.ones(2, dtype=torch.int32)
     retrieval = Retrieval(
         torch.tensor([3, 8], dtype=torch.int32),
         segments,
         torch.tensor([3000, end], dtype=torch.int32),
         torch.tensor([9, budget], dtype=torch.int32),
+        all_of_them,
+        all_of_them,
         num_sinks,
     )
     queries = numbers(2, 4, HEAD_DIM)

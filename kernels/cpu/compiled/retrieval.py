@@ -1,12 +1,13 @@
 """The search of a step's queries among coded keys, compiled; see `kernels.retrieval`.
 
-Tasks in three phases: of each unit (`kernels.cpu.compiled.retrieval_words`) the products of the
-query heads with the centroids, then the scores of its keys, with one scale for all units of a
-sequence's head, then, of each sequence's head, the keys with the greatest scores and the list of
-all keys that it attends to. Scores are i16 (`kernels.cpu.simd.retrieval`): of keys whose scores
-differ by less than about a 500th of the greatest the lower position may win. The result does not
-depend on the number of threads. A second launch reads what is in a file. Knows nothing of
-attention, which follows as the last launch.
+Tasks in four phases: of each sequence's head the choice of the segments that it searches
+(`kernels.cpu.compiled.retrieval_segments`), of each unit (`kernels.cpu.compiled.retrieval_words`)
+the products of the query heads with the centroids, then the scores of its keys, with one scale for
+all units of a sequence's head, then, of each sequence's head, the keys with the greatest scores and
+the list of all keys that it attends to. Scores are i16 (`kernels.cpu.simd.retrieval`): of keys
+whose scores differ by less than about a 500th of the greatest the lower position may win. The
+result does not depend on the number of threads. A second launch reads what is in a file. Knows
+nothing of attention, which follows as the last launch.
 Used by `kernels.cpu.attention`.
 
 Letters as in `kernels.contracts`.
@@ -41,6 +42,7 @@ from kernels.cpu.compiled.attention_keys import (
 )
 from kernels.cpu.compiled.hot_keys import begin_search, find_copy, in_file, read_key
 from kernels.cpu.compiled.retrieval_attention import attend_lists
+from kernels.cpu.compiled.retrieval_segments import choose_segments, scratch_asked
 from kernels.cpu.compiled.retrieval_words import (
     BOUNDS,
     CENTROIDS,
@@ -50,29 +52,30 @@ from kernels.cpu.compiled.retrieval_words import (
     FIRST_LISTED,
     FIRST_POSITION,
     FIRST_ROW,
-    FIRST_SEGMENT,
     FIRST_TABLE,
+    FIRST_UNIT,
+    HEAD_UNITS,
     HOT,
     LISTS,
     NUM_LISTED,
     NUM_ROWS,
-    NUM_SEGMENTS,
     NUM_SELECTED,
     NUM_SEQS,
     NUM_SINKS,
+    NUM_UNITS,
     POSITIONS,
     SCORES,
     SEARCH,
-    SEGMENT_BYTES,
-    SEGMENT_NUMBER,
-    SEGMENT_PLACE,
-    SEGMENT_SEQ,
-    SEGMENTS,
     SEQ_IDX,
-    SEQ_SEGMENTS,
     TABLES,
+    UNIT_BYTES,
+    UNIT_GROUP,
+    UNIT_NUMBER,
+    UNIT_PLACE,
+    UNIT_SEQ,
     RetrievalWords,
     seq_of,
+    unit_of,
 )
 from kernels.cpu.compiled.runtime import Kernel, inlined, launch
 from kernels.cpu.simd import doubles, vectors
@@ -91,6 +94,7 @@ from topspin.trace import Kind
 HEAD_DIMS: Final = (16, 32, 64, 128, 256)
 _SCORE_BYTES: Final = 2 * SEGMENT_KEYS
 _CODES_BYTES: Final = NUM_SUBSPACES * SEGMENT_KEYS
+_UNIT_MASKS: Final = SEGMENT_KEYS // KEYS_AT_ONCE
 
 
 def can_search(codes: KeyCodes, k_cache: Tensor) -> bool:
@@ -101,9 +105,12 @@ def can_search(codes: KeyCodes, k_cache: Tensor) -> bool:
         head_dim in HEAD_DIMS
         and codes.centroids.dtype == torch.bfloat16
         and codes.codes.dtype == torch.uint8
+        and codes.summaries.dtype == torch.bfloat16
         and codes.centroids.shape[1:] == (num_groups, NUM_SUBSPACES, NUM_CENTROIDS, width)
         and codes.codes.shape[1:] == (num_groups, NUM_SUBSPACES, SEGMENT_KEYS)
+        and codes.summaries.shape[1:] == (num_groups, 2, head_dim)
         and codes.centroids.is_contiguous()
+        and codes.summaries.is_contiguous()
         and codes.codes.is_contiguous()
     )
 
@@ -127,6 +134,7 @@ def attend_selected(
         *head_arguments(q, k_cache, v_cache, words.work, out, scale=scale),
         codes.centroids.data_ptr(),
         codes.codes.data_ptr(),
+        codes.summaries.data_ptr(),
         codes.layer,
         words.address,
     )
@@ -154,17 +162,15 @@ _scratch_copied = simd.stack(2 * 4 * HEAD_DIMS[-1] + CHECK_BYTES)
 @inlined
 def _first_unit(block: int, seq: int, group: int) -> int:
     """Return the first unit of a sequence's head."""
-    first = simd.read_i64(seq + FIRST_SEGMENT) * simd.read_i64(block + NUM_KV_HEADS)
-    unit: int = first + group * simd.read_i64(seq + SEQ_SEGMENTS)
+    unit: int = simd.read_i64(seq + FIRST_UNIT) + group * simd.read_i64(seq + HEAD_UNITS)
     return unit
 
 
 @inlined
-def _tables_of(block: int, seq: int, group: int, number: int) -> int:
+def _tables_of(block: int, seq: int, unit: int) -> int:
     """Return the address of the fp32 tables [n * N / G, M, C] of a sequence's unit."""
-    units = group * simd.read_i64(seq + SEQ_SEGMENTS) + number
     heads = simd.read_i64(seq + NUM_ROWS) * simd.read_i64(block + REPEAT)
-    first = simd.read_i64(seq + FIRST_TABLE) + units * heads
+    first = simd.read_i64(seq + FIRST_TABLE) + (unit - simd.read_i64(seq + FIRST_UNIT)) * heads
     address: int = simd.read_i64(simd.read_i64(block + SEARCH) + TABLES) + first * TABLE_BYTES
     return address
 
@@ -186,11 +192,10 @@ def _transpose(num_pairs: int, centroids: int, target: int) -> None:
 @inlined
 def _place_of(block: int, task: int) -> int:
     """Return the number of the segment's head in KeyCodes that a task is about; -1: no task."""
-    search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
-    if task >= simd.read_i64(search + NUM_SEGMENTS) * num_groups:
+    if task >= simd.read_i64(simd.read_i64(block + SEARCH) + NUM_UNITS):
         return -1
-    segment = simd.read_i64(search + SEGMENTS) + task // num_groups * SEGMENT_BYTES
-    place: int = simd.read_i64(segment + SEGMENT_PLACE) * num_groups + task % num_groups
+    unit, num_groups = unit_of(block, task), simd.read_i64(block + NUM_KV_HEADS)
+    place: int = simd.read_i64(unit + UNIT_PLACE) * num_groups + simd.read_i64(unit + UNIT_GROUP)
     return place
 
 
@@ -200,11 +205,9 @@ def _make_tables(block: int, task: int, following: int, transposed: int, peaks: 
 
     Prefetches the centroids of the unit that this thread does next.
     """
-    search = simd.read_i64(block + SEARCH)
-    num_groups, repeat = simd.read_i64(block + NUM_KV_HEADS), simd.read_i64(block + REPEAT)
-    segment = simd.read_i64(search + SEGMENTS) + task // num_groups * SEGMENT_BYTES
-    group, number = task % num_groups, simd.read_i64(segment + SEGMENT_NUMBER)
-    seq = seq_of(block, simd.read_i64(segment + SEGMENT_SEQ))
+    search, repeat = simd.read_i64(block + SEARCH), simd.read_i64(block + REPEAT)
+    group = simd.read_i64(unit_of(block, task) + UNIT_GROUP)
+    seq = seq_of(block, simd.read_i64(unit_of(block, task) + UNIT_SEQ))
     num_pairs = simd.read_i64(block + HEAD_DIM) // (2 * NUM_SUBSPACES)
     part_bytes = num_pairs * PART_BYTES
     centroids = simd.read_i64(block + CENTROIDS)
@@ -216,7 +219,7 @@ def _make_tables(block: int, task: int, following: int, transposed: int, peaks: 
     num_rows = simd.read_i64(seq + NUM_ROWS)
     query = simd.read_i64(block + Q) + simd.read_i64(seq + FIRST_ROW) * row_bytes
     query += group * repeat * head_bytes
-    tables = _tables_of(block, seq, group, number)
+    tables = _tables_of(block, seq, task)
     bound = np.float32(0)
     for part in range(NUM_SUBSPACES):
         _transpose(num_pairs, centroids + part * part_bytes, transposed)
@@ -232,8 +235,7 @@ def _make_tables(block: int, task: int, following: int, transposed: int, peaks: 
                 else:
                     inner.products_f32(asked, transposed, num_pairs, table, peaks)
         bound += np.float32(vectors.max_lanes(vectors.load_f32(peaks)))
-    unit = _first_unit(block, seq, group) + number
-    simd.write_f32(simd.read_i64(search + BOUNDS) + 4 * unit, bound)
+    simd.write_f32(simd.read_i64(search + BOUNDS) + 4 * task, bound)
 
 
 @inlined
@@ -242,23 +244,21 @@ def _score_unit(block: int, task: int, following: int, tables: int) -> None:
 
     Prefetches the codes of the unit that this thread does next.
     """
-    search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
-    segment = simd.read_i64(search + SEGMENTS) + task // num_groups * SEGMENT_BYTES
-    group, number = task % num_groups, simd.read_i64(segment + SEGMENT_NUMBER)
-    seq = seq_of(block, simd.read_i64(segment + SEGMENT_SEQ))
-    first_unit = _first_unit(block, seq, group)
-    bounds = simd.read_i64(search + BOUNDS) + 4 * first_unit
+    search, unit = simd.read_i64(block + SEARCH), unit_of(block, task)
+    group, number = simd.read_i64(unit + UNIT_GROUP), simd.read_i64(unit + UNIT_NUMBER)
+    seq = seq_of(block, simd.read_i64(unit + UNIT_SEQ))
+    bounds = simd.read_i64(search + BOUNDS) + 4 * _first_unit(block, seq, group)
     bound = np.float32(0)
-    for idx in range(simd.read_i64(seq + SEQ_SEGMENTS)):
+    for idx in range(simd.read_i64(seq + HEAD_UNITS)):
         bound = max(bound, np.float32(simd.read_f32(bounds + 4 * idx)))
     scale = np.float32(GREATEST) / bound
-    scores = simd.read_i64(search + SCORES) + (first_unit + number) * _SCORE_BYTES
-    inner.clear_scores(scores, SEGMENT_KEYS // KEYS_AT_ONCE)
+    scores = simd.read_i64(search + SCORES) + task * _SCORE_BYTES
+    inner.clear_scores(scores, _UNIT_MASKS)
     begin = number * SEGMENT_KEYS
     num_keys = min(simd.read_i64(seq + CODED_END) - begin, SEGMENT_KEYS)
     codes = simd.read_i64(block + CODES) + _place_of(block, task) * _CODES_BYTES
     ask = simd.read_i64(block + CODES) + _place_of(block, following) * _CODES_BYTES
-    table = _tables_of(block, seq, group, number)
+    table = _tables_of(block, seq, task)
     num_heads = simd.read_i64(seq + NUM_ROWS) * simd.read_i64(block + REPEAT)
     ask_bytes = _CODES_BYTES // num_heads if _place_of(block, following) >= 0 else 0
     for _ in range(num_heads):
@@ -288,8 +288,11 @@ def _limit_of(scores: int, num_masks: int, wanted: int, count: int) -> int:
 
 
 @inlined
-def _collect(scores: int, num_masks: int, wanted: int, positions: int, count: int) -> None:
+def _collect(
+    scores: int, units: int, num_units: int, wanted: int, positions: int, count: int
+) -> None:
     """Write the positions of the `wanted` greatest scores, ascending; of equals the lowest."""
+    num_masks = num_units * _UNIT_MASKS
     limit = _limit_of(scores, num_masks, wanted, count)
     inner.count_above(scores, num_masks, limit, count)
     left = wanted - simd.read_i64(count)
@@ -302,8 +305,10 @@ def _collect(scores: int, num_masks: int, wanted: int, positions: int, count: in
                 chosen |= even & -even
                 even &= even - 1
                 left -= 1
+        number = simd.read_i64(units + idx // _UNIT_MASKS * UNIT_BYTES + UNIT_NUMBER)
+        begin = number * SEGMENT_KEYS + idx % _UNIT_MASKS * KEYS_AT_ONCE
         while chosen != 0:
-            simd.write_i32(positions, idx * KEYS_AT_ONCE + doubles.first_bit(chosen))
+            simd.write_i32(positions, begin + doubles.first_bit(chosen))
             chosen &= chosen - 1
             positions += 4
 
@@ -359,8 +364,8 @@ def _select(block: int, seq: int, group: int, count: int) -> None:
     num_selected = simd.read_i64(seq + NUM_SELECTED)
     first = simd.read_i64(seq + FIRST_POSITION) + group * num_selected
     positions = simd.read_i64(search + POSITIONS) + 4 * first
-    num_masks = simd.read_i64(seq + SEQ_SEGMENTS) * (SEGMENT_KEYS // KEYS_AT_ONCE)
-    _collect(scores, num_masks, num_selected, positions, count)
+    units, num_units = unit_of(block, first_unit), simd.read_i64(seq + HEAD_UNITS)
+    _collect(scores, units, num_units, num_selected, positions, count)
     listed = simd.read_i64(seq + FIRST_LISTED) + group * simd.read_i64(seq + NUM_LISTED)
     place, seq_idx = simd.read_i64(search + LISTS) + 8 * listed, simd.read_i64(seq + SEQ_IDX)
     for position in range(simd.read_i64(search + NUM_SINKS)):
@@ -383,31 +388,38 @@ def _select(block: int, seq: int, group: int, count: int) -> None:
 @Kernel
 def _search(block: int) -> None:
     transposed, peaks = _scratch_centroids(), _scratch_peaks()
-    tables, count = _scratch_tables(), _scratch_count()
+    tables, count, asked = _scratch_tables(), _scratch_count(), scratch_asked()
     search, num_groups = simd.read_i64(block + SEARCH), simd.read_i64(block + NUM_KV_HEADS)
-    num_units = simd.read_i64(search + NUM_SEGMENTS) * num_groups
+    num_units = simd.read_i64(search + NUM_UNITS)
+    num_heads = simd.read_i64(search + NUM_SEQS) * num_groups
     task = claim_task(block, 0)
-    while task < num_units:
-        following = claim_task(block, 0)
-        _make_tables(block, task, following, transposed, peaks)
+    while task < num_heads:
+        seq = seq_of(block, task // num_groups)
+        choose_segments(block, seq, task % num_groups, asked)
         finish_task(block, 0)
-        task = following
-    wait_for_tasks(block, 0, num_units)
+        task = claim_task(block, 0)
+    wait_for_tasks(block, 0, num_heads)
     task = claim_task(block, 1)
     while task < num_units:
         following = claim_task(block, 1)
-        _score_unit(block, task, following, tables)
+        _make_tables(block, task, following, transposed, peaks)
         finish_task(block, 1)
         task = following
     wait_for_tasks(block, 1, num_units)
-    num_tasks = simd.read_i64(search + NUM_SEQS) * num_groups
     task = claim_task(block, 2)
-    while task < num_tasks:
+    while task < num_units:
+        following = claim_task(block, 2)
+        _score_unit(block, task, following, tables)
+        finish_task(block, 2)
+        task = following
+    wait_for_tasks(block, 2, num_units)
+    task = claim_task(block, 3)
+    while task < num_heads:
         seq = seq_of(block, task // num_groups)
         _select(block, seq, task % num_groups, count)
-        finish_task(block, 2)
-        task = claim_task(block, 2)
-    wait_for_tasks(block, 2, num_tasks)
+        finish_task(block, 3)
+        task = claim_task(block, 3)
+    wait_for_tasks(block, 3, num_heads)
 
 
 @Kernel

@@ -1,9 +1,10 @@
 """What the kernels of retrieval do in each layer of a micro-batch, in memory.
 
 Owns the arguments of these kernels behind those of `kernels.cpu.compiled.attention_keys`, the words
-that describe a search, and its scratch memory. A unit is a segment of a sequence for one key/value
-head; units of a sequence's head lie one behind the other. A list has the offsets in the caches of
-all keys that the last row of a sequence attends to with one key/value head, by ascending
+that describe a search, and its scratch memory. A unit is a segment that a key/value head of a
+sequence searches; units of a sequence's head lie one behind the other, by ascending position. Where
+only the best segments are searched, the kernel writes which. A list has the offsets in the caches
+of all keys that the last row of a sequence attends to with one key/value head, by ascending
 position: num_sinks first ones, the selected ones, those behind the coded ones; earlier rows see
 less of its end. Which keys are selected is not known before the layer's queries are; how many, is.
 Knows no codes. Used by `kernels.cpu.attention`, once per micro-batch.
@@ -32,22 +33,24 @@ from kernels.cpu.compiled.attention_keys import NUM_ARGUMENTS
 from kernels.cpu.compiled.runtime import inlined, offsets
 from kernels.cpu.simd import lanes as simd
 
-CENTROIDS, CODES, LAYER, SEARCH = offsets(NUM_ARGUMENTS + 4)[NUM_ARGUMENTS:]
+CENTROIDS, CODES, SUMMARIES, LAYER, SEARCH = offsets(NUM_ARGUMENTS + 5)[NUM_ARGUMENTS:]
 """The kernels' further arguments; SEARCH is the address of the words."""
 
 (
-    SEQS, NUM_SEQS, SEGMENTS, NUM_SEGMENTS, NUM_SINKS, TABLES, BOUNDS, SCORES, POSITIONS, LISTS,
-) = range(0, 80, 8)  # fmt: skip
-"""Offsets in the words: addresses and numbers."""
+    SEQS, NUM_SEQS, UNITS, NUM_UNITS, PLACES, SUMMARY_SCORES, NUM_SINKS, TABLES, BOUNDS, SCORES,
+    POSITIONS, LISTS,
+) = range(0, 96, 8)  # fmt: skip
+"""Offsets in the words: addresses and numbers. PLACES (i64) are those of segments in KeyCodes."""
 
 (
-    FIRST_ROW, NUM_ROWS, SEQ_IDX, CONTEXT_LEN, CODED_END, NUM_SELECTED, FIRST_SEGMENT,
-    SEQ_SEGMENTS, FIRST_TABLE, FIRST_POSITION, FIRST_LISTED, NUM_LISTED, HOT,
-) = range(0, 104, 8)  # fmt: skip
-"""Offsets in the words of a sequence at SEQS. FIRST_TABLE counts tables of one query head,
-FIRST_POSITION and FIRST_LISTED entries at POSITIONS (i32) and LISTS (i64). HOT is the address of
-the words of its HotKeys; 0: it has none."""
-SEQ_BYTES: Final = 104
+    FIRST_ROW, NUM_ROWS, SEQ_IDX, CONTEXT_LEN, CODED_END, NUM_SELECTED, SUMMARISED, KEPT,
+    FIRST_PLACE, FIRST_UNIT, HEAD_UNITS, FIRST_TABLE, FIRST_POSITION, FIRST_LISTED, NUM_LISTED, HOT,
+) = range(0, 128, 8)  # fmt: skip
+"""Offsets in the words of a sequence at SEQS. Of SUMMARISED segments each head searches KEPT; it
+has HEAD_UNITS units. FIRST_TABLE counts tables of one query head, FIRST_POSITION and FIRST_LISTED
+entries at POSITIONS (i32) and LISTS (i64). HOT is the address of the words of its HotKeys; 0: it
+has none."""
+SEQ_BYTES: Final = 128
 
 (
     HOT_FILE, HOT_RECORDS, HOT_CACHE_LAYERS, HOT_SLOTS, HOT_ENTRIES, HOT_TOKENS, HOT_USED,
@@ -55,10 +58,10 @@ SEQ_BYTES: Final = 104
 ) = range(0, 88, 8)  # fmt: skip
 """Offsets at HOT: the fields of HotKeys, the tokens that `entries` are for, and E."""
 
-SEGMENT_SEQ, SEGMENT_NUMBER, SEGMENT_PLACE = range(0, 24, 8)
-"""Offsets in the words of a segment at SEGMENTS: its sequence here, its number in that, and its
-place in KeyCodes."""
-SEGMENT_BYTES: Final = 24
+UNIT_SEQ, UNIT_GROUP, UNIT_NUMBER, UNIT_PLACE = range(0, 32, 8)
+"""Offsets in the words of a unit at UNITS: its sequence here and its head, the segment's number in
+that sequence, and its place in KeyCodes."""
+UNIT_BYTES: Final = 32
 
 
 @inlined
@@ -66,6 +69,13 @@ def seq_of(block: int, number: int) -> int:
     """Return the address of the words of a sequence, for the kernels."""
     search = simd.read_i64(block + SEARCH)
     address: int = simd.read_i64(search + SEQS) + SEQ_BYTES * number
+    return address
+
+
+@inlined
+def unit_of(block: int, number: int) -> int:
+    """Return the address of the words of a unit, for the kernels."""
+    address: int = simd.read_i64(simd.read_i64(block + SEARCH) + UNITS) + UNIT_BYTES * number
     return address
 
 
@@ -79,7 +89,7 @@ class RetrievalWords:
         self._heads = heads
         self.work = WorkWords(heads)
         """The rows; the sequence of a piece is its number at SEQS, its keys those of a list."""
-        self._words = torch.zeros(10, dtype=torch.int64)
+        self._words = torch.zeros(12, dtype=torch.int64)
         self._read: tuple[Tensor, ...] = ()
         self._hot: list[Tensor | None] = []
         self.has_file = False
@@ -111,15 +121,18 @@ class RetrievalWords:
         repeat = self._heads.num_heads // num_groups
         starts, lens = meta.query_start.tolist(), meta.context_lens.tolist()
         seqs: list[tuple[int, ...]] = []
-        segments: list[tuple[int, int, int]] = []
+        units: list[tuple[int, int, int, int]] = []
+        places_of: list[int] = []
         rows: list[Row] = []
         num_tables = num_positions = num_listed = 0
         hot_words = [None if each is None else _hot_words(each) for each in retrieval.hot]
-        for seq, places, end, budget, hot in zip(
+        for seq, places, end, budget, summarised, kept, hot in zip(
             retrieval.seqs.tolist(),
             retrieval.segments.tolist(),
             retrieval.coded_end.tolist(),
             retrieval.budgets.tolist(),
+            retrieval.summarised.tolist(),
+            retrieval.kept.tolist(),
             hot_words or [None] * len(retrieval.seqs),
             strict=True,
         ):
@@ -128,6 +141,8 @@ class RetrievalWords:
                 continue
             number, num_segments = len(seqs), -(-end // SEGMENT_KEYS)
             num_selected = min(budget, end - num_sinks)
+            assert kept == summarised or kept * SEGMENT_KEYS >= num_sinks + num_selected
+            searched = [*range(kept), *range(summarised, num_segments)]
             length = num_sinks + num_selected + lens[seq] - end
             seqs.append(
                 (
@@ -137,8 +152,11 @@ class RetrievalWords:
                     lens[seq],
                     end,
                     num_selected,
-                    len(segments),
-                    num_segments,
+                    summarised,
+                    kept,
+                    len(places_of),
+                    len(units),
+                    len(searched),
                     num_tables,
                     num_positions,
                     num_listed,
@@ -146,29 +164,37 @@ class RetrievalWords:
                     0 if hot is None else hot.data_ptr(),
                 )
             )
-            segments += [(number, idx, place) for idx, place in enumerate(places[:num_segments])]
+            units += [
+                (number, group, idx, places[idx]) for group in range(num_groups) for idx in searched
+            ]
+            # In whole vectors, as their scores are written.
+            places_of += [*places[:summarised], *[0] * (-summarised % simd.LANES)]
             rows += [
                 Row(starts[seq] + row, number, 0, length - num_rows + 1 + row)
                 for row in range(num_rows)
             ]
-            num_tables += num_groups * num_segments * num_rows * repeat
+            num_tables += num_groups * len(searched) * num_rows * repeat
             num_positions += num_groups * num_selected
             num_listed += num_groups * length
         self.work.fill(plan_work(rows), meta.block_tables)
         seq_words = torch.tensor(seqs, dtype=torch.int64)
-        segment_words = torch.tensor(segments, dtype=torch.int64)
-        num_units = len(segments) * num_groups
+        unit_words = torch.tensor(units, dtype=torch.int64)
+        place_words = torch.tensor(places_of, dtype=torch.int64)
+        summary_scores = torch.empty(num_groups * len(places_of))
         self._tables = _as_long(self._tables, num_tables * NUM_SUBSPACES * NUM_CENTROIDS)
-        self._scores = _as_long(self._scores, num_units * SEGMENT_KEYS)
-        bounds = torch.empty(num_units)
+        self._scores = _as_long(self._scores, len(units) * SEGMENT_KEYS)
+        bounds = torch.empty(len(units))
         self.positions = torch.empty(num_positions, dtype=torch.int32)
         lists = torch.empty(num_listed, dtype=torch.int64)
-        self._read, self._hot = (seq_words, segment_words, bounds, lists), hot_words
+        self._read = (seq_words, unit_words, place_words, summary_scores, bounds, lists)
+        self._hot = hot_words
         self._words.numpy()[:] = (
             seq_words.data_ptr(),
             len(seqs),
-            segment_words.data_ptr(),
-            len(segments),
+            unit_words.data_ptr(),
+            len(units),
+            place_words.data_ptr(),
+            summary_scores.data_ptr(),
             num_sinks,
             self._tables.data_ptr(),
             bounds.data_ptr(),

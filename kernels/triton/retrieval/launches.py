@@ -24,7 +24,7 @@ from kernels.contracts import (
     Retrieval,
     SearchBounds,
 )
-from kernels.triton.retrieval.kernels import list_slots, score_keys
+from kernels.triton.retrieval.kernels import list_slots, score_keys, score_segments
 
 SCORE_BYTES: Final = 64 * 2**20
 """Scores of the sequences that are searched at once; a single sequence may have more."""
@@ -32,6 +32,7 @@ SCORE_BYTES: Final = 64 * 2**20
 ROWS: Final = 16
 KEYS: Final = 64
 SLOTS: Final = 256
+SEGMENTS: Final = 16
 
 _MEMO: Final = "triton_retrieval"
 
@@ -53,27 +54,56 @@ def select_slots(
     num_groups, head_dim = codes.codes.shape[1], q.shape[2]
     selecting = _without_lists(meta, bounds, num_groups)
     slots = selecting.block_tables
-    num_seqs, max_segments = retrieval.segments.shape
-    num_keys = max_segments * SEGMENT_KEYS
+    num_seqs = len(retrieval.seqs)
+    num_keys = bounds.segments * SEGMENT_KEYS
     at_once = max(1, score_bytes // (num_groups * num_keys * torch.float32.itemsize))
     for first in range(0, num_seqs, at_once):
         count = min(at_once, num_seqs - first)
+        searched = _searched(q, codes, meta, bounds.segments, first, count)
         scores = torch.empty(count, num_groups, num_keys, dtype=torch.float32, device=q.device)
         score_keys[(num_groups, count, num_keys // KEYS)](
             q, codes.centroids, codes.codes, meta.query_start, retrieval.seqs, retrieval.segments,
-            retrieval.coded_end, scores, first, retrieval.num_sinks, *q.stride()[:2],
+            searched, retrieval.coded_end, scores, first, retrieval.num_sinks, *q.stride()[:2],
             retrieval.segments.stride(0), num_keys, GROUP=q.shape[1] // num_groups, DIM=head_dim,
             SUBSPACES=NUM_SUBSPACES, CENTROIDS=NUM_CENTROIDS, SEGMENT=SEGMENT_KEYS, BLOCK_M=ROWS,
             BLOCK_N=KEYS, BLOCK_D=max(triton.next_power_of_2(head_dim), 16), num_warps=4,
         )  # fmt: skip
         best = scores.topk(min(bounds.budget, num_keys), dim=-1).indices
         list_slots[(num_groups, count, triton.cdiv(slots.shape[2], SLOTS))](
-            best, retrieval.seqs, retrieval.coded_end, retrieval.budgets, meta.context_lens,
-            meta.block_tables, slots, first, best.shape[2], retrieval.num_sinks,
-            meta.block_tables.stride(0), slots.shape[2], BLOCK_SIZE=block_size, BLOCK=SLOTS,
-            num_warps=4,
+            best, searched, retrieval.seqs, retrieval.coded_end, retrieval.budgets,
+            meta.context_lens, meta.block_tables, slots, first, best.shape[2], bounds.segments,
+            retrieval.num_sinks, meta.block_tables.stride(0), slots.shape[2], SEGMENT=SEGMENT_KEYS,
+            BLOCK_SIZE=block_size, BLOCK=SLOTS, num_warps=4,
         )  # fmt: skip
     return selecting
+
+
+def _searched(
+    q: Tensor, codes: KeyCodes, meta: AttentionMeta, num_searched: int, first: int, count: int
+) -> Tensor:
+    """Return which segments i64[count, G, num_searched] the sequences from `first` on search.
+
+    Ascending; where one searches fewer, the others are behind its last.
+    """
+    retrieval = meta.retrieval
+    assert retrieval is not None
+    num_groups, max_segments = codes.codes.shape[1], retrieval.segments.shape[1]
+    numbers = torch.arange(max_segments, device=q.device)
+    if num_searched == max_segments:
+        return numbers.expand(count, num_groups, -1).contiguous()
+    scores = torch.empty(count, num_groups, max_segments, dtype=torch.float32, device=q.device)
+    score_segments[(num_groups, count, triton.cdiv(max_segments, SEGMENTS))](
+        q, codes.summaries, meta.query_start, retrieval.seqs, retrieval.segments,
+        retrieval.coded_end, retrieval.summarised, scores, first, *q.stride()[:2], max_segments,
+        GROUP=q.shape[1] // num_groups, DIM=q.shape[2], SEGMENT=SEGMENT_KEYS, BLOCK_M=ROWS,
+        BLOCK_N=SEGMENTS, BLOCK_D=max(triton.next_power_of_2(q.shape[2]), 16), num_warps=4,
+    )  # fmt: skip
+    own = slice(first, first + count)
+    num_segments = (retrieval.coded_end[own] + SEGMENT_KEYS - 1) // SEGMENT_KEYS
+    own_count = num_segments - retrieval.summarised[own] + retrieval.kept[own]
+    best = scores.topk(num_searched, dim=-1).indices
+    is_own = numbers[:num_searched] < own_count[:, None, None]
+    return best.where(is_own, max_segments).sort(-1).values
 
 
 def _checked(q: Tensor, codes: KeyCodes, meta: AttentionMeta) -> tuple[Retrieval, SearchBounds]:
@@ -88,10 +118,19 @@ def _checked(q: Tensor, codes: KeyCodes, meta: AttentionMeta) -> tuple[Retrieval
         raise ValueError(f"centroids {tuple(codes.centroids.shape)} for heads of {q.shape[2]}")
     if q.shape[1] % num_groups or q.stride(2) != 1:
         raise ValueError(f"{num_groups} coded heads for q {tuple(q.shape)} {q.stride()}")
-    tables = (retrieval.seqs, retrieval.segments, retrieval.coded_end, retrieval.budgets)
+    tables = (
+        retrieval.seqs,
+        retrieval.segments,
+        retrieval.coded_end,
+        retrieval.budgets,
+        retrieval.summarised,
+        retrieval.kept,
+    )
     if any(each.dtype != torch.int32 or each.stride(-1) != 1 for each in tables):
         raise ValueError("the tensors of a retrieval must be contiguous int32")
-    if not codes.centroids.is_contiguous() or not codes.codes.is_contiguous():
+    if codes.summaries.dtype != torch.bfloat16 or codes.summaries.shape[2:] != (2, q.shape[2]):
+        raise ValueError(f"summaries {tuple(codes.summaries.shape)} for heads of {q.shape[2]}")
+    if not all(each.is_contiguous() for each in (codes.centroids, codes.codes, codes.summaries)):
         raise ValueError("codes must be contiguous")
     return retrieval, retrieval.bounds
 

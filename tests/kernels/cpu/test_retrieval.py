@@ -98,6 +98,53 @@ def test_the_best_keys_are_selected(
     check(*coded(case, {0: end_and_budget}))
 
 
+@pytest.mark.parametrize(
+    ("heads", "dtype", "num_rows", "kept", "end_and_budget"),
+    cover_pairs(
+        HEADS,
+        [torch.float32, torch.bfloat16],
+        [1, 3],
+        [1, 2, 17],
+        [(19 * 1024 + 5, 300), (20 * 1024, 900)],
+    ),
+)
+def test_only_the_best_segments_are_searched(
+    heads: Heads, dtype: torch.dtype, num_rows: int, kept: int, end_and_budget: tuple[int, int]
+) -> None:
+    """Of more summaries than a vector has lanes; the last segment may be short or full."""
+    case = attention_case([20500], [num_rows], heads=heads, block_size=16, dtype=dtype)
+    check(*coded(case, {0: end_and_budget}, kept=kept))
+
+
+def test_each_sequence_chooses_its_segments() -> None:
+    case = attention_case(
+        [3100, 40, 4200, 1200], [1, 1, 4, 1], heads=Heads(6, 2, 64), block_size=16
+    )
+    check(*coded(case, {0: (3000, 100), 2: (4100, 333), 3: (1100, 7)}, kept=1))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e38])
+def test_queries_that_cannot_be_compared_search_segments_that_exist(number: float) -> None:
+    case = attention_case([5000, 5000], [1, 1], heads=Heads(4, 2, 64), block_size=16)
+    case, codes = coded(case, {0: (4900, 1500), 1: (4900, 1500)}, kept=2)
+    _, (_, other) = attend(case, codes)
+    case.q[0] = number
+    _, (selected, again) = attend(case, codes)
+    assert torch.equal(again, other)
+    assert bool((selected.diff(dim=1) > 0).all())
+    assert selected.min() >= 4
+    assert selected.max() < 4900
+    assert all(len(each.unique()) <= 3 for each in selected // 1024)
+
+
+def test_of_equal_summaries_the_first_are_searched() -> None:
+    case = attention_case([6000], [1], heads=Heads(4, 2, 32), block_size=16)
+    case, codes = coded(case, {0: (5900, 1200)}, kept=2)
+    codes.summaries[:] = 1
+    _, (selected,) = attend(case, codes)
+    assert set((selected // 1024).flatten().tolist()) <= {0, 1, 5}
+
+
 @pytest.mark.parametrize("num_sinks", [0, 1, 100, 1100])
 @pytest.mark.parametrize("block_size", [1, 48])
 def test_sinks(num_sinks: int, block_size: int) -> None:
@@ -308,6 +355,7 @@ def test_processors_without_wide_vectors() -> None:
         "import torch; from tests.kernels.cpu.test_retrieval import *\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
         "    check(*mixed_case(dtype))\n"
+        "test_each_sequence_chooses_its_segments()\n"
         "test_of_equal_scores_the_lowest_positions_win()\n"
         "test_codes_behind_the_last_key_do_not_matter()\n"
     )

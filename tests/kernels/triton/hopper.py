@@ -19,8 +19,8 @@ from kernels.contracts import NUM_CENTROIDS, NUM_SUBSPACES, SEGMENT_KEYS
 from kernels.triton.attention.kernels import attend_long, attend_short, combine_splits
 from kernels.triton.attention.launches import AttentionTiles, attention_tiles
 from kernels.triton.norm import _norm_row
-from kernels.triton.retrieval.kernels import list_slots, score_keys
-from kernels.triton.retrieval.launches import KEYS, ROWS, SLOTS
+from kernels.triton.retrieval.kernels import list_slots, score_keys, score_segments
+from kernels.triton.retrieval.launches import KEYS, ROWS, SEGMENTS, SLOTS
 from kernels.triton.rotary import _rotate_and_store
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -109,18 +109,23 @@ def compile_attention(
 
 
 def compile_retrieval(q: torch.dtype, head_dim: int) -> None:
-    tables = ("query_start", "seqs", "segments", "coded_end", "budgets", "context_lens",
-              "block_tables")  # fmt: skip
+    tables = ("query_start", "seqs", "segments", "coded_end", "budgets", "summarised",
+              "context_lens", "block_tables")  # fmt: skip
     pointers = {
-        "q": NAMES[q], "centroids": "*bf16", "codes": "*u8", "scores": "*fp32", "best": "*i64",
-        "lists": "*i32", **dict.fromkeys(tables, "*i32"),
+        "q": NAMES[q], "centroids": "*bf16", "codes": "*u8", "summaries": "*bf16",
+        "scores": "*fp32", "best": "*i64", "searched": "*i64", "lists": "*i32",
+        **dict.fromkeys(tables, "*i32"),
     }  # fmt: skip
     wide = triton.next_power_of_2(head_dim)
-    constants = {
-        "GROUP": 8, "DIM": head_dim, "SUBSPACES": NUM_SUBSPACES, "CENTROIDS": NUM_CENTROIDS,
-        "SEGMENT": SEGMENT_KEYS, "BLOCK_M": ROWS, "BLOCK_N": KEYS, "BLOCK_D": wide,
+    shared = {
+        "GROUP": 8, "DIM": head_dim, "SEGMENT": SEGMENT_KEYS, "BLOCK_M": ROWS, "BLOCK_D": wide,
     }  # fmt: skip
-    for kernel, own in ((score_keys, constants), (list_slots, {"BLOCK_SIZE": 16, "BLOCK": SLOTS})):
+    shape = {"SUBSPACES": NUM_SUBSPACES, "CENTROIDS": NUM_CENTROIDS, "BLOCK_N": KEYS}
+    for kernel, own in (
+        (score_segments, {**shared, "BLOCK_N": SEGMENTS}),
+        (score_keys, {**shared, **shape}),
+        (list_slots, {"SEGMENT": SEGMENT_KEYS, "BLOCK_SIZE": 16, "BLOCK": SLOTS}),
+    ):
         needed = {name: kind for name, kind in pointers.items() if name in kernel.arg_names}
         compile_kernel(kernel, needed, own, num_warps=4)
 

@@ -18,6 +18,7 @@ ATTENTION = {
     "attend_short",
     "attend_long",
     "combine_splits",
+    "score_segments",
     "score_keys",
     "list_slots",
 }

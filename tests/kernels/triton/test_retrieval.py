@@ -28,6 +28,7 @@ def bounded(case: AttentionCase) -> Retrieval:
     selected = torch.minimum(retrieval.budgets, end - retrieval.num_sinks)
     bounds = SearchBounds(
         rows=int((meta.query_start[seqs + 1] - meta.query_start[seqs]).max()),
+        segments=int(((end + 1023) // 1024 - retrieval.summarised + retrieval.kept).max()),
         budget=int(retrieval.budgets.max()),
         keys=int((meta.context_lens[seqs] - end + selected).max()) + retrieval.num_sinks,
     )
@@ -41,7 +42,7 @@ def placed(
     there = [each.to(device) if isinstance(each, Tensor) else each for each in retrieval]
     moved = place(case, device)
     meta = replace(moved.meta, retrieval=Retrieval(*there))
-    codes = KeyCodes(codes.centroids.to(device), codes.codes.to(device))
+    codes = KeyCodes(*(x.to(device) for x in (codes.centroids, codes.codes, codes.summaries)))
     return moved._replace(meta=meta), codes
 
 
@@ -104,6 +105,32 @@ def test_the_best_keys_are_selected(
     """Segments that are full or hardly begun; rows of more tiles than one; sinks beyond one."""
     case = attention_case([1400], [num_rows], heads=heads, block_size=block_size, dtype=dtype)
     check(*coded(case, {0: end_and_budget}, num_sinks=num_sinks), device)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(Heads(9, 3, 32), torch.float32), (Heads(17, 1, 80), torch.bfloat16)]
+)
+def test_only_the_best_segments_are_searched(
+    heads: Heads, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of more summaries than a tile, of few, and of none; rows of more tiles than one."""
+    case = attention_case(
+        [18500, 1200, 3200, 3090], [1, 1, 2, 1], heads=heads, block_size=16, dtype=dtype
+    )
+    ends = {0: (18440, 90), 1: (1100, 30), 2: (3072, 700), 3: (3073, 100)}
+    check(*coded(case, ends, kept=1), device)
+
+
+def test_queries_that_cannot_be_compared_search_segments_that_exist(device: torch.device) -> None:
+    case = attention_case([3200, 3200], [1, 1], heads=Heads(2, 1, 16), block_size=16)
+    case, codes = placed(*coded(case, {0: (3190, 50), 1: (3190, 50)}, kept=1), device)
+    other = select_slots(case.q, 16, codes, case.meta).block_tables[1].tolist()
+    case.q[0] = float("nan")
+    lists = select_slots(case.q, 16, codes, case.meta)
+    assert lists.block_tables[1].tolist() == other
+    slots, known = lists.block_tables[0, 0].tolist(), case.meta.block_tables[0].tolist()
+    assert len(slots) == len(set(slots)) == lists.context_lens[0] == 4 + 50 + 10
+    assert all(slot // 16 in known for slot in slots)
 
 
 @pytest.mark.parametrize(("dtype", "trees"), [(torch.float32, True), (torch.bfloat16, False)])
@@ -213,8 +240,11 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         meta = replace(case.meta, retrieval=wrong)
         with pytest.raises(ValueError, match=message):
             paged_attention(*arguments(case._replace(meta=meta)), scale=SCALE, codes=codes)
-    narrow = KeyCodes(codes.centroids[..., :1], codes.codes)
+    narrow = KeyCodes(codes.centroids[..., :1], codes.codes, codes.summaries)
     with pytest.raises(ValueError, match="heads of 16"):
+        paged_attention(*arguments(case), scale=SCALE, codes=narrow)
+    narrow = KeyCodes(codes.centroids, codes.codes, codes.summaries[..., :8])
+    with pytest.raises(ValueError, match="summaries"):
         paged_attention(*arguments(case), scale=SCALE, codes=narrow)
     with pytest.raises(ValueError, match="window"):
         paged_attention(*arguments(case), scale=SCALE, codes=codes, sliding_window=9)
