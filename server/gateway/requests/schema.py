@@ -253,6 +253,7 @@ class ToolFunction(Fields, kw_only=True, frozen=True):
 
     name: Name
     arguments: str
+    parsed_arguments: Ignored[Any] = None  # openai's client adds it
 
 
 class ToolCall(Fields, kw_only=True, frozen=True):
@@ -314,6 +315,7 @@ class ChatMessage(Fields, kw_only=True, frozen=True):
     annotations: Ignored[list[Raw]] = None
     cache_control: Ignored[Object] = None
     provider_specific_fields: Ignored[Object] = None
+    parsed: Ignored[Any] = None  # openai's client adds it
     audio: Refused = ABSENT
     function_call: Refused = ABSENT
     refusal: Refused = ABSENT
@@ -430,6 +432,8 @@ def decode_chat(data: bytes) -> DecodedChat:
         for call_idx, call in enumerate(message.tool_calls or ()):
             where = f"{param}.tool_calls[{call_idx}]."
             ignored.update(check_fields(call, param=where, shown="messages.tool_calls."))
+            shown = "messages.tool_calls.function."
+            ignored.update(check_fields(call.function, param=where, shown=shown))
         if message.content is None and message.role != "assistant":
             raise InvalidRequest(
                 f"missing required field `{param}.content`", param=f"{param}.content"

@@ -129,7 +129,26 @@ def _text_and_calls(calls: CallFormat, terminal: Terminal) -> list[str]:
 def _schema(tool: Tool) -> dict[str, Any]:
     """Return a tool's schema; keywords that no grammar has are left out unless it is `strict`."""
     options = {"lenient": not tool.function.strict, "whitespace_pattern": WHITESPACE}
-    return {**(tool.function.parameters or _ANY_OBJECT), "x-guidance": options}
+    return {**_closed(tool.function.parameters or _ANY_OBJECT), "x-guidance": options}
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have only the properties that it names, unless it says more.
+
+    A function takes no others, and small models would write them without end. Parts of an `allOf`
+    stay open, since each would exclude the others' properties.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    closed = dict(schema)
+    if "properties" in schema and "allOf" not in schema:
+        closed.setdefault("additionalProperties", False)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            closed[key] = {name: _closed(value) for name, value in schema[key].items()}
+    if "items" in schema:
+        closed["items"] = _closed(schema["items"])
+    return closed
 
 
 def _named_text(grammar: str) -> dict[str, Any]:

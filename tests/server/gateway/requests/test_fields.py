@@ -23,6 +23,7 @@ from server.gateway.requests.schema import (
     StreamOptions,
     Tool,
     ToolCall,
+    ToolFunction,
     field_classes,
 )
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY, USER, prompt_of
@@ -228,6 +229,7 @@ def test_the_page_lists_every_field_in_its_class() -> None:
         ("messages.", ChatMessage),
         ("messages.content.", ContentPart),
         ("messages.tool_calls.", ToolCall),
+        ("messages.tool_calls.function.", ToolFunction),
         ("tools.", Tool),
     ]
     ignored, refused, implemented = set(), set(), set()

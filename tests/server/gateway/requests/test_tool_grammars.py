@@ -139,6 +139,21 @@ def test_reasoning_comes_before_what_is_constrained(inner: str) -> None:
     assert not allows(free, f"so {answer}")
 
 
+def test_arguments_that_the_schema_does_not_name_are_not_written_unless_it_allows_them() -> None:
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": inner}}
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": {"x": 1}MORE}}\n</tool_call>'
+    for extra, more, allowed in (
+        ({}, "", True),
+        ({}, ', "b": 1', False),
+        ({"additionalProperties": True}, ', "b": 1', True),
+    ):
+        made = Tool(function=FunctionDefinition(name="f", parameters={**schema, **extra}))
+        grammar = grammar_of(HERMES, ToolUse(tools=(made,), called=(made,), may_call=True))
+        assert allows(grammar, written.replace("MORE", more)) is allowed
+        assert not allows(grammar, written.replace("1}MORE", '1, "y": 2}'))
+
+
 def test_markers_that_are_special_tokens_are_named_by_id() -> None:
     special = backend().token_to_id(SPECIAL)
     terminal = marker_terminal(backend().token_to_id, frozenset([special]))
