@@ -3,6 +3,8 @@
 #   make serve      a running server on http://127.0.0.1:8000 (ARGS="--port 9000" adds flags)
 #   make test       the CPU tests, in two processes (ARGS="tests/models -n 0": some, in one)
 #   make test-slow  the long ones (TOPSPIN_SOAK_S=60: a short soak)
+#   make test-clients  litellm, lm-eval, guidellm and others against a server; their environments
+#                   are made under CLIENTS=.venvs from pip's index
 #   make check      all that must hold before a commit; rewrites nothing
 #   make fix        formats and mends what ruff can mend
 #   make bench      every benchmark, as JSON on stdout or under benchmarks/results
@@ -13,20 +15,21 @@ GPU_PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= smollm2-moe
 ARGS ?=
+CLIENTS ?= .venvs
 
 # Which torch build is installed is pip's configuration (PIP_EXTRA_INDEX_URL and so on).
 INSTALL = $(VENV)/bin/python .ci/install.py
 RUN = $(VENV)/bin/python -P -m
 PYTEST = $(VENV)/bin/python -m pytest
 # Two processes, each of which starts engines of several threads or processes.
-TESTS = $(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu"
+TESTS = $(PYTEST) -n 2 --dist worksteal -m "not slow and not gpu and not clients"
 
 PACKAGES = topspin models kernels m2n_comm spec_decode attention_nodes expert_nodes draft_nodes server
 SOURCES = $(PACKAGES) tests benchmarks .ci
 
 BENCHMARKS = vs_transformers m2n disaggregation pingpong payload scheduler_overhead cpu_kernels gateway startup
 
-.PHONY: help serve venv test test-slow check fix bench gpu clean
+.PHONY: help serve venv test test-slow test-clients check fix bench gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -50,13 +53,16 @@ serve: $(VENV)/.installed
 	exec $(VENV)/bin/topspin serve $(MODEL) $(ARGS)
 
 # Tests start many small processes on few cores: one OpenMP thread each is fastest.
-test test-slow check: export OMP_NUM_THREADS ?= 1
+test test-slow test-clients check: export OMP_NUM_THREADS ?= 1
 
 test: $(VENV)/.installed-test
 	$(TESTS) $(ARGS)
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m "slow and not gpu" $(ARGS)
+
+test-clients: $(VENV)/.installed-test
+	TOPSPIN_CLIENT_ENVIRONMENTS=$(abspath $(CLIENTS)) $(PYTEST) tests/clients -m clients $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(RUN) ruff format --check $(wildcard $(SOURCES))
