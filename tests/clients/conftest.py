@@ -40,9 +40,9 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server whose answers do not depend on what else it computes, with our template of tools."""
-    template = str(HERE / "tools.jinja")
-    flags = ["--kv-cache-memory", "256MiB", "--deterministic", "--chat-template", template]
+    """A server whose answers to one question are equal, and as exact as transformers'."""
+    flags = ["--kv-cache-memory", "256MiB", "--dtype", "float32", "--deterministic"]
+    flags += ["--chat-template", str(HERE / "tools.jinja")]
     with Server(model, tmp_path_factory.mktemp("server"), *flags) as server:
         yield server.url
 

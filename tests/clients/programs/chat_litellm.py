@@ -87,18 +87,18 @@ def check_completion() -> None:
 
 
 def check_error() -> None:
+    refusal = ""
     try:
         litellm.completion(**CALL, max_tokens=10**6)
     except litellm.BadRequestError as error:
-        assert "1000000 requested output tokens" in str(error), error
-    else:
-        raise AssertionError("a request beyond the context was answered")
+        refusal = str(error)
+    assert "1000000 requested output tokens" in refusal, refusal
 
 
 def check_responses() -> None:
     asked = {key: CALL[key] for key in ("model", "api_base", "api_key", "temperature")}
-    answer = litellm.responses(input="Name three colours.", max_output_tokens=NUM_TOKENS, **asked)
-    assert answer.usage.output_tokens == NUM_TOKENS, answer
+    answer = litellm.responses(input="Name three colours.", max_output_tokens=16, **asked)
+    assert 0 < answer.usage.output_tokens <= 16, answer
     assert answer.output[0].content[0].text, answer
 
 
