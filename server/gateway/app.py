@@ -23,7 +23,7 @@ from models.chat_template import ChatTemplate
 from models.tokenizer import Tokenizer
 from server.gateway.answers.wire import ModelCard, ModelList
 from server.gateway.engine_client import ClientGone, EngineClient
-from server.gateway.errors import ModelNotFound, error_response, truncated
+from server.gateway.errors import MESSAGES, ModelNotFound, error_response, truncated
 from server.gateway.handler import GenerationHandler
 from server.gateway.http.exchange import Exchanges
 from server.gateway.openapi.routes import documentation_routes
@@ -36,7 +36,6 @@ from server.gateway.tokenization import TokenizationHandler
 from topspin import __version__
 from topspin.errors import EngineError, InvalidRequest, TopspinError
 
-MESSAGES = "/v1/messages"
 STATS_DEADLINE_S = 2.0
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -55,9 +54,7 @@ def create_app(
     """Return the application. The caller runs `engine.run()` concurrently.
 
     `formats`: what can be read in the model's text. Pages of `allowed_origins` (`*`: all) may call
-    it from a browser (CORS).
-    Pages of `allowed_origins` (`*`: all) may call it from a browser (CORS).
-    `access_log`: each request is logged at its end.
+    it from a browser (CORS). `access_log`: each request is logged at its end.
     """
     metrics = GatewayMetrics(model.names[0])
     handler = GenerationHandler(
@@ -69,7 +66,12 @@ def create_app(
         formats=formats,
     )
     tokenization = TokenizationHandler(
-        engine=engine, model=model, tokenizer=tokenizer, template=template, threads=handler.threads
+        engine=engine,
+        model=model,
+        tokenizer=tokenizer,
+        template=template,
+        formats=formats,
+        threads=handler.threads,
     )
     app = FastAPI(
         title="Topspin",
@@ -129,7 +131,7 @@ def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=allowed_origins,
-            allow_methods=["GET", "HEAD", "POST", "OPTIONS"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             expose_headers=["*"],
         )

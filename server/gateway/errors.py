@@ -29,6 +29,8 @@ MAX_MESSAGE_CHARS = 512
 RETRY_AFTER_S = 1
 INTERNAL_ERROR = "internal error"
 # Messages for clients; the errors' own texts may name processes, hosts and exceptions.
+# The paths below which errors have Anthropic's shape.
+MESSAGES = "/v1/messages"
 # Anthropic's names of errors; others of the client's are invalid_request_error.
 ANTHROPIC_TYPES = {
     401: "authentication_error",

@@ -36,7 +36,7 @@ from server.gateway.operations.metrics import GatewayMetrics
 from server.gateway.parsing.message import Message, MessageOptions
 from server.gateway.parsing.reasoning import begins_inside
 from server.gateway.requests.anthropic import decode_count, decode_messages
-from server.gateway.requests.grammars import check_end, mentions_grammar
+from server.gateway.requests.grammars import GRAMMAR_FIELDS, check_end
 from server.gateway.requests.params import (
     RequestParams,
     ServedModel,
@@ -61,9 +61,10 @@ from server.gateway.requests.tools import MessageFormats, tool_use
 from topspin.errors import InvalidRequest
 from topspin.messages import AddRequest, engine_id, pack_ints
 
-# Larger bodies, and those with a grammar, are prepared in a thread: a long prompt or schema must
-# not hold up all streams.
+# Larger bodies are prepared in a thread: a long prompt must not hold up all streams. So are those
+# with a field that may mean a grammar to compile, or a stored conversation.
 INLINE_BODY_BYTES = 16 * 1024
+SLOW_FIELDS = (*GRAMMAR_FIELDS, b'"previous_response_id"', b'"report_prefix_cache"')
 # So are answers with more log-probabilities than this, which takes some milliseconds.
 INLINE_LOGPROBS = 2048
 # Names the fields of the request that were accepted and have no effect.
@@ -77,8 +78,7 @@ class Prepared(NamedTuple):
     """A checked request: its parameters, its prompts, and the field that held them.
 
     `ignored` names the fields that were given and have no effect. `make_replies` gives the
-    encoder of the answer. `message`: how the answers'
-    text is read; None: it is shown as it is.
+    encoder of the answer. `message`: how the answers' text is read; None: it is shown as it is.
     """
 
     params: RequestParams
@@ -91,7 +91,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationHandler:
-    """Serves both generation endpoints of one gateway.
+    """Serves the endpoints of one gateway that generate, or count what they would be given.
 
     `template` None: the checkpoint has no chat template, and chat is refused. `formats` is what can
     be read in the model's text.
@@ -140,44 +140,51 @@ class GenerationHandler:
         return _with_ignored(Response(body, media_type="application/json"), prepared)
 
     def _prepare_chat(self, data: bytes) -> Prepared:
-        def replies(prompt: ChatPrompt) -> MakeReplies:
+        def replies(prompt: ChatPrompt, _: RequestParams) -> MakeReplies:
             return partial(ChatReplies, tokenizer=self.tokenizer, places=prompt.map)
 
         return self._prepared_chat(decode_chat(data), replies)
 
     def _prepare_messages(self, data: bytes) -> Prepared:
-        return self._prepared_chat(decode_messages(data), lambda _: MessagesReplies)
+        return self._prepared_chat(decode_messages(data), _to_messages)
 
     def _prepare_count(self, data: bytes) -> Prepared:
-        return self._prepared_chat(decode_count(data), lambda _: MessagesReplies)
+        return self._prepared_chat(decode_count(data), _to_messages, is_counted=True)
 
     def _prepare_response(self, data: bytes) -> Prepared:
         request, chat = decode_response(data)
-        messages = chat.messages
+        messages, num_bytes = chat.messages, len(data)
         if request.previous_response_id is not None:
             previous = self.responses.get(
                 request.previous_response_id, param="previous_response_id"
             )
             messages = following(previous.messages, messages)
-        shown = messages
-        if request.instructions:
-            shown = [ChatMessage(role="system", content=request.instructions), *messages]
+            num_bytes += previous.num_bytes
         keep = None
         if request.store is not False:
-            keep = partial(self.responses.keep, messages=messages, num_bytes=len(data))
-        prepared = self._prepared_chat(chat._replace(messages=shown), lambda _: MessagesReplies)
-        replies = partial(
-            ResponsesReplies,
-            tokenizer=self.tokenizer,
-            request=request,
-            sampling=prepared.params.sampling,
-            keep=keep,
-        )
-        return prepared._replace(make_replies=replies)
+            keep = partial(self.responses.keep, messages=messages, num_bytes=num_bytes)
+
+        def replies(_: ChatPrompt, params: RequestParams) -> MakeReplies:
+            return partial(
+                ResponsesReplies,
+                tokenizer=self.tokenizer,
+                request=request,
+                sampling=params.sampling,
+                keep=keep,
+            )
+
+        if request.instructions:
+            messages = [ChatMessage(role="system", content=request.instructions), *messages]
+        return self._prepared_chat(chat._replace(messages=messages), replies)
 
     def _prepared_chat(
-        self, decoded: DecodedChat, replies_to: Callable[[ChatPrompt], MakeReplies]
+        self,
+        decoded: DecodedChat,
+        replies_to: Callable[[ChatPrompt, RequestParams], MakeReplies],
+        *,
+        is_counted: bool = False,
     ) -> Prepared:
+        """Return a chat ready to be generated; one that is only counted may have any length."""
         body, messages, ignored = decoded
         words = bad_word_tokens(body.bad_words, self.tokenizer)
         params = chat_params(body, self.model, bad_words=words)
@@ -192,13 +199,13 @@ class GenerationHandler:
             messages,
             template=self.template,
             tokenizer=self.tokenizer,
-            check_fewest=self._check_fewest(params, param="messages"),
+            check_fewest=_any_length if is_counted else self._check_fewest(params, "messages"),
             tools=tools.for_template(),
             call_id_chars=formats.calls.id_chars if formats.calls else None,
         )
         if body.reasoning_effort and not reasoning_variables(body, self.template):
             ignored = ("reasoning_effort", *ignored)
-        is_inside = formats.reasons and begins_inside(prompt.text)
+        is_inside = formats.reasons and begins_inside(prompt.text, prompt.continued)
         grammar = constrained(
             params.sampling.grammar,
             tools,
@@ -219,15 +226,14 @@ class GenerationHandler:
             is_inside_reasoning=is_inside,
             shows_reasoning=body.include_reasoning is not False,
         )
-        return Prepared(
-            params, [Prompt(ids=prompt.ids)], "messages", ignored, replies_to(prompt), options
-        )
+        replies = replies_to(prompt, params)
+        return Prepared(params, [Prompt(ids=prompt.ids)], "messages", ignored, replies, options)
 
     def _prepare_completion(self, data: bytes) -> Prepared:
         body, ignored = decode_completion(data)
         words = bad_word_tokens(body.bad_words, self.tokenizer)
         params = completion_params(body, self.model, bad_words=words)
-        check = self._check_fewest(params, param="prompt")
+        check = self._check_fewest(params, "prompt")
         given = given_prompts(body, vocab_size=self.model.vocab_size, check_fewest=check)
         check_choices(len(given), params.num_choices)
         prompts = completion_prompts(body, given, tokenizer=self.tokenizer, check_fewest=check)
@@ -238,14 +244,14 @@ class GenerationHandler:
         replies = partial(CompletionReplies, tokenizer=self.tokenizer)
         return Prepared(params, made, "prompt", ignored, replies)
 
-    def _check_fewest(self, params: RequestParams, *, param: str) -> Callable[[int], None]:
+    def _check_fewest(self, params: RequestParams, param: str) -> Callable[[int], None]:
         limit = self.engine.state.max_request_tokens
         return partial(params.check_prompt, limit=limit, param=param, at_least=True)
 
     async def _prepared(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Prepared:
         data = await read_json_body(request)
         self.engine.check_ready()
-        if len(data) > INLINE_BODY_BYTES or mentions_grammar(data):
+        if len(data) > INLINE_BODY_BYTES or any(field in data for field in SLOW_FIELDS):
             return await self.threads.run(partial(prepare, data))
         return prepare(data)
 
@@ -375,6 +381,14 @@ class GenerationHandler:
     async def _encoded(self, encode: Callable[[], bytes], *, num_logprobs: int) -> bytes:
         """Return encode()'s result, which has so many log-probabilities."""
         return await self.threads.run(encode) if num_logprobs > INLINE_LOGPROBS else encode()
+
+
+def _to_messages(_: ChatPrompt, __: RequestParams) -> MakeReplies:
+    return MessagesReplies
+
+
+def _any_length(_: int) -> None:
+    """Accept a prompt of any length."""
 
 
 def _with_ignored(response: Response, prepared: Prepared) -> Response:

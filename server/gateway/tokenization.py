@@ -21,6 +21,7 @@ from server.gateway.http.body import read_json_body
 from server.gateway.requests.params import ServedModel
 from server.gateway.requests.preparation import PreparationThreads
 from server.gateway.requests.tokenization import detokenize, tokenize
+from server.gateway.requests.tools import MessageFormats
 
 MAX_BODY_BYTES = 2**20
 INLINE_BODY_BYTES = 4 * 1024
@@ -34,6 +35,7 @@ class TokenizationHandler:
     model: ServedModel
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    formats: MessageFormats
     threads: PreparationThreads
 
     async def tokenize(self, request: Request) -> Response:
@@ -43,6 +45,7 @@ class TokenizationHandler:
             model=self.model,
             tokenizer=self.tokenizer,
             template=self.template,
+            formats=self.formats,
             max_model_len=self.engine.state.max_request_tokens or None,
         )
         return await self._answer(request, convert)

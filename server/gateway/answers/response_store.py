@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from threading import Lock
 from typing import NamedTuple
 
 from server.gateway.errors import truncated
+from server.gateway.parsing.json_scan import is_object
 from server.gateway.parsing.message import Message
 from server.gateway.requests.schema import ChatMessage, ToolCall, ToolFunction
 from topspin.errors import NotFound
@@ -31,21 +33,23 @@ class Stored(NamedTuple):
 
 
 class ResponseStore:
-    """The latest responses by id."""
+    """The latest responses by id; large requests and answers use it from threads."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._num_bytes = 0
+        self._lock = Lock()
         self._stored: OrderedDict[str, Stored] = OrderedDict()
 
     def add(self, response_id: str, stored: Stored) -> None:
         """Keep a response; the oldest ones go if there are too many."""
-        self._stored[response_id] = stored
-        self._num_bytes += stored.num_bytes
-        while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
-            _, oldest = self._stored.popitem(last=False)
-            self._num_bytes -= oldest.num_bytes
+        with self._lock:
+            self._stored[response_id] = stored
+            self._num_bytes += stored.num_bytes
+            while len(self._stored) > self._max_responses or self._num_bytes > self._max_bytes:
+                _, oldest = self._stored.popitem(last=False)
+                self._num_bytes -= oldest.num_bytes
 
     def keep(
         self,
@@ -58,19 +62,21 @@ class ResponseStore:
     ) -> None:
         """Keep a response: its body, and after the conversation `messages` its own `message`.
 
-        `num_bytes` is the size of the request, to which that of the body is added twice.
+        `num_bytes` is the size of that conversation: an entry counts all that it keeps alive. A
+        call that was cut is left out, since no template could show its arguments.
         """
         calls = [
             ToolCall(
                 id=call.id,
-                function=ToolFunction(name=call.name, arguments="".join(call.arguments)),
+                function=ToolFunction(name=call.name, arguments=call.arguments),
             )
             for call in message.calls
+            if is_object(call.arguments)
         ]
         answer = ChatMessage(
             role="assistant",
-            content="".join(message.content) or None,
-            reasoning_content="".join(message.reasoning) or None,
+            content=message.content or None,
+            reasoning_content=message.reasoning or None,
             tool_calls=calls or None,
         )
         size = num_bytes + 2 * len(body)
@@ -89,5 +95,6 @@ class ResponseStore:
 
     def remove(self, response_id: str) -> None:
         """Forget a response; raises NotFound."""
-        self._num_bytes -= self.get(response_id).num_bytes
-        del self._stored[response_id]
+        with self._lock:
+            self._num_bytes -= self.get(response_id).num_bytes
+            del self._stored[response_id]

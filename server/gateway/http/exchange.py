@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.gateway.errors import error_response, truncated
+from server.gateway.errors import MESSAGES, error_response, truncated
 from topspin.errors import InvalidRequest
 from topspin.logs import about
 
@@ -94,7 +94,7 @@ class Exchanges:
             if given := _given_id(scope["headers"]):
                 exchange.request_id, exchange.is_named = given, True
         except InvalidRequest as error:
-            app = error_response(error)
+            app = error_response(error, to_anthropic=scope["path"].startswith(MESSAGES))
         try:
             await app(scope, receive, send_named)
         finally:

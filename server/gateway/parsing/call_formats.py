@@ -7,10 +7,12 @@ no HTTP; the grammars that force a format are server.gateway.requests.tool_gramm
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from models.chat_template import ChatTemplate
 from server.gateway.parsing.json_scan import CallScan, ValueScan
@@ -19,7 +21,7 @@ from server.gateway.parsing.parts import CallArguments, CallBegin, CallParser, C
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MISTRAL_ID_CHARS = 9
-_MAX_NAME_CHARS = 256
+_NAME = re.compile(r"[a-zA-Z0-9_.:-]{0,128}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +92,10 @@ class _Object:
         num_read = self._scan.push(text)
         if not self._has_begun:
             self.raw += text[:num_read]
-        if self._scan.name is not None and not self._scan.is_failed:
+        if self._scan.has_begun:
             if not self._has_begun:
                 self._has_begun = True
-                parts.append(self._calls.begin(self._scan.name))
+                parts.append(self._calls.begin(self._scan.name or ""))
             parts += self._calls.arguments(self._scan.take())
         return num_read
 
@@ -129,12 +131,24 @@ class HermesCalls:
                 self._object = None
                 return True
             return bool(self._held)
+        if self._object.is_done:
+            return self._end_call()
         found = self._held.find(self.end)
         if found < 0:
             kept = num_held(self._held, self.end)
             self._held = self._held[len(self._held) - kept :]
             return False
         self._held = self._held[found + len(self.end) :]
+        self._object, self._is_behind_call = None, True
+        return True
+
+    def _end_call(self) -> bool:
+        """Skip the end mark behind a whole call, which some models forget."""
+        self._held = self._held.lstrip()
+        has_mark = self._held.startswith(self.end)
+        if not has_mark and self.end.startswith(self._held):
+            return False
+        self._held = self._held[len(self.end) if has_mark else 0 :]
         self._object, self._is_behind_call = None, True
         return True
 
@@ -163,7 +177,7 @@ class HermesCalls:
         if self._object is None:
             return [Content(held)] if held else []
         if self._object.has_begun:
-            return []
+            return [Content(held)] if self._object.is_done and held else []
         return [Content(self.begin + self._object.raw + held)]
 
 
@@ -179,7 +193,9 @@ class MistralCalls:
     def __init__(self, new_id: Callable[[], str]) -> None:
         self._calls = _Calls(new_id)
         self._held = ""
-        self._state = "text"
+        self._state: Literal["text", "call", "list", "object", "arguments"] = "text"
+        self._is_listed = False
+        self._is_behind_call = False
         self._object: _Object | None = None
         self._arguments = ValueScan()
 
@@ -192,35 +208,22 @@ class MistralCalls:
 
     def _advance(self, parts: list[Part]) -> bool:
         """Read what is held up to the next change of state; return whether there was one."""
-        if self._state == "text":
-            return self._read_text(parts)
-        if self._state == "object":
-            return self._read_object(parts)
-        if self._state == "arguments":
-            return self._read_arguments(parts)
-        self._held = self._held.lstrip(" \t\r\n,[]" if self._state == "list" else None)
-        if not self._held:
-            return False
-        if self._state == "call" and self._held[0] == "[":
-            if self.begin.startswith(self._held[: len(self.begin)]):
-                return self._skip_marker()
-            self._state = "list"
-        elif self._held[0] == "{":
-            self._state, self._object = "object", _Object(self._calls)
-        elif self._state == "call":
-            return self._read_name(parts)
-        else:
-            return False
-        return True
-
-    def _skip_marker(self) -> bool:
-        """Skip another `[TOOL_CALLS]`, once it is whole."""
-        if len(self._held) < len(self.begin):
-            return False
-        self._held = self._held[len(self.begin) :]
-        return True
+        match self._state:
+            case "text":
+                return self._read_text(parts)
+            case "call":
+                return self._read_call(parts)
+            case "list":
+                return self._read_list()
+            case "object":
+                return self._read_object(parts)
+            case "arguments":
+                return self._read_arguments(parts)
 
     def _read_text(self, parts: list[Part]) -> bool:
+        if self._is_behind_call:
+            self._held = self._held.lstrip()
+            self._is_behind_call = not self._held
         found = self._held.find(self.begin)
         end = len(self._held) - num_held(self._held, self.begin) if found < 0 else found
         shown = self._held[:end].rstrip()
@@ -232,45 +235,83 @@ class MistralCalls:
         self._held, self._state = self._held[found + len(self.begin) :], "call"
         return True
 
+    def _read_call(self, parts: list[Part]) -> bool:
+        """Tell the form by what follows the marker: a list, an object, or a name."""
+        text = self._held.lstrip()
+        if not text:
+            return False
+        if text[0] in "[{":
+            self._is_listed = text[0] == "["
+            self._held = text[1:] if self._is_listed else text
+            self._state = "list" if self._is_listed else "object"
+            self._object = None if self._is_listed else _Object(self._calls)
+            return True
+        name = _NAME.match(text)
+        assert name is not None, "it matches the empty text"
+        rest = text[name.end() :]
+        if rest and not self.separator.startswith(rest[: len(self.separator)]):
+            return self._begin_arguments(name[0], rest, parts)
+        if not rest or len(rest) < len(self.separator):
+            return False
+        rest = rest[len(self.separator) :].lstrip()
+        return self._begin_arguments(name[0], rest, parts) if rest else False
+
+    def _begin_arguments(self, name: str, rest: str, parts: list[Part]) -> bool:
+        """Begin a call, unless an object cannot follow: then it is none, and text."""
+        if name and rest[0] == "{":
+            parts.append(self._calls.begin(name))
+            self._held, self._arguments, self._state = rest, ValueScan(), "arguments"
+        else:
+            parts.append(Content(self.begin))
+            self._state = "text"
+        return True
+
+    def _read_list(self) -> bool:
+        self._held = self._held.lstrip(" \t\r\n,")
+        if not self._held:
+            return False
+        if self._held[0] == "{":
+            self._state, self._object = "object", _Object(self._calls)
+            return True
+        self._held = self._held[self._held[0] == "]" :]
+        self._end_call()
+        return True
+
     def _read_object(self, parts: list[Part]) -> bool:
         assert self._object is not None
         self._held = self._held[self._object.push(self._held, parts) :]
-        if self._object.is_done:
-            self._state = "list"
-        elif self._object.is_failed:
+        if self._object.is_failed:
             if not self._object.has_begun:
                 parts.append(Content(self.begin + self._object.raw))
             self._state = "text"
+        elif self._object.is_done and self._is_listed:
+            self._state = "list"
+        elif self._object.is_done:
+            self._end_call()
         return bool(self._held)
-
-    def _read_name(self, parts: list[Part]) -> bool:
-        brace = self._held.find("{")
-        if brace < 0:
-            if len(self._held) > _MAX_NAME_CHARS:
-                parts.append(Content(self.begin + self._held))
-                self._held, self._state = "", "text"
-            return False
-        name = self._held[:brace].partition("[")[0].strip()
-        parts.append(self._calls.begin(name))
-        self._held, self._arguments, self._state = self._held[brace:], ValueScan(), "arguments"
-        return True
 
     def _read_arguments(self, parts: list[Part]) -> bool:
         end = self._arguments.push(self._held)
         parts += self._calls.arguments(self._held[:end])
         self._held = self._held[end:]
         if self._arguments.is_done:
-            self._state = "call"
+            self._end_call()
         return bool(self._held)
+
+    def _end_call(self) -> None:
+        self._state, self._is_behind_call = "text", True
 
     def flush(self) -> list[Part]:
         """Return what was held; a call that ends before its name is known is content."""
         held, self._held = self._held, ""
-        if self._state == "text":
-            return [Content(held)] if held else []
-        if self._state == "object" and self._object is not None and not self._object.has_begun:
-            return [Content(self.begin + self._object.raw)]
-        return [Content(self.begin + held)] if self._state == "call" and held.strip() else []
+        match self._state:
+            case "text":
+                return [Content(held)] if held else []
+            case "call":
+                return [Content(self.begin + held)] if held.strip() else []
+            case "object" if self._object is not None and not self._object.has_begun:
+                return [Content(self.begin + self._object.raw)]
+        return []
 
 
 class LlamaCalls:
@@ -324,13 +365,16 @@ class LlamaCalls:
         found: list[Part] = []
         num_read = self._object.push(self._held, found)
         is_known = self._object.name is None or self._object.name in self._names
+        if is_known and self._object.has_begun:
+            parts += found
+            self._held = self._held[num_read:]
+        elif self._object.is_failed or not is_known:
+            self._held = self._object.raw + self._held[num_read:]
+        else:
+            self._held = self._held[num_read:]
         if self._object.is_failed or not is_known:
-            if not self._object.has_begun or not is_known:
-                self._held = self._object.raw + self._held[num_read:]
             self._is_text = True
             return
-        parts += found
-        self._held = self._held[num_read:]
         if self._object.is_done:
             self._object = None
 

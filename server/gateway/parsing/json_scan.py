@@ -58,11 +58,19 @@ class ValueScan:
         return len(text)
 
 
+def is_object(text: str) -> bool:
+    """Return whether `text` is a JSON object."""
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
 class CallScan:
     """Reads one object `{"name": ..., "arguments": {...}}`, its members in any order.
 
-    Invariant: `name` is set before arguments are taken. `parameters` is another name of
-    `arguments`; other members are passed over.
+    `parameters` is another name of `arguments`; of either, and of `name`, the first one that is
+    not null counts, and other members are passed over.
     """
 
     def __init__(self) -> None:
@@ -70,6 +78,7 @@ class CallScan:
         self._key = ""
         self._buffer = ""
         self._value = ValueScan()
+        self._is_streamed = False
         self._arguments: str | None = None
         self._num_head_chars = 0
         self.name: str | None = None
@@ -86,15 +95,18 @@ class CallScan:
             self.is_failed = self._num_head_chars > _MAX_HEAD_CHARS
         return idx
 
-    def take(self) -> str:
-        """Return the arguments' text since the last call of take; needs `name`.
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is certainly a call: its name is known, and its arguments have come."""
+        return self.name is not None and (self._arguments is not None or self.is_done)
 
-        Of a call without arguments the text is `{}`, at its end.
+    def take(self) -> str:
+        """Return the arguments' text since the last call of take, once the call has begun.
+
+        Of a call without arguments the text is `{}`.
         """
-        assert self.name is not None
+        assert self.has_begun
         if self._arguments is None:
-            if not self.is_done:
-                return ""
             self._arguments = "{}"
         taken, self._arguments = self._arguments, ""
         return taken
@@ -132,21 +144,24 @@ class CallScan:
                 return idx
         end = self._value.push(text, idx)
         piece = text[idx:end]
-        is_streamed = self._key in _ARGUMENT_KEYS and (self._buffer + piece)[:1] == "{"
-        if is_streamed:
+        if not self._buffer:
+            is_first = self._key in _ARGUMENT_KEYS and self._arguments is None
+            self._is_streamed = is_first and piece.startswith("{")
+        if self._is_streamed:
             self._arguments = (self._arguments or "") + piece
             self._buffer = "{"
         else:
             self._buffer += piece
         if self._value.is_done:
-            if not is_streamed:
+            if not self._is_streamed:
                 self._end_value(self._buffer)
             self._state, self._buffer = "after", ""
         return end
 
     def _end_value(self, value: str) -> None:
         """Take a value that is not an arguments' object."""
-        if self._key not in ("name", *_ARGUMENT_KEYS):
+        taken = self.name if self._key == "name" else self._arguments
+        if self._key not in ("name", *_ARGUMENT_KEYS) or taken is not None:
             return
         try:
             decoded = msgspec.json.decode(value)
@@ -155,8 +170,10 @@ class CallScan:
             return
         if self._key != "name":
             # Some models write the arguments as text; null stands for none.
-            is_text = isinstance(decoded, str)
-            self._arguments = decoded if is_text else "{}" if decoded is None else value
+            if isinstance(decoded, str):
+                self._arguments = decoded
+            elif decoded is not None:
+                self._arguments = value
         elif isinstance(decoded, str) and decoded:
             self.name = decoded
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Literal
 
 from server.gateway.parsing.call_formats import CallFormat
 from server.gateway.parsing.parts import (
@@ -46,16 +47,32 @@ class MessageOptions:
 
 
 @dataclass(slots=True)
+class Text:
+    """Reasoning or content without a call in between, in pieces."""
+
+    kind: Literal["reasoning", "content"]
+    pieces: list[str]
+
+    def __str__(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(slots=True)
 class Call:
-    """A tool call: `arguments` are the pieces of its JSON text."""
+    """A tool call: `pieces` are those of its arguments' JSON text."""
 
     id: str
     name: str
-    arguments: list[str] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """The arguments' JSON text."""
+        return "".join(self.pieces)
 
 
 class Message:
-    """One choice's message."""
+    """One choice's message; `items` are its parts in order."""
 
     def __init__(self, options: MessageOptions) -> None:
         self.options = options
@@ -65,8 +82,7 @@ class Message:
         self._calls: CallParser | None = (
             options.calls.new_parser(options.tool_names) if options.calls else None
         )
-        self.reasoning: list[str] = []
-        self.content: list[str] = []
+        self.items: list[Text | Call] = []
         self.calls: list[Call] = []
         self.num_reasoning_tokens = 0
 
@@ -99,17 +115,39 @@ class Message:
         self._keep(parts)
         return parts
 
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return self._all("reasoning")
+
+    @property
+    def content(self) -> str:
+        """The content so far, without calls."""
+        return self._all("content")
+
+    def _all(self, kind: Literal["reasoning", "content"]) -> str:
+        texts = [each for each in self.items if isinstance(each, Text)]
+        return "".join(str(each) for each in texts if each.kind == kind)
+
     def _keep(self, parts: list[Part]) -> None:
         for part in parts:
             match part:
                 case Reasoning(text):
-                    self.reasoning.append(text)
+                    self._extend("reasoning", text)
                 case Content(text):
-                    self.content.append(text)
+                    self._extend("content", text)
                 case CallBegin(_, id, name):
                     self.calls.append(Call(id, name))
+                    self.items.append(self.calls[-1])
                 case CallArguments(index, text):
-                    self.calls[index].arguments.append(text)
+                    self.calls[index].pieces.append(text)
+
+    def _extend(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        last = self.items[-1] if self.items else None
+        if isinstance(last, Text) and last.kind == kind:
+            last.pieces.append(text)
+        else:
+            self.items.append(Text(kind, [text]))
 
 
 def _is_of_later_call(part: Part) -> bool:

@@ -14,9 +14,13 @@ BEGIN = "<think>"
 END = "</think>"
 
 
-def begins_inside(prompt: str) -> bool:
-    """Return whether the text after `prompt` is reasoning."""
-    return prompt.rfind(BEGIN) > prompt.rfind(END) and prompt.rstrip().endswith(BEGIN)
+def begins_inside(prompt: str, continued: str) -> bool:
+    """Return whether the text after `prompt` is reasoning.
+
+    `continued` is the part of it that the model has begun to say, if any. Only there, and at the
+    very end, does a mark count: others may be quoted.
+    """
+    return continued.rfind(BEGIN) > continued.rfind(END) or prompt.rstrip().endswith(BEGIN)
 
 
 class Split(NamedTuple):

@@ -2,7 +2,8 @@
 
 Owns the translation to llguidance's text and its validation, whose reasons reach the client with
 the field's name. Pure; may take tens of milliseconds for a large schema, so that server.gateway.
-handler calls it in a thread where `mentions_grammar`. Attention nodes compile the text again.
+handler calls it in a thread where a body has one of GRAMMAR_FIELDS. Attention nodes compile the
+text again.
 """
 
 from __future__ import annotations
@@ -26,18 +27,13 @@ from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
 WHITESPACE: Final = r" |\n[ \t]{0,24}"
 _ANY_OBJECT: Final = {"type": "object"}
 _OPTIONS: Final = "x-guidance"
-_FIELDS: Final = (
+GRAMMAR_FIELDS: Final = (
     b'"response_format"',
     b'"structured_outputs"',
     b'"tools"',
     b'"format"',
     b'"output_format"',
 )
-
-
-def mentions_grammar(data: bytes) -> bool:
-    """Return whether a body may ask for a grammar, which takes time."""
-    return any(field in data for field in _FIELDS)
 
 
 def checked_grammar(text: str, *, param: str) -> str:

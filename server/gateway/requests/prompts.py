@@ -43,11 +43,15 @@ _FLAT_LIST = re.compile(rb"\[\s*[-0-9]")
 
 
 class ChatPrompt(NamedTuple):
-    """A chat as the model gets it: its tokens, the text that they come from, and its places."""
+    """A chat as the model gets it: its tokens, the text that they come from, and its places.
+
+    `continued`: the last message's own text, if the model continues it.
+    """
 
     ids: list[int]
     text: str
     map: PromptMap | None = None
+    continued: str = ""
 
 
 def chat_prompt(
@@ -97,7 +101,8 @@ def chat_prompt(
                 param="report_prefix_cache",
             )
         places = PromptMap(text=text, begins=_begins(messages, template=template, kwargs=kwargs))
-    return ChatPrompt(_last(token_ids, body.truncate_prompt_tokens), text, places)
+    continued = str(messages[-1]["content"]) if body.continue_final_message else ""
+    return ChatPrompt(_last(token_ids, body.truncate_prompt_tokens), text, places, continued)
 
 
 def _begins(
@@ -287,13 +292,17 @@ def _plain(message: ChatMessage, idx: int, call_id_chars: int | None) -> dict[st
 
 
 def _end_of(call_id: str | None, num_chars: int | None) -> str | None:
-    return call_id if call_id is None or num_chars is None else call_id[-num_chars:]
+    if call_id is None or num_chars is None:
+        return call_id
+    return call_id[-num_chars:].rjust(num_chars, "0")
 
 
 def _plain_call(call: ToolCall, param: str, id_chars: int | None) -> dict[str, object]:
     """Return the call as templates expect it: its arguments are an object, not JSON text."""
     try:
-        arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
+        arguments = msgspec.json.decode(
+            call.function.arguments.strip() or "{}", type=dict[str, Any]
+        )
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(
             f"`{param}.function.arguments` is no JSON object: {error}",
@@ -320,6 +329,10 @@ def _continued(
         raise InvalidRequest(
             "`continue_final_message` needs the last message to be the assistant's",
             param="continue_final_message",
+        )
+    if messages[-1].get("tool_calls"):
+        raise InvalidRequest(
+            "the last message's tool calls have no results", param=f"messages[{len(messages) - 1}]"
         )
     # A mark that no client can foresee shows where the template put the end of the text.
     mark = f"<{secrets.token_hex(16)}>"

@@ -89,6 +89,7 @@ def tokenize(
     model: ServedModel,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
+    formats: MessageFormats,
     max_model_len: int | None,
 ) -> Tokenized:
     """Return the tokens of a prompt, which may be longer than the model's context.
@@ -98,7 +99,9 @@ def tokenize(
     body = decode(data, TokenizeBody)
     _check_model(body.model, model)
     if body.prompt is None:
-        tokens = _chat_tokens(body, model=model, tokenizer=tokenizer, template=template)
+        tokens = _chat_tokens(
+            body, model=model, tokenizer=tokenizer, template=template, formats=formats
+        )
     else:
         for name in CHAT_FIELDS:
             if getattr(body, name) is not UNSET:
@@ -112,7 +115,12 @@ def tokenize(
 
 
 def _chat_tokens(
-    body: TokenizeBody, *, model: ServedModel, tokenizer: Tokenizer, template: ChatTemplate | None
+    body: TokenizeBody,
+    *,
+    model: ServedModel,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    formats: MessageFormats,
 ) -> list[int]:
     if body.messages is UNSET:
         raise InvalidRequest("one of `prompt` and `messages` is needed", param="prompt")
@@ -125,7 +133,7 @@ def _chat_tokens(
     chat, messages, _ = decode_chat(msgspec.json.encode(fields))
     # Tools are only shown here, whether or not calls of them could be read.
     shown = msgspec.structs.replace(chat, tool_choice="none")
-    tools = tool_use(shown, template=template, formats=MessageFormats())
+    tools = tool_use(shown, template=template, formats=formats)
     prompt = chat_prompt(
         chat,
         messages,
@@ -133,6 +141,7 @@ def _chat_tokens(
         tokenizer=tokenizer,
         check_fewest=lambda _: None,
         tools=tools.for_template(),
+        call_id_chars=formats.calls.id_chars if formats.calls else None,
     )
     return prompt.ids
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from server.gateway.parsing.call_formats import HERMES, LLAMA3, CallFormat, MistralCalls
 from server.gateway.parsing.reasoning import BEGIN, END
@@ -20,7 +20,6 @@ from server.gateway.requests.schema import Tool
 from server.gateway.requests.tools import ToolUse
 
 Terminal = Callable[[str], str]
-_ANY_OBJECT: Final = {"type": "object"}
 
 
 def constrained(
@@ -129,7 +128,8 @@ def _text_and_calls(calls: CallFormat, terminal: Terminal) -> list[str]:
 def _schema(tool: Tool) -> dict[str, Any]:
     """Return a tool's schema; keywords that no grammar has are left out unless it is `strict`."""
     options = {"lenient": not tool.function.strict, "whitespace_pattern": WHITESPACE}
-    return {**_closed(tool.function.parameters or _ANY_OBJECT), "x-guidance": options}
+    closed = _closed(tool.function.parameters or {})
+    return {**closed, "type": "object", "x-guidance": options}
 
 
 def _closed(schema: Any) -> Any:

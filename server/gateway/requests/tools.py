@@ -56,8 +56,11 @@ class ToolUse:
         return {tool.function.name for tool in self.tools}
 
     def for_template(self) -> list[Mapping[str, object]] | None:
-        """Return the tools as templates expect them, None if there are none."""
-        return [_plain_tool(tool) for tool in self.tools] or None
+        """Return the tools as templates expect them, None if there are none.
+
+        Raises InvalidRequest for a schema that is nested too deeply.
+        """
+        return [_plain_tool(tool, idx) for idx, tool in enumerate(self.tools)] or None
 
 
 def message_formats(config: GatewaySection, template: ChatTemplate | None) -> MessageFormats:
@@ -114,12 +117,16 @@ def tool_use(body: ChatBody, *, template: ChatTemplate, formats: MessageFormats)
     )
 
 
-def _plain_tool(tool: Tool) -> dict[str, object]:
+def _plain_tool(tool: Tool, idx: int) -> dict[str, object]:
     function: dict[str, object] = {"name": tool.function.name}
     if tool.function.description is not None:
         function["description"] = tool.function.description
     if tool.function.parameters is not None:
-        function["parameters"] = canonical_schema(tool.function.parameters)
+        try:
+            function["parameters"] = canonical_schema(tool.function.parameters)
+        except RecursionError:
+            where = f"tools[{idx}].function.parameters"
+            raise InvalidRequest(f"`{where}` is nested too deeply", param=where) from None
     return {"type": "function", "function": function}
 
 

@@ -239,8 +239,7 @@ class Policy:
         if message.error:
             for request in list(self._requests.values()):
                 if request.grammar_key == message.key and request.sequence is None:
-                    self._end(request)
-                    outbox.fail(request, InvalidRequest(message.error))
+                    self._fail(request, InvalidRequest(message.error), outbox)
         return outbox.deliveries()
 
     # Planning.

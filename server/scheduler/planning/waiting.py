@@ -10,15 +10,22 @@ import heapq
 
 from server.scheduler.planning.sequence import Request
 
+MIN_COMPACTED = 64
+
 
 class WaitingQueue:
-    """A heap by rank; ended requests are dropped when they come to the front."""
+    """A heap by rank. Ended requests are dropped at the front, and all before it would double."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._compact_at = MIN_COMPACTED
 
     def push(self, request: Request) -> None:
         """Insert `request` by its rank."""
+        if len(self._heap) >= self._compact_at:
+            self._heap = [entry for entry in self._heap if not entry[1].ended]
+            heapq.heapify(self._heap)
+            self._compact_at = max(MIN_COMPACTED, 2 * len(self._heap))
         heapq.heappush(self._heap, (request.rank, request))
 
     def first(self) -> Request | None:

@@ -230,6 +230,29 @@ def test_errors_have_anthropics_shape(fields: dict[str, Any], words: str) -> Non
     asyncio.run(test())
 
 
+def test_a_whole_answer_has_its_blocks_in_order() -> None:
+    async def test() -> None:
+        fake = FakeEngine(saying(f"A {CALL} B", finish_reason="stop"))
+        async with client_of(fake) as client:
+            whole = await client.messages.create(**ASK, tools=[ADD])
+            async with client.messages.stream(**ASK, tools=[ADD]) as stream:
+                streamed = await stream.get_final_message()
+        for answer in (whole, streamed):
+            assert [block.type for block in answer.content] == ["text", "tool_use", "text"]
+
+    asyncio.run(test())
+
+
+def test_a_prompt_of_any_length_is_counted() -> None:
+    async def test() -> None:
+        async with client_of(FakeEngine(saying("ok"))) as client:
+            messages: list[Any] = [{"role": "user", "content": "hi " * 5000}]
+            count = await client.messages.count_tokens(model="tiny", messages=messages)
+        assert count.input_tokens > 10_000
+
+    asyncio.run(test())
+
+
 def test_other_failures_have_their_types() -> None:
     async def test() -> None:
         async with client_of(FakeEngine(saying("ok"))) as client:

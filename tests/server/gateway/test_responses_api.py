@@ -220,6 +220,58 @@ def test_a_response_that_is_not_stored_is_a_404() -> None:
     asyncio.run(test())
 
 
+def test_a_call_that_was_cut_is_not_in_the_conversation() -> None:
+    async def test() -> None:
+        fake = FakeEngine(saying(CALL[:-20], finish_reason="length"))
+        async with client_of(fake) as client:
+            first = await client.responses.create(model="tiny", input="1+2?", tools=[ADD])
+            assert first.output[0].type == "function_call"
+            fake.script = saying("ok", finish_reason="stop")
+            await client.responses.create(
+                model="tiny", previous_response_id=first.id, input="Go on.", tools=[ADD]
+            )
+        assert "<tool_call>" not in prompt_of(fake.added[1])
+
+    asyncio.run(test())
+
+
+def test_log_probabilities_of_half_characters_are_not_lost() -> None:
+    async def test() -> None:
+        fake = FakeEngine(scored("\u00e9!"))
+        asked: dict[str, Any] = {"model": "tiny", "input": "hi", "top_logprobs": 1}
+        asked["include"] = ["message.output_text.logprobs"]
+        async with client_of(fake) as client:
+            stream = await client.responses.create(**asked, stream=True)
+            events = [event async for event in stream]
+        last = events[-1]
+        assert last.type == "response.incomplete"
+        [item] = last.response.output
+        assert item.type == "message"
+        assert item.content[0].type == "output_text"
+        assert len(item.content[0].logprobs or []) == 3
+
+    asyncio.run(test())
+
+
+def test_a_conversation_counts_all_that_it_keeps_alive() -> None:
+    async def test() -> None:
+        fake = FakeEngine(saying("ok", finish_reason="stop"))
+        async with gateway(fake, max_request_tokens=30_000) as client:
+            body: dict[str, Any] = {"model": "tiny", "input": "x" * 10_000}
+            for _ in range(3):
+                answer = (await client.post("/v1/responses", json=body)).json()
+                body = {"model": "tiny", "input": "y", "previous_response_id": answer["id"]}
+            transport: Any = client._transport
+            [handler] = [
+                route.endpoint.__self__
+                for route in transport.app._app.routes
+                if route.path == "/v1/responses"
+            ]
+            assert handler.responses.get(answer["id"]).num_bytes > 10_000
+
+    asyncio.run(test())
+
+
 def test_the_store_is_bounded_by_number_and_by_bytes() -> None:
     store = ResponseStore(max_responses=2, max_bytes=100)
     for name, size in (("a", 10), ("b", 20), ("c", 30)):

@@ -21,6 +21,7 @@ from server.gateway.requests.tools import message_formats
 from tests.server.gateway.calls import CHAT, CHAT_BODY, events_of, post, prompt_of, without_head
 from tests.server.gateway.fakes import FakeEngine, gateway, saying
 from topspin.config import GatewaySection
+from topspin.messages import unpack_ints
 
 TOOLS = [
     {
@@ -152,6 +153,83 @@ def test_required_and_named_calls_are_forced_by_a_grammar() -> None:
     fake = FakeEngine(saying(CALL))
     ask("", fake=fake)
     assert fake.added[0].sampling.grammar == ""
+
+
+def test_a_call_that_a_stop_string_cuts_is_no_reason_to_call() -> None:
+    [choice] = ask(CALL, stop=["}"])["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] == "}"
+
+
+def test_a_schema_may_be_nested_but_not_without_end() -> None:
+    def nested(depth: int) -> dict[str, Any]:
+        schema: dict[str, Any] = {"type": "integer"}
+        for _ in range(depth):
+            schema = {"type": "object", "properties": {"a": schema}}
+        return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+    async def test() -> None:
+        options: dict[str, Any] = {"chat_template": template_of(), "max_request_tokens": 50_000}
+        async with gateway(FakeEngine(saying("ok")), **options) as client:
+            for depth, status in ((50, 200), (400, 400)):
+                body = {**CHAT_BODY, "tools": [nested(depth)]}
+                response = await client.post(CHAT, json=body)
+                assert response.status_code == status, response.text
+            assert response.json()["error"]["param"] == "tools[0].function.parameters"
+
+    asyncio.run(test())
+
+
+def test_history_that_no_template_could_show_is_refused_and_empty_arguments_are_none() -> None:
+    def called(arguments: str) -> dict[str, Any]:
+        call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {"role": "assistant", "content": "so", "tool_calls": [call]}
+
+    fake = FakeEngine(saying("ok"))
+    ask("", fake=fake, messages=[called("")])
+    assert '"arguments": {}' in prompt_of(fake.added[0])
+
+    async def test() -> None:
+        fake = FakeEngine(saying("ok"))
+        async with gateway(fake, chat_template=template_of()) as client:
+            body = {**CHAT_BODY, "messages": [called("{}")], "continue_final_message": True}
+            response = await client.post(CHAT, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages[0]"
+
+    asyncio.run(test())
+
+
+def test_an_answer_goes_on_within_reasoning_that_the_client_began() -> None:
+    messages = [{"role": "assistant", "content": "<think>Let me"}]
+    answer = ask(" see</think>42", messages=messages, continue_final_message=True)
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (" see", "42")
+
+
+def test_ids_of_calls_have_the_length_that_the_template_takes() -> None:
+    source = (
+        "{{ tools }}[TOOL_CALLS]name[ARGS]{% for message in messages %}"
+        "{% for call in message.tool_calls or [] %}{{ call.id }} {% endfor %}"
+        "{% if message.role == 'tool' %}{{ message.tool_call_id }}{% endif %}{% endfor %}"
+    )
+    messages: list[Any] = []
+    for call_id in ("call_0123456789abcdef", "c1"):
+        call = {"id": call_id, "function": {"name": "add", "arguments": "{}"}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": "3"})
+
+    async def test() -> None:
+        fake = FakeEngine(saying("ok"))
+        async with gateway(fake, chat_template=template_of(source)) as client:
+            body = {"model": "tiny", "messages": messages}
+            assert (await client.post(CHAT, json=body)).status_code == 200
+            shown = (await client.post("/tokenize", json=body)).json()["tokens"]
+        prompt = prompt_of(fake.added[0])
+        assert prompt.endswith("789abcdef 789abcdef0000000c1 0000000c1")
+        assert shown == list(unpack_ints(fake.added[0].prompt))
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("opens", [True, False])

@@ -16,6 +16,8 @@ from server.gateway.answers.generation import Delta
 from server.gateway.answers.replies.base import Choice, ReplyHead
 from server.gateway.answers.wire import Usage
 from server.gateway.errors import describe_to_anthropic
+from server.gateway.parsing.json_scan import is_object
+from server.gateway.parsing.message import Call, Text
 from server.gateway.parsing.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 _Json = dict[str, Any]
@@ -121,14 +123,7 @@ class MessagesReplies:
         """Return the whole answer."""
         [choice] = choices
         message = choice.message
-        content: list[_Json] = []
-        if message.reasoning:
-            thinking = "".join(message.reasoning)
-            content.append({"type": "thinking", "thinking": thinking, "signature": ""})
-        if message.content:
-            content.append({"type": "text", "text": "".join(message.content)})
-        for call in message.calls:
-            content.append(_tool_use(call.id, call.name, _input("".join(call.arguments))))
+        content = [_block(item) for item in message.items]
         counts = _usage(usage.prompt_tokens, choice.num_cached_tokens, usage.completion_tokens)
         return self._encoder.encode(self._message(content=content, usage=counts, **_stop(choice)))
 
@@ -140,17 +135,21 @@ class MessagesReplies:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
+def _block(item: Text | Call) -> _Json:
+    if isinstance(item, Call):
+        return _tool_use(item.id, item.name, _input(item.arguments))
+    if item.kind == "reasoning":
+        return {"type": "thinking", "thinking": str(item), "signature": ""}
+    return {"type": "text", "text": str(item)}
+
+
 def _tool_use(id: str, name: str, input: object) -> _Json:
     return {"type": "tool_use", "id": id, "name": name, "input": input}
 
 
 def _input(arguments: str) -> object:
     """Return the arguments as the object that they are; of a call that was cut, nothing."""
-    try:
-        is_object = isinstance(msgspec.json.decode(arguments), dict)
-    except msgspec.DecodeError:
-        is_object = False
-    return Raw(arguments.encode()) if is_object else {}
+    return Raw(arguments.encode()) if is_object(arguments) else {}
 
 
 def _stop(choice: Choice) -> _Json:

@@ -194,10 +194,14 @@ def _top(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> list[TopLo
 
 
 def chat_finish(choice: Choice) -> FinishReason:
-    """Return why the choice ended; as OpenAI says, a call that the client named is a plain end."""
+    """Return why the choice ended.
+
+    As OpenAI says, a call that the client named is a plain end. So is one that a stop string cut.
+    """
     message, reason = choice.message, choice.finish_reason
     assert reason is not None, "only complete choices are answered"
-    is_call = reason == "stop" and message.calls and not message.options.is_named
+    is_cut = isinstance(choice.stop_reason, str)
+    is_call = reason == "stop" and message.calls and not message.options.is_named and not is_cut
     return "tool_calls" if is_call else reason
 
 
@@ -221,13 +225,13 @@ def _whole_message(message: Message) -> ChatMessageOut:
         ToolCallOut(
             id=call.id,
             type="function",
-            function=FunctionOut(name=call.name, arguments="".join(call.arguments)),
+            function=FunctionOut(name=call.name, arguments=call.arguments),
         )
         for call in message.calls
     ]
-    content = "".join(message.content)
+    content, reasoning = message.content, message.reasoning
     return ChatMessageOut(
         content=None if calls and not content else content,
-        reasoning_content="".join(message.reasoning) if message.reasoning else UNSET,
+        reasoning_content=reasoning or UNSET,
         tool_calls=calls or UNSET,
     )

@@ -21,7 +21,7 @@ from server.gateway.answers.replies.base import Choice, ReplyHead
 from server.gateway.answers.replies.chat import chat_logprobs
 from server.gateway.answers.wire import Usage
 from server.gateway.errors import describe
-from server.gateway.parsing.message import Message
+from server.gateway.parsing.message import Call, Message
 from server.gateway.parsing.parts import CallArguments, CallBegin, Content, Reasoning
 from server.gateway.requests.responses import (
     FunctionChoice,
@@ -148,6 +148,7 @@ class ResponsesReplies:
         self._encoder = msgspec.json.Encoder()
         self._items: list[_Item] = []
         self._is_open = False
+        self._waiting: list[Any] = []
         self._num_events = 0
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
@@ -163,8 +164,8 @@ class ResponsesReplies:
         return b"".join(events)
 
     def _grow(self, delta: Delta, events: list[bytes]) -> None:
-        """Add the parts of a delta; all its tokens' log-probabilities go with its first text."""
-        logprobs = self._logprobs(delta)
+        """Add the parts of a delta; log-probabilities go with the next text of a message."""
+        self._waiting += self._logprobs(delta)
         for part in delta.parts:
             match part:
                 case CallBegin(_, id, name):
@@ -172,8 +173,8 @@ class ResponsesReplies:
                 case Reasoning(text):
                     self._extend("reasoning", text, events)
                 case Content(text):
-                    self._extend("message", text, events, logprobs)
-                    logprobs = []
+                    self._extend("message", text, events, self._waiting)
+                    self._waiting = []
                 case CallArguments(_, text):
                     self._extend("function_call", text, events)
 
@@ -204,6 +205,9 @@ class ResponsesReplies:
         if not self._is_open:
             return
         item, place = self._items[-1], self._place()
+        if item.kind == "message":
+            item.logprobs += self._waiting
+            self._waiting = []
         _, prefix = _KINDS[item.kind]
         if item.kind == "function_call":
             done = {"arguments": item.text, "name": item.name}
@@ -238,14 +242,14 @@ class ResponsesReplies:
     def whole(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """Return the whole answer."""
         [choice] = choices
-        message = choice.message
-        if message.reasoning:
-            self._add("reasoning", message.reasoning)
-        if message.content:
-            self._add("message", message.content)
-            self._items[-1].logprobs.extend(self._logprobs(choice))
-        for call in message.calls:
-            self._add("function_call", call.arguments, call_id=call.id, name=call.name)
+        for item in choice.message.items:
+            if isinstance(item, Call):
+                self._add("function_call", item.pieces, call_id=item.id, name=item.name)
+            else:
+                self._add("reasoning" if item.kind == "reasoning" else "message", item.pieces)
+        messages = [item for item in self._items if item.kind == "message"]
+        if messages:
+            messages[0].logprobs.extend(self._logprobs(choice))
         return self._encoder.encode(self._ended(choice, usage))
 
     def _add(self, kind: str, parts: list[str], **names: str) -> None:

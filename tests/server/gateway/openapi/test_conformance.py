@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 
+import httpx
 import hypothesis
 import pytest
 import schemathesis
@@ -65,10 +66,14 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-def fill_in(case: schemathesis.Case) -> None:
-    """Set what no description tells: the model's name, and which roles its template has."""
-    if case.path_parameters and case.path_parameters["name"] < "m":
-        case.path_parameters["name"] = "org/alias"
+def fill_in(case: schemathesis.Case, url: str) -> None:
+    """Set what no description tells: names, ids, and which roles the model's template has."""
+    places = case.path_parameters or {}
+    if places.get("name", "z") < "m":
+        places["name"] = "org/alias"
+    if places.get("response_id", "z") < "m":
+        stored = httpx.post(f"{url}/v1/responses", json={"model": "tiny", "input": "hi"})
+        places["response_id"] = stored.json()["id"]
     body = case.body
     if not isinstance(body, dict):
         return
@@ -96,7 +101,7 @@ def check(url: str, method: str, path: str, *, num_examples: int) -> None:
     )
     @hypothesis.given(case=operation.as_strategy())
     def call(case: schemathesis.Case) -> None:
-        fill_in(case)
+        fill_in(case, url)
         response = case.call_and_validate(base_url=url, checks=CHECKS)
         statuses.add(response.status_code)
 

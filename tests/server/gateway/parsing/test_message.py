@@ -28,8 +28,8 @@ def read(pieces: list[str], options: MessageOptions) -> Shape:
     ]
     assert all(part[-1] for part in parts), "no part is empty"
     assert len({call.id for call in message.calls}) == len(message.calls)
-    calls = [(call.name, "".join(call.arguments)) for call in message.calls]
-    return "".join(message.reasoning), "".join(message.content), calls
+    calls = [(call.name, call.arguments) for call in message.calls]
+    return message.reasoning, message.content, calls
 
 
 def options_of(name: str, **others: bool) -> MessageOptions:
@@ -69,6 +69,33 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Well.",
         [("add", '{"a": "["}'), ("get_weather", '{"b": 2}')],
     ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add"}\n<tool_call>{"name": "get_weather"}</tool_call> Done.',
+        "Done.",
+        [("add", "{}"), ("get_weather", "{}")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "name": "del", "parameters": null, '
+        '"arguments": {"b": 2}, "parameters": {"c": 3}}</tool_call>',
+        "",
+        [("add", '{"b": 2}')],
+    ),
+    ("hermes", '<tool_call>{"name": "add", ]', '<tool_call>{"name": "add", ]', []),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "add"}]\n\nThanks. [TOOL_CALLS] [{"name": "get_weather"}] Done.',
+        "Thanks.Done.",
+        [("add", "{}"), ("get_weather", "{}")],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]add{"a": 1} Then I say {x}.',
+        "Then I say {x}.",
+        [("add", '{"a": 1}')],
+    ),
+    ("mistral", "[TOOL_CALLS]I say {x}", "[TOOL_CALLS]I say {x}", []),
     ("mistral", "see [1] and [TOOL", "see [1] and [TOOL", []),
     ("mistral", "[TOOL_CALLS]add", "[TOOL_CALLS]add", []),
     (
@@ -130,17 +157,32 @@ def test_arguments_are_passed_on_to_the_letter(
     assert read(pieces, options_of(name)) == ("", "", [("add", text) for text in texts])
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    text=st.text(alphabet='<>/tol_cal{}[]",:\\nameguts TOLCAS') | st.text(),
-    name=st.sampled_from(sorted(FORMATS)),
-    cut=st.integers(0, 50),
+PIECES = (
+    '{"name": "add", "arguments": {',
+    '"name": "add"',
+    '"arguments": {"a": "}"}',
+    '"parameters": null',
+    '"parameters"',
+    "<tool_call>",
+    "</tool_call>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+    "add",
+    *'{}[]",:; \n\\x1',
 )
-def test_any_text_gives_the_same_message_in_one_piece_and_in_two(
-    text: str, name: str, cut: int
-) -> None:
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join) | st.text(),
+    name=st.sampled_from(sorted(FORMATS)),
+)
+def test_any_text_gives_the_same_message_however_it_is_cut(text: str, name: str) -> None:
     whole = read([text], options_of(name, reasons=True))
-    assert read([text[:cut], text[cut:]], options_of(name, reasons=True)) == whole
+    assert read([*text, ""], options_of(name, reasons=True)) == whole
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from models.tokenizer import Tokenizer
-from server.gateway.requests.grammars import checked_grammar, mentions_grammar
+from server.gateway.requests.grammars import GRAMMAR_FIELDS, checked_grammar
 from server.gateway.requests.prompts import bad_word_tokens
 from tests.checkpoints import write_tokenizer
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY
@@ -173,6 +173,7 @@ def test_a_grammar_of_llguidance_may_be_checked_by_itself() -> None:
     assert raised.value.param == "tools"
 
 
-def test_only_bodies_that_may_have_a_grammar_go_to_a_thread() -> None:
-    assert mentions_grammar(json.dumps({**CHAT_BODY, "response_format": FORMAT}).encode())
-    assert not mentions_grammar(json.dumps(CHAT_BODY).encode())
+def test_bodies_that_may_have_a_grammar_can_be_told_by_their_fields() -> None:
+    asked = json.dumps({**CHAT_BODY, "response_format": FORMAT}).encode()
+    assert any(field in asked for field in GRAMMAR_FIELDS)
+    assert not any(field in json.dumps(CHAT_BODY).encode() for field in GRAMMAR_FIELDS)

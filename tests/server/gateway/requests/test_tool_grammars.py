@@ -84,10 +84,8 @@ def test_a_required_call_is_all_that_is_allowed(calls: CallFormat) -> None:
         assert not allows(grammar, wrong)
     message = Message(MessageOptions(calls=calls, tool_names={"add"}))
     message.push(TWO[calls], is_last=True)
-    assert [(call.name, "".join(call.arguments)) for call in message.calls] == [
-        ("add", '{"a": 1}')
-    ] * 2
-    assert message.content == []
+    assert [(call.name, call.arguments) for call in message.calls] == [("add", '{"a": 1}')] * 2
+    assert message.content == ""
 
 
 @FORMATS

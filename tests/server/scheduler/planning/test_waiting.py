@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from server.scheduler.planning.sequence import Request
-from server.scheduler.planning.waiting import WaitingQueue
+from server.scheduler.planning.waiting import MIN_COMPACTED, WaitingQueue
 from tests.server.scheduler.planning.test_sequence import make_request
 
 
@@ -33,6 +33,18 @@ def test_a_lower_priority_comes_first_whenever_it_arrived() -> None:
         each.priority = priority
         queue.push(each)
     assert [queue.pop().arrival for _ in requests] == [2, 0, 3, 1]
+
+
+def test_ended_requests_behind_others_are_not_kept() -> None:
+    queue = WaitingQueue()
+    queue.push(request(0))
+    for arrival in range(1, 10 * MIN_COMPACTED):
+        late = request(arrival)
+        late.priority = 9
+        queue.push(late)
+        late.ended = True
+    assert len(queue._heap) <= MIN_COMPACTED + 1
+    assert queue.count() == 1
 
 
 def test_ended_requests_are_passed_over() -> None:
