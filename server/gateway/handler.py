@@ -205,6 +205,9 @@ class GenerationHandler:
         )
         if body.reasoning_effort and not reasoning_variables(body, self.template):
             ignored = ("reasoning_effort", *ignored)
+        names = body.chat_template_kwargs or ()
+        unread = [name for name in names if not self.template.mentions(name)]
+        ignored = (*ignored, *(f"chat_template_kwargs.{name}" for name in unread))
         is_inside = formats.reasons and begins_inside(prompt.text, prompt.continued)
         grammar = constrained(
             params.sampling.grammar,

@@ -101,6 +101,12 @@ def test_documented_fields_without_effect_are_accepted_and_named() -> None:
     )
 
 
+def test_variables_that_the_template_does_not_read_are_named() -> None:
+    variables = {"prefix": "x", "enable_thinking": False}
+    _, named = accepted(CHAT, {**CHAT_BODY, "chat_template_kwargs": variables})
+    assert named == "chat_template_kwargs.enable_thinking"
+
+
 def test_nothing_is_named_when_nothing_is_ignored() -> None:
     fake = FakeEngine(saying("ok"))
     response = send(PLAIN, {**PLAIN_BODY, "user": None, "echo": False}, fake)
