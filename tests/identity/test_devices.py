@@ -124,6 +124,7 @@ def test_dense_models_on_a_device(case_of: CaseOf, variant: str) -> None:
     check(case_of(variant), micro_batches=2, is_sampled=True)
 
 
+@pytest.mark.slow
 def test_decoding_with_retrieval_on_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

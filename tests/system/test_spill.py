@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.identity.test_retrieval import prompts_of
@@ -44,6 +45,7 @@ def links_of_open_files(pid: int, directory: Path) -> set[int]:
     }
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_while_it_spills_leaves_no_file(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "qwen3_moe", max_position_embeddings=8192)
     directory = tmp_path / "spill"
