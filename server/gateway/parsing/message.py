@@ -19,7 +19,7 @@ from server.gateway.parsing.parts import (
     Part,
     Reasoning,
 )
-from server.gateway.parsing.reasoning import ReasoningSplit
+from server.gateway.parsing.reasoning import BEGIN, END, ReasoningSplit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class MessageOptions:
     def markers(self) -> frozenset[str]:
         """Return the texts that the parsers must see even where they are special tokens."""
         markers = self.calls.markers if self.calls else ()
-        return frozenset((*markers, "<think>", "</think>") if self.reasons else markers)
+        return frozenset((*markers, BEGIN, END) if self.reasons else markers)
 
 
 @dataclass(slots=True)

@@ -20,18 +20,19 @@ from server.gateway.requests.schema import (
     MAX_STOP_STRINGS,
     MAX_TOOLS,
     NOT_GIVEN,
+    CallChoice,
     ChatBody,
     ChatMessage,
     DecodedChat,
     Fields,
     FunctionDefinition,
     Ignored,
-    JsonSchemaFormat,
     KvRetrieval,
     Name,
     NamedToolChoice,
     NonEmptyList,
     Object,
+    Priority,
     RefusedList,
     ResponseFormat,
     StopString,
@@ -168,7 +169,7 @@ class MessagesBody(PromptFields, kw_only=True, frozen=True):
     top_p: TopP | None = None
     cache_salt: Name | None = None
     kv_retrieval: KvRetrieval | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     container: Ignored[str] = None
     metadata: Ignored[Object] = None
     service_tier: Ignored[str] = None
@@ -235,14 +236,7 @@ def _chat(body: PromptFields) -> ChatBody:
         reasoning_effort=config.effort,
         chat_template_kwargs=None if thinks is None else {"enable_thinking": thinks},
         include_reasoning=bool(thinks),
-        response_format=None if output is None else _response_format(output),
-    )
-
-
-def _response_format(output: OutputFormat) -> ResponseFormat:
-    schema = Raw(msgspec.json.encode(output.schema))
-    return ResponseFormat(
-        type="json_schema", json_schema=JsonSchemaFormat(name="output", schema=schema)
+        response_format=None if output is None else ResponseFormat.of_schema(output.schema),
     )
 
 
@@ -257,9 +251,7 @@ def _tool(tool: ToolDefinition) -> Tool:
     )
 
 
-def _tool_choice(
-    choice: ToolChoice | None,
-) -> Literal["none", "auto", "required"] | NamedToolChoice | None:
+def _tool_choice(choice: ToolChoice | None) -> CallChoice | None:
     if choice is None:
         return None
     if choice.type == "tool":

@@ -20,19 +20,20 @@ from server.gateway.requests.schema import (
     MAX_TOOLS,
     NOT_GIVEN,
     SCHEMA_REF,
+    CallChoice,
     ChatBody,
     ChatMessage,
     DecodedChat,
     Fields,
     FunctionDefinition,
     Ignored,
-    JsonSchemaFormat,
     KvRetrieval,
     Name,
     NamedToolChoice,
     NonEmptyList,
     NumLogprobs,
     Object,
+    Priority,
     Refused,
     RefusedSwitch,
     ResponseFormat,
@@ -190,7 +191,7 @@ class ResponsesBody(Fields, kw_only=True, frozen=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cache_salt: Name | None = None
     kv_retrieval: KvRetrieval | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
 
     client_metadata: Ignored[Object] = None
     context_management: Ignored[list[Raw]] = None
@@ -350,7 +351,7 @@ def _tool(tool: FunctionTool) -> Tool:
 
 def _tool_choice(
     choice: Literal["none", "auto", "required"] | FunctionChoice | None,
-) -> Literal["none", "auto", "required"] | NamedToolChoice | None:
+) -> CallChoice | None:
     if isinstance(choice, FunctionChoice):
         return NamedToolChoice(function=ToolChoiceFunction(name=choice.name))
     return choice
@@ -363,8 +364,4 @@ def _response_format(given: TextFormat | None) -> ResponseFormat | None:
         return ResponseFormat(type=given.type)
     if given.schema is None:
         raise InvalidRequest("`text.format` needs a `schema`", param="text.format.schema")
-    schema = Raw(msgspec.json.encode(given.schema))
-    return ResponseFormat(
-        type="json_schema",
-        json_schema=JsonSchemaFormat(name=given.name or "output", schema=schema),
-    )
+    return ResponseFormat.of_schema(given.schema, name=given.name or "output")

@@ -49,6 +49,7 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 # Printable ASCII, as in the header.
 RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[ -~]*$")]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 NonEmpty = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_STRUCTURED_CHOICES)]
@@ -137,6 +138,12 @@ class ResponseFormat(Fields, kw_only=True, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
+    @classmethod
+    def of_schema(cls, schema: dict[str, Any], *, name: str = "output") -> ResponseFormat:
+        """Return the format of JSON that follows `schema`."""
+        named = JsonSchemaFormat(name=name, schema=Raw(msgspec.json.encode(schema)))
+        return cls(type="json_schema", json_schema=named)
+
 
 class StructuredOutputs(Fields, kw_only=True, frozen=True):
     """vLLM's `structured_outputs`, one of whose fields is given."""
@@ -182,7 +189,7 @@ class GenerationBody(Fields, kw_only=True, frozen=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: Name | None = None
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     request_id: RequestId | None = None
     kv_retrieval: KvRetrieval | None = None
     response_format: ResponseFormat | None = None
@@ -302,6 +309,9 @@ class NamedToolChoice(Fields, kw_only=True, frozen=True):
     function: ToolChoiceFunction
 
 
+CallChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
 class ChatMessage(Fields, kw_only=True, frozen=True):
     """One message, in any form in which clients send an earlier answer back."""
 
@@ -344,7 +354,7 @@ class ChatBody(GenerationBody, kw_only=True, frozen=True):
     ) = None
 
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: CallChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     report_prefix_cache: bool | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import openai
 import pytest
@@ -16,9 +17,9 @@ from topspin.messages import AddRequest, RequestOutput, TokenLogprobs
 
 
 @asynccontextmanager
-async def client_of(fake: FakeEngine) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client_of(fake: FakeEngine, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
-        loopback(fake) as port,
+        loopback(fake, **options) as port,
         openai.AsyncOpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10.0
         ) as client,

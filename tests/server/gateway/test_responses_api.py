@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import openai
@@ -12,7 +11,8 @@ import pytest
 
 from server.gateway.answers.response_store import ResponseStore, Stored
 from tests.server.gateway.calls import prompt_of, scored
-from tests.server.gateway.fakes import FakeEngine, gateway, ids, loopback, output, saying
+from tests.server.gateway.fakes import FakeEngine, gateway, ids, output, saying
+from tests.server.gateway.test_openai_client import client_of as openai_client_of
 from tests.server.gateway.test_tools import CALL, template_of
 from topspin.errors import NotFound, PeerLost
 
@@ -25,15 +25,8 @@ ADD: dict[str, Any] = {
 }
 
 
-@asynccontextmanager
-async def client_of(fake: FakeEngine) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with (
-        loopback(fake, chat_template=template_of(), max_request_tokens=3000) as port,
-        openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10.0
-        ) as client,
-    ):
-        yield client
+def client_of(fake: FakeEngine) -> AbstractAsyncContextManager[openai.AsyncOpenAI]:
+    return openai_client_of(fake, chat_template=template_of(), max_request_tokens=3000)
 
 
 def test_a_response() -> None:

@@ -62,11 +62,11 @@ class ReplyHead:
     id: str
     created_at_s: int
     model: str
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_token_ids: bool = False
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
 
     @property
     def shows_tokens(self) -> bool:
