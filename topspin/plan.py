@@ -37,6 +37,7 @@ from topspin.devices import (
     share_a_device,
 )
 from topspin.errors import ConfigError
+from topspin.expected import Expected
 from topspin.kv_cache_spec import KvCacheSpec
 from topspin.precision import PrecisionRule
 from topspin.retrieval import SpillSpec
@@ -184,7 +185,10 @@ class NodeConfig(Section, frozen=True, kw_only=True):
 
 
 class EnginePlan(Section, frozen=True, kw_only=True):
-    """One engine. `check()` must hold before anything is started. `speculation` null: off."""
+    """One engine. `check()` must hold before anything is started. `speculation` null: off.
+
+    `expected`: the planner's figures, for comparison only.
+    """
 
     version: Literal[1] = 1
     model: PlannedModel
@@ -198,6 +202,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     balance: BalancePolicy = BalancePolicy()
     failover: FailoverSection = FailoverSection()
     trace: TraceSection = TraceSection()
+    expected: Expected | None = None
 
     @property
     def attention(self) -> list[AttentionNode]:

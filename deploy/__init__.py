@@ -1,0 +1,1 @@
+"""Plans, measures and quantises a deployment: the planner, device profiles, checkpoints."""

@@ -1,0 +1,1 @@
+"""Quantises checkpoints: calibration, sensitivity, precision per layer and part."""
