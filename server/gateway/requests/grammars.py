@@ -27,6 +27,7 @@ from topspin.grammars import MAX_GRAMMAR_BYTES, limits, reason_of
 WHITESPACE: Final = r" |\n[ \t]{0,24}"
 _ANY_OBJECT: Final = {"type": "object"}
 _OPTIONS: Final = "x-guidance"
+_JOINING: Final = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if"))
 GRAMMAR_FIELDS: Final = (
     b'"response_format"',
     b'"structured_outputs"',
@@ -111,7 +112,7 @@ def _of_format(form: ResponseFormat) -> str:
     if form.json_schema is None:
         raise InvalidRequest(f"missing required field `{param}`", param=param)
     param += ".schema"
-    return json_grammar(_schema(form.json_schema.schema, param=param), param=param)
+    return json_grammar(closed(_schema(form.json_schema.schema, param=param)), param=param)
 
 
 def _of_outputs(outputs: StructuredOutputs) -> str:
@@ -126,7 +127,7 @@ def _of_outputs(outputs: StructuredOutputs) -> str:
     param = f"structured_outputs.{given[0]}"
     match given[0]:
         case "json":
-            return json_grammar(_schema(outputs.json, param=param), param=param)
+            return json_grammar(closed(_schema(outputs.json, param=param)), param=param)
         case "json_object":
             return json_grammar(_ANY_OBJECT, param=param)
         case "regex":
@@ -153,6 +154,35 @@ def json_grammar(schema: Mapping[str, Any], *, param: str) -> str:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"`{param}`: {reason_of(str(error))}", param=param) from error
     return checked_grammar(grammar, param=param)
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have only the members that it names, unless it says more.
+
+    JSON Schema allows others, which small models would write without end; other servers close
+    objects too. Objects whose other members are named elsewhere (`anyOf`, `allOf`, `$ref` and so
+    on) or required by name, or that need more members than they name, stay open.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    result = dict(schema)
+    if _names_all_members(schema):
+        result.setdefault("additionalProperties", False)
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            result[key] = {name: closed(value) for name, value in schema[key].items()}
+    if "items" in schema:
+        result["items"] = closed(schema["items"])
+    return result
+
+
+def _names_all_members(schema: Mapping[str, Any]) -> bool:
+    named = schema.get("properties")
+    if not isinstance(named, dict) or _JOINING.intersection(schema):
+        return False
+    required, least = schema.get("required", []), schema.get("minProperties", 0)
+    is_enough = isinstance(least, int) and least <= len(named)
+    return is_enough and isinstance(required, list) and all(name in named for name in required)
 
 
 def _check_counts(schema: Mapping[str, Any], *, param: str) -> None:

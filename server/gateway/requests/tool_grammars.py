@@ -15,7 +15,7 @@ from typing import Any
 
 from server.gateway.parsing.call_formats import HERMES, LLAMA3, CallFormat, MistralCalls
 from server.gateway.parsing.reasoning import BEGIN, END
-from server.gateway.requests.grammars import WHITESPACE, checked_grammar
+from server.gateway.requests.grammars import WHITESPACE, checked_grammar, closed
 from server.gateway.requests.schema import Tool
 from server.gateway.requests.tools import ToolUse
 
@@ -128,27 +128,8 @@ def _text_and_calls(calls: CallFormat, terminal: Terminal) -> list[str]:
 def _schema(tool: Tool) -> dict[str, Any]:
     """Return a tool's schema; keywords that no grammar has are left out unless it is `strict`."""
     options = {"lenient": not tool.function.strict, "whitespace_pattern": WHITESPACE}
-    closed = _closed(tool.function.parameters or {})
-    return {**closed, "type": "object", "x-guidance": options}
-
-
-def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the properties that it names, unless it says more.
-
-    A function takes no others, and small models would write them without end. Parts of an `allOf`
-    stay open, since each would exclude the others' properties.
-    """
-    if not isinstance(schema, dict):
-        return schema
-    closed = dict(schema)
-    if "properties" in schema and "allOf" not in schema:
-        closed.setdefault("additionalProperties", False)
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(key), dict):
-            closed[key] = {name: _closed(value) for name, value in schema[key].items()}
-    if "items" in schema:
-        closed["items"] = _closed(schema["items"])
-    return closed
+    parameters = closed(tool.function.parameters or {})
+    return {**parameters, "type": "object", "x-guidance": options}
 
 
 def _named_text(grammar: str) -> dict[str, Any]:

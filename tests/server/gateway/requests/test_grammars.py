@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from models.tokenizer import Tokenizer
-from server.gateway.requests.grammars import GRAMMAR_FIELDS, checked_grammar
+from server.gateway.requests.grammars import GRAMMAR_FIELDS, checked_grammar, closed
 from server.gateway.requests.prompts import bad_word_tokens
 from tests.checkpoints import write_tokenizer
 from tests.server.gateway.calls import CHAT, CHAT_BODY, PLAIN, PLAIN_BODY
@@ -47,6 +47,29 @@ def test_a_schema_reaches_the_engine_in_each_form(path: str) -> None:
     (grammar,) = grammars
     (found,) = json.loads(grammar)["grammars"]
     assert {key: found["json_schema"][key] for key in SCHEMA} == SCHEMA
+    assert found["json_schema"]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("extra", "is_closed"),
+    [
+        ({}, True),
+        ({"additionalProperties": True}, False),
+        ({"required": ["b"]}, False),
+        ({"minProperties": 2}, False),
+        ({"anyOf": [{"properties": {"b": {"type": "integer"}}}]}, False),
+    ],
+)
+def test_members_that_a_schema_does_not_name_are_written_only_if_it_needs_them(
+    extra: dict[str, Any], is_closed: bool
+) -> None:
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}, **extra}
+    schema = {"properties": {"list": {"items": inner}}, "$defs": {"one": inner}}
+    for part in (closed(inner), closed(schema)["$defs"]["one"]):
+        assert (part.get("additionalProperties") is False) is is_closed
+    assert closed(schema)["properties"]["list"]["items"] == closed(inner)
+    assert closed(schema)["additionalProperties"] is False
+    assert "additionalProperties" not in schema
 
 
 @pytest.mark.parametrize(
