@@ -114,7 +114,13 @@ def oracle_log_probs(oracle: Any, tokens: list[int]) -> Tensor:
     [
         *((variant, F32, 8) for variant in VARIANTS),
         pytest.param("mixtral_sliding_window", ON_DEVICE, 3, marks=on_device, id="mixtral-triton"),
-        pytest.param("qwen3_moe", ON_DEVICE, 3, marks=on_device, id="qwen3_moe-triton"),
+        pytest.param(
+            "qwen3_moe",
+            ON_DEVICE,
+            3,
+            marks=[*on_device, pytest.mark.slow],
+            id="qwen3_moe-triton",
+        ),
     ],
 )
 def test_nodes_of_random_trees_have_the_log_probabilities_of_their_paths(

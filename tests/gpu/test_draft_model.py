@@ -45,7 +45,7 @@ def make(kernels: str, device: torch.device) -> DraftModel:
     return DraftModel(decoder, experts, layout, runtime, max_length=64)
 
 
-@pytest.mark.parametrize("is_rehearsed", [True, False])
+@pytest.mark.parametrize("is_rehearsed", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_passes_over_trees(is_rehearsed: bool, device: torch.device) -> None:
     ours, theirs = make("triton", device), make("reference", device)
     if is_rehearsed:

@@ -170,7 +170,7 @@ def config_of(path: Any, **settings: Any) -> Any:
     ("variant", "kernels", "kv_cache_dtype"),
     [
         ("qwen3_moe", "cpu", "auto"),
-        ("llama", "reference", "auto"),
+        pytest.param("llama", "reference", "auto", marks=pytest.mark.slow),
         ("llama", "cpu", "fp8"),
     ],
 )

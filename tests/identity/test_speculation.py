@@ -153,7 +153,11 @@ SAMPLINGS: Sequence[dict[str, Any]] = (
 )
 
 
-@pytest.mark.parametrize("method", [CHAINS, TREES, NGRAMS], ids=["chains", "trees", "ngrams"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(CHAINS, marks=pytest.mark.slow), TREES, NGRAMS],
+    ids=["chains", "trees", "ngrams"],
+)
 def test_seeded_draws_are_those_of_plain_decoding(case_of: CaseOf, method: Speculation) -> None:
     """Penalties, bias, stop tokens, min_tokens and logprobs, all requests in one batch."""
     case = case_of(VARIANT)

@@ -73,7 +73,10 @@ def test_sixteen_requests_of_several_times_the_memory(path: Path, tmp_path: Path
     assert stats.num_preemptions == 0
 
 
-@pytest.mark.parametrize(("dtype", "memory_tokens"), [("auto", 6_000), ("fp8", 10_000)])
+@pytest.mark.parametrize(
+    ("dtype", "memory_tokens"),
+    [pytest.param("auto", 6_000, marks=pytest.mark.slow), ("fp8", 10_000)],
+)
 def test_prefixes_and_decoded_tokens_come_back_from_the_file(
     path: Path, tmp_path: Path, dtype: KvDtype, memory_tokens: int
 ) -> None:
@@ -151,7 +154,7 @@ def test_a_prompt_that_fills_the_memory_holds_up_nobody(path: Path, tmp_path: Pa
         assert [engine.requests[each].failed for each in ids] == [None] * 3
 
 
-@pytest.mark.parametrize("fails", ["load", "save", "cut"])
+@pytest.mark.parametrize("fails", ["load", pytest.param("save", marks=pytest.mark.slow), "cut"])
 def test_a_file_that_fails_fails_the_requests_that_need_it(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:

@@ -108,7 +108,11 @@ def test_the_best_keys_are_selected(
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype"), [(Heads(9, 3, 32), torch.float32), (Heads(17, 1, 80), torch.bfloat16)]
+    ("heads", "dtype"),
+    [
+        (Heads(9, 3, 32), torch.float32),
+        pytest.param(Heads(17, 1, 80), torch.bfloat16, marks=pytest.mark.slow),
+    ],
 )
 def test_only_the_best_segments_are_searched(
     heads: Heads, dtype: torch.dtype, device: torch.device
@@ -133,7 +137,13 @@ def test_queries_that_cannot_be_compared_search_segments_that_exist(device: torc
     assert all(slot // 16 in known for slot in slots)
 
 
-@pytest.mark.parametrize(("dtype", "trees"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("dtype", "trees"),
+    [
+        (torch.float32, True),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+    ],
+)
 def test_other_rows_of_a_batch_attend_as_without(
     dtype: torch.dtype, trees: bool, device: torch.device
 ) -> None:
