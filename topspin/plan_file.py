@@ -15,6 +15,7 @@ import yaml
 
 from topspin.errors import ConfigError
 from topspin.plan import EnginePlan
+from topspin.strict_yaml import StrictLoader
 
 WIDTH = 100
 
@@ -26,7 +27,7 @@ def read_plan(path: str) -> EnginePlan:
     engine could run (EnginePlan.check).
     """
     try:
-        tree = yaml.load(Path(path).read_text(), Loader=_StrictLoader)
+        tree = yaml.load(Path(path).read_text(), Loader=StrictLoader)
         plan = msgspec.convert(tree, EnginePlan)
         plan.check()
     except OSError as error:
@@ -41,19 +42,6 @@ def print_plan(plan: EnginePlan) -> str:
     """Return `plan` as YAML."""
     tree = msgspec.to_builtins(plan)
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=WIDTH)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice, of which YAML libraries keep the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for idx, key in enumerate(keys):
-            if key in keys[:idx]:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is there twice", node.value[idx][0].start_mark
-                )
-        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):

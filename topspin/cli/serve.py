@@ -15,8 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from models.config import ModelConfig, load_model_config
+from models.facts import facts_of
 from models.hub import resolve_model
-from models.rope import is_length_dependent
 from server.gateway.requests.sampling_defaults import load_sampling_defaults
 from topspin.cli.flags import given, read_config
 from topspin.config import EngineConfig, GatewaySection
@@ -29,7 +29,7 @@ from topspin.launch.gpu_check import check_gpus
 from topspin.logs import FORMAT_VARIABLE
 from topspin.plan import EnginePlan, ServeConfig
 from topspin.plan_file import print_plan, read_plan
-from topspin.resolve import ModelFacts, check_model, resolve
+from topspin.resolve import check_model, resolve
 from topspin.settings import check_ranges
 from topspin.speculation import SELF_INT4
 
@@ -134,21 +134,6 @@ def resolve_for(
     """Return the plan of `config` for the checkpoint that `model` describes, on this host."""
     cores = sorted(os.sched_getaffinity(0))
     return resolve(config, facts_of(model), cores=cores, measured=measured)
-
-
-def facts_of(model: ModelConfig) -> ModelFacts:
-    """Return what a plan depends on."""
-    has_experts = model.moe is not None and len(model.moe_layers) > 0
-    return ModelFacts(
-        dtype=model.dtype,
-        max_positions=model.context_length,
-        num_layers=model.num_layers,
-        moe_layers=tuple(model.moe_layers),
-        num_experts=model.moe.num_experts if model.moe is not None and has_experts else 0,
-        # With dynamic NTK a key is rotated by its own prompt's length.
-        shares_prefixes=not is_length_dependent(model.rope),
-        windows=tuple(layer.sliding_window for layer in model.layers),
-    )
 
 
 def serve_config(asked: Asked) -> ServeConfig:
