@@ -28,15 +28,14 @@ from benchmarks.pingpong_nodes import MAX_M, WARM_UP_STEPS, Node, Shape, serve
 from server.scheduler.micro_batching.cost import linked_cost_model
 from server.scheduler.micro_batching.cost_fit import CostFit, StepLoad
 from server.scheduler.micro_batching.split import (
-    HopTimes,
     NodeLoad,
     choose_num_micro_batches,
-    pipeline_s,
 )
 from topspin.cli.trace.plot import draw_gantt, gantt_window
 from topspin.cli.trace.report import lanes_of
 from topspin.errors import ConfigError
 from topspin.messages import StepTimings
+from topspin.pipeline import HopTimes, pipeline_s
 
 RATIOS = (0.0, 0.25, 0.5, 1.0)
 TARGET_RATIO = 0.5

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from server.scheduler.micro_batching.cost import CostModel
 from topspin.config import MAX_MICRO_BATCHES
+from topspin.pipeline import HopTimes, pipeline_s
 
 # A new number of micro-batches must be this much faster than the one in use. With TIE it bounds
 # the cost of keeping that one (3 %); fitted times vary less than this under a constant load.
@@ -39,14 +40,6 @@ class NodeLoad(NamedTuple):
     fixed_s: float | None = None
 
 
-class HopTimes(NamedTuple):
-    """Seconds of one (layer, micro-batch): attention node, expert node, one way."""
-
-    t_a: float
-    t_e: float
-    t_c: float
-
-
 def hop_times(cost: CostModel, loads: Sequence[NodeLoad], num_micro_batches: int) -> HopTimes:
     """Return the predicted times of the largest of `num_micro_batches` micro-batches."""
     m = num_micro_batches
@@ -67,22 +60,6 @@ def hop_times(cost: CostModel, loads: Sequence[NodeLoad], num_micro_batches: int
         t_e=cost.expert_fixed_s + cost.expert_token_s * num_tokens / m,
         t_c=cost.link_s + cost.link_token_s * widest / m,
     )
-
-
-def pipeline_s(
-    times: HopTimes, *, num_micro_batches: int, num_layers: int, shares_cores: bool
-) -> float:
-    """Return how long `num_layers` layers of equal micro-batches take, exactly.
-
-    Under full overlap it is the paper's T_total = (T_a + T_e + 2 T_c) + T_f (m L - 1);
-    otherwise every layer waits for a round trip. On shared cores both sides' times add up
-    (T_f = T_a + T_e) and only the link can be hidden; with m > 1 and a link that is approximate.
-    """
-    t_a, t_e, t_c = times
-    t_f = t_a + t_e if shares_cores else max(t_a, t_e)
-    trip = t_a + t_e + 2 * t_c
-    pace = max(num_micro_batches * t_f, trip)
-    return trip + (num_layers - 1) * pace + (num_micro_batches - 1) * t_f
 
 
 def step_times(

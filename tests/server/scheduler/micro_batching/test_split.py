@@ -11,15 +11,14 @@ from server.scheduler.micro_batching.cost import CostModel, linked_cost_model
 from server.scheduler.micro_batching.split import (
     HYSTERESIS,
     TIE,
-    HopTimes,
     NodeLoad,
     choose_num_micro_batches,
     hop_times,
-    pipeline_s,
     row_bucket,
     split_slices,
     step_times,
 )
+from topspin.pipeline import HopTimes, pipeline_s
 
 # Only per-token work, equal on both sides; the link is free.
 BALANCED = CostModel(

@@ -1,0 +1,488 @@
+"""The seconds and bytes of a step, from a device's profile and a model's shape.
+
+Owns the times of one layer and one micro-batch on one node, the hop between nodes, and the step
+that they add up to: measured tables where the shape was measured, the roofline (Williams,
+Waterman, Patterson, CACM 2009) where it was not. Pure arithmetic; knows no search. Called by the
+planner and by benchmarks.cost_model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import Final, NamedTuple
+
+from deploy.placement.devices import DeviceProfile, Link, Operation
+from deploy.placement.routing import (
+    rows_reached,
+    shares_of_nodes,
+    touched,
+    touched_experts,
+)
+from deploy.placement.shapes import Kernels, ModelShape, PrecisionOf
+from deploy.placement.tables import find_table, rally_factors, seconds_at
+from topspin.pipeline import HopTimes, layers_s
+from topspin.precision import UNQUANTISED, Format
+
+__all__ = [
+    "ExpertHost",
+    "HopTimes",
+    "Replica",
+    "Rows",
+    "Setting",
+    "attention_layer_s",
+    "barrier_s",
+    "decode_s",
+    "experts_layer_s",
+    "layer_hops",
+    "link_s",
+    "prefill_chunks",
+    "prefill_s",
+    "step_fixed_s",
+    "step_s",
+    "touched_experts",
+    "unmeasured",
+]
+
+# Kernels that a recorded layer launches, for devices without tables.
+_ATTENTION_LAUNCHES: Final = 8
+_MLP_LAUNCHES: Final = 3
+_EXPERT_LAUNCHES: Final = 3
+_HEAD_LAUNCHES: Final = 6
+# Of a row's frame beside its numbers: an expert's id and its weight, four bytes each.
+_PAIR_BYTES: Final = 8
+
+
+class Rows(NamedTuple):
+    """The rows of one micro-batch on one node, of one or both phases.
+
+    `decode` sequences advance by a token, which attends to `context` keys on average; `prefill`
+    tokens of a prompt's chunk begin at position `start`.
+    """
+
+    decode: float = 0.0
+    context: float = 0.0
+    prefill: float = 0.0
+    start: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Return the token rows."""
+        return self.decode + self.prefill
+
+
+def attention_layer_s(
+    device: DeviceProfile,
+    model: ModelShape,
+    layer: int,
+    precision_of: PrecisionOf,
+    rows: Rows,
+    *,
+    threads: int,
+) -> float:
+    """Return the seconds of a layer on an attention node: all but the routed experts.
+
+    That is the attention half with its norms and router, and the dense MLP or shared expert.
+    """
+    weight_format = precision_of("attention", layer)
+    if not rows.total:
+        return 0.0
+    return _half_s(device, model, layer, weight_format, rows, threads) + _mlp_s(
+        device, model, layer, precision_of("mlp", layer), rows.total, threads
+    )
+
+
+def _half_s(
+    device: DeviceProfile,
+    model: ModelShape,
+    layer: int,
+    weight_format: Format,
+    rows: Rows,
+    threads: int,
+) -> float:
+    key = model.attention_key()
+    decode = find_table(device, "attention", key, weight_format, threads)
+    prefill = find_table(device, "prefill", key, weight_format, threads)
+    seen, start = model.seen_keys(layer, rows.context), model.seen_keys(layer, rows.start)
+    if (rows.decode and decode is None) or (rows.prefill and prefill is None):
+        return _roofline_half_s(device, model, layer, weight_format, rows, threads)
+    total_s = 0.0
+    if rows.decode:
+        assert decode is not None
+        total_s += seconds_at(decode, (rows.decode, seen))
+    if rows.prefill:
+        assert prefill is not None
+        total_s += seconds_at(prefill, (rows.prefill, start))
+    if rows.decode and rows.prefill:
+        # One pass over the weights serves both.
+        assert decode is not None
+        total_s -= min(decode.seconds[0], 0.5 * total_s)
+    return total_s
+
+
+def _roofline_half_s(
+    device: DeviceProfile,
+    model: ModelShape,
+    layer: int,
+    weight_format: Format,
+    rows: Rows,
+    threads: int,
+) -> float:
+    rates = device.rates_of(threads)
+    kernels = _kernels(device)
+    weight_bytes = model.weight_bytes("attention", layer, weight_format, kernels=kernels)
+    weight_bytes += model.other_bytes(layer)
+    numbers = model.numbers("attention", layer) + model.num_experts * model.hidden_size
+    products_s = max(
+        weight_bytes / rates.read_bytes_per_s,
+        2 * rows.total * numbers / _flops(device, threads, weight_format),
+    )
+    seen = rows.decode * model.seen_keys(layer, rows.context)
+    end = rows.start + rows.prefill
+    read = seen + (model.seen_keys(layer, end) if rows.prefill else 0.0)
+    scored = seen + rows.prefill * model.seen_keys(layer, rows.start + rows.prefill / 2)
+    keys_s = max(
+        read * model.kv_layer_bytes() / rates.read_bytes_per_s,
+        4 * scored * model.q_size / _flops(device, threads, UNQUANTISED),
+    )
+    return _ATTENTION_LAUNCHES * rates.launch_s + products_s + keys_s
+
+
+def _mlp_s(
+    device: DeviceProfile,
+    model: ModelShape,
+    layer: int,
+    weight_format: Format,
+    rows: float,
+    threads: int,
+) -> float:
+    if not model.mlp_width(layer):
+        return 0.0
+    table = find_table(device, "mlp", model.mlp_key(layer), weight_format, threads)
+    if table is not None:
+        return seconds_at(table, (rows,))
+    rates = device.rates_of(threads)
+    weight_bytes = model.weight_bytes("mlp", layer, weight_format, kernels=_kernels(device))
+    work_s = max(
+        weight_bytes / rates.read_bytes_per_s,
+        2 * rows * model.numbers("mlp", layer) / _flops(device, threads, weight_format),
+    )
+    return _MLP_LAUNCHES * rates.launch_s + work_s
+
+
+def experts_layer_s(
+    device: DeviceProfile,
+    model: ModelShape,
+    layer: int,
+    weight_format: Format,
+    *,
+    rows: float,
+    pairs: float,
+    touched: float,
+    threads: int,
+) -> float:
+    """Return the seconds of a layer's routed experts on one node.
+
+    `rows` reach the node, with `pairs` (row, expert) pairs over `touched` different experts.
+    """
+    if pairs <= 0.0 or touched <= 0.0:
+        return 0.0
+    table = find_table(device, "experts", model.experts_key(), weight_format, threads)
+    if table is not None:
+        return seconds_at(table, (touched, pairs / touched))
+    rates = device.rates_of(threads)
+    each = model.weight_bytes("experts", layer, weight_format, kernels=_kernels(device))
+    moved = touched * each + 2 * rows * model.hidden_size * model.itemsize
+    flops = 2 * pairs * model.numbers("experts", layer)
+    work_s = max(moved / rates.read_bytes_per_s, flops / _flops(device, threads, weight_format))
+    return _EXPERT_LAUNCHES * rates.launch_s + work_s
+
+
+def step_fixed_s(
+    device: DeviceProfile,
+    model: ModelShape,
+    head_format: Format,
+    rows: float,
+    *,
+    threads: int,
+) -> float:
+    """Return the seconds of a step outside its layers, where `rows` tokens are sampled.
+
+    These are its plan's indices, embeddings, final norm, LM head and sampling.
+    """
+    table = find_table(device, "head", model.head_key(), head_format, threads)
+    if table is not None:
+        return seconds_at(table, (rows,))
+    rates = device.rates_of(threads)
+    head_bytes = model.weight_bytes("lm_head", None, head_format, kernels=_kernels(device))
+    # Logits are fp32: written, and read to sample.
+    moved = head_bytes + 2 * rows * model.vocab_size * 4
+    flops = 2 * rows * model.numbers("lm_head")
+    work_s = max(moved / rates.read_bytes_per_s, flops / _flops(device, threads, head_format))
+    return _HEAD_LAUNCHES * rates.launch_s + work_s
+
+
+def link_s(link: Link, num_bytes: float) -> float:
+    """Return the seconds in which a message of `num_bytes` arrives, one way."""
+    return link.alpha_s + num_bytes / link.bytes_per_s
+
+
+class Replica(NamedTuple):
+    """An attention node, and its rows in each micro-batch.
+
+    `spread`: the standard deviation of its keys over all rows, as a share of their mean (contexts
+    differ from replica to replica, and the step waits for the slowest).
+    """
+
+    device: DeviceProfile
+    rows: Rows
+    threads: int = 1
+    spread: float = 0.0
+    slow: float = 1.0
+
+
+class ExpertHost(NamedTuple):
+    """An expert node that holds so many experts of each layer."""
+
+    device: DeviceProfile
+    held: int
+    threads: int = 1
+    slow: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a step is run, for layer_hops().
+
+    `payload_itemsize`: bytes of a number on the way to the experts (answers have the model's).
+    `local_layers` keep their routed experts on the attention nodes. `skew`: see routing.py.
+    """
+
+    micro_batches: int = 1
+    shares_cores: bool = False
+    skew: float = 0.0
+    payload_itemsize: float = 2.0
+    local_layers: frozenset[int] = field(default_factory=frozenset)
+
+
+def layer_hops(
+    model: ModelShape,
+    precision_of: PrecisionOf,
+    replicas: Sequence[Replica],
+    hosts: Sequence[ExpertHost],
+    link: Link,
+    setting: Setting,
+) -> list[HopTimes]:
+    """Return the times of each layer for one micro-batch: of the slowest replica and host.
+
+    A layer without a hop has t_e = t_c = 0; its experts' time, if any, is in t_a.
+    """
+    shares = _host_shares(model, hosts, setting.skew)
+    everyone = shares_of_nodes(model.num_experts, model.top_k, [model.num_experts], setting.skew)
+    found: list[HopTimes] = []
+    known: dict[tuple[object, ...], HopTimes] = {}
+    for layer, kind in enumerate(model.layers):
+        is_local = layer in setting.local_layers
+        formats = (precision_of("attention", layer), precision_of("mlp", layer))
+        key = (kind, is_local, formats, kind.is_moe and precision_of("experts", layer))
+        if key not in known:
+            known[key] = _hop(
+                model,
+                layer,
+                precision_of,
+                replicas,
+                () if is_local or not kind.is_moe else hosts,
+                everyone if is_local else shares,
+                link,
+                setting,
+            )
+        found.append(known[key])
+    return found
+
+
+def _host_shares(model: ModelShape, hosts: Sequence[ExpertHost], skew: float) -> list[list[float]]:
+    if not hosts:
+        return []
+    return shares_of_nodes(model.num_experts, model.top_k, [host.held for host in hosts], skew)
+
+
+def _hop(
+    model: ModelShape,
+    layer: int,
+    precision_of: PrecisionOf,
+    replicas: Sequence[Replica],
+    hosts: Sequence[ExpertHost],
+    shares: Sequence[Sequence[float]],
+    link: Link,
+    setting: Setting,
+) -> HopTimes:
+    weight_format = precision_of("experts", layer)
+    moments = []
+    for replica in replicas:
+        mean_s = replica.slow * _replica_s(
+            model, layer, precision_of, replica, None if hosts else shares, setting
+        )
+        more = replica.rows._replace(context=replica.rows.context * (1 + replica.spread))
+        deviation_s = 0.0
+        if replica.spread:
+            moved = replica._replace(rows=more)
+            deviation_s = replica.slow * _replica_s(
+                model, layer, precision_of, moved, None if hosts else shares, setting
+            )
+            deviation_s -= mean_s
+        moments.append((mean_s, max(0.0, deviation_s)))
+    t_a = barrier_s(moments)
+    if not hosts:
+        return HopTimes(t_a, 0.0, 0.0)
+    rows = sum(replica.rows.total for replica in replicas)
+    widest = max(replica.rows.total for replica in replicas)
+    t_e = t_c = 0.0
+    sent = 0.0
+    for host, chosen in zip(hosts, shares, strict=True):
+        factor = rally_factors(
+            host.device,
+            shares_cores=setting.shares_cores,
+            micro_batches=setting.micro_batches,
+            rows=rows,
+        )[1]
+        reached = rows_reached(chosen, rows)
+        host_s = experts_layer_s(
+            host.device,
+            model,
+            layer,
+            weight_format,
+            rows=reached,
+            pairs=rows * math.fsum(chosen),
+            touched=touched(chosen, rows),
+            threads=host.threads,
+        )
+        t_e = max(t_e, host.slow * factor * host_s)
+        t_c = max(t_c, link_s(link, reached * _row_bytes(model, setting)))
+        sent += rows_reached(chosen, widest) * _row_bytes(model, setting)
+    return HopTimes(t_a, t_e, max(t_c, link_s(link, sent)))
+
+
+def _row_bytes(model: ModelShape, setting: Setting) -> float:
+    """Return the bytes of a row on the wire, the mean of both ways."""
+    there = model.hidden_size * setting.payload_itemsize + model.top_k * _PAIR_BYTES
+    return (there + model.hidden_size * model.itemsize) / 2
+
+
+def _replica_s(
+    model: ModelShape,
+    layer: int,
+    precision_of: PrecisionOf,
+    replica: Replica,
+    local: Sequence[Sequence[float]] | None,
+    setting: Setting,
+) -> float:
+    """Return the seconds of a layer on a replica; with its experts if they are `local`."""
+    device, rows, threads = replica.device, replica.rows, replica.threads
+    factor = rally_factors(
+        device,
+        shares_cores=setting.shares_cores,
+        micro_batches=setting.micro_batches,
+        rows=rows.total,
+    )[0]
+    found_s = factor * attention_layer_s(device, model, layer, precision_of, rows, threads=threads)
+    if local is None or not model.layers[layer].is_moe:
+        return found_s
+    chosen = local[0]
+    return found_s + experts_layer_s(
+        device,
+        model,
+        layer,
+        precision_of("experts", layer),
+        rows=rows.total,
+        pairs=rows.total * model.top_k,
+        touched=touched(chosen, rows.total),
+        threads=threads,
+    )
+
+
+def step_s(
+    hops: Sequence[HopTimes], *, fixed_s: float, micro_batches: int, shares_cores: bool
+) -> float:
+    """Return the seconds of a step: its layers in the pipeline, and what is outside them."""
+    return fixed_s + layers_s(hops, num_micro_batches=micro_batches, shares_cores=shares_cores)
+
+
+def barrier_s(moments: Sequence[tuple[float, float]]) -> float:
+    """Return the expected maximum of independent normal times (mean, standard deviation).
+
+    E[max] is the integral of 1 - F_1(x) ... F_n(x) from 0, plus that of -F_1 ... F_n below it.
+    """
+    highest = max(mean for mean, _ in moments)
+    if len(moments) == 1 or all(deviation == 0.0 for _, deviation in moments):
+        return highest
+    widest = max(deviation for _, deviation in moments)
+    low, high = highest - 8 * widest, highest + 8 * widest
+    count = 256
+    width = (high - low) / count
+    total_s = low
+    for idx in range(count):
+        at = low + (idx + 0.5) * width
+        below = 1.0
+        for mean, deviation in moments:
+            below *= NormalDist(mean, deviation).cdf(at) if deviation else float(at >= mean)
+        total_s += (1.0 - below) * width
+    return total_s
+
+
+def prefill_chunks(prompt: int, chunk: int) -> list[tuple[int, int]]:
+    """Return the (tokens, start) of each chunk of a prompt."""
+    return [(min(chunk, prompt - start), start) for start in range(0, prompt, chunk)]
+
+
+def prefill_s(stages_s: Sequence[float], num_micro_batches: int) -> float:
+    """Return the seconds in which prompts pass layer ranges: filled once, paced by the slowest."""
+    return sum(stages_s) + (num_micro_batches - 1) * max(stages_s)
+
+
+def decode_s(stages_s: Sequence[float], num_micro_batches: int, num_tokens: int) -> float:
+    """Return the seconds in which `num_tokens` tokens of all sequences pass layer ranges.
+
+    The first token is the prefill's. A sequence's next token waits for its last one, so a round
+    takes the whole way through, or all micro-batches at the slowest stage. (LLM-PQ, arXiv
+    2403.01136, counts (N - 1)(n - 1) max t, a sum that is short by up to N / (N - 1).)
+    """
+    round_s = max(sum(stages_s), num_micro_batches * max(stages_s))
+    return (num_tokens - 1) * round_s
+
+
+def unmeasured(
+    device: DeviceProfile, model: ModelShape, precision_of: PrecisionOf, *, role: str, threads: int
+) -> list[str]:
+    """Return what the roofline answers for, as no table was measured: for reports."""
+    asked: set[tuple[Operation, tuple[int, ...], Format]] = set()
+    for layer, kind in enumerate(model.layers):
+        if role == "expert":
+            if kind.is_moe:
+                asked.add(("experts", model.experts_key(), precision_of("experts", layer)))
+            continue
+        of_attention = precision_of("attention", layer)
+        asked.add(("attention", model.attention_key(), of_attention))
+        asked.add(("prefill", model.attention_key(), of_attention))
+        if model.mlp_width(layer):
+            asked.add(("mlp", model.mlp_key(layer), precision_of("mlp", layer)))
+    if role == "attention":
+        asked.add(("head", model.head_key(), precision_of("lm_head", None)))
+    found = []
+    for operation, shape, weight_format in sorted(asked):
+        table = find_table(device, operation, shape, weight_format, threads)
+        if table is None:
+            found.append(f"{operation} in {weight_format}")
+        elif table.threads != threads:
+            found.append(f"{operation} in {weight_format} with {threads} threads")
+    return found
+
+
+def _kernels(device: DeviceProfile) -> Kernels:
+    return "cpu" if device.kind == "cpu" else "triton"
+
+
+def _flops(device: DeviceProfile, threads: int, weight_format: Format) -> float:
+    flops = device.rates_of(threads).flops
+    return flops.get(weight_format, flops[UNQUANTISED])

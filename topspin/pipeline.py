@@ -1,0 +1,75 @@
+"""How long a step's layers take, given the times of one layer and micro-batch.
+
+Owns MegaScale-Infer's pipeline formula (arXiv 2504.02263, section 4), corrected for links that are
+not hidden and for cores that both sides share. Pure arithmetic. Called by the scheduler, which
+chooses the number of micro-batches of every step, and by the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class HopTimes(NamedTuple):
+    """Seconds of one (layer, micro-batch): attention node, expert node, one way."""
+
+    t_a: float
+    t_e: float
+    t_c: float
+
+
+def pipeline_s(
+    times: HopTimes, *, num_micro_batches: int, num_layers: int, shares_cores: bool
+) -> float:
+    """Return how long `num_layers` layers of equal micro-batches take, exactly.
+
+    Under full overlap it is the paper's T_total = (T_a + T_e + 2 T_c) + T_f (m L - 1);
+    otherwise every layer waits for a round trip. On shared cores both sides' times add up
+    (T_f = T_a + T_e) and only the link can be hidden; with m > 1 and a link that is approximate.
+    """
+    t_f = _busy_s(times, shares_cores)
+    pace = max(num_micro_batches * t_f, _trip_s(times))
+    return _trip_s(times) + (num_layers - 1) * pace + (num_micro_batches - 1) * t_f
+
+
+def layers_s(layers: Sequence[HopTimes], *, num_micro_batches: int, shares_cores: bool) -> float:
+    """Return how long layers that differ take; pipeline_s() for equal ones.
+
+    A layer without a hop (dense, or its experts beside the attention) has t_e = t_c = 0. Exact
+    where no cores are shared; where they are, each layer is counted at its own pace.
+    """
+    if not layers:
+        return 0.0
+    if all(each == layers[0] for each in layers):
+        return pipeline_s(
+            layers[0],
+            num_micro_batches=num_micro_batches,
+            num_layers=len(layers),
+            shares_cores=shares_cores,
+        )
+    m = num_micro_batches
+    if shares_cores:
+        paces = (max(m * _busy_s(each, True), _trip_s(each)) for each in layers[1:])
+        return _trip_s(layers[0]) + sum(paces) + (m - 1) * _busy_s(layers[-1], True)
+    # Both sides serve (layer, micro-batch) in this order; an answer begins the next layer.
+    attention_s = experts_s = 0.0
+    answers = [0.0] * m
+    for t_a, t_e, t_c in layers:
+        for micro_batch, answer_s in enumerate(answers):
+            attention_s = max(attention_s, answer_s) + t_a
+            if t_e == 0.0 and t_c == 0.0:
+                answers[micro_batch] = attention_s
+                continue
+            experts_s = max(experts_s, attention_s + t_c) + t_e
+            answers[micro_batch] = experts_s + t_c
+    return max(answers)
+
+
+def _busy_s(times: HopTimes, shares_cores: bool) -> float:
+    """Return T_f, the least time between two micro-batches of a layer."""
+    return times.t_a + times.t_e if shares_cores else max(times.t_a, times.t_e)
+
+
+def _trip_s(times: HopTimes) -> float:
+    return times.t_a + times.t_e + 2 * times.t_c
