@@ -26,6 +26,7 @@ from attention_nodes.memory_budget import (
     window_bytes,
 )
 from attention_nodes.model_runner import ModelRunner
+from attention_nodes.slow_decoder import SlowDecoder
 from kernels.dispatch import select_ops
 from kernels.runtime import open_runtime
 from m2n_comm.net import AttentionNet
@@ -88,7 +89,9 @@ def load_runner(
     checkpoint = Checkpoint(path)
     with fitting(runtime, "the weights of attention"):
         weights = stream_attention_weights(checkpoint, model, dtype=dtype, device=runtime.device)
-        decoder = Decoder(model, weights, ops, cache, precision=config.precision)
+        slow = config.node.slow
+        make = Decoder if slow == 1 else partial(SlowDecoder, slow=slow)
+        decoder = make(model, weights, ops, cache, precision=config.precision)
     unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
     if unused:
         _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))

@@ -118,6 +118,7 @@ def load_draft_model(
             # On the CPU the fastest, whatever the target needs: a draft's sums may have any order.
             kernels=place.kernels if place.is_device else "cpu",
             device=place.device,
+            slow=config.node.slow,
             precision=rules_of("int4" if is_self else speculation.quantization or UNQUANTISED),
             recordings=config.execution.recordings,
             hf_overrides=overrides,

@@ -25,6 +25,7 @@ from attention_nodes.rotary import RotaryTable
 from attention_nodes.step_inputs import MicroBatchInputs, StepInputs, host_part
 from draft_nodes.kv_layout import KvLayout, Placed
 from kernels.contracts import ExpertWeights as PackedExperts
+from kernels.cpu.compiled.slowdown import slowdown_of
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import Runtime, open_runtime
 from models.checkpoint import Checkpoint
@@ -44,7 +45,8 @@ decoding compiles as it records them; with a higher bound on a sequence's rows i
 class Settings(NamedTuple):
     """Where and how a draft model computes.
 
-    Its cache has `num_slots` rows; no position is `max_length` (None: the model's) or more.
+    Its cache has `num_slots` rows; no position is `max_length` (None: the model's) or more. `slow`
+    as in topspin.plan.NodeSpec.
     `hf_overrides` are those of load_model_config.
     """
 
@@ -58,6 +60,7 @@ class Settings(NamedTuple):
     recordings: bool = True
     """Whether passes of few rows are recorded and replayed; only those of the kernels "cpu" are."""
     hf_overrides: Mapping[str, object] | None = None
+    slow: float = 1.0
 
 
 class DraftModel:
@@ -72,8 +75,12 @@ class DraftModel:
         *,
         max_length: int,
         recordings: bool = True,
+        slow: float = 1.0,
     ) -> None:
-        """`experts` are those of each MoE layer, by id; `layout` is of the decoder's cache."""
+        """`experts` are those of each MoE layer, by id; `layout` is of the decoder's cache.
+
+        Passes take `slow` times as long as they would.
+        """
         self.config: ModelConfig = decoder.config
         self.max_length = max_length
         self._decoder = decoder
@@ -85,6 +92,7 @@ class DraftModel:
         num_experts = self.config.moe.num_experts if self.config.moe is not None else 0
         self._slots = torch.arange(num_experts, dtype=torch.int32, device=runtime.device)[None]
         self._steps = recorded_steps(decoder, runtime, self._rotary) if recordings else None
+        self._slowdown = slowdown_of(slow)
 
     @classmethod
     def load(cls, path: Path, settings: Settings) -> DraftModel:
@@ -126,6 +134,7 @@ class DraftModel:
             runtime,
             max_length=longest,
             recordings=settings.recordings,
+            slow=settings.slow,
         )
         if runtime.is_asynchronous:
             with fitting(runtime, "a pass of the draft model"):
@@ -210,6 +219,8 @@ class DraftModel:
 
     def _compute(self, inputs: StepInputs, logits: Tensor) -> None:
         """Run all layers and write the logits f32[R, V] of the wanted rows."""
+        if self._slowdown is not None:
+            self._slowdown.begin()
         decoder, (part,) = self._decoder, inputs.parts
         residual = decoder.embed(inputs.tokens)
         delta: Tensor | None = None
@@ -223,6 +234,8 @@ class DraftModel:
         residual += delta
         if len(logits):
             decoder.logits(residual.index_select(0, inputs.sample_rows), out=logits)
+        if self._slowdown is not None:
+            self._slowdown.end()
 
     def _routed(self, layer: Layer, moe_idx: int, normed: Tensor) -> Tensor:
         """Return the sum [T, H] of the routed experts of normed [T, H]."""

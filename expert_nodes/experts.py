@@ -18,6 +18,7 @@ from expert_nodes.versions import Held, SlotCounts, Versions, make_version
 from kernels import deterministic
 from kernels.contracts import ExpertMatrices, ExpertOutput
 from kernels.contracts import ExpertWeights as PackedExperts
+from kernels.cpu.compiled.slowdown import Slowdown
 from kernels.dispatch import Ops
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import ExpertBatch, NetShape
@@ -61,6 +62,7 @@ class Experts:
         assert not per_expert_answers or ops.name == deterministic.name
         self._per_expert_answers = per_expert_answers
         self.trace: Ring | None = None
+        self.slowdown: Slowdown | None = None
         self._precision = precision
         layers: list[PackedExperts] = []
         for read in take(weights.layers) if isinstance(weights, ExpertWeights) else weights:
@@ -115,9 +117,13 @@ class Experts:
         """
         version = self._versions.use(batch.table_version)
         layer = version.layers[batch.layer]
+        if self.slowdown is not None:
+            self.slowdown.begin()
         result = self._run(batch.hidden, batch.slots, batch.weights, layer)
         if self._counts:
             self._ops.add_counts(version.counts[batch.layer], result.counts)
+        if self.slowdown is not None:
+            self.slowdown.end()
         return result.out
 
     def warm_up(self, num_rows: Sequence[int] = (1,)) -> None:

@@ -18,6 +18,7 @@ from expert_nodes.experts import Experts
 from expert_nodes.memory import batch_bytes, lacking
 from expert_nodes.tables import TableChange
 from expert_nodes.ticket_graphs import TicketGraphs
+from kernels.cpu.compiled.slowdown import slowdown_of
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import ExpertNet, NetShape
@@ -110,6 +111,7 @@ def load_experts(
         # The sizes fit: other processes took memory meanwhile, or it is fragmented.
         raise ConfigError(f"expert node {index}: {error}; use {_WAYS_OUT}") from error
     experts.trace = ring_of(config)
+    experts.slowdown = slowdown_of(config.node.slow)
     release_freed_memory()
     return experts
 

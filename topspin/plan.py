@@ -59,8 +59,10 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
 
     `device` is "cpu" or "cuda:N". `cores` are those that belong to this node alone (empty: it
     shares all cores of the host), `num_threads` None: as many threads as its cores. `wait`: how it
-    waits within a step. Not served yet, and refused unless left out: another `host`, an `address`
-    of its own, a `key`, a device group (`tp`), a range of `layers`, a single one of the `phases`.
+    waits within a step. `slow` k emulates a device that takes k times as long: the node sleeps for
+    k - 1 times its own computing, on the CPU only. Not served yet, and refused unless left out:
+    another `host`, an `address` of its own, a `key`, a device group (`tp`), a range of `layers`, a
+    single one of the `phases`.
     """
 
     role: ClassVar[NodeRole]
@@ -77,6 +79,7 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     tp: Count = 1
     layers: tuple[int, int] | None = None
     phases: Literal["both", "prefill", "decode"] = "both"
+    slow: Annotated[float, Meta(ge=1, le=1000)] = 1.0
 
     @property
     def place(self) -> Place:
@@ -437,6 +440,11 @@ def _check_node(node: NodeSpec, *, where: str) -> None:
         raise ConfigError(f"{where}: kernels {node.kernels} compute on the CPU only")
     if node.place.is_gpu and node.cores:
         raise ConfigError(f"{where}: cores: a node on a GPU needs none of its own")
+    if node.slow > 1 and node.place.is_device:
+        raise ConfigError(
+            f"{where}: slow {node.slow:g}: only nodes that compute on the CPU, without the kernels "
+            "triton, are slowed down; leave it out"
+        )
     if isinstance(node, AttentionNode):
         if node.kv_cache_bytes is None and not node.place.is_gpu:
             raise ConfigError(f"{where}: kv_cache_bytes: a node on the CPU needs a size")

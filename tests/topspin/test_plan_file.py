@@ -30,7 +30,7 @@ def unequal() -> EnginePlan:
         made,
         nodes=(
             replace(first, cores=(0, 1), num_threads=2, wait="spin"),
-            replace(second, max_num_seqs=7, kv_cache_bytes=2**30),
+            replace(second, max_num_seqs=7, kv_cache_bytes=2**30, slow=1.5),
             *(replace(node, experts=held) for node, held in zip(experts, (6, 3), strict=True)),
         ),
         precision=(

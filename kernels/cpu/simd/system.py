@@ -11,13 +11,15 @@ from typing import Final
 from llvmlite import ir
 from numba.core import types
 
-from kernels.cpu.simd.lanes import I64, call, constant, cpu_has, operation, pointer
+from kernels.cpu.simd.lanes import I32, I64, call, constant, cpu_has, operation, pointer
 
 _SYS_FUTEX: Final = 202
 _WAIT_PRIVATE, _WAKE_PRIVATE = 128, 129
 _SYS_FADVISE64: Final = 221
 _WILL_NEED: Final = 3
 _EVERYONE: Final = 2**31 - 1
+_MONOTONIC, _THREAD_CPUTIME = 1, 3
+_NS_PER_S: Final = 10**9
 
 
 def _futex(builder: ir.IRBuilder, word: ir.Value, action: int, value: ir.Value) -> None:
@@ -110,13 +112,39 @@ def yield_core(builder: ir.IRBuilder) -> None:
 @operation(types.int64, [])
 def now_ns(builder: ir.IRBuilder) -> ir.Value:
     """Return CLOCK_MONOTONIC."""
+    return _clock(builder, _MONOTONIC)
+
+
+@operation(types.int64, [])
+def thread_ns(builder: ir.IRBuilder) -> ir.Value:
+    """Return the time that this thread has had a core."""
+    return _clock(builder, _THREAD_CPUTIME)
+
+
+def _clock(builder: ir.IRBuilder, clock: int) -> ir.Value:
     with builder.goto_entry_block():
         memory = builder.alloca(ir.ArrayType(I64, 2))
     address = builder.ptrtoint(memory, I64)
-    kind = ir.FunctionType(ir.IntType(32), [ir.IntType(32), I64])
+    kind = ir.FunctionType(I32, [I32, I64])
     known = builder.module.globals.get("clock_gettime")
     function = known or ir.Function(builder.module, kind, "clock_gettime")
-    builder.call(function, [ir.Constant(ir.IntType(32), 1), address])
+    builder.call(function, [ir.Constant(I32, clock), address])
     seconds = builder.load(pointer(builder, address, I64))
     rest = builder.load(pointer(builder, builder.add(address, constant(8)), I64))
-    return builder.add(builder.mul(seconds, constant(10**9)), rest)
+    return builder.add(builder.mul(seconds, constant(_NS_PER_S)), rest)
+
+
+@operation(types.none, [types.int64])
+def sleep_ns(builder: ir.IRBuilder, duration: ir.Value) -> None:
+    """Sleep for that long, and for the kernel's timer slack; a signal may end it early."""
+    with builder.goto_entry_block():
+        memory = builder.alloca(ir.ArrayType(I64, 2))
+    address = builder.ptrtoint(memory, I64)
+    second = constant(_NS_PER_S)
+    builder.store(builder.sdiv(duration, second), pointer(builder, address, I64))
+    rest = pointer(builder, builder.add(address, constant(8)), I64)
+    builder.store(builder.srem(duration, second), rest)
+    kind = ir.FunctionType(I32, [I64, I64])
+    known = builder.module.globals.get("nanosleep")
+    function = known or ir.Function(builder.module, kind, "nanosleep")
+    builder.call(function, [address, constant(0)])

@@ -1,0 +1,80 @@
+"""Nodes that emulate slower devices give the same tokens, later, and report the time they took."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import pytest
+
+from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.program import Program
+from tests.checkpoints import make_checkpoint
+from tests.engine import Engine, engine_config
+from topspin.messages.requests import STEP_BUCKETS_S
+from topspin.plan import EnginePlan
+from topspin.speculation import Speculation
+
+pytestmark = pytest.mark.skipif(
+    not block_width(), reason="this processor leaves bf16 products to oneDNN"
+)
+
+PROMPTS = [[7, 3, 9, 200, 4], [17] * 8, [5]]
+NUM_TOKENS = 10
+SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128}
+DRAFTS = Speculation(method="draft_model", model="self-int4", num_speculative_tokens=3)
+SLOW = 20.0
+
+
+def slowed(plan: EnginePlan, name: str) -> EnginePlan:
+    """Return `plan` with one slow node."""
+    nodes = tuple(
+        msgspec.structs.replace(node, slow=SLOW) if str(node) == name else node
+        for node in plan.nodes
+    )
+    assert nodes != plan.nodes
+    return msgspec.structs.replace(plan, nodes=nodes)
+
+
+def run(plan: EnginePlan) -> tuple[list[list[int]], dict[str, float], int]:
+    """Return the tokens, seconds by phase of the fastest steps, and how often a program ran."""
+    runs, real = [], Program.run
+
+    def counted(program: Program) -> None:
+        runs.append(program)
+        real(program)
+
+    with mock.patch.object(Program, "run", counted), Engine(plan) as engine:
+        tokens = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+        while not (stats := engine.stats()).num_draft_passes and plan.drafts:
+            engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+    # On a busy machine the others have waited for a core, which is not slowed down.
+    seconds = {
+        name: STEP_BUCKETS_S[next(idx for idx, count in enumerate(each.counts) if count)]
+        for name, each in stats.step_phases.items()
+        if any(each.counts[:-1])
+    }
+    seconds["pass"] = stats.draft_pass_seconds / max(1, stats.num_draft_passes)
+    return tokens, seconds, len(runs)
+
+
+def test_a_slow_node_gives_the_same_tokens_and_reports_its_time(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe", **SIZES)
+    plan = engine_config(path, dtype="bfloat16", expert_nodes=2, transport="shm", window_rows=64)
+    tokens, usual, _ = run(plan)
+    for name, phase in (("expert 1", "expert"), ("attention 0", "attention")):
+        found, seconds, programs = run(slowed(plan, name))
+        assert found == tokens
+        assert programs > NUM_TOKENS
+        # Much of a tiny model's step is Python, which is not slowed down.
+        assert seconds[phase] > 2 * usual[phase]
+
+
+def test_a_slow_draft_node_gives_the_same_tokens(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "qwen3_moe", **SIZES)
+    plan = engine_config(path, dtype="bfloat16", transport="shm", speculation=DRAFTS, draft_nodes=1)
+    tokens, usual, _ = run(plan)
+    found, seconds, _ = run(slowed(plan, "draft 0"))
+    assert found == tokens
+    assert seconds["pass"] > 2 * usual["pass"]
