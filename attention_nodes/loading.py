@@ -88,7 +88,9 @@ def load_runner(
     )
     checkpoint = Checkpoint(path)
     with fitting(runtime, "the weights of attention"):
-        weights = stream_attention_weights(checkpoint, model, dtype=dtype, device=runtime.device)
+        weights = stream_attention_weights(
+            checkpoint, model, dtype=dtype, device=runtime.device, precision=config.precision
+        )
         slow = config.node.slow
         make = Decoder if slow == 1 else partial(SlowDecoder, slow=slow)
         decoder = make(model, weights, ops, cache, precision=config.precision)

@@ -83,7 +83,7 @@ def _start_gateway(model: Path, control: str) -> tuple[subprocess.Popen[bytes], 
     """Start a gateway on a free port; returns it and its URL."""
     asked = EngineConfig(model=ModelSection(path=str(model)))
     gateway = GatewaySection(port=0, served_names=("stub",), access_log=False)
-    config = ServeConfig(plan=resolve_for(asked, load_model_config(model)), gateway=gateway)
+    config = ServeConfig(plan=resolve_for(asked, load_model_config(model), model), gateway=gateway)
     config_reader, config_writer = os.pipe()
     os.write(config_writer, msgspec.json.encode(config))
     os.close(config_writer)

@@ -136,6 +136,7 @@ class LocalModel:
                 trace=TraceSection(enabled=False),
             ),
             self.config,
+            self._path,
         )
         return msgspec.structs.replace(plan, precision=(*plan.precision, *self._rules)).for_node()
 

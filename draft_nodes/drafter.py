@@ -19,6 +19,7 @@ from draft_nodes.asking import AskingDrafter
 from draft_nodes.model import DraftModel, Settings
 from kernels.runtime import open_runtime
 from models.config import ModelConfig, load_model_config
+from models.quantised.precision import checkpoint_rules
 from spec_decode.draft import Drafter
 from spec_decode.forest import Growth
 from spec_decode.joined import JoinedDrafter
@@ -27,7 +28,7 @@ from spec_decode.suffix import SuffixDrafter, limits_of
 from topspin.errors import ConfigError
 from topspin.kv_cache_spec import KvCacheSpec
 from topspin.plan import NodeConfig
-from topspin.precision import UNQUANTISED, rules_of
+from topspin.precision import rules_of
 from topspin.speculation import SELF_INT4, Speculation, cached_tokens
 
 DEFAULT_WIDTH: Final = 4
@@ -109,17 +110,24 @@ def load_draft_model(
     is_self = speculation.model == SELF_INT4
     place = config.node.place
     draft_path, overrides = _draft_checkpoint(config, speculation, model_path)
+    # On the CPU the fastest, whatever the target needs: a draft's sums may have any order.
+    kernels = place.kernels if place.is_device else "cpu"
+    quantization = "int4" if is_self else speculation.quantization
+    if quantization is None:
+        own = checkpoint_rules(draft_path, load_model_config(draft_path, overrides))
+        precision = own.get(kernels, ())
+    else:
+        precision = rules_of(quantization)
     model = DraftModel.load(
         draft_path,
         Settings(
             dtype=getattr(torch, config.model.dtype),
             num_slots=num_slots,
             max_length=config.model.max_model_len,
-            # On the CPU the fastest, whatever the target needs: a draft's sums may have any order.
-            kernels=place.kernels if place.is_device else "cpu",
+            kernels=kernels,
             device=place.device,
             slow=config.node.slow,
-            precision=rules_of("int4" if is_self else speculation.quantization or UNQUANTISED),
+            precision=precision,
             recordings=config.execution.recordings,
             hf_overrides=overrides,
         ),

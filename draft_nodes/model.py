@@ -118,7 +118,11 @@ class DraftModel:
                 runtime=runtime,
             )
             weights = stream_attention_weights(
-                Checkpoint(path), model, dtype=settings.dtype, device=runtime.device
+                Checkpoint(path),
+                model,
+                dtype=settings.dtype,
+                device=runtime.device,
+                precision=rules,
             )
             decoder = Decoder(model, weights, ops, cache, precision=rules)
             experts = _pack_experts(path, model, ops, settings, runtime) if model.moe_layers else []
@@ -282,6 +286,7 @@ def _pack_experts(
         dtype=settings.dtype,
         experts=[every] * len(model.moe_layers),
         device=runtime.device,
+        precision=settings.precision,
     )
     packed = []
     for layer, stream in zip(model.moe_layers, streams, strict=True):

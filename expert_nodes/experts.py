@@ -26,7 +26,7 @@ from models.config import ModelConfig
 from models.expert_reader import ExpertReader
 from models.weights import ExpertStream, ExpertWeights, take
 from topspin.plan import NodeConfig
-from topspin.precision import Format, Rules, format_of
+from topspin.precision import UNQUANTISED, Format, Rules, format_of
 from topspin.trace import Ring
 
 
@@ -189,8 +189,9 @@ class Experts:
                 if expert in old:
                     sources.append(old.index(expert))
                 else:
-                    tensors = yield from reader.read(layer, expert)
-                    sources.append(ExpertMatrices(*tensors, *self._formats(layer, [expert])))
+                    (own,) = self._formats(layer, [expert])
+                    tensors = yield from reader.read(layer, expert, keep_codes=own != UNQUANTISED)
+                    sources.append(ExpertMatrices(*tensors, own))
             packed = yield from self._ops.rebuild_experts(base.layers[layer], sources)
             layers.append(packed)
         # Another thread's streams may read the experts as soon as a step names the table.

@@ -95,7 +95,12 @@ def load_experts(
         experts = Experts(
             model,
             stream_expert_weights(
-                Checkpoint(model_path), model, dtype=dtype, experts=held, device=runtime.device
+                Checkpoint(model_path),
+                model,
+                dtype=dtype,
+                experts=held,
+                device=runtime.device,
+                precision=config.precision,
             ),
             ops,
             held=held,

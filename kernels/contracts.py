@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -202,6 +202,48 @@ class HeadRows(NamedTuple):
     eps: float = 0.0
 
 
+class CodedMatrix(Protocol):
+    """A matrix [O, I] as a quantised checkpoint has it, to be packed without choosing new codes.
+
+    Number [o, i] is (codes[o, i] - zeros[o, g]) * scales[o, g], g being i // group.
+    """
+
+    @property
+    def codes(self) -> Tensor:
+        """u8[O, I], below 2 ** bits, or e4m3[O, I]."""
+
+    @property
+    def scales(self) -> Tensor:
+        """f32[O, G], G being I / group, rounded up."""
+
+    @property
+    def zeros(self) -> Tensor | None:
+        """f32[O, G]; None: 0."""
+
+    @property
+    def group(self) -> int:
+        """The inputs that share a scale."""
+
+    @property
+    def bits(self) -> int:
+        """The bits of a code."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's, of the dequantised matrix."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """(O, I)."""
+
+    def dequantised(self) -> Tensor:
+        """Return the numbers in `dtype`."""
+
+
+Matrix = Tensor | CodedMatrix
+"""What weights are packed from."""
+
+
 @dataclass(frozen=True, eq=False)
 class LinearWeight:
     """A weight [O, I] in the layout of the implementation that packed it.
@@ -241,11 +283,11 @@ class ExpertWeights:
 
 
 class ExpertMatrices(NamedTuple):
-    """One expert in a checkpoint's layout, and the format to pack it in."""
+    """One expert in a checkpoint's layout, and the format to pack it in; coded only with one."""
 
-    gate_up: Tensor
+    gate_up: Matrix
     """[2F, H], gate rows above up rows."""
-    down: Tensor
+    down: Matrix
     """[H, F]."""
     weight_format: Format = UNQUANTISED
 

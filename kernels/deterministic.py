@@ -19,7 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.coded import numbers
+from kernels.contracts import (
+    ExpertMatrices,
+    ExpertOutput,
+    ExpertWeights,
+    LinearWeight,
+    Matrix,
+)
 from kernels.cpu.plain import add_rms_norm, rms_norm, rotate_and_store
 from kernels.deterministic_attention import paged_attention
 from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
@@ -78,9 +85,10 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(ops._is_mkldnn_bf16_supported())
 
 
-def pack_linear(weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
+def pack_linear(weight: Matrix, weight_format: Format = UNQUANTISED) -> LinearWeight:
     """Prepack a weight [O, I] for oneDNN if possible; the caller drops the original."""
     assert weight_format == UNQUANTISED, weight_format
+    weight = numbers(weight)
     num_out, num_in = weight.shape
     if not can_prepack(weight.dtype):
         return LinearWeight(weight.contiguous(), num_out, num_in, packed=False)
@@ -137,8 +145,8 @@ PACKING: Final = Packing(pack_linear, pack_linear, collect_experts)
 
 
 def pack_experts(
-    gate_up: Iterable[Tensor],
-    down: Iterable[Tensor],
+    gate_up: Iterable[Matrix],
+    down: Iterable[Matrix],
     *,
     formats: Sequence[Format] | None = None,
     share_per_row: float = 0.0,

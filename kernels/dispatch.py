@@ -24,6 +24,7 @@ from kernels.contracts import (
     HeadRows,
     KeyCodes,
     LinearWeight,
+    Matrix,
     Routing,
 )
 from kernels.sampling import SampleResult, SamplingBatch
@@ -73,7 +74,7 @@ class Ops(Protocol):
         out: Tensor | None = None,
     ) -> Tensor: ...
 
-    def pack_linear(self, weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight: ...
+    def pack_linear(self, weight: Matrix, weight_format: Format = UNQUANTISED) -> LinearWeight: ...
 
     def linear(
         self,
@@ -98,8 +99,8 @@ class Ops(Protocol):
 
     def pack_experts(
         self,
-        gate_up: Iterable[Tensor],
-        down: Iterable[Tensor],
+        gate_up: Iterable[Matrix],
+        down: Iterable[Matrix],
         *,
         formats: Sequence[Format] | None = None,
         share_per_row: float = 0.0,

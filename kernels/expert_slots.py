@@ -10,12 +10,11 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight
+from kernels.contracts import ExpertMatrices, ExpertWeights, LinearWeight, Matrix
 from topspin.precision import UNQUANTISED, Format
 
-Pack = Callable[[Tensor, Format], LinearWeight]
+Pack = Callable[[Matrix, Format], LinearWeight]
 Collect = Callable[[list[LinearWeight], list[LinearWeight], torch.dtype], ExpertWeights]
 """Makes experts of gate_up and down by slot; the dtype is the unpacked matrices'."""
 
@@ -30,8 +29,8 @@ class Packing(NamedTuple):
 
 def pack_slots(
     packing: Packing,
-    gate_up: Iterable[Tensor],
-    down: Iterable[Tensor],
+    gate_up: Iterable[Matrix],
+    down: Iterable[Matrix],
     formats: Sequence[Format] | None,
 ) -> ExpertWeights:
     """Pack experts one matrix after the other; see `kernels.reference.pack_experts`."""
@@ -41,7 +40,7 @@ def pack_slots(
 
 
 def _pack_each(
-    pack: Pack, matrices: Iterable[Tensor], formats: Sequence[Format] | None
+    pack: Pack, matrices: Iterable[Matrix], formats: Sequence[Format] | None
 ) -> tuple[list[LinearWeight], torch.dtype]:
     """Return packed matrices and the dtype that they had."""
     packed: list[LinearWeight] = []

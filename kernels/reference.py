@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.coded import numbers
 from kernels.contracts import (
     AttentionMeta,
     ExpertMatrices,
@@ -25,6 +26,7 @@ from kernels.contracts import (
     HeadRows,
     KeyCodes,
     LinearWeight,
+    Matrix,
     Permutation,
     Retrieval,
     Routing,
@@ -206,10 +208,13 @@ def _kept(
     return kept.scatter_(1, selected, True)
 
 
-def pack_linear(weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
-    """Convert a weight [O, I] to this implementation's layout of a format; here it is unchanged."""
+def pack_linear(weight: Matrix, weight_format: Format = UNQUANTISED) -> LinearWeight:
+    """Convert a weight [O, I] to this implementation's layout of a format.
+
+    Here it is unchanged, or dequantised.
+    """
     assert weight_format == UNQUANTISED, weight_format
-    return LinearWeight(weight, weight.shape[0], weight.shape[1], packed=False)
+    return LinearWeight(numbers(weight), weight.shape[0], weight.shape[1], packed=False)
 
 
 def linear(
@@ -291,8 +296,8 @@ PACKING: Final = Packing(pack_linear, pack_linear, collect_experts)
 
 
 def pack_experts(
-    gate_up: Iterable[Tensor],
-    down: Iterable[Tensor],
+    gate_up: Iterable[Matrix],
+    down: Iterable[Matrix],
     *,
     formats: Sequence[Format] | None = None,
     share_per_row: float = 0.0,

@@ -8,7 +8,7 @@ shapes come from models.weights. One thread at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -65,6 +65,11 @@ class Checkpoint:
         return frozenset(self._index.tensors)
 
     @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """All tensors' dtypes, shapes and places, by name."""
+        return self._index.tensors
+
+    @property
     def tensors_read(self) -> frozenset[str]:
         """Names of the tensors read so far."""
         return frozenset(self._tensors_read)
@@ -105,23 +110,55 @@ class Checkpoint:
             expected = (len(rows), *expected[1:])
         if tuple(out.shape) != expected:
             raise _shape_error(name, entry, expected, out.shape)
+        where: list[int | slice] = [] if index is None else [index]
+        if rows is not None:
+            where.append(slice(rows.start, rows.stop))
+        # A view keeps its file mapped, so it is freed before the file is closed.
+        out.copy_(self._view(name, entry, where))
+        self._release()
+
+    def read_raw(
+        self,
+        name: str,
+        dtypes: Sequence[str],
+        *,
+        index: int | None = None,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """Return a copy of tensor `name` in its stored dtype, one of `dtypes` ("I32").
+
+        `index` and `rows` as in read_into; `columns`, without these, is a range of dimension 1.
+        Raises CheckpointError if the tensor is missing, unreadable, or of another dtype.
+        """
+        entry = self._entry(name)
+        if entry.dtype not in dtypes:
+            raise _dtype_error(name, entry, dtypes)
+        where: list[int | slice] = [] if index is None else [index]
+        if rows is not None:
+            where.append(slice(rows.start, rows.stop))
+        if columns is not None:
+            where += [slice(None), slice(columns.start, columns.stop)]
+        found = self._view(name, entry, where).clone()
+        self._release()
+        return found
+
+    def _view(self, name: str, entry: TensorEntry, where: Sequence[int | slice]) -> Tensor:
+        """Return a part of a tensor in the mapped file; the caller calls _release afterwards."""
         self._tensors_read.add(name)
         handle = self._open(entry.file)
         try:
-            if rows is not None:
-                part = slice(rows.start, rows.stop)
-                where = part if index is None else (index, part)
-                view = handle.get_slice(name)[where]
-            elif index is None:
-                view = handle.get_tensor(name)
+            found: Tensor
+            if where:
+                found = handle.get_slice(name)[tuple(where)]
             else:
-                view = handle.get_slice(name)[index]
+                found = handle.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{entry.file}: tensor {name}: {error}") from error
-        out.copy_(view)
-        self._mapped_bytes += view.numel() * view.element_size()
-        # A view keeps its file mapped, so it must be freed before the handle.
-        del view, handle
+        self._mapped_bytes += found.nbytes
+        return found
+
+    def _release(self) -> None:
         if self._mapped_bytes >= _RELEASE_AFTER_BYTES:
             self.close()
 
@@ -159,10 +196,7 @@ class Checkpoint:
     def _readable(self, name: str) -> TensorEntry:
         entry = self._entry(name)
         if entry.dtype not in _FLOAT_DTYPES:
-            raise CheckpointError(
-                f"{entry.file}: tensor {name} is {entry.dtype}; "
-                f"supported: {', '.join(_FLOAT_DTYPES)}"
-            )
+            raise _dtype_error(name, entry, tuple(_FLOAT_DTYPES))
         return entry
 
     def _open(self, file: Path) -> Any:
@@ -175,6 +209,12 @@ class Checkpoint:
                 raise CheckpointError(f"{file}: cannot be read: {error}") from error
             self._handle_file = file
         return self._handle
+
+
+def _dtype_error(name: str, entry: TensorEntry, supported: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.file}: tensor {name} is {entry.dtype}; supported: {', '.join(supported)}"
+    )
 
 
 def _shape_error(

@@ -16,6 +16,8 @@ from typing import Literal
 from models.config_fields import Fields, read_json
 from models.families import FAMILIES, Family, QkNorm
 from models.overrides import overridden
+from models.quantised.config import parse_quantisation
+from models.quantised.scheme import Quantisation
 from models.rope_config import RopeConfig, parse_rope
 from topspin.errors import ConfigError
 
@@ -64,7 +66,8 @@ class ModelConfig:
     dtype is the checkpoint's (the server may run another). qk_norm: "head" normalises each head
     after the projection (Qwen3), "full" the whole projection (OLMoE). clip_qkv clamps q, k and v to
     [-clip, clip] after qk_norm and before RoPE. intermediate_size is the width of a dense MLP
-    layer. eos_token_ids end a generation, in no special order.
+    layer. eos_token_ids end a generation, in no special order. quantisation: how the checkpoint
+    stores its projections; None: as numbers.
     """
 
     family: str
@@ -88,6 +91,7 @@ class ModelConfig:
     moe: MoeConfig | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    quantisation: Quantisation | None = None
 
     @property
     def num_layers(self) -> int:
@@ -173,6 +177,7 @@ def load_model_config(path: Path, overrides: Mapping[str, object] | None = None)
         moe=moe if any(sparse) else None,
         eos_token_ids=_eos_token_ids(path, fields, vocab_size=vocab_size),
         bos_token_id=fields.optional_int("bos_token_id"),
+        quantisation=parse_quantisation(fields),
     )
 
 
@@ -196,9 +201,6 @@ def _family(fields: Fields) -> Family:
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
     """Raise ConfigError for options that change the computation in an unsupported way."""
-    for option in ("quantization_config", "compression_config"):
-        if fields.raw.get(option):
-            raise fields.error(option, "supported: unquantised float32, bfloat16, float16 weights")
     if fields.raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.error("hidden_act", "supported: silu")
     if fields.raw.get("per_layer_config"):

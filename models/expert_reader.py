@@ -11,12 +11,12 @@ from collections.abc import Generator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig
-from models.families import FAMILIES, expert_name, fused_expert_name, layer_name
-from topspin.errors import CheckpointError
+from models.expert_sources import ExpertSources
+from models.quantised.coded import CodedMatrix, stacked
+from models.quantised.matrices import Matrix, MatrixReader, Source
 
 # About half a millisecond of copying from the page cache.
 PIECE_BYTES = 2 * 2**20
@@ -25,16 +25,8 @@ PIECE_BYTES = 2 * 2**20
 class ExpertTensors(NamedTuple):
     """One expert: gate_up [2F, H] (gate rows above up rows), down [H, F]."""
 
-    gate_up: Tensor
-    down: Tensor
-
-
-class _Source(NamedTuple):
-    """A matrix in the checkpoint (slice `slice_idx` of a stacked one), and its destination."""
-
-    name: str
-    slice_idx: int | None
-    out: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 class ExpertReader:
@@ -51,71 +43,51 @@ class ExpertReader:
         assert config.moe is not None
         self._checkpoint = checkpoint
         self._config = config
-        self._moe = config.moe
-        self._family = FAMILIES[config.family]
-        self._dtype = dtype
-        self._device = device
+        self._num_experts = config.moe.num_experts
+        self._reader = MatrixReader(checkpoint, config.quantisation, dtype=dtype, device=device)
+        self._num_numbers = PIECE_BYTES // dtype.itemsize
 
     def read_ahead(self, layer: int, expert: int) -> None:
         """Start loading the pages of an expert of MoE layer `layer` in the background."""
-        for source in self._sources(layer, expert, self._empty("meta")):
-            self._checkpoint.read_ahead(source.name, index=source.slice_idx)
+        sources = self._sources(layer, expert)
+        for source in (*sources.gate_up(expert), *sources.down(expert)):
+            self._reader.read_ahead(source)
 
-    def read(self, layer: int, expert: int) -> Generator[None, None, ExpertTensors]:
+    def read(
+        self, layer: int, expert: int, *, keep_codes: bool = False
+    ) -> Generator[None, None, ExpertTensors]:
         """Return an expert of MoE layer `layer`; yields after each piece.
 
-        Raises CheckpointError as models.weights.load_expert_weights.
+        With `keep_codes` its matrices stay coded if the checkpoint has codes. Raises
+        CheckpointError as models.weights.load_expert_weights.
         """
-        tensors = self._empty(self._device)
-        for source in self._sources(layer, expert, tensors):
-            num_rows, row_bytes = source.out.shape[0], source.out[0].nbytes
-            step = max(1, PIECE_BYTES // row_bytes)
-            for low in range(0, num_rows, step):
-                rows = range(low, min(low + step, num_rows))
-                self._checkpoint.read_into(
-                    source.name, source.out[low : rows.stop], index=source.slice_idx, rows=rows
-                )
-                yield
-        return tensors
+        sources = self._sources(layer, expert)
+        (_, hidden), (_, width) = sources.gate_up_shape, sources.down_shape
+        gate_up = yield from self._matrix(sources.gate_up(expert), hidden, keep_codes)
+        down = yield from self._matrix(sources.down(expert), width, keep_codes)
+        return ExpertTensors(gate_up, down)
 
     def close(self) -> None:
         """Unmap the file; reading opens it again."""
         self._checkpoint.close()
 
-    def _empty(self, device: torch.device | str) -> ExpertTensors:
-        hidden, width = self._config.hidden_size, self._moe.intermediate_size
-        return ExpertTensors(
-            torch.empty(2 * width, hidden, dtype=self._dtype, device=device),
-            torch.empty(hidden, width, dtype=self._dtype, device=device),
-        )
+    def _matrix(
+        self, sources: list[Source], num_in: int, keep_codes: bool
+    ) -> Generator[None, None, Matrix]:
+        if keep_codes:
+            coded: list[CodedMatrix | None] = []
+            for piece in self._reader.coded_pieces(sources, num_in, num_numbers=self._num_numbers):
+                coded.append(piece)
+                yield
+            found = [piece for piece in coded if piece is not None]
+            together = stacked(found) if found else None
+            if together is not None:
+                return together
+        out = self._reader.empty(sum(source.num_rows for source in sources), num_in)
+        for _ in self._reader.pieces(sources, out, num_numbers=self._num_numbers):
+            yield
+        return out
 
-    def _sources(self, layer: int, expert: int, tensors: ExpertTensors) -> list[_Source]:
-        assert 0 <= expert < self._moe.num_experts, f"expert {expert}"
-        layer_idx = self._config.moe_layers[layer]
-        block, width = self._block(layer_idx), self._moe.intermediate_size
-        fused = [
-            fused_expert_name(layer_idx, block=block, projection=projection)
-            for projection in ("gate_up_proj", "down_proj")
-        ]
-        if fused[0] in self._checkpoint:
-            return [_Source(name, expert, out) for name, out in zip(fused, tensors, strict=True)]
-        family = self._family
-        return [
-            _Source(
-                expert_name(layer_idx, block=block, expert_id=expert, projection=projection),
-                None,
-                out,
-            )
-            for projection, out in (
-                (family.expert_gate, tensors.gate_up[:width]),
-                (family.expert_up, tensors.gate_up[width:]),
-                (family.expert_down, tensors.down),
-            )
-        ]
-
-    def _block(self, layer_idx: int) -> str:
-        """Return the name of the layer's MoE block, found by its router."""
-        for block in self._family.moe_blocks:
-            if layer_name(layer_idx, f"{block}.gate.weight") in self._checkpoint:
-                return block
-        raise CheckpointError(f"{self._checkpoint.path}: layer {layer_idx} has no router")
+    def _sources(self, layer: int, expert: int) -> ExpertSources:
+        assert 0 <= expert < self._num_experts, f"expert {expert}"
+        return ExpertSources(self._reader, self._config, self._config.moe_layers[layer])

@@ -5,13 +5,20 @@ Knows no tensors. Called by whoever makes or checks a plan: `topspin serve` and 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from models.config import ModelConfig
+from models.quantised.precision import checkpoint_rules
 from models.rope import is_length_dependent
 from topspin.resolve import ModelFacts
 
 
-def facts_of(model: ModelConfig) -> ModelFacts:
-    """Return what a plan depends on."""
+def facts_of(model: ModelConfig, path: Path | None = None) -> ModelFacts:
+    """Return what a plan depends on.
+
+    `path` is the checkpoint, for the precision of its weights; without it that is not asked for.
+    Raises CheckpointError if it is quantised and cannot be read.
+    """
     has_experts = model.moe is not None and len(model.moe_layers) > 0
     return ModelFacts(
         dtype=model.dtype,
@@ -22,4 +29,5 @@ def facts_of(model: ModelConfig) -> ModelFacts:
         # With dynamic NTK a key is rotated by its own prompt's length.
         shares_prefixes=not is_length_dependent(model.rope),
         windows=tuple(layer.sliding_window for layer in model.layers),
+        precision={} if path is None else checkpoint_rules(path, model),
     )

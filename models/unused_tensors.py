@@ -6,11 +6,21 @@ has read its own tensors, and warns, as transformers does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from typing import Final
 
 from models.config import ModelConfig
 from models.families import FAMILIES, layer_name
 
+# Of quantised matrices, of which their reader needs the codes and the scales only: sizes that the
+# configuration has, and the scales of rows, which the kernels choose themselves.
+_BESIDE_CODES: Final = (
+    "weight_shape",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "activation_scale",
+)
 # Some old checkpoints store tensors that are computed from the configuration.
 _COMPUTED = ".rotary_emb.inv_freq"
 
@@ -21,8 +31,17 @@ def unused_tensors(names: Iterable[str], config: ModelConfig, *, read: frozenset
     They belong to layers or experts beyond those of `config`, or to parts that its family
     does not have.
     """
-    rest = (name for name in names if name not in read and not name.endswith(_COMPUTED))
+    rest = [name for name in names if name not in read and not name.endswith(_COMPUTED)]
+    if config.quantisation is not None:
+        modules = {name.rpartition(".")[0] for name in read}
+        rest = [name for name in rest if not _is_beside_codes(name, modules)]
     return sorted(name for name in rest if not _is_routed_expert(name, config))
+
+
+def _is_beside_codes(name: str, modules: Set[str]) -> bool:
+    """Say whether `name` belongs to one of the quantised `modules` that were read."""
+    module, _, suffix = name.rpartition(".")
+    return suffix in _BESIDE_CODES and module in modules
 
 
 def describe_unused(unused: list[str], *, num_named: int = 3) -> str:

@@ -10,7 +10,7 @@ q = heads * head_dim, kv = kv_heads * head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -19,16 +19,11 @@ from torch import Tensor
 
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig
-from models.families import (
-    EMBED,
-    FAMILIES,
-    FINAL_NORM,
-    LM_HEAD,
-    expert_name,
-    fused_expert_name,
-    layer_name,
-)
-from topspin.errors import CheckpointError, ConfigError
+from models.expert_sources import ExpertSources, moe_block
+from models.families import EMBED, FINAL_NORM, LM_HEAD, layer_name
+from models.quantised.matrices import Matrix, MatrixReader, Source
+from topspin.errors import ConfigError
+from topspin.precision import UNQUANTISED, Format, Part, Rules, format_of
 
 Item = TypeVar("Item")
 
@@ -38,8 +33,8 @@ class SharedExpertWeights:
     """The expert that every token takes: gate_up [2F, H], down [H, F], and its sigmoid
     gate's row [1, H]."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     gate: Tensor
 
 
@@ -47,8 +42,8 @@ class SharedExpertWeights:
 class DenseMlpWeights:
     """The MLP of a layer without experts: gate_up [2F, H], down [H, F], biases [2F], [H]."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
@@ -64,9 +59,9 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
-    o: Tensor
+    o: Matrix
     o_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -82,7 +77,7 @@ class AttentionWeights:
     when tied), final_norm [H]. If `layers` is not a list, each is read when it is taken."""
 
     embed: Tensor
-    lm_head: Tensor
+    lm_head: Matrix
     final_norm: Tensor
     layers: list[LayerWeights] | Iterator[LayerWeights]
 
@@ -110,8 +105,8 @@ class ExpertStream(NamedTuple):
     layer's.
     """
 
-    gate_up: Iterable[Tensor]
-    down: Iterable[Tensor]
+    gate_up: Iterable[Matrix]
+    down: Iterable[Matrix]
 
 
 def take(items: list[Item] | Iterator[Item]) -> Iterator[Item]:
@@ -144,10 +139,14 @@ def stream_attention_weights(
     *,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    precision: Rules = (),
 ) -> AttentionWeights:
-    """Read as load_attention_weights, but each layer only when it is taken."""
-    reader = _Reader(checkpoint, config, dtype=dtype, device=torch.device(device))
-    embed = reader.read(_embed_name(checkpoint, config), config.vocab_size, config.hidden_size)
+    """Read as load_attention_weights, but each layer only when it is taken.
+
+    Projections to which `precision` gives a format stay coded, where the checkpoint has codes.
+    """
+    reader = _Reader(checkpoint, config, dtype=dtype, device=device, precision=precision)
+    embed = reader.read(_embed_name(reader), config.vocab_size, config.hidden_size)
     lm_head = _load_lm_head(reader, embed)
     return AttentionWeights(
         embed=embed,
@@ -177,17 +176,18 @@ def load_expert_weights(
     config.moe_layers[i]; it may be empty and may repeat an id. Reads nothing else.
     Raises ConfigError for ids out of range, CheckpointError as load_attention_weights.
     """
-    reader = _expert_reader(checkpoint, config, dtype=dtype, experts=experts, device=device)
+    _check_experts(config, experts)
+    reader = MatrixReader(checkpoint, config.quantisation, dtype=dtype, device=device)
     layers = []
     for layer_idx, expert_ids in zip(config.moe_layers, experts, strict=True):
-        matrices = _expert_matrices(reader, layer_idx, expert_ids)
+        sources = ExpertSources(reader, config, layer_idx)
         layer = ExpertLayerWeights(
-            gate_up=reader.empty(len(expert_ids), *matrices.gate_up_shape),
-            down=reader.empty(len(expert_ids), *matrices.down_shape),
+            gate_up=reader.empty(len(expert_ids), *sources.gate_up_shape),
+            down=reader.empty(len(expert_ids), *sources.down_shape),
         )
         for slot, expert_id in enumerate(expert_ids):
-            matrices.read_gate_up(expert_id, layer.gate_up[slot])
-            matrices.read_down(expert_id, layer.down[slot])
+            reader.read_into(sources.gate_up(expert_id), layer.gate_up[slot])
+            reader.read_into(sources.down(expert_id), layer.down[slot])
         layers.append(layer)
     checkpoint.close()
     return ExpertWeights(layers=layers)
@@ -200,47 +200,52 @@ def stream_expert_weights(
     dtype: torch.dtype,
     experts: Sequence[Sequence[int]],
     device: torch.device | str = "cpu",
+    precision: Rules = (),
 ) -> Iterator[ExpertStream]:
-    """Read as load_expert_weights, but each matrix only when it is taken."""
-    reader = _expert_reader(checkpoint, config, dtype=dtype, experts=experts, device=device)
-    for layer_idx, expert_ids in zip(config.moe_layers, experts, strict=True):
-        matrices = _expert_matrices(reader, layer_idx, expert_ids)
+    """Read as load_expert_weights, but each matrix only when it is taken.
+
+    Experts to which `precision` gives a format stay coded, where the checkpoint has codes.
+    """
+    _check_experts(config, experts)
+    reader = _Reader(checkpoint, config, dtype=dtype, device=device, precision=precision)
+    return _stream_experts(reader, experts)
+
+
+def _stream_experts(reader: _Reader, experts: Sequence[Sequence[int]]) -> Iterator[ExpertStream]:
+    for layer_idx, expert_ids in zip(reader.config.moe_layers, experts, strict=True):
+        sources = ExpertSources(reader.matrices, reader.config, layer_idx)
+        formats = [format_of(reader.precision, "experts", layer_idx, each) for each in expert_ids]
+        of_each = list(zip(expert_ids, formats, strict=True))
+        _, hidden = sources.gate_up_shape
+        _, width = sources.down_shape
         yield ExpertStream(
-            gate_up=_stream(reader, expert_ids, matrices.read_gate_up, matrices.gate_up_shape),
-            down=_stream(reader, expert_ids, matrices.read_down, matrices.down_shape),
+            gate_up=(reader.matrix(sources.gate_up(e), hidden, f) for e, f in of_each),
+            down=(reader.matrix(sources.down(e), width, f) for e, f in of_each),
         )
-    checkpoint.close()
+    reader.checkpoint.close()
 
 
-def _stream(
-    reader: _Reader,
-    expert_ids: Sequence[int],
-    read: Callable[[int, Tensor], None],
-    shape: tuple[int, int],
-) -> Iterator[Tensor]:
-    for expert_id in expert_ids:
-        out = reader.empty(*shape)
-        read(expert_id, out)
-        yield out
-
-
-def _expert_reader(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    experts: Sequence[Sequence[int]],
-    device: torch.device | str,
-) -> _Reader:
+def _check_experts(config: ModelConfig, experts: Sequence[Sequence[int]]) -> None:
+    """Raise ConfigError unless every layer has a list of the model's experts."""
     if len(experts) != len(config.moe_layers):
         raise ConfigError(
             f"experts: {len(experts)} entries; the model has {len(config.moe_layers)} MoE layers"
         )
-    return _Reader(checkpoint, config, dtype=dtype, device=torch.device(device))
+    for layer_idx, expert_ids in zip(config.moe_layers, experts, strict=True):
+        assert config.moe is not None
+        wrong = [each for each in expert_ids if not 0 <= each < config.moe.num_experts]
+        if wrong:
+            raise ConfigError(
+                f"experts: layer {layer_idx} has no expert {wrong[0]}; "
+                f"the model has experts 0 to {config.moe.num_experts - 1}"
+            )
 
 
 class _Reader:
-    """A checkpoint, its configuration, and the destination of its tensors."""
+    """A checkpoint, its configuration, and the destination of its tensors.
+
+    A matrix whose rule in `precision` has a format stays coded if the checkpoint has codes.
+    """
 
     def __init__(
         self,
@@ -248,59 +253,56 @@ class _Reader:
         config: ModelConfig,
         *,
         dtype: torch.dtype,
-        device: torch.device,
+        device: torch.device | str,
+        precision: Rules = (),
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
-        self.family = FAMILIES[config.family]
-        self._dtype = dtype
-        self._device = device
-
-    def empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        self.precision = precision
+        self.matrices = MatrixReader(checkpoint, config.quantisation, dtype=dtype, device=device)
 
     def read(self, name: str, *shape: int) -> Tensor:
         """Return tensor `name`, which must have `shape`."""
-        out = self.empty(*shape)
-        self.checkpoint.read_into(name, out)
-        return out
+        return self.matrices.read([Source(name, shape[0])], *shape[1:])
 
-    def read_rows(self, parts: Iterable[tuple[str, int]], *columns: int) -> Tensor:
-        """Return the named tensors, each with its number of rows, one above the other."""
-        parts = list(parts)
-        out = self.empty(sum(rows for _, rows in parts), *columns)
-        start = 0
-        for name, rows in parts:
-            self.checkpoint.read_into(name, out[start : start + rows])
-            start += rows
-        return out
+    def read_rows(self, parts: Iterable[tuple[str, int]]) -> Tensor:
+        """Return the named vectors, each with its number of rows, one behind the other."""
+        return self.matrices.read([Source(*part) for part in parts])
 
-    def moe_block(self, layer_idx: int) -> str:
-        """Return the name of the layer's MoE block, found by its router."""
-        for block in self.family.moe_blocks:
-            if layer_name(layer_idx, f"{block}.gate.weight") in self.checkpoint:
-                return block
-        wanted = layer_name(layer_idx, f"{self.family.moe_blocks[0]}.gate.weight")
-        raise CheckpointError(f"{self.checkpoint.path}: tensor {wanted} is missing")
+    def matrix(self, sources: Sequence[Source], num_in: int, weight_format: Format) -> Matrix:
+        """Return matrices [rows, num_in] above one another, coded if they are to be."""
+        coded = None
+        if weight_format != UNQUANTISED:
+            coded = self.matrices.coded(sources, num_in)
+        return self.matrices.read(sources, num_in) if coded is None else coded
+
+    def matrix_of(
+        self, part: Part, layer_idx: int | None, parts: Iterable[tuple[str, int]], num_in: int
+    ) -> Matrix:
+        """Return the named matrices of a part of the model as matrix() does."""
+        weight_format = format_of(self.precision, part, layer_idx)
+        return self.matrix([Source(*each) for each in parts], num_in, weight_format)
 
 
-def _embed_name(checkpoint: Checkpoint, config: ModelConfig) -> str:
+def _embed_name(reader: _Reader) -> str:
     """Return the embedding's name; a tied checkpoint may hold its one matrix as lm_head."""
-    is_lm_head = config.tie_word_embeddings and EMBED not in checkpoint and LM_HEAD in checkpoint
-    return LM_HEAD if is_lm_head else EMBED
+    is_tied, matrices = reader.config.tie_word_embeddings, reader.matrices
+    return LM_HEAD if is_tied and EMBED not in matrices and LM_HEAD in matrices else EMBED
 
 
-def _load_lm_head(reader: _Reader, embed: Tensor) -> Tensor:
+def _load_lm_head(reader: _Reader, embed: Tensor) -> Matrix:
     """Return `embed` itself when tied, else the checkpoint's lm_head.
 
     As in transformers, a checkpoint that claims to be tied and stores two different matrices
     is not.
     """
-    checkpoint, config = reader.checkpoint, reader.config
-    if config.tie_word_embeddings and not (EMBED in checkpoint and LM_HEAD in checkpoint):
-        return embed
-    lm_head = reader.read(LM_HEAD, config.vocab_size, config.hidden_size)
-    return embed if config.tie_word_embeddings and torch.equal(lm_head, embed) else lm_head
+    config, matrices = reader.config, reader.matrices
+    if config.tie_word_embeddings:
+        if not (EMBED in matrices and LM_HEAD in matrices):
+            return embed
+        lm_head = reader.read(LM_HEAD, config.vocab_size, config.hidden_size)
+        return embed if torch.equal(lm_head, embed) else lm_head
+    return reader.matrix_of("lm_head", None, [(LM_HEAD, config.vocab_size)], config.hidden_size)
 
 
 def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
@@ -316,13 +318,15 @@ def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
     is_moe = config.layers[layer_idx].is_moe
     return LayerWeights(
         input_norm=reader.read(layer_name(layer_idx, "input_layernorm.weight"), hidden),
-        qkv=reader.read_rows(((attn(f"{p}.weight"), rows) for p, rows in projections), hidden),
+        qkv=reader.matrix_of(
+            "attention", layer_idx, ((attn(f"{p}.weight"), n) for p, n in projections), hidden
+        ),
         qkv_bias=(
             reader.read_rows((attn(f"{p}.bias"), rows) for p, rows in projections)
             if config.qkv_bias
             else None
         ),
-        o=reader.read(attn("o_proj.weight"), hidden, q),
+        o=reader.matrix_of("attention", layer_idx, [(attn("o_proj.weight"), hidden)], q),
         o_bias=reader.read(attn("o_proj.bias"), hidden) if config.o_bias else None,
         q_norm=(
             reader.read(attn("q_norm.weight"), q if is_full else config.head_dim)
@@ -344,7 +348,8 @@ def _load_layer(reader: _Reader, layer_idx: int) -> LayerWeights:
 def _load_router(reader: _Reader, layer_idx: int) -> Tensor:
     moe = reader.config.moe
     assert moe is not None
-    name = layer_name(layer_idx, f"{reader.moe_block(layer_idx)}.gate.weight")
+    block = moe_block(reader.matrices, reader.config, layer_idx)
+    name = layer_name(layer_idx, f"{block}.gate.weight")
     return reader.read(name, moe.num_experts, reader.config.hidden_size)
 
 
@@ -355,14 +360,16 @@ def _load_shared(reader: _Reader, layer_idx: int) -> SharedExpertWeights | None:
     if width is None:
         return None
     hidden = reader.config.hidden_size
+    block = moe_block(reader.matrices, reader.config, layer_idx)
 
     def name(suffix: str) -> str:
-        return layer_name(layer_idx, f"{reader.moe_block(layer_idx)}.{suffix}.weight")
+        return layer_name(layer_idx, f"{block}.{suffix}.weight")
 
     gate_up = [(name("shared_expert.gate_proj"), width), (name("shared_expert.up_proj"), width)]
+    down = [(name("shared_expert.down_proj"), hidden)]
     return SharedExpertWeights(
-        gate_up=reader.read_rows(gate_up, hidden),
-        down=reader.read(name("shared_expert.down_proj"), hidden, width),
+        gate_up=reader.matrix_of("mlp", layer_idx, gate_up, hidden),
+        down=reader.matrix_of("mlp", layer_idx, down, width),
         gate=reader.read(name("shared_expert_gate"), 1, hidden),
     )
 
@@ -375,72 +382,12 @@ def _load_dense(reader: _Reader, layer_idx: int) -> DenseMlpWeights:
         return layer_name(layer_idx, f"mlp.{suffix}")
 
     gate_and_up = (("gate_proj", width), ("up_proj", width))
+    gate_up = [(name(f"{p}.weight"), w) for p, w in gate_and_up]
     return DenseMlpWeights(
-        gate_up=reader.read_rows(((name(f"{p}.weight"), w) for p, w in gate_and_up), hidden),
-        down=reader.read(name("down_proj.weight"), hidden, width),
+        gate_up=reader.matrix_of("mlp", layer_idx, gate_up, hidden),
+        down=reader.matrix_of("mlp", layer_idx, [(name("down_proj.weight"), hidden)], width),
         gate_up_bias=(
             reader.read_rows((name(f"{p}.bias"), w) for p, w in gate_and_up) if has_bias else None
         ),
         down_bias=reader.read(name("down_proj.bias"), hidden) if has_bias else None,
     )
-
-
-class _ExpertMatrices(NamedTuple):
-    """The readers of one layer's expert matrices, called with (expert id, destination)."""
-
-    gate_up_shape: tuple[int, int]
-    down_shape: tuple[int, int]
-    read_gate_up: Callable[[int, Tensor], None]
-    read_down: Callable[[int, Tensor], None]
-
-
-def _expert_matrices(reader: _Reader, layer_idx: int, expert_ids: Sequence[int]) -> _ExpertMatrices:
-    """Check one layer's experts and return their readers, for either layout."""
-    moe = reader.config.moe
-    assert moe is not None
-    hidden, width = reader.config.hidden_size, moe.intermediate_size
-    wrong = [expert_id for expert_id in expert_ids if not 0 <= expert_id < moe.num_experts]
-    if wrong:
-        raise ConfigError(
-            f"experts: layer {layer_idx} has no expert {wrong[0]}; "
-            f"the model has experts 0 to {moe.num_experts - 1}"
-        )
-    read_into = reader.checkpoint.read_into
-    fused = _fused_names(reader, layer_idx)
-    if fused is not None:
-        reader.checkpoint.expect_shape(fused.gate_up, (moe.num_experts, 2 * width, hidden))
-        reader.checkpoint.expect_shape(fused.down, (moe.num_experts, hidden, width))
-    block, family = reader.moe_block(layer_idx), reader.family
-
-    def name(projection: str, expert_id: int) -> str:
-        return expert_name(layer_idx, block=block, expert_id=expert_id, projection=projection)
-
-    def read_gate_up(expert_id: int, out: Tensor) -> None:
-        if fused is not None:
-            read_into(fused.gate_up, out, index=expert_id)
-        else:
-            read_into(name(family.expert_gate, expert_id), out[:width])
-            read_into(name(family.expert_up, expert_id), out[width:])
-
-    def read_down(expert_id: int, out: Tensor) -> None:
-        if fused is not None:
-            read_into(fused.down, out, index=expert_id)
-        else:
-            read_into(name(family.expert_down, expert_id), out)
-
-    return _ExpertMatrices((2 * width, hidden), (hidden, width), read_gate_up, read_down)
-
-
-class _FusedNames(NamedTuple):
-    gate_up: str
-    down: str
-
-
-def _fused_names(reader: _Reader, layer_idx: int) -> _FusedNames | None:
-    """Return the names of the layer's stacked experts, None in the per-expert layout."""
-    block = reader.moe_block(layer_idx)
-    gate_up = fused_expert_name(layer_idx, block=block, projection="gate_up_proj")
-    if gate_up not in reader.checkpoint:
-        return None
-    down = fused_expert_name(layer_idx, block=block, projection="down_proj")
-    return _FusedNames(gate_up=gate_up, down=down)

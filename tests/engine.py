@@ -167,7 +167,7 @@ def engine_config(
             layout="shared",
         ),
     )
-    return resolve_for(asked, model)
+    return resolve_for(asked, model, path)
 
 
 class Engine:

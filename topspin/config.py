@@ -54,10 +54,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class ModelSection(Section, frozen=True, kw_only=True):
     """The model: a checkpoint directory, and how it is read.
 
-    With `quantization` the routed experts, shared experts, dense MLPs and attention projections are
-    kept at that precision and the LM head in 8 bits, quantised while they are read; embeddings,
-    routers and norms stay in `dtype`, as do activations (except an expert's with fp8 weights, which
-    are fp8 too).
+    With a format for `quantization` the routed experts, shared experts, dense MLPs and attention
+    projections are kept at that precision and the LM head in 8 bits, quantised while they are read;
+    by default a quantised checkpoint's are as it has them. Embeddings, routers and norms stay in
+    `dtype`, as do activations (except an expert's with fp8 weights, which are fp8 too).
     """
 
     path: str
@@ -84,14 +84,14 @@ class ModelSection(Section, frozen=True, kw_only=True):
         ),
     ] = None
     quantization: Annotated[
-        Format,
+        Literal["auto"] | Format,
         Setting(
             "keep experts, MLPs and attention projections in 8 or 4 bits, quantised while they "
             "are read: faster and smaller, with some loss of quality (`topspin bench "
-            "quantization MODEL` measures it)",
+            "quantization MODEL` measures it); auto: as the checkpoint has them",
             flag="--quantization",
         ),
-    ] = "none"
+    ] = "auto"
 
 
 class TopologySection(Section, frozen=True, kw_only=True):

@@ -24,6 +24,8 @@ KERNEL_FORMATS: Final[dict[str, tuple[Format, ...]]] = {
     "triton": ("int8", "int4", "fp8"),
 }
 """By kernels of `kernels.dispatch`; the others have none."""
+CODE_GROUPS: Final[dict[str, int]] = {"cpu": 32, "triton": 128}
+"""By kernels: the inputs that share a step in int8 and int4."""
 ROLE_PARTS: Final[dict[NodeRole, tuple[Part, ...]]] = {
     "attention": ("attention", "mlp", "lm_head"),
     "expert": ("experts",),

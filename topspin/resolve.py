@@ -7,7 +7,8 @@ plans that were read from a file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ from topspin.config import (
 from topspin.cores import DEFAULT_LAYOUT, LayoutChoice, split_cores
 from topspin.devices import (
     CPU,
+    NodeRole,
     Nodes,
     assign_devices,
     auto_micro_batches,
@@ -51,7 +53,7 @@ from topspin.plan import (
     PlannedModel,
     Wait,
 )
-from topspin.precision import check_rules, rules_of
+from topspin.precision import ROLE_PARTS, Rules, check_rules, rules_of
 from topspin.retrieval import policy_of
 from topspin.settings import check_ranges
 from topspin.speculation import cached_tokens
@@ -65,6 +67,7 @@ class ModelFacts(NamedTuple):
     `num_experts` is the number of routed experts per MoE layer; 0, for a dense model, makes an
     engine without expert nodes. `shares_prefixes`: a token's key and value depend only on the
     tokens before it. `windows` are those of all layers, None where a layer has none; (): of none.
+    `precision` are a quantised checkpoint's rules by the kernels that serve it as it is.
     """
 
     dtype: str
@@ -74,6 +77,7 @@ class ModelFacts(NamedTuple):
     num_experts: int
     shares_prefixes: bool = True
     windows: tuple[int | None, ...] = ()
+    precision: Mapping[str, Rules] = MappingProxyType({})
 
 
 def resolve(
@@ -97,7 +101,7 @@ def resolve(
     link, wait = _m2n(config.m2n, nodes, compute, dtype=planned.dtype, measured=measured)
     plan = EnginePlan(
         model=planned,
-        precision=rules_of(config.model.quantization),
+        precision=_precision(config.model, model, nodes),
         kv_cache=KvCacheSpec(
             block_size=config.cache.block_size,
             dtype=config.cache.kv_cache_dtype,
@@ -122,6 +126,22 @@ def resolve(
     except ConfigError as error:
         raise ConfigError(f"--quantization {config.model.quantization}: {error}") from error
     return plan
+
+
+def _precision(asked: ModelSection, model: ModelFacts, nodes: Nodes) -> Rules:
+    """Return the rules asked for, by default the checkpoint's own: each role by its kernels."""
+    if asked.quantization != "auto":
+        return rules_of(asked.quantization)
+    places: dict[NodeRole, str] = {
+        "attention": nodes.attention.kernels,
+        "expert": nodes.experts.kernels,
+    }
+    return tuple(
+        rule
+        for role, kernels in places.items()
+        for rule in model.precision.get(kernels, ())
+        if rule.part in ROLE_PARTS[role]
+    )
 
 
 def check_precision(plan: EnginePlan, model: ModelFacts) -> None:

@@ -25,7 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.coded import numbers
+from kernels.contracts import (
+    ExpertMatrices,
+    ExpertOutput,
+    ExpertWeights,
+    LinearWeight,
+    Matrix,
+)
 from kernels.cpu.compiled import experts as numba_experts
 from kernels.cpu.compiled import matmul as numba_matmul
 from kernels.cpu.huge_pages import Arena
@@ -51,10 +58,10 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and numba_matmul.onednn_packs()
 
 
-def pack_linear(weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
+def pack_linear(weight: Matrix, weight_format: Format = UNQUANTISED) -> LinearWeight:
     """Pack a weight [O, I] if products are faster so; the caller drops the original."""
     assert weight_format == UNQUANTISED, weight_format
-    return pack_in(weight, _ARENA)
+    return pack_in(numbers(weight), _ARENA)
 
 
 def pack_in(weight: Tensor, arena: Arena | None) -> LinearWeight:
@@ -97,9 +104,9 @@ def collect_slots(
     return numba_experts.with_addresses(collect_experts(gate_up, down, dtype))
 
 
-def _pack_alone(weight: Tensor, weight_format: Format) -> LinearWeight:
+def _pack_alone(weight: Matrix, weight_format: Format) -> LinearWeight:
     assert weight_format == UNQUANTISED, weight_format
-    return pack_in(weight, None)
+    return pack_in(numbers(weight), None)
 
 
 PACKING: Final = Packing(pack_linear, pack_linear, collect_slots)
@@ -108,8 +115,8 @@ PACKING_ALONE: Final = Packing(_pack_alone, _pack_alone, collect_slots)
 
 
 def pack_experts(
-    gate_up: Iterable[Tensor],
-    down: Iterable[Tensor],
+    gate_up: Iterable[Matrix],
+    down: Iterable[Matrix],
     *,
     formats: Sequence[Format] | None = None,
     share_per_row: float = 0.0,
@@ -120,7 +127,7 @@ def pack_experts(
     Joined, all originals of the call are (one layer of small experts).
     """
     if share_per_row >= MIN_JOINED_SHARE:
-        firsts, seconds = list(gate_up), list(down)
+        firsts, seconds = list(map(numbers, gate_up)), list(map(numbers, down))
         assert firsts, "no expert"
         assert formats is None or set(formats) == {UNQUANTISED}, formats
         size_bytes = firsts[0].nbytes + seconds[0].nbytes
@@ -173,7 +180,7 @@ def _rebuild_joined(
         else:
             check_expert(experts, source)
             assert source.weight_format == UNQUANTISED, source.weight_format
-            wide[:, slot] = source.gate_up.view(2, ffn_size, hidden_size)
+            wide[:, slot] = numbers(source.gate_up).view(2, ffn_size, hidden_size)
     del plain
     yield
     gate_up = pack_linear(wide.view(-1, hidden_size))
@@ -183,7 +190,7 @@ def _rebuild_joined(
     yield
     wide = plain.new_empty(hidden_size, len(slots), ffn_size)
     for slot, source in enumerate(slots):
-        wide[:, slot] = plain[:, source] if isinstance(source, int) else source.down
+        wide[:, slot] = plain[:, source] if isinstance(source, int) else numbers(source.down)
     del plain
     yield
     down = pack_linear(wide.view(hidden_size, -1))

@@ -2,7 +2,8 @@
 
 Owns the tensors of a quantised weight, and `QuantisedOps`, which computes with weights of any
 format; `kernels.cpu.ops` does all else. A weight is quantised when it is packed, in groups of 32
-inputs of an output, each with a step and a lowest number (chosen for a small squared error);
+inputs of an output, each with a step and a lowest number (chosen for a small squared error, or a
+coded matrix's own);
 rows are quantised to 8 bits in each product, in the same groups, each with a scale (llama.cpp's
 Q8_0), so that products are sums of integers, exact until a group's sum is scaled in fp32. A
 row's result does not depend on the other rows. Called by the nodes through `kernels.dispatch`.
@@ -21,14 +22,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, LinearWeight
+from kernels.coded import holds, numbers, steps_and_lows
+from kernels.contracts import (
+    ExpertMatrices,
+    ExpertOutput,
+    ExpertWeights,
+    LinearWeight,
+    Matrix,
+)
 from kernels.cpu import ops as plain
 from kernels.cpu.compiled.quantised import quantise_weight, quantised_linear
 from kernels.cpu.compiled.quantised_experts import quantised_experts
 from kernels.cpu.compiled.runtime import launch
 from kernels.cpu.huge_pages import Arena
 from kernels.cpu.matmul import collect_slots, pack_in
-from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, group_bytes
+from kernels.cpu.simd.integers import GROUP, ROW_GROUP_BYTES, SCALE_BYTES, group_bytes
 from kernels.cpu.simd.lanes import LANES
 from kernels.expert_slots import Packing, collect_experts, pack_slots, rebuild_slots
 from kernels.mixed_experts import MixedExperts, collect_by_format, mixed_mlp
@@ -98,10 +106,36 @@ def quantise(weight: Tensor, weight_format: Format, arena: Arena | None = None) 
     return QuantisedWeight(data, num_out, num_in, packed=True, weight_format=weight_format)
 
 
+def lay_out(
+    codes: Tensor,
+    steps: Tensor,
+    lows: Tensor,
+    weight_format: Format,
+    arena: Arena | None = None,
+) -> QuantisedWeight:
+    """Return a weight of codes u8[O, I] with steps and lows bf16[O, groups], in `arena`."""
+    num_out, num_in = codes.shape
+    bits, groups = BITS[weight_format], -(-num_in // GROUP)
+    blocks = -(-num_out // LANES)
+    shape = (blocks, groups, group_bytes(bits))
+    data = torch.empty(shape, dtype=torch.uint8) if arena is None else arena.zeros(*shape)
+    missing = blocks * LANES - num_out
+    scales = F.pad(torch.stack((lows, steps), dim=-1), (0, 0, 0, 0, 0, missing))
+    of_blocks = scales.view(blocks, LANES, groups, 2).transpose(1, 2).contiguous()
+    split = SCALE_BYTES
+    data[:, :, :split] = of_blocks.view(torch.uint8).view(blocks, groups, split)
+    padded = F.pad(codes, (0, groups * GROUP - num_in, 0, missing))
+    words = padded.view(blocks, LANES, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    if bits == 4:
+        words = words[:, :, 0::2] | words[:, :, 1::2] << 4
+    data[:, :, split:] = words.reshape(blocks, groups, -1)
+    return QuantisedWeight(data, num_out, num_in, packed=True, weight_format=weight_format)
+
+
 def dequantise(weight: QuantisedWeight) -> Tensor:
     """Return the fp32 matrix [O, I] that a quantised weight represents."""
     blocks, groups, _ = weight.data.shape
-    split = 4 * LANES
+    split = SCALE_BYTES
     scales = weight.data[:, :, :split].contiguous().view(torch.bfloat16).float()
     low, step = scales.view(blocks, groups, LANES, 2).unbind(-1)
     raw = weight.data[:, :, split:].view(blocks, groups, -1, LANES, 4)
@@ -230,7 +264,7 @@ class QuantisedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(plain, name)
 
-    def pack_linear(self, weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
+    def pack_linear(self, weight: Matrix, weight_format: Format = UNQUANTISED) -> LinearWeight:
         """Pack a weight [O, I]; the caller drops the original."""
         return _pack(weight, weight_format, self._arena)
 
@@ -248,8 +282,8 @@ class QuantisedOps:
 
     def pack_experts(
         self,
-        gate_up: Iterable[Tensor],
-        down: Iterable[Tensor],
+        gate_up: Iterable[Matrix],
+        down: Iterable[Matrix],
         *,
         formats: Sequence[Format] | None = None,
         share_per_row: float = 0.0,
@@ -287,21 +321,38 @@ class QuantisedOps:
         return plain.grouped_mlp(hidden, slots, weights, experts, out=out)
 
 
-def _pack(weight: Tensor, weight_format: Format, arena: Arena | None) -> LinearWeight:
+def _pack(weight: Matrix, weight_format: Format, arena: Arena | None) -> LinearWeight:
     """Pack [O, I]."""
     if weight_format == UNQUANTISED:
         return plain.pack_linear(weight)
-    return quantise(weight, weight_format, arena)
+    if isinstance(weight, Tensor):
+        return quantise(weight, weight_format, arena)
+    if not holds(weight, bits=BITS[weight_format], group=GROUP):
+        return quantise(weight.dequantised(), weight_format, arena)
+    steps, lows = steps_and_lows(weight, GROUP)
+    return lay_out(weight.codes, steps, lows, weight_format, arena)
 
 
-def _pack_gate_up(weight: Tensor, weight_format: Format, arena: Arena | None) -> LinearWeight:
+def _pack_gate_up(weight: Matrix, weight_format: Format, arena: Arena | None) -> LinearWeight:
     """Pack a gate above an up projection [2F, H] in units, with zeros after the last row."""
     if weight_format == UNQUANTISED:
-        return pack_in(weight, arena)
-    num_out, num_in = weight.shape
-    halves = F.pad(weight.view(2, -1, num_in), (0, 0, 0, -(num_out // 2) % GROUP))
-    units = halves.view(2, -1, GROUP, num_in).transpose(0, 1).reshape(-1, num_in)
-    return replace(quantise(units, weight_format, arena), out_features=num_out, in_units=True)
+        return pack_in(numbers(weight), arena)
+    num_out = weight.shape[0]
+    if isinstance(weight, Tensor):
+        packed = quantise(_in_units(weight), weight_format, arena)
+    elif not holds(weight, bits=BITS[weight_format], group=GROUP):
+        packed = quantise(_in_units(weight.dequantised()), weight_format, arena)
+    else:
+        codes, steps, lows = map(_in_units, (weight.codes, *steps_and_lows(weight, GROUP)))
+        packed = lay_out(codes, steps, lows, weight_format, arena)
+    return replace(packed, out_features=num_out, in_units=True)
+
+
+def _in_units(rows: Tensor) -> Tensor:
+    """Return rows [2F, n], of gates above ups, as GROUP rows of each in turn."""
+    width = rows.shape[1]
+    halves = F.pad(rows.view(2, -1, width), (0, 0, 0, -(rows.shape[0] // 2) % GROUP))
+    return halves.view(2, -1, GROUP, width).transpose(0, 1).reshape(-1, width)
 
 
 def _packing(arena: Arena | None) -> Packing:

@@ -25,7 +25,14 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.contracts import ExpertMatrices, ExpertOutput, ExpertWeights, HeadRows, LinearWeight
+from kernels.contracts import (
+    ExpertMatrices,
+    ExpertOutput,
+    ExpertWeights,
+    HeadRows,
+    LinearWeight,
+    Matrix,
+)
 from kernels.expert_slots import pack_slots, rebuild_slots
 from kernels.mixed_experts import MixedExperts, mixed_mlp
 from kernels.retrieval import code_keys, selected_keys
@@ -102,7 +109,7 @@ class TritonOps:
         """Norm, rotate and store; rows with a negative slot are not stored."""
         rotate_and_store(*heads[:8], q_norm=heads.q_norm, k_norm=heads.k_norm, eps=heads.eps)
 
-    def pack_linear(self, weight: Tensor, weight_format: Format = UNQUANTISED) -> LinearWeight:
+    def pack_linear(self, weight: Matrix, weight_format: Format = UNQUANTISED) -> LinearWeight:
         """Pack a weight [O, I] on its device; unquantised it is unchanged."""
         return pack_weight(weight, weight_format)
 
@@ -112,8 +119,8 @@ class TritonOps:
 
     def pack_experts(
         self,
-        gate_up: Iterable[Tensor],
-        down: Iterable[Tensor],
+        gate_up: Iterable[Matrix],
+        down: Iterable[Matrix],
         *,
         formats: Sequence[Format] | None = None,
         share_per_row: float = 0.0,

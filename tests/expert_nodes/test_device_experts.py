@@ -360,7 +360,7 @@ def test_memory_that_others_have_taken_meanwhile_ends_the_change(
     change = TableChange(experts, model_path=path, config=node_config(path), index=0)
     change.start(table_of(2, SECOND))
 
-    def read(*_: object) -> Iterator[None]:
+    def read(*_: object, **__: object) -> Iterator[None]:
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 

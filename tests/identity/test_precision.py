@@ -130,7 +130,7 @@ def plan_of(
     ]
     planned = msgspec.structs.replace(plan, nodes=tuple(nodes), precision=rules_for(path))
     planned.check()
-    check_model(planned, facts_of(load_model_config(path)))
+    check_model(planned, facts_of(load_model_config(path), path))
     return planned
 
 

@@ -147,7 +147,7 @@ _REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "architectures.*LlamaForCausalLM",
     ),
     ("llama", {"hidden_act": "gelu"}, "hidden_act.*gelu.*silu"),
-    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*fp8"),
+    ("llama", {"quantization_config": {"quant_method": "aqlm"}}, "quant_method.*aqlm.*gptq"),
     ("llama", {"sliding_window": 16}, "sliding_window.*16"),
     ("llama", {"dtype": "float64"}, "dtype.*float64.*bfloat16"),
     ("llama", {"hidden_size": "64"}, "hidden_size.*'64'.*integer"),

@@ -75,7 +75,7 @@ def asked_for(arguments: argparse.Namespace) -> Asked:
         plan = read_plan(arguments.plan)
         path = resolve_model(plan.model.path)
         model = load_model_config(path, plan.model.hf_overrides)
-        check_model(plan, facts_of(model))
+        check_model(plan, facts_of(model, path))
         check_draft_model(plan, model)
         load_sampling_defaults(path, gateway.generation_config)
         return Asked(plan, gateway, path)
@@ -94,7 +94,7 @@ def plan_of(config: EngineConfig, path: Path) -> EnginePlan:
     """
     model = load_model_config(path, config.model.hf_overrides)
     load_sampling_defaults(path, config.gateway.generation_config)
-    plan = resolve_for(config, model)
+    plan = resolve_for(config, model, path)
     check_draft_model(plan, model)
     if config.compute.layout != "auto":
         return plan
@@ -103,10 +103,10 @@ def plan_of(config: EngineConfig, path: Path) -> EnginePlan:
         config,
         model,
         path,
-        lambda choice: resolve_for(config, model, measured=choice),
+        lambda choice: resolve_for(config, model, path, measured=choice),
         emit=_to_stderr,
     )
-    return resolve_for(config, model, measured=measured)
+    return resolve_for(config, model, path, measured=measured)
 
 
 def check_draft_model(plan: EnginePlan, model: ModelConfig) -> None:
@@ -129,11 +129,15 @@ def check_draft_model(plan: EnginePlan, model: ModelConfig) -> None:
 
 
 def resolve_for(
-    config: EngineConfig, model: ModelConfig, *, measured: LayoutChoice | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    path: Path,
+    *,
+    measured: LayoutChoice | None = None,
 ) -> EnginePlan:
-    """Return the plan of `config` for the checkpoint that `model` describes, on this host."""
+    """Return the plan of `config` for the checkpoint `model` in `path`, on this host."""
     cores = sorted(os.sched_getaffinity(0))
-    return resolve(config, facts_of(model), cores=cores, measured=measured)
+    return resolve(config, facts_of(model, path), cores=cores, measured=measured)
 
 
 def serve_config(asked: Asked) -> ServeConfig:

@@ -176,7 +176,11 @@ class Trial:
         experts = Experts(
             self._model,
             stream_expert_weights(
-                Checkpoint(self._path), self._model, dtype=self._dtype, experts=held
+                Checkpoint(self._path),
+                self._model,
+                dtype=self._dtype,
+                experts=held,
+                precision=self._config.precision,
             ),
             self._ops("expert"),
             held=held,
@@ -195,7 +199,12 @@ class Trial:
             num_blocks,
             block_size=kept.block_size,
         )
-        weights = stream_attention_weights(Checkpoint(self._path), self._model, dtype=self._dtype)
+        weights = stream_attention_weights(
+            Checkpoint(self._path),
+            self._model,
+            dtype=self._dtype,
+            precision=self._config.precision,
+        )
         decoder = Decoder(
             self._model,
             weights,

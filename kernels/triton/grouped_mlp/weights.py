@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contracts import ExpertWeights, LinearWeight
+from kernels.coded import holds, numbers, steps_and_lows
+from kernels.contracts import CodedMatrix, ExpertWeights, LinearWeight, Matrix
 from kernels.expert_slots import Packing, collect_experts
 from kernels.mixed_experts import collect_by_format
 from topspin.errors import ConfigError
@@ -30,6 +31,7 @@ GROUP: Final = 128
 """Inputs that share a scale or a step; in fp8 outputs too."""
 FORMATS: Final[tuple[Format, ...]] = ("none", "fp8", "int8", "int4")
 """Their indices are the kernels' FORMAT."""
+BITS: Final[dict[Format, int]] = {"int8": 8, "int4": 4}
 FP8_MAX: Final = 448.0
 ALIGNMENT: Final = 16
 # A range without the farthest numbers is less accurate for them, and more for the others.
@@ -79,25 +81,17 @@ class GpuExperts(ExpertWeights):
         object.__setattr__(self, "table", table)
 
 
-def pack_weight(weight: Tensor, weight_format: Format, *, halves: int = 1) -> GpuWeight:
-    """Convert a matrix [O, I], bf16 or fp32, to a format, on the matrix's device.
+def pack_weight(weight: Matrix, weight_format: Format, *, halves: int = 1) -> GpuWeight:
+    """Convert a matrix [O, I], bf16, fp32 or coded, to a format, on the matrix's device.
 
-    `halves` is 2 for a gate above an up projection. Raises ConfigError for an unknown format.
+    `halves` is 2 for a gate above an up projection. A coded matrix keeps its codes where the format
+    can have them. Raises ConfigError for an unknown format.
     """
-    num_out, num_in = weight.shape
-    scales = None
-    if weight_format == UNQUANTISED:
-        data = weight.contiguous()
-    elif weight_format == "fp8":
-        data, scales = _quantise_fp8(weight, halves)
-    elif weight_format in ("int8", "int4"):
-        bits = 8 if weight_format == "int8" else 4
-        pieces = torch.split(weight, max(NUMBERS_AT_ONCE // num_in, 1))
-        coded = [_quantise_codes(piece, bits) for piece in pieces]
-        data = torch.cat([codes for codes, _ in coded])
-        scales = torch.cat([found for _, found in coded], dim=2)
-    else:
+    if weight_format not in FORMATS:
         raise ConfigError(f"no weight format {weight_format!r}; choose one of {', '.join(FORMATS)}")
+    num_out, num_in = weight.shape
+    own = None if isinstance(weight, Tensor) else _own_codes(weight, weight_format, halves)
+    data, scales = own or _quantise(numbers(weight), weight_format, halves)
     if data.data_ptr() % ALIGNMENT:
         data = data.clone()
     return GpuWeight(
@@ -108,6 +102,48 @@ def pack_weight(weight: Tensor, weight_format: Format, *, halves: int = 1) -> Gp
         weight_format=weight_format,
         scales=scales,
     )
+
+
+def _quantise(weight: Tensor, weight_format: Format, halves: int) -> tuple[Tensor, Tensor | None]:
+    """Return the data and scales of a GpuWeight."""
+    if weight_format == UNQUANTISED:
+        return weight.contiguous(), None
+    if weight_format == "fp8":
+        return _quantise_fp8(weight, halves)
+    pieces = torch.split(weight, max(NUMBERS_AT_ONCE // weight.shape[1], 1))
+    coded = [_quantise_codes(piece, BITS[weight_format]) for piece in pieces]
+    data = torch.cat([codes for codes, _ in coded])
+    return data, torch.cat([found for _, found in coded], dim=2)
+
+
+def _own_codes(
+    weight: CodedMatrix, weight_format: Format, halves: int
+) -> tuple[Tensor, Tensor] | None:
+    """Return the data and scales that hold a matrix's own codes, None if the format cannot."""
+    if weight_format == "fp8":
+        return _own_fp8(weight, halves)
+    bits = BITS.get(weight_format)
+    if bits is None or not holds(weight, bits=bits, group=GROUP):
+        return None
+    steps, lows = steps_and_lows(weight, GROUP)
+    codes = F.pad(weight.codes, (0, -weight.shape[1] % GROUP))
+    groups = codes.view(len(codes), -1, GROUP)
+    return _packed(groups, bits), torch.stack((steps.t(), lows.t()), dim=1).contiguous()
+
+
+def _own_fp8(weight: CodedMatrix, halves: int) -> tuple[Tensor, Tensor] | None:
+    """Return the data and scales of fp8 codes whose scales are equal in blocks of 128 x 128."""
+    scales, (num_out, num_in) = weight.scales, weight.shape
+    is_divided = weight.group % GROUP == 0 or scales.shape[1] == 1
+    if weight.codes.dtype != torch.float8_e4m3fn or not is_divided:
+        return None
+    of_inputs = scales[:, torch.arange(0, num_in, GROUP, device=scales.device) // weight.group]
+    size = num_out // halves
+    rows = of_inputs.view(halves, size, -1)
+    blocks = rows[:, ::GROUP]
+    if not torch.equal(blocks.repeat_interleave(GROUP, dim=1)[:, :size], rows):
+        return None
+    return weight.codes.contiguous(), blocks.contiguous()
 
 
 def _quantise_fp8(weight: Tensor, halves: int) -> tuple[Tensor, Tensor]:
@@ -145,10 +181,14 @@ def _quantise_codes(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         codes = torch.where(better, tried, codes)
         step, lowest = torch.where(better, b, step), torch.where(better, a, lowest)
     scales = torch.cat((step, lowest), dim=-1).permute(1, 2, 0).bfloat16().contiguous()
-    packed = codes.to(torch.uint8)
+    return _packed(codes.to(torch.uint8), bits), scales
+
+
+def _packed(groups: Tensor, bits: int) -> Tensor:
+    """Return the data of codes u8[O, groups, GROUP]."""
     if bits == 4:
-        packed = packed[..., : GROUP // 2] | packed[..., GROUP // 2 :] << 4
-    return packed.reshape(num_out, -1).contiguous(), scales
+        groups = groups[..., : GROUP // 2] | groups[..., GROUP // 2 :] << 4
+    return groups.reshape(len(groups), -1).contiguous()
 
 
 def unpack_weight(weight: GpuWeight) -> Tensor:

@@ -182,7 +182,7 @@ def test_the_help_shows_the_sections_defaults(capsys: pytest.CaptureFixture[str]
         "address to listen on (127.0.0.1)",
         "(8000)",
         "(off)",
-        "{none,int8,int4,fp8}",
+        "{auto,none,int8,int4,fp8}",
         "--no-enable-prefix-caching",
         "m2n: The data plane between attention and expert nodes.",
     ):

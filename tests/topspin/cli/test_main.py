@@ -113,7 +113,7 @@ def plan_for(checkpoint: Path, path: Path, **sections: Any) -> EnginePlan:
     asked = EngineConfig(
         model=ModelSection(path=str(path)), compute=ComputeSection(layout="shared"), **sections
     )
-    return resolve_for(asked, load_model_config(checkpoint))
+    return resolve_for(asked, load_model_config(checkpoint), checkpoint)
 
 
 def test_serve_launches_the_plan_and_returns_its_status(

@@ -69,7 +69,7 @@ class Chooser:
             asked,
             model,
             self._path,
-            lambda choice: resolve_for(asked, model, measured=choice),
+            lambda choice: resolve_for(asked, model, self._path, measured=choice),
             emit=self.lines.append,
             measure=self._measure,
             cores=cores,
@@ -159,9 +159,9 @@ def test_gpus_and_large_experts_are_not_measured(checkpoint: Path) -> None:
     model = load_model_config(checkpoint)
     asked = EngineConfig(model=ModelSection(path=str(checkpoint)))
     gpu = ComputeSection(attention_device="cuda")
-    on_gpu = resolve_for(msgspec.structs.replace(asked, compute=gpu), model)
+    on_gpu = resolve_for(msgspec.structs.replace(asked, compute=gpu), model, checkpoint)
     assert "only nodes on the CPU" in str(calibrate._reason_against(on_gpu, model, 2))
-    plan = resolve_for(asked, model)
+    plan = resolve_for(asked, model, checkpoint)
     assert calibrate._reason_against(plan, model, 2) is None
     assert model.moe is not None
     large = replace(model, moe=replace(model.moe, num_experts=10**5))
@@ -193,7 +193,7 @@ def candidates(
     cores = sorted(os.sched_getaffinity(0))
     return [
         calibrate._candidate(
-            each, lambda choice: resolve_for(asked, model, measured=choice), path, cores
+            each, lambda choice: resolve_for(asked, model, path, measured=choice), path, cores
         )
         for each in choices
     ]

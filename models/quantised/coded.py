@@ -1,0 +1,87 @@
+"""A matrix as codes and scales, as a checkpoint stores it.
+
+Owns the numbers that codes stand for, and matrices above one another. Knows no layout of a file
+(models.quantised.layouts unpacks it) and of no kernel: kernels take a matrix in this form by
+`kernels.contracts.CodedMatrix`, which it satisfies, and pack it in their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CodedMatrix:
+    """A matrix [O, I]: number [o, i] is (codes[o, i] - zeros[o, g]) * scales[o, g], g = i // group.
+
+    codes u8[O, I], below 2 ** bits, or e4m3[O, I], without zeros; scales and zeros f32[O, G], G
+    being I / group, rounded up. `dtype` is that of the matrix once it is dequantised.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+    bits: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return (O, I)."""
+        return self.codes.shape
+
+    def to(self, device: torch.device | str) -> CodedMatrix:
+        """Return the matrix on a device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(
+            self, codes=self.codes.to(device), scales=self.scales.to(device), zeros=zeros
+        )
+
+    def dequantised(self) -> Tensor:
+        """Return the numbers [O, I] in `dtype`, computed in fp32 and rounded once."""
+        numbers = self.codes.float()
+        width = numbers.shape[1]
+        if self.zeros is not None:
+            numbers -= _by_input(self.zeros, self.group, width)
+        return numbers.mul_(_by_input(self.scales, self.group, width)).to(self.dtype)
+
+
+def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix | None:
+    """Return matrices of equal width above one another; None if some have fp8 codes, some not."""
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    if len({matrix.codes.dtype for matrix in matrices}) > 1:
+        return None
+    group = math.gcd(*(matrix.group for matrix in matrices))
+    alike = [_regrouped(matrix, group) for matrix in matrices]
+    zeros = [matrix.zeros for matrix in alike if matrix.zeros is not None]
+    return CodedMatrix(
+        codes=torch.cat([matrix.codes for matrix in alike]),
+        scales=torch.cat([matrix.scales for matrix in alike]),
+        zeros=torch.cat(zeros) if zeros else None,
+        group=group,
+        bits=max(matrix.bits for matrix in alike),
+        dtype=first.dtype,
+    )
+
+
+def _regrouped(matrix: CodedMatrix, group: int) -> CodedMatrix:
+    """Return the matrix with a scale for every `group` inputs, a divisor of its own groups."""
+    if matrix.group == group:
+        return matrix
+    starts = torch.arange(0, matrix.shape[1], group, device=matrix.codes.device) // matrix.group
+    zeros = None if matrix.zeros is None else matrix.zeros[:, starts]
+    return replace(matrix, scales=matrix.scales[:, starts], zeros=zeros, group=group)
+
+
+def _by_input(values: Tensor, group: int, width: int) -> Tensor:
+    """Return values [O, G] of groups as [O, width], or [O, 1] of a single group."""
+    if values.shape[1] == 1:
+        return values
+    return values.repeat_interleave(group, dim=1)[:, :width]

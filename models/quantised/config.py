@@ -1,0 +1,139 @@
+"""Parses `quantization_config` of config.json into schemes, or refuses it by name.
+
+Owns the methods fp8 (blocks, as DeepSeek and Qwen3 publish), GPTQ and AWQ;
+models.quantised.compressed_tensors has the fourth. What a configuration says of activations is
+not followed: rows stay in the kernels' own precision, which is no coarser. Imports no torch.
+Called by models.config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from models.config_fields import Fields
+from models.quantised.compressed_tensors import parse_compressed_tensors
+from models.quantised.scheme import EVERY, Quantisation, Rule, Scheme
+from topspin.errors import ConfigError
+
+METHODS: Final = ("awq", "compressed-tensors", "fp8", "gptq")
+_OPTIONS: Final = ("quantization_config", "compression_config")
+
+
+def parse_quantisation(fields: Fields) -> Quantisation | None:
+    """Return how the checkpoint of config.json is quantised, None if it is not.
+
+    Raises ConfigError naming the option, its value and what is supported.
+    """
+    given = [option for option in _OPTIONS if fields.raw.get(option)]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ConfigError(f"{fields.source}: {' and '.join(given)}: one describes the weights")
+    raw = fields.raw[given[0]]
+    if not isinstance(raw, dict):
+        raise fields.error(given[0], "must be an object")
+    own = Fields(raw, source=f"{fields.source}: {given[0]}")
+    method = raw.get("quant_method")
+    if method == "compressed-tensors":
+        return parse_compressed_tensors(own)
+    if method == "fp8":
+        return Quantisation(method=method, rules=(Rule(EVERY, _fp8(own)),))
+    if method == "gptq":
+        return Quantisation(method=method, rules=_gptq(own))
+    if method == "awq":
+        return Quantisation(method=method, rules=(Rule(EVERY, _awq(own)),))
+    raise own.error("quant_method", f"supported: {', '.join(METHODS)}")
+
+
+def _fp8(fields: Fields) -> Scheme:
+    """Read the options of fp8: codes beside `weight_scale_inv`, per block or per matrix.
+
+    The tensors say which modules are converted, not modules_to_not_convert.
+    """
+    _among(fields, "fmt", ("e4m3",), default="e4m3")
+    _among(fields, "activation_scheme", ("dynamic", "static"), default="dynamic")
+    _among(fields, "scale_fmt", ("float", "ue8m0"), default="float")
+    _among(fields, "expert_dtype", ("fp8",), default="fp8")
+    if fields.raw.get("modules_to_convert"):
+        raise fields.error("modules_to_convert", "supported: projections only")
+    block = fields.raw.get("weight_block_size")
+    if block is None:
+        return Scheme(layout="plain", bits=8, is_float=True)
+    sizes = fields.int_list("weight_block_size")
+    if len(sizes) != 2 or min(sizes) <= 0:
+        raise fields.error("weight_block_size", "must be two positive integers, or null")
+    return Scheme(layout="plain", bits=8, is_float=True, block=(sizes[0], sizes[1]))
+
+
+def _gptq(fields: Fields) -> tuple[Rule, ...]:
+    """Read the options of GPTQ; `dynamic` has options for the modules that a pattern matches."""
+    option = "checkpoint_format" if fields.raw.get("checkpoint_format") else "format"
+    version = _among(fields, option, ("gptq", "gptq_v2"), default="gptq")
+    plain = Scheme(
+        layout="gptq", bits=4, symmetric=False, zero_offset=0 if version == "gptq_v2" else 1
+    )
+    scheme = _gptq_options(fields, plain)
+    dynamic = fields.raw.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise fields.error("dynamic", "must be an object")
+    rules = []
+    for pattern, options in dynamic.items():
+        target = f"re:{pattern.removeprefix('+:').removeprefix('-:')}"
+        if pattern.startswith("-:"):
+            rules.append(Rule(target, None))
+            continue
+        if not isinstance(options, Mapping):
+            raise fields.error("dynamic", f"{pattern!r} must have an object")
+        own = Fields(options, source=f"{fields.source}: dynamic[{pattern!r}]")
+        rules.append(Rule(target, _gptq_options(own, scheme)))
+    return (*rules, Rule(EVERY, scheme))
+
+
+def _gptq_options(fields: Fields, base: Scheme) -> Scheme:
+    """Return `base` with the options that are given."""
+    scheme = base
+    if "bits" in fields.raw:
+        bits = fields.positive_int("bits")
+        if bits not in (4, 8):
+            raise fields.error("bits", "supported: 4, 8")
+        scheme = replace(scheme, bits=bits)
+    if "group_size" in fields.raw:
+        scheme = replace(scheme, group_size=_group_size(fields))
+    if "desc_act" in fields.raw:
+        scheme = replace(scheme, any_order=fields.flag("desc_act", default=False))
+    return scheme
+
+
+def _awq(fields: Fields) -> Scheme:
+    """Read the options of AWQ; the tensors say which modules are converted."""
+    option = "version" if fields.raw.get("version") else "format"
+    _among(fields, option, ("gemm",), default="gemm")
+    bits = fields.positive_int("bits", default=4)
+    if bits != 4:
+        raise fields.error("bits", "supported: 4")
+    return Scheme(
+        layout="awq",
+        bits=4,
+        group_size=_group_size(fields) if "group_size" in fields.raw else 128,
+        symmetric=not fields.flag("zero_point", default=True),
+    )
+
+
+def _group_size(fields: Fields) -> int | None:
+    """Return the inputs of a group, None for all (-1)."""
+    size = fields.optional_int("group_size")
+    if size is None or size == 0 or size < -1:
+        raise fields.error("group_size", "must be positive, or -1")
+    return None if size == -1 else size
+
+
+def _among(fields: Fields, option: str, supported: tuple[str, ...], *, default: str) -> str:
+    """Return an option in lower case, which must be one of `supported`."""
+    value = fields.raw.get(option)
+    if value is None:
+        return default
+    if not isinstance(value, str) or value.lower() not in supported:
+        raise fields.error(option, f"supported: {', '.join(supported)}")
+    return value.lower()

@@ -1,0 +1,175 @@
+"""The precision that a checkpoint has, as rules of formats in which kernels serve it.
+
+Owns the choice of a format per layer and part: one that holds the checkpoint's codes, or else loses
+nothing that can be seen beside them. Reads no tensor (and imports no torch): names, dtypes and
+shapes say it all. Called by `topspin serve` before anything is started, and by draft nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from models.checkpoint_index import TensorEntry, read_index
+from models.config import ModelConfig
+from models.families import FAMILIES, LM_HEAD, expert_name, fused_expert_name, layer_name
+from models.quantised.scheme import Stored, find_stored
+from topspin.precision import (
+    CODE_GROUPS,
+    KERNEL_FORMATS,
+    LM_HEAD_FORMATS,
+    UNQUANTISED,
+    Format,
+    Part,
+    PrecisionRule,
+    Rules,
+)
+
+_FP8_BLOCK: Final = 128
+
+
+def checkpoint_rules(path: Path, config: ModelConfig) -> dict[str, Rules]:
+    """Return, by kernels, the rules by which they serve the checkpoint at `path` as it is.
+
+    Empty if it is not quantised. Raises CheckpointError as models.checkpoint_index.read_index.
+    """
+    if config.quantisation is None:
+        return {}
+    tensors = read_index(path).tensors
+    return {kernels: _rules(config, tensors, kernels) for kernels in KERNEL_FORMATS}
+
+
+class _Model:
+    """A checkpoint's formats by part, as one kind of kernels serves them."""
+
+    def __init__(
+        self, config: ModelConfig, tensors: Mapping[str, TensorEntry], kernels: str
+    ) -> None:
+        self.config = config
+        self._family = FAMILIES[config.family]
+        self._tensors = tensors
+        self._has_fp8 = "fp8" in KERNEL_FORMATS[kernels]
+        self._group = CODE_GROUPS[kernels]
+
+    def attention(self, layer: int) -> Format:
+        """Return the format of a layer's projections."""
+        q, k, v, o = (layer_name(layer, f"self_attn.{each}_proj.weight") for each in "qkvo")
+        sizes = (self.config.q_size, self.config.kv_size)
+        # q, k and v are one matrix for kernels, whose fp8 blocks must not span two of them.
+        return self.of_names([q, k, v, o], is_whole=all(size % _FP8_BLOCK == 0 for size in sizes))
+
+    def mlp(self, layer: int) -> Format | None:
+        """Return the format of a layer's dense MLP or shared expert, None if it has neither."""
+        moe, blocks = self.config.moe, ["mlp"]
+        if self.config.layers[layer].is_moe:
+            if moe is None or moe.shared_intermediate_size is None:
+                return None
+            blocks = [f"{block}.shared_expert" for block in self._family.moe_blocks]
+        names = [f"{block}.{each}_proj" for block in blocks for each in ("gate", "up", "down")]
+        return self.of_names([layer_name(layer, f"{name}.weight") for name in names])
+
+    def expert(self, layer: int, expert: int) -> Format:
+        """Return the format of a routed expert."""
+        family = self._family
+        names = [
+            expert_name(layer, block=block, expert_id=expert, projection=projection)
+            for block in family.moe_blocks
+            for projection in (family.expert_gate, family.expert_up, family.expert_down)
+        ]
+        stacked = [
+            fused_expert_name(layer, block=block, projection=projection)
+            for block in family.moe_blocks
+            for projection in ("gate_up_proj", "down_proj")
+        ]
+        return self.of_names(names + stacked)
+
+    def of_names(self, names: Iterable[str], *, is_whole: bool = True) -> Format:
+        """Return the format that serves all those of the matrices `names` that there are.
+
+        `is_whole` says whether matrices that are joined have whole fp8 blocks.
+        """
+        found: set[Format] = set()
+        for name in names:
+            stored = find_stored(self._tensors, self.config.quantisation, name)
+            if stored is not None:
+                found.add(self._format(stored, is_whole))
+            elif name in self._tensors:
+                return UNQUANTISED
+        if not found:
+            return UNQUANTISED
+        return found.pop() if len(found) == 1 else "int8"
+
+    def _format(self, stored: Stored, is_whole: bool) -> Format:
+        """Return a format that holds the codes; int8 adds little to the errors of any other."""
+        scheme, shape = stored.scheme, self._tensors[stored.scales].shape
+        if scheme.is_float:
+            is_held = math.prod(shape) == 1
+            if scheme.block is not None:
+                is_held = all(size % _FP8_BLOCK == 0 for size in scheme.block)
+            return "fp8" if self._has_fp8 and is_held and is_whole else "int8"
+        if scheme.bits > 4:
+            return "int8"
+        is_transposed = scheme.layout in ("gptq", "awq")
+        has_groups = scheme.group_size is not None and shape[0 if is_transposed else -1] > 1
+        is_shuffled = scheme.any_order and stored.order is not None
+        is_divided = scheme.group_size is None or scheme.group_size % self._group == 0
+        return "int4" if not has_groups or (is_divided and not is_shuffled) else "int8"
+
+
+def _rules(config: ModelConfig, tensors: Mapping[str, TensorEntry], kernels: str) -> Rules:
+    model = _Model(config, tensors, kernels)
+    layers = range(config.num_layers)
+    rules = _of_layers("attention", {idx: model.attention(idx) for idx in layers})
+    mlps = {idx: model.mlp(idx) for idx in layers}
+    rules += _of_layers("mlp", {idx: each for idx, each in mlps.items() if each is not None})
+    rules += _of_experts(model)
+    head = model.of_names([LM_HEAD])
+    if head in LM_HEAD_FORMATS and head != UNQUANTISED:
+        rules.append(PrecisionRule(format=head, part="lm_head"))
+    return tuple(rules)
+
+
+def _of_layers(part: Part, formats: Mapping[int, Format]) -> list[PrecisionRule]:
+    """Return a rule per format of a part, without layers if all have the same."""
+    found = sorted(set(formats.values()) - {UNQUANTISED})
+    if len(set(formats.values())) == 1:
+        return [PrecisionRule(format=each, part=part) for each in found]
+    return [
+        PrecisionRule(
+            format=each,
+            part=part,
+            layers=tuple(idx for idx, own in formats.items() if own == each),
+        )
+        for each in found
+    ]
+
+
+def _of_experts(model: _Model) -> list[PrecisionRule]:
+    """Return rules of layers whose experts are alike, and of the experts of the others."""
+    config = model.config
+    if config.moe is None:
+        return []
+    alike: dict[int, Format] = {}
+    rules: list[PrecisionRule] = []
+    for layer in config.moe_layers:
+        own = [model.expert(layer, expert) for expert in range(config.moe.num_experts)]
+        if len(set(own)) == 1:
+            alike[layer] = own[0]
+            continue
+        rules += [
+            PrecisionRule(
+                format=each,
+                part="experts",
+                layers=(layer,),
+                experts=tuple(expert for expert, format_ in enumerate(own) if format_ == each),
+            )
+            for each in sorted(set(own) - {UNQUANTISED})
+        ]
+    common = _of_layers("experts", alike)
+    if rules:
+        common = [replace(rule, layers=rule.layers or tuple(alike)) for rule in common]
+    return common + rules

@@ -1,0 +1,148 @@
+"""How a checkpoint stores its quantised weights: a scheme per module, and where its tensors are.
+
+Owns the schemes' fields, which of them covers a module, and the names of the tensors that make up
+one matrix. Knows no numbers (and imports no torch). models.quantised.config parses schemes,
+models.quantised.matrices reads by them, models.quantised.precision makes rules of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from models.checkpoint_index import TensorEntry
+from topspin.errors import CheckpointError
+
+Layout = Literal["plain", "packed", "gptq", "awq"]
+
+EVERY: Final = "Linear"
+"""The target that covers every projection."""
+_CODE_DTYPES: Final = ("F8_E4M3", "I8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """How the matrices [O, I] of some modules are stored.
+
+    `layout` plain: codes [O, I] as int8 or fp8 (e4m3). packed: `bits` wide, in int32 words along
+    the inputs (compressed-tensors). gptq: words along the inputs of the transposed matrix. awq:
+    along its outputs, in AWQ's order. `group_size`: inputs that share a scale; None: all of them,
+    or `block` (outputs, inputs). `symmetric`: the zero is in the middle of the codes and is not
+    stored. `any_order`: the inputs of a group may lie anywhere (GPTQ's desc_act).
+    `zero_offset` is added to a stored zero (1 in GPTQ's first format).
+    """
+
+    layout: Layout
+    bits: int
+    is_float: bool = False
+    symmetric: bool = True
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    any_order: bool = False
+    zero_offset: int = 0
+
+
+class Rule(NamedTuple):
+    """The scheme of the modules that a target covers; None: they are not quantised.
+
+    A target is a module's name, "re:" and a pattern that matches its beginning, or EVERY.
+    """
+
+    target: str
+    scheme: Scheme | None
+
+    def covers(self, module: str) -> bool:
+        """Return whether `module` is one of the target's."""
+        if self.target.startswith("re:"):
+            return re.match(self.target.removeprefix("re:"), module) is not None
+        return self.target in (EVERY, module)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantisation:
+    """A checkpoint's quantisation: its method (as in config.json), and rules, the first wins."""
+
+    method: str
+    rules: tuple[Rule, ...]
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return the scheme of a module, by its name in the checkpoint; None: unquantised."""
+        return next((rule.scheme for rule in self.rules if rule.covers(module)), None)
+
+
+class Stored(NamedTuple):
+    """The tensors of one quantised matrix: of codes, scales, zeros, and the inputs' groups."""
+
+    scheme: Scheme
+    codes: str
+    scales: str
+    zeros: str | None
+    order: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all its tensors."""
+        return tuple(name for name in self[1:] if isinstance(name, str))
+
+
+def find_stored(
+    tensors: Mapping[str, TensorEntry], quantisation: Quantisation | None, name: str
+) -> Stored | None:
+    """Return where the matrix `name` ("...q_proj.weight") is, None if it is not quantised.
+
+    Raises CheckpointError if its tensors are not those of its scheme.
+    """
+    if quantisation is None:
+        return None
+    module = name.removesuffix(".weight")
+    entry = tensors.get(name)
+    if entry is not None and entry.dtype not in _CODE_DTYPES:
+        return None
+    if entry is not None:
+        layouts: tuple[Layout, ...] = ("plain",)
+    elif f"{module}.weight_packed" in tensors:
+        layouts = ("packed",)
+    elif f"{module}.qweight" in tensors:
+        layouts = ("gptq", "awq")
+    else:
+        return None
+    scheme = quantisation.scheme_of(module)
+    if scheme is None or scheme.layout not in layouts:
+        raise CheckpointError(
+            f"{module} is quantised in the checkpoint, but by config.json's quantization_config "
+            f"({quantisation.method}) it is "
+            f"{'not' if scheme is None else f'stored as {scheme.layout}'}"
+        )
+    return _stored(tensors, scheme, name=name, module=module)
+
+
+def _stored(
+    tensors: Mapping[str, TensorEntry], scheme: Scheme, *, name: str, module: str
+) -> Stored:
+    zeros: str | None
+    order: str | None = None
+    if scheme.layout == "plain":
+        codes = name
+        scales = _first(tensors, f"{name}_scale_inv", f"{name}_scale")
+        zeros = None if scheme.symmetric else _first(tensors, f"{module}.weight_zero_point")
+    elif scheme.layout == "packed":
+        codes = f"{module}.weight_packed"
+        scales = _first(tensors, f"{module}.weight_scale")
+        zeros = None if scheme.symmetric else _first(tensors, f"{module}.weight_zero_point")
+        order = f"{module}.weight_g_idx"
+    else:
+        codes = f"{module}.qweight"
+        scales = _first(tensors, f"{module}.scales")
+        has_zeros = scheme.layout == "gptq" or f"{module}.qzeros" in tensors
+        zeros = _first(tensors, f"{module}.qzeros") if has_zeros or not scheme.symmetric else None
+        order = f"{module}.g_idx" if scheme.layout == "gptq" else None
+    return Stored(scheme, codes, scales, zeros, order if order in tensors else None)
+
+
+def _first(tensors: Mapping[str, TensorEntry], *names: str) -> str:
+    for name in names:
+        if name in tensors:
+            return name
+    raise CheckpointError(f"tensor {' or '.join(names)} is missing beside quantised weights")
