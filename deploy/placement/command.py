@@ -1,0 +1,158 @@
+"""`topspin plan`: reads a cluster, a model and a workload, writes the plan that serves them best.
+
+Owns the command's flags and files. Called by topspin.cli.main.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.placement.cluster import Cluster, profile_of, read_cluster
+from deploy.placement.picture import draw
+from deploy.placement.report import print_report, report_of
+from deploy.placement.search import ImpossibleError, Inputs, Result, search
+from deploy.placement.sensitivity import read_sensitivity
+from deploy.placement.shapes import ModelShape
+from deploy.placement.units import Device, Host
+from deploy.placement.workload import read_workload
+from deploy.placement.write import plan_of
+from models.config import load_model_config
+from models.facts import facts_of
+from models.hub import resolve_model
+from topspin.errors import ConfigError
+from topspin.plan_file import print_plan
+from topspin.resolve import ModelFacts
+from topspin.units import parse_size
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags; see run()."""
+    parser = argparse.ArgumentParser(prog="topspin plan", allow_abbrev=False)
+    add_arguments(parser)
+    return run(parser.parse_args(argv))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="hosts (YAML)")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="checkpoint; its config.json is enough"
+    )
+    parser.add_argument(
+        "--workload", type=Path, required=True, metavar="FILE", help="load and targets (YAML)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="plan to write; the report is written beside it as .json, further engines as -2, -3",
+    )
+    parser.add_argument(
+        "--sensitivity", type=Path, metavar="FILE", help="what `topspin sensitivity` wrote"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the Pareto front (PNG)")
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Plan; returns the exit status.
+
+    Raises ConfigError for what cannot be read, ImpossibleError where no fleet meets the targets:
+    then nothing is written.
+    """
+    inputs, facts = read_inputs(
+        asked.cluster, asked.model, asked.workload, sensitivity=asked.sensitivity
+    )
+    result = search(inputs)
+    report = report_of(inputs, result)
+    if not result.members:
+        print_report(report)
+        raise ImpossibleError(report.refusal)
+    texts = plan_texts(inputs, result, model=asked.model, facts=facts)
+    if asked.picture is not None:
+        draw(report, asked.picture)
+    report = report.with_files(write_plans(asked.output, texts))
+    asked.output.with_suffix(".json").write_bytes(report.to_json())
+    print_report(report)
+    return 0
+
+
+def read_inputs(
+    cluster: Path, model: str, workload: Path, *, sensitivity: Path | None = None
+) -> tuple[Inputs, ModelFacts]:
+    """Return what the files say; raises ConfigError naming the file and the field."""
+    config = load_model_config(resolve_model(model))
+    facts = facts_of(config)
+    dtype = "float32" if config.dtype == "float32" else "bfloat16"
+    shape = ModelShape.from_config(config, dtype=dtype)
+    asked = read_workload(workload)
+    longest = asked.prompt.high + asked.output.high
+    if longest > config.context_length:
+        raise ConfigError(
+            f"--workload {workload}: prompts and outputs of p95 length have {longest:g} tokens, "
+            f"the model has {config.context_length} positions"
+        )
+    measured = None if sensitivity is None else read_sensitivity(sensitivity, shape)
+    found = read_cluster(cluster)
+    hosts = hosts_of(found, cluster)
+    inputs = Inputs(
+        hosts, shape, config.context_length, asked, measured, between_hosts=found.between_hosts
+    )
+    return inputs, facts
+
+
+def hosts_of(cluster: Cluster, path: Path) -> tuple[Host, ...]:
+    """Return the hosts with their devices' profiles; raises ConfigError."""
+    hosts = []
+    for spec in cluster.hosts:
+        devices = []
+        for idx, group in enumerate(spec.devices):
+            try:
+                profile = profile_of(group, path.parent)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"--cluster {path}: {spec.name}: devices[{idx}]: {error}"
+                ) from error
+            price = profile.price_per_hour if group.price_per_hour is None else group.price_per_hour
+            if profile.kind == "cuda" and (group.cores is not None or group.slow > 1):
+                raise ConfigError(
+                    f"--cluster {path}: {spec.name}: devices[{idx}]: cores and slow are for CPUs, "
+                    f"{group.device} is a GPU; leave them out"
+                )
+            devices.append(
+                Device(
+                    group=idx,
+                    profile=profile,
+                    count=group.count,
+                    memory_bytes=int(
+                        profile.memory_bytes if group.memory is None else parse_size(group.memory)
+                    ),
+                    price_per_hour=price,
+                    cores=(group.cores or profile.cores) if profile.kind == "cpu" else 0,
+                    slow=group.slow,
+                )
+            )
+        hosts.append(Host(spec, tuple(devices)))
+    return tuple(hosts)
+
+
+def plan_texts(inputs: Inputs, result: Result, *, model: str, facts: ModelFacts) -> list[str]:
+    """Return the plan of each engine of the fleet as YAML."""
+    rater = inputs.rater()
+    return [
+        print_plan(plan_of(rater, member.rating, path=model, facts=facts))
+        for member in result.members
+    ]
+
+
+def write_plans(path: Path, texts: Sequence[str]) -> list[str]:
+    """Write the plans to `path` and, from the second on, beside it; returns the files' names."""
+    paths = [path] + [
+        path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(2, len(texts) + 1)
+    ]
+    for each, text in zip(paths, texts, strict=True):
+        each.write_text(text)
+    return [str(each) for each in paths]

@@ -1,0 +1,24 @@
+"""What this engine runs today, of all that a plan could say.
+
+The one place to change when the engine learns something: the search then takes such plans too.
+Until then it says what they would give. EnginePlan.check refuses them; a test holds this module
+to it. Read by deploy.placement.units and deploy.placement.answers.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SEVERAL_HOSTS: Final = False
+"""Nodes of one engine on different hosts."""
+TENSOR_PARALLEL: Final = False
+"""A node that is a group of devices."""
+STAGES: Final = False
+"""Attention nodes that serve a range of layers each."""
+LOCAL_LAYERS: Final = False
+"""Attention nodes that hold the routed experts of chosen layers."""
+SLOW_NODES: Final = True
+"""Nodes on a CPU that are slowed down on purpose (`slow`)."""
+
+MAX_NODES: Final = 1024
+"""Of a role (topspin.plan.Index)."""

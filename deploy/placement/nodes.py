@@ -1,0 +1,229 @@
+"""What the nodes of a unit hold: their bytes, the room for keys, the experts and the sequences.
+
+Owns the division of experts and sequences between nodes of unequal speed. Called by
+deploy.placement.rating and .precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from deploy.placement.cost import Rows
+from deploy.placement.formats import Formats, LayerClass
+from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes, process_bytes
+from deploy.placement.shapes import Kernels
+from deploy.placement.steps import Clock, node_shares
+from deploy.placement.units import Seat, Unit
+
+USABLE = 0.9
+"""Of a device's memory (gpu_memory_utilization)."""
+MAX_SEATS = 4096
+"""The most sequences at once on a node."""
+REFERENCE_ROWS = 32
+"""Rows per attention node at which experts are divided between nodes of unequal speed."""
+BUFFERS_PER_TOKEN = 8
+"""Arrays of hidden size that a step keeps per token."""
+GIB = 2**30
+
+Limit = Literal["memory", "tpot", "ttft", "prefill", "seats"]
+
+
+class Binding(NamedTuple):
+    """What keeps an engine from carrying more, for people: it needs more than it has."""
+
+    limit: Limit
+    text: str
+    needs: float
+    has: float
+
+
+class Room(NamedTuple):
+    """The tokens for which a node of each attention group has room; None: weights do not fit.
+
+    `missing`: what to say then.
+    """
+
+    tokens: tuple[int, ...] | None
+    missing: Binding | None = None
+
+
+def kernels_of(seat: Seat) -> Kernels:
+    """Return the kernels that pack a seat's weights."""
+    return "triton" if seat.device.is_gpu else "cpu"
+
+
+class Nodes:
+    """The bytes and shares of nodes, for one model. `max_model_len`: the longest sequence."""
+
+    def __init__(self, clock: Clock, max_model_len: int) -> None:
+        self.clock = clock
+        self.model = clock.model
+        self.max_model_len = max_model_len
+        self._bytes: dict[tuple[object, ...], int] = {}
+
+    def room(
+        self,
+        unit: Unit,
+        formats: Formats,
+        held: tuple[int, ...],
+        tokens: int,
+        kv_itemsize: int | None,
+    ) -> Room:
+        """Return the tokens that attention nodes have room for beside weights and buffers."""
+        free: list[float] = []
+        if unit.shares_memory:
+            device = unit.attention[0][0].device
+            used = sum(
+                count * self.attention_bytes(seat, formats, tokens)
+                for seat, count in unit.attention
+            ) + sum(
+                count * self.expert_bytes(seat, formats, each, tokens * unit.num_attention)
+                for (seat, count), each in zip(unit.experts, held, strict=True)
+            )
+            free = [(device.memory_bytes * USABLE - used) / unit.num_attention]
+            free *= len(unit.attention)
+            needs, has = used, device.memory_bytes * USABLE
+        else:
+            sizes = [self.attention_bytes(seat, formats, tokens) for seat, _ in unit.attention]
+            rooms = [seat.device.memory_bytes * USABLE for seat, _ in unit.attention]
+            free = [room - size for room, size in zip(rooms, sizes, strict=True)]
+            worst = min(range(len(free)), key=lambda idx: free[idx])
+            needs, has = sizes[worst], rooms[worst]
+        per_token = self.model.kv_bytes_per_token(kv_itemsize)
+        own = per_token * self.max_model_len
+        if min(free) < own:
+            text = (
+                f"needs {(needs + own) / GIB:.1f} GiB with the keys of one sequence of "
+                f"{self.max_model_len} tokens, the node has {has / GIB:.1f}"
+            )
+            return Room(None, Binding("memory", text, needs + own, has))
+        return Room(tuple(int(each // per_token) for each in free))
+
+    def attention_bytes(self, seat: Seat, formats: Formats, tokens: int) -> float:
+        """Return an attention node's bytes without keys."""
+        key = ("attention", kernels_of(seat), formats.key)
+        if key not in self._bytes:
+            self._bytes[key] = attention_weight_bytes(
+                self.model, formats.of, kernels=kernels_of(seat)
+            )
+        logits = 4 * self.model.vocab_size * min(tokens, MAX_SEATS)
+        process = process_bytes(seat.device.profile, "attention")
+        return self._bytes[key] + self._buffers(tokens) + logits + process
+
+    def expert_bytes(self, seat: Seat, formats: Formats, held: int, rows: int) -> float:
+        """Return an expert node's bytes."""
+        key = ("expert", kernels_of(seat), formats.key)
+        if key not in self._bytes:
+            self._bytes[key] = expert_weight_bytes(
+                self.model, formats.of, held=1, kernels=kernels_of(seat)
+            )
+        process = process_bytes(seat.device.profile, "expert")
+        return held * self._bytes[key] + self._buffers(rows) + process
+
+    def _buffers(self, rows: int) -> float:
+        return BUFFERS_PER_TOKEN * rows * self.model.hidden_size * self.model.itemsize
+
+    def shares(self, unit: Unit, formats: Formats, max_tokens: int) -> tuple[int, ...] | None:
+        """Return the experts that a node of each group holds; None: they do not fit.
+
+        The slowest node is as fast as can be at REFERENCE_ROWS, within every node's memory.
+        """
+        if not unit.experts:
+            return ()
+        total = self.model.num_experts
+        rows = max_tokens * unit.num_attention
+        caps = []
+        for seat, count in unit.experts:
+            spare = seat.device.memory_bytes * USABLE - self.expert_bytes(seat, formats, 0, rows)
+            if unit.shares_memory:
+                spare /= count
+            each = self.expert_bytes(seat, formats, 1, 0) - self.expert_bytes(seat, formats, 0, 0)
+            caps.append(max(0, min(total, int(spare // each))))
+        counts = [count for _, count in unit.experts]
+        if sum(cap * count for cap, count in zip(caps, counts, strict=True)) < total:
+            return None
+        if len(counts) == 1:
+            return (-(-total // counts[0]),)
+        cls = next(each for each in formats.classes if self.model.layers[each.layer].is_moe)
+        at = REFERENCE_ROWS * unit.num_attention
+        return minmax_shares(
+            total,
+            counts,
+            caps,
+            [lambda held, seat=seat: self._held_s(seat, cls, held, at) for seat, _ in unit.experts],
+        )
+
+    def _held_s(self, seat: Seat, cls: LayerClass, held: int, rows: float) -> float:
+        """Return the time of a node that holds so many experts (all chosen alike)."""
+        model = self.model
+        chosen = node_shares(model.num_experts, model.top_k, (held,), 0.0)[0]
+        return self.clock.experts_s(seat, cls, chosen, rows) if held else 0.0
+
+    def weights(self, unit: Unit, formats: Formats) -> tuple[float, ...]:
+        """Return the share of all sequences of a node of each attention group.
+
+        The scheduler sends a request where the least work waits, by each node's own times.
+        """
+        if len(unit.attention) == 1:
+            return (1.0 / unit.attention[0][1],)
+        rows = Rows(float(REFERENCE_ROWS), self.clock.context)
+        speeds = [
+            1.0
+            / sum(cls.count * self.clock.attention_s(seat, cls, rows) for cls in formats.classes)
+            for seat, _ in unit.attention
+        ]
+        total = sum(speed * count for speed, (_, count) in zip(speeds, unit.attention, strict=True))
+        return tuple(speed / total for speed in speeds)
+
+    def experts_misfit(self, unit: Unit, formats: Formats) -> Binding:
+        each = self.expert_bytes(unit.experts[0][0], formats, 1, 0)
+        needs = each * self.model.num_experts
+        has = sum(count * seat.device.memory_bytes * USABLE for seat, count in unit.experts)
+        text = f"experts need {needs / GIB:.1f} GiB, their nodes have {has / GIB:.1f}"
+        return Binding("memory", text, needs, has)
+
+
+def minmax_shares(
+    total: int,
+    counts: Sequence[int],
+    caps: Sequence[int],
+    times: Sequence[Callable[[int], float]],
+) -> tuple[int, ...]:
+    """Return how many of `total` experts each node of a group holds, the slowest node fastest.
+
+    `counts[g]` like nodes hold at most `caps[g]` each; `times[g](held)` does not fall with `held`.
+    Exact: the least time T such that nodes which take T or less hold everything, by bisection over
+    all times there are. What is held too much is taken back from the slowest.
+    """
+    tables = [
+        [time(held) for held in range(cap + 1)] for time, cap in zip(times, caps, strict=True)
+    ]
+    candidates = sorted({value for table in tables for value in table})
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _holds(tables, counts, candidates[middle]) >= total:
+            high = middle
+        else:
+            low = middle + 1
+    held = [_most(table, candidates[low]) for table in tables]
+    while True:
+        spare = sum(each * count for each, count in zip(held, counts, strict=True)) - total
+        groups = [g for g, each in enumerate(held) if each > 0 and counts[g] <= spare]
+        if not groups:
+            return tuple(held)
+        slowest = max(groups, key=lambda g: (tables[g][held[g]], g))
+        held[slowest] -= 1
+
+
+def _most(table: Sequence[float], time_s: float) -> int:
+    """Return the largest index whose time, and all before it, are within `time_s`."""
+    most = 0
+    while most + 1 < len(table) and table[most + 1] <= time_s:
+        most += 1
+    return most
+
+
+def _holds(tables: Sequence[Sequence[float]], counts: Sequence[int], time_s: float) -> int:
+    return sum(_most(table, time_s) * count for table, count in zip(tables, counts, strict=True))

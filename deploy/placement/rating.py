@@ -1,0 +1,340 @@
+"""What an engine carries within the targets: its memory, its settings, and the largest load.
+
+Owns the settings that are tried (micro-batches, token budgets), the room for keys, the experts of
+each node, and why an engine carries nothing. Called by deploy.placement.search.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from functools import lru_cache
+
+from deploy.placement.formats import Formats
+from deploy.placement.nodes import MAX_SEATS, Binding, Nodes
+from deploy.placement.shapes import ModelShape
+from deploy.placement.steady import Point, Shape, high_running, point
+from deploy.placement.steps import Clock, Engine, EngineSteps
+from deploy.placement.units import Unit
+from deploy.placement.workload import Z95, Workload
+from topspin.config import MAX_MICRO_BATCHES
+
+CPU_BUDGETS = (128, 256, 512, 1024)
+GPU_BUDGETS = (512, 2048, 4096, 8192)
+"""Tokens per step of an attention node that are tried (max_num_batched_tokens)."""
+
+
+SHARP = 5
+"""Halvings of the way between two loads of the grid."""
+
+
+@lru_cache(maxsize=1)
+def running_grid() -> tuple[int, ...]:
+    """Return the numbers of running sequences that are tried: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    steps = {1 << power for power in range(19)} | {3 << power for power in range(17)}
+    return tuple(sorted(steps))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rating:
+    """An engine at the largest load within the targets, and what binds there.
+
+    `engine` None: no settings make it work at all, because of `binding`. `beyond`: the number of
+    running sequences at which it failed. `room`: tokens of keys on a node of each group.
+    `most_load`: of a rating at a smaller load (at_load), the largest one.
+    """
+
+    unit: Unit
+    formats: Formats
+    binding: Binding
+    engine: Engine | None = None
+    point: Point | None = None
+    seats: int = 0
+    room: tuple[int, ...] = ()
+    beyond: float = 0.0
+    most_load: float = 0.0
+
+    def load(self, workload: Workload) -> float:
+        """Return what it carries in the workload's terms: requests per second, or users."""
+        if self.point is None:
+            return 0.0
+        return load_of(self.point, workload)
+
+
+def load_of(found: Point, workload: Workload) -> float:
+    """Return a point's load in the workload's terms."""
+    return found.users if workload.arrival_rate is None else found.rate
+
+
+def max_model_len(workload: Workload, context_length: int) -> int:
+    """Return the longest sequence that an engine is planned for."""
+    if workload.max_model_len is not None:
+        return min(workload.max_model_len, context_length)
+    longest = 2 * (workload.prompt.high + workload.output.high)
+    return min(context_length, 1 << (int(longest) - 1).bit_length())
+
+
+class Rater:
+    """Rates units of one model under one workload."""
+
+    def __init__(self, model: ModelShape, workload: Workload, *, context_length: int) -> None:
+        self.model = model
+        self.workload = workload
+        self.clock = Clock(model, workload)
+        self.max_model_len = max_model_len(workload, context_length)
+        self.nodes = Nodes(self.clock, self.max_model_len)
+
+    def rate(self, unit: Unit, formats: Formats) -> Rating:
+        """Return the unit with the settings that carry most."""
+        tried = sorted(self.settings(unit, formats), key=self._rank, reverse=True)
+        best = self.sharpened(tried[0])
+        for rating in tried[1:]:
+            if rating.point is None:
+                break
+            # Twice the load takes at least twice the sequences: so many it needs to be the best.
+            need = rating.point.running * best.load(self.workload) / rating.load(self.workload)
+            if need < rating.beyond:
+                best = max(best, self.sharpened(rating, least=need), key=self._rank)
+        return best
+
+    def settings(self, unit: Unit, formats: Formats) -> Iterator[Rating]:
+        """Yield the unit at its largest load of the grid, with each of the settings."""
+        budgets = _budgets(unit)
+        held = self.nodes.shares(unit, formats, budgets[-1])
+        if held is None:
+            yield Rating(unit, formats, self.nodes.experts_misfit(unit, formats))
+            return
+        weights = self.nodes.weights(unit, formats)
+        start = 0
+        for itemsize in (None, 1) if self._may_have_fp8(unit) else (None,):
+            for tokens in budgets:
+                room = self.nodes.room(unit, formats, held, tokens, itemsize)
+                if room.tokens is None:
+                    assert room.missing is not None
+                    yield Rating(unit, formats, room.missing)
+                    break
+                for m in _micro_batches(unit):
+                    engine = Engine(unit, formats, held, weights, m, tokens, itemsize)
+                    rating = self.at_most(engine, room.tokens, start=start)
+                    if rating.point is not None:
+                        start = bisect_left(running_grid(), rating.point.running)
+                    yield rating
+
+    def _may_have_fp8(self, unit: Unit) -> bool:
+        return self.workload.fp8_kv_cache and not any(
+            seat.device.is_gpu for seat, _ in unit.attention
+        )
+
+    def _rank(self, rating: Rating) -> tuple[float, float]:
+        """More load is better, then less time per token; of what fails, what fails by least."""
+        if rating.point is None:
+            over = rating.binding.needs / rating.binding.has if rating.binding.has > 0 else 1e9
+            return -over, 0.0
+        return rating.load(self.workload), -rating.point.tpot_s
+
+    def at_most(self, engine: Engine, room: tuple[int, ...], *, start: int = 0) -> Rating:
+        """Return the engine at the largest load of the grid at which everything holds.
+
+        The grid is searched from its index `start`, in steps that grow, then by bisection.
+        """
+        trial = Trial(self, engine, room)
+        grid = running_grid()
+        low, high = -1, len(grid)
+        found: Point | None = None
+        at, stride = min(start, len(grid) - 1), 1
+        while high - low > 1:
+            tried = trial.point(float(grid[at]))
+            if tried is not None:
+                low, found = at, tried
+            else:
+                high = at
+            if low > -1 and high < len(grid):
+                at = (low + high) // 2
+            else:
+                at = min(low + stride, high - 1) if low >= 0 else max(high - stride, low + 1)
+                stride *= 2
+        beyond = float(grid[min(high, len(grid) - 1)])
+        return self._rating(trial, found, beyond)
+
+    def sharpened(self, rating: Rating, *, least: float = 0.0) -> Rating:
+        """Return a rating of the grid at a load between its points, SHARP halvings closer.
+
+        It stays as it is if it cannot have `least` running sequences.
+        """
+        if rating.point is None or rating.engine is None:
+            return rating
+        trial = Trial(self, rating.engine, rating.room)
+        low, high, found = rating.point.running, rating.beyond, rating.point
+        if least > low:
+            tried = trial.point(least)
+            if tried is None:
+                return rating
+            low, found = least, tried
+        for _ in range(SHARP):
+            middle = (low + high) / 2
+            tried = trial.point(middle)
+            if tried is not None:
+                low, found = middle, tried
+            else:
+                high = middle
+        return self._rating(trial, found, high)
+
+    def _rating(self, trial: Trial, found: Point | None, beyond: float) -> Rating:
+        engine = trial.engine
+        binding = trial.binding(beyond)
+        if found is None:
+            return Rating(engine.unit, engine.formats, binding)
+        seats = self.seats(engine, found)
+        return Rating(
+            engine.unit, engine.formats, binding, engine, found, seats, trial.room, beyond
+        )
+
+    def at_load(self, rating: Rating, load: float) -> Rating:
+        """Return a rated engine at a smaller load (deploy.placement.rating.load_of)."""
+        assert rating.engine is not None
+        assert rating.point is not None
+        most = rating.load(self.workload)
+        if load >= most:
+            return dataclasses.replace(rating, most_load=most)
+        steps = EngineSteps(rating.engine, self.clock)
+        low, high = 0.0, rating.point.running
+        found = rating.point
+        for _ in range(40):
+            middle = (low + high) / 2
+            tried = self.point(rating.engine, steps, middle)
+            if tried is None or load_of(tried, self.workload) > load:
+                high = middle
+            else:
+                low, found = middle, tried
+            if high - low < 1e-3 * high:
+                break
+        return dataclasses.replace(rating, point=found, most_load=most)
+
+    def point(self, engine: Engine, steps: EngineSteps, running: float) -> Point | None:
+        """Return the engine's state with so many running sequences."""
+        shape = Shape(engine.unit.num_attention, engine.batched_tokens)
+        return point(steps, self.workload, shape, running)
+
+    def seats(self, engine: Engine, found: Point) -> int:
+        """Return max_num_seqs: what the node with the largest share needs at the p95."""
+        need = high_running(self.workload, found) * max(engine.weights)
+        return max(1, min(MAX_SEATS, engine.batched_tokens, -int(-need // 1)))
+
+
+class Trial:
+    """Tries one engine at loads, and says what does not hold there."""
+
+    def __init__(self, rater: Rater, engine: Engine, room: tuple[int, ...]) -> None:
+        self._rater = rater
+        self._workload = rater.workload
+        self.engine = engine
+        self.room = room
+        self._steps = EngineSteps(engine, rater.clock)
+
+    def point(self, running: float) -> Point | None:
+        """Return the engine's state with `running` sequences if all limits and targets hold."""
+        users = self._workload.users
+        least = running if users is not None else _high(running)
+        if self._cache_limit(least) or self._seat_limit(least):
+            return None
+        targets = self._workload.targets
+        # A token takes at least a step that only decodes.
+        most = running if targets.percentile == "p50" else least
+        if targets.tpot_s is not None and self._steps.step_s(most, None) > targets.tpot_s:
+            return None
+        found = self._rater.point(self.engine, self._steps, running)
+        if found is None or self._is_late(found):
+            return None
+        high = high_running(self._workload, found)
+        return None if self._cache_limit(high) or self._seat_limit(high) else found
+
+    def binding(self, running: float) -> Binding:
+        """Return what does not hold with `running` sequences."""
+        found = self._rater.point(self.engine, self._steps, running)
+        high = _high(running) if found is None else high_running(self._workload, found)
+        limit = self._cache_limit(high) or self._seat_limit(high)
+        if limit is not None:
+            return limit
+        if found is None:
+            return Binding("prefill", "prompts would arrive faster than they are computed", 1, 1)
+        return self._late(found) or Binding("seats", "more was not tried", running, running)
+
+    def _cache_limit(self, high: float) -> Binding | None:
+        for tokens, weight in zip(self.room, self.engine.weights, strict=True):
+            need = high * weight * self._rater.clock.context
+            if need > tokens:
+                text = f"keys of {need:.0f} tokens per node, and there is room for {tokens}"
+                return Binding("memory", text, need, tokens)
+        return None
+
+    def _seat_limit(self, high: float) -> Binding | None:
+        need, most = high * max(self.engine.weights), min(MAX_SEATS, self.engine.batched_tokens)
+        if need <= most:
+            return None
+        text = f"{need:.0f} sequences at once on a node, which advances {most} at most"
+        return Binding("seats", text, need, most)
+
+    def _is_late(self, found: Point) -> bool:
+        targets = self._workload.targets
+        if targets.ttft_s is not None and found.ttft_s > targets.ttft_s:
+            return True
+        return targets.tpot_s is not None and self.high_tpot_s(found) > targets.tpot_s
+
+    def _late(self, found: Point) -> Binding | None:
+        """Return the target that a point misses."""
+        targets = self._workload.targets
+        if targets.tpot_s is not None:
+            tpot_s = self.high_tpot_s(found)
+            if tpot_s > targets.tpot_s:
+                return self._tpot_binding(found, tpot_s, targets.tpot_s)
+        if targets.ttft_s is not None and found.ttft_s > targets.ttft_s:
+            text = (
+                f"TTFT {milliseconds(found.ttft_s)} > {milliseconds(targets.ttft_s)}: a step with "
+                f"prompts takes {milliseconds(found.mixed_s)}"
+            )
+            return Binding("ttft", text, found.ttft_s, targets.ttft_s)
+        return None
+
+    def high_tpot_s(self, found: Point) -> float:
+        """Return the TPOT at the targets' percentile."""
+        if self._workload.targets.percentile == "p50":
+            return found.tpot_s
+        high = high_running(self._workload, found)
+        return found.tpot_s * self._steps.step_s(high, None) / found.decode_s
+
+    def _tpot_binding(self, found: Point, tpot_s: float, target_s: float) -> Binding:
+        step = self._steps.step(found.running, None)
+        parts = {
+            "attention": step.attention_s,
+            "experts": step.experts_s,
+            "the link": 2 * step.link_s,
+            "the head and sampling": step.fixed_s,
+        }
+        name = max(parts, key=lambda each: parts[each])
+        text = (
+            f"TPOT {milliseconds(tpot_s)} > {milliseconds(target_s)}: {name} "
+            f"{milliseconds(parts[name])} of a step of {milliseconds(step.step_s)}"
+        )
+        return Binding("tpot", text, tpot_s, target_s)
+
+
+def _high(running: float) -> float:
+    return running + Z95 * math.sqrt(running)
+
+
+def _budgets(unit: Unit) -> tuple[int, ...]:
+    return GPU_BUDGETS if unit.attention[0][0].device.is_gpu else CPU_BUDGETS
+
+
+def _micro_batches(unit: Unit) -> range:
+    """Return the numbers of micro-batches that are tried: without a link there is one."""
+    if unit.layout == "one_process" or not unit.experts:
+        return range(1, 2)
+    return range(1, MAX_MICRO_BATCHES + 1)
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time for people."""
+    return f"{seconds * 1e3:.4g} ms" if seconds < 10 else f"{seconds:.1f} s"

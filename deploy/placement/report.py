@@ -1,0 +1,231 @@
+"""The report of a search: as JSON beside the plan, and as tables for people.
+
+Owns both forms. Called by deploy.placement.command; deploy.placement.picture draws its front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from deploy.placement.answers import (
+    Offer,
+    answers_of,
+    flips_of,
+    front_of,
+    losers_of,
+    not_served_yet,
+    offers_of,
+    refusal_of,
+    unit_of,
+)
+from deploy.placement.rating import milliseconds
+from deploy.placement.search import Inputs, Member, Result, asked_load
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the report."""
+
+
+class EngineReport(_Part, frozen=True, kw_only=True):
+    """An engine of the fleet. `binding`: what keeps it from carrying more than `most_load`."""
+
+    copies: int
+    engine: str
+    micro_batches: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    precision: str
+    experts_per_node: tuple[int, ...]
+    load: float
+    most_load: float
+    ttft_s: float
+    tpot_s: float
+    tokens_per_s: float
+    kl: float
+    binding: str
+    file: str = ""
+
+
+class FrontPoint(_Part, frozen=True, kw_only=True):
+    """An offer that no other beats in price, TTFT, TPOT, tokens per second and divergence."""
+
+    engine: str
+    copies: int
+    precision: str
+    price_per_hour: float
+    ttft_s: float
+    tpot_s: float
+    tokens_per_s: float
+    kl: float
+
+
+class LostClass(_Part, frozen=True, kw_only=True):
+    """A kind of engine that was not taken, by its best, and why."""
+
+    kind: str
+    engine: str
+    reason: str
+
+
+class FlipReport(_Part, frozen=True, kw_only=True):
+    """A change that would change the outcome."""
+
+    change: str
+    outcome: str
+
+
+class Report(_Part, frozen=True, kw_only=True):
+    """All that a search says. `load` is asked for, `most_load` the fleet's. `load_unit`: requests/s or users. `refusal`: "" with a plan."""
+
+    objective: str
+    load_unit: str
+    price_per_hour: float
+    load: float
+    most_load: float
+    is_exact: bool
+    engines: tuple[EngineReport, ...]
+    front: tuple[FrontPoint, ...]
+    losers: tuple[LostClass, ...]
+    answers: tuple[str, ...]
+    not_served_yet: tuple[str, ...]
+    flips: tuple[FlipReport, ...]
+    refusal: str = ""
+
+    def with_files(self, files: Sequence[str]) -> Report:
+        """Return the report with the plans' files, one per engine."""
+        engines = tuple(
+            msgspec.structs.replace(engine, file=file)
+            for engine, file in zip(self.engines, files, strict=True)
+        )
+        return msgspec.structs.replace(self, engines=engines)
+
+    def to_json(self) -> bytes:
+        """Return it as readable JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
+
+
+def report_of(inputs: Inputs, result: Result) -> Report:
+    """Return the report of a search."""
+    rater = inputs.rater()
+    offers = offers_of(inputs, rater, result.ratings)
+    return Report(
+        objective=inputs.workload.objective,
+        load_unit=unit_of(inputs),
+        price_per_hour=result.price,
+        load=asked_load(inputs.workload),
+        most_load=result.load,
+        is_exact=result.is_exact,
+        engines=tuple(_engine(inputs, member) for member in result.members),
+        front=tuple(map(_front_point, front_of(offers))),
+        losers=tuple(
+            LostClass(kind=each.name, engine=each.engine, reason=each.reason)
+            for each in losers_of(inputs, result, offers)
+        ),
+        answers=tuple(answers_of(inputs, result, offers)),
+        not_served_yet=tuple(not_served_yet(inputs, rater, result)),
+        flips=tuple(
+            FlipReport(change=each.change, outcome=each.outcome)
+            for each in flips_of(inputs, result)
+        ),
+        refusal="" if result.members else refusal_of(inputs, result),
+    )
+
+
+def _engine(inputs: Inputs, member: Member) -> EngineReport:
+    rating = member.rating
+    engine, point = rating.engine, rating.point
+    assert engine is not None
+    assert point is not None
+    return EngineReport(
+        copies=member.copies,
+        engine=str(rating.unit),
+        micro_batches=engine.micro_batches,
+        max_num_seqs=rating.seats,
+        max_num_batched_tokens=engine.batched_tokens,
+        precision=str(engine.formats),
+        experts_per_node=engine.held,
+        load=rating.load(inputs.workload),
+        most_load=rating.most_load,
+        ttft_s=point.ttft_s,
+        tpot_s=point.tpot_s,
+        tokens_per_s=point.rate * inputs.workload.output.average,
+        kl=engine.formats.kl,
+        binding=rating.binding.text,
+    )
+
+
+def _front_point(offer: Offer) -> FrontPoint:
+    return FrontPoint(
+        engine=str(offer.rating.unit),
+        copies=offer.copies,
+        precision=str(offer.rating.formats),
+        price_per_hour=offer.price,
+        ttft_s=offer.ttft_s,
+        tpot_s=offer.tpot_s,
+        tokens_per_s=offer.tokens_per_s,
+        kl=offer.kl,
+    )
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Print the report as tables."""
+    out = Console(highlight=False) if console is None else console
+    if report.engines:
+        out.print(_engines(report))
+        whole = "exact over its grids" if report.is_exact else "a heuristic: see docs/planner.md"
+        out.print(
+            f"{report.load:.4g} {report.load_unit}, {report.most_load:.4g} at most, at "
+            f"{report.price_per_hour:.4g} per hour ({report.objective}; the search was {whole})"
+        )
+    if report.front:
+        out.print(_front(report))
+    if report.losers:
+        table = Table("kind", "best of it", "why not", title="Not taken")
+        for each in report.losers:
+            table.add_row(each.kind, each.engine, each.reason)
+        out.print(table)
+    for line in (*report.answers, *report.not_served_yet):
+        out.print(line)
+    for flip in report.flips:
+        out.print(f"With {flip.change}: {flip.outcome}.")
+
+
+def _engines(report: Report) -> Table:
+    table = Table("engine", "copies", "m", "seats", "tokens", "TTFT", "TPOT", title="The plan")
+    for name in ("tokens/s", "most load", "kl", "precision", "binds"):
+        table.add_column(name)
+    for each in report.engines:
+        table.add_row(
+            each.engine,
+            str(each.copies),
+            str(each.micro_batches),
+            str(each.max_num_seqs),
+            str(each.max_num_batched_tokens),
+            milliseconds(each.ttft_s),
+            milliseconds(each.tpot_s),
+            f"{each.tokens_per_s:.0f}",
+            f"{each.most_load:.3g}",
+            f"{each.kl:.3g}",
+            each.precision,
+            each.binding,
+        )
+    return table
+
+
+def _front(report: Report) -> Table:
+    table = Table("engine", "copies", "per hour", "TTFT", "TPOT", "tokens/s", "kl", title="Front")
+    for each in report.front:
+        table.add_row(
+            each.engine,
+            str(each.copies),
+            f"{each.price_per_hour:.4g}",
+            milliseconds(each.ttft_s),
+            milliseconds(each.tpot_s),
+            f"{each.tokens_per_s:.0f}",
+            f"{each.kl:.3g}",
+        )
+    return table

@@ -1,0 +1,301 @@
+"""The search: rates every engine that the hosts could hold, and chooses how many of which.
+
+Owns the order: units of each host, their precision and settings, the best few refined, the fleet.
+Pure. Called by deploy.placement.command and, with changed inputs, by deploy.placement.answers.
+
+It is exact over the grids of deploy.placement.rating (settings and loads) where `Result.is_exact`:
+every unit was rated, every assignment of formats tried, and no other fleet of these engines is
+better. Elsewhere it says what it left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deploy.placement.bits import num_choices
+from deploy.placement.cluster import HostLink
+from deploy.placement.fleet import Fleet, FleetHost, Rated, cheapest, largest
+from deploy.placement.precision import EXHAUSTIVE, Precisions
+from deploy.placement.rating import Rater, Rating
+from deploy.placement.sensitivity import Sensitivity
+from deploy.placement.shapes import ModelShape
+from deploy.placement.units import Host, Unit, units_of
+from deploy.placement.workload import Workload
+from topspin.errors import TopspinError
+
+REFINED = 6
+"""Units whose formats are chosen again for their own memory and load."""
+CLOSE = 1.01
+"""Two latencies within 1 % are the same: the smaller fleet is taken."""
+
+
+class ImpossibleError(TopspinError):
+    """No fleet meets the targets; says the best there is and what binds."""
+
+
+class Member(NamedTuple):
+    """An engine of the fleet at its share of the load, and how many copies of it there are."""
+
+    rating: Rating
+    copies: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found. `ratings`: the best of every unit, at its own largest load.
+
+    `members`: the fleet, the engine that carries most first; empty: none meets the targets.
+    `price` per hour of the whole fleet, and the `load` (requests per second, or users) that it
+    carries at most.
+    """
+
+    ratings: tuple[Rating, ...]
+    plain: tuple[Rating, ...]
+    """The same with weights as stored."""
+    quantised: tuple[Rating | None, ...]
+    """The same with some weights quantised; None: no format is within the bound."""
+    members: tuple[Member, ...]
+    price: float
+    load: float
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a search is about. `context_length`: the model's longest sequence."""
+
+    hosts: tuple[Host, ...]
+    model: ModelShape
+    context_length: int
+    workload: Workload
+    sensitivity: Sensitivity | None = None
+    between_hosts: HostLink | None = None
+
+    def rater(self) -> Rater:
+        """Return what prices engines of this model under this workload."""
+        return Rater(self.model, self.workload, context_length=self.context_length)
+
+
+def search(inputs: Inputs) -> Result:
+    """Return the best fleet for the workload's objective."""
+    rater = inputs.rater()
+    precisions = Precisions(rater, inputs.sensitivity)
+    ratings: list[Rating] = []
+    plain: list[Rating] = []
+    quantised: list[Rating | None] = []
+    is_exact = True
+    for host in inputs.hosts:
+        found = units_of(host, num_experts=inputs.model.num_experts)
+        is_exact = is_exact and found.is_complete
+        for unit in found.units:
+            formats = precisions.of(unit)
+            if precisions.may_quantise:
+                is_exact = is_exact and num_choices(precisions.problem(unit)) <= EXHAUSTIVE
+            tried = [rater.rate(unit, each) for each in formats]
+            plain.append(tried[0])
+            quantised.append(max(tried[1:], key=lambda each: _rank(rater, each), default=None))
+            ratings.append(max(tried, key=lambda each: _rank(rater, each)))
+    _refine(rater, precisions, ratings)
+    members, fleet = _fleet(inputs, rater, ratings)
+    price = 0.0 if fleet is None else fleet.price
+    load = 0.0 if fleet is None else fleet.rate
+    is_exact = is_exact and (fleet is None or fleet.is_exact)
+    return Result(
+        tuple(ratings),
+        tuple(plain),
+        tuple(quantised),
+        tuple(members),
+        price,
+        load,
+        is_exact,
+    )
+
+
+def _rank(rater: Rater, rating: Rating) -> tuple[float, float, float]:
+    """More load, then less time per token, then less divergence."""
+    if rating.point is None:
+        over = rating.binding.needs / rating.binding.has if rating.binding.has > 0 else 1e9
+        return -over, 0.0, -rating.formats.kl
+    return rating.load(rater.workload), -rating.point.tpot_s, -rating.formats.kl
+
+
+def _refine(rater: Rater, precisions: Precisions, ratings: list[Rating]) -> None:
+    """Choose formats again for the units that carry most for their price."""
+
+    def worth(idx: int) -> float:
+        rating = ratings[idx]
+        price = rating.unit.price_per_hour or 1e-6 * sum(rating.unit.used)
+        return -rating.load(rater.workload) / price
+
+    for idx in sorted(range(len(ratings)), key=worth)[:REFINED]:
+        rating = ratings[idx]
+        tried = [rating]
+        tried += [rater.rate(rating.unit, formats) for formats in precisions.refined(rating)]
+        ratings[idx] = max(tried, key=lambda each: _rank(rater, each))
+
+
+def _fleet(
+    inputs: Inputs, rater: Rater, ratings: Sequence[Rating]
+) -> tuple[list[Member], Fleet | None]:
+    """Return the fleet for the objective, its engines at their share of the load."""
+    workload = inputs.workload
+    asked = asked_load(workload)
+    if workload.objective == "min_latency":
+        return _fastest(inputs, rater, ratings)
+    hosts, engines = fleet_inputs(inputs.hosts, ratings, workload)
+    if workload.objective == "min_price":
+        fleet = cheapest(hosts, engines, rate=asked)
+        if fleet is not None and _is_too_dear(workload, fleet.price):
+            fleet = None
+        share = None if fleet is None else min(1.0, asked / fleet.rate)
+    else:
+        fleet = largest(hosts, engines, max_price=workload.max_price_per_hour)
+        if fleet is not None and fleet.rate < asked * (1 - 1e-9):
+            fleet = None
+        share = 1.0
+    if fleet is None or share is None:
+        return [], None
+    members = [
+        Member(rater.at_load(ratings[key], share * ratings[key].load(workload)), copies)
+        for key, copies in fleet.copies.items()
+    ]
+    members.sort(key=lambda each: -each.copies * each.rating.load(workload))
+    if workload.objective == "min_price":
+        return _quickest_of_cheapest(rater, ratings, members, fleet)
+    return members, fleet
+
+
+def _quickest_of_cheapest(
+    rater: Rater, ratings: Sequence[Rating], members: list[Member], fleet: Fleet
+) -> tuple[list[Member], Fleet]:
+    """Return the fleet, or copies of one engine at the same price with a smaller TPOT."""
+    asked = asked_load(rater.workload)
+    best, found = max(_tpot_s(each.rating) for each in members), (members, fleet)
+    for key, rating in enumerate(ratings):
+        load = rating.load(rater.workload)
+        if not load:
+            continue
+        copies = max(1, math.ceil(asked / load - 1e-9))
+        price = price_of(rating.unit, copies)
+        if price > fleet.price * (1 + 1e-9) or copies > most_copies(rating.unit, None):
+            continue
+        at = rater.at_load(rating, asked / copies)
+        if _tpot_s(at) < best * (1 - 1e-6):
+            best = _tpot_s(at)
+            same = fleet._replace(copies={key: copies}, rate=copies * load, price=price)
+            found = [Member(at, copies)], same
+    return found
+
+
+def _tpot_s(rating: Rating) -> float:
+    assert rating.point is not None
+    return rating.point.tpot_s
+
+
+def _is_too_dear(workload: Workload, price: float) -> bool:
+    limit = workload.max_price_per_hour
+    return limit is not None and price > limit * (1 + 1e-9)
+
+
+def asked_load(workload: Workload) -> float:
+    """Return the workload's load: requests per second, or users."""
+    if workload.arrival_rate is not None:
+        return workload.arrival_rate
+    assert workload.users is not None
+    return float(workload.users)
+
+
+def fleet_inputs(
+    hosts: Sequence[Host], ratings: Sequence[Rating], workload: Workload
+) -> tuple[dict[str, FleetHost], dict[str, list[Rated]]]:
+    """Return hosts and rated engines in the terms of deploy.placement.fleet."""
+    fleet_hosts: dict[str, FleetHost] = {}
+    engines: dict[str, list[Rated]] = {}
+    for host in hosts:
+        name = host.spec.name
+        engines[name] = []
+        fleet_hosts[name] = FleetHost(
+            host.spec.count,
+            tuple(device.count for device in host.devices),
+            host.spec.price_per_hour,
+            tuple(device.price_per_hour for device in host.devices),
+        )
+    for key, rating in enumerate(ratings):
+        engines[rating.unit.host.spec.name].append(
+            Rated(key, rating.unit.used, rating.load(workload))
+        )
+    return fleet_hosts, engines
+
+
+def most_copies(unit: Unit, max_price: float | None) -> int:
+    """Return how many copies of a unit its hosts hold, within a price."""
+    host = unit.host
+    per_host = min(
+        device.count // used for device, used in zip(host.devices, unit.used, strict=True) if used
+    )
+    most = per_host * host.spec.count
+    while max_price is not None and most and price_of(unit, most) > max_price * (1 + 1e-9):
+        # At least one copy less per host's worth of money that is missing.
+        over = price_of(unit, most) - max_price
+        most -= max(1, math.floor(over / (unit.price_per_hour + host.spec.price_per_hour or 1.0)))
+    return max(0, most)
+
+
+def price_of(unit: Unit, copies: int) -> float:
+    """Return the price of so many copies, with the hosts that they need."""
+    per_host = min(
+        device.count // used
+        for device, used in zip(unit.host.devices, unit.used, strict=True)
+        if used
+    )
+    hosts = -(-copies // per_host)
+    return hosts * unit.host.spec.price_per_hour + copies * unit.price_per_hour
+
+
+def _fastest(
+    inputs: Inputs, rater: Rater, ratings: Sequence[Rating]
+) -> tuple[list[Member], Fleet | None]:
+    """Return copies of the one engine with the least TPOT, then TTFT, at the load."""
+    workload = inputs.workload
+    asked = asked_load(workload)
+    best: tuple[tuple[float, float, float], Member] | None = None
+    for rating in ratings:
+        if rating.point is None:
+            continue
+        most = most_copies(rating.unit, workload.max_price_per_hour)
+        least = math.ceil(asked / rating.load(workload) - 1e-9)
+        if most < least or not most:
+            continue
+        found = _fewest_copies(rater, rating, asked, least=max(1, least), most=most)
+        assert found.rating.point is not None
+        at = found.rating.point
+        rank = (at.tpot_s, at.ttft_s, price_of(rating.unit, found.copies))
+        if best is None or rank < best[0]:
+            best = rank, found
+    if best is None:
+        return [], None
+    member = best[1]
+    key = next(idx for idx, each in enumerate(ratings) if each.unit is member.rating.unit)
+    price = price_of(member.rating.unit, member.copies)
+    most = member.copies * ratings[key].load(workload)
+    return [member], Fleet({key: member.copies}, most, price, True)
+
+
+def _fewest_copies(rater: Rater, rating: Rating, asked: float, *, least: int, most: int) -> Member:
+    """Return the fewest copies whose TPOT is within CLOSE of that of the most, by bisection."""
+
+    def at(copies: int) -> Rating:
+        return rater.at_load(rating, min(asked / copies, rating.load(rater.workload)))
+
+    good_s = _tpot_s(at(most)) * CLOSE
+    low, high = least, most
+    while low < high:
+        middle = (low + high) // 2
+        if _tpot_s(at(middle)) <= good_s:
+            high = middle
+        else:
+            low = middle + 1
+    return Member(at(high), high)

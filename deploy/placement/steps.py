@@ -1,0 +1,280 @@
+"""The seconds of a step of a planned engine, fast enough to be asked for a hundred thousand times.
+
+Owns the assembly of a step from the cost model's parts (deploy.placement.cost): the rows of each
+node, the slowest of them, the link, the pipeline. Its result is layer_hops() and step_s() of that
+module, of which it keeps every part that was asked for once. Called by deploy.placement.rating.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from deploy.placement.cost import (
+    Rows,
+    attention_layer_s,
+    barrier_s,
+    experts_layer_s,
+    link_s,
+    step_fixed_s,
+)
+from deploy.placement.devices import Link
+from deploy.placement.formats import Formats, LayerClass
+from deploy.placement.routing import rows_reached, shares_of_nodes, touched
+from deploy.placement.shapes import ModelShape
+from deploy.placement.steady import Chunks
+from deploy.placement.tables import rally_factors
+from deploy.placement.units import Seat, Unit
+from deploy.placement.workload import Workload
+from topspin.pipeline import HopTimes, layers_s, pipeline_s
+from topspin.precision import Format
+
+NO_LINK = Link(name="local", alpha_s=0.0, bytes_per_s=1e18)
+PAIR_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Engine:
+    """All that is decided of an engine.
+
+    `held[i]`: the experts of a node on unit.experts[i]; `weights[i]`: the share of all sequences
+    that a node on unit.attention[i] has. `kv_itemsize` None: keys have the model's dtype.
+    """
+
+    unit: Unit
+    formats: Formats
+    held: tuple[int, ...]
+    weights: tuple[float, ...]
+    micro_batches: int
+    batched_tokens: int
+    kv_itemsize: int | None = None
+    local_layers: frozenset[int] = frozenset()
+
+
+class Step(NamedTuple):
+    """A step's times: those of the slowest layer and micro-batch, and the whole."""
+
+    micro_batches: int
+    rows: float
+    hop: HopTimes
+    step_s: float
+    attention_s: float
+    experts_s: float
+    link_s: float
+    """The shares of all layers, as if nothing overlapped."""
+    fixed_s: float
+
+
+class Clock:
+    """The times of a model's layers under a workload, each asked for once."""
+
+    def __init__(self, model: ModelShape, workload: Workload) -> None:
+        self.model = model
+        self.skew = workload.expert_skew
+        prompt, output = workload.prompt, workload.output
+        # Long answers are met more often among those that run.
+        self.context = prompt.average + output.average * output.squared / 2
+        variance = prompt.average**2 * (prompt.squared - 1)
+        variance += output.average**2 * output.squared / 3
+        self.variation = math.sqrt(max(0.0, variance)) / self.context
+        self._attention: dict[tuple[object, ...], float] = {}
+        self._experts: dict[tuple[object, ...], float] = {}
+        self._reached: dict[tuple[object, ...], float] = {}
+        self._fixed: dict[tuple[object, ...], float] = {}
+
+    def attention_s(self, seat: Seat, cls: LayerClass, rows: Rows) -> float:
+        """Return the time of a layer on an attention node, without routed experts."""
+        key = (seat, self.model.layers[cls.layer], cls.formats[:2], rows)
+        found = self._attention.get(key)
+        if found is None:
+            found = seat.device.slow * attention_layer_s(
+                seat.device.profile,
+                self.model,
+                cls.layer,
+                lambda part, _: cls.formats.attention if part == "attention" else cls.formats.mlp,
+                rows,
+                threads=max(1, seat.threads),
+            )
+            self._attention[key] = found
+        return found
+
+    def experts_s(
+        self, seat: Seat, cls: LayerClass, chosen: tuple[float, ...], rows: float
+    ) -> float:
+        """Return the time of a layer on an expert node whose experts are `chosen` so often."""
+        key = (seat, cls.formats.experts, chosen, rows)
+        found = self._experts.get(key)
+        if found is None:
+            found = seat.device.slow * experts_layer_s(
+                seat.device.profile,
+                self.model,
+                cls.layer,
+                cls.formats.experts,
+                rows=self.reached(chosen, rows),
+                pairs=rows * math.fsum(chosen),
+                touched=touched(chosen, rows),
+                threads=max(1, seat.threads),
+            )
+            self._experts[key] = found
+        return found
+
+    def reached(self, chosen: tuple[float, ...], rows: float) -> float:
+        """Return how many of `rows` choose one of these experts."""
+        key = (chosen, rows)
+        if key not in self._reached:
+            self._reached[key] = rows_reached(chosen, rows)
+        return self._reached[key]
+
+    def fixed_s(self, seat: Seat, head: Format, rows: float) -> float:
+        """Return the time outside the layers on an attention node that samples `rows` tokens."""
+        key = (seat, head, rows)
+        if key not in self._fixed:
+            self._fixed[key] = seat.device.slow * step_fixed_s(
+                seat.device.profile, self.model, head, rows, threads=max(1, seat.threads)
+            )
+        return self._fixed[key]
+
+    def row_bytes(self) -> float:
+        """Return the bytes of a row on the wire, the mean of both ways."""
+        there = self.model.hidden_size * self.model.itemsize + self.model.top_k * PAIR_BYTES
+        return (there + self.model.hidden_size * self.model.itemsize) / 2
+
+
+@lru_cache(maxsize=4096)
+def node_shares(
+    num_experts: int, top_k: int, held: tuple[int, ...], skew: float
+) -> tuple[tuple[float, ...], ...]:
+    """Return how often each expert of each node is chosen, the nodes in their order."""
+    if not skew:
+        return tuple((top_k / num_experts,) * count for count in held)
+    return tuple(map(tuple, shares_of_nodes(num_experts, top_k, list(held), skew)))
+
+
+@lru_cache(maxsize=256)
+def highest_of(count: int) -> float:
+    """Return the expected highest of `count` standard normal numbers."""
+    return barrier_s([(0.0, 1.0)] * count)
+
+
+class EngineSteps:
+    """The steps of one engine (deploy.placement.steady.StepModel)."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self.engine = engine
+        self.clock = clock
+        unit, model = engine.unit, clock.model
+        counts = [count for _, count in unit.experts]
+        held = tuple(
+            each for each, count in zip(engine.held, counts, strict=True) for _ in range(count)
+        )
+        shares = node_shares(model.num_experts, model.top_k, held, clock.skew) if held else ()
+        seats = [seat for seat, count in unit.experts for _ in range(count)]
+        # Nodes with equal shares on like seats take equal times.
+        self._experts = tuple(dict.fromkeys(zip(seats, shares, strict=True)))
+        self._shares = Counter(shares)
+        self._known: dict[tuple[float, Chunks | None], float] = {}
+        self._link = NO_LINK if unit.link is None else unit.link.link
+
+    def step_s(self, running: float, chunks: Chunks | None) -> float:
+        """Return the time of a step."""
+        key = (running, chunks)
+        if key not in self._known:
+            self._known[key] = self.step(running, chunks).step_s
+        return self._known[key]
+
+    def step(self, running: float, chunks: Chunks | None) -> Step:
+        """Return a step's times."""
+        engine, clock = self.engine, self.clock
+        num_attention = engine.unit.num_attention
+        slices = max(1.0, running / num_attention)
+        if chunks is not None:
+            slices = chunks.slices if chunks.replicas == num_attention else 1.0
+        m = max(1, min(engine.micro_batches, int(slices + 1e-9)))
+        per_node: list[Rows] = []
+        fixed_s = 0.0
+        for (seat, _), weight in zip(engine.unit.attention, engine.weights, strict=True):
+            tokens = 0.0 if chunks is None else chunks.tokens
+            per_node.append(
+                Rows(
+                    running * weight / m,
+                    clock.context,
+                    tokens / m,
+                    0.0 if chunks is None else chunks.start,
+                )
+            )
+            sampled = running * weight + (0.0 if chunks is None else chunks.slices)
+            fixed_s = max(fixed_s, clock.fixed_s(seat, engine.formats.head, sampled))
+        rows = running if chunks is None else running + chunks.replicas * chunks.tokens
+        widest = max(each.total for each in per_node)
+        classes = engine.formats.classes
+        hops = [self._hop(cls, per_node, rows / m, widest, m) for cls in classes]
+        shares = [
+            sum(cls.count * hop[side] for cls, hop in zip(classes, hops, strict=True))
+            for side in range(3)
+        ]
+        whole_s = fixed_s + self._layers_s(hops, m)
+        slowest = max(hops, key=lambda hop: hop.t_a + hop.t_e + 2 * hop.t_c)
+        return Step(m, rows, slowest, whole_s, m * shares[0], m * shares[1], shares[2], fixed_s)
+
+    def _layers_s(self, hops: Sequence[HopTimes], m: int) -> float:
+        classes = self.engine.formats.classes
+        turns = self.engine.unit.takes_turns
+        if len(classes) == 1:
+            return pipeline_s(
+                hops[0], num_micro_batches=m, num_layers=classes[0].count, shares_cores=turns
+            )
+        layers = [hops[idx] for idx in self.engine.formats.class_of]
+        return layers_s(layers, num_micro_batches=m, shares_cores=turns)
+
+    def _hop(
+        self, cls: LayerClass, per_node: Sequence[Rows], rows: float, widest: float, m: int
+    ) -> HopTimes:
+        """Return a layer's times, of the slowest node of each role."""
+        unit, clock = self.engine.unit, self.clock
+        t_a = 0.0
+        for (seat, count), own in zip(unit.attention, per_node, strict=True):
+            mean_s = clock.attention_s(seat, cls, own)
+            if count > 1 and own.decode and clock.variation:
+                spread = clock.variation / math.sqrt(max(1.0, own.decode))
+                wider = own._replace(context=own.context * (1 + spread))
+                mean_s += highest_of(count) * max(0.0, clock.attention_s(seat, cls, wider) - mean_s)
+            t_a = max(t_a, self._factor(seat, m, own.total)[0] * mean_s)
+        if not clock.model.layers[cls.layer].is_moe or not unit.experts:
+            return HopTimes(t_a, 0.0, 0.0)
+        if cls.layer in self.engine.local_layers:
+            return HopTimes(t_a + self._local_s(cls, per_node), 0.0, 0.0)
+        t_e = 0.0
+        for seat, chosen in self._experts:
+            t_e = max(
+                t_e, self._factor(seat, m, rows)[1] * clock.experts_s(seat, cls, chosen, rows)
+            )
+        if unit.layout == "one_process":
+            return HopTimes(t_a, t_e, 0.0)
+        row_bytes = clock.row_bytes()
+        sent = row_bytes * sum(
+            count * clock.reached(chosen, widest) for chosen, count in self._shares.items()
+        )
+        taken = max(clock.reached(chosen, rows) for _, chosen in self._experts) * row_bytes
+        return HopTimes(t_a, t_e, link_s(self._link, max(sent, taken)))
+
+    def _factor(self, seat: Seat, m: int, rows: float) -> tuple[float, float]:
+        return rally_factors(
+            seat.device.profile,
+            shares_cores=self.engine.unit.takes_turns,
+            micro_batches=m,
+            rows=rows,
+        )
+
+    def _local_s(self, cls: LayerClass, per_node: Sequence[Rows]) -> float:
+        """Return the time of routed experts that an attention node computes by itself."""
+        model = self.clock.model
+        held = (model.num_experts,)
+        everyone = node_shares(model.num_experts, model.top_k, held, self.clock.skew)
+        return max(
+            self.clock.experts_s(seat, cls, everyone[0], own.total)
+            for (seat, _), own in zip(self.engine.unit.attention, per_node, strict=True)
+        )

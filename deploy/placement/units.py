@@ -1,0 +1,302 @@
+"""The engines that a host could hold: which of its devices serve attention, experts, or both.
+
+Owns the enumeration and what a seat is. Knows no times: deploy.placement.steady prices a unit.
+Called by deploy.placement.search.
+
+A GPU is a seat. A CPU is one seat with all its cores, or several that divide them. Nodes of an
+engine are on one host (engine_limits.SEVERAL_HOSTS).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from deploy.placement import engine_limits
+from deploy.placement.cluster import HostGroup, HostLink
+from deploy.placement.devices import DeviceProfile
+from topspin.config import Transport
+from topspin.devices import CPU, CUDA, Place, check_transport
+from topspin.errors import ConfigError
+
+Layout = Literal["one_process", "turns", "apart"]
+MAX_UNITS = 3000
+"""Of a host; a larger number of ways leaves out engines with several device types per role."""
+MOST_NODES = 64
+"""Of a role, of one engine: beyond them copies of the engine are planned."""
+CPU_PARTS = 4
+"""The most nodes that divide a CPU's cores."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Device:
+    """A device group of a host with its profile; compared by identity.
+
+    `memory_bytes`, `price_per_hour`: of one device. `cores`: of a CPU (0: a GPU).
+    """
+
+    group: int
+    profile: DeviceProfile
+    count: int
+    memory_bytes: int
+    price_per_hour: float
+    cores: int
+    slow: float
+
+    @property
+    def is_gpu(self) -> bool:
+        """Say whether it is a GPU."""
+        return self.profile.kind == "cuda"
+
+    @property
+    def name(self) -> str:
+        """Return the device's name, for people."""
+        return self.profile.name
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host group whose devices' profiles have been read."""
+
+    spec: HostGroup
+    devices: tuple[Device, ...]
+
+
+class Seat(NamedTuple):
+    """Room for one node: a device, or `threads` cores of one (0: a GPU)."""
+
+    device: Device
+    threads: int
+
+
+Seats = tuple[tuple[Seat, int], ...]
+"""Like seats, and how many of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The seats of one engine.
+
+    `one_process`: a device that serves both roles without a link. `turns`: two processes that
+    share a CPU's cores. `apart`: every node has a seat of its own. `used[g]` devices of group g.
+    `shares_memory`: all seats are parts of one device's memory.
+    """
+
+    host: Host
+    layout: Layout
+    attention: Seats
+    experts: Seats
+    transport: Transport
+    link: HostLink | None
+    used: tuple[int, ...]
+    shares_memory: bool = False
+
+    @property
+    def num_attention(self) -> int:
+        """Return M."""
+        return sum(count for _, count in self.attention)
+
+    @property
+    def num_experts(self) -> int:
+        """Return N."""
+        return sum(count for _, count in self.experts)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Say whether attention and experts compute in turns on the same cores or device."""
+        return self.layout != "apart"
+
+    @property
+    def price_per_hour(self) -> float:
+        """Return the price of its devices."""
+        return sum(
+            device.price_per_hour * used
+            for device, used in zip(self.host.devices, self.used, strict=True)
+        )
+
+    def __str__(self) -> str:
+        if self.layout == "one_process":
+            return f"{_names(self.attention)} in one process"
+        if not self.experts:
+            return f"{_names(self.attention)}"
+        if self.layout == "turns":
+            return f"attention and experts in turns on {_names(self.attention)}"
+        return f"attention on {_names(self.attention)}, experts on {_names(self.experts)}"
+
+
+class Units(NamedTuple):
+    """The units of a host, and whether they are all there could be."""
+
+    units: tuple[Unit, ...]
+    is_complete: bool
+
+
+def units_of(host: Host, *, num_experts: int) -> Units:
+    """Return the units of a host for a model with `num_experts` per MoE layer (0: dense)."""
+    found = list(_on_one_device(host, num_experts))
+    apart, is_complete = _apart(host, num_experts)
+    return Units((*found, *apart), is_complete)
+
+
+def _on_one_device(host: Host, num_experts: int) -> Iterator[Unit]:
+    """Yield what one device can serve alone: both roles on a GPU, or on a CPU's cores."""
+    for device in host.devices:
+        if device.slow > 1 and not engine_limits.SLOW_NODES:
+            continue
+        used = tuple(int(other is device) for other in host.devices)
+        whole = Seat(device, device.cores)
+        if not num_experts:
+            yield Unit(host, "apart", ((whole, 1),), (), "shm", None, used)
+            continue
+        yield Unit(host, "one_process", ((whole, 1),), ((whole, 1),), "local", None, used, True)
+        if device.is_gpu:
+            continue
+        link = _link(host, [device], [device])
+        if link is not None:
+            yield Unit(
+                host, "turns", ((whole, 1),), ((whole, 1),), link.transport, link, used, True
+            )
+            for attention, experts in _parts(device, num_experts):
+                yield Unit(
+                    host, "apart", (attention,), (experts,), link.transport, link, used, True
+                )
+
+
+def _parts(device: Device, num_experts: int) -> Iterator[tuple[tuple[Seat, int], tuple[Seat, int]]]:
+    """Yield the ways to divide a CPU's cores between nodes: two unequal ones, or some equal."""
+    cores = device.cores
+    cuts = sorted({cut for cut in (cores // 4, cores // 2, cores - cores // 4) if 0 < cut < cores})
+    for cut in cuts:
+        yield (Seat(device, cut), 1), (Seat(device, cores - cut), 1)
+    for parts in range(3, CPU_PARTS + 1):
+        if cores % parts:
+            continue
+        seat = Seat(device, cores // parts)
+        for num_attention in range(1, parts):
+            if parts - num_attention <= num_experts:
+                yield (seat, num_attention), (seat, parts - num_attention)
+
+
+def _apart(host: Host, num_experts: int) -> tuple[list[Unit], bool]:
+    """Return the units whose nodes have a device each, and whether they are all."""
+    devices = [d for d in host.devices if d.slow == 1 or engine_limits.SLOW_NODES]
+    counts = [min(device.count, MOST_NODES) for device in devices]
+    is_complete = all(device.count <= MOST_NODES for device in devices)
+    if not num_experts:
+        vectors = itertools.product(*(range(count + 1) for count in counts))
+        splits = [(each, (0,) * len(counts)) for each in vectors if sum(each) > 1]
+        return [_unit(host, devices, a, e, None) for a, e in splits[:MAX_UNITS]], is_complete
+    num_ways = 1
+    for count in counts:
+        num_ways *= (count + 1) * (count + 2) // 2
+    if num_ways <= MAX_UNITS:
+        pairs = _all_pairs(counts)
+    else:
+        is_complete = False
+        pairs = _single_pairs(counts)
+    found = []
+    for attention, experts in pairs:
+        if not any(attention) or not 0 < sum(experts) <= num_experts:
+            continue
+        link = _link(host, _of(devices, attention), _of(devices, experts))
+        if link is not None:
+            found.append(_unit(host, devices, attention, experts, link))
+    return found, is_complete
+
+
+def _all_pairs(counts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield every number of attention and of expert nodes per device group."""
+    per_group = [
+        [(a, e) for a in range(count + 1) for e in range(count + 1 - a)] for count in counts
+    ]
+    for way in itertools.product(*per_group):
+        yield tuple(a for a, _ in way), tuple(e for _, e in way)
+
+
+def _single_pairs(counts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield those with one device group per role, the larger numbers in wider steps."""
+    groups = range(len(counts))
+    for a_group, e_group in itertools.product(groups, groups):
+        for a in _steps(counts[a_group]):
+            room = counts[e_group] - (a if a_group == e_group else 0)
+            for e in _steps(room):
+                yield (
+                    tuple(a if idx == a_group else 0 for idx in groups),
+                    tuple(e if idx == e_group else 0 for idx in groups),
+                )
+
+
+def _steps(limit: int) -> list[int]:
+    """Return 1, 2, 3, 4, 6, 8, 12, ... up to `limit`, and `limit`."""
+    steps = {1 << power for power in range(20)} | {3 << power for power in range(20)}
+    return sorted({step for step in steps if step <= limit} | ({limit} if limit else set()))
+
+
+def _of(devices: Sequence[Device], counts: Sequence[int]) -> list[Device]:
+    return [device for device, count in zip(devices, counts, strict=True) if count]
+
+
+def _unit(
+    host: Host,
+    devices: Sequence[Device],
+    attention: Sequence[int],
+    experts: Sequence[int],
+    link: HostLink | None,
+) -> Unit:
+    used = [0] * len(host.devices)
+    for device, a, e in zip(devices, attention, experts, strict=True):
+        used[host.devices.index(device)] = a + e
+    return Unit(
+        host,
+        "apart",
+        _seats(devices, attention),
+        _seats(devices, experts),
+        "shm" if link is None else link.transport,
+        link,
+        tuple(used),
+    )
+
+
+def _seats(devices: Sequence[Device], counts: Sequence[int]) -> Seats:
+    return tuple(
+        (Seat(device, device.cores), count)
+        for device, count in zip(devices, counts, strict=True)
+        if count
+    )
+
+
+def place_of(device: Device, number: int = 0) -> Place:
+    """Return the place of a node on the `number`-th of like devices."""
+    if device.is_gpu:
+        return Place(f"{CUDA}:{number}", "triton")
+    return Place(CPU, "cpu")
+
+
+def _link(host: Host, attention: Sequence[Device], experts: Sequence[Device]) -> HostLink | None:
+    """Return the first of the host's links that can join such nodes."""
+    for link in host.spec.links:
+        try:
+            check_transport(
+                [place_of(device, idx) for idx, device in enumerate(attention)],
+                [place_of(device, idx + len(attention)) for idx, device in enumerate(experts)],
+                link.transport,
+            )
+        except ConfigError:
+            continue
+        return link
+    return None
+
+
+def _names(seats: Seats) -> str:
+    """Return seats for people: `2 H200 + 1 L40S`."""
+    return " + ".join(
+        f"{count} {seat.device.name}"
+        + (f" ({seat.threads} of {seat.device.cores} cores)" if _is_part(seat) else "")
+        for seat, count in seats
+    )
+
+
+def _is_part(seat: Seat) -> bool:
+    return 0 < seat.threads < seat.device.cores

@@ -1,0 +1,204 @@
+"""A planned engine as an engine plan, which `topspin serve --plan` runs.
+
+Owns the translation of seats into nodes: GPU numbers, cores, threads, caches. Every plan it gives
+has passed the checks that `topspin serve` makes. Called by deploy.placement.command.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from deploy.placement.rating import Rater, Rating
+from deploy.placement.search import price_of
+from deploy.placement.steady import Shape as EngineShape
+from deploy.placement.steady import chunks_of, high_running
+from deploy.placement.steps import EngineSteps, Step
+from deploy.placement.units import Device, Seat, Seats, Unit, place_of
+from topspin.config import GPU_WINDOW_ROWS, WINDOW_ROWS, SchedulingPolicy
+from topspin.expected import Expected, ExpectedStep
+from topspin.kv_cache_spec import KvCacheSpec
+from topspin.plan import (
+    AttentionNode,
+    EnginePlan,
+    ExpertNode,
+    LinkSpec,
+    PlannedModel,
+)
+from topspin.resolve import ModelFacts, check_model
+
+KEYS_IN_RESERVE = 1.1
+"""Room for keys on a CPU, of what the p95 load needs: sequences differ in length."""
+MAX_WINDOW_ROWS = 2**16 - 1
+
+
+def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> EnginePlan:
+    """Return the plan of a rated engine; raises ConfigError if the engine could not run it."""
+    engine = rating.engine
+    assert engine is not None
+    unit = engine.unit
+    dtype = "float32" if facts.dtype == "float32" else "bfloat16"
+    plan = EnginePlan(
+        model=PlannedModel(path=path, dtype=dtype, max_model_len=rater.max_model_len),
+        precision=engine.formats.rules(),
+        kv_cache=KvCacheSpec(dtype="fp8" if engine.kv_itemsize == 1 else "auto"),
+        nodes=(*_attention(rater, rating), *_experts(rater, rating)),
+        links=(
+            LinkSpec(
+                transport=unit.transport,
+                payload="fp32" if dtype == "float32" else "bf16",
+                window_rows=_window_rows(unit, engine.batched_tokens),
+            ),
+        ),
+        scheduling=SchedulingPolicy(
+            micro_batches=engine.micro_batches if unit.experts else None,
+            prefix_caching=facts.shares_prefixes,
+        ),
+        expected=expected_of(rater, rating),
+    )
+    plan.check()
+    check_model(plan, facts)
+    return plan
+
+
+def _window_rows(unit: Unit, batched_tokens: int) -> int:
+    """Return the rows of a window: a node's largest batch, which an expert node serves at once."""
+    least = GPU_WINDOW_ROWS if unit.transport == "cuda_ipc" else WINDOW_ROWS
+    return min(MAX_WINDOW_ROWS, max(least, batched_tokens))
+
+
+def _attention(rater: Rater, rating: Rating) -> Iterator[AttentionNode]:
+    engine = rating.engine
+    assert engine is not None
+    for index, (seat, place) in enumerate(_placed(engine.unit, "attention")):
+        group = [each for each, _ in engine.unit.attention].index(seat)
+        yield AttentionNode(
+            index=index,
+            device=place.device,
+            kernels=place_of(seat.device).kernels,
+            wait="spin" if place.cores else "block",
+            num_threads=seat.threads or None,
+            slow=seat.device.slow,
+            cores=place.cores,
+            max_num_seqs=rating.seats,
+            max_num_batched_tokens=engine.batched_tokens,
+            kv_cache_bytes=None if seat.device.is_gpu else _cache_bytes(rater, rating, group),
+        )
+
+
+def _cache_bytes(rater: Rater, rating: Rating, group: int) -> int:
+    """Return the cache of a node on a CPU: its share of the keys at the p95, in whole blocks."""
+    engine, found = rating.engine, rating.point
+    assert engine is not None
+    assert found is not None
+    high = max(high_running(rater.workload, found), rating.seats / max(engine.weights))
+    tokens = KEYS_IN_RESERVE * high * engine.weights[group] * rater.clock.context
+    block = KvCacheSpec().block_size
+    needed = max(tokens, float(rater.max_model_len + block))
+    blocks = math.ceil(min(needed, max(rating.room[group], rater.max_model_len + block)) / block)
+    return blocks * block * rater.model.kv_bytes_per_token(engine.kv_itemsize)
+
+
+def _experts(rater: Rater, rating: Rating) -> Iterator[ExpertNode]:
+    engine = rating.engine
+    assert engine is not None
+    held = [
+        each
+        for each, (_, count) in zip(engine.held, engine.unit.experts, strict=True)
+        for _ in range(count)
+    ]
+    # Nodes of a group hold as many, rounded up: the last ones need not.
+    surplus = sum(held) - rater.model.num_experts
+    for idx in sorted(range(len(held)), key=lambda each: (-held[each], -each))[:surplus]:
+        held[idx] -= 1
+    for index, (seat, place) in enumerate(_placed(engine.unit, "expert")):
+        yield ExpertNode(
+            index=index,
+            device=place.device,
+            kernels=place_of(seat.device).kernels,
+            wait="spin" if place.cores else "block",
+            num_threads=seat.threads or None,
+            slow=seat.device.slow,
+            cores=place.cores,
+            experts=held[index],
+        )
+
+
+class _Placed:
+    """Where a node is: its device's name, and the cores that belong to it alone."""
+
+    def __init__(self, device: str, cores: tuple[int, ...] = ()) -> None:
+        self.device = device
+        self.cores = cores
+
+
+def _placed(unit: Unit, role: str) -> Iterator[tuple[Seat, _Placed]]:
+    """Yield each node's seat and place, attention nodes before expert nodes on like devices.
+
+    GPUs and cores are counted in the order of the cluster file.
+    """
+    taken: dict[int, int] = {}
+    cores: dict[int, int] = {}
+    num_cpus = sum(device.count for device in unit.host.devices if not device.is_gpu)
+    shared = unit.layout != "apart"
+    roles: tuple[tuple[str, Seats], ...] = (("attention", unit.attention), ("expert", unit.experts))
+    for name, seats in roles:
+        for seat, count in seats:
+            for _ in range(count):
+                device = seat.device
+                number = 0 if shared else taken.get(device.group, 0)
+                first = cores.get(device.group, 0)
+                is_part = seat.threads < device.cores
+                if device.is_gpu:
+                    place = _Placed(place_of(device, _first_gpu(unit, device) + number).device)
+                elif shared or (num_cpus == 1 and not is_part):
+                    place = _Placed("cpu")
+                else:
+                    low = _first_core(unit, device) + first
+                    place = _Placed("cpu", tuple(range(low, low + seat.threads)))
+                taken[device.group] = number + 1
+                cores[device.group] = first + seat.threads
+                if name == role:
+                    yield seat, place
+
+
+def _first_gpu(unit: Unit, device: Device) -> int:
+    before = unit.host.devices[: device.group]
+    return sum(each.count for each in before if each.is_gpu)
+
+
+def _first_core(unit: Unit, device: Device) -> int:
+    return sum(each.count * each.cores for each in unit.host.devices[: device.group])
+
+
+def expected_of(rater: Rater, rating: Rating) -> Expected:
+    """Return the figures of an engine at its load."""
+    engine, found = rating.engine, rating.point
+    assert engine is not None
+    assert found is not None
+    steps = EngineSteps(engine, rater.clock)
+    shape = EngineShape(engine.unit.num_attention, engine.batched_tokens)
+    chunks = chunks_of(rater.workload, shape, found.running)
+    assert chunks is not None
+    return Expected(
+        decode=_step(steps.step(found.running, None), rater.clock.context),
+        prefill=_step(steps.step(found.running, chunks[1]), rater.workload.prompt.average / 2),
+        ttft_s=found.ttft_s,
+        tpot_s=found.tpot_s,
+        tokens_per_s=found.rate * rater.workload.output.average,
+        price=price_of(engine.unit, 1),
+        kl=engine.formats.kl,
+        max_kl=rater.workload.max_kl,
+    )
+
+
+def _step(step: Step, context: float) -> ExpectedStep:
+    return ExpectedStep(
+        rows=max(1, round(step.rows)),
+        context=context,
+        micro_batches=step.micro_batches,
+        attention_s=step.hop.t_a,
+        experts_s=step.hop.t_e,
+        link_s=step.hop.t_c,
+        step_s=step.step_s,
+    )
