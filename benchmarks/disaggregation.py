@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -25,10 +25,20 @@ from benchmarks import report
 from benchmarks.vs_transformers import READY_TIMEOUT_S, TopspinServer
 
 
+class Server(Protocol):
+    """A running server: its address, and the name of its model."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+
 class _Stream(threading.Thread):
     """One request; `arrivals` are the arrival times of its tokens."""
 
-    def __init__(self, server: TopspinServer, prompt: list[int], output_len: int) -> None:
+    def __init__(self, server: Server, prompt: list[int], output_len: int) -> None:
         super().__init__(daemon=True)
         self._url = f"{server.url}/v1/completions"
         self._body = {
@@ -70,7 +80,7 @@ def decode_rate(streams: Sequence[Sequence[float]]) -> float:
 
 
 def run_once(
-    server: TopspinServer, prompts: list[list[int]], output_len: int
+    server: Server, prompts: list[list[int]], output_len: int
 ) -> tuple[float, list[list[int]]]:
     """Send all prompts at once; return the decode rate and the tokens."""
     streams = [_Stream(server, prompt, output_len) for prompt in prompts]

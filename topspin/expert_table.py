@@ -102,3 +102,17 @@ def even_shares(total: int, num_nodes: int) -> list[int]:
     """Return the slots of each node, which differ by one at most."""
     bounds = [total * node // num_nodes for node in range(num_nodes + 1)]
     return [high - low for low, high in pairwise(bounds)]
+
+
+def shares_by_speed(total: int, speeds: Sequence[float]) -> list[int]:
+    """Return how many of `total` equal experts each node gets, so that the last is done soonest.
+
+    Node n takes 1 / speeds[n] for each; where it makes no difference the faster node gets one.
+    """
+    shares = [0] * len(speeds)
+    for _ in range(total):
+        soonest = min(
+            range(len(speeds)), key=lambda n: ((shares[n] + 1) / speeds[n], -speeds[n], n)
+        )
+        shares[soonest] += 1
+    return shares

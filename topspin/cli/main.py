@@ -30,6 +30,7 @@ BENCHMARKS = (
     "m2n",
     "payload",
     "pingpong",
+    "placement",
     "quantization",
     "retrieval",
     "serve",

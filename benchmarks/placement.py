@@ -1,0 +1,205 @@
+"""What is it worth to give each expert node a share of the experts by its speed?
+
+Starts one engine per placement of the routed experts over two expert nodes, of which the second is
+an emulated device that takes `--slow` times as long: `uniform` gives both as many, `by speed` as
+many as lets both take equally long. Both get the same prompts, in turns within each round, and the
+decode rate is compared: tokens per second while all streams decode. The expert nodes have a thread
+each and sleep where the emulated device would go on computing, so on two cores they do not delay
+one another; attention, which waits meanwhile, has both. Run as `topspin bench placement`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import httpx
+from msgspec.structs import replace
+
+from benchmarks import report
+from benchmarks.disaggregation import run_once
+from benchmarks.load.started_server import StartedServer, ended_by_signals
+from benchmarks.peers import free_port
+from benchmarks.server_arguments import check_positive
+from models.config import load_model_config
+from models.hub import resolve_model
+from topspin.cli.serve import resolve_for
+from topspin.config import (
+    BalanceSection,
+    ComputeSection,
+    EngineConfig,
+    M2NSection,
+    ModelSection,
+    SchedulerSection,
+    TopologySection,
+)
+from topspin.expert_table import shares_by_speed
+from topspin.plan import EnginePlan
+from topspin.plan_file import print_plan
+
+UNIFORM: Final = "uniform"
+BY_SPEED: Final = "by speed"
+_PHASE = re.compile(r"^topspin_step_(\w+)_seconds_(sum|count)(?:\{.*\})? (\S+)$", re.M)
+
+
+class Engine(NamedTuple):
+    """A running server."""
+
+    url: str
+    model: str
+
+
+def plans(path: Path, args: argparse.Namespace) -> dict[str, EnginePlan]:
+    """Return the plan of each placement; they differ in the nodes' numbers of experts only."""
+    model = load_model_config(path)
+    if model.moe is None:
+        raise SystemExit(f"{path} has no routed experts")
+    asked = EngineConfig(
+        model=ModelSection(path=str(path)),
+        topology=TopologySection(expert_nodes=2),
+        m2n=M2NSection(transport="shm"),
+        compute=ComputeSection(num_threads=1, layout="shared"),
+        # Copies of the prompts would not be computed, and moved experts not be those of the plan.
+        scheduler=SchedulerSection(prefix_caching=False, micro_batches=args.micro_batches),
+        balance=BalanceSection(interval_s=0.0),
+    )
+    base = resolve_for(asked, model)
+    attention, first, second = base.nodes
+    speeds = (1.0, 1 / args.slow)
+    found = {}
+    for name, shares in (
+        (UNIFORM, shares_by_speed(model.moe.num_experts, (1.0, 1.0))),
+        (BY_SPEED, shares_by_speed(model.moe.num_experts, speeds)),
+    ):
+        nodes = (
+            replace(attention, num_threads=args.attention_threads),
+            replace(first, experts=shares[0]),
+            replace(second, experts=shares[1], slow=args.slow),
+        )
+        found[name] = replace(base, nodes=nodes)
+        found[name].check()
+    return found
+
+
+@contextlib.contextmanager
+def started(plan: EnginePlan, name: str, folder: Path) -> Iterator[Engine]:
+    """Serve `plan` while the `with` block runs."""
+    file, port = folder / f"placement-{name.replace(' ', '-')}.yaml", free_port()
+    file.write_text(print_plan(plan))
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-P", "-m", "topspin", "serve", "--plan", str(file)]
+    server = StartedServer(
+        shlex.join([*command, "--port", str(port)]),
+        url=url,
+        log=file.with_suffix(".log"),
+        ready_timeout_s=300.0,
+    )
+    with server:
+        yield Engine(url, httpx.get(f"{url}/v1/models").json()["data"][0]["id"])
+
+
+def phases(engine: Engine) -> dict[str, tuple[float, float]]:
+    """Return, by phase of a step, the seconds and the number of steps so far."""
+    found: dict[str, dict[str, float]] = {}
+    for phase, kind, value in _PHASE.findall(httpx.get(f"{engine.url}/metrics").text):
+        found.setdefault(phase, {})[kind] = float(value)
+    return {phase: (each["sum"], each["count"]) for phase, each in found.items()}
+
+
+def measure(
+    engines: dict[str, Engine], args: argparse.Namespace, vocab_size: int, batch: int
+) -> dict[str, Any]:
+    """Measure rounds of `batch` streams; the first, which warms up, is not counted."""
+    rng = random.Random(batch)
+    rounds: list[dict[str, float]] = []
+    before = {name: phases(engine) for name, engine in engines.items()}
+    for turn in range(args.rounds + 1):
+        prompts = [
+            [rng.randrange(vocab_size) for _ in range(args.prompt_len)] for _ in range(batch)
+        ]
+        row = {}
+        # The order alternates, so that slow moments affect both equally.
+        for name in sorted(engines, reverse=turn % 2 == 0):
+            row[name], _ = run_once(engines[name], prompts, args.output_len)
+        if turn == 0:
+            before = {name: phases(engine) for name, engine in engines.items()}
+            continue
+        row["ratio"] = row[BY_SPEED] / row[UNIFORM]
+        rounds.append({name: round(value, 3) for name, value in row.items()})
+        print(f"{batch} streams: {json.dumps(rounds[-1])}", flush=True)
+    ratios = [row["ratio"] for row in rounds]
+    return {
+        "rounds": rounds,
+        "median_decode_tokens_per_s": {
+            name: round(statistics.median(row[name] for row in rounds), 1) for name in engines
+        },
+        "ratio": {
+            "median": statistics.median(ratios),
+            "least": min(ratios),
+            "greatest": max(ratios),
+        },
+        "mean_step_ms": {
+            name: {
+                phase: round((seconds - before[name][phase][0]) / max(1, count) * 1e3, 3)
+                for phase, (seconds, steps) in phases(engine).items()
+                if (count := steps - before[name][phase][1])
+            }
+            for name, engine in engines.items()
+        },
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, print a line per round, and write the result."""
+    parser = argparse.ArgumentParser(prog="topspin bench placement", description=__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2-moe")
+    parser.add_argument("--slow", type=float, default=2.0, help="of the second node (%(default)s)")
+    parser.add_argument("--batches", default="16,64", help="streams at once (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
+    parser.add_argument("--prompt-len", type=int, default=32, help="tokens (%(default)s)")
+    parser.add_argument("--output-len", type=int, default=96, help="tokens (%(default)s)")
+    parser.add_argument("--attention-threads", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--result-dir", type=Path, default=None, help="(benchmarks/results)")
+    args = parser.parse_args(argv)
+    check_positive(args, ("rounds", "prompt_len", "output_len", "attention_threads"))
+    path = resolve_model(args.model)
+    made = plans(path, args)
+    folder = args.result_dir or report.RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_size = load_model_config(path).vocab_size
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ended_by_signals())
+        engines = {
+            name: stack.enter_context(started(plan, name, folder)) for name, plan in made.items()
+        }
+        found = {
+            batch: measure(engines, args, vocab_size, int(batch))
+            for batch in args.batches.split(",")
+        }
+    for batch, figures in found.items():
+        ratio = figures["ratio"]
+        print(
+            f"{batch} streams: {BY_SPEED} / {UNIFORM}: {ratio['median']:.3f} "
+            f"[{ratio['least']:.3f}..{ratio['greatest']:.3f}]"
+        )
+    result = {
+        "settings": {**vars(args), "model": Path(args.model).name, "result_dir": None},
+        "experts": {name: [node.experts for node in plan.experts] for name, plan in made.items()},
+        "batches": found,
+    }
+    print(f"written: {report.write('placement', result, args.result_dir).name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
