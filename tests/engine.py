@@ -67,6 +67,7 @@ from topspin.messages import (
 )
 from topspin.node_life import run_node
 from topspin.plan import EnginePlan
+from topspin.precision import Format
 from topspin.retrieval import SpillSpec
 from topspin.speculation import Speculation
 
@@ -106,6 +107,7 @@ def engine_config(
     deterministic: bool = False,
     num_threads: int = 1,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    quantization: Literal["auto"] | Format = "auto",
     hf_overrides: dict[str, Any] | None = None,
     block_size: int = 4,
     kv_cache_bytes: int = 8 * 2**20,
@@ -128,7 +130,9 @@ def engine_config(
     if model.moe is None:
         expert_nodes = 1  # more would be refused; this one is not started
     asked = EngineConfig(
-        model=ModelSection(path=str(path), dtype=dtype, hf_overrides=hf_overrides),
+        model=ModelSection(
+            path=str(path), dtype=dtype, quantization=quantization, hf_overrides=hf_overrides
+        ),
         topology=TopologySection(
             attention_nodes=attention_nodes, expert_nodes=expert_nodes, draft_nodes=draft_nodes
         ),

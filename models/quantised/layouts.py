@@ -99,8 +99,10 @@ def _packed(
     if stored.zeros is not None:
         per_word = _WORD_BITS // scheme.bits
         where = range(rows.start // per_word, -(-rows.stop // per_word))
+        if shape.slice_idx is None:
+            full = (-(-shape.num_out // per_word), scales.shape[1])
+            checkpoint.expect_shape(stored.zeros, full)
         packed = checkpoint.read_raw(stored.zeros, _PACKED, index=shape.slice_idx, rows=where)
-        _expect(packed.shape, (len(where), scales.shape[1]), stored.zeros)
         zeros = _unpack(packed.t(), scheme.bits).t()[: len(rows)].float()
     order = _order(checkpoint, stored, shape)
     return _ordered(

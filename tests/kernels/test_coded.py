@@ -1,0 +1,155 @@
+"""Coded matrices keep their codes in kernels' formats, or are quantised as their numbers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.contracts import ExpertMatrices
+from kernels.cpu.quantised import QuantisedOps, QuantisedWeight, dequantise
+from kernels.cpu.simd.integers import GROUP as CPU_GROUP
+from kernels.triton.grouped_mlp.weights import GROUP as GPU_GROUP
+from kernels.triton.grouped_mlp.weights import GpuWeight, pack_weight, unpack_weight
+from kernels.triton.ops import TritonOps
+from models.quantised.coded import CodedMatrix, stacked
+from topspin.precision import CODE_GROUPS, Format
+
+# By kernels: their packing of a matrix, and the numbers [O, I] of the result.
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[[Any], Tensor]]] = {
+    "cpu": (QuantisedOps().pack_linear, dequantise),
+    "triton": (pack_weight, unpack_weight),
+}
+
+
+def integers(
+    num_out: int, num_in: int, *, bits: int, group: int, seed: int = 0, mantissa: int = 8
+) -> CodedMatrix:
+    """Return random codes; scales have `mantissa` bits, of which bf16 holds 8."""
+    generator = torch.Generator().manual_seed(seed)
+    num_groups = -(-num_in // group)
+    most = 1 << bits
+    low = 1 << (mantissa - 1)
+    wide = torch.randint(low, 2 * low, (num_out, num_groups), generator=generator)
+    return CodedMatrix(
+        codes=torch.randint(0, most, (num_out, num_in), generator=generator).byte(),
+        scales=wide / 2.0**16,
+        zeros=torch.full((num_out, num_groups), most / 2),
+        group=group,
+        bits=bits,
+        dtype=torch.float32,
+    )
+
+
+def floats(num_out: int, num_in: int, *, block: int, group: int, seed: int = 0) -> CodedMatrix:
+    """Return random fp8 codes with a scale per `block` outputs and `group` inputs."""
+    generator = torch.Generator().manual_seed(seed)
+    size = (-(-num_out // block), -(-num_in // group))
+    scales = torch.rand(size, generator=generator).repeat_interleave(block, dim=0)[:num_out]
+    codes = (torch.randn(num_out, num_in, generator=generator) * 90).to(torch.float8_e4m3fn)
+    return CodedMatrix(codes, scales, None, group, 8, torch.float32)
+
+
+def test_groups_are_those_of_the_kernels() -> None:
+    assert CODE_GROUPS == {"cpu": CPU_GROUP, "triton": GPU_GROUP}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("bits", "weight_format", "group"),
+    [(4, "int4", 128), (4, "int8", 256), (8, "int8", 128), (8, "int8", 1000)],
+)
+@pytest.mark.parametrize("num_in", [256, 200])
+def test_symmetric_codes_with_bf16_scales_are_kept_exactly(
+    kernels: str, bits: int, weight_format: Format, group: int, num_in: int
+) -> None:
+    pack, numbers = KERNELS[kernels]
+    matrix = integers(40, num_in, bits=bits, group=group)
+    packed = pack(matrix, weight_format)
+    assert packed.weight_format == weight_format
+    assert torch.equal(numbers(packed), matrix.dequantised())
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_other_scales_and_zeros_are_rounded_to_bf16(kernels: str) -> None:
+    pack, numbers = KERNELS[kernels]
+    matrix = integers(40, 256, bits=4, group=128, mantissa=11)
+    assert matrix.zeros is not None
+    generator = torch.Generator().manual_seed(1)
+    matrix.zeros.copy_(torch.randint(0, 16, matrix.zeros.shape, generator=generator))
+    wide = matrix.scales.repeat_interleave(128, dim=1)
+    error = (numbers(pack(matrix, "int4")) - matrix.dequantised()).abs()
+    # Codes and zeros up to 15, each times a step or a low that is off by 2 ** -9 at most.
+    assert (error <= 2 * 16 * wide * 2.0**-9).all()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize(
+    ("matrix", "weight_format"),
+    [
+        (integers(40, 256, bits=8, group=128), "int4"),
+        (integers(40, 256, bits=4, group=16), "int4"),
+        (floats(40, 256, block=128, group=128), "int8"),
+    ],
+)
+def test_what_a_format_cannot_have_is_quantised_anew(
+    kernels: str, matrix: CodedMatrix, weight_format: Format
+) -> None:
+    pack, numbers = KERNELS[kernels]
+    found = numbers(pack(matrix, weight_format))
+    assert torch.equal(found, numbers(pack(matrix.dequantised(), weight_format)))
+    assert not torch.equal(found, matrix.dequantised())
+
+
+@pytest.mark.parametrize(("block", "group"), [(128, 128), (256, 256), (1000, 1000)])
+def test_fp8_blocks_are_kept_exactly(block: int, group: int) -> None:
+    matrix = floats(200, 320, block=block, group=group)
+    packed = pack_weight(matrix, "fp8")
+    assert torch.equal(unpack_weight(packed), matrix.dequantised())
+    gate_up = stacked([matrix, floats(200, 320, block=block, group=group, seed=1)])
+    assert gate_up is not None
+    assert torch.equal(unpack_weight(pack_weight(gate_up, "fp8", halves=2)), gate_up.dequantised())
+
+
+def test_fp8_with_a_scale_per_output_is_quantised_anew() -> None:
+    matrix = floats(200, 320, block=1, group=1000)
+    found = pack_weight(matrix, "fp8")
+    again = pack_weight(matrix.dequantised(), "fp8")
+    assert torch.equal(unpack_weight(found), unpack_weight(again))
+
+
+@pytest.mark.parametrize("ffn_size", [64, 40])
+def test_experts_keep_their_codes(ffn_size: int) -> None:
+    """At start, and in a later table: there the same expert computes the same."""
+    hidden_size = 96
+    gate_up = [integers(2 * ffn_size, hidden_size, bits=4, group=32, seed=e) for e in range(3)]
+    down = [integers(hidden_size, ffn_size, bits=4, group=1000, seed=9 + e) for e in range(3)]
+    ops = QuantisedOps()
+    experts = ops.pack_experts(gate_up, down, formats=["int4"] * 3)
+    for packed, matrix in zip((*experts.gate_up, *experts.down), (*gate_up, *down), strict=True):
+        assert isinstance(packed, QuantisedWeight)
+        assert torch.equal(dequantise(packed), matrix.dequantised())
+    new = ExpertMatrices(gate_up[1], down[1], "int4")
+    work = ops.rebuild_experts(experts, [2, new])
+    while True:
+        try:
+            next(work)
+        except StopIteration as stop:
+            rebuilt = stop.value
+            break
+    x = torch.randn(5, hidden_size, generator=torch.Generator().manual_seed(4))
+    slots, weights = torch.tensor([[0, 1]] * 5), torch.ones(5, 2)
+    before = ops.grouped_mlp(x, torch.tensor([[2, 1]] * 5), weights, experts).out
+    assert torch.equal(ops.grouped_mlp(x, slots, weights, rebuilt).out, before)
+
+
+def test_triton_experts_are_packed_from_codes() -> None:
+    gate_up = [integers(2 * 64, 256, bits=4, group=128, seed=e) for e in range(2)]
+    down = [integers(256, 64, bits=4, group=1000, seed=9 + e) for e in range(2)]
+    experts = TritonOps().pack_experts(gate_up, down, formats=["int4"] * 2)
+    for packed, matrix in zip((*experts.gate_up, *experts.down), (*gate_up, *down), strict=True):
+        assert isinstance(packed, GpuWeight)
+        assert torch.equal(unpack_weight(packed), matrix.dequantised())

@@ -1,0 +1,120 @@
+"""quantization_config: which module has which scheme, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from models.config_fields import Fields
+from models.quantised.config import parse_quantisation
+from models.quantised.scheme import Quantisation
+from tests.models.quantised.forms import compressed
+from topspin.errors import ConfigError
+
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+CT = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32).config
+
+
+def parsed(config: dict[str, Any], option: str = "quantization_config") -> Quantisation | None:
+    return parse_quantisation(Fields({option: config}, source="config.json"))
+
+
+def test_names_come_before_patterns_and_classes() -> None:
+    groups = {
+        "all": {"targets": ["Linear"], "weights": INT4},
+        "some": {"targets": ["re:.*self_attn.*"], "weights": FP8, "format": "float-quantized"},
+        "one": {
+            "targets": ["model.layers.0.self_attn.q_proj"],
+            "weights": {**INT4, "num_bits": 8},
+        },
+    }
+    config = {**CT, "config_groups": groups, "ignore": ["lm_head", r"re:.*mlp\.gate$"]}
+    found = parsed(config, "compression_config")
+    assert found is not None
+
+    def bits(module: str) -> tuple[int, bool] | None:
+        scheme = found.scheme_of(module)
+        return None if scheme is None else (scheme.bits, scheme.is_float)
+
+    assert bits("model.layers.0.self_attn.q_proj") == (8, False)
+    assert bits("model.layers.1.self_attn.q_proj") == (8, True)
+    assert bits("model.layers.1.mlp.experts.0.up_proj") == (4, False)
+    assert bits("model.layers.1.mlp.gate_proj") == (4, False)
+    assert bits("model.layers.1.mlp.gate") is None
+    assert bits("lm_head") is None
+
+
+def _group(**weights: Any) -> dict[str, Any]:
+    return {**CT, "config_groups": {"g": {"targets": ["Linear"], "weights": {**INT4, **weights}}}}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"quant_method": "bitsandbytes"},
+        "quant_method = 'bitsandbytes': supported: awq, compressed-tensors, fp8, gptq",
+    ),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2': supported: e4m3"),
+    (
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        "weight_block_size = [128]: must be two positive integers, or null",
+    ),
+    ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype = 'fp4': supported: fp8"),
+    (
+        {"quant_method": "fp8", "modules_to_convert": ["embed"]},
+        "modules_to_convert = ['embed']: supported: projections only",
+    ),
+    ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits = 3: supported: 4, 8"),
+    (
+        {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+        "checkpoint_format = 'marlin': supported: gptq, gptq_v2",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "group_size": 0},
+        "group_size = 0: must be positive, or -1",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:a": {"bits": 2}}},
+        "dynamic['+:a']: bits = 2: supported: 4, 8",
+    ),
+    ({"quant_method": "awq", "version": "gemv"}, "version = 'gemv': supported: gemm"),
+    ({"quant_method": "awq", "bits": 8}, "bits = 8: supported: 4"),
+    (
+        {**CT, "kv_cache_scheme": {"num_bits": 8}},
+        "kv_cache_scheme = {'num_bits': 8}: supported: null; --kv-cache-dtype sets the "
+        "precision of the cache",
+    ),
+    ({**CT, "transform_config": {"a": 1}}, "transform_config = {'a': 1}: supported: null"),
+    (
+        {**CT, "sparsity_config": {"format": "sparse-bitmask"}},
+        "sparsity_config = {'format': 'sparse-bitmask'}: supported: format dense",
+    ),
+    (
+        {**CT, "quantization_status": "frozen"},
+        "quantization_status = 'frozen': supported: compressed",
+    ),
+    (
+        {**CT, "format": "nvfp4-pack-quantized"},
+        "format = 'nvfp4-pack-quantized': supported: pack-quantized, int-quantized, "
+        "float-quantized, naive-quantized",
+    ),
+    ({**CT, "config_groups": {}}, "config_groups = {}: must be an object with at least one group"),
+    (
+        _group(num_bits=6),
+        "config_groups.g.weights: num_bits = 6: supported: 4 and 8 of type int, 8 of type float",
+    ),
+    (
+        _group(strategy="tensor_group"),
+        "strategy = 'tensor_group': supported: tensor, channel, group, block",
+    ),
+    (_group(group_size=None), "group_size = None: must be positive with strategy group"),
+    (_group(dynamic=True), "dynamic = True: supported: false, for weights"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parsed(config)

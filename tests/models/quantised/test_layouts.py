@@ -1,0 +1,107 @@
+"""Matrices that GPTQ's and AWQ's own libraries packed are read as these libraries do.
+
+packed.safetensors was written by AutoGPTQ 0.7.1 (qlinear_cuda), GPTQModel 7.7.0 (TorchLinear) and
+AutoAWQ 0.2.9 (WQLinear_GEMM), each with the matrix [32, 64] that the library dequantised; scales
+are such that its fp16 arithmetic is exact.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.checkpoint import Checkpoint
+from models.config_fields import Fields
+from models.quantised.config import parse_quantisation
+from models.quantised.matrices import MatrixReader, Source
+from tests.models.quantised.forms import FORMS
+from topspin.errors import CheckpointError
+
+PACKED = Path(__file__).with_name("packed.safetensors")
+GPTQ = {"quant_method": "gptq", "desc_act": False}
+V2 = {**GPTQ, "checkpoint_format": "gptq_v2"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("autogptq-4", {**GPTQ, "bits": 4, "group_size": 32}),
+    ("autogptq-8", {**GPTQ, "bits": 8, "group_size": -1}),
+    ("autogptq-4-desc-act", {**GPTQ, "bits": 4, "group_size": 32, "desc_act": True}),
+    ("gptqmodel-4-v2", {**V2, "bits": 4, "group_size": 32}),
+    ("gptqmodel-8-v2-desc-act", {**V2, "bits": 8, "group_size": 32, "desc_act": True}),
+    ("autoawq-4", {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+]
+
+
+def reader_of(path: Path, config: dict[str, Any]) -> MatrixReader:
+    (path / "config.json").write_text("{}", encoding="utf-8")
+    quantisation = parse_quantisation(Fields({"quantization_config": config}, source="config.json"))
+    return MatrixReader(Checkpoint(path), quantisation, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("name", "config"), CASES)
+def test_the_librarys_matrix(tmp_path: Path, name: str, config: dict[str, Any]) -> None:
+    shutil.copyfile(PACKED, tmp_path / "model.safetensors")
+    reader = reader_of(tmp_path, config)
+    wanted = load_file(PACKED)[f"{name}.matrix"].float()
+    source = Source(f"{name}.proj.weight", 32)
+    assert torch.equal(reader.read([source], 64), wanted)
+    coded = reader.coded([source, source], 64)
+    assert coded is not None
+    assert torch.equal(coded.dequantised(), torch.cat((wanted, wanted)))
+
+
+def test_the_first_pattern_that_matches_gives_dynamic_options(tmp_path: Path) -> None:
+    shutil.copyfile(PACKED, tmp_path / "model.safetensors")
+    own = {r"+:autogptq-8.*": {"bits": 8, "group_size": -1}, r"autogptq": {"bits": 8}}
+    config = {**GPTQ, "bits": 4, "group_size": 32, "dynamic": {r"-:autogptq-4-d": {}, **own}}
+    reader = reader_of(tmp_path, config)
+    wanted = load_file(PACKED)["autogptq-8.matrix"].float()
+    assert torch.equal(reader.read([Source("autogptq-8.proj.weight", 32)], 64), wanted)
+    with pytest.raises(CheckpointError, match=r"desc-act.proj is quantised .* it is not"):
+        reader.read([Source("autogptq-4-desc-act.proj.weight", 32)], 64)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_matrix_in_pieces_is_the_same(tmp_path: Path, form: str) -> None:
+    matrix = torch.randn(192, 64, generator=torch.Generator().manual_seed(2))
+    packed = FORMS[form].pack(matrix)
+    tensors = {f"a.proj.{name}": each.contiguous() for name, each in packed.tensors.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = reader_of(tmp_path, FORMS[form].config)
+    source = Source("a.proj.weight", 192)
+    whole = reader.read([source], 64)
+    torch.testing.assert_close(whole, packed.matrix.float(), rtol=1e-6, atol=1e-7)
+    out = torch.zeros(192, 64)
+    assert len(list(reader.pieces([source], out, num_numbers=64 * 64))) == 3
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "shape", "message"),
+    [
+        ("awq", "qzeros", (3, 8), r"qzeros has shape \[3, 8\].*needs \[2, 8\]"),
+        ("gptq-4", "scales", (2, 32), r"scales has shape \[2, 32\].*needs \[2, 64\]"),
+        ("gptq-4", "qweight", (4, 64), r"qweight has shape \[4, 64\].*needs \[8, 64\]"),
+        ("ct-int4-zeros", "weight_zero_point", (9, 2), r"zero_point has shape \[9, 2\].*\[8, 2\]"),
+        ("fp8-blocks", "weight_scale_inv", (2, 3), r"inv has shape \[2, 3\].*needs \[2, 2\]"),
+    ],
+)
+def test_tensors_of_another_size_are_named(
+    tmp_path: Path, form: str, name: str, shape: tuple[int, ...], message: str
+) -> None:
+    packed = FORMS[form].pack(torch.randn(64, 64))
+    tensors = {f"a.proj.{each}": tensor.contiguous() for each, tensor in packed.tensors.items()}
+    tensors[f"a.proj.{name}"] = torch.zeros(shape, dtype=packed.tensors[name].dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        reader_of(tmp_path, FORMS[form].config).read([Source("a.proj.weight", 64)], 64)
+
+
+def test_a_missing_scale_is_named(tmp_path: Path) -> None:
+    packed = FORMS["ct-w8a8"].pack(torch.randn(64, 64))
+    save_file({"a.proj.weight": packed.tensors["weight"]}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor a\.proj\.weight_scale_inv or .* is"):
+        reader_of(tmp_path, FORMS["ct-w8a8"].config).read([Source("a.proj.weight", 64)], 64)
