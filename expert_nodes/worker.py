@@ -213,6 +213,7 @@ class ExpertWorker:
         self._pause_s = pause_s
         self._logger = logging.getLogger("expert")
         self._counts_sent_s = time.monotonic()
+        self._busy_sent_s = 0.0
 
     @torch.inference_mode()
     def serve(self, data_address: str) -> None:
@@ -246,6 +247,7 @@ class ExpertWorker:
         table = welcome.table
         self.experts.rename(table.version, tuple(table.experts_of(self._index)))
         self._net = self._open_net(welcome, self.experts, self._life)
+        self._busy_sent_s = 0.0
 
     def disband(self) -> None:
         net, self._net = self._net, None
@@ -310,7 +312,9 @@ class ExpertWorker:
 
     def _report_counts(self) -> None:
         self._counts_sent_s = time.monotonic()
-        for found in self.experts.take_counts():
+        taken = self.experts.take_counts()
+        compute_s = self._take_busy_s() if taken else 0.0
+        for found in taken:
             self._life.send(
                 ExpertCounts(
                     index=self._index,
@@ -318,5 +322,15 @@ class ExpertWorker:
                     counts=found.counts,
                     activations=found.activations,
                     batches=found.batches,
+                    # Of all versions; there are two only when the table has just changed.
+                    compute_s=compute_s if found is taken[-1] else 0.0,
                 )
             )
+
+    def _take_busy_s(self) -> float:
+        """Return the seconds of computing since the last call, as far as the net measures them."""
+        if self._net is None or isinstance(self._net, InlineNet):
+            return 0.0
+        busy_s, sent_s = self._net.busy_s, self._busy_sent_s
+        self._busy_sent_s = busy_s
+        return busy_s - sent_s

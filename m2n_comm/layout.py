@@ -56,7 +56,7 @@ def route_map(table: ExpertTable) -> RouteMap:
         for column, replica in enumerate(everywhere):
             slots[replica.node][column] = replica.slot
         slot_of.append(torch.tensor(slots, dtype=torch.int32))
-        choices.append(replica_choice(replicas, num_nodes=table.num_nodes))
+        choices.append(replica_choice(replicas, num_nodes=table.num_nodes, speeds=table.speeds))
     return RouteMap(
         version=table.version,
         num_nodes=table.num_nodes,

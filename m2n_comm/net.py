@@ -221,6 +221,10 @@ class ExpertNet(Protocol):
     @property
     def epoch(self) -> int: ...
 
+    @property
+    def busy_s(self) -> float:
+        """Return the seconds of computing since the net was opened; 0 if the host does none."""
+
     def begin(self, ticket: StepTicket) -> None:
         """Open a step."""
 

@@ -5,23 +5,21 @@ rows to the same nodes. Knows no transport and only the load of the micro-batch.
 `choose` once per dispatch in layers that hold an expert twice.
 
 The model of a node's time: each active expert reads its weights once, which costs as much as
-ACTIVATION_ROWS rows, and each row adds one. Choices of experts with one home are fixed; the others
+ACTIVATION_ROWS rows (fewer do not justify reading them on a second node), and each row adds one;
+divided by the node's speed. Choices of experts with one home are fixed; the others
 are spread, the busiest expert first, to minimise the time of the busiest node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from topspin.expert_table import Replica
-
-# An expert's time is nearly constant up to about this many rows: reading its weights dominates.
-# Fewer rows than this do not justify reading the weights on a second node.
-ACTIVATION_ROWS = 8
+from topspin.expert_table import ACTIVATION_ROWS, Replica
 
 
 class SharedExpert(NamedTuple):
@@ -35,9 +33,16 @@ class SharedExpert(NamedTuple):
 class ReplicaChoice:
     """The replicas of one layer, numbered by expert, then node."""
 
-    def __init__(self, replicas: Sequence[Sequence[Replica]], *, num_nodes: int) -> None:
-        """`replicas[expert]` lists its copies in node order; see ExpertTable.replicas."""
+    def __init__(
+        self,
+        replicas: Sequence[Sequence[Replica]],
+        *,
+        num_nodes: int,
+        speeds: Sequence[float] = (),
+    ) -> None:
+        """`replicas[expert]` lists its copies in node order; see ExpertTable, also for `speeds`."""
         self._num_nodes = num_nodes
+        self._speeds = tuple(speeds) or (1.0,) * num_nodes
         self._num_experts = len(replicas)
         self._homes: list[tuple[int, int]] = []
         self._shared: list[SharedExpert] = []
@@ -77,41 +82,53 @@ class ReplicaChoice:
         busy = [shared for shared in self._shared if counts[shared.expert]]
         busy.sort(key=lambda shared: (-counts[shared.expert], shared.expert))
         for shared in busy:
-            spread = spread_rows(counts[shared.expert], [load[node] for node in shared.nodes])
+            spread = spread_rows(
+                counts[shared.expert],
+                [load[node] for node in shared.nodes],
+                [self._speeds[node] for node in shared.nodes],
+            )
             for idx, (node, rows) in enumerate(zip(shared.nodes, spread, strict=True)):
                 quotas[shared.first + idx] = rows
                 load[node] += rows + ACTIVATION_ROWS if rows else 0
         return quotas
 
 
-def spread_rows(count: int, loads: Sequence[int]) -> list[int]:
-    """Split `count` > 0 rows over nodes so that the highest load of the nodes used is lowest.
+def spread_rows(
+    count: int, loads: Sequence[int], speeds: Sequence[float] | None = None
+) -> list[int]:
+    """Split `count` > 0 rows over nodes so that the longest time of the nodes used is shortest.
 
-    The number of nodes used is the one with the lowest peak, the smaller one if equal;
-    nodes are taken by load, then position.
+    A node's time is its load with the rows, divided by its speed (None: 1). Tried are the node that
+    alone is done first, and the first 2, 3, ... by the time at which they could begin, then by
+    position; of equal ones the first.
     """
-    order = sorted(range(len(loads)), key=lambda idx: (loads[idx], idx))
-    total = loads[order[0]] + ACTIVATION_ROWS
-    best_peak, best_used = total + count, 1
+    speeds = speeds or (1.0,) * len(loads)
+    begun = [(load + ACTIVATION_ROWS) / speed for load, speed in zip(loads, speeds, strict=True)]
+    order = sorted(range(len(loads)), key=lambda idx: (begun[idx], idx))
+    alone = min(order, key=lambda idx: begun[idx] + count / speeds[idx])
+    best = [count if idx == alone else 0 for idx in range(len(loads))]
+    best_peak = begun[alone] + count / speeds[alone]
+    total, speed = loads[order[0]] + ACTIVATION_ROWS, speeds[order[0]]
     for used, idx in enumerate(order[1:], start=2):
-        if loads[idx] + ACTIVATION_ROWS >= best_peak:
+        if begun[idx] >= best_peak:
             break  # using it would not lower the peak
-        total += loads[idx] + ACTIVATION_ROWS
-        peak = -(-(total + count) // used)
+        total, speed = total + loads[idx] + ACTIVATION_ROWS, speed + speeds[idx]
+        level, left = (total + count) / speed, count
+        rows = [0] * len(loads)
+        for mine in order[:used]:
+            fitting = ceil(level * speeds[mine] - loads[mine] - ACTIVATION_ROWS)
+            rows[mine] = max(0, min(left, fitting))
+            left -= rows[mine]
+        peak = max(begun[mine] + rows[mine] / speeds[mine] for mine in order[:used] if rows[mine])
         if peak < best_peak:
-            best_peak, best_used = peak, used
-    rows = [0] * len(loads)
-    left = count
-    for idx in order[:best_used]:
-        rows[idx] = min(left, best_peak - loads[idx] - ACTIVATION_ROWS)
-        left -= rows[idx]
-    return rows
+            best_peak, best = peak, rows
+    return best
 
 
 def replica_choice(
-    replicas: Sequence[Sequence[Replica]], *, num_nodes: int
+    replicas: Sequence[Sequence[Replica]], *, num_nodes: int, speeds: Sequence[float] = ()
 ) -> ReplicaChoice | None:
     """Return the choice of one layer, None if every expert has one home."""
     if all(len(found) == 1 for found in replicas):
         return None
-    return ReplicaChoice(replicas, num_nodes=num_nodes)
+    return ReplicaChoice(replicas, num_nodes=num_nodes, speeds=speeds)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from topspin.errors import ProtocolError
+
+ACTIVATION_ROWS: Final = 8
+"""Reading an expert's weights takes as long as computing about this many rows with them."""
 
 
 class Replica(NamedTuple):
@@ -29,11 +32,15 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Layers count MoE layers only. Invariant (checked by `validate`): every logical expert
     0..num_experts-1 has at least one replica in each layer, never two on one node.
+
+    `speeds[node]`, above 0, are the nodes' speeds in any unit, by which the replicas of an expert
+    share its rows; empty: all are equal.
     """
 
     version: int
     num_experts: int
     slots: tuple[tuple[tuple[int, ...], ...], ...]
+    speeds: tuple[float, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -54,6 +61,11 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def validate(self) -> None:
         """Raise ProtocolError if an expert is missing, unknown, or twice on one node."""
+        if self.speeds and (len(self.speeds) != self.num_nodes or min(self.speeds) <= 0):
+            raise ProtocolError(
+                f"expert table: speeds {self.speeds}: one above 0 for each of "
+                f"{self.num_nodes} nodes"
+            )
         everyone = set(range(self.num_experts))
         for layer, nodes in enumerate(self.slots):
             if len(nodes) != self.num_nodes:

@@ -70,6 +70,11 @@ class IpcExpertNet:
         return self._epoch
 
     @property
+    def busy_s(self) -> float:
+        """Return 0: the host only enqueues, so nothing is measured."""
+        return 0.0
+
+    @property
     def registered_bytes(self) -> int:
         """Return the bytes held from start to close."""
         return self._pairs.registered_bytes + self._port.nbytes

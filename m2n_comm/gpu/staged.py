@@ -272,6 +272,11 @@ class StagedExpertNet:
     def trace(self, trace: Stamps | None) -> None:
         self.inner.trace = trace
 
+    @property
+    def busy_s(self) -> float:
+        """The inner net's."""
+        return self.inner.busy_s
+
     def begin(self, ticket: StepTicket) -> None:
         """See m2n_comm.net."""
         self.inner.begin(ticket)

@@ -139,7 +139,7 @@ class ExpertSide:
         self._sequences = {
             peer: array("Q", bytes(8 * shape.num_micro_batches)) for peer in self._attention
         }
-        self._step_words, self._batch_times = array("Q", (0, 0)), array("q", (0, 0))
+        self._step_words, self._batch_times = array("Q", (0, 0)), array("q", (0, 0, 0))
         # By micro-batch, the addresses of the participants' records.
         self._places = [
             array("Q", bytes(8 * len(self._attention))) for _ in range(shape.num_micro_batches)
@@ -206,6 +206,11 @@ class ExpertSide:
         """Return the bytes held from start to close: all windows and the join buffer."""
         return self.lines.registered_bytes + self._join.size_bytes
 
+    @property
+    def busy_s(self) -> float:
+        """Return the seconds from having a batch's rows to its last answer, of all batches."""
+        return self._batch_times[hops.BUSY_NS // 8] * 1e-9
+
     def set_table(self, table: ExpertTable) -> None:
         """Serve tickets of `table` too, and refuse slots beyond it; see ExpertNet.set_table.
 
@@ -263,6 +268,7 @@ class ExpertSide:
         except BaseException as error:
             self._rules.fail(error)
             raise
+        self._batch_times[hops.BUSY_NS // 8] += time.monotonic_ns() - self._gathered_ns
         part = batch.part + 1
         self._pending = tuple(peer for peer, h in self._headers.items() if h.num_parts > part)
         self._rules.open = None
@@ -373,7 +379,8 @@ class ExpertSide:
             at = partial_rows.data_ptr() + first * partial_rows.stride(0) * partial_rows.itemsize
             first += bucket
             place = self._place(batch.micro_batch, position)
-            arguments = (place, at, self._batch_times.buffer_info()[0])
+            is_last = position == len(batch.row_counts) - 1
+            arguments = (place, at, self._batch_times.buffer_info()[0], int(is_last))
             finish = partial(self._finish_answer, batch.layer, batch.micro_batch, position)
             launch_alone(hops.send_answer, arguments, finish)
         self._pending = ()

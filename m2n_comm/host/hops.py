@@ -41,8 +41,9 @@ NUM_ANSWERS, WAIT_NS, LINK_NS, NUM_LINKS, EXPERT_NS = range(0, 40, 8)
 """An attention node's times since begin(): answers, waits, trips that nobody waited for; from
 EXPERT_NS on each expert node's computing."""
 
-GATHERED_NS, IDLE_NS = range(0, 16, 8)
-"""An expert node's times of the newest batch: when its rows were there, how long it waited."""
+GATHERED_NS, IDLE_NS, BUSY_NS = range(0, 24, 8)
+"""An expert node's times: when the newest batch's rows were there, how long it waited for them; and
+how long it has computed, in all batches."""
 
 (
     RECORD, CHOSEN, COLUMNS, NUM_COLUMNS, NUM_ROWS, HIDDEN, WEIGHTS, LAYER, STEP_WORDS,
@@ -61,8 +62,9 @@ ANSWERED, OUT, NUM_OUT, ADDS, TIMES, EXPERT = offsets(6)
 """The arguments of `take_rows`: TAKEN as PLACE; the rest as native.take_request and copy_request;
 BATCH are the batch's times; IS_FIRST of its participants."""
 
-ANSWERING, PARTIAL, SERVED = offsets(3)
-"""The arguments of `send_answer`: as PLACE, rows in the payload's dtype, the batch's times."""
+ANSWERING, PARTIAL, SERVED, IS_LAST = offsets(4)
+"""The arguments of `send_answer`: as PLACE, rows in the payload's dtype, the batch's times; IS_LAST
+of its participants."""
 
 _OUT_FLAG, _OUT_IS_AWAKE, _BELL, _IN_FLAG, _IN_IS_AWAKE, _CONSUMED = range(
     8 * native.OUT_FLAG, 8 * native.CONSUMED + 1, 8
@@ -195,6 +197,8 @@ def send_answer(block: int) -> None:
     record, batch = read_i64(read_i64(block + ANSWERING)), read_i64(block + SERVED)
     computed_ns = now_ns() - read_i64(batch + GATHERED_NS)
     write_answer(record, read_i64(block + PARTIAL), computed_ns, read_i64(batch + IDLE_NS))
+    if read_i64(block + IS_LAST):
+        _add(batch + BUSY_NS, computed_ns)
     _publish(block, record, read_i64(read_i64(record + _COUNT)))
 
 

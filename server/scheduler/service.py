@@ -354,9 +354,10 @@ class Service:
             )
         if table is not None:
             stats = self.balancer.stats()
+            speeds = f", speeds {', '.join(map(str, table.speeds))}" if table.speeds else ""
             self._log.info(
-                f"expert table {table.version} is in use: {stats.migrations} experts moved so "
-                f"far, max/mean {stats.balance_before:.3f} -> {stats.balance:.3f} (expected)"
+                f"expert table {table.version} is in use{speeds}: {stats.migrations} experts moved "
+                f"so far, max/mean {stats.balance_before:.3f} -> {stats.balance:.3f} (expected)"
             )
 
     def _on_ready(self, member: Member, message: Ready) -> None:

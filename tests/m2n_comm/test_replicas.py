@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -9,15 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from m2n_comm.replicas import ACTIVATION_ROWS, ReplicaChoice, replica_choice, spread_rows
-from topspin.expert_table import Replica
+from m2n_comm.replicas import ReplicaChoice, replica_choice, spread_rows
+from topspin.expert_table import ACTIVATION_ROWS, Replica
 
 
-def peak(loads: list[int], rows: list[int]) -> int:
-    """Return the highest load of the nodes with rows."""
+def peak(loads: list[int], rows: Sequence[int], speeds: list[float]) -> float:
+    """Return the longest time of the nodes with rows."""
     return max(
-        load + count + ACTIVATION_ROWS for load, count in zip(loads, rows, strict=True) if count
+        (load + count + ACTIVATION_ROWS) / speed
+        for load, count, speed in zip(loads, rows, speeds, strict=True)
+        if count
     )
+
+
+def least_peak(count: int, loads: list[int], speeds: list[float]) -> float:
+    every_split = product(range(count + 1), repeat=len(loads))
+    return min(peak(loads, split, speeds) for split in every_split if sum(split) == count)
 
 
 @given(
@@ -29,10 +37,39 @@ def test_rows_are_split_with_the_least_peak(count: int, loads: list[int]) -> Non
     rows = spread_rows(count, loads)
     assert sum(rows) == count
     assert min(rows) >= 0
-    every_split = product(range(count + 1), repeat=len(loads))
-    assert peak(loads, rows) == min(
-        peak(loads, list(split)) for split in every_split if sum(split) == count
-    )
+    ones = [1.0] * len(loads)
+    assert peak(loads, rows, ones) == least_peak(count, loads, ones)
+    assert spread_rows(count, loads, [0.25] * len(loads)) == rows
+
+
+@given(
+    count=st.integers(1, 24),
+    nodes=st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from([1.0, 0.5, 0.3])), min_size=1, max_size=3
+    ),
+)
+@settings(max_examples=150, deadline=None)
+def test_nodes_of_unequal_speed_are_done_about_as_soon_as_possible(
+    count: int, nodes: list[tuple[int, float]]
+) -> None:
+    loads, speeds = [load for load, _ in nodes], [speed for _, speed in nodes]
+    rows = spread_rows(count, loads, speeds)
+    assert sum(rows) == count
+    assert min(rows) >= 0
+    least = least_peak(count, loads, speeds)
+    # Of a row of the slowest node: where rows end is not searched.
+    assert peak(loads, rows, speeds) <= least + 1 / min(speeds)
+
+
+def test_a_fast_node_gets_more_rows() -> None:
+    assert spread_rows(60, [0, 0], [1.0, 0.5]) == [43, 17]  # 51 and 2 * 25: as long
+    assert spread_rows(10, [4, 0], [1.0, 0.2]) == [
+        10,
+        0,
+    ]  # 22 alone, the other 40 for none
+    choice = ReplicaChoice(REPLICAS, num_nodes=3, speeds=(1.0, 0.5, 1.0))
+    equal = ReplicaChoice(REPLICAS, num_nodes=3)
+    assert choice.quotas([0, 60, 0, 0])[2] < equal.quotas([0, 60, 0, 0])[2]
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,14 @@ EXAMPLES: tuple[AnyMessage, ...] = (
     CompileGrammar(key="ab", grammar="start: /a+/"),
     GrammarReady(index=1, key="ab", error="too large"),
     StepFailed(step=9, generation=1, role="expert", index=1, code="peer_lost", message="gone"),
-    ExpertCounts(index=0, table_version=1, counts=(pack_ints([4, 0]),), activations=3, batches=2),
+    ExpertCounts(
+        index=0,
+        table_version=1,
+        counts=(pack_ints([4, 0]),),
+        activations=3,
+        batches=2,
+        compute_s=0.5,
+    ),
     PrepareTable(table=uniform_table(num_layers=1, num_experts=3, num_nodes=2, num_redundant=2)),
     TablePrepared(role="expert", index=1, version=2),
     TablePrepared(role="expert", index=1, version=2, refusal="no memory"),
@@ -288,7 +295,7 @@ def _plain(value: Any) -> Any:
 
 def test_golden_bytes_of_a_ticket() -> None:
     """The form on the wire; when it changes, so does PROTOCOL_VERSION."""
-    assert PROTOCOL_VERSION == 6
+    assert PROTOCOL_VERSION == 7
     golden = (
         b"\x88\xa4type\xaaStepTicket\xa4step\x09\xa8previous\x08\xaageneration\x01"
         b"\xadtable_version\x02\xb1num_micro_batches\x02\xacparticipants\x92\x00\x01"

@@ -14,7 +14,7 @@ import msgspec
 
 from topspin.errors import ProtocolError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Role = Literal["attention", "expert", "draft", "gateway"]
 FinishReason = Literal["stop", "length", "abort"]

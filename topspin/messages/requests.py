@@ -184,7 +184,7 @@ class Stats(Message, frozen=True, kw_only=True):
     `num_grammars_found` those that found it compiled or under way.
     `expert_tokens[layer][expert]` counts routed (token, expert) pairs since start;
     `expert_activations` and `expert_batches` are the sums of ExpertCounts'. `expert_balance` is the
-    expert nodes' max/mean of such pairs served recently under the table in use;
+    expert nodes' max/mean of such pairs over their speeds, lately under the table in use;
     `expert_balance_before` is that of the previous table when it was replaced. `expert_migrations`
     counts the experts that nodes had to read for new tables. `progress_age_s`: seconds since a node
     last made progress on the oldest step in flight; None if no step is in flight.

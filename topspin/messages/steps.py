@@ -188,7 +188,8 @@ class ExpertCounts(Message, frozen=True, kw_only=True):
 
     `counts[layer]`: packed ints, one per slot of that MoE layer on this node. `batches` counts the
     batches (m2n_comm.net.ExpertBatch) in which the node had pairs, `activations` the slots that
-    had some, summed over these.
+    had some, summed over these. `compute_s`: its
+    seconds of computing, 0 if not measured.
     """
 
     index: int
@@ -196,3 +197,4 @@ class ExpertCounts(Message, frozen=True, kw_only=True):
     counts: tuple[bytes, ...]
     activations: int = 0
     batches: int = 0
+    compute_s: float = 0.0

@@ -6,7 +6,9 @@ holds which, and how even the load is. Follows the two policies of EPLB (DeepSee
 copies of one expert on a node, takes nodes of different capacities, and improves a placement
 by exchanges. Knows no time, no table version and no slot: placement.py does.
 
-An expert's load is shared evenly by its copies; a node's load is the sum over its experts.
+A node's time is its load divided by its speed; what is balanced is the time. An expert's load is
+shared by its copies in proportion to their nodes' speeds, so that each adds as much time to its
+node; a node's load is the sum over its experts. Without `speeds` all are 1, and time is load.
 """
 
 from __future__ import annotations
@@ -28,29 +30,66 @@ MAX_CHANGES_PER_NODE = 4
 MIN_STEP = 0.005
 
 
-def balance(table: ExpertTable, loads: Sequence[Sequence[float]]) -> float:
+def balance(
+    table: ExpertTable, loads: Sequence[Sequence[float]], speeds: Sequence[float] | None = None
+) -> float:
     """Return the experts' time under `table`, divided by that of perfect balance.
 
-    loads[layer][expert]. Layers are computed one after the other, each in the time of its
-    busiest node: the sum over layers of the highest node load, divided by that of the mean ones.
-    1 if there is no load. Nodes that hold nothing in a layer do not count in its mean.
+    loads[layer][expert]. Layers are computed one after the other, each in the time of its slowest
+    node: the sum over layers of the longest time, divided by that of all loads on all nodes at
+    once. 1 if there is no load. Nodes that hold nothing in a layer do not count there. Copies
+    share loads by the speeds in the table, whatever the nodes' `speeds` are.
     """
+    speeds = speeds or (1.0,) * table.num_nodes
     peak = mean = 0.0
     for layer, layer_loads in zip(table.slots, loads, strict=True):
-        found = node_loads(layer, layer_loads)
-        held = [load for load, experts in zip(found, layer, strict=True) if experts]
-        peak += max(held, default=0.0)
-        mean += sum(held) / len(held) if held else 0.0
+        found = node_loads(layer, layer_loads, table.speeds)
+        layer_peak, layer_mean = peak_and_mean(found, layer, speeds)
+        peak, mean = peak + layer_peak, mean + layer_mean
     return peak / mean if mean else 1.0
 
 
-def node_loads(nodes: Sequence[Sequence[int] | set[int]], loads: Sequence[float]) -> list[float]:
-    """Return the load of each node of one layer: its experts' loads, each over its copies."""
-    copies = [0] * len(loads)
-    for experts in nodes:
+def peak_and_mean(
+    node_loads: Sequence[float], nodes: Sequence[Sequence[int]], speeds: Sequence[float]
+) -> tuple[float, float]:
+    """Return the longest time of a node with experts in one layer, and that of all at once."""
+    held = [
+        (load, speed)
+        for load, experts, speed in zip(node_loads, nodes, speeds, strict=True)
+        if experts
+    ]
+    if not held:
+        return 0.0, 0.0
+    peak = max(load / speed for load, speed in held)
+    return peak, sum(load for load, _ in held) / sum(speed for _, speed in held)
+
+
+def node_loads(
+    nodes: Sequence[Sequence[int] | set[int]],
+    loads: Sequence[float],
+    speeds: Sequence[float] | None = None,
+) -> list[float]:
+    """Return the load of each node of one layer: its shares of its experts' loads."""
+    speeds = speeds or (1.0,) * len(nodes)
+    weights = [0.0] * len(loads)
+    for experts, speed in zip(nodes, speeds, strict=True):
         for expert in experts:
-            copies[expert] += 1
-    return [sum(loads[expert] / copies[expert] for expert in experts) for experts in nodes]
+            weights[expert] += speed
+    return [
+        speed * sum(loads[expert] / weights[expert] for expert in experts)
+        for experts, speed in zip(nodes, speeds, strict=True)
+    ]
+
+
+def node_times(
+    nodes: Sequence[Sequence[int] | set[int]],
+    loads: Sequence[float],
+    speeds: Sequence[float] | None = None,
+) -> list[float]:
+    """Return the time of each node of one layer, whose copies share loads by `speeds`."""
+    speeds = speeds or (1.0,) * len(nodes)
+    found = node_loads(nodes, loads, speeds)
+    return [load / speed for load, speed in zip(found, speeds, strict=True)]
 
 
 def replicate(loads: Sequence[float], *, num_slots: int, max_copies: int) -> list[int]:
@@ -74,12 +113,20 @@ def replicate(loads: Sequence[float], *, num_slots: int, max_copies: int) -> lis
     return copies
 
 
-def pack(loads: Sequence[float], copies: Sequence[int], capacities: Sequence[int]) -> Bins:
-    """Place `copies` of each expert: the heaviest first, on the least loaded node with room.
+def pack(
+    loads: Sequence[float],
+    copies: Sequence[int],
+    capacities: Sequence[int],
+    speeds: Sequence[float] | None = None,
+) -> Bins:
+    """Place `copies` of each expert: the heaviest first, where it is done first, if there is room.
+
+    A copy counts as an equal part of its expert's load here, on a node of any speed.
 
     A node never gets two copies of one expert. If capacities leave no node for a last copy,
     another copy makes room; if that is impossible, another expert gets the slot.
     """
+    speeds = speeds or (1.0,) * len(capacities)
     bins: Bins = [set() for _ in capacities]
     filled = [0.0] * len(capacities)
     shares = [load / count for load, count in zip(loads, copies, strict=True)]
@@ -93,11 +140,16 @@ def pack(loads: Sequence[float], copies: Sequence[int], capacities: Sequence[int
             ]
             if not open_nodes:
                 _make_place(bins, expert, loads, capacities)
-                filled = [sum(shares[other] for other in held) for held in bins]
+                filled = [
+                    sum(shares[other] for other in held) / speed
+                    for held, speed in zip(bins, speeds, strict=True)
+                ]
                 continue
-            node = min(open_nodes, key=lambda node: (filled[node], node))
+            ends = {node: filled[node] + shares[expert] / speeds[node] for node in open_nodes}
+            # Rounding makes ends equal of times that are not.
+            node = min(open_nodes, key=lambda node: (ends[node], filled[node], node))
             bins[node].add(expert)
-            filled[node] += shares[expert]
+            filled[node] = ends[node]
     return bins
 
 
@@ -118,14 +170,14 @@ def _make_place(bins: Bins, expert: int, loads: Sequence[float], capacities: Seq
         bins[room].add(max(others, key=lambda other: (loads[other], -other)))
 
 
-def refine(bins: Bins, loads: Sequence[float]) -> Bins:
-    """Return `bins` after changes of one or two experts that lower the busiest node's load.
+def refine(bins: Bins, loads: Sequence[float], speeds: Sequence[float] | None = None) -> Bins:
+    """Return `bins` after changes of one or two experts that lower the busiest node's time.
 
     The busiest node exchanges an expert with another node or, where that does not help, a
     spare copy of an expert is replaced by a copy of another. Sizes do not change. Each
     change is the best of its kind; the function ends when none helps.
     """
-    state = _Refinement([set(held) for held in bins], loads)
+    state = _Refinement([set(held) for held in bins], loads, speeds or (1.0,) * len(bins))
     for _ in range(MAX_CHANGES_PER_NODE * len(bins)):
         change = state.best_exchange() or state.best_substitution()
         if change is None:
@@ -138,7 +190,7 @@ def refine(bins: Bins, loads: Sequence[float]) -> Bins:
 class _Change:
     """`node` drops one expert for another; if `partner` is a node, it does the opposite.
 
-    `peak` is the highest load after the change among the nodes whose load changes.
+    `peak` is the longest time after the change among the nodes whose time changes.
     """
 
     peak: float
@@ -149,20 +201,27 @@ class _Change:
 
 
 class _Refinement:
-    """A placement in progress. Invariant: `copies`, `filled` and `hot` are those of `bins`."""
+    """A placement in progress. Invariant: `_copies`, `_weights`, `_filled`, `_hot` are its own.
 
-    def __init__(self, bins: Bins, loads: Sequence[float]) -> None:
+    `_weights` are the sums of the speeds of each expert's nodes: a copy adds the time load / weight
+    to its node, whichever that is.
+    """
+
+    def __init__(self, bins: Bins, loads: Sequence[float], speeds: Sequence[float]) -> None:
         self.bins = bins
         self._loads = loads
+        self._speeds = speeds
         self._count()
 
     def _count(self) -> None:
         self._copies = [0] * len(self._loads)
-        for held in self.bins:
+        self._weights = [0.0] * len(self._loads)
+        for held, speed in zip(self.bins, self._speeds, strict=True):
             for expert in held:
                 self._copies[expert] += 1
+                self._weights[expert] += speed
         self._shares = [
-            load / max(1, count) for load, count in zip(self._loads, self._copies, strict=True)
+            load / (weight or 1.0) for load, weight in zip(self._loads, self._weights, strict=True)
         ]
         self._filled = [sum(self._shares[expert] for expert in held) for held in self.bins]
         self._hot = max(range(len(self.bins)), key=lambda node: (self._filled[node], -node))
@@ -179,7 +238,11 @@ class _Refinement:
         self._count()
 
     def best_exchange(self) -> _Change | None:
-        """Return the best exchange between the hot node and another, None if none helps."""
+        """Return the best exchange between the hot node and another, None if none helps.
+
+        With unequal speeds it also changes the times of third nodes with copies of the two experts,
+        which are not looked at: the caller compares whole placements.
+        """
         best: _Change | None = None
         hot, shares, filled = self.bins[self._hot], self._shares, self._filled
         for node, held in enumerate(self.bins):
@@ -188,21 +251,30 @@ class _Refinement:
             here = sorted((shares[expert], expert) for expert in held - hot)
             if not here:
                 continue
-            wanted = (filled[self._hot] - filled[node]) / 2
+            ratio = self._speeds[node] / self._speeds[self._hot]
+            excess = filled[self._hot] - filled[node]
             for given in sorted(hot - held):
-                at = bisect_left(here, (shares[given] - wanted, -1))
+                there = self._share_at(given, self._hot, node)
+                # Taken for it, an expert of this time makes both nodes' times equal.
+                wanted = (shares[given] + there - excess) / (1 + ratio)
+                at = bisect_left(here, (wanted, -1))
                 for share, taken in here[max(0, at - 1) : at + 1]:
-                    moved = shares[given] - share
-                    peak = max(filled[self._hot] - moved, filled[node] + moved)
+                    lost = shares[given] - self._share_at(taken, node, self._hot)
+                    gained = there - share
+                    peak = max(filled[self._hot] - lost, filled[node] + gained)
                     if peak < (self._limit if best is None else best.peak):
                         best = _Change(peak, self._hot, given, taken, partner=node)
         return best
+
+    def _share_at(self, expert: int, old: int, new: int) -> float:
+        """Return the time that an expert's copy on node `old` would add to node `new`."""
+        return self._loads[expert] / (self._weights[expert] - self._speeds[old] + self._speeds[new])
 
     def best_substitution(self) -> _Change | None:
         """Return the best way to give a spare copy's slot to another expert.
 
         Either the hot node drops a copy, or another node takes a copy of one of its experts;
-        otherwise the hot node's load would not fall.
+        otherwise the hot node's time would not fall.
         """
         best: _Change | None = None
         hot = self.bins[self._hot]
@@ -220,10 +292,11 @@ class _Refinement:
         return best
 
     def _peak_after(self, node: int, dropped: int, added: int) -> float:
-        """Return the highest changed load if `node` held `added` instead of `dropped`."""
-        loads, copies, shares = self._loads, self._copies, self._shares
-        raised = loads[dropped] / (copies[dropped] - 1)
-        lowered = loads[added] / (copies[added] + 1)
+        """Return the longest changed time if `node` held `added` instead of `dropped`."""
+        loads, weights, shares = self._loads, self._weights, self._shares
+        speed = self._speeds[node]
+        raised = loads[dropped] / (weights[dropped] - speed)
+        lowered = loads[added] / (weights[added] + speed)
         peak = self._filled[node] - shares[dropped] + lowered
         for other, held in enumerate(self.bins):
             if other == node or not (other == self._hot or dropped in held or added in held):
@@ -237,7 +310,9 @@ class _Refinement:
         return peak
 
 
-def place_global(loads: Sequence[float], capacities: Sequence[int]) -> Bins:
+def place_global(
+    loads: Sequence[float], capacities: Sequence[int], speeds: Sequence[float] | None = None
+) -> Bins:
     """Return a placement over nodes with `capacities` slots each.
 
     Raises AssertionError if they cannot hold every expert once.
@@ -245,7 +320,7 @@ def place_global(loads: Sequence[float], capacities: Sequence[int]) -> Bins:
     assert max(capacities) <= len(loads), "more slots on a node than there are experts"
     num_nodes = sum(capacity > 0 for capacity in capacities)
     copies = replicate(loads, num_slots=sum(capacities), max_copies=num_nodes)
-    return refine(pack(loads, copies, capacities), loads)
+    return refine(pack(loads, copies, capacities, speeds), loads, speeds)
 
 
 def place_hierarchical(
@@ -254,6 +329,7 @@ def place_hierarchical(
     *,
     num_groups: int,
     hosts: Sequence[Sequence[int]],
+    speeds: Sequence[float] | None = None,
 ) -> Bins:
     """Return a placement that keeps each expert group on one host.
 
@@ -272,17 +348,22 @@ def place_hierarchical(
         for nodes, count in zip(hosts, slots, strict=True)
     )
     if num_experts % num_groups or num_groups % len(hosts) or not fits:
-        return place_global(loads, capacities)
+        return place_global(loads, capacities, speeds)
     ends = accumulate([size] * num_groups, initial=0)
     groups = [range(low, high) for low, high in pairwise(ends)]
     group_loads = [sum(loads[expert] for expert in group) for group in groups]
     ones = [1] * num_groups
-    chosen = refine(pack(group_loads, ones, [groups_per_host] * len(hosts)), group_loads)
+    speeds = speeds or (1.0,) * len(capacities)
+    of_hosts = [sum(speeds[node] for node in nodes) / len(nodes) for nodes in hosts]
+    packed = pack(group_loads, ones, [groups_per_host] * len(hosts), of_hosts)
+    chosen = refine(packed, group_loads, of_hosts)
     bins: Bins = [set() for _ in capacities]
     for nodes, held in zip(hosts, chosen, strict=True):
         experts = [expert for group in sorted(held) for expert in groups[group]]
         local = place_global(
-            [loads[expert] for expert in experts], [capacities[node] for node in nodes]
+            [loads[expert] for expert in experts],
+            [capacities[node] for node in nodes],
+            [speeds[node] for node in nodes],
         )
         for node, found in zip(nodes, local, strict=True):
             bins[node] = {experts[idx] for idx in found}

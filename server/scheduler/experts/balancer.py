@@ -113,7 +113,12 @@ class ExpertBalancer:
             return False
         self._is_asked = False
         self._planned_s = now
-        self._plan = plan_table(table, self.load.recent(), min_gain=self._config.min_gain)
+        self._plan = plan_table(
+            table,
+            self.load.recent(),
+            min_gain=self._config.min_gain,
+            speeds=self.load.speeds(),
+        )
         return True
 
     def _prepare(self, table: ExpertTable, nodes: Iterable[Member]) -> ExpertTable:
@@ -170,4 +175,4 @@ class ExpertBalancer:
         served = self.load.balance()
         if served is not None:
             return served
-        return balance(self._formation.table, self.load.recent())
+        return balance(self._formation.table, self.load.recent(), self.load.speeds())

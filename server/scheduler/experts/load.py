@@ -1,6 +1,7 @@
 """The numbers of (token, expert) pairs that each logical expert and expert node serves.
 
-Owns the sums since start, also of the experts woken, and moving averages per MoE layer; turns the
+Owns the sums since start, also of the experts woken, and moving averages per MoE layer, and gives
+the nodes' times to speeds.py; turns the
 slots of a node's report into logical experts by the table of the version that the report names
 (formation.py keeps the tables). Called by service.py and balancer.py.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 from itertools import chain
 from typing import NamedTuple
 
+from server.scheduler.experts.balance import peak_and_mean
+from server.scheduler.experts.speeds import NodeSpeeds
 from server.scheduler.nodes.formation import Formation
 from topspin.errors import ProtocolError
 from topspin.messages import ExpertCounts, unpack_ints
@@ -94,6 +97,7 @@ class ExpertLoad:
             for _ in table.slots
         ]
         self._reported: set[int] = set()
+        self._speeds = NodeSpeeds(table.num_nodes)
         self.activations = 0
         self.batches = 0
 
@@ -120,7 +124,7 @@ class ExpertLoad:
         if [len(c) for c in counts_of_layers] != [len(e) for e in experts_of_layers]:
             raise ProtocolError(f"expert {report.index}: counts do not match its slots")
         all_counts = (report.activations, report.batches, *chain(*counts_of_layers))
-        if any(count < 0 for count in all_counts):
+        if any(count < 0 for count in (report.compute_s, *all_counts)):
             raise ProtocolError(f"expert {report.index}: a negative count")
         if report.index in self._reported:
             self._reported.clear()
@@ -129,6 +133,13 @@ class ExpertLoad:
         self._reported.add(report.index)
         self.activations += report.activations
         self.batches += report.batches
+        self._speeds.add(
+            report.index,
+            num_pairs=sum(map(sum, counts_of_layers)),
+            activations=report.activations,
+            batches=report.batches,
+            compute_s=report.compute_s,
+        )
         for layer, experts, counts in zip(
             self._layers, experts_of_layers, counts_of_layers, strict=True
         ):
@@ -149,18 +160,22 @@ class ExpertLoad:
         """Return the averages, [layer][expert]; only ratios within a layer are meaningful."""
         return [_shares(layer.recent()) for layer in self._layers]
 
-    def balance(self) -> float | None:
-        """Return max/mean of the nodes' pairs under the table in use, None if there are none.
+    def speeds(self) -> tuple[float, ...] | None:
+        """Return the nodes' speeds as shares of the fastest one's; None: they are equal."""
+        return self._speeds.relative()
 
-        Averaged and summed over layers as experts/balance.py does for predictions.
+    def balance(self) -> float | None:
+        """Return max/mean of the nodes' times under the table in use, None if there are none.
+
+        Averaged and summed over layers as experts/balance.py does for predictions; a node's time is
+        the pairs that it served, divided by its speed.
         """
         self._follow()
+        speeds = self.speeds() or (1.0,) * self._averaged.num_nodes
         peak = mean = 0.0
         for slots, layer in zip(self._averaged.slots, self._layers, strict=True):
-            held = [n for n, experts in zip(layer.of_nodes(), slots, strict=True) if experts]
-            shares = _shares(held)
-            peak += max(shares, default=0.0)
-            mean += sum(shares) / len(shares) if shares else 0.0
+            layer_peak, layer_mean = peak_and_mean(_shares(layer.of_nodes()), slots, speeds)
+            peak, mean = peak + layer_peak, mean + layer_mean
         return peak / mean if mean else None
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from server.scheduler.experts.balance import (
     Bins,
     balance,
-    node_loads,
+    node_times,
     place_global,
     place_hierarchical,
     refine,
@@ -90,22 +92,31 @@ def match_contents(
     return result
 
 
-def match_nodes(old: Sequence[set[int]], bins: Bins, hosts: Sequence[Sequence[int]]) -> Bins:
+def match_nodes(
+    old: Sequence[set[int]],
+    bins: Bins,
+    hosts: Sequence[Sequence[int]],
+    speeds: Sequence[float] | None = None,
+) -> Bins:
     """Return `bins` reordered so that nodes keep many of their experts.
 
     Whole hosts exchange their contents, then nodes within a host. Only contents of the same
-    size are exchanged, since sizes are the nodes' capacities.
+    size are exchanged, since sizes are the nodes' capacities, and only between equal speeds.
     """
+    speeds = speeds or (1.0,) * len(bins)
     result = list(bins)
     whole = match_contents(
         [set().union(*(old[node] for node in nodes)) for nodes in hosts],
         [set().union(*(bins[node] for node in nodes)) for nodes in hosts],
-        [tuple(len(bins[node]) for node in nodes) for nodes in hosts],
+        [tuple((len(bins[node]), speeds[node]) for node in nodes) for nodes in hosts],
     )
     for nodes, host_idx in zip(hosts, whole, strict=True):
         contents = [bins[node] for node in hosts[host_idx]]
         inside = match_contents(
-            [old[node] for node in nodes], contents, [len(content) for content in contents]
+            [old[node] for node in nodes],
+            contents,
+            # Of the place that a content was made for.
+            [(len(bins[node]), speeds[node]) for node in hosts[host_idx]],
         )
         for node, idx in zip(nodes, inside, strict=True):
             result[node] = contents[idx]
@@ -117,28 +128,32 @@ def place_layer(
     loads: Sequence[float],
     *,
     capacities: Sequence[int],
+    speeds: Sequence[float] | None = None,
     hierarchy: Hierarchy | None = None,
 ) -> Layer:
-    """Return the layer with the lowest cost: its peak load plus the price of experts to read.
+    """Return the layer with the lowest cost: its longest time plus the price of experts to read.
 
     The candidates are `old` as it is (if it has the right sizes), `old` with a few experts
     exchanged, and a new placement.
     """
     held = [set(experts) for experts in old]
+    speeds = speeds or (1.0,) * len(old)
     hosts: Sequence[Sequence[int]] = [[node] for node in range(len(old))]
     if hierarchy is None:
-        fresh = place_global(loads, capacities)
+        fresh = place_global(loads, capacities, speeds)
     else:
         hosts = hierarchy.hosts
-        fresh = place_hierarchical(loads, capacities, num_groups=hierarchy.num_groups, hosts=hosts)
-    candidates = [match_nodes(held, fresh, hosts)]
+        fresh = place_hierarchical(
+            loads, capacities, num_groups=hierarchy.num_groups, hosts=hosts, speeds=speeds
+        )
+    candidates = [match_nodes(held, fresh, hosts, speeds)]
     if [len(experts) for experts in old] == list(capacities) and all_held(held, len(loads)):
-        candidates = [held, *([] if hierarchy else [refine(held, loads)]), *candidates]
-    price = MIGRATION_COST * sum(loads) / len(capacities) / max(1, sum(capacities))
+        candidates = [held, *([] if hierarchy else [refine(held, loads, speeds)]), *candidates]
+    price = MIGRATION_COST * sum(loads) / sum(speeds) / max(1, sum(capacities))
 
     def cost(bins: Bins) -> float:
         moved = sum(len(after - before) for before, after in zip(held, bins, strict=True))
-        return max(node_loads(bins, loads)) + moved * price
+        return max(node_times(bins, loads, speeds)) + moved * price
 
     best = min(candidates, key=cost)
     return tuple(keep_slots(before, after) for before, after in zip(old, best, strict=True))
@@ -154,19 +169,26 @@ def plan_table(
     loads: Sequence[Sequence[float]],
     *,
     min_gain: float,
+    speeds: Sequence[float] | None = None,
     hierarchy: Hierarchy | None = None,
 ) -> Generator[None, None, ExpertTable | None]:
     """Return a table for loads[layer][expert], with the next version; yields after each layer.
 
-    Nodes keep their numbers of slots. None if the table's balance would not be better than
-    that of `old` by a factor above 1 + min_gain.
+    Nodes keep their numbers of slots; `speeds` None: they are equally fast. None if the table's
+    balance would not be better than that of `old` by a factor above 1 + min_gain.
     """
     layers: list[Layer] = []
     for layer, layer_loads in zip(old.slots, loads, strict=True):
         capacities = [len(experts) for experts in layer]
-        layers.append(place_layer(layer, layer_loads, capacities=capacities, hierarchy=hierarchy))
+        layers.append(
+            place_layer(
+                layer, layer_loads, capacities=capacities, speeds=speeds, hierarchy=hierarchy
+            )
+        )
         yield
-    new = ExpertTable(version=old.version + 1, num_experts=old.num_experts, slots=tuple(layers))
+    new = msgspec.structs.replace(
+        old, version=old.version + 1, slots=tuple(layers), speeds=tuple(speeds or ())
+    )
     new.validate()
-    gains = balance(old, loads) > balance(new, loads) * (1 + min_gain)
+    gains = balance(old, loads, speeds) > balance(new, loads, speeds) * (1 + min_gain)
     return new if gains else None
