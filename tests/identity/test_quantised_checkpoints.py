@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,10 @@ PROMPT_LENS = (5, 41, 17, 30, 8)
 MARGIN = 1e-3
 # In log-probabilities: a row whose sum is rounded otherwise may get other codes of 8 bits.
 CLEAR_LEAD = 0.1
-# In nats per position; the least of all forms is what rows of 8 bits cost.
-MAX_KL = 0.02
+# In nats, of most positions; where the router has a near tie, other experts answer, and the mean is
+# larger.
+MAX_MEDIAN_KL = 0.005
+MAX_MEAN_KL = 0.06
 FAST = ("qwen2_moe", "awq")
 CASES = [
     pytest.param(*case, marks=() if case == FAST else pytest.mark.slow)
@@ -70,8 +73,8 @@ def test_codes_are_served_with_a_bounded_divergence(tmp_path: Path, family: str,
             for position, each in enumerate(request.prompt_logprobs[-len(prompt) + 1 :]):
                 found.append(divergence(wanted[position], each.top_ids, each.top_logprobs))
     assert len(found) == sum(PROMPT_LENS) - len(PROMPT_LENS)
-    print(f"KL {family} {form} {sum(found) / len(found):.2e}")
-    assert 0 <= sum(found) / len(found) < MAX_KL
+    assert 0 < statistics.median(found) < MAX_MEDIAN_KL
+    assert statistics.mean(found) < MAX_MEAN_KL
 
 
 def divergence(wanted: torch.Tensor, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> float:
@@ -91,7 +94,7 @@ def divergence(wanted: torch.Tensor, ids: tuple[int, ...], logprobs: tuple[float
     ],
 )
 def test_moved_experts_keep_their_codes(tmp_path: Path, form: str, transport: str) -> None:
-    """Tables change while prompts and streams go on; expert nodes read codes from the checkpoint meanwhile."""
+    """Tables change while prompts and streams go on: expert nodes read codes meanwhile."""
     make_quantised(tmp_path, "mixtral", FORMS[form])
     config = engine_config(
         tmp_path / "coded",

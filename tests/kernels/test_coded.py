@@ -16,6 +16,7 @@ from kernels.triton.grouped_mlp.weights import GROUP as GPU_GROUP
 from kernels.triton.grouped_mlp.weights import GpuWeight, pack_weight, unpack_weight
 from kernels.triton.ops import TritonOps
 from models.quantised.coded import CodedMatrix, stacked
+from tests.kernels.generators import finish
 from topspin.precision import CODE_GROUPS, Format
 
 # By kernels: their packing of a matrix, and the numbers [O, I] of the result.
@@ -104,6 +105,23 @@ def test_what_a_format_cannot_have_is_quantised_anew(
     assert not torch.equal(found, matrix.dequantised())
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_8_bits_add_little_to_the_errors_of_codes_that_they_cannot_have(kernels: str) -> None:
+    pack, numbers = KERNELS[kernels]
+    true = torch.randn(256, 512, generator=torch.Generator().manual_seed(6))
+    scales = true.abs().amax(1, keepdim=True) / 448.0
+    fp8 = CodedMatrix((true / scales).to(torch.float8_e4m3fn), scales, None, 512, 8, true.dtype)
+    groups = true.view(256, -1, 16)
+    steps = (groups.amax(-1) - groups.amin(-1)) / 15
+    zeros = -groups.amin(-1) / steps
+    codes = (groups / steps[..., None] + zeros[..., None]).round().byte().flatten(1)
+    int4 = CodedMatrix(codes, steps, zeros, 16, 4, true.dtype)
+    for matrix in (fp8, int4):
+        own = (matrix.dequantised() - true).square().mean()
+        added = (numbers(pack(matrix, "int8")) - matrix.dequantised()).square().mean()
+        assert added < 0.1 * own
+
+
 @pytest.mark.parametrize(("block", "group"), [(128, 128), (256, 256), (1000, 1000)])
 def test_fp8_blocks_are_kept_exactly(block: int, group: int) -> None:
     matrix = floats(200, 320, block=block, group=group)
@@ -133,13 +151,7 @@ def test_experts_keep_their_codes(ffn_size: int) -> None:
         assert isinstance(packed, QuantisedWeight)
         assert torch.equal(dequantise(packed), matrix.dequantised())
     new = ExpertMatrices(gate_up[1], down[1], "int4")
-    work = ops.rebuild_experts(experts, [2, new])
-    while True:
-        try:
-            next(work)
-        except StopIteration as stop:
-            rebuilt = stop.value
-            break
+    rebuilt = finish(ops.rebuild_experts(experts, [2, new]))
     x = torch.randn(5, hidden_size, generator=torch.Generator().manual_seed(4))
     slots, weights = torch.tensor([[0, 1]] * 5), torch.ones(5, 2)
     before = ops.grouped_mlp(x, torch.tensor([[2, 1]] * 5), weights, experts).out
