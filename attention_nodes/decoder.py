@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attention_nodes.kv_cache import KvCache
+from attention_nodes.local_experts import LocalExperts
 from attention_nodes.step_inputs import MicroBatchInputs
 from kernels.contracts import AttentionMeta, HeadRows, KeyCodes, LinearWeight, Routing
 from kernels.dispatch import Ops
@@ -53,7 +54,8 @@ class Decoder:
     """One runner's layers. Its only state between calls is the KV cache `kv`.
 
     `codes` are those of its keys by layer, where sequences may attend to a selection of them.
-    `watch`, if set, is shown each layer's attention; such a step is not recorded.
+    `watch`, if set, is shown each layer's attention; such a step is not recorded. `experts` are
+    those of layers that may be local.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Decoder:
         self.kv = kv_cache
         self.codes: Mapping[int, KeyCodes] = {}
         self.watch: Watch | None = None
+        self.experts: LocalExperts | None = None
         self._scale = config.head_dim**-0.5
         self._embed = weights.embed
         self._final_norm = weights.final_norm
@@ -204,6 +207,19 @@ class Decoder:
             renormalise=self.config.moe.norm_topk_prob,
             weights_dtype=normed.dtype if rounds else torch.float32,
         )
+
+    def routed_experts(
+        self,
+        moe_idx: int,
+        normed: Tensor,
+        routing: Routing,
+        *,
+        num_rows: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:
+        """Return the sums of a local layer's routed experts; see LocalExperts.compute."""
+        assert self.experts is not None, "a local layer whose experts are not here"
+        return self.experts.compute(moe_idx, normed, routing, num_rows=num_rows, out=out)
 
     def local_mlp(self, layer: Layer, normed: Tensor) -> Tensor | None:
         """Return this node's own contribution: a dense layer's MLP or the gated shared expert."""

@@ -16,6 +16,7 @@ import torch
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
 from attention_nodes.grammars import Grammars
+from attention_nodes.local_experts import LocalExperts
 from attention_nodes.long_contexts import bytes_beside, spilled_blocks, without_spill
 from attention_nodes.memory_budget import (
     AbsentExperts,
@@ -28,6 +29,7 @@ from attention_nodes.memory_budget import (
 from attention_nodes.model_runner import ModelRunner
 from attention_nodes.slow_decoder import SlowDecoder
 from kernels.dispatch import select_ops
+from kernels.expert_layers import rows_to_warm_up
 from kernels.runtime import open_runtime
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
@@ -80,12 +82,10 @@ def load_runner(
         runtime=runtime,
         code_bytes=code_bytes,
     )
-    ops = select_ops(
-        config.node.kernels,
-        dtype,
-        formats(config.precision, "attention"),
-        config.node.device,
-    )
+    packed = formats(config.precision, "attention")
+    if config.local_layers:
+        packed |= formats(config.precision, "expert")
+    ops = select_ops(config.node.kernels, dtype, packed, config.node.device)
     checkpoint = Checkpoint(path)
     with fitting(runtime, "the weights of attention"):
         weights = stream_attention_weights(
@@ -94,6 +94,17 @@ def load_runner(
         slow = config.node.slow
         make = Decoder if slow == 1 else partial(SlowDecoder, slow=slow)
         decoder = make(model, weights, ops, cache, precision=config.precision)
+        if config.local_layers:
+            decoder.experts = LocalExperts.load(
+                checkpoint,
+                model,
+                ops,
+                runtime,
+                layers=config.local_layers,
+                dtype=dtype,
+                precision=config.precision,
+                per_expert=config.execution.deterministic,
+            )
     unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
     if unused:
         _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
@@ -104,13 +115,13 @@ def load_runner(
         )
         if config.attention.kv_cache_bytes is None:
             num_graphs = dry.num_recordings(config)
-            if dry.is_moe and open_net is None and config.link.transport != "cuda_ipc":
+            if config.num_experts and open_net is None and config.link.transport != "cuda_ipc":
                 num_graphs = 0  # the host takes part in every layer
             use = measure(
                 runtime,
                 rehearse,
                 num_graphs=num_graphs,
-                windows=window_bytes(config, dry.net_shape(config)) if dry.is_moe else 0,
+                windows=window_bytes(config, dry.net_shape(config)) if config.num_experts else 0,
             )
             num_blocks = blocks_to_allocate(
                 use,
@@ -131,6 +142,9 @@ def load_runner(
     num_blocks = decoder.kv.num_blocks if num_assigned is None else num_assigned
     runner = ModelRunner(model, decoder, num_blocks, config, runtime, drafter, grammars)
     runner.warm_up()
+    if decoder.experts is not None:
+        most = config.attention.max_num_batched_tokens
+        decoder.experts.warm_up(rows_to_warm_up(most) if runtime.is_asynchronous else (1,))
     if config.execution.recordings:
         runtime.prepare_capture()
     release_freed_memory()
@@ -147,8 +161,8 @@ def _rehearse(
 ) -> None:
     """Run the largest steps to compile their kernels, so that no request waits for that."""
     net: AttentionNet | None = None
-    if runner.is_moe:
-        net = AbsentExperts() if open_net is None else open_net(runner)
+    if config.num_experts:
+        net = AbsentExperts(runner.local_layers) if open_net is None else open_net(runner)
     with fitting(runner.runtime, "a step of --max-num-batched-tokens or --max-num-seqs"):
         for plan in largest_steps(config, index=index, table_version=table_version):
             runner.execute(plan, net, index=index)

@@ -252,11 +252,17 @@ def _plan(
 
 
 class AbsentExperts:
-    """An AttentionNet for a dry run: experts elsewhere, whose answers are 0 and take no memory."""
+    """An AttentionNet for a dry run: experts elsewhere, whose answers are 0 and take no memory.
+
+    `local` are the layers whose experts are here: a step needs the most memory if all are used.
+    """
 
     trace: Stamps | None = None
     is_graph_safe: Final = False
     epoch: Final = 0
+
+    def __init__(self, local: frozenset[int] = frozenset()) -> None:
+        self.local = local
 
     def set_table(self, table: ExpertTable) -> None:
         pass

@@ -227,9 +227,15 @@ class ModelRunner:
         return self.num_blocks if self._long is None else self._long.num_frames
 
     @property
-    def is_moe(self) -> bool:
-        """Return whether any layer has routed experts."""
-        return bool(self._model.moe_layers)
+    def local_layers(self) -> frozenset[int]:
+        """Return the MoE layers whose routed experts are here."""
+        experts = self._decoder.experts
+        return frozenset() if experts is None else experts.layers
+
+    def _hops(self, net: AttentionNet | None) -> set[int]:
+        """Return the MoE layers whose rows leave this node."""
+        layers = set(range(len(self._model.moe_layers)))
+        return set() if net is None else layers - net.local
 
     def net_shape(self, config: NodeConfig) -> NetShape:
         """Return the shape of the net between this node and each expert node."""
@@ -296,7 +302,7 @@ class ModelRunner:
         micro_batches, errors = self._plans.slice_up(
             plan,
             drafts,
-            may_wait=self.is_moe,
+            may_wait=bool(self._hops(net)),
             stamp=partial(self._stamp, ticket=plan.ticket),
             beat=beat,
         )
@@ -321,7 +327,7 @@ class ModelRunner:
             net,
             trace=trace,
             beat=beat,
-            meanwhile=self._learning(micro_batches, errors),
+            meanwhile=self._learning(micro_batches, errors, num_layers=len(self._hops(net))),
         )
         drawn = self._sampler.draw(ran.logits, asked) if len(sampled.rows) else []
         if drawn:
@@ -429,12 +435,11 @@ class ModelRunner:
                 self._settle(launched)
 
     def _learning(
-        self, micro_batches: list[Slices], failed: dict[int, str]
+        self, micro_batches: list[Slices], failed: dict[int, str], *, num_layers: int
     ) -> Callable[[], bool] | None:
         """Return what learns codebooks in a step's waits for experts, if there is something."""
         if self._long is None:
             return None
-        num_layers = len(self._model.moe_layers)
         return self._long.learning(micro_batches, failed, num_layers=num_layers)
 
 

@@ -50,7 +50,7 @@ def rally(
 ) -> None:
     """Run all layers over all micro-batches; the residuals are complete afterwards.
 
-    `net` may be None for a model without routed experts. `trace` gets a stamp per hop;
+    `net` may be None if no layer needs expert nodes. `trace` gets a stamp per hop;
     `beat` is called whenever a micro-batch enters a layer. `meanwhile` is called before each wait
     for experts, does work that is not the step's, and says whether there was some.
     """
@@ -69,6 +69,8 @@ def rally(
             flight.delta = None
             if layer.moe_idx is None:
                 flight.delta = run_local(decoder, micro_batch, layer, normed, trace)
+            elif net is None or layer.moe_idx in net.local:
+                flight.delta = run_experts(decoder, micro_batch, flight, layer, normed, trace)
             else:
                 send_out(decoder, net, micro_batch, flight, layer, normed, trace)
     for micro_batch, flight in enumerate(flights):
@@ -98,6 +100,33 @@ def send_out(
         trace.stamp(Kind.DISPATCHED, layer.moe_idx, micro_batch)
     flight.in_air = layer.moe_idx
     flight.local = run_local(decoder, micro_batch, layer, normed, trace)
+
+
+def run_experts(
+    decoder: Decoder,
+    micro_batch: int,
+    flight: Flight,
+    layer: Layer,
+    normed: Tensor,
+    trace: Stamps | None,
+) -> Tensor | None:
+    """Return the sum of the routed and shared experts of a layer that is local; None: no rows."""
+    moe_idx = layer.moe_idx
+    assert moe_idx is not None
+    if not len(normed):
+        return None
+    routing = decoder.route(layer, normed)
+    if trace is not None:
+        trace.stamp(Kind.ATTENTION, layer.idx, micro_batch)
+    delta = decoder.routed_experts(
+        moe_idx, normed, routing, num_rows=flight.inputs.num_rows, out=flight.combined
+    )
+    if trace is not None:
+        trace.stamp(Kind.EXPERTS, moe_idx, micro_batch)
+    local = run_local(decoder, micro_batch, layer, normed, trace)
+    if local is not None:
+        delta += local
+    return delta
 
 
 def _route(decoder: Decoder, layer: Layer, normed: Tensor) -> Routing:

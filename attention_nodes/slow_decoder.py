@@ -43,6 +43,12 @@ class SlowDecoder(Decoder):
         self._slowdown.end()
         return routing
 
+    def routed_experts(self, *arguments: Any, **settings: Any) -> Tensor:
+        self._slowdown.begin()
+        routed = super().routed_experts(*arguments, **settings)
+        self._slowdown.end()
+        return routed
+
     def local_mlp(self, layer: Layer, normed: Tensor) -> Tensor | None:
         if layer.mlp is None:
             return None

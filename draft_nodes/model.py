@@ -1,7 +1,7 @@
 """A draft model on one device: its weights, its paged KV cache, and passes over rows of trees.
 
-Owns what the attention nodes' decoder leaves to others: routed experts, all of them here, and the
-cache's layout. One pass computes rows of several requests, each a node of its request's tree: its
+Owns what attention nodes leave to others: routed experts, all of them here, and the cache's
+layout. One pass computes rows of several requests, each a node of its request's tree: its
 keys are the verified prefix and its ancestors. On the CPU passes of few rows are recorded and
 replayed. On a GPU, so far, kernels are launched one by one and indices copied array by array.
 Implements spec_decode.forest.DraftModel; knows no tree's probabilities and no target.
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder, Layer
+from attention_nodes.local_experts import LocalExperts
 from attention_nodes.memory_budget import fitting
 from attention_nodes.recorded_steps import key_of, recorded_steps
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.step_inputs import MicroBatchInputs, StepInputs, host_part
 from draft_nodes.kv_layout import KvLayout, Placed
-from kernels.contracts import ExpertWeights as PackedExperts
 from kernels.cpu.compiled.slowdown import slowdown_of
-from kernels.dispatch import Ops, select_ops
+from kernels.dispatch import select_ops
 from kernels.runtime import Runtime, open_runtime
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
-from models.weights import stream_attention_weights, stream_expert_weights
+from models.weights import stream_attention_weights
 from spec_decode.draft import ROOT
 from spec_decode.forest import MAX_CHUNK, Kept, Rows
-from topspin.precision import Rules, format_of, formats
+from topspin.precision import Rules, formats
 from topspin.process import release_freed_memory
 
 BLOCK_SIZE: Final = 16
@@ -69,7 +69,6 @@ class DraftModel:
     def __init__(
         self,
         decoder: Decoder,
-        experts: Sequence[PackedExperts],
         layout: KvLayout,
         runtime: Runtime,
         *,
@@ -77,20 +76,16 @@ class DraftModel:
         recordings: bool = True,
         slow: float = 1.0,
     ) -> None:
-        """`experts` are those of each MoE layer, by id; `layout` is of the decoder's cache.
+        """`decoder` has the experts of all MoE layers; `layout` is of its cache.
 
         Passes take `slow` times as long as they would.
         """
         self.config: ModelConfig = decoder.config
         self.max_length = max_length
         self._decoder = decoder
-        self._experts = experts
         self._layout = layout
         self._runtime = runtime
         self._rotary = RotaryTable(self.config, max_len=self.max_length)
-        # An expert is its own slot. Looking that up can be recorded; a cast of indices cannot.
-        num_experts = self.config.moe.num_experts if self.config.moe is not None else 0
-        self._slots = torch.arange(num_experts, dtype=torch.int32, device=runtime.device)[None]
         self._steps = recorded_steps(decoder, runtime, self._rotary) if recordings else None
         self._slowdown = slowdown_of(slow)
 
@@ -125,7 +120,16 @@ class DraftModel:
                 precision=rules,
             )
             decoder = Decoder(model, weights, ops, cache, precision=rules)
-            experts = _pack_experts(path, model, ops, settings, runtime) if model.moe_layers else []
+            if model.moe_layers:
+                decoder.experts = LocalExperts.load(
+                    Checkpoint(path),
+                    model,
+                    ops,
+                    runtime,
+                    layers=model.moe_layers,
+                    dtype=settings.dtype,
+                    precision=rules,
+                )
         release_freed_memory()
         layout = KvLayout(num_blocks=num_blocks, block_size=settings.block_size)
         longest = model.context_length
@@ -133,7 +137,6 @@ class DraftModel:
             longest = min(longest, settings.max_length)
         made = cls(
             decoder,
-            experts,
             layout,
             runtime,
             max_length=longest,
@@ -243,9 +246,8 @@ class DraftModel:
 
     def _routed(self, layer: Layer, moe_idx: int, normed: Tensor) -> Tensor:
         """Return the sum [T, H] of the routed experts of normed [T, H]."""
-        ops, routing = self._decoder.ops, self._decoder.route(layer, normed)
-        slots = self._slots.index_select(1, routing.experts.view(-1)).view(routing.experts.shape)
-        return ops.grouped_mlp(normed, slots, routing.weights, self._experts[moe_idx]).out
+        assert self._decoder.experts is not None
+        return self._decoder.experts.compute(moe_idx, normed, self._decoder.route(layer, normed))
 
     def _inputs(self, placed: Placed) -> StepInputs:
         device = self._runtime.device
@@ -272,32 +274,3 @@ def _on_device(part: MicroBatchInputs, device: torch.device) -> MicroBatchInputs
             tree_lens=None if meta.tree_lens is None else meta.tree_lens.to(device),
         ),
     )
-
-
-def _pack_experts(
-    path: Path, model: ModelConfig, ops: Ops, settings: Settings, runtime: Runtime
-) -> list[PackedExperts]:
-    """Return all experts of all MoE layers."""
-    assert model.moe is not None
-    every = range(model.moe.num_experts)
-    streams = stream_expert_weights(
-        Checkpoint(path),
-        model,
-        dtype=settings.dtype,
-        experts=[every] * len(model.moe_layers),
-        device=runtime.device,
-        precision=settings.precision,
-    )
-    packed = []
-    for layer, stream in zip(model.moe_layers, streams, strict=True):
-        own = [format_of(settings.precision, "experts", layer, each) for each in every]
-        is_mixed = len(set(own)) > 1
-        packed.append(
-            ops.pack_experts(
-                stream.gate_up,
-                stream.down,
-                formats=own,
-                share_per_row=0.0 if is_mixed else model.moe.top_k / model.moe.num_experts,
-            )
-        )
-    return packed

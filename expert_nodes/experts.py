@@ -8,25 +8,26 @@ a GPU this only enqueues work, so a graph can hold it.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from expert_nodes.memory import lacking
 from expert_nodes.versions import Held, SlotCounts, Versions, make_version
-from kernels import deterministic
-from kernels.contracts import ExpertMatrices, ExpertOutput
+from kernels import deterministic, expert_layers
+from kernels.contracts import ExpertMatrices
 from kernels.contracts import ExpertWeights as PackedExperts
 from kernels.cpu.compiled.slowdown import Slowdown
 from kernels.dispatch import Ops
+from kernels.expert_layers import LayerExperts
 from kernels.runtime import HostRuntime, Runtime
 from m2n_comm.net import ExpertBatch, NetShape
 from models.config import ModelConfig
 from models.expert_reader import ExpertReader
 from models.weights import ExpertStream, ExpertWeights, take
 from topspin.plan import NodeConfig
-from topspin.precision import UNQUANTISED, Format, Rules, format_of
+from topspin.precision import UNQUANTISED, Format, Rules
 from topspin.trace import Ring
 
 
@@ -63,33 +64,18 @@ class Experts:
         self._per_expert_answers = per_expert_answers
         self.trace: Ring | None = None
         self.slowdown: Slowdown | None = None
-        self._precision = precision
-        layers: list[PackedExperts] = []
+        num_experts, top_k = config.moe.num_experts, config.moe.top_k
+        self._layers = [
+            LayerExperts(idx, num_experts, top_k, precision) for idx in config.moe_layers
+        ]
+        layers: list[PackedExperts | None] = []
         for read in take(weights.layers) if isinstance(weights, ExpertWeights) else weights:
             layer = len(layers)
-            packed = ops.pack_experts(
-                read.gate_up,
-                read.down,
-                formats=self._formats(layer, held[layer]),
-                share_per_row=self._share_per_row(layer),
-            )
-            layers.append(packed)
+            mine = held[layer]
+            pack = self._layers[layer].pack
+            layers.append(pack(ops, read.gate_up, read.down, mine) if mine else None)
+        self._dtype = next((each.dtype for each in layers if each is not None), torch.float32)
         self._versions = Versions(make_version(version, held, layers, self.runtime.device))
-
-    def _formats(self, layer: int, experts: Iterable[int]) -> list[Format]:
-        """Return the formats of logical `experts` of a MoE layer."""
-        idx = self._config.moe_layers[layer]
-        return [format_of(self._precision, "experts", idx, expert) for expert in experts]
-
-    def _share_per_row(self, layer: int) -> float:
-        """Return the argument of pack_experts; 0 if the layer's experts differ in format.
-
-        The same on every node, so that copies of an expert have one layout.
-        """
-        assert self._config.moe is not None
-        num_experts = self._config.moe.num_experts
-        is_mixed = len(set(self._formats(layer, range(num_experts)))) > 1
-        return 0.0 if is_mixed else self._config.moe.top_k / num_experts
 
     @property
     def num_layers(self) -> int:
@@ -117,9 +103,17 @@ class Experts:
         """
         version = self._versions.use(batch.table_version)
         layer = version.layers[batch.layer]
+        assert layer is not None, "no row comes for a layer without experts here"
         if self.slowdown is not None:
             self.slowdown.begin()
-        result = self._run(batch.hidden, batch.slots, batch.weights, layer)
+        result = expert_layers.compute(
+            self._ops,
+            batch.hidden,
+            batch.slots,
+            batch.weights,
+            layer,
+            per_expert=self._per_expert_answers,
+        )
         if self._counts:
             self._ops.add_counts(version.counts[batch.layer], result.counts)
         if self.slowdown is not None:
@@ -134,29 +128,22 @@ class Experts:
         """
         version = self._versions.newest
         seen: set[tuple[Format, ...]] = set()
-        for layer, experts in enumerate(version.layers):
-            shape = tuple(sorted(self._formats(layer, version.held[layer])))
+        for layer, held, experts in zip(self._layers, version.held, version.layers, strict=True):
+            if experts is None:
+                continue
+            shape = tuple(sorted(layer.formats(held)))
             is_new = shape not in seen
             seen.add(shape)
             for rows in num_rows if is_new else num_rows[-1:]:
-                self._warm_up_layer(experts, rows)
+                expert_layers.warm_up(
+                    self._ops,
+                    experts,
+                    rows,
+                    top_k=self._top_k,
+                    device=self.runtime.device,
+                    per_expert=self._per_expert_answers,
+                )
         self.runtime.synchronize()
-
-    def _warm_up_layer(self, experts: PackedExperts, rows: int) -> None:
-        device, top_k = self.runtime.device, self._top_k
-        hidden = torch.zeros(rows, experts.hidden_size, dtype=experts.dtype, device=device)
-        pairs = torch.arange(rows * top_k, dtype=torch.int32, device=device)
-        slots = (pairs % experts.num_experts).view(rows, top_k)
-        found = self._run(hidden, slots, torch.zeros(rows, top_k, device=device), experts)
-        unread = torch.zeros(experts.num_experts + 2, dtype=torch.int64, device=device)
-        self._ops.add_counts(unread, found.counts)
-
-    def _run(
-        self, hidden: Tensor, slots: Tensor, weights: Tensor, experts: PackedExperts
-    ) -> ExpertOutput:
-        if self._per_expert_answers:
-            return deterministic.pair_mlp(hidden, slots, experts)
-        return self._ops.grouped_mlp(hidden, slots, weights, experts)
 
     def take_counts(self) -> list[SlotCounts]:
         """Return (per table version, layer and slot) the pairs served since the last call."""
@@ -179,20 +166,22 @@ class Experts:
                 if expert not in old:
                     reader.read_ahead(layer, expert)
                     yield
-        layers: list[PackedExperts] = []
+        layers: list[PackedExperts | None] = []
         for layer, (old, new) in enumerate(zip(base.held, held, strict=True)):
-            if old == new:
-                layers.append(base.layers[layer])
+            before = base.layers[layer]
+            if old == new or before is None:
+                assert old == new, "a node that holds nothing of a layer never will"
+                layers.append(before)
                 continue
             sources: list[int | ExpertMatrices] = []
             for expert in new:
                 if expert in old:
                     sources.append(old.index(expert))
                 else:
-                    (own,) = self._formats(layer, [expert])
+                    (own,) = self._layers[layer].formats([expert])
                     tensors = yield from reader.read(layer, expert, keep_codes=own != UNQUANTISED)
                     sources.append(ExpertMatrices(*tensors, own))
-            packed = yield from self._ops.rebuild_experts(base.layers[layer], sources)
+            packed = yield from self._ops.rebuild_experts(before, sources)
             layers.append(packed)
         # Another thread's streams may read the experts as soon as a step names the table.
         self.runtime.current_stream().record().wait()
@@ -209,10 +198,9 @@ class Experts:
         moved = [
             weight_format
             for layer, (old, new) in enumerate(zip(base.held, held, strict=True))
-            for weight_format in self._formats(layer, set(new) - set(old))
+            for weight_format in self._layers[layer].formats(set(new) - set(old))
         ]
-        dtype = base.layers[0].dtype
-        return lacking(self.runtime, moved, ops=self._ops, model=self._config, dtype=dtype)
+        return lacking(self.runtime, moved, ops=self._ops, model=self._config, dtype=self._dtype)
 
     def rename(self, version: int, held: Held) -> None:
         """Assign a new version to the loaded experts `held`, and drop all others.

@@ -40,7 +40,7 @@ class SlotCounts(NamedTuple):
 
 @dataclass(slots=True)
 class Version:
-    """The experts of one table version: layers[i] holds the experts held[i].
+    """The experts of one table version: layers[i] holds the experts held[i] (None: there are none).
 
     `counts` [E + 2] by layer, which `Ops.add_counts` adds to, are views of `used`; `reported`, on
     the host, are the counts reported so far.
@@ -48,7 +48,7 @@ class Version:
 
     number: int
     held: Held
-    layers: list[ExpertWeights]
+    layers: list[ExpertWeights | None]
     used: Tensor
     counts: tuple[Tensor, ...]
     reported: Tensor
@@ -57,11 +57,11 @@ class Version:
 def make_version(
     number: int,
     held: Sequence[Sequence[int]],
-    layers: list[ExpertWeights],
+    layers: list[ExpertWeights | None],
     device: torch.device | str = "cpu",
 ) -> Version:
     """Return a version with counts of 0; `device` is that of its experts."""
-    sizes = [layer.num_experts + 2 for layer in layers]
+    sizes = [len(experts) + 2 for experts in held]
     used = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
     return Version(
         number,

@@ -20,6 +20,7 @@ from expert_nodes.tables import TableChange
 from expert_nodes.ticket_graphs import TicketGraphs
 from kernels.cpu.compiled.slowdown import slowdown_of
 from kernels.dispatch import Ops, select_ops
+from kernels.expert_layers import rows_to_warm_up
 from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import ExpertNet, NetShape
 from models.checkpoint import Checkpoint
@@ -49,13 +50,13 @@ def run_ticket(
     beat: Beat | None = None,
     graphs: TicketGraphs | None = None,
 ) -> None:
-    """Serve one step: every micro-batch of every MoE layer, in that order.
+    """Serve one step: every micro-batch of every MoE layer that is not local, in that order.
 
     `beat` is called at every batch. With `graphs` the step may be recorded and replayed.
     """
 
     def serve() -> None:
-        for layer in range(experts.num_layers):
+        for layer in layers:
             for micro_batch in range(ticket.num_micro_batches):
                 for batch in net.gather(micro_batch, layer):
                     if beat is not None:
@@ -64,7 +65,8 @@ def run_ticket(
 
     net.trace = experts.runtime.stamps_of(experts.trace)
     net.begin(ticket)
-    if graphs is None:
+    layers = [layer for layer in range(experts.num_layers) if layer not in net.local]
+    if graphs is None or not layers:
         serve()
     else:
         graphs.serve(net, ticket, serve)
@@ -163,9 +165,7 @@ def graphs_of(config: NodeConfig, experts: Experts) -> TicketGraphs | None:
 
 def warm_up_rows(config: NodeConfig) -> tuple[int, ...]:
     """Return numbers of rows that cover all kernel variants, up to the largest batch."""
-    most = config.batch_rows
-    powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
-    return (*powers, most)
+    return rows_to_warm_up(config.batch_rows)
 
 
 class InlineNet:

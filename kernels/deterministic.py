@@ -35,6 +35,7 @@ from kernels.sampling import SampleResult, SamplingBatch
 from topspin.precision import UNQUANTISED, Format
 
 __all__ = [
+    "add_by_expert",
     "add_counts",
     "add_rms_norm",
     "code_keys",
@@ -42,6 +43,7 @@ __all__ = [
     "grouped_mlp",
     "linear",
     "name",
+    "order_of",
     "pack_experts",
     "pack_linear",
     "paged_attention",
@@ -192,6 +194,28 @@ def pair_mlp(hidden: Tensor, slots: Tensor, experts: ExpertWeights) -> ExpertOut
     place[groups.order[:num_pairs]] = position
     here = (slots.reshape(-1) >= 0).nonzero()[:, 0]
     return ExpertOutput(results.index_select(0, place[here]), sizes)
+
+
+def order_of(experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a token's choices by ascending expert id, i64[K, T], and their weights f32[K, T, 1].
+
+    experts [T, K] are logical ids, weights f32[T, K]; a choice is its place among the T * K.
+    """
+    num_tokens, top_k = experts.shape
+    choices = experts.argsort(dim=1)
+    first_choice = torch.arange(num_tokens).mul_(top_k)
+    order = choices.add(first_choice[:, None]).t().contiguous()
+    return order, weights.gather(1, choices).t().contiguous()[:, :, None]
+
+
+def add_by_expert(rows: Tensor, order: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Fill out f32[T, H] with sums of rows [T * K, H], in the order of `order_of`.
+
+    Products and sums are rounded separately, choice after choice.
+    """
+    out.zero_()
+    for places, shares in zip(order, weights, strict=True):
+        out.add_(rows.index_select(0, places).float().mul_(shares))
 
 
 def grouped_mlp(

@@ -48,8 +48,13 @@ class SendPlan(NamedTuple):
 
 def route_map(table: ExpertTable) -> RouteMap:
     """Return `table` in the form that plan_sends reads."""
-    slot_of, choices = [], []
+    slot_of: list[torch.Tensor] = []
+    choices: list[ReplicaChoice | None] = []
     for layer in range(len(table.slots)):
+        if layer in table.local:  # none of its rows travels
+            slot_of.append(torch.empty((table.num_nodes, 0), dtype=torch.int32))
+            choices.append(None)
+            continue
         replicas = table.replicas(layer)
         everywhere = [replica for found in replicas for replica in found]
         slots = [[-1] * len(everywhere) for _ in range(table.num_nodes)]

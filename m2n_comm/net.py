@@ -14,6 +14,8 @@ A micro-batch has at most one uncombined dispatch. On an expert node:
     begin(ticket)
     for each MoE layer, for each micro-batch: for batch in gather(mb, layer): reply(batch, partial)
     finish()
+Both leave out the layers in `local`: by the ticket's table attention nodes compute these
+themselves, and nobody sends for them.
 
 Rules: every participant sends every expert node one frame per (micro-batch, layer), possibly of 0
 rows, in one or more parts of at most `window_rows` rows; a token goes at most once to an expert
@@ -149,10 +151,14 @@ class AttentionNet(Protocol):
 
     `is_graph_safe`: dispatch() and combine() only enqueue work on a device, the same work for the
     same shapes, so that Runtime.capture() may record them. Recordings stay valid as long as `epoch`
-    is the same; read it after begin(), which may change it.
+    is the same. `local` are the MoE layers that are neither dispatched nor combined. Read all after
+    begin(), which may change them.
     """
 
     trace: Stamps | None
+
+    @property
+    def local(self) -> frozenset[int]: ...
 
     @property
     def is_graph_safe(self) -> bool: ...
@@ -209,11 +215,14 @@ class ExpertNet(Protocol):
     `is_graph_safe`: gather() and reply() only enqueue work on a device, and for tickets with as
     many participants and the same row buckets the same work: a batch per micro-batch and layer,
     with rows for every participant's bucket, of which those that did not come have slots -1. Then
-    Runtime.capture() may record a whole ticket. Read both after begin(), for its ticket. Recordings
-    stay valid as long as `epoch` is the same.
+    Runtime.capture() may record a whole ticket. Recordings stay valid as long as `epoch` is the
+    same. `local` are the MoE layers that are not gathered. Read all after begin(), for its ticket.
     """
 
     trace: Stamps | None
+
+    @property
+    def local(self) -> frozenset[int]: ...
 
     @property
     def is_graph_safe(self) -> bool: ...

@@ -103,6 +103,8 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
 
     `flights[mb]` is the dispatch of that micro-batch between its dispatch() and the end of its
     combine(). `patience_s` is how long the next wait may last; begin() sets that of the first.
+    `local` are the MoE layers that attention nodes compute in this step (before the first: by the
+    first table).
     `make_route` turns a table into the net's routing data.
     """
 
@@ -124,6 +126,7 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
         super().__init__(f"attention {index}", shape, on_failure=on_failure)
         self.flights: list[FlightT | None] = [None] * shape.num_micro_batches
         self.step = 0
+        self.local: frozenset[int] = frozenset()
         self.patience_s = shape.deadline_s
         self._index = index
         self._num_experts = num_experts
@@ -149,6 +152,8 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
                 raise ProtocolError(
                     f"expert table {table.version}: expert node {node} is absent and holds experts"
                 )
+        if not self._routes:
+            self.local = frozenset(table.local)
         known = self._routes.get(table.version)
         if known is None or known[0] != table:
             known = self._routes[table.version] = table, self._make_route(table)
@@ -180,7 +185,9 @@ class AttentionRules(NetRules, Generic[FlightT, Route]):
         is_next = ticket.previous in (0, self.step)
         self.patience_s = self.shape.deadline_s if is_next else TURN_S
         self.step = step
-        return self._routes[version][1]
+        table, route = self._routes[version]
+        self.local = frozenset(table.local)
+        return route
 
     def check_rows(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> None:
         """Raise FrameError unless hidden is [T, H] and the others are [T, K]."""
@@ -211,7 +218,8 @@ class ExpertRules(NetRules):
     """The rules of an expert node's side.
 
     `open` is the batch without a reply, `ticket` that of the current step, `num_slots[layer]` the
-    number of this node's slots in the step's table.
+    number of this node's slots in the step's table, `local` the layers that attention nodes compute
+    by it.
     """
 
     def __init__(
@@ -229,7 +237,8 @@ class ExpertRules(NetRules):
         self._peers = peers
         self.ticket: StepTicket | None = None
         self.num_slots: list[int] = []
-        self._known: dict[int, list[int]] = {}
+        self.local: frozenset[int] = frozenset()
+        self._known: dict[int, tuple[list[int], frozenset[int]]] = {}
 
     def set_table(self, table: ExpertTable) -> list[int]:
         """Store and return the slots of each layer here; the newest two tables are kept.
@@ -242,7 +251,8 @@ class ExpertRules(NetRules):
                 f"expert table {table.version}: {len(table.slots)} layers over "
                 f"{table.num_nodes} nodes; this is {self.name} of {self.shape.num_layers} layers"
             )
-        found = self._known[table.version] = [len(held) for held in table.experts_of(self._index)]
+        found = [len(held) for held in table.experts_of(self._index)]
+        self._known[table.version] = found, frozenset(table.local)
         for version in sorted(self._known)[:-2]:
             del self._known[version]
         return found
@@ -261,7 +271,11 @@ class ExpertRules(NetRules):
                 f"step {step}: expert table {version}, {self.name} has {sorted(self._known)}"
             )
         self.ticket = ticket
-        self.num_slots = self._known[version]
+        self.num_slots, self.local = self._known[version]
+
+    def local_of(self, version: int) -> frozenset[int]:
+        """Return the layers that attention nodes compute by a table; none if it is not known."""
+        return self._known[version][1] if version in self._known else frozenset()
 
     def check_gather(self, micro_batch: int) -> StepTicket:
         """Return the ticket of the step. Raises TransportError if the net has failed."""

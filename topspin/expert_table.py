@@ -30,8 +30,10 @@ class Replica(NamedTuple):
 class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`slots[layer][node]` lists the logical experts that the node holds, in slot order.
 
-    Layers count MoE layers only. Invariant (checked by `validate`): every logical expert
-    0..num_experts-1 has at least one replica in each layer, never two on one node.
+    Layers count MoE layers only. `local` are those whose experts attention nodes compute
+    themselves: no row of theirs is sent, and whatever expert nodes hold of them is unused.
+    Invariant (checked by `validate`): every logical expert 0..num_experts-1 has at least one
+    replica in each other layer, never two on one node.
 
     `speeds[node]`, above 0, are the nodes' speeds in any unit, by which the replicas of an expert
     share its rows; empty: all are equal.
@@ -41,6 +43,7 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_experts: int
     slots: tuple[tuple[tuple[int, ...], ...], ...]
     speeds: tuple[float, ...] = ()
+    local: tuple[int, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -67,6 +70,11 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{self.num_nodes} nodes"
             )
         everyone = set(range(self.num_experts))
+        if list(self.local) != sorted(set(self.local) & set(range(len(self.slots)))):
+            raise ProtocolError(
+                f"expert table: local layers {self.local} of {len(self.slots)}: not ascending, or "
+                "unknown"
+            )
         for layer, nodes in enumerate(self.slots):
             if len(nodes) != self.num_nodes:
                 raise ProtocolError(f"expert table: layer {layer} has {len(nodes)} nodes")
@@ -74,7 +82,7 @@ class ExpertTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 if len(set(experts)) != len(experts):
                     raise ProtocolError(f"expert table: layer {layer} node {node}: a second copy")
             held = {expert for experts in nodes for expert in experts}
-            if held != everyone:
+            if held != everyone and not (layer in self.local and held < everyone):
                 raise ProtocolError(
                     f"expert table: layer {layer}: missing {sorted(everyone - held)}, "
                     f"unknown {sorted(held - everyone)}"

@@ -39,6 +39,7 @@ from topspin.devices import (
 from topspin.errors import ConfigError
 from topspin.expected import Expected
 from topspin.kv_cache_spec import KvCacheSpec
+from topspin.local_experts import LocalExperts
 from topspin.precision import PrecisionRule
 from topspin.retrieval import SpillSpec
 from topspin.settings import check_ranges
@@ -155,7 +156,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     `batch_rows`: the most token rows that reach an expert node in one batch. `shares_device`: all
     nodes of the engine are one process on one device. `speculation` None: off; `draft_address` is
     the address of an attention node's draft node. `micro_batches`: the number in every step; None:
-    it varies.
+    it varies. `local_layers`: decoder layers whose routed experts attention nodes hold too.
     """
 
     node: AttentionNode | ExpertNode | DraftNode
@@ -173,6 +174,7 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     micro_batches: int | None = None
     restart: bool = False
     trace: TraceSection = TraceSection()
+    local_layers: tuple[int, ...] = ()
 
     @property
     def attention(self) -> AttentionNode:
@@ -205,6 +207,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     balance: BalancePolicy = BalancePolicy()
     failover: FailoverSection = FailoverSection()
     trace: TraceSection = TraceSection()
+    local_experts: LocalExperts | None = None
     expected: Expected | None = None
 
     @property
@@ -268,6 +271,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             micro_batches=self.scheduling.micro_batches,
             restart=self.failover.restart,
             trace=self.trace,
+            local_layers=() if self.local_experts is None else self.local_experts.layers,
         )
 
     def check(self) -> None:
@@ -295,6 +299,8 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         )
         self._check_effect()
         self._check_kernels()
+        if self.local_experts is not None:
+            self._check_local(self.local_experts)
 
     def _check_kv_cache(self) -> None:
         """Check that the kernels of all attention nodes can keep and read keys as they must."""
@@ -398,6 +404,22 @@ class EnginePlan(Section, frozen=True, kw_only=True):
                     f"{str(self.execution.deterministic).lower()}: the kernels `deterministic` and "
                     "that setting need each other"
                 )
+
+    def _check_local(self, local: LocalExperts) -> None:
+        """Check that layers can be local at some times and not at others."""
+        if local.when == "always":
+            return
+        if self.shares_device:
+            raise ConfigError(
+                "local_experts: attention and experts share a device, where no layer has a hop; "
+                "leave it out"
+            )
+        plain = "fp32" if self.model.dtype == "float32" else "bf16"
+        if self.execution.deterministic and self.link.payload != plain:
+            raise ConfigError(
+                f"local_experts: payload {self.link.payload} rounds rows on their way, so "
+                f"execution.deterministic needs payload {plain}, or when always"
+            )
 
 
 class ServeConfig(Section, frozen=True, kw_only=True):

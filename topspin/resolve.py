@@ -53,7 +53,14 @@ from topspin.plan import (
     PlannedModel,
     Wait,
 )
-from topspin.precision import ROLE_PARTS, Rules, check_rules, rules_of
+from topspin.precision import (
+    KERNEL_FORMATS,
+    ROLE_PARTS,
+    Rules,
+    check_rules,
+    formats,
+    rules_of,
+)
 from topspin.retrieval import policy_of
 from topspin.settings import check_ranges
 from topspin.speculation import cached_tokens
@@ -154,6 +161,15 @@ def check_precision(plan: EnginePlan, model: ModelFacts) -> None:
             num_experts=model.num_experts,
             kernels={node.role: node.kernels},
         )
+    if plan.local_experts is None:
+        return
+    for node in plan.attention:
+        unknown = formats(plan.precision, "expert") - set(KERNEL_FORMATS.get(node.kernels, ()))
+        if unknown:
+            raise ConfigError(
+                f"local_experts: {node} is to hold experts in {', '.join(sorted(unknown))}, which "
+                f"its kernels {node.kernels} do not have"
+            )
 
 
 def check_model(plan: EnginePlan, model: ModelFacts) -> None:
@@ -170,7 +186,9 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
         )
     if plan.experts and not model.num_experts:
         raise ConfigError(f"nodes: {len(plan.experts)} expert nodes for a dense model")
-    if model.num_experts and not plan.experts:
+    if plan.local_experts is not None:
+        plan.local_experts.check(model.moe_layers, num_expert_nodes=len(plan.experts))
+    elif model.num_experts and not plan.experts:
         raise ConfigError(
             f"nodes: no expert node for a model with {model.num_experts} routed experts per layer"
         )
@@ -181,7 +199,7 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
                 f"{node}: experts {node.experts}: the model has {model.num_experts} per layer, and "
                 "a node holds no second copy"
             )
-    if sum(held) < model.num_experts:
+    if plan.experts and sum(held) < model.num_experts:
         raise ConfigError(
             f"nodes: expert nodes hold {' + '.join(map(str, held))} experts per layer of the "
             f"model's {model.num_experts}"

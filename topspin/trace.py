@@ -56,6 +56,7 @@ class Kind(enum.IntEnum):
     SEARCHED = 21  # attention: a layer's queries have selected keys by their codes
     READ = 22  # attention: those of them that were in a file are read
     ATTENDED = 23  # attention: queries have attended to the selected keys
+    EXPERTS = 24  # attention: routed experts of a layer that is local
 
 
 WHOLE_STEPS = frozenset(

@@ -52,10 +52,13 @@ def slot_variants(table: ExpertTable, nodes: tuple[int, ...]) -> Tensor:
     """Return i32[L, V, N, E]: the slot of expert e on nodes[n] in variant v, -1 elsewhere.
 
     In each variant an expert has one home. The variants of an expert with several copies take them
-    in turn, and rows take the variants in turn, so rows spread over the copies.
+    in turn, and rows take the variants in turn, so rows spread over the copies. Layers that are
+    local have no homes.
     """
-    replicas = [table.replicas(layer) for layer in range(len(table.slots))]
-    counts = {len(found) for layer in replicas for found in layer}
+    replicas = [
+        [] if layer in table.local else table.replicas(layer) for layer in range(len(table.slots))
+    ]
+    counts = {len(found) for layer in replicas for found in layer} or {1}
     num_variants = math.lcm(*counts)
     if num_variants > _MAX_VARIANTS:
         num_variants = max(counts)
@@ -127,6 +130,7 @@ class IpcAttentionNet:
         ]
         self._parts: tuple[int, ...] = (1,) * shape.num_micro_batches
         self._epoch = 0
+        self._recorded_local = frozenset(table.local)
         self._version, slots = self._rules.set_table(table)
         self._slot_of = slots.to(pairs.runtime.device)
 
@@ -134,6 +138,11 @@ class IpcAttentionNet:
     def is_graph_safe(self) -> bool:
         """Say whether each micro-batch of the current step fits into one window."""
         return max(self._parts) == 1
+
+    @property
+    def local(self) -> frozenset[int]:
+        """Return the MoE layers that attention nodes compute in this step."""
+        return self._rules.local
 
     @property
     def epoch(self) -> int:
@@ -172,6 +181,9 @@ class IpcAttentionNet:
             self._slot_of.copy_(slots)
         else:
             self._slot_of = slots.to(self._slot_of.device)
+            self._epoch += 1
+        if self.local != self._recorded_local:
+            self._recorded_local = self.local
             self._epoch += 1
         self._version = version
 

@@ -65,6 +65,11 @@ class IpcExpertNet:
         return max(self._parts) == 1
 
     @property
+    def local(self) -> frozenset[int]:
+        """Return the MoE layers that attention nodes compute in this step."""
+        return self._rules.local
+
+    @property
     def epoch(self) -> int:
         """Return a number that changes whenever recordings become invalid."""
         return self._epoch

@@ -51,10 +51,13 @@ LocalSlots = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def home_slots(table: ExpertTable) -> Tensor:
-    """Return i32[L, N, E]: the slot of expert e on node n if n is its first home, else -1."""
+    """Return i32[L, N, E]: the slot of expert e on node n if n is its first home, else -1.
+
+    Layers that are local have no homes.
+    """
     num_layers = len(table.slots)
     slots = torch.full((num_layers, table.num_nodes, table.num_experts), -1, dtype=torch.int32)
-    for layer in range(num_layers):
+    for layer in set(range(num_layers)).difference(table.local):
         for expert, replicas in enumerate(table.replicas(layer)):
             slots[layer, replicas[0].node, expert] = replicas[0].slot
     return slots
@@ -127,7 +130,7 @@ class DeviceNet:
         self._runtime = runtime
         self._serves = tuple(serves)
         self._traces = traces or (None,) * len(self._serves)
-        self._slots = slots or _slots_on(runtime.device)
+        self._slots = slots or slots_on(runtime.device)
         self._stream = runtime.new_stream() if num_streams == 2 else None
         self._rules: AttentionRules[_Flight, _Route] = AttentionRules(
             index,
@@ -138,6 +141,11 @@ class DeviceNet:
         )
         self._epoch = 0
         self._route = self._rules.set_table(table)
+
+    @property
+    def local(self) -> frozenset[int]:
+        """Return the MoE layers that attention nodes compute in this step."""
+        return self._rules.local
 
     @property
     def epoch(self) -> int:
@@ -300,7 +308,8 @@ def _check_shape(shape: NetShape) -> None:
         raise ConfigError("--deterministic: not with attention and experts on one GPU")
 
 
-def _slots_on(device: torch.device) -> LocalSlots:
+def slots_on(device: torch.device) -> LocalSlots:
+    """Return what turns experts into slots on `device`."""
     if device.type == "cpu":
         return local_slots
     from kernels.triton.router import launches as triton_router

@@ -99,6 +99,11 @@ class StagedNet:
         self.inner.trace = trace
 
     @property
+    def local(self) -> frozenset[int]:
+        """Return the inner net's local layers."""
+        return self.inner.local
+
+    @property
     def epoch(self) -> int:
         """Return the inner net's epoch."""
         return self.inner.epoch
@@ -276,6 +281,11 @@ class StagedExpertNet:
     def busy_s(self) -> float:
         """The inner net's."""
         return self.inner.busy_s
+
+    @property
+    def local(self) -> frozenset[int]:
+        """Return the inner net's local layers."""
+        return self.inner.local
 
     def begin(self, ticket: StepTicket) -> None:
         """See m2n_comm.net."""

@@ -179,9 +179,14 @@ class AttentionSide:
         }
 
     @property
+    def local(self) -> frozenset[int]:
+        """Return the MoE layers that attention nodes compute in this step."""
+        return self._rules.local
+
+    @property
     def is_graph_safe(self) -> bool:
-        """Return whether compiled code can do the hops of this step."""
-        return (
+        """Return whether compiled code can do the hops of this step, if there are any."""
+        return len(self.local) == self.shape.num_layers or (
             self._has_ports
             and self.shape.payload == self.shape.compute
             and self._route is not None

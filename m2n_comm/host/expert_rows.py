@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.deterministic import add_by_expert, order_of
 from m2n_comm.layout import SendPlan, num_parts
 from m2n_comm.net import NetShape
 
@@ -40,7 +41,6 @@ def plan_rows(
     plan: SendPlan, experts: torch.Tensor, weights: torch.Tensor, *, window_rows: int
 ) -> RowPlan:
     """Plan the answers to the sends of `plan`; experts [T, K] logical ids, weights f32[T, K]."""
-    num_tokens, top_k = experts.shape
     places, bounds = [], []
     for node, count in enumerate(plan.counts):
         here = plan.slots[node] >= 0
@@ -57,14 +57,7 @@ def plan_rows(
                 ),
             )
         )
-    choices = experts.argsort(dim=1)
-    first_choice = torch.arange(num_tokens).mul_(top_k)
-    return RowPlan(
-        tuple(places),
-        tuple(bounds),
-        choices.add(first_choice[:, None]).t().contiguous(),
-        weights.gather(1, choices).t().contiguous()[:, :, None],
-    )
+    return RowPlan(tuple(places), tuple(bounds), *order_of(experts, weights))
 
 
 class RowSum:
@@ -94,10 +87,8 @@ class RowSum:
         self._rows.index_copy_(0, plan.places[node][low:high], rows)
 
     def add_up(self, plan: RowPlan, out: torch.Tensor) -> None:
-        """Fill out [T, H] fp32: products and sums are rounded separately, choice after choice."""
-        out.zero_()
-        for order, weights in zip(plan.order, plan.weights, strict=True):
-            out.add_(self._rows.index_select(0, order).float().mul_(weights))
+        """Fill out [T, H] fp32."""
+        add_by_expert(self._rows, plan.order, plan.weights, out)
 
 
 def count_choices(slots: torch.Tensor) -> int:

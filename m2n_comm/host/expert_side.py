@@ -191,6 +191,11 @@ class ExpertSide:
         }
 
     @property
+    def local(self) -> frozenset[int]:
+        """Return the MoE layers that attention nodes compute in this step."""
+        return self._rules.local
+
+    @property
     def is_graph_safe(self) -> bool:
         """Return whether compiled code can do the hops of this step: few rows, in plain frames."""
         ticket = self._rules.ticket
@@ -232,6 +237,10 @@ class ExpertSide:
             self.trace.step = ticket.step
             self.trace.stamp(Kind.STEP_BEGAN)
         self.lines.begin(ticket)
+
+    def is_sent_rows(self, ticket: StepTicket) -> bool:
+        """Say whether any layer of a step is not local."""
+        return len(self._rules.local_of(ticket.table_version)) < self.shape.num_layers
 
     def gather(self, micro_batch: int, layer: int) -> Iterator[ExpertBatch]:
         """Yield the parts of that micro-batch, each joined over the ticket's participants.

@@ -93,6 +93,8 @@ class LocalHub:
             self.begun[index] = (ticket.generation, ticket.step)
             for program in self._programs.values():
                 program.add(ticket)
+                if not program.net.is_sent_rows(ticket):
+                    self._advance(program)  # nobody will wait for its answers
 
     def drive(self, hop: Hop, arrived: Callable[[], bool]) -> None:
         """Run expert hop.peer until `arrived`, or wait for other attention threads.
@@ -179,6 +181,8 @@ class _ExpertProgram:
                 yield False
             self.net.begin(ticket)
             for layer in range(self._hub.shape.num_layers):
+                if layer in self.net.local:
+                    continue
                 for micro_batch in range(ticket.num_micro_batches):
                     yield from self._serve_one(serve, micro_batch, layer)
 

@@ -6,6 +6,8 @@ nodes' sizes are known. Pure. Called by service.py.
 
 from __future__ import annotations
 
+import msgspec
+
 from server.scheduler.engine_facts import EngineFacts, shares_cores
 from server.scheduler.micro_batching.cost import linked_cost_model
 from server.scheduler.nodes.formation import Formation
@@ -33,11 +35,23 @@ def places(plan: EnginePlan) -> list[Member]:
 
 def first_table(plan: EnginePlan, facts: EngineFacts) -> ExpertTable:
     """Return the expert table with which the engine starts."""
-    return contiguous_table(
+    table = contiguous_table(
         num_layers=facts.num_moe_layers,
         num_experts=facts.num_experts,
         capacities=[node.experts for node in plan.experts],
     )
+    if plan.local_experts is None or plan.local_experts.when != "always":
+        return table
+    local = named_layers(plan, facts)
+    empty = ((),) * len(plan.experts)
+    slots = tuple(empty if layer in local else held for layer, held in enumerate(table.slots))
+    return msgspec.structs.replace(table, slots=slots, local=local)
+
+
+def named_layers(plan: EnginePlan, facts: EngineFacts) -> tuple[int, ...]:
+    """Return the layers of the plan's local_experts, counted among MoE layers."""
+    named = () if plan.local_experts is None else plan.local_experts.layers
+    return tuple(idx for idx, layer in enumerate(facts.moe_layers) if layer in named)
 
 
 def make_watermark(plan: EnginePlan) -> Watermark:

@@ -15,13 +15,17 @@ from topspin.plan import EnginePlan, PlannedModel
 
 
 class EngineFacts(NamedTuple):
-    """A model's sizes (0 MoE layers and experts for a dense one) and this host's cores."""
+    """A model's sizes (0 MoE layers and experts for a dense one) and this host's cores.
+
+    `moe_layers` are the decoder layers that have routed experts.
+    """
 
     num_moe_layers: int
     num_experts: int
     vocab_size: int
     hidden_size: int
     num_cores: int
+    moe_layers: tuple[int, ...] = ()
 
 
 def read_facts(planned: PlannedModel, num_cores: int) -> EngineFacts:
@@ -33,6 +37,7 @@ def read_facts(planned: PlannedModel, num_cores: int) -> EngineFacts:
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         num_cores=num_cores,
+        moe_layers=model.moe_layers,
     )
 
 

@@ -13,7 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Protocol
 
-from server.scheduler.assembly import first_table, make_policy, make_watermark, places
+from server.scheduler.assembly import (
+    first_table,
+    make_policy,
+    make_watermark,
+    named_layers,
+    places,
+)
 from server.scheduler.engine_facts import EngineFacts
 from server.scheduler.experts.balancer import ExpertBalancer
 from server.scheduler.gateways import GatewaySide
@@ -384,6 +390,7 @@ class Service:
                 clock=self._clock,
                 log=self._log,
                 report_dead=self._report_dead,
+                may_be_local=named_layers(self._plan, self._facts),
             )
         self._gateways.set_state("ready")
 

@@ -283,6 +283,7 @@ def test_experts_beside_take_part_in_the_dry_run(
         trace = None
         is_graph_safe = True
         epoch = 0
+        local: frozenset[int] = frozenset()
         is_closed = False
 
         def begin(self, ticket: Any) -> None:

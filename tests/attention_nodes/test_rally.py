@@ -37,6 +37,8 @@ PROMPT_LENS = (13, 5, 21)
 class DirectNet:
     """One expert node, called directly; stores dispatches by micro-batch."""
 
+    local: frozenset[int] = frozenset()
+
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
         self._answers: dict[tuple[int, int], Tensor] = {}

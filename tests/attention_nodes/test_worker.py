@@ -89,6 +89,7 @@ class Silent:
     trace = None
     is_graph_safe = True
     epoch = 0
+    local: frozenset[int] = frozenset()
 
     def begin(self, ticket: Any) -> None:
         pass

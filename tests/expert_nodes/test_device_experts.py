@@ -204,7 +204,7 @@ def test_the_warm_up_runs_every_layer_and_all_sizes_of_each_shape(
 
     class Recording:
         def grouped_mlp(
-            self, hidden: Tensor, slots: Tensor, weights: Tensor, held: object
+            self, hidden: Tensor, slots: Tensor, weights: Tensor, held: object, out: None
         ) -> object:
             ran.append((len(hidden), int(slots.max()) + 1))
             return real(hidden, slots, weights, held)  # type: ignore[arg-type]

@@ -116,7 +116,8 @@ def test_a_recorded_batch_is_counted_at_each_replay(tmp_path: Path) -> None:
 class RecordingNet:
     """An ExpertNet that yields two parts per gather and records every call."""
 
-    def __init__(self) -> None:
+    def __init__(self, local: tuple[int, ...] = ()) -> None:
+        self.local = frozenset(local)
         self.calls: list[tuple[str, int, int, int]] = []
 
     def begin(self, ticket: StepTicket) -> None:
@@ -141,13 +142,13 @@ class RecordingNet:
         raise AssertionError("a step does not close the net")
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(("num_micro_batches", "local"), [(1, ()), (3, ()), (2, (0,)), (1, (0, 1))])
 @torch.inference_mode()
 def test_a_ticket_is_served_layer_by_layer_then_micro_batch(
-    tmp_path: Path, num_micro_batches: int
+    tmp_path: Path, num_micro_batches: int, local: tuple[int, ...]
 ) -> None:
-    experts = load(make_checkpoint(tmp_path, "mixtral"), [(0,), (1, 2)])
-    net = RecordingNet()
+    experts = load(make_checkpoint(tmp_path, "mixtral"), [() if 0 in local else (0,), (1, 2)])
+    net = RecordingNet(local)
     ticket = StepTicket(
         step=4,
         previous=3,
@@ -159,7 +160,7 @@ def test_a_ticket_is_served_layer_by_layer_then_micro_batch(
     )
     run_ticket(net, experts, ticket, beat=lambda: net.calls.append(("beat", 0, 0, 0)))
     expected = [("begin", 4, 0, 0)]
-    for layer in range(2):
+    for layer in {0, 1}.difference(local):
         for micro_batch in range(num_micro_batches):
             for part in range(2):
                 expected.append(("gather", layer, micro_batch, part))

@@ -53,6 +53,7 @@ class WindowNet:
         self._runtime = runtime
         self.trace = None
         self.epoch = 0
+        self.local: frozenset[int] = frozenset()
         self.is_graph_safe = True
         self.calls: list[str] = []
         device, windows = runtime.device, (2, 2, 2 * WINDOW)

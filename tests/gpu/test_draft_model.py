@@ -11,6 +11,7 @@ import torch
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
+from attention_nodes.local_experts import LocalExperts
 from benchmarks.gpu.engine import read_fields
 from benchmarks.gpu.weights import RandomWeights
 from benchmarks.gpu.workload import TINY
@@ -40,9 +41,19 @@ def make(kernels: str, device: torch.device) -> DraftModel:
     )
     weights = RandomWeights(model, device=runtime.device, dtype=torch.float32, seed=3)
     decoder = Decoder(model, weights.attention(), ops, cache)
-    experts = [ops.pack_experts(each.gate_up, each.down) for each in weights.experts()]
+    assert model.moe is not None
+    packed = {
+        idx: ops.pack_experts(each.gate_up, each.down) for idx, each in enumerate(weights.experts())
+    }
+    decoder.experts = LocalExperts(
+        packed,
+        ops,
+        num_experts=model.moe.num_experts,
+        top_k=model.moe.top_k,
+        device=runtime.device,
+    )
     layout = KvLayout(num_blocks=NUM_BLOCKS, block_size=4)
-    return DraftModel(decoder, experts, layout, runtime, max_length=64)
+    return DraftModel(decoder, layout, runtime, max_length=64)
 
 
 @pytest.mark.parametrize("is_rehearsed", [pytest.param(True, marks=pytest.mark.slow), False])

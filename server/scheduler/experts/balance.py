@@ -37,12 +37,15 @@ def balance(
 
     loads[layer][expert]. Layers are computed one after the other, each in the time of its slowest
     node: the sum over layers of the longest time, divided by that of all loads on all nodes at
-    once. 1 if there is no load. Nodes that hold nothing in a layer do not count there. Copies
-    share loads by the speeds in the table, whatever the nodes' `speeds` are.
+    once. 1 if there is no load. Nodes that hold nothing in a layer do not count there, and layers
+    that are local do not count. Copies share loads by the speeds in the table, whatever the nodes'
+    `speeds` are.
     """
     speeds = speeds or (1.0,) * table.num_nodes
     peak = mean = 0.0
-    for layer, layer_loads in zip(table.slots, loads, strict=True):
+    for idx, (layer, layer_loads) in enumerate(zip(table.slots, loads, strict=True)):
+        if idx in table.local:
+            continue
         found = node_loads(layer, layer_loads, table.speeds)
         layer_peak, layer_mean = peak_and_mean(found, layer, speeds)
         peak, mean = peak + layer_peak, mean + layer_mean

@@ -52,6 +52,7 @@ class ExpertBalancer:
         self._num_refused = 0
         self._plan: Generator[None, None, ExpertTable | None] | None = None
         self._wanted: ExpertTable | None = None
+        self._local: tuple[int, ...] | None = None
         self._is_asked = False
         self._planned_s: float | None = None
         self._migrations = 0
@@ -65,7 +66,7 @@ class ExpertBalancer:
     @property
     def is_changing(self) -> bool:
         """Say whether a table was asked for, or nodes have not all answered."""
-        return self._wanted is not None or self._pending is not None
+        return any(each is not None for each in (self._wanted, self._local, self._pending))
 
     def ask(self, table: ExpertTable | None = None) -> None:
         """Plan a table at the next turn, regardless of the interval and the number of counts.
@@ -76,6 +77,10 @@ class ExpertBalancer:
             self._is_asked = True
         else:
             self._wanted = table
+
+    def keep_local(self, layers: tuple[int, ...]) -> None:
+        """Make these the layers that are local, by a new table, at the next turn."""
+        self._local = layers
 
     def turn(self, now: float, nodes: Iterable[Member]) -> ExpertTable | None:
         """Do a bounded piece of planning; returns a table that `nodes` must be told to prepare.
@@ -88,6 +93,9 @@ class ExpertBalancer:
         if self._wanted is not None:
             table, self._wanted, self._plan = self._wanted, None, None
             return self._prepare(table, nodes)
+        if self._local is not None:
+            local, self._local, self._plan = self._local, None, None
+            return self._prepare(msgspec.structs.replace(self._formation.table, local=local), nodes)
         if self._plan is None and not self._start(now):
             return None
         assert self._plan is not None
@@ -160,6 +168,7 @@ class ExpertBalancer:
         """Give up the plan and the table being prepared: a node is lost."""
         self._pending = None
         self._plan = None
+        self._local = None
 
     def stats(self) -> BalanceStats:
         """Return the figures of the table in use."""

@@ -152,9 +152,15 @@ class ExpertLoad:
 
     @property
     def pairs_per_expert(self) -> float:
-        """Return how many pairs an expert has served on average, in the quietest layer."""
-        num_experts = max(1, self._formation.table.num_experts)
-        return min((sum(layer.tokens) for layer in self._layers), default=0) / num_experts
+        """Return how many pairs an expert has served on average, in the quietest layer.
+
+        Layers that are local do not count: nodes report none for them.
+        """
+        table = self._formation.table
+        served = [
+            sum(layer.tokens) for idx, layer in enumerate(self._layers) if idx not in table.local
+        ]
+        return min(served, default=0) / max(1, table.num_experts)
 
     def recent(self) -> list[list[float]]:
         """Return the averages, [layer][expert]; only ratios within a layer are meaningful."""

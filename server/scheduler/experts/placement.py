@@ -174,11 +174,15 @@ def plan_table(
 ) -> Generator[None, None, ExpertTable | None]:
     """Return a table for loads[layer][expert], with the next version; yields after each layer.
 
-    Nodes keep their numbers of slots; `speeds` None: they are equally fast. None if the table's
+    Nodes keep their numbers of slots, and layers that are local stay as they are; `speeds` None:
+    they are equally fast. None if the table's
     balance would not be better than that of `old` by a factor above 1 + min_gain.
     """
     layers: list[Layer] = []
-    for layer, layer_loads in zip(old.slots, loads, strict=True):
+    for idx, (layer, layer_loads) in enumerate(zip(old.slots, loads, strict=True)):
+        if idx in old.local:
+            layers.append(layer)
+            continue
         capacities = [len(experts) for experts in layer]
         layers.append(
             place_layer(

@@ -58,7 +58,9 @@ class Failover:
         clock: Callable[[], float],
         log: Log,
         report_dead: Callable[[int], None],
+        may_be_local: tuple[int, ...] = (),
     ) -> None:
+        """`may_be_local` is Recovery's."""
         self._plan = plan
         self._formation = formation
         self._nodes = nodes
@@ -74,6 +76,7 @@ class Failover:
             halt_deadline_s=plan.failover.halt_deadline_s,
             restart_deadline_s=plan.failover.restart_deadline_s,
             needs_all=plan.is_one_process,
+            may_be_local=may_be_local,
         )
         self._form_after_s = 0.0
         self._reason = ""

@@ -49,15 +49,18 @@ class Recovery:
         halt_deadline_s: float,
         restart_deadline_s: float,
         needs_all: bool,
+        may_be_local: tuple[int, ...] = (),
     ) -> None:
         """Start in SERVING, with every node in its place.
 
         `needs_all`: no generation without every place (all nodes live in one process).
+        `may_be_local` are the MoE layers whose experts attention nodes hold too.
         """
         self._formation = formation
         self._halt_deadline_s = halt_deadline_s
         self._restart_deadline_s = restart_deadline_s
         self._needs_all = needs_all
+        self._may_be_local = may_be_local
         self.stage = Stage.SERVING
         self._places = frozenset(places)
         self.nodes = set(self._places)
@@ -135,7 +138,9 @@ class Recovery:
             return False
         absent = {place.index for place in self.absent if place.role == "expert"}
         formation = self._formation
-        table = table_without(formation.full_table, absent, current=formation.table)
+        table = table_without(
+            formation.full_table, absent, current=formation.table, may_be_local=self._may_be_local
+        )
         if table is None:
             return False
         if table is not formation.table:
@@ -188,21 +193,30 @@ class Recovery:
 
 
 def table_without(
-    full: ExpertTable, absent: set[int], *, current: ExpertTable
+    full: ExpertTable,
+    absent: set[int],
+    *,
+    current: ExpertTable,
+    may_be_local: tuple[int, ...] = (),
 ) -> ExpertTable | None:
     """Return `full` without the slots of the `absent` expert nodes, under a new version.
 
-    `current` itself if its slots are the same already; None if an expert has no other replica.
-    The other nodes' slots do not change, so no node has to load experts.
+    `current` itself if it is the same already; None if an expert has no other replica. Layers of
+    `may_be_local` all become local if one of them lacks an expert. The other nodes' slots do not
+    change, so no node has to load experts.
     """
     slots = tuple(
         tuple(() if node in absent else experts for node, experts in enumerate(layer))
         for layer in full.slots
     )
-    if slots == current.slots:
+    lacking = {
+        layer
+        for layer, nodes in enumerate(slots)
+        if len({expert for experts in nodes for expert in experts}) < full.num_experts
+    }.difference(full.local)
+    if not lacking <= set(may_be_local):
+        return None
+    local = may_be_local if lacking else full.local
+    if (slots, local) == (current.slots, current.local):
         return current
-    for layer in slots:
-        held = {expert for experts in layer for expert in experts}
-        if len(held) < full.num_experts:
-            return None
-    return msgspec.structs.replace(full, slots=slots, version=current.version + 1)
+    return msgspec.structs.replace(full, slots=slots, local=local, version=current.version + 1)

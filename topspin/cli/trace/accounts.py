@@ -23,6 +23,7 @@ _OWN = {
     Kind.READ: "selected keys from a file",
     Kind.ATTENDED: "attention to selected keys",
     Kind.LOCAL: "attention and routing",
+    Kind.EXPERTS: "local experts",
     Kind.RALLIED: "attention and routing",
     Kind.DISPATCHED: "sending and adding rows",
     Kind.COMBINED: "sending and adding rows",
