@@ -58,9 +58,9 @@ class AttentionWorker:
     """One attention node; implements topspin.node_life.Worker.
 
     Invariant: `_is_formed` says whether the node takes part in the engine's generation; then
-    `_net` is usable (None in an engine without expert nodes). `dry_net` gives the net to experts
-    of this process for the dry run (see load_runner; None: there are none). `make_drafter`
-    is called once, before the runner loads. `can_reform` as in NodeLife.
+    `_net` is usable (None: no expert node is there, and no layer needs one). `dry_net` gives the
+    net to experts of this process for the dry run (see load_runner; None: there are none).
+    `make_drafter` is called once, before the runner loads. `can_reform` as in NodeLife.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class AttentionWorker:
 
     def form(self, welcome: Welcome) -> None:
         runner = self.runner
-        if welcome.config.num_experts:
+        if any(peer is not None for peer in welcome.topology.experts):
             self._net = self._open_net(welcome, runner, self._life)
         if not self._has_recorded:  # later nets: while they serve, size by size
             runner.record_steps(self._net, welcome.config, check=self._life.check)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from server.scheduler.engine_facts import EngineFacts, shares_cores
-from server.scheduler.micro_batching.cost import linked_cost_model
+from server.scheduler.experts.local_layers import LocalLayers
+from server.scheduler.micro_batching.cost import CostModel, linked_cost_model
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.watermark import Watermark
@@ -70,6 +71,7 @@ def make_policy(
     roster: Roster,
     formation: Formation,
     note: Note | None,
+    local_layers: LocalLayers | None = None,
 ) -> Policy:
     """Return the policy over the roster's nodes, all of which are ready."""
     return Policy(
@@ -80,12 +82,24 @@ def make_policy(
         vocab_size=facts.vocab_size,
         shares_cores=shares_cores(plan, roster.expert_addresses(), facts.num_cores),
         num_layers=facts.num_moe_layers,
-        cost=linked_cost_model(
-            latency_us=plan.link.latency_us, gbps=plan.link.gbps, hidden_size=facts.hidden_size
-        ),
+        cost=_prior(plan, facts),
         draft_tokens=_draft_tokens(plan.speculation),
         controller=_controller(plan.speculation),
         note=note,
+        local_layers=local_layers,
+    )
+
+
+def make_local_layers(plan: EnginePlan, facts: EngineFacts) -> LocalLayers | None:
+    """Return what decides whether the plan's local_experts are so; None: it is fixed."""
+    if plan.local_experts is None or plan.local_experts.when == "always":
+        return None
+    return LocalLayers(_prior(plan, facts))
+
+
+def _prior(plan: EnginePlan, facts: EngineFacts) -> CostModel:
+    return linked_cost_model(
+        latency_us=plan.link.latency_us, gbps=plan.link.gbps, hidden_size=facts.hidden_size
     )
 
 

@@ -168,6 +168,7 @@ class GatewaySide:
                 expert_migrations=balance.migrations,
                 expert_balance=balance.balance,
                 expert_balance_before=balance.balance_before,
+                num_local_layers=balance.num_local_layers,
             )
         return Stats(
             query_id=query_id,

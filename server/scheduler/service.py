@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from server.scheduler.assembly import (
     first_table,
+    make_local_layers,
     make_policy,
     make_watermark,
     named_layers,
@@ -129,6 +130,7 @@ class Service:
         )
         self.formation = Formation(first_table(plan, facts))
         self.balancer = ExpertBalancer(self.formation, plan.balance)
+        self.local_layers = make_local_layers(plan, facts)
         self._gateways = GatewaySide(
             self._nodes,
             balancer=self.balancer,
@@ -207,11 +209,29 @@ class Service:
             self.balancer.cancel()
             return False
         if self._faults.is_whole and policy.uses_one_table:
+            self._choose_local()
             table = self.balancer.turn(self._clock(), self._nodes.roster.places)
             if table is not None:
                 self._log.info("expert table %d is being prepared", table.version)
                 self._nodes.tell_all(PrepareTable(table=table))
         return True
+
+    def _choose_local(self) -> None:
+        """Ask for a table by which layers are local, or not any more, as measured."""
+        if self.local_layers is None or self.balancer.is_changing:
+            return
+        named, local = named_layers(self._plan, self._facts), self.formation.table.local
+        wanted = named if self.local_layers.wanted else ()
+        if wanted != local:
+            here, there = (
+                "?" if each is None else f"{each * 1e3:.2f} ms"
+                for each in self.local_layers.times_s()
+            )
+            self._log.info(
+                f"{len(wanted)} layers are to be local, not {len(local)}: a step's layers take "
+                f"{here} now, {there} then"
+            )
+            self.balancer.keep_local(wanted)
 
     def _send(self, step: Step) -> None:
         deaf = self._nodes.send_step(step)
@@ -378,7 +398,9 @@ class Service:
         if not (roster.is_ready and self._drafts.is_ready):
             self._set_starting()
             return
-        policy = make_policy(self._plan, self._facts, roster, self.formation, self._note)
+        policy = make_policy(
+            self._plan, self._facts, roster, self.formation, self._note, self.local_layers
+        )
         self._policy = self._gateways.policy = policy
         if self._plan.failover.restart:
             self._faults = Failover(

@@ -186,7 +186,8 @@ class Stats(Message, frozen=True, kw_only=True):
     `expert_activations` and `expert_batches` are the sums of ExpertCounts'. `expert_balance` is the
     expert nodes' max/mean of such pairs over their speeds, lately under the table in use;
     `expert_balance_before` is that of the previous table when it was replaced. `expert_migrations`
-    counts the experts that nodes had to read for new tables. `progress_age_s`: seconds since a node
+    counts the experts that nodes had to read for new tables. `num_local_layers` are the MoE layers
+    that attention nodes compute under the table in use. `progress_age_s`: seconds since a node
     last made progress on the oldest step in flight; None if no step is in flight.
     `num_accepted_tokens[i]` counts the drafts of which more than i tokens were accepted. The next
     five are the draft nodes' (DraftCounts). `kv` has the sums of StepResult's. `iteration_tokens`
@@ -231,4 +232,5 @@ class Stats(Message, frozen=True, kw_only=True):
     expert_migrations: int = 0
     expert_balance: float = 1.0
     expert_balance_before: float = 1.0
+    num_local_layers: int = 0
     progress_age_s: float | None = None

@@ -96,6 +96,7 @@ class EngineCollector(Collector):
         yield counter("prefix_cache_hits", "Prompt tokens found cached", stats.prefix_cache_hits)
         yield counter("engine_steps", "Engine steps finished", stats.num_steps)
         yield counter("engine_step_seconds", "Time spent in steps", stats.step_seconds)
+        yield gauge("local_layers", "MoE layers without a hop", stats.num_local_layers)
         yield gauge("micro_batches", "Micro-batches of the last step", stats.num_micro_batches)
         yield from self._drafts(stats)
         yield from self._kv(stats.kv)

@@ -30,12 +30,16 @@ MAX_DOUBLINGS: Final = 10
 
 
 class BalanceStats(NamedTuple):
-    """For Stats: the table in use, the experts moved so far, max/mean now and before."""
+    """For Stats: the table in use, the experts moved so far, max/mean now and before.
+
+    `num_local_layers` are those of the table in use.
+    """
 
     table_version: int
     migrations: int
     balance: float
     balance_before: float
+    num_local_layers: int
 
 
 class ExpertBalancer:
@@ -177,6 +181,7 @@ class ExpertBalancer:
             migrations=self._migrations,
             balance=self._balance(),
             balance_before=self._balance_before,
+            num_local_layers=len(self._formation.table.local),
         )
 
     def _balance(self) -> float:

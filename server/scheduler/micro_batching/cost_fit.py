@@ -17,6 +17,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from server.scheduler.micro_batching.cost import CostModel
+from server.scheduler.nodes.formation import Formation
 from topspin.messages import StepTimings
 
 MEMORY = 100
@@ -154,9 +155,10 @@ def _solve_linear(matrix: list[list[float]], right: list[float]) -> list[float] 
 
 
 class CostFit:
-    """The cost model of each attention node, per MoE layer; the time of dense layers is included.
+    """The cost model of each attention node, per MoE layer whose rows travel.
 
-    Nodes differ in their own times; experts and link are common to all.
+    The time of dense layers, and of those that are local, is included. Nodes differ in their own
+    times; experts and link are common to all.
     """
 
     def __init__(self, prior: CostModel, num_layers: int) -> None:
@@ -219,3 +221,38 @@ class CostFit:
     def _share(self, common: CostModel) -> None:
         self._common = common
         self._models.clear()
+
+
+class CostFits:
+    """A CostFit for each set of layers that is local at times, whose steps differ in all times."""
+
+    def __init__(self, prior: CostModel, num_layers: int, formation: Formation) -> None:
+        """`num_layers` counts MoE layers."""
+        self._prior = prior
+        self._num_layers = num_layers
+        self._formation = formation
+        self._fits: dict[tuple[int, ...], CostFit] = {}
+
+    @property
+    def num_hops(self) -> int:
+        """Return the MoE layers whose rows travel in the next step."""
+        return self._num_layers - len(self._formation.table.local)
+
+    def of(self, node: int) -> CostModel:
+        """Return the model of attention node `node` for the next step."""
+        return self.fit(self._formation.table.local).of(node)
+
+    def add_step(
+        self,
+        local: tuple[int, ...],
+        loads: Mapping[int, StepLoad],
+        timings: Mapping[int, StepTimings],
+    ) -> None:
+        """Learn from a step in which the MoE layers `local` were so."""
+        self.fit(local).add_step(loads, timings)
+
+    def fit(self, local: tuple[int, ...] = ()) -> CostFit:
+        """Return the fit of steps in which the MoE layers `local` are so."""
+        if local not in self._fits:
+            self._fits[local] = CostFit(self._prior, self._num_layers - len(local))
+        return self._fits[local]

@@ -6,13 +6,11 @@ choose the sequences. Called by policy.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.micro_batching.cost_fit import StepLoad
+from server.scheduler.micro_batching.cost_fit import CostFits, StepLoad
 from server.scheduler.micro_batching.split import (
-    DEFAULT_NUM_LAYERS,
     NodeLoad,
     choose_num_micro_batches,
     row_bucket,
@@ -53,14 +51,12 @@ class StepBuilder:
         formation: Formation,
         num_micro_batches: int | None,
         shares_cores: bool,
-        costs: Callable[[int], CostModel],
-        num_layers: int = DEFAULT_NUM_LAYERS,
+        costs: CostFits,
     ) -> None:
         self._formation = formation
         self._fixed_num_micro_batches = num_micro_batches
         self._shares_cores = shares_cores
         self._costs = costs
-        self._num_layers = num_layers
         self._chosen: int | None = None
         self._step = 0
         self._previous = 0
@@ -117,7 +113,7 @@ class StepBuilder:
     ) -> tuple[int, list[list[float]]]:
         """Return the number of micro-batches, and the predicted times of each node's slices."""
         fixed = self._fixed_num_micro_batches
-        models = [self._costs(replica.index) for replica, _ in work]
+        models = [self._costs.of(replica.index) for replica, _ in work]
         if fixed == 1 or (fixed is None and all(map(self._never_splits, models))):
             return 1, [[0.0] * len(batch.seqs) for _, batch in work]  # not split, so not needed
         slices_s = [
@@ -139,7 +135,7 @@ class StepBuilder:
             models[0],
             loads,
             shares_cores=self._shares_cores,
-            num_layers=self._num_layers,
+            num_layers=self._costs.num_hops,
             current=self._chosen,
         )
         return chosen, slices_s
@@ -147,8 +143,11 @@ class StepBuilder:
     def _never_splits(self, cost: CostModel) -> bool:
         """Say whether splitting is slower under any load.
 
-        On shared cores it can only hide the link, and reads both sides' weights again.
+        On shared cores it can only hide the link, and reads both sides' weights again. Where no
+        rows travel it hides nothing.
         """
+        if not self._costs.num_hops:
+            return True
         reread_s = cost.attention_fixed_s + cost.expert_fixed_s
         return self._shares_cores and not cost.link_token_s and 2 * cost.link_s <= reread_s
 

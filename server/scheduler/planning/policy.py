@@ -14,10 +14,11 @@ released, and become findable as a prefix, only when the last step that writes t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from server.scheduler.experts.local_layers import LocalLayers
 from server.scheduler.micro_batching.cost import CostModel
-from server.scheduler.micro_batching.cost_fit import CostFit
+from server.scheduler.micro_batching.cost_fit import CostFits
 from server.scheduler.micro_batching.split import DEFAULT_NUM_LAYERS
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.planning.acceptance import accept, accept_prompt, new_scores
@@ -31,7 +32,13 @@ from server.scheduler.planning.budgets import token_budgets
 from server.scheduler.planning.compilations import Compilations
 from server.scheduler.planning.counters import Counters
 from server.scheduler.planning.frames import FrameBudget
-from server.scheduler.planning.in_flight import NodePart, StepsInFlight, StepUnderWay, fed
+from server.scheduler.planning.in_flight import (
+    NodePart,
+    RunningStep,
+    StepsInFlight,
+    StepUnderWay,
+    fed,
+)
 from server.scheduler.planning.intake import Intake
 from server.scheduler.planning.journal import Journal, Note
 from server.scheduler.planning.outbox import Delivery, Outbox, failure
@@ -55,6 +62,7 @@ from topspin.messages import (
     RequestFailed,
     Stats,
     StepResult,
+    StepTimings,
     unpack_ints,
 )
 from topspin.plan import EnginePlan
@@ -92,19 +100,22 @@ class Policy:
         draft_tokens: DraftTokens | None = None,
         controller: Controller | None = None,
         note: Note | None = None,
+        local_layers: LocalLayers | None = None,
     ) -> None:
         """Serve the attention nodes whose caches have `num_blocks` blocks each.
 
         If the plan has a spill, `num_frames` of them can be in memory at once.
         Nodes may draft as many tokens for a request as `controller` or else `draft_tokens` says;
-        without both they have no drafter. `note` takes what happens to single requests.
+        without both they have no drafter. `note` takes what happens to single requests,
+        `local_layers` the times of steps.
         """
         self._depths = None if controller is None else AdaptiveDepths(controller)
         if self._depths is not None:
             draft_tokens = self._depths.of
         self._plan = plan
         self._formation = formation
-        self._fit = CostFit(cost, num_layers)
+        self._fit = CostFits(cost, num_layers, formation)
+        self._local_layers = local_layers
         self._was_idle = True
         self._block_size = plan.kv_cache.block_size
         self._max_preemptions = plan.scheduling.max_preemptions
@@ -131,8 +142,7 @@ class Policy:
             formation=formation,
             num_micro_batches=plan.scheduling.micro_batches,
             shares_cores=shares_cores,
-            costs=self._fit.of,
-            num_layers=num_layers,
+            costs=self._fit,
         )
         self._requests: dict[tuple[bytes, str], Request] = {}
         self._waiting = WaitingQueue()
@@ -425,13 +435,21 @@ class Policy:
                 self._counters.observe(each, after_idle=step.after_idle)
             for node, part in step.parts.items():
                 step.loads[node] = fed(step.loads[node], part)
-            self._fit.add_step(step.loads, timings)
+            self._learn(step, timings)
             if self._depths is not None:
                 self._depths.learn(step)
             self._counters.observe_tokens(sum(load.num_tokens for load in step.loads.values()))
             for node, result in sorted(results.items()):
                 self._apply(self._replicas[node], step.parts[node], result, outbox, now)
         return outbox.deliveries()
+
+    def _learn(self, step: RunningStep, timings: Mapping[int, StepTimings]) -> None:
+        table = self._formation.recent_table(step.ticket.table_version)
+        if table is None:
+            return  # of many tables ago
+        self._fit.add_step(table.local, step.loads, timings)
+        if self._local_layers is not None:
+            self._local_layers.learn(step.loads, timings, is_local=bool(table.local))
 
     def _apply(
         self,

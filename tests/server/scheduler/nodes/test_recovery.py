@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from server.scheduler.nodes.formation import Formation
@@ -25,7 +26,12 @@ class World(NamedTuple):
     formation: Formation
 
 
-def make(table: ExpertTable = UNIFORM, *, needs_all: bool = False) -> World:
+def make(
+    table: ExpertTable = UNIFORM,
+    *,
+    needs_all: bool = False,
+    may_be_local: tuple[int, ...] = (),
+) -> World:
     formation = Formation(table)
     recovery = Recovery(
         formation,
@@ -33,6 +39,7 @@ def make(table: ExpertTable = UNIFORM, *, needs_all: bool = False) -> World:
         halt_deadline_s=2.0,
         restart_deadline_s=10.0,
         needs_all=needs_all,
+        may_be_local=may_be_local,
     )
     return World(recovery, formation)
 
@@ -97,6 +104,38 @@ def test_with_replicas_an_expert_node_is_not_waited_for() -> None:
     assert recovery.try_form(5.2)
     back = formation.table
     assert (back.version, back.slots) == (9, REDUNDANT.slots)
+
+
+def test_layers_that_may_be_local_are_so_while_their_experts_are_lost() -> None:
+    recovery, formation = world = make(may_be_local=(0, 1))
+    recovery.lose(E1)
+    halt_all(world, 0.0)
+    assert recovery.try_form(0.1)
+    assert formation.table.local == (0, 1)
+    assert not any(formation.table.experts_of(1))
+    formation.table.validate()
+    for member in list(recovery.awaited):
+        recovery.ready(member, 2, 0.2)
+    recovery.loaded(E1, 5.0)
+    halt_all(world, 5.1)
+    assert recovery.try_form(5.2)
+    assert (formation.table.local, formation.table.slots) == ((), UNIFORM.slots)
+
+
+def test_one_layer_that_must_not_be_local_is_waited_for() -> None:
+    recovery, _ = world = make(may_be_local=(1,))
+    recovery.lose(E1)
+    halt_all(world, 0.0)
+    assert not recovery.try_form(0.1)
+
+
+def test_local_layers_do_not_care_for_lost_experts() -> None:
+    local = msgspec.structs.replace(UNIFORM, slots=(((), ()),) * 2, local=(0, 1))
+    recovery, formation = world = make(local)
+    recovery.lose(E0)
+    halt_all(world, 0.0)
+    assert recovery.try_form(0.1)
+    assert formation.table is local
 
 
 def test_without_attention_nodes_nothing_forms() -> None:

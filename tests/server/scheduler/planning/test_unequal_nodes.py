@@ -67,7 +67,7 @@ def test_each_node_has_its_own_seats_and_tokens() -> None:
 
 def test_a_slow_node_alone_has_its_whole_budget() -> None:
     engine = Engine(make_config(num_nodes=2, max_num_batched_tokens=16), num_blocks=64)
-    fit = engine.policy._fit
+    fit = engine.policy._fit.fit()
     for _ in range(50):
         for node, attention_s in enumerate((0.1, 1.0)):
             fit.add_attention(node, StepLoad(1, 16, 136.0), attention_s)
