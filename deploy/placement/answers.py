@@ -20,13 +20,11 @@ from deploy.placement.rating import Rater, Rating, milliseconds
 from deploy.placement.search import (
     Inputs,
     Result,
-    asked_load,
     fleet_inputs,
-    most_copies,
-    price_of,
     search,
 )
-from deploy.placement.units import Host, Unit, units_of
+from deploy.placement.units import Device, Host, Unit, most_copies, price_of, units_of
+from deploy.placement.workload import asked_load
 
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """By which a thing is changed to see what would flip a decision."""
@@ -442,7 +440,7 @@ def _pairs(hosts: Sequence[Host]) -> Iterator[tuple[Host, Host]]:
 def _merged(pair: tuple[Host, Host], link: HostLink) -> Host:
     """Return two hosts as one, joined by the link between hosts."""
     first, second = pair
-    devices = []
+    devices: list[Device] = []
     for device in (*first.devices, *second.devices):
         devices.append(dataclasses.replace(device, group=len(devices)))
     spec = msgspec.structs.replace(

@@ -33,9 +33,9 @@ class Filling(NamedTuple):
 
 
 class FleetHost(NamedTuple):
-    """`count` like hosts; `prices` of a host itself, and of a device of each group."""
+    """`num_hosts` like hosts; `prices` of a host itself, and of a device of each group."""
 
-    count: int
+    num_hosts: int
     devices: Devices
     host_price: float
     prices: tuple[float, ...]
@@ -161,7 +161,7 @@ def _solve(
     names = list(hosts)
     rows = [[float(name == each) for each, _ in columns] for name in names]
     low = [0.0] * len(names)
-    high = [float(hosts[name].count) for name in names]
+    high = [float(hosts[name].num_hosts) for name in names]
     rates = [filling.rate for _, filling in columns]
     prices = [filling.price for _, filling in columns]
     for values, least, most in ((rates, least_rate, None), (prices, None, max_price)):
@@ -170,7 +170,7 @@ def _solve(
             rows.append([value / scale for value in values])
             low.append(-np.inf if least is None else least / scale * (1 - 1e-9))
             high.append(np.inf if most is None else most / scale * (1 + 1e-9))
-    bounds = [hosts[name].count for name, _ in columns]
+    bounds = [hosts[name].num_hosts for name, _ in columns]
     scale = float(np.max(np.abs(costs))) or 1.0
     # Of fleets at the same cost the one with fewer hosts.
     result = milp(

@@ -27,7 +27,7 @@ class LayerClass(NamedTuple):
     """Layers with equal times: one of them, and how many."""
 
     layer: int
-    count: int
+    num_layers: int
     formats: LayerFormats
 
 

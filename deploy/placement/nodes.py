@@ -7,6 +7,7 @@ deploy.placement.rating and .precision.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 from deploy.placement.cost import Rows
@@ -151,10 +152,10 @@ class Nodes:
             total,
             counts,
             caps,
-            [lambda held, seat=seat: self._held_s(seat, cls, held, at) for seat, _ in unit.experts],
+            [partial(self._held_s, seat, cls, at) for seat, _ in unit.experts],
         )
 
-    def _held_s(self, seat: Seat, cls: LayerClass, held: int, rows: float) -> float:
+    def _held_s(self, seat: Seat, cls: LayerClass, rows: float, held: int) -> float:
         """Return the time of a node that holds so many experts (all chosen alike)."""
         model = self.model
         chosen = node_shares(model.num_experts, model.top_k, (held,), 0.0)[0]
@@ -170,7 +171,9 @@ class Nodes:
         rows = Rows(float(REFERENCE_ROWS), self.clock.context)
         speeds = [
             1.0
-            / sum(cls.count * self.clock.attention_s(seat, cls, rows) for cls in formats.classes)
+            / sum(
+                cls.num_layers * self.clock.attention_s(seat, cls, rows) for cls in formats.classes
+            )
             for seat, _ in unit.attention
         ]
         total = sum(speed * count for speed, (_, count) in zip(speeds, unit.attention, strict=True))

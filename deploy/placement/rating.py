@@ -17,8 +17,8 @@ from deploy.placement.nodes import MAX_SEATS, Binding, Nodes
 from deploy.placement.shapes import ModelShape
 from deploy.placement.steady import Point, Shape, high_running, point
 from deploy.placement.steps import Clock, Engine, EngineSteps
-from deploy.placement.units import Unit
-from deploy.placement.workload import Z95, Workload
+from deploy.placement.units import Unit, most_copies
+from deploy.placement.workload import Z95, Workload, asked_load
 from topspin.config import MAX_MICRO_BATCHES
 
 CPU_BUDGETS = (128, 256, 512, 1024)
@@ -87,17 +87,21 @@ class Rater:
         self.nodes = Nodes(self.clock, self.max_model_len)
 
     def rate(self, unit: Unit, formats: Formats) -> Rating:
-        """Return the unit with the settings that carry most."""
-        tried = sorted(self.settings(unit, formats), key=self._rank, reverse=True)
+        """Return the unit with the settings that carry most, or answer soonest at the load."""
+        tried = sorted(self.settings(unit, formats), key=self.rank, reverse=True)
         best = self.sharpened(tried[0])
         for rating in tried[1:]:
-            if rating.point is None:
+            if rating.point is None or self._is_for_latency:
                 break
             # Twice the load takes at least twice the sequences: so many it needs to be the best.
             need = rating.point.running * best.load(self.workload) / rating.load(self.workload)
             if need < rating.beyond:
-                best = max(best, self.sharpened(rating, least=need), key=self._rank)
+                best = max(best, self.sharpened(rating, least=need), key=self.rank)
         return best
+
+    @property
+    def _is_for_latency(self) -> bool:
+        return self.workload.objective == "min_latency"
 
     def settings(self, unit: Unit, formats: Formats) -> Iterator[Rating]:
         """Yield the unit at its largest load of the grid, with each of the settings."""
@@ -127,12 +131,25 @@ class Rater:
             seat.device.is_gpu for seat, _ in unit.attention
         )
 
-    def _rank(self, rating: Rating) -> tuple[float, float]:
-        """More load is better, then less time per token; of what fails, what fails by least."""
+    def rank(self, rating: Rating) -> tuple[float, ...]:
+        """Return what is larger for a better rating: its load, then its speed, then its quality.
+
+        For the least latency the speed at its share of the load comes first, if all copies carry
+        that. Of what fails, what fails by least is better.
+        """
         if rating.point is None:
             over = rating.binding.needs / rating.binding.has if rating.binding.has > 0 else 1e9
-            return -over, 0.0
-        return rating.load(self.workload), -rating.point.tpot_s
+            return (-over, 0.0, -rating.formats.kl)
+        load, found = rating.load(self.workload), rating.point
+        if not self._is_for_latency:
+            return (load, -found.tpot_s, -rating.formats.kl)
+        copies = most_copies(rating.unit, self.workload.max_price_per_hour)
+        share = asked_load(self.workload) / max(1, copies)
+        if share > load:
+            return (0.0, load, -rating.formats.kl)
+        at = self.at_load(rating, share).point
+        assert at is not None
+        return (1.0, -at.tpot_s, -at.ttft_s)
 
     def at_most(self, engine: Engine, room: tuple[int, ...], *, start: int = 0) -> Rating:
         """Return the engine at the largest load of the grid at which everything holds.

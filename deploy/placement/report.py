@@ -23,7 +23,8 @@ from deploy.placement.answers import (
     unit_of,
 )
 from deploy.placement.rating import milliseconds
-from deploy.placement.search import Inputs, Member, Result, asked_load
+from deploy.placement.search import Inputs, Member, Result
+from deploy.placement.workload import asked_load
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +80,10 @@ class FlipReport(_Part, frozen=True, kw_only=True):
 
 
 class Report(_Part, frozen=True, kw_only=True):
-    """All that a search says. `load` is asked for, `most_load` the fleet's. `load_unit`: requests/s or users. `refusal`: "" with a plan."""
+    """All that a search says. `load` is asked for, `most_load` the fleet's.
+
+    `load_unit`: requests/s or users. `refusal`: "" with a plan.
+    """
 
     objective: str
     load_unit: str

@@ -22,8 +22,8 @@ from deploy.placement.precision import EXHAUSTIVE, Precisions
 from deploy.placement.rating import Rater, Rating
 from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.shapes import ModelShape
-from deploy.placement.units import Host, Unit, units_of
-from deploy.placement.workload import Workload
+from deploy.placement.units import Host, most_copies, price_of, units_of
+from deploy.placement.workload import Workload, asked_load
 from topspin.errors import TopspinError
 
 REFINED = 6
@@ -96,8 +96,8 @@ def search(inputs: Inputs) -> Result:
                 is_exact = is_exact and num_choices(precisions.problem(unit)) <= EXHAUSTIVE
             tried = [rater.rate(unit, each) for each in formats]
             plain.append(tried[0])
-            quantised.append(max(tried[1:], key=lambda each: _rank(rater, each), default=None))
-            ratings.append(max(tried, key=lambda each: _rank(rater, each)))
+            quantised.append(max(tried[1:], key=rater.rank, default=None))
+            ratings.append(max(tried, key=rater.rank))
     _refine(rater, precisions, ratings)
     members, fleet = _fleet(inputs, rater, ratings)
     price = 0.0 if fleet is None else fleet.price
@@ -114,14 +114,6 @@ def search(inputs: Inputs) -> Result:
     )
 
 
-def _rank(rater: Rater, rating: Rating) -> tuple[float, float, float]:
-    """More load, then less time per token, then less divergence."""
-    if rating.point is None:
-        over = rating.binding.needs / rating.binding.has if rating.binding.has > 0 else 1e9
-        return -over, 0.0, -rating.formats.kl
-    return rating.load(rater.workload), -rating.point.tpot_s, -rating.formats.kl
-
-
 def _refine(rater: Rater, precisions: Precisions, ratings: list[Rating]) -> None:
     """Choose formats again for the units that carry most for their price."""
 
@@ -134,7 +126,7 @@ def _refine(rater: Rater, precisions: Precisions, ratings: list[Rating]) -> None
         rating = ratings[idx]
         tried = [rating]
         tried += [rater.rate(rating.unit, formats) for formats in precisions.refined(rating)]
-        ratings[idx] = max(tried, key=lambda each: _rank(rater, each))
+        ratings[idx] = max(tried, key=rater.rank)
 
 
 def _fleet(
@@ -200,14 +192,6 @@ def _is_too_dear(workload: Workload, price: float) -> bool:
     return limit is not None and price > limit * (1 + 1e-9)
 
 
-def asked_load(workload: Workload) -> float:
-    """Return the workload's load: requests per second, or users."""
-    if workload.arrival_rate is not None:
-        return workload.arrival_rate
-    assert workload.users is not None
-    return float(workload.users)
-
-
 def fleet_inputs(
     hosts: Sequence[Host], ratings: Sequence[Rating], workload: Workload
 ) -> tuple[dict[str, FleetHost], dict[str, list[Rated]]]:
@@ -228,31 +212,6 @@ def fleet_inputs(
             Rated(key, rating.unit.used, rating.load(workload))
         )
     return fleet_hosts, engines
-
-
-def most_copies(unit: Unit, max_price: float | None) -> int:
-    """Return how many copies of a unit its hosts hold, within a price."""
-    host = unit.host
-    per_host = min(
-        device.count // used for device, used in zip(host.devices, unit.used, strict=True) if used
-    )
-    most = per_host * host.spec.count
-    while max_price is not None and most and price_of(unit, most) > max_price * (1 + 1e-9):
-        # At least one copy less per host's worth of money that is missing.
-        over = price_of(unit, most) - max_price
-        most -= max(1, math.floor(over / (unit.price_per_hour + host.spec.price_per_hour or 1.0)))
-    return max(0, most)
-
-
-def price_of(unit: Unit, copies: int) -> float:
-    """Return the price of so many copies, with the hosts that they need."""
-    per_host = min(
-        device.count // used
-        for device, used in zip(unit.host.devices, unit.used, strict=True)
-        if used
-    )
-    hosts = -(-copies // per_host)
-    return hosts * unit.host.spec.price_per_hour + copies * unit.price_per_hour
 
 
 def _fastest(
@@ -280,8 +239,8 @@ def _fastest(
     member = best[1]
     key = next(idx for idx, each in enumerate(ratings) if each.unit is member.rating.unit)
     price = price_of(member.rating.unit, member.copies)
-    most = member.copies * ratings[key].load(workload)
-    return [member], Fleet({key: member.copies}, most, price, True)
+    rate = member.copies * ratings[key].load(workload)
+    return [member], Fleet({key: member.copies}, rate, price, True)
 
 
 def _fewest_copies(rater: Rater, rating: Rating, asked: float, *, least: int, most: int) -> Member:

@@ -17,9 +17,6 @@ from typing import NamedTuple, Protocol
 
 from deploy.placement.workload import Z95, Workload
 
-ROUNDS = 6
-"""Of the fixed point between the rate and the prompts per step: it has settled by then."""
-
 
 class Chunks(NamedTuple):
     """Prompt chunks of a step, over all attention nodes: `replicas` of these have `tokens` each.
@@ -84,8 +81,10 @@ def chunks_of(workload: Workload, shape: Shape, running: float) -> tuple[Chunks,
 def point(steps: StepModel, workload: Workload, shape: Shape, running: float) -> Point | None:
     """Return the engine's state with `running` decoding sequences; None: prompts would queue up.
 
-    `running` sequences leave as fast as they come at rate q: running = q (o - 1) TPOT. A step with
-    c / n of a prompt's chunks takes t(n) instead of t_d, so TPOT = t_d / (1 - q c/n (t(n) - t_d)).
+    `running` sequences leave as fast as they come at rate q: running = q (o - 1) TPOT. With c
+    chunks per prompt, running c / (o - 1) of them come per step. Below one, steps with a chunk
+    take t(1) instead of t_d, and TPOT = t_d / (1 - q c (t(1) - t_d)). Above, all steps have n of
+    them, and TPOT = t(n), between the times of a step with one and of a full one.
     """
     chunks = chunks_of(workload, shape, running)
     if chunks is None:
@@ -97,16 +96,19 @@ def point(steps: StepModel, workload: Workload, shape: Shape, running: float) ->
     per_prompt = prompt / least.tokens
     capacity = largest.replicas * largest.tokens
     most = max(1.0, capacity / least.tokens)
-    in_step, mixed_s, rate = 1.0, one_s, 0.0
-    for _ in range(ROUNDS):
-        share = 0.0 if most <= 1 else (in_step - 1) / (most - 1)
-        mixed_s = one_s + share * (full_s - one_s)
-        extra_s = per_prompt / in_step * max(0.0, mixed_s - decode_s)
-        rate = running / (decoded * decode_s + running * extra_s)
-        in_step = min(most, max(1.0, rate * per_prompt * mixed_s))
+    # As many prompts begin per token of each sequence as end: so many chunks does a step bring.
+    in_step = running * per_prompt / decoded
+    if in_step > most:
+        return None
+    if in_step <= 1:
+        mixed_s = one_s
+        rate = running / (decoded * decode_s + running * per_prompt * max(0.0, one_s - decode_s))
+    else:
+        mixed_s = one_s + (in_step - 1) / (most - 1) * (full_s - one_s)
+        rate = running / (decoded * mixed_s)
     tpot_s = running / (rate * decoded)
     busy = rate * prompt * full_s / capacity
-    if busy >= 1 or rate * per_prompt / in_step * mixed_s >= 1:
+    if busy >= 1:
         return None
     return _with_queue(
         workload,

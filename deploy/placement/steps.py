@@ -213,7 +213,7 @@ class EngineSteps:
         classes = engine.formats.classes
         hops = [self._hop(cls, per_node, rows / m, widest, m) for cls in classes]
         shares = [
-            sum(cls.count * hop[side] for cls, hop in zip(classes, hops, strict=True))
+            sum(cls.num_layers * hop[side] for cls, hop in zip(classes, hops, strict=True))
             for side in range(3)
         ]
         whole_s = fixed_s + self._layers_s(hops, m)
@@ -225,7 +225,7 @@ class EngineSteps:
         turns = self.engine.unit.takes_turns
         if len(classes) == 1:
             return pipeline_s(
-                hops[0], num_micro_batches=m, num_layers=classes[0].count, shares_cores=turns
+                hops[0], num_micro_batches=m, num_layers=classes[0].num_layers, shares_cores=turns
             )
         layers = [hops[idx] for idx in self.engine.formats.class_of]
         return layers_s(layers, num_micro_batches=m, shares_cores=turns)

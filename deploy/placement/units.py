@@ -10,6 +10,7 @@ engine are on one host (engine_limits.SEVERAL_HOSTS).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -265,6 +266,31 @@ def _seats(devices: Sequence[Device], counts: Sequence[int]) -> Seats:
         for device, count in zip(devices, counts, strict=True)
         if count
     )
+
+
+def most_copies(unit: Unit, max_price: float | None) -> int:
+    """Return how many copies of a unit its hosts hold, within a price."""
+    host = unit.host
+    per_host = min(
+        device.count // used for device, used in zip(host.devices, unit.used, strict=True) if used
+    )
+    most = per_host * host.spec.count
+    while max_price is not None and most and price_of(unit, most) > max_price * (1 + 1e-9):
+        # At least one copy less per host's worth of money that is missing.
+        over = price_of(unit, most) - max_price
+        most -= max(1, math.floor(over / (unit.price_per_hour + host.spec.price_per_hour or 1.0)))
+    return max(0, most)
+
+
+def price_of(unit: Unit, copies: int) -> float:
+    """Return the price of so many copies, with the hosts that they need."""
+    per_host = min(
+        device.count // used
+        for device, used in zip(unit.host.devices, unit.used, strict=True)
+        if used
+    )
+    hosts = -(-copies // per_host)
+    return hosts * unit.host.spec.price_per_hour + copies * unit.price_per_hour
 
 
 def place_of(device: Device, number: int = 0) -> Place:

@@ -134,3 +134,11 @@ class Workload(Fields, frozen=True, kw_only=True):
 def read_workload(path: Path) -> Workload:
     """Return the workload file at `path`; raises ConfigError naming the field."""
     return read_document("--workload", path, Workload)
+
+
+def asked_load(workload: Workload) -> float:
+    """Return the workload's load: requests per second, or users."""
+    if workload.arrival_rate is not None:
+        return workload.arrival_rate
+    assert workload.users is not None
+    return float(workload.users)

@@ -10,12 +10,11 @@ import math
 from collections.abc import Iterator
 
 from deploy.placement.rating import Rater, Rating
-from deploy.placement.search import price_of
 from deploy.placement.steady import Shape as EngineShape
 from deploy.placement.steady import chunks_of, high_running
 from deploy.placement.steps import EngineSteps, Step
-from deploy.placement.units import Device, Seat, Seats, Unit, place_of
-from topspin.config import GPU_WINDOW_ROWS, WINDOW_ROWS, SchedulingPolicy
+from deploy.placement.units import Device, Seat, Seats, Unit, place_of, price_of
+from topspin.config import GPU_WINDOW_ROWS, WINDOW_ROWS, Dtype, SchedulingPolicy
 from topspin.expected import Expected, ExpectedStep
 from topspin.kv_cache_spec import KvCacheSpec
 from topspin.plan import (
@@ -37,7 +36,7 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
     engine = rating.engine
     assert engine is not None
     unit = engine.unit
-    dtype = "float32" if facts.dtype == "float32" else "bfloat16"
+    dtype: Dtype = "float32" if facts.dtype == "float32" else "bfloat16"
     plan = EnginePlan(
         model=PlannedModel(path=path, dtype=dtype, max_model_len=rater.max_model_len),
         precision=engine.formats.rules(),

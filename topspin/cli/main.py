@@ -1,4 +1,4 @@
-"""The `topspin` command: serve, pull, chat, collect-env.
+"""The `topspin` command: serve, pull, chat, plan, collect-env.
 
 Owns the commands, the check that the installation is sound, and the messages and exit statuses for
 errors (2: the request is invalid, 1: it failed). Loads a command's module only when that command is

@@ -245,7 +245,7 @@ def test_help_lists_the_commands() -> None:
     done = run("--help")
     assert done.returncode == 0
     listed = re.findall(r"^    (\S+)", done.stdout, flags=re.MULTILINE)
-    assert listed == ["serve", "pull", "chat", "bench", "trace", "collect-env"]
+    assert listed == ["serve", "pull", "chat", "bench", "plan", "trace", "collect-env"]
 
 
 @pytest.mark.parametrize("arguments", [(), ("--colour",), ("sing",)])

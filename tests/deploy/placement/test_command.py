@@ -1,0 +1,178 @@
+"""`topspin plan`: its files, what it refuses, and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.placement.command import main
+from deploy.placement.devices import save_profile
+from deploy.placement.search import ImpossibleError
+from tests.deploy.placement import samples
+from topspin.cli.main import main as topspin
+from topspin.errors import ConfigError
+from topspin.plan_file import read_plan
+
+MODELS = Path(__file__).parent / "models"
+MODEL = str(MODELS / "qwen3-30b-a3b")
+CLUSTER: dict[str, Any] = {
+    "hosts": [
+        {
+            "name": "box",
+            "devices": [{"device": "gpu.json", "count": 2}],
+            "links": [{"transport": "cuda_ipc", "alpha_us": 8, "gbps": 2000}],
+        }
+    ]
+}
+WORKLOAD: dict[str, Any] = {
+    "prompt": {"mean": 500, "p95": 1500},
+    "output": {"mean": 150, "p95": 400},
+    "arrival_rate": 2.0,
+    "targets": {"ttft_s": 2.0, "tpot_s": 0.05},
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Return a directory with a device's profile."""
+    save_profile(samples.gpu(), tmp_path / "gpu.json")
+    return tmp_path
+
+
+def arguments(
+    place: Path, *more: str, cluster: object = CLUSTER, workload: object = WORKLOAD
+) -> list[str]:
+    """Return the command's flags for these files."""
+    (place / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    (place / "workload.yaml").write_text(yaml.safe_dump(workload))
+    flags = ["--cluster", str(place / "cluster.yaml"), "--workload", str(place / "workload.yaml")]
+    return [*flags, "--model", MODEL, "-o", str(place / "plan.yaml"), *more]
+
+
+def test_a_plan_and_its_report_are_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = place / "front.png"
+    assert topspin(["plan", *arguments(place, "--picture", str(picture))]) == 0
+    plan = read_plan(str(place / "plan.yaml"))
+    assert plan.expected is not None
+    assert plan.expected.tpot_s <= 0.05
+    report = json.loads((place / "plan.json").read_text())
+    assert report["engines"][0]["file"] == str(place / "plan.yaml")
+    assert report["front"]
+    assert any(answer.startswith("Do not disaggregate") for answer in report["answers"])
+    assert any("no divergence" in answer for answer in report["answers"])
+    lost = {each["kind"]: each["reason"] for each in report["losers"]}
+    assert "per hour against" in lost["box: attention on gpu, experts on gpu"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "Do not disaggregate" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"targets": {"tpot_s": 1e-4}}, "TPOT .* > 0.1 ms: .* of a step"),
+        ({"arrival_rate": 1e5}, r"together carry .* of 1e\+05; what binds"),
+        ({"max_price_per_hour": 0.5}, "cost 2 per hour at least"),
+    ],
+)
+def test_impossible_targets_are_refused(place: Path, change: dict[str, Any], said: str) -> None:
+    flags = arguments(place, workload=WORKLOAD | change)
+    with pytest.raises(ImpossibleError, match=said):
+        main(flags)
+    assert topspin(["plan", *flags]) == 1
+    assert not (place / "plan.yaml").exists()
+    assert not (place / "plan.json").exists()
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_size(place: Path) -> None:
+    save_profile(samples.gpu(memory_gib=24), place / "gpu.json")
+    with pytest.raises(ImpossibleError, match=r"experts need 54.0 GiB, their nodes have"):
+        main(arguments(place))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "workload", "said"),
+    [
+        ({"hostz": []}, {}, "unknown field `hostz`"),
+        ({"hosts": []}, {}, "length >= 1"),
+        ({}, {"arrival": 3}, "unknown field `arrival`"),
+        ({}, {"users": 3}, "give arrival_rate or users"),
+        ({}, {"prompt": {"mean": 500, "p95": 5}}, "p95 5 is less than the mean"),
+        ({}, {"prompt": {"mean": 9, "histogram": [[1, 2]]}}, "give a mean"),
+        ({}, {"output": {"mean": 1}}, "answers of one token"),
+        ({}, {"targets": {"tpot_s": 0}}, "targets.tpot_s"),
+        ({}, {"prompt": {"mean": 500, "p95": 50000}}, "the model has 40960 positions"),
+        ({}, {"max_model_len": 100}, "max_model_len 100"),
+    ],
+)
+def test_files_with_mistakes_are_refused_by_the_field(
+    place: Path, cluster: dict[str, Any], workload: dict[str, Any], said: str
+) -> None:
+    flags = arguments(place, cluster=CLUSTER | cluster, workload=WORKLOAD | workload)
+    with pytest.raises(ConfigError, match=said):
+        main(flags)
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ({"device": "none.json"}, "none.json"),
+        ({"device": "gpu.json", "slow": 2}, "is a GPU; leave them out"),
+        ({"device": "gpu.json", "memory": "lots"}, "memory: 'lots' is not a size"),
+        ({"device": "gpu.json", "count": 0}, "count"),
+    ],
+)
+def test_devices_with_mistakes_are_refused(place: Path, device: dict[str, Any], said: str) -> None:
+    host = CLUSTER["hosts"][0] | {"devices": [device]}
+    with pytest.raises(ConfigError, match=said):
+        main(arguments(place, cluster={"hosts": [host]}))
+
+
+def sensitivity_file(place: Path, *entries: dict[str, Any]) -> str:
+    """Return the flag for a sensitivity file."""
+    path = place / "sensitivity.json"
+    path.write_text(json.dumps({"model": "m", "positions": 10, "entries": entries}))
+    return str(path)
+
+
+def test_quantisation_is_chosen_where_it_is_allowed(place: Path) -> None:
+    entries = [
+        {"layer": layer, "part": part, "format": "int4", "indicator": 1.0, "kl": 1e-4}
+        for layer in range(48)
+        for part in ("attention", "experts")
+    ]
+    save_profile(samples.gpu(memory_gib=30), place / "gpu.json")
+    flags = arguments(
+        place,
+        "--sensitivity",
+        sensitivity_file(place, *entries),
+        workload=WORKLOAD | {"max_kl": 0.02},
+    )
+    assert main(flags) == 0
+    plan = read_plan(str(place / "plan.yaml"))
+    assert {rule.format for rule in plan.precision} == {"int4"}
+    assert plan.expected is not None
+    assert plan.expected.kl == pytest.approx(0.0096, abs=0.005)
+    answers = json.loads((place / "plan.json").read_text())["answers"]
+    assert any(answer.startswith("Quantise") for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"layer": 48}, "the model has layers 0 to 47"),
+        ({"layer": None}, "part experts with layer None"),
+        ({"part": "mlp"}, "layer 0 has no part mlp"),
+        ({"kl": -1.0}, "kl"),
+    ],
+)
+def test_a_sensitivity_file_of_another_model_is_refused(
+    place: Path, entry: dict[str, Any], said: str
+) -> None:
+    whole = {"layer": 0, "part": "experts", "format": "int4", "indicator": 1.0, "kl": 1e-4}
+    path = sensitivity_file(place, whole | entry)
+    with pytest.raises(ConfigError, match=said):
+        main(arguments(place, "--sensitivity", path))

@@ -1,0 +1,99 @@
+"""The search's steps are the cost model's."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.placement.cost import (
+    ExpertHost,
+    Replica,
+    Rows,
+    Setting,
+    layer_hops,
+    step_fixed_s,
+    step_s,
+)
+from deploy.placement.formats import Formats, LayerFormats
+from deploy.placement.steady import Chunks
+from deploy.placement.steps import NO_LINK, Clock, Engine, EngineSteps
+from deploy.placement.units import Unit, units_of
+from deploy.placement.workload import Lengths
+from tests.deploy.placement import samples
+
+FAST, SLOW = samples.gpu("fast"), samples.gpu("slow", gb_per_s=900, tflops=150)
+HOST = samples.host((FAST, 2), (SLOW, 2), (samples.cpu(cores=4), 1))
+SHAPE = samples.model()
+MIXED = Formats(
+    SHAPE,
+    (
+        LayerFormats("int8", "none", "int4"),
+        LayerFormats(),
+        LayerFormats("int8", "none", "int4"),
+        LayerFormats("none", "none", "int8"),
+    ),
+    "int8",
+)
+
+
+def unit_named(name: str) -> Unit:
+    """Return the unit that prints as `name`."""
+    units = units_of(HOST, num_experts=SHAPE.num_experts).units
+    return next(unit for unit in units if str(unit) == name)
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.8])
+@pytest.mark.parametrize("m", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("attention on 1 slow, experts on 2 fast", (8,)),
+        ("attention on 1 fast, experts on 1 fast + 2 slow", (10, 3)),
+        ("attention and experts in turns on 1 cpu", (16,)),
+        ("1 fast in one process", (16,)),
+    ],
+)
+def test_a_step_is_that_of_the_cost_model(
+    name: str, held: tuple[int, ...], m: int, skew: float
+) -> None:
+    unit = unit_named(name)
+    # Prompts and answers of one length: replicas' keys do not differ but by progress.
+    asked = samples.workload(expert_skew=skew, output=Lengths(mean=60), prompt=Lengths(mean=300))
+    clock = Clock(SHAPE, asked)
+    engine = Engine(unit, MIXED, held, (1 / unit.num_attention,), m, 512)
+    (seat, count) = unit.attention[0]
+    assert count == 1
+    hosts = [
+        ExpertHost(seat.device.profile, each, max(1, seat.threads))
+        for (seat, number), each in zip(unit.experts, held, strict=True)
+        for _ in range(number)
+    ]
+    link = NO_LINK if unit.link is None else unit.link.link
+    for running, chunks in ((6.0, None), (30.0, Chunks(1, 128.0, 4.0, 16.0))):
+        rows = Rows(
+            running / m,
+            clock.context,
+            0.0 if chunks is None else chunks.tokens / m,
+            0.0 if chunks is None else chunks.start,
+        )
+        replica = Replica(seat.device.profile, rows, max(1, seat.threads))
+        setting = Setting(micro_batches=m, shares_cores=unit.takes_turns, skew=skew)
+        hops = layer_hops(SHAPE, MIXED.of, [replica], hosts, link, setting)
+        sampled = running + (0.0 if chunks is None else chunks.slices)
+        fixed_s = step_fixed_s(
+            seat.device.profile, SHAPE, MIXED.head, sampled, threads=max(1, seat.threads)
+        )
+        expected = step_s(hops, fixed_s=fixed_s, micro_batches=m, shares_cores=unit.takes_turns)
+        found = EngineSteps(engine, clock).step_s(running, chunks)
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_more_replicas_wait_for_the_one_with_the_longest_contexts() -> None:
+    """Contexts that differ cost the barrier: two equal replicas take longer than one of them."""
+    clock = Clock(SHAPE, samples.workload(prompt=Lengths(mean=2000, p95=5000)))
+    one, two = (
+        unit_named("attention on 1 slow, experts on 1 fast"),
+        unit_named("attention on 2 slow, experts on 1 fast"),
+    )
+    alone = EngineSteps(Engine(one, MIXED, (16,), (1.0,), 1, 512), clock).step(8.0, None)
+    both = EngineSteps(Engine(two, MIXED, (16,), (0.5,), 1, 512), clock).step(16.0, None)
+    assert both.hop.t_a > alone.hop.t_a * 1.01

@@ -1,0 +1,132 @@
+"""Plans that are written can be read again, and pass all checks of `topspin serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deploy.placement import engine_limits
+from deploy.placement.formats import stored
+from deploy.placement.search import Inputs, search
+from deploy.placement.units import units_of
+from deploy.placement.write import plan_of
+from tests.deploy.placement import samples
+from tests.topspin.plans import plan as default_plan
+from topspin.errors import ConfigError
+from topspin.plan import EnginePlan
+from topspin.plan_file import print_plan, read_plan
+from topspin.resolve import check_model
+
+
+def planned(inputs: Inputs) -> list[EnginePlan]:
+    """Return the plans of a search."""
+    rater, facts = inputs.rater(), samples.facts(inputs.model)
+    return [
+        plan_of(rater, member.rating, path="model", facts=facts)
+        for member in search(inputs).members
+    ]
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Inputs:
+    """Return a host of GPUs, CPUs or both, and a model with or without experts."""
+    kinds = draw(st.sampled_from(("cpu", "gpu", "both", "two gpus", "two cpus")))
+    cores = draw(st.sampled_from((1, 2, 3, 8)))
+    memory_gib = draw(st.sampled_from((0.6, 2.0, 40.0)))
+    devices = {
+        "cpu": [(samples.cpu(cores=cores), 1)],
+        "gpu": [(samples.gpu(memory_gib=memory_gib), draw(st.integers(1, 3)))],
+        "both": [
+            (samples.gpu(memory_gib=memory_gib), 1),
+            (samples.cpu(cores=cores), draw(st.integers(1, 2))),
+        ],
+        "two gpus": [
+            (samples.gpu("a", memory_gib=memory_gib), 2),
+            (samples.gpu("b", gb_per_s=900, price=0.5), 1),
+        ],
+        "two cpus": [(samples.cpu(cores=cores), 2)],
+    }[kinds]
+    shape = samples.model(draw(st.integers(1, 3)), num_experts=draw(st.sampled_from((0, 7, 16))))
+    asked = samples.workload(
+        targets=draw(st.sampled_from((samples.Targets(), samples.Targets(tpot_s=0.01)))),
+        objective=draw(st.sampled_from(("min_price", "max_throughput", "min_latency"))),
+        max_kl=5e-3,
+        fp8_kv_cache=draw(st.booleans()),
+    )
+    measured = samples.sensitivity(shape) if draw(st.booleans()) else None
+    return samples.inputs([samples.host(*devices)], shape, asked, measured=measured)
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(clusters())
+def test_every_plan_that_is_written_is_read_again(tmp_path: Path, inputs: Inputs) -> None:
+    for plan in planned(inputs):
+        path = tmp_path / "plan.yaml"
+        path.write_text(print_plan(plan))
+        again = read_plan(str(path))
+        assert again == plan
+        assert print_plan(again) == path.read_text()
+        check_model(again, samples.facts(inputs.model))
+        assert sum(node.experts for node in again.experts) == inputs.model.num_experts
+        assert again.expected is not None
+        assert again.expected.kl <= 5e-3
+
+
+def test_nodes_that_divide_a_cpu_have_cores_of_their_own() -> None:
+    """Where a slow core and a fast one are apart, each node names its cores and spins."""
+    host = samples.host((samples.cpu(cores=4), 1))
+    asked = samples.workload(users=64, arrival_rate=None, targets=samples.Targets())
+    inputs = samples.inputs([host], samples.model(2), asked)
+    rater = inputs.rater()
+    rating = next(
+        each
+        for each in search(inputs).ratings
+        if each.unit.num_attention == 1 and each.unit.num_experts == 3
+    )
+    plan = plan_of(rater, rating, path="model", facts=samples.facts(inputs.model))
+    assert [node.cores for node in plan.nodes] == [(0,), (1,), (2,), (3,)]
+    assert {node.wait for node in plan.nodes} == {"spin"}
+    assert [node.experts for node in plan.experts] == [6, 5, 5]
+
+
+def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
+    host = samples.host(
+        (samples.gpu("a", memory_gib=1), 2), (samples.cpu(), 1), (samples.gpu("b"), 2)
+    )
+    inputs = samples.inputs([host], samples.model(2))
+    unit = next(
+        each
+        for each in units_of(host, num_experts=inputs.model.num_experts).units
+        if str(each) == "attention on 1 a, experts on 2 b"
+    )
+    rating = inputs.rater().rate(unit, stored(inputs.model))
+    plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
+    assert [node.device for node in plan.nodes] == ["cuda:0", "cuda:2", "cuda:3"]
+    assert plan.link.transport == "cuda_ipc"
+
+
+@pytest.mark.parametrize(
+    ("limit", "field", "value"),
+    [
+        ("SEVERAL_HOSTS", "host", "elsewhere"),
+        ("TENSOR_PARALLEL", "tp", 2),
+        ("STAGES", "layers", (0, 1)),
+        ("SLOW_NODES", "slow", 2.0),
+    ],
+)
+def test_the_limits_are_those_of_the_engine(limit: str, field: str, value: object) -> None:
+    """What the search does not plan, the engine refuses; what it plans, the engine takes."""
+    plan = default_plan()
+    node = msgspec.structs.replace(plan.nodes[0], **{field: value})
+    changed = msgspec.structs.replace(plan, nodes=(node, *plan.nodes[1:]))
+    if getattr(engine_limits, limit):
+        changed.check()
+    else:
+        with pytest.raises(ConfigError, match=field):
+            changed.check()
