@@ -24,12 +24,14 @@ from deploy.placement.search import (
     search,
 )
 from deploy.placement.units import Device, Host, Unit, most_copies, price_of, units_of
-from deploy.placement.workload import asked_load
+from deploy.placement.workload import answer_s, asked_load
 
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 8.0, 16.0)
 """By which a thing is changed to see what would flip a decision."""
-MAX_FLIP_UNITS = 400
-"""With more units a search takes too long to be repeated."""
+FLIP_UNITS = 12
+"""Engines that are searched again for a flip, beside the best of every class."""
+MAX_MERGED_UNITS = 400
+"""Engines over two hosts that are rated."""
 BEST_SHOWN = 40
 """Engines that are asked for their figures at the workload's load."""
 
@@ -176,8 +178,14 @@ def _worse(inputs: Inputs, result: Result, offer: Offer) -> str:
     workload = inputs.workload
     if workload.objective == "min_latency":
         best = result.members[0].rating.point if result.members else None
-        tpot_s = 0.0 if best is None else best.tpot_s
-        return f"TPOT {milliseconds(offer.tpot_s)} against {milliseconds(tpot_s)}"
+        if best is None:
+            return offer.rating.binding.text
+        own_s = answer_s(workload, offer.ttft_s, offer.tpot_s)
+        best_s = answer_s(workload, best.ttft_s, best.tpot_s)
+        return (
+            f"an answer takes {milliseconds(own_s)} against {milliseconds(best_s)} (TPOT "
+            f"{milliseconds(offer.tpot_s)} against {milliseconds(best.tpot_s)})"
+        )
     each = offer.rating.load(workload)
     carries = f"an engine carries {each:.3g} {unit_of(inputs)} ({offer.rating.binding.text})"
     if workload.objective == "max_throughput":
@@ -213,7 +221,7 @@ def _disaggregation(inputs: Inputs, result: Result, offers: Sequence[Offer]) -> 
 
 def _order(inputs: Inputs, offer: Offer) -> tuple[float, ...]:
     if inputs.workload.objective == "min_latency":
-        return (offer.tpot_s, offer.ttft_s)
+        return (answer_s(inputs.workload, offer.ttft_s, offer.tpot_s),)
     if inputs.workload.objective == "max_throughput":
         return (-offer.tokens_per_s / (offer.price or 1.0),)
     return (offer.price, -offer.tokens_per_s)
@@ -291,11 +299,15 @@ class Flip(NamedTuple):
 
 def flips_of(inputs: Inputs, result: Result) -> list[Flip]:
     """Return what would change the outcome, by searching again with one thing changed."""
-    if len(result.ratings) > MAX_FLIP_UNITS:
-        return []
+    best = sorted(result.ratings, key=lambda each: _merit(each, inputs), reverse=True)
+    by_class: dict[str, Rating] = {}
+    for rating in best:
+        by_class.setdefault(class_of(rating.unit), rating)
+    kept = [*best[:FLIP_UNITS], *by_class.values(), *(each.rating for each in result.members)]
+    limited = dataclasses.replace(inputs, only=frozenset(str(each.unit) for each in kept))
     found = []
-    for name, changed in _knobs(inputs, result):
-        flip = _smallest(name, changed, inputs, result)
+    for name, changed in _knobs(limited, result):
+        flip = _smallest(name, changed, limited, result)
         if flip is not None:
             found.append(flip)
     return found
@@ -404,7 +416,7 @@ def not_served_yet(inputs: Inputs, rater: Rater, result: Result) -> list[str]:
     """Return what engines over two hosts would give, which this engine does not run yet."""
     if engine_limits.SEVERAL_HOSTS or inputs.between_hosts is None or not result.members:
         return []
-    if len(result.ratings) > MAX_FLIP_UNITS:
+    if len(result.ratings) > MAX_MERGED_UNITS:
         return []
     workload = inputs.workload
     chosen = result.members[0].rating
@@ -415,7 +427,7 @@ def not_served_yet(inputs: Inputs, rater: Rater, result: Result) -> list[str]:
     found = []
     for pair in _pairs(inputs.hosts):
         merged = _merged(pair, inputs.between_hosts)
-        units = units_of(merged, num_experts=inputs.model.num_experts).units[:MAX_FLIP_UNITS]
+        units = units_of(merged, num_experts=inputs.model.num_experts).units[:MAX_MERGED_UNITS]
         formats = chosen.formats
         rated = [rater.rate(unit, formats) for unit in units if unit.layout == "apart"]
         best = max(rated, key=per_price, default=None)

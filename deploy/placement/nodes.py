@@ -180,8 +180,7 @@ class Nodes:
         return tuple(speed / total for speed in speeds)
 
     def experts_misfit(self, unit: Unit, formats: Formats) -> Binding:
-        each = self.expert_bytes(unit.experts[0][0], formats, 1, 0)
-        needs = each * self.model.num_experts
+        needs = self.expert_bytes(unit.experts[0][0], formats, self.model.num_experts, 0)
         has = sum(count * seat.device.memory_bytes * USABLE for seat, count in unit.experts)
         text = f"experts need {needs / GIB:.1f} GiB, their nodes have {has / GIB:.1f}"
         return Binding("memory", text, needs, has)

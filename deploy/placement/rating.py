@@ -18,7 +18,7 @@ from deploy.placement.shapes import ModelShape
 from deploy.placement.steady import Point, Shape, high_running, point
 from deploy.placement.steps import Clock, Engine, EngineSteps
 from deploy.placement.units import Unit, most_copies
-from deploy.placement.workload import Z95, Workload, asked_load
+from deploy.placement.workload import Z95, Workload, answer_s, asked_load
 from topspin.config import MAX_MICRO_BATCHES
 
 CPU_BUDGETS = (128, 256, 512, 1024)
@@ -149,7 +149,7 @@ class Rater:
             return (0.0, load, -rating.formats.kl)
         at = self.at_load(rating, share).point
         assert at is not None
-        return (1.0, -at.tpot_s, -at.ttft_s)
+        return (1.0, -answer_s(self.workload, at.ttft_s, at.tpot_s), -rating.formats.kl)
 
     def at_most(self, engine: Engine, room: tuple[int, ...], *, start: int = 0) -> Rating:
         """Return the engine at the largest load of the grid at which everything holds.

@@ -23,7 +23,7 @@ from deploy.placement.rating import Rater, Rating
 from deploy.placement.sensitivity import Sensitivity
 from deploy.placement.shapes import ModelShape
 from deploy.placement.units import Host, most_copies, price_of, units_of
-from deploy.placement.workload import Workload, asked_load
+from deploy.placement.workload import Workload, answer_s, asked_load
 from topspin.errors import TopspinError
 
 REFINED = 6
@@ -65,7 +65,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a search is about. `context_length`: the model's longest sequence."""
+    """What a search is about. `context_length`: the model's longest sequence.
+
+    `only`: the names of the units to which a repeated search is limited; None: all.
+    """
 
     hosts: tuple[Host, ...]
     model: ModelShape
@@ -73,6 +76,7 @@ class Inputs:
     workload: Workload
     sensitivity: Sensitivity | None = None
     between_hosts: HostLink | None = None
+    only: frozenset[str] | None = None
 
     def rater(self) -> Rater:
         """Return what prices engines of this model under this workload."""
@@ -91,6 +95,8 @@ def search(inputs: Inputs) -> Result:
         found = units_of(host, num_experts=inputs.model.num_experts)
         is_exact = is_exact and found.is_complete
         for unit in found.units:
+            if inputs.only is not None and str(unit) not in inputs.only:
+                continue
             formats = precisions.of(unit)
             if precisions.may_quantise:
                 is_exact = is_exact and num_choices(precisions.problem(unit)) <= EXHAUSTIVE
@@ -163,9 +169,10 @@ def _fleet(
 def _quickest_of_cheapest(
     rater: Rater, ratings: Sequence[Rating], members: list[Member], fleet: Fleet
 ) -> tuple[list[Member], Fleet]:
-    """Return the fleet, or copies of one engine at the same price with a smaller TPOT."""
+    """Return the fleet, or copies of one engine at the same price that answer sooner."""
     asked = asked_load(rater.workload)
-    best, found = max(_tpot_s(each.rating) for each in members), (members, fleet)
+    best = max(_answer_s(rater, each.rating) for each in members)
+    found = members, fleet
     for key, rating in enumerate(ratings):
         load = rating.load(rater.workload)
         if not load:
@@ -175,16 +182,17 @@ def _quickest_of_cheapest(
         if price > fleet.price * (1 + 1e-9) or copies > most_copies(rating.unit, None):
             continue
         at = rater.at_load(rating, asked / copies)
-        if _tpot_s(at) < best * (1 - 1e-6):
-            best = _tpot_s(at)
+        if _answer_s(rater, at) < best * (1 - 1e-6):
+            best = _answer_s(rater, at)
             same = fleet._replace(copies={key: copies}, rate=copies * load, price=price)
             found = [Member(at, copies)], same
     return found
 
 
-def _tpot_s(rating: Rating) -> float:
-    assert rating.point is not None
-    return rating.point.tpot_s
+def _answer_s(rater: Rater, rating: Rating) -> float:
+    found = rating.point
+    assert found is not None
+    return answer_s(rater.workload, found.ttft_s, found.tpot_s)
 
 
 def _is_too_dear(workload: Workload, price: float) -> bool:
@@ -217,10 +225,10 @@ def fleet_inputs(
 def _fastest(
     inputs: Inputs, rater: Rater, ratings: Sequence[Rating]
 ) -> tuple[list[Member], Fleet | None]:
-    """Return copies of the one engine with the least TPOT, then TTFT, at the load."""
+    """Return copies of the one engine that answers soonest at the load."""
     workload = inputs.workload
     asked = asked_load(workload)
-    best: tuple[tuple[float, float, float], Member] | None = None
+    best: tuple[tuple[float, float], Member] | None = None
     for rating in ratings:
         if rating.point is None:
             continue
@@ -229,9 +237,7 @@ def _fastest(
         if most < least or not most:
             continue
         found = _fewest_copies(rater, rating, asked, least=max(1, least), most=most)
-        assert found.rating.point is not None
-        at = found.rating.point
-        rank = (at.tpot_s, at.ttft_s, price_of(rating.unit, found.copies))
+        rank = (_answer_s(rater, found.rating), price_of(rating.unit, found.copies))
         if best is None or rank < best[0]:
             best = rank, found
     if best is None:
@@ -244,16 +250,16 @@ def _fastest(
 
 
 def _fewest_copies(rater: Rater, rating: Rating, asked: float, *, least: int, most: int) -> Member:
-    """Return the fewest copies whose TPOT is within CLOSE of that of the most, by bisection."""
+    """Return the fewest copies that answer within CLOSE of what the most do, by bisection."""
 
     def at(copies: int) -> Rating:
         return rater.at_load(rating, min(asked / copies, rating.load(rater.workload)))
 
-    good_s = _tpot_s(at(most)) * CLOSE
+    good_s = _answer_s(rater, at(most)) * CLOSE
     low, high = least, most
     while low < high:
         middle = (low + high) // 2
-        if _tpot_s(at(middle)) <= good_s:
+        if _answer_s(rater, at(middle)) <= good_s:
             high = middle
         else:
             low = middle + 1

@@ -96,7 +96,8 @@ class Workload(Fields, frozen=True, kw_only=True):
     `max_kl`: the largest mean divergence (nats per token) from the stored weights that
     quantisation may cause; None: the weights stay as they are. `objective` min_price: the cheapest
     that meets the targets under this load; max_throughput: the most requests per second within the
-    targets (the load is at least that of the file); min_latency: the shortest TPOT, then TTFT.
+    targets (the load is at least that of the file); min_latency: the shortest time of a whole
+    answer, the TTFT and all further tokens of a mean output. It also decides at equal prices.
     `expert_skew`: the exponent of Zipf's law for how often experts are chosen (0: alike).
     `fp8_kv_cache`: keys may be kept in 8 bits, which no sensitivity file has the cost of.
     `max_model_len` None: a power of two that holds twice a prompt and an output of p95 length, at
@@ -134,6 +135,11 @@ class Workload(Fields, frozen=True, kw_only=True):
 def read_workload(path: Path) -> Workload:
     """Return the workload file at `path`; raises ConfigError naming the field."""
     return read_document("--workload", path, Workload)
+
+
+def answer_s(workload: Workload, ttft_s: float, tpot_s: float) -> float:
+    """Return the time of a whole answer of mean length."""
+    return ttft_s + (workload.output.average - 1) * tpot_s
 
 
 def asked_load(workload: Workload) -> float:

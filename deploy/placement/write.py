@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TypeVar
+
+import msgspec
 
 from deploy.placement.rating import Rater, Rating
 from deploy.placement.steady import Shape as EngineShape
@@ -29,6 +32,7 @@ from topspin.resolve import ModelFacts, check_model
 KEYS_IN_RESERVE = 1.1
 """Room for keys on a CPU, of what the p95 load needs: sequences differ in length."""
 MAX_WINDOW_ROWS = 2**16 - 1
+Node = TypeVar("Node", AttentionNode, ExpertNode)
 
 
 def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> EnginePlan:
@@ -71,18 +75,18 @@ def _attention(rater: Rater, rating: Rating) -> Iterator[AttentionNode]:
     assert engine is not None
     for index, (seat, place) in enumerate(_placed(engine.unit, "attention")):
         group = [each for each, _ in engine.unit.attention].index(seat)
-        yield AttentionNode(
+        node = AttentionNode(
             index=index,
             device=place.device,
             kernels=place_of(seat.device).kernels,
             wait="spin" if place.cores else "block",
             num_threads=seat.threads or None,
-            slow=seat.device.slow,
             cores=place.cores,
             max_num_seqs=rating.seats,
             max_num_batched_tokens=engine.batched_tokens,
             kv_cache_bytes=None if seat.device.is_gpu else _cache_bytes(rater, rating, group),
         )
+        yield _slowed(node, seat)
 
 
 def _cache_bytes(rater: Rater, rating: Rating, group: int) -> int:
@@ -111,16 +115,22 @@ def _experts(rater: Rater, rating: Rating) -> Iterator[ExpertNode]:
     for idx in sorted(range(len(held)), key=lambda each: (-held[each], -each))[:surplus]:
         held[idx] -= 1
     for index, (seat, place) in enumerate(_placed(engine.unit, "expert")):
-        yield ExpertNode(
+        node = ExpertNode(
             index=index,
             device=place.device,
             kernels=place_of(seat.device).kernels,
             wait="spin" if place.cores else "block",
             num_threads=seat.threads or None,
-            slow=seat.device.slow,
             cores=place.cores,
             experts=held[index],
         )
+        yield _slowed(node, seat)
+
+
+def _slowed(node: Node, seat: Seat) -> Node:
+    """Return the node with its device's `slow`, if that says anything."""
+    slow = seat.device.slow
+    return msgspec.structs.replace(node, slow=slow) if slow > 1 else node
 
 
 class _Placed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -62,7 +63,7 @@ def clusters(draw: st.DrawFn) -> Inputs:
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(clusters())
 def test_every_plan_that_is_written_is_read_again(tmp_path: Path, inputs: Inputs) -> None:
@@ -130,3 +131,26 @@ def test_the_limits_are_those_of_the_engine(limit: str, field: str, value: objec
     else:
         with pytest.raises(ConfigError, match=field):
             changed.check()
+
+
+def test_a_device_that_is_slowed_down_says_so_in_the_plan_and_holds_less() -> None:
+    host = samples.host((samples.cpu("plain"), 1), (samples.cpu("slowed"), 2))
+    slowed = dataclasses.replace(host.devices[1], slow=2.0)
+    host = dataclasses.replace(host, devices=(host.devices[0], slowed))
+    inputs = samples.inputs([host], samples.model(2))
+    unit = next(
+        each
+        for each in units_of(host, num_experts=inputs.model.num_experts).units
+        if str(each) == "attention on 1 slowed, experts on 1 plain + 1 slowed"
+    )
+    rating = inputs.rater().rate(unit, stored(inputs.model))
+    plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
+    assert [node.slow for node in plan.nodes] == [2.0, 1.0, 2.0]
+    fast, slow = (node.experts for node in plan.experts)
+    assert fast + slow == 16
+    assert 1.7 * slow < fast < 2.5 * slow
+    assert [node.cores for node in plan.nodes] == [
+        tuple(range(8, 16)),
+        tuple(range(8)),
+        tuple(range(16, 24)),
+    ]
