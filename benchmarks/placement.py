@@ -72,7 +72,7 @@ def plans(path: Path, args: argparse.Namespace) -> dict[str, EnginePlan]:
         scheduler=SchedulerSection(prefix_caching=False, micro_batches=args.micro_batches),
         balance=BalanceSection(interval_s=0.0),
     )
-    base = resolve_for(asked, model)
+    base = resolve_for(asked, model, path)
     attention, first, second = base.nodes
     speeds = (1.0, 1 / args.slow)
     found = {}

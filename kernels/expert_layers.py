@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import deterministic
-from kernels.contracts import ExpertOutput, ExpertWeights
+from kernels.contracts import ExpertOutput, ExpertWeights, Matrix
 from kernels.dispatch import Ops
 from topspin.precision import Format, Rules, format_of
 
@@ -41,7 +41,7 @@ class LayerExperts(NamedTuple):
         return 0.0 if is_mixed else self.top_k / self.num_experts
 
     def pack(
-        self, ops: Ops, gate_up: Iterable[Tensor], down: Iterable[Tensor], held: Sequence[int]
+        self, ops: Ops, gate_up: Iterable[Matrix], down: Iterable[Matrix], held: Sequence[int]
     ) -> ExpertWeights:
         """Pack the logical experts `held`, whose matrices come in that order."""
         return ops.pack_experts(

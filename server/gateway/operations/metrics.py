@@ -120,7 +120,7 @@ class EngineCollector(Collector):
         yield counter("expert_migrations", "Experts read for new tables", stats.expert_migrations)
         balance = GaugeMetricFamily(
             "topspin_expert_balance",
-            "Expert nodes' time for routed pairs, max/mean: lately, and when the last table was left",
+            "Expert nodes' time for routed pairs, max/mean: lately, and when the last table ended",
             labels=(MODEL_LABEL, "table"),
         )
         balance.add_metric((self._model_name, "current"), stats.expert_balance)
