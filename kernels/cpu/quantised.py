@@ -125,10 +125,11 @@ def lay_out(
     split = SCALE_BYTES
     data[:, :, :split] = of_blocks.view(torch.uint8).view(blocks, groups, split)
     padded = F.pad(codes, (0, groups * GROUP - num_in, 0, missing))
-    words = padded.view(blocks, LANES, groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4)
+    words = padded.view(torch.int32).view(blocks, LANES, -1).transpose(1, 2).contiguous()
+    laid = words.view(torch.uint8).view(blocks, groups, -1, 2, 4 * LANES)
     if bits == 4:
-        words = words[:, :, 0::2] | words[:, :, 1::2] << 4
-    data[:, :, split:] = words.reshape(blocks, groups, -1)
+        laid = laid[:, :, :, 0] | laid[:, :, :, 1] << 4
+    data[:, :, split:] = laid.reshape(blocks, groups, -1)
     return QuantisedWeight(data, num_out, num_in, packed=True, weight_format=weight_format)
 
 
