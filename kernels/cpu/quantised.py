@@ -3,10 +3,10 @@
 Owns the tensors of a quantised weight, and `QuantisedOps`, which computes with weights of any
 format; `kernels.cpu.ops` does all else. A weight is quantised when it is packed, in groups of 32
 inputs of an output, each with a step and a lowest number (chosen for a small squared error, or a
-coded matrix's own);
-rows are quantised to 8 bits in each product, in the same groups, each with a scale (llama.cpp's
-Q8_0), so that products are sums of integers, exact until a group's sum is scaled in fp32. A
-row's result does not depend on the other rows. Called by the nodes through `kernels.dispatch`.
+coded matrix's own); rows are quantised to 8 bits in each product, in the same groups, each with a
+scale (llama.cpp's Q8_0), so that products are sums of integers, exact until a group's sum is scaled
+in fp32. A row's result does not depend on the other rows. Called by the nodes through
+`kernels.dispatch`.
 
 Dimension letters as in `kernels.contracts`.
 """

@@ -10,9 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
+
+# Of which there are a few copies in fp32.
+_NUMBERS_AT_ONCE: Final = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +48,16 @@ class CodedMatrix:
 
     def dequantised(self) -> Tensor:
         """Return the numbers [O, I] in `dtype`, computed in fp32 and rounded once."""
-        numbers = self.codes.float()
-        width = numbers.shape[1]
-        if self.zeros is not None:
-            numbers -= _by_input(self.zeros, self.group, width)
-        return numbers.mul_(_by_input(self.scales, self.group, width)).to(self.dtype)
+        num_out, width = self.shape
+        out = torch.empty(num_out, width, dtype=self.dtype, device=self.codes.device)
+        step = max(_NUMBERS_AT_ONCE // width, 1)
+        for low in range(0, num_out, step):
+            rows = slice(low, low + step)
+            numbers = self.codes[rows].float()
+            if self.zeros is not None:
+                numbers -= _by_input(self.zeros[rows], self.group, width)
+            out[rows] = numbers.mul_(_by_input(self.scales[rows], self.group, width))
+        return out
 
 
 def stacked(matrices: Sequence[CodedMatrix]) -> CodedMatrix | None:

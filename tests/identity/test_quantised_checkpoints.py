@@ -20,8 +20,10 @@ import torch
 from tests.checkpoints import VOCAB_SIZE, oracle_generate, oracle_model
 from tests.engine import Engine, engine_config
 from tests.identity.test_expert_tables import only_copies, random_tables
+from tests.identity.test_speculation import accepted
 from tests.models.quantised.forms import FAMILIES, FORMS, make_quantised
 from topspin.expert_table import even_shares
+from topspin.speculation import Speculation
 
 NUM_TOKENS = 8
 MANY_TOKENS = 24
@@ -122,3 +124,21 @@ def test_moved_experts_keep_their_codes(tmp_path: Path, form: str, transport: st
     assert stats.expert_table_version >= 2
     assert stats.expert_migrations > 0
     assert [tokens[: len(want)] for tokens, want in zip(found, wanted, strict=True)] == wanted
+
+
+@pytest.mark.slow
+def test_a_draft_model_keeps_its_codes(tmp_path: Path) -> None:
+    """A dequantised target accepts nearly all that the same checkpoint, in codes, drafts."""
+    make_quantised(tmp_path, "mixtral", FORMS["ct-int4-groups"])
+    coded = tmp_path / "coded"
+    wanted = oracle_generate(tmp_path / "plain", prompts(), NUM_TOKENS)
+    clear = [idx for idx, margin in enumerate(wanted.margins) if margin > MARGIN]
+    speculation = Speculation(
+        method="draft_model", model=str(coded), num_speculative_tokens=3, adaptive=False
+    )
+    config = engine_config(coded, quantization="none", speculation=speculation)
+    with Engine(config) as engine:
+        found = engine.generate([prompts()[idx] for idx in clear], max_tokens=NUM_TOKENS)
+        stats = engine.stats()
+    assert found == [wanted.tokens[idx] for idx in clear]
+    assert accepted(stats) > 0.6 * stats.num_draft_tokens > 0
