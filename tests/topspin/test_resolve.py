@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.structs import with_nodes
 from tests.topspin.plans import DENSE, FACTS, plan
 from topspin.config import (
     BalanceSection,
@@ -24,6 +25,7 @@ from topspin.config import (
 from topspin.cores import LayoutChoice
 from topspin.errors import ConfigError, TopspinError
 from topspin.kv_cache_spec import KvCacheSpec, KvLayerRule
+from topspin.local_experts import LocalExperts
 from topspin.plan import AttentionNode, DraftNode, EnginePlan, ExpertNode, LinkSpec, PlannedModel
 from topspin.precision import PrecisionRule, rules_of
 from topspin.resolve import ModelFacts, check_model
@@ -313,6 +315,13 @@ def with_experts(*held: int) -> EnginePlan:
     return msgspec.structs.replace(plan(), nodes=(attention, *nodes))
 
 
+def with_local(*layers: int, when: Any = "measured", **fields: Any) -> EnginePlan:
+    """Return the default plan with layers to keep local, and other fields of attention nodes."""
+    made = with_nodes(plan(), "attention", **fields)
+    local = LocalExperts(layers=layers, when=when)
+    return msgspec.structs.replace(made, local_experts=local)
+
+
 def with_layer(**fields: Any) -> EnginePlan:
     """Return a plan that sets something for layer 2."""
     kept = KvCacheSpec(
@@ -328,6 +337,28 @@ MISFITS: list[tuple[EnginePlan, ModelFacts, str]] = [
     (with_experts(4, 4), DENSE, r"^nodes: 2 expert nodes for a dense model"),
     (plan(), FACTS._replace(max_positions=2047), r"^model\.max_model_len 2048: the .* up to 2047"),
     (plan(), FACTS._replace(shares_prefixes=False), r"^scheduling\.prefix_caching: this model"),
+    (with_local(2, 1), FACTS, r"^local_experts\.layers \[2, 1\]: must ascend"),
+    (with_local(3), FACTS, r"^local_experts\.layers: layer 3 has no .* them in 1 to 2"),
+    (with_local(1), FACTS._replace(moe_layers=(0, 2)), r"^local_experts\.layers: layer 1 .* 0, 2$"),
+    (with_local(1), DENSE._replace(moe_layers=()), r"^nodes: 1 expert nodes for a dense model"),
+    (
+        with_local(1, 2, when="always"),
+        FACTS,
+        r"^local_experts: .* 1 expert nodes would have nothing to do; leave them out",
+    ),
+    (
+        msgspec.structs.replace(with_local(1, 2), nodes=tuple(plan().attention)),
+        FACTS,
+        r"^local_experts: without expert nodes every MoE layer must be always local",
+    ),
+    (
+        msgspec.structs.replace(
+            with_local(1, kernels="reference"),
+            precision=(PrecisionRule(format="int8", part="experts"),),
+        ),
+        FACTS,
+        r"^local_experts: attention 0 is to hold experts in int8, .* kernels reference do not have",
+    ),
     (
         msgspec.structs.replace(plan(), precision=(PrecisionRule(format="int8", layers=(3,)),)),
         FACTS,
@@ -358,6 +389,13 @@ def test_a_plan_for_another_model_is_refused_by_the_field(
     made.check()
     with pytest.raises(ConfigError, match=refusal):
         check_model(made, facts)
+
+
+def test_layers_may_be_local() -> None:
+    check_model(with_local(1, 2), FACTS)
+    check_model(with_local(1, when="always"), FACTS)
+    always = with_local(1, 2, when="always")
+    check_model(msgspec.structs.replace(always, nodes=tuple(always.attention)), FACTS)
 
 
 def test_expert_nodes_may_be_unequal_and_hold_copies() -> None:

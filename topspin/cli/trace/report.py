@@ -248,7 +248,9 @@ def rally_times_ns(lane: Lane) -> dict[int, int]:
 
 
 class _Shape(NamedTuple):
-    num_layers: int
+    """`layers` are the MoE layers whose rows travelled; others were local."""
+
+    layers: tuple[int, ...]
     num_micro_batches: int
     steps: list[int]
 
@@ -281,7 +283,7 @@ def make_report(lanes: Sequence[Lane]) -> Report | None:
     return Report(
         steps=chosen,
         num_micro_batches=shape.num_micro_batches,
-        num_layers=shape.num_layers,
+        num_layers=len(shape.layers),
         step_s=median(step_ns) * 1e-9,
         t_a_s=_median_task_s([tasks[lane.name] for lane in attention], chosen),
         t_e_s=_median_task_s([tasks[lane.name] for lane in experts], chosen),
@@ -311,10 +313,10 @@ def _median_task_s(tasks: Sequence[Tasks], steps: Iterable[int]) -> float | None
 
 def _most_common_shape(attention: Sequence[Tasks], steps: Sequence[int]) -> _Shape:
     """Return the (layers, micro-batches) that most steps have, with those steps."""
-    by_shape: dict[tuple[int, int], list[int]] = {}
+    by_shape: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for step in steps:
         own = [task for tasks in attention for task in tasks.get(step, ())]
-        layers = 1 + max((task.layer for task in own), default=-1)
+        layers = tuple(sorted({task.layer for task in own}))
         micro_batches = 1 + max((task.micro_batch for task in own), default=0)
         by_shape.setdefault((layers, micro_batches), []).append(step)
     shape, chosen = max(by_shape.items(), key=lambda item: len(item[1]))
@@ -345,11 +347,12 @@ def _graph(
 
 
 def _grid(tasks: Sequence[Task], shape: _Shape) -> list[list[float]] | None:
-    grid = [[0.0] * shape.num_micro_batches for _ in range(shape.num_layers)]
+    place = {layer: idx for idx, layer in enumerate(shape.layers)}
+    grid = [[0.0] * shape.num_micro_batches for _ in place]
     seen = set()
     for task in tasks:
-        if task.layer >= shape.num_layers or task.micro_batch >= shape.num_micro_batches:
+        if task.layer not in place or task.micro_batch >= shape.num_micro_batches:
             return None
-        grid[task.layer][task.micro_batch] += task.duration_ns
+        grid[place[task.layer]][task.micro_batch] += task.duration_ns
         seen.add((task.layer, task.micro_batch))
-    return grid if len(seen) == shape.num_layers * shape.num_micro_batches else None
+    return grid if len(seen) == len(place) * shape.num_micro_batches else None
