@@ -27,6 +27,7 @@ BENCHMARKS = (
     "cpu-kernels",
     "disaggregation",
     "gateway",
+    "local-layers",
     "m2n",
     "payload",
     "pingpong",
