@@ -3,7 +3,8 @@
 Starts one engine after the other over an emulated link: all rows travel, they do not in every other
 layer, they do not at all. All get the same prompts in turn, and the tokens must be equal. The first
 engine's own timings predict the others': without a hop a layer's wait for experts becomes the time
-that the expert node took to compute, and nothing else of the step changes. Run as
+that the expert node took to compute, and nothing else of the step changes. No step is recorded:
+with an emulated link none can be, and the comparison is of hops. Run as
 `topspin bench local-layers`.
 """
 
@@ -83,7 +84,7 @@ def plans(path: Path, *, latency_us: float, requests: int) -> dict[str, tuple[fl
             m2n=M2NSection(transport="shm", link_latency_us=latency_us),
             scheduler=SchedulerSection(max_num_seqs=requests, micro_batches=1),
             cache=CacheSection(kv_cache_bytes=256 * 2**20),
-            compute=ComputeSection(layout="shared"),
+            compute=ComputeSection(layout="shared", recordings=False),
         ),
         model,
         path,
