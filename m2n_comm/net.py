@@ -144,6 +144,8 @@ class NetTimes(NamedTuple):
     wait_s: float
     expert_s: float
     link_s: float | None
+    experts_s: tuple[float, ...] = ()
+    """`expert_s` of each expert node; empty: not measured."""
 
 
 class AttentionNet(Protocol):

@@ -28,7 +28,12 @@ from topspin.messages import (
 )
 
 FACTS = EngineFacts(
-    num_moe_layers=2, num_experts=4, vocab_size=VOCAB_SIZE, hidden_size=8, num_cores=2
+    num_moe_layers=2,
+    num_experts=4,
+    vocab_size=VOCAB_SIZE,
+    hidden_size=8,
+    num_cores=2,
+    num_layers=2,
 )
 GATEWAY = b"gateway"
 NUM_BLOCKS = 16
