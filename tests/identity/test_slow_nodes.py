@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +13,8 @@ from kernels.cpu.compiled.matmul import block_width
 from kernels.cpu.compiled.program import Program
 from tests.checkpoints import make_checkpoint
 from tests.engine import Engine, engine_config
+from tests.structs import with_nodes
+from topspin.config import BalanceSection
 from topspin.messages.requests import STEP_BUCKETS_S
 from topspin.plan import EnginePlan
 from topspin.speculation import Speculation
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 PROMPTS = [[7, 3, 9, 200, 4], [17] * 8, [5]]
 NUM_TOKENS = 10
+NUM_EXPERTS = 8
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128}
 DRAFTS = Speculation(method="draft_model", model="self-int4", num_speculative_tokens=3)
 SLOW = 20.0
@@ -78,3 +82,43 @@ def test_a_slow_draft_node_gives_the_same_tokens(tmp_path: Path) -> None:
     found, seconds, _ = run(slowed(plan, "draft 0"))
     assert found == tokens
     assert seconds["pass"] > 2 * usual["pass"]
+
+
+@pytest.mark.slow
+def test_a_table_by_speed_decodes_faster(tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 256, "moe_intermediate_size": 512}
+    path = make_checkpoint(tmp_path, "qwen3_moe", **sizes)
+    plan = slowed(
+        engine_config(
+            path,
+            dtype="bfloat16",
+            expert_nodes=2,
+            transport="shm",
+            window_rows=64,
+            balance=BalanceSection(interval_s=0.0),
+        ),
+        "expert 1",
+    )
+    plan = with_nodes(plan, "expert", experts=NUM_EXPERTS)  # each holds them all
+    with Engine(plan) as engine:
+
+        def fastest_s() -> float:
+            times = []
+            for _ in range(5):
+                began = time.monotonic()
+                engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+                times.append(time.monotonic() - began)
+            return min(times)
+
+        engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+        uniform_s = fastest_s()
+        while engine.service.balancer.load.speeds() is None:
+            engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+        engine.service.request_balance()
+        while engine.stats().expert_table_version == 1:
+            engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+        fast, slow = engine.service.formation.table.speeds
+        assert fast == 1.0
+        assert slow < 0.5
+        engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+        assert fastest_s() < 0.8 * uniform_s
