@@ -111,7 +111,7 @@ def _half_s(
     total_s = 0.0
     if rows.decode:
         assert decode is not None
-        total_s += seconds_at(decode, (rows.decode, seen))
+        total_s += seconds_at(decode, (rows.decode, rows.decode * seen))
     if rows.prefill:
         assert prefill is not None
         total_s += seconds_at(prefill, (rows.prefill, start))
@@ -346,7 +346,7 @@ def _hop(
             shares_cores=setting.shares_cores,
             micro_batches=setting.micro_batches,
             rows=rows,
-        )[1]
+        ).experts
         reached = rows_reached(chosen, rows)
         host_s = experts_layer_s(
             host.device,
@@ -385,7 +385,7 @@ def _replica_s(
         shares_cores=setting.shares_cores,
         micro_batches=setting.micro_batches,
         rows=rows.total,
-    )[0]
+    ).attention
     found_s = factor * attention_layer_s(device, model, layer, precision_of, rows, threads=threads)
     if local is None or not model.layers[layer].is_moe:
         return found_s
@@ -403,10 +403,19 @@ def _replica_s(
 
 
 def step_s(
-    hops: Sequence[HopTimes], *, fixed_s: float, micro_batches: int, shares_cores: bool
+    hops: Sequence[HopTimes],
+    *,
+    fixed_s: float,
+    micro_batches: int,
+    shares_cores: bool,
+    factor: float = 1.0,
 ) -> float:
-    """Return the seconds of a step: its layers in the pipeline, and what is outside them."""
-    return fixed_s + layers_s(hops, num_micro_batches=micro_batches, shares_cores=shares_cores)
+    """Return the seconds of a step: its layers in the pipeline, and what is outside them.
+
+    `factor`: by how much a rally takes longer than that (RallyFactors.step).
+    """
+    rallied_s = layers_s(hops, num_micro_batches=micro_batches, shares_cores=shares_cores)
+    return factor * (fixed_s + rallied_s)
 
 
 def barrier_s(moments: Sequence[tuple[float, float]]) -> float:

@@ -27,7 +27,7 @@ Amount = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Operation = Literal["attention", "prefill", "mlp", "experts", "head"]
 AXES: Final[dict[Operation, tuple[str, ...]]] = {
-    "attention": ("sequences that decode", "keys each attends to"),
+    "attention": ("sequences that decode", "keys they attend to, of all"),
     "prefill": ("tokens of a chunk", "position of its first"),
     "mlp": ("rows",),
     "experts": ("touched experts", "pairs per touched expert"),
@@ -79,11 +79,13 @@ class Table(_Part, frozen=True, kw_only=True):
 
 
 class Rally(_Part, frozen=True, kw_only=True):
-    """How much longer both sides take in a step with M2N than alone, by micro-batches.
+    """How much longer a step with M2N takes than its parts alone, by micro-batches.
 
     In a rally another side's weights go through the caches between two halves, and the second
-    micro-batch of a layer finds its weights in them. `shares_cores`: attention and experts took
-    turns on the same cores. `rows` of a micro-batch ascend; a factor for each.
+    micro-batch of a layer finds its weights in them: `attention` and `experts` are the factors of
+    both sides' own times. `step`: that of the whole step over what both sides, in the rally, add up
+    to in the pipeline. `shares_cores`: they took turns on the same cores. `rows` of a micro-batch
+    ascend; there is a factor for each.
     """
 
     shares_cores: bool
@@ -91,6 +93,7 @@ class Rally(_Part, frozen=True, kw_only=True):
     rows: tuple[float, ...]
     attention: tuple[Positive, ...]
     experts: tuple[Positive, ...]
+    step: tuple[Positive, ...]
 
 
 class ProcessMemory(_Part, frozen=True, kw_only=True):
@@ -158,8 +161,9 @@ def _check_table(where: str, table: Table) -> None:
 
 def _check_rally(where: str, rally: Rally) -> None:
     _check_ascending(f"{where}: rows", rally.rows)
-    if not len(rally.rows) == len(rally.attention) == len(rally.experts):
-        raise ConfigError(f"{where}: attention and experts need a factor for each of rows")
+    factors = (rally.attention, rally.experts, rally.step)
+    if any(len(each) != len(rally.rows) for each in factors):
+        raise ConfigError(f"{where}: attention, experts and step need a factor for each of rows")
 
 
 def _check_ascending(where: str, axis: Sequence[float]) -> None:

@@ -34,7 +34,8 @@ def touched(probabilities: Sequence[float], rows: float) -> float:
 def rows_reached(probabilities: Sequence[float], rows: float) -> float:
     """Return how many of `rows` tokens choose at least one of these experts, roughly.
 
-    Choices of different experts are taken as independent.
+    Choices of different experts are taken as independent; as a token's are different ones, it is up
+    to a tenth too few.
     """
     missed = math.fsum(math.log1p(-p) if p < 1.0 else -math.inf for p in probabilities)
     return rows * -math.expm1(missed)

@@ -9,9 +9,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import product
+from typing import NamedTuple
 
 from deploy.placement.devices import DeviceProfile, Operation, Rally, Table
 from topspin.precision import Format
+
+
+class RallyFactors(NamedTuple):
+    """See devices.Rally."""
+
+    attention: float = 1.0
+    experts: float = 1.0
+    step: float = 1.0
 
 
 def find_table(
@@ -36,7 +45,17 @@ def find_table(
 
 
 def seconds_at(table: Table, point: Sequence[float]) -> float:
-    """Return the seconds at a point, by multilinear interpolation; never negative."""
+    """Return the seconds at a point, by multilinear interpolation.
+
+    Beyond the table at least those of the nearest point in it: more work does not take less time,
+    even where noise says so.
+    """
+    found_s = _at_point(table, point)
+    ends = [min(value, axis[-1]) for value, axis in zip(point, table.axes, strict=True)]
+    return found_s if ends == list(point) else max(found_s, _at_point(table, ends))
+
+
+def _at_point(table: Table, point: Sequence[float]) -> float:
     spans = [_span(axis, value) for axis, value in zip(table.axes, point, strict=True)]
     total_s = 0.0
     for corner in product((0, 1), repeat=len(spans)):
@@ -46,20 +65,21 @@ def seconds_at(table: Table, point: Sequence[float]) -> float:
             index = index * len(axis) + (high if end else low)
         if weight:
             total_s += weight * table.seconds[index]
-    return max(0.0, total_s)
+    return total_s
 
 
 def rally_factors(
     device: DeviceProfile, *, shares_cores: bool, micro_batches: int, rows: float
-) -> tuple[float, float]:
-    """Return by how much attention and experts take longer in a rally than alone; (1, 1) unknown.
+) -> RallyFactors:
+    """Return by how much attention, experts and step take longer in a rally; 1 if not measured.
 
     `rows` of a micro-batch. Beyond the measured rows the nearest factor holds.
     """
     for rally in device.rallies:
         if rally.shares_cores == shares_cores and rally.micro_batches == micro_batches:
-            return _at(rally, rally.attention, rows), _at(rally, rally.experts, rows)
-    return 1.0, 1.0
+            kinds = (rally.attention, rally.experts, rally.step)
+            return RallyFactors(*(_at(rally, factors, rows) for factors in kinds))
+    return RallyFactors()
 
 
 def _at(rally: Rally, factors: Sequence[float], rows: float) -> float:
