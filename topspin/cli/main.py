@@ -170,6 +170,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=command.run)
 
 
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    command = importlib.import_module("deploy.profiling.command")
+    add: Callable[[argparse.ArgumentParser], None] = command.add_arguments
+    add(parser)
+    parser.set_defaults(run=command.run)
+
+
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="the server (%(default)s)")
     parser.add_argument(
@@ -205,6 +212,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "chat": ("Talk to a running server in the terminal.", _add_chat),
     "bench": ("Measure a part of Topspin; prints a table and writes JSON.", _add_bench),
     "plan": ("Plan an engine for a cluster, a model and a workload.", _add_plan),
+    "profile": ("Measure this device for topspin plan.", _add_profile),
     "trace": ("Show what every node of a running server did lately.", _add_trace),
     "collect-env": ("Print versions and machine facts for a bug report.", _add_collect_env),
 }

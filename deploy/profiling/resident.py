@@ -1,0 +1,73 @@
+"""The memory of a node's process beside its weights, keys and rows.
+
+Owns the reading of the kernel's accounts and a node of next to no size: the process that imports,
+compiles and runs as a real node does. Called by worker.py in a process of its own, and by
+benchmarks.cost_model for real nodes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from deploy.placement.shapes import ModelShape
+from deploy.profiling.parts import Measured
+from deploy.profiling.solo import Attention, Sides
+from topspin.process import release_freed_memory
+
+
+class Resident(msgspec.Struct, frozen=True):
+    """Bytes of a process in memory: its own, and of files (libraries), which others map too.
+
+    `proportional` is the kernel's PSS: a page that n processes map counts 1 / n.
+    """
+
+    own: int
+    files: int
+    proportional: int
+
+
+def resident_bytes(pid: int | Literal["self"]) -> Resident:
+    """Return what a process of this machine has in memory (/proc/PID/smaps_rollup)."""
+    kilobytes: dict[str, int] = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+        name, _, rest = line.partition(":")
+        kilobytes[name] = int(rest.split()[0])
+    own = kilobytes["Pss_Anon"] + kilobytes["Pss_Shmem"]
+    files = kilobytes["Rss"] - kilobytes["Anonymous"]
+    return Resident(1024 * own, 1024 * max(0, files), 1024 * kilobytes["Pss"])
+
+
+def resident(measured: Measured) -> Resident:
+    """Return the memory of this process after it has been both sides of a tiny model.
+
+    It imports what nodes import, and has compiled and recorded a step: what is left beside the data
+    of a real one.
+    """
+    for name in ("attention_nodes.command", "expert_nodes.command"):
+        importlib.import_module(name)
+    tiny = measured.model
+    small = measured._replace(
+        model=replace(
+            tiny,
+            vocab_size=64,
+            hidden_size=tiny.num_heads * tiny.head_dim if tiny.qk_norm == "full" else 64,
+            layers=tiny.layers[:1],
+        ),
+        max_rows=4,
+        max_tokens=16,
+        num_keys=64,
+    )
+    sides = Sides(small, ModelShape.from_config(small.model, dtype=measured.dtype), ())
+    sides.runner.runtime.prepare_capture()
+    visited = Attention(sides.runner, sides.decoder, 3)
+    visited.decode(1, 16)
+    visited.prompt(16, 0)
+    if sides.experts is not None:
+        sides.experts.warm_up()
+    release_freed_memory()
+    return resident_bytes("self")

@@ -1,0 +1,73 @@
+"""`topspin profile` on a tiny model, end to end: tables, rallies and links of real parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step_fixed_s, unmeasured
+from deploy.placement.devices import load_profile
+from deploy.placement.shapes import ModelShape, precision_by
+from deploy.profiling import command
+from deploy.profiling.solo import Grid
+from models.config import load_model_config
+from tests.checkpoints import make_checkpoint
+from topspin.cli.main import main as topspin
+from topspin.errors import ConfigError
+from topspin.precision import PrecisionRule
+
+TINY = Grid(
+    rows=(1, 4),
+    keys=(16, 64),
+    chunks=(4, 8),
+    starts=(0, 16),
+    touched=(1, 4),
+    pairs=(1, 2),
+    rounds=2,
+    steps=2,
+    budget_s=1.0,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_profile_answers_for_the_model_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path / "model", "mixtral")
+    monkeypatch.setattr(command, "quick_grid", lambda: TINY)
+    output = tmp_path / "box.json"
+    flags = ["profile", "-o", str(output), "--model", str(path), "--quick", "--dtype", "bfloat16"]
+    assert topspin([*flags, "--formats", "none", "--threads", "1"]) == 0
+    device = load_profile(output)
+    shape = ModelShape.from_config(load_model_config(path))
+    plain = precision_by(())
+    for role in ("attention", "expert"):
+        assert unmeasured(device, shape, plain, role=role, threads=1) == []
+    coded = precision_by((PrecisionRule(format="int8", part="experts"),))
+    assert unmeasured(device, shape, coded, role="expert", threads=1) == ["experts in int8"]
+    rows = Rows(decode=2, context=8)
+    assert 0 < attention_layer_s(device, shape, 0, plain, rows, threads=1) < 1
+    assert 0 < experts_layer_s(device, shape, 0, "none", rows=2, pairs=4, touched=3, threads=1) < 1
+    assert 0 < step_fixed_s(device, shape, "none", 2, threads=1) < 1
+    assert {(each.name, each.shares_cores) for each in device.links} >= {("shm", True)}
+    assert {each.micro_batches for each in device.rallies} == {1, 2, 3, 4}
+    assert device.process.attention > 20e6
+
+    # A second run with another format adds to the file.
+    assert topspin([*flags, "--formats", "int8", "--threads", "1"]) == 0
+    both = load_profile(output)
+    assert both.formats == ("none", "int8")
+    assert {each.format for each in both.tables if each.operation == "experts"} == {"none", "int8"}
+    assert set(device.tables) - set(both.tables) <= {
+        each for each in device.tables if each.operation == "head"
+    }
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    output = str(tmp_path / "box.json")
+    with pytest.raises(ConfigError, match="the kernels cpu have none, int8, int4"):
+        command.main(["-o", output, "--formats", "fp8"])
+    with pytest.raises(ConfigError, match="--threads 100000"):
+        command.main(["-o", output, "--threads", "100000"])
