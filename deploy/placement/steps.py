@@ -27,7 +27,7 @@ from deploy.placement.formats import Formats, LayerClass
 from deploy.placement.routing import rows_reached, shares_of_nodes, touched
 from deploy.placement.shapes import ModelShape
 from deploy.placement.steady import Chunks
-from deploy.placement.tables import rally_factors
+from deploy.placement.tables import RallyFactors, rally_factors
 from deploy.placement.units import Seat, Unit
 from deploy.placement.workload import Workload
 from topspin.pipeline import HopTimes, layers_s, pipeline_s
@@ -261,7 +261,7 @@ class EngineSteps:
         taken = max(clock.reached(chosen, rows) for _, chosen in self._experts) * row_bytes
         return HopTimes(t_a, t_e, link_s(self._link, max(sent, taken)))
 
-    def _factor(self, seat: Seat, m: int, rows: float) -> tuple[float, float]:
+    def _factor(self, seat: Seat, m: int, rows: float) -> RallyFactors:
         return rally_factors(
             seat.device.profile,
             shares_cores=self.engine.unit.takes_turns,

@@ -220,15 +220,20 @@ def _copy(layer: LayerWeights) -> LayerWeights:
     dense = layer.dense
     return replace(
         layer,
-        qkv=layer.qkv.clone(),
-        o=layer.o.clone(),
+        qkv=_own(layer.qkv),
+        o=_own(layer.o),
         router=None if layer.router is None else layer.router.clone(),
         dense=(
             None
             if dense is None
-            else replace(dense, gate_up=dense.gate_up.clone(), down=dense.down.clone())
+            else replace(dense, gate_up=_own(dense.gate_up), down=_own(dense.down))
         ),
     )
+
+
+def _own(matrix: object) -> Tensor:
+    assert isinstance(matrix, Tensor), "random weights are not coded"
+    return matrix.clone()
 
 
 def make_ops(measured: Measured, role: NodeRole) -> Ops:
@@ -301,6 +306,7 @@ class NoExperts:
     trace: Stamps | None = None
     is_graph_safe: Final = True
     epoch: Final = 0
+    local: frozenset[int] = frozenset()
 
     def set_table(self, table: ExpertTable) -> None:
         pass

@@ -216,20 +216,25 @@ class Sides:
 
     def measure(self, grid: Grid, *, threads: int, done: Callable[[], None]) -> list[Table]:
         """Return the tables of this format."""
+        return self.tables(self.points([grid], done=done), threads)
+
+    def points(self, grids: Sequence[Grid], *, done: Callable[[], None]) -> dict[Name, float]:
+        """Return the seconds at the points of all grids, measured in one run as the first says."""
         runtime = self.runner.runtime
         runtime.prepare_capture()
         if runtime.is_asynchronous:
             self.runner.record_steps(NoExperts(), self.config, check=lambda: None)
-        attention = Attention(self.runner, self.decoder, grid.steps)
-        visits = self._visits(grid, attention)
+        first = grids[0]
+        attention = Attention(self.runner, self.decoder, first.steps)
+        visits = [visit for grid in grids for visit in self._visits(grid, attention)]
         # The first visit of each compiles, allocates and records.
         for visit in visits:
             visit.run()
             done()
         attention.fixed.clear()
-        found = interleaved(visits, rounds=grid.rounds, budget_s=grid.budget_s, done=done)
-        found |= {("head", rows, 0): lower_quartile(each) for rows, each in attention.fixed.items()}
-        return self._tables(found, threads)
+        found = interleaved(visits, rounds=first.rounds, budget_s=first.budget_s, done=done)
+        heads = {("head", rows, 0): lower_quartile(each) for rows, each in attention.fixed.items()}
+        return found | heads
 
     def num_visits(self, grid: Grid) -> int:
         """Return how often measure() calls `done` at most."""
@@ -281,7 +286,8 @@ class Sides:
                 visits.append(Visit(name, partial(layers.time, name, works)))
         return visits
 
-    def _tables(self, found: Mapping[Name, float], threads: int) -> list[Table]:
+    def tables(self, found: Mapping[Name, float], threads: int) -> list[Table]:
+        """Return the tables of points that make up whole grids."""
         shape, weight_format = self.shape, self.measured.weight_format
         head_format = format_of(rules_of(weight_format), "lm_head")
         kinds: list[tuple[str, Operation, tuple[int, ...], Format]] = [

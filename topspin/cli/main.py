@@ -24,6 +24,7 @@ SHARED_NAMES = ("kernels", "models", "server")
 # `topspin bench NAME` calls main(flags) of benchmarks/NAME.py, with _ for - in its name.
 BENCHMARKS = (
     "compare",
+    "cost-model",
     "cpu-kernels",
     "disaggregation",
     "gateway",
