@@ -4,7 +4,8 @@ Three questions, each with the nodes' own code on a model's shapes. T_a and T_e:
 measured, and in the same run, visit by visit in turn, points that are not on their grids; what the
 tables say of these is compared with what they took. Steps: a rally of two processes over the real
 M2N gives the factors of a few loads, and in the same run measures others, which are predicted from
-tables, factors and link. Memory: nodes of `topspin serve` after they have loaded. Writes
+tables, factors and link. Memory: nodes of `topspin serve` after they
+have loaded, in two formats as predicted from those in a third. Writes
 results/cost-model.json and .png. Run as `topspin bench cost-model`.
 """
 
@@ -21,7 +22,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -40,12 +40,12 @@ from deploy.placement.cost import (
     step_fixed_s,
     step_s,
 )
-from deploy.placement.devices import DeviceProfile, ProcessMemory, Rates
+from deploy.placement.devices import DeviceProfile, Rates
 from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
 from deploy.placement.routing import touched_experts
 from deploy.placement.shapes import ModelShape, precision_by
 from deploy.placement.tables import rally_factors
-from deploy.profiling.command import DEFAULT_MODEL, RALLY_ROWS, run_worker
+from deploy.profiling.command import DEFAULT_MODEL, RALLY_ROWS
 from deploy.profiling.forks import fork
 from deploy.profiling.parts import Measured, slice_of
 from deploy.profiling.rally import Sample, Schedule, run_rally
@@ -53,7 +53,7 @@ from deploy.profiling.reports import links_of, message_bytes, rallies_of, thread
 from deploy.profiling.resident import resident_bytes
 from deploy.profiling.solo import Grid, Sides
 from deploy.profiling.steps import Load
-from deploy.profiling.worker import Job, RallyReport
+from deploy.profiling.worker import RallyReport
 from models.config import load_model_config
 from models.hub import resolve_model
 from topspin.cores import node_environment
@@ -221,12 +221,8 @@ def predicted_step_s(
     )
 
 
-def compare_memory(path: Path, shape: ModelShape, weight_format: Format) -> list[Compared]:
-    """Compare the memory of real nodes, loaded and idle, with the sum of their parts."""
-    empty = Job(str(path), "bfloat16", UNQUANTISED, "cpu", "cpu", [1], Grid(), resident=True)
-    base = run_worker(empty).resident
-    assert base is not None
-    process = ProcessMemory(attention=base.own, expert=base.own, shared=base.files)
+def node_memory(path: Path, shape: ModelShape, weight_format: Format) -> list[Compared]:
+    """Return the weights' bytes of real nodes, loaded and idle, and what they have in memory."""
     precision_of = precision_by(rules_of(weight_format))
     weights = {
         "attention_nodes": attention_weight_bytes(shape, precision_of, kernels="cpu"),
@@ -234,21 +230,33 @@ def compare_memory(path: Path, shape: ModelShape, weight_format: Format) -> list
             shape, precision_of, held=shape.num_experts, kernels="cpu"
         ),
     }
-    found = []
     with serving(path, weight_format) as server:
-        nodes = dict(node_processes(server.pid))
-        for role, pid in nodes.items():
-            predicted = weights[role] + process.attention + process.shared / len(nodes)
-            found.append(
-                {
-                    "kind": "memory",
-                    "format": weight_format,
-                    "point": [role],
-                    "predicted": predicted,
-                    "measured": resident_bytes(pid).proportional,
-                }
-            )
-    return found
+        return [
+            {
+                "kind": "memory",
+                "format": weight_format,
+                "point": [role],
+                "weights": weights[role],
+                "measured": resident_bytes(pid).proportional,
+            }
+            for role, pid in sorted(node_processes(server.pid))
+        ]
+
+
+def predict_memory(rows: Sequence[Compared]) -> list[Compared]:
+    """Return the rows of all formats but the first, predicted from those of the first.
+
+    What a role's process takes beside its weights is measured once; a format changes the weights.
+    """
+    first = rows[0]["format"]
+    beside = {
+        row["point"][0]: row["measured"] - row["weights"] for row in rows if row["format"] == first
+    }
+    return [
+        {**row, "predicted": row["weights"] + beside[row["point"][0]]}
+        for row in rows
+        if row["format"] != first
+    ]
 
 
 @contextmanager
@@ -347,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows += compare_steps(sides, device, shares_cores=shares_cores)
     if "memory" in args.parts:
         formats: tuple[Format, ...] = (UNQUANTISED, "int8", "int4")
-        rows += [row for each in formats for row in partial(compare_memory, path, shape)(each)]
+        rows += predict_memory([row for each in formats for row in node_memory(path, shape, each)])
     kinds = sorted({str(row["kind"]) for row in rows})
     errors = {kind: summary([row for row in rows if row["kind"] == kind]) for kind in kinds}
     for kind, found_errors in errors.items():
