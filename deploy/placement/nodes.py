@@ -6,6 +6,7 @@ deploy.placement.rating and .precision.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -62,6 +63,7 @@ class Nodes:
         self.model = clock.model
         self.max_model_len = max_model_len
         self._bytes: dict[tuple[object, ...], int] = {}
+        self._local: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def room(
         self,
@@ -70,13 +72,14 @@ class Nodes:
         held: tuple[int, ...],
         tokens: int,
         kv_itemsize: int | None,
+        num_local: int = 0,
     ) -> Room:
         """Return the tokens that attention nodes have room for beside weights and buffers."""
         free: list[float] = []
         if unit.shares_memory:
             device = unit.attention[0][0].device
             used = sum(
-                count * self.attention_bytes(seat, formats, tokens)
+                count * self.attention_bytes(seat, formats, tokens, num_local)
                 for seat, count in unit.attention
             ) + sum(
                 count * self.expert_bytes(seat, formats, each, tokens * unit.num_attention)
@@ -86,7 +89,9 @@ class Nodes:
             free *= len(unit.attention)
             needs, has = used, device.memory_bytes * USABLE
         else:
-            sizes = [self.attention_bytes(seat, formats, tokens) for seat, _ in unit.attention]
+            sizes = [
+                self.attention_bytes(seat, formats, tokens, num_local) for seat, _ in unit.attention
+            ]
             rooms = [seat.device.memory_bytes * USABLE for seat, _ in unit.attention]
             free = [room - size for room, size in zip(rooms, sizes, strict=True)]
             worst = min(range(len(free)), key=lambda idx: free[idx])
@@ -101,8 +106,10 @@ class Nodes:
             return Room(None, Binding("memory", text, needs + own, has))
         return Room(tuple(int(each // per_token) for each in free))
 
-    def attention_bytes(self, seat: Seat, formats: Formats, tokens: int) -> float:
-        """Return an attention node's bytes without keys."""
+    def attention_bytes(
+        self, seat: Seat, formats: Formats, tokens: int, num_local: int = 0
+    ) -> float:
+        """Return an attention node's bytes without keys, the experts of local layers included."""
         key = ("attention", kernels_of(seat), formats.key)
         if key not in self._bytes:
             self._bytes[key] = attention_weight_bytes(
@@ -110,7 +117,34 @@ class Nodes:
             )
         logits = 4 * self.model.vocab_size * min(tokens, MAX_SEATS)
         process = process_bytes(seat.device.profile, "attention")
-        return self._bytes[key] + self._buffers(tokens) + logits + process
+        local = sum(self.local_bytes(seat, formats)[:num_local])
+        return self._bytes[key] + self._buffers(tokens) + logits + process + local
+
+    def local_bytes(self, seat: Seat, formats: Formats) -> tuple[int, ...]:
+        """Return the bytes of all routed experts of each MoE layer."""
+        key = (kernels_of(seat), formats.key)
+        if key not in self._local:
+            self._local[key] = tuple(
+                self.model.num_experts
+                * self.model.weight_bytes(
+                    "experts", layer, formats.of("experts", layer), kernels=kernels_of(seat)
+                )
+                for layer in self.model.moe_layers
+            )
+        return self._local[key]
+
+    def most_local(self, unit: Unit, formats: Formats, room: tuple[int, ...]) -> int:
+        """Return how many layers' experts fit beside the keys of one sequence on every node.
+
+        `room`: tokens of keys without local layers. One layer, at least, stays remote.
+        """
+        per_token = self.model.kv_bytes_per_token()
+        found = len(self.model.moe_layers) - 1
+        for (seat, _), tokens in zip(unit.attention, room, strict=True):
+            spare = (tokens - self.max_model_len) * per_token
+            sizes = itertools.accumulate(self.local_bytes(seat, formats))
+            found = min(found, sum(size <= spare for size in sizes))
+        return max(0, found)
 
     def expert_bytes(self, seat: Seat, formats: Formats, held: int, rows: int) -> float:
         """Return an expert node's bytes."""

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from functools import lru_cache
 
+from deploy.placement import engine_limits
 from deploy.placement.formats import Formats
 from deploy.placement.nodes import MAX_SEATS, Binding, Nodes
 from deploy.placement.shapes import ModelShape
@@ -119,12 +120,27 @@ class Rater:
                     assert room.missing is not None
                     yield Rating(unit, formats, room.missing)
                     break
-                for m in _micro_batches(unit):
-                    engine = Engine(unit, formats, held, weights, m, tokens, itemsize)
-                    rating = self.at_most(engine, room.tokens, start=start)
-                    if rating.point is not None:
-                        start = bisect_left(running_grid(), rating.point.running)
-                    yield rating
+                for num_local in self._local_options(unit, formats, room.tokens):
+                    left = self.nodes.room(unit, formats, held, tokens, itemsize, num_local)
+                    if left.tokens is None:
+                        continue
+                    for m in _micro_batches(unit):
+                        engine = Engine(
+                            unit, formats, held, weights, m, tokens, itemsize, num_local
+                        )
+                        rating = self.at_most(engine, left.tokens, start=start)
+                        if rating.point is not None:
+                            start = bisect_left(running_grid(), rating.point.running)
+                        yield rating
+
+    def _local_options(
+        self, unit: Unit, formats: Formats, room: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Return the numbers of local layers to try: none, half of what fits, and all."""
+        if not engine_limits.LOCAL_LAYERS or unit.layout == "one_process" or not unit.experts:
+            return (0,)
+        most = self.nodes.most_local(unit, formats, room)
+        return tuple(sorted({0, most // 2, most}))
 
     def _may_have_fp8(self, unit: Unit) -> bool:
         return self.workload.fp8_kv_cache and not any(

@@ -42,7 +42,8 @@ class Engine:
     """All that is decided of an engine.
 
     `held[i]`: the experts of a node on unit.experts[i]; `weights[i]`: the share of all sequences
-    that a node on unit.attention[i] has. `kv_itemsize` None: keys have the model's dtype.
+    that a node on unit.attention[i] has. `kv_itemsize` None: keys have the model's dtype. The first
+    `num_local` MoE layers keep their routed experts on the attention nodes, always.
     """
 
     unit: Unit
@@ -52,7 +53,12 @@ class Engine:
     micro_batches: int
     batched_tokens: int
     kv_itemsize: int | None = None
-    local_layers: frozenset[int] = frozenset()
+    num_local: int = 0
+
+    @property
+    def local_layers(self) -> tuple[int, ...]:
+        """Return the decoder layers whose routed experts are on the attention nodes."""
+        return self.formats.model.moe_layers[: self.num_local]
 
 
 class Step(NamedTuple):
@@ -177,6 +183,14 @@ class EngineSteps:
         self._experts = tuple(dict.fromkeys(zip(seats, shares, strict=True)))
         self._shares = Counter(shares)
         self._known: dict[tuple[float, Chunks | None], float] = {}
+        local = frozenset(engine.local_layers)
+        kinds = [
+            (engine.formats.classes[idx], layer in local)
+            for layer, idx in enumerate(engine.formats.class_of)
+        ]
+        self._kinds = Counter(kinds)
+        places = {kind: idx for idx, kind in enumerate(self._kinds)}
+        self._kind_of = tuple(places[kind] for kind in kinds)
         self._link = NO_LINK if unit.link is None else unit.link.link
 
     def step_s(self, running: float, chunks: Chunks | None) -> float:
@@ -210,10 +224,12 @@ class EngineSteps:
             fixed_s = max(fixed_s, clock.fixed_s(seat, engine.formats.head, sampled))
         rows = running if chunks is None else running + chunks.replicas * chunks.tokens
         widest = max(each.total for each in per_node)
-        classes = engine.formats.classes
-        hops = [self._hop(cls, per_node, rows / m, widest, m) for cls in classes]
+        hops = [
+            self._hop(cls, per_node, rows / m, widest, m, is_local=is_local)
+            for cls, is_local in self._kinds
+        ]
         shares = [
-            sum(cls.num_layers * hop[side] for cls, hop in zip(classes, hops, strict=True))
+            sum(count * hop[side] for count, hop in zip(self._kinds.values(), hops, strict=True))
             for side in range(3)
         ]
         whole_s = fixed_s + self._layers_s(hops, m)
@@ -221,17 +237,23 @@ class EngineSteps:
         return Step(m, rows, slowest, whole_s, m * shares[0], m * shares[1], shares[2], fixed_s)
 
     def _layers_s(self, hops: Sequence[HopTimes], m: int) -> float:
-        classes = self.engine.formats.classes
         turns = self.engine.unit.takes_turns
-        if len(classes) == 1:
+        if len(hops) == 1:
             return pipeline_s(
-                hops[0], num_micro_batches=m, num_layers=classes[0].num_layers, shares_cores=turns
+                hops[0], num_micro_batches=m, num_layers=len(self._kind_of), shares_cores=turns
             )
-        layers = [hops[idx] for idx in self.engine.formats.class_of]
+        layers = [hops[idx] for idx in self._kind_of]
         return layers_s(layers, num_micro_batches=m, shares_cores=turns)
 
     def _hop(
-        self, cls: LayerClass, per_node: Sequence[Rows], rows: float, widest: float, m: int
+        self,
+        cls: LayerClass,
+        per_node: Sequence[Rows],
+        rows: float,
+        widest: float,
+        m: int,
+        *,
+        is_local: bool,
     ) -> HopTimes:
         """Return a layer's times, of the slowest node of each role."""
         unit, clock = self.engine.unit, self.clock
@@ -245,7 +267,7 @@ class EngineSteps:
             t_a = max(t_a, self._factor(seat, m, own.total)[0] * mean_s)
         if not clock.model.layers[cls.layer].is_moe or not unit.experts:
             return HopTimes(t_a, 0.0, 0.0)
-        if cls.layer in self.engine.local_layers:
+        if is_local:
             return HopTimes(t_a + self._local_s(cls, per_node), 0.0, 0.0)
         t_e = 0.0
         for seat, chosen in self._experts:

@@ -7,7 +7,7 @@ has passed the checks that `topspin serve` makes. Called by deploy.placement.com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -59,9 +59,18 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
         ),
         expected=expected_of(rater, rating),
     )
+    if engine.num_local:
+        plan = _with_local(plan, engine.local_layers)
     plan.check()
     check_model(plan, facts)
     return plan
+
+
+def _with_local(plan: EnginePlan, layers: Sequence[int]) -> EnginePlan:
+    """Return the plan with layers whose routed experts are on the attention nodes, always."""
+    tree = msgspec.to_builtins(plan)
+    tree["local_experts"] = {"layers": list(layers), "when": "always"}
+    return msgspec.convert(tree, EnginePlan)
 
 
 def _window_rows(unit: Unit, batched_tokens: int) -> int:

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.placement import engine_limits
 from deploy.placement import rating as rating_module
 from deploy.placement.bits import all_choices, evaluate
-from deploy.placement.formats import Formats
+from deploy.placement.cluster import HostLink
+from deploy.placement.formats import Formats, stored
 from deploy.placement.precision import Precisions
 from deploy.placement.rating import Rater, Rating, Trial, running_grid
 from deploy.placement.search import Inputs, Result, search
@@ -233,3 +235,27 @@ def test_ten_thousand_devices_of_eight_types_take_seconds() -> None:
     assert time.process_time() - start < 60
     assert found.members
     assert found.load >= 20_000
+
+
+def test_a_slow_link_makes_layers_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a link of 2 ms, layers whose experts fit beside the attention stay there."""
+    slow = HostLink(transport="shm", alpha_us=2000, gbps=10)
+    shape = samples.model(8)
+    asked = samples.workload(objective="min_latency", targets=Targets())
+    found = {}
+    for is_local in (False, True):
+        monkeypatch.setattr(engine_limits, "LOCAL_LAYERS", is_local)
+        host = samples.host((samples.gpu(), 2), links=(slow,))
+        inputs = samples.inputs([host], shape, asked)
+        unit = next(
+            each
+            for each in units_of(host, num_experts=shape.num_experts).units
+            if each.layout == "apart"
+        )
+        rated = inputs.rater().rate(unit, stored(shape))
+        assert rated.engine is not None
+        assert rated.point is not None
+        found[is_local] = rated.engine.num_local, rated.point.decode_s
+    assert found[False][0] == 0
+    assert found[True][0] == 7
+    assert found[True][1] < 0.3 * found[False][1]

@@ -97,3 +97,21 @@ def test_more_replicas_wait_for_the_one_with_the_longest_contexts() -> None:
     alone = EngineSteps(Engine(one, MIXED, (16,), (1.0,), 1, 512), clock).step(8.0, None)
     both = EngineSteps(Engine(two, MIXED, (16,), (0.5,), 1, 512), clock).step(16.0, None)
     assert both.hop.t_a > alone.hop.t_a * 1.01
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_local_layers_have_the_cost_models_times(m: int) -> None:
+    unit = unit_named("attention on 1 slow, experts on 2 fast")
+    clock = Clock(SHAPE, samples.workload(output=Lengths(mean=60), prompt=Lengths(mean=300)))
+    engine = Engine(unit, MIXED, (8,), (1.0,), m, 512, None, 3)
+    assert engine.local_layers == (0, 1, 2)
+    assert unit.link is not None
+    seat, other = unit.attention[0][0], unit.experts[0][0]
+    replica = Replica(seat.device.profile, Rows(12.0 / m, clock.context))
+    hosts = [ExpertHost(other.device.profile, 8)] * 2
+    setting = Setting(micro_batches=m, local_layers=frozenset((0, 1, 2)))
+    hops = layer_hops(SHAPE, MIXED.of, [replica], hosts, unit.link.link, setting)
+    fixed_s = step_fixed_s(seat.device.profile, SHAPE, MIXED.head, 12.0, threads=1)
+    expected = step_s(hops, fixed_s=fixed_s, micro_batches=m, shares_cores=False)
+    # Every row reaches a node that has all experts; routing.rows_reached says 99.9 % of them.
+    assert EngineSteps(engine, clock).step_s(12.0, None) == pytest.approx(expected, rel=1e-3)
