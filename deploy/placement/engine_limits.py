@@ -15,7 +15,7 @@ TENSOR_PARALLEL: Final = False
 """A node that is a group of devices."""
 STAGES: Final = False
 """Attention nodes that serve a range of layers each."""
-LOCAL_LAYERS: Final = False
+LOCAL_LAYERS: Final = True
 """Attention nodes that hold the routed experts of chosen layers."""
 SLOW_NODES: Final = True
 """Nodes on a CPU that are slowed down on purpose (`slow`)."""

@@ -136,11 +136,11 @@ class Rater:
     def _local_options(
         self, unit: Unit, formats: Formats, room: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Return the numbers of local layers to try: none, half of what fits, and all."""
+        """Return the numbers of local layers to try: none, and all that fit."""
         if not engine_limits.LOCAL_LAYERS or unit.layout == "one_process" or not unit.experts:
             return (0,)
         most = self.nodes.most_local(unit, formats, room)
-        return tuple(sorted({0, most // 2, most}))
+        return (0, most) if most else (0,)
 
     def _may_have_fp8(self, unit: Unit) -> bool:
         return self.workload.fp8_kv_cache and not any(

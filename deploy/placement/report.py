@@ -41,6 +41,7 @@ class EngineReport(_Part, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     precision: str
     experts_per_node: tuple[int, ...]
+    local_layers: int
     load: float
     most_load: float
     ttft_s: float
@@ -152,6 +153,7 @@ def _engine(inputs: Inputs, member: Member) -> EngineReport:
         max_num_batched_tokens=engine.batched_tokens,
         precision=str(engine.formats),
         experts_per_node=engine.held,
+        local_layers=engine.num_local,
         load=rating.load(inputs.workload),
         most_load=rating.most_load,
         ttft_s=point.ttft_s,

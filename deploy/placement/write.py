@@ -7,7 +7,7 @@ has passed the checks that `topspin serve` makes. Called by deploy.placement.com
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +20,7 @@ from deploy.placement.units import Device, Seat, Seats, Unit, place_of, price_of
 from topspin.config import GPU_WINDOW_ROWS, WINDOW_ROWS, Dtype, SchedulingPolicy
 from topspin.expected import Expected, ExpectedStep
 from topspin.kv_cache_spec import KvCacheSpec
+from topspin.local_experts import LocalExperts
 from topspin.plan import (
     AttentionNode,
     EnginePlan,
@@ -57,20 +58,14 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
             micro_batches=engine.micro_batches if unit.experts else None,
             prefix_caching=facts.shares_prefixes,
         ),
+        local_experts=(
+            LocalExperts(layers=engine.local_layers, when="always") if engine.num_local else None
+        ),
         expected=expected_of(rater, rating),
     )
-    if engine.num_local:
-        plan = _with_local(plan, engine.local_layers)
     plan.check()
     check_model(plan, facts)
     return plan
-
-
-def _with_local(plan: EnginePlan, layers: Sequence[int]) -> EnginePlan:
-    """Return the plan with layers whose routed experts are on the attention nodes, always."""
-    tree = msgspec.to_builtins(plan)
-    tree["local_experts"] = {"layers": list(layers), "when": "always"}
-    return msgspec.convert(tree, EnginePlan)
 
 
 def _window_rows(unit: Unit, batched_tokens: int) -> int:

@@ -37,11 +37,15 @@ def every_setting(rater: Rater, unit: Unit, formats: Formats) -> Iterator[Rating
         room = rater.nodes.room(unit, formats, held, tokens, None)
         if room.tokens is None:
             continue
-        engine = Engine(unit, formats, held, weights, m, tokens)
-        trial = Trial(rater, engine, room.tokens)
-        good = [n for n in running_grid() if n < 5000 and trial.point(float(n)) is not None]
-        if good:
-            yield rater.sharpened(rater.at_most(engine, room.tokens, start=good[-1]))
+        for local in (0,) if alone else (0, rater.nodes.most_local(unit, formats, room.tokens)):
+            left = rater.nodes.room(unit, formats, held, tokens, None, local)
+            if left.tokens is None:
+                continue
+            engine = Engine(unit, formats, held, weights, m, tokens, None, local)
+            trial = Trial(rater, engine, left.tokens)
+            good = [n for n in running_grid() if n < 5000 and trial.point(float(n)) is not None]
+            if good:
+                yield rater.sharpened(rater.at_most(engine, left.tokens, start=good[-1]))
 
 
 def best_of_all(inputs: Inputs) -> list[tuple[float, float]]:
@@ -157,6 +161,7 @@ def check_against_everything(inputs: Inputs) -> None:
         assert result.load == pytest.approx(max(load for load, _ in good), rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_small_cluster_with_precision_is_searched_exactly() -> None:
     shape = samples.model(1, num_experts=8)
     hosts = [

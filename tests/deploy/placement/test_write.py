@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deploy.placement import engine_limits
+from deploy.placement.cluster import HostLink
 from deploy.placement.formats import stored
 from deploy.placement.search import Inputs, search
 from deploy.placement.units import units_of
@@ -18,6 +19,7 @@ from deploy.placement.write import plan_of
 from tests.deploy.placement import samples
 from tests.topspin.plans import plan as default_plan
 from topspin.errors import ConfigError
+from topspin.local_experts import LocalExperts
 from topspin.plan import EnginePlan
 from topspin.plan_file import print_plan, read_plan
 from topspin.resolve import check_model
@@ -62,8 +64,9 @@ def clusters(draw: st.DrawFn) -> Inputs:
     return samples.inputs([samples.host(*devices)], shape, asked, measured=measured)
 
 
+@pytest.mark.slow
 @settings(
-    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(clusters())
 def test_every_plan_that_is_written_is_read_again(tmp_path: Path, inputs: Inputs) -> None:
@@ -154,3 +157,19 @@ def test_a_device_that_is_slowed_down_says_so_in_the_plan_and_holds_less() -> No
         tuple(range(8)),
         tuple(range(16, 24)),
     ]
+
+
+def test_local_layers_are_in_the_plan() -> None:
+    """A link of 2 ms leaves the experts of all layers but one where the attention is."""
+    slow = HostLink(transport="shm", alpha_us=2000, gbps=10)
+    host = samples.host((samples.cpu(cores=4), 2), links=(slow,))
+    asked = samples.workload(targets=samples.Targets(), objective="min_latency")
+    inputs = samples.inputs([host], asked=asked)
+    unit = next(
+        each
+        for each in units_of(host, num_experts=inputs.model.num_experts).units
+        if str(each) == "attention on 1 cpu, experts on 1 cpu"
+    )
+    rating = inputs.rater().rate(unit, stored(inputs.model))
+    plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
+    assert plan.local_experts == LocalExperts(layers=(0, 1, 2), when="always")
