@@ -232,7 +232,11 @@ class EngineSteps:
             sum(count * hop[side] for count, hop in zip(self._kinds.values(), hops, strict=True))
             for side in range(3)
         ]
-        whole_s = fixed_s + self._layers_s(hops, m)
+        rallied = max(
+            self._factor(seat, m, own.total).step
+            for (seat, _), own in zip(engine.unit.attention, per_node, strict=True)
+        )
+        whole_s = rallied * (fixed_s + self._layers_s(hops, m))
         slowest = max(hops, key=lambda hop: hop.t_a + hop.t_e + 2 * hop.t_c)
         return Step(m, rows, slowest, whole_s, m * shares[0], m * shares[1], shares[2], fixed_s)
 
@@ -264,7 +268,7 @@ class EngineSteps:
                 spread = clock.variation / math.sqrt(max(1.0, own.decode))
                 wider = own._replace(context=own.context * (1 + spread))
                 mean_s += highest_of(count) * max(0.0, clock.attention_s(seat, cls, wider) - mean_s)
-            t_a = max(t_a, self._factor(seat, m, own.total)[0] * mean_s)
+            t_a = max(t_a, self._factor(seat, m, own.total).attention * mean_s)
         if not clock.model.layers[cls.layer].is_moe or not unit.experts:
             return HopTimes(t_a, 0.0, 0.0)
         if is_local:
@@ -272,7 +276,7 @@ class EngineSteps:
         t_e = 0.0
         for seat, chosen in self._experts:
             t_e = max(
-                t_e, self._factor(seat, m, rows)[1] * clock.experts_s(seat, cls, chosen, rows)
+                t_e, self._factor(seat, m, rows).experts * clock.experts_s(seat, cls, chosen, rows)
             )
         if unit.layout == "one_process":
             return HopTimes(t_a, t_e, 0.0)
