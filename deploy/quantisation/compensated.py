@@ -1,0 +1,75 @@
+"""Rounding in which later inputs make up for the errors of earlier ones.
+
+Owns the algorithm of GPTQ (Frantar et al., 2023) for several matrices at once, with steps chosen
+when a group is reached. Knows no model. Called by deploy.quantisation.rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deploy.quantisation.grids import BITS, Coded, steps_of
+from topspin.precision import Format
+
+_DAMPING: Final = 0.01
+
+
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """Return the upper Cholesky factor of the inverse of a damped Hessian [..., I, I].
+
+    The Hessian is the sum of x x^T over input rows; 1 % of its mean diagonal is added to it, so
+    that few rows do not make it singular. Inputs that are always zero count as that mean.
+    """
+    diagonal = hessian.diagonal(dim1=-2, dim2=-1)
+    mean = diagonal.mean(-1, keepdim=True)
+    mean = torch.where(mean > 0, mean, 1.0)
+    extra = torch.where(diagonal > 0, _DAMPING * mean, mean)
+    damped = hessian + torch.diag_embed(extra)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+def compensated(
+    weight: Tensor,
+    factor: Tensor,
+    weight_format: Format,
+    *,
+    group: int,
+    symmetric: bool,
+    dtype: torch.dtype,
+) -> Coded:
+    """Return matrices [B, O, I] in an integer format with little error of their outputs.
+
+    `factor` [B, I, I], or [1, I, I] for all, is inverse_factor of their inputs' Hessians. Steps are
+    rounded to `dtype`.
+    """
+    rest = weight.clone()
+    top = (1 << BITS[weight_format]) - 1
+    codes = torch.empty(weight.shape, dtype=torch.uint8)
+    steps, zeros = [], []
+    for start in range(0, weight.shape[-1], group):
+        end = start + group
+        own = rest[..., start:end]
+        step, zero = steps_of(own[..., None, :], weight_format, symmetric=symmetric, dtype=dtype)
+        errors = torch.empty_like(own)
+        for idx in range(group):
+            at = start + idx
+            code = (own[..., idx : idx + 1] / step + zero).round_().clamp_(0, top)
+            codes[..., at : at + 1] = code
+            missed = own[..., idx : idx + 1] - (code - zero) * step
+            missed = missed / factor[:, at : at + 1, at : at + 1]
+            own[..., idx:] -= missed * factor[:, at : at + 1, at:end]
+            errors[..., idx : idx + 1] = missed
+        rest[..., end:] -= errors @ factor[:, start:end, end:]
+        steps.append(step)
+        zeros.append(zero)
+    return Coded(
+        weight_format,
+        codes,
+        torch.cat(steps, -1),
+        torch.cat(zeros, -1).to(torch.uint8),
+        group,
+    )

@@ -1,0 +1,229 @@
+"""The forward pass of one layer over whole sequences, and of the head, in plain torch and fp32.
+
+Owns what a checkpoint computes, as transformers does, and showing each matrix's input rows to an
+observer on the way. Knows no format and no cache. Called by deploy.quantisation's calibration,
+sensitivity and quality.
+
+Letters: S sequences of T tokens, R = S * T rows, H hidden, E experts, F an expert's width, V
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deploy.quantisation.layers import (
+    DOWN,
+    EXPERT_DOWN,
+    EXPERT_GATE_UP,
+    GATE_UP,
+    OUT,
+    QKV,
+    DecoderLayer,
+    Model,
+)
+from kernels import reference
+from models.config import ModelConfig
+from models.rope import inverse_frequencies
+from models.weights import ExpertLayerWeights, LayerWeights
+
+_ROWS_OF_LOGITS: Final = 64
+
+
+class Observer(Protocol):
+    """Sees the input rows of a layer's matrices."""
+
+    def __call__(self, source: str, rows: Tensor, expert: int | None = None) -> None:
+        """Take rows [R, I] of input `source` (deploy.quantisation.layers).
+
+        An expert sees all rows, not only those that are routed to it.
+        """
+
+    def routed(self, weights: Tensor) -> None:
+        """Take the weight [R, E] with which each expert's output counts; 0: not routed to it."""
+
+
+def embedded(model: Model, tokens: Tensor) -> Tensor:
+    """Return the hidden states [S, T, H] of tokens i64[S, T] before the first layer."""
+    return reference.embed(tokens, model.embed)
+
+
+def layer_output(
+    layer: DecoderLayer, config: ModelConfig, hidden: Tensor, observe: Observer | None = None
+) -> Tensor:
+    """Return the hidden states [S, T, H] behind a layer, whose positions count from 0."""
+    weights, eps = layer.weights, config.rms_norm_eps
+    normed = reference.rms_norm(hidden, weights.input_norm, eps=eps)
+    hidden = hidden + _attention(layer, config, normed, observe)
+    rows = reference.rms_norm(hidden, weights.post_norm, eps=eps).flatten(0, 1)
+    return hidden + _mlp(layer, config, rows, observe).view_as(hidden)
+
+
+def log_probabilities(model: Model, hidden: Tensor, head: Tensor | None = None) -> Tensor:
+    """Return log-probabilities [..., V] of the tokens behind hidden states [..., H].
+
+    `head` [V, H] takes the place of the model's.
+    """
+    normed = reference.rms_norm(hidden, model.final_norm, eps=model.config.rms_norm_eps)
+    return F.linear(normed, model.lm_head if head is None else head).log_softmax(-1)
+
+
+def divergences(
+    plain: tuple[Model, Tensor, Tensor | None], other: tuple[Model, Tensor, Tensor | None]
+) -> Tensor:
+    """Return the KL divergence f32[R] of the second's distributions from the first's, in nats.
+
+    Each is a model, its last hidden states [S, T, H], and a head [V, H] or None for the model's.
+    """
+    found = []
+    rows = [each[1].flatten(0, -2).split(_ROWS_OF_LOGITS) for each in (plain, other)]
+    for ours, theirs in zip(*rows, strict=True):
+        expected = log_probabilities(plain[0], ours, plain[2])
+        given = log_probabilities(other[0], theirs, other[2])
+        found.append((expected.exp() * (expected - given)).sum(-1))
+    return torch.cat(found)
+
+
+def perplexity(model: Model, hidden: Tensor, tokens: Tensor, head: Tensor | None = None) -> float:
+    """Return the perplexity of tokens i64[S, T] by their last hidden states [S, T, H]."""
+    rows, wanted = hidden[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    losses = [
+        F.nll_loss(log_probabilities(model, some, head), ids, reduction="sum").item()
+        for some, ids in zip(
+            rows.split(_ROWS_OF_LOGITS), wanted.split(_ROWS_OF_LOGITS), strict=True
+        )
+    ]
+    return float(torch.tensor(sum(losses) / len(wanted), dtype=torch.float64).exp())
+
+
+def _attention(
+    layer: DecoderLayer, config: ModelConfig, normed: Tensor, observe: Observer | None
+) -> Tensor:
+    weights = layer.weights
+    num_seqs, length, _ = normed.shape
+    rows = normed.flatten(0, 1)
+    if observe is not None:
+        observe(QKV, rows)
+    sizes = (config.q_size, config.kv_size, config.kv_size)
+    projected = F.linear(rows, _tensor(weights.qkv), weights.qkv_bias).split(sizes, dim=-1)
+    q, k, v = _normed_heads(weights, config, projected)
+    cos, sin = _rotations(config, length)
+    reference.rotate(q, k, cos.repeat(num_seqs, 1), sin.repeat(num_seqs, 1))
+    seen = reference.visible(
+        length,
+        length,
+        sliding_window=config.layers[layer.idx].sliding_window,
+        tree=None,
+        device=rows.device,
+    )
+    q, k, v = (
+        each.view(num_seqs, length, -1, config.head_dim).transpose(1, 2) for each in (q, k, v)
+    )
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    mixed = mixed.transpose(1, 2).reshape(len(rows), config.q_size)
+    if observe is not None:
+        observe(OUT, mixed)
+    return F.linear(mixed, _tensor(weights.o), weights.o_bias).view_as(normed)
+
+
+def _normed_heads(
+    weights: LayerWeights, config: ModelConfig, projected: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v [R, heads, head_dim], normed and clipped as the family has it."""
+    norms, eps = (weights.q_norm, weights.k_norm), config.rms_norm_eps
+    heads = []
+    for idx, part in enumerate(projected):
+        norm = norms[idx] if idx < len(norms) else None
+        if norm is not None and config.qk_norm == "full":
+            part = reference.rms_norm(part, norm, eps=eps)
+        if config.clip_qkv is not None:
+            part = part.clamp(-config.clip_qkv, config.clip_qkv)
+        part = part.reshape(len(part), -1, config.head_dim)
+        if norm is not None and config.qk_norm == "head":
+            part = reference.rms_norm(part, norm, eps=eps)
+        heads.append(part)
+    q, k, v = heads
+    return q.contiguous(), k.contiguous(), v
+
+
+def _rotations(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines f32[T, head_dim / 2] of positions from 0."""
+    found = inverse_frequencies(config.rope, config.head_dim, seq_len=length)
+    angles = torch.arange(length).float()[:, None] * torch.from_numpy(found.inv_freq)
+    return angles.cos() * found.attention_scaling, angles.sin() * found.attention_scaling
+
+
+def _mlp(
+    layer: DecoderLayer, config: ModelConfig, rows: Tensor, observe: Observer | None
+) -> Tensor:
+    """Return what the dense MLP, or the routed and shared experts, make of rows [R, H]."""
+    weights = layer.weights
+    mlp = weights.dense or weights.shared
+    out = torch.zeros_like(rows)
+    if mlp is not None:
+        if observe is not None:
+            observe(GATE_UP, rows)
+        bias = weights.dense.gate_up_bias if weights.dense else None
+        units = reference.swiglu(F.linear(rows, _tensor(mlp.gate_up), bias))
+        if observe is not None:
+            observe(DOWN, units)
+        bias = weights.dense.down_bias if weights.dense else None
+        out = F.linear(units, _tensor(mlp.down), bias)
+    if weights.shared is not None:
+        reference.sigmoid_gate(out, F.linear(rows, weights.shared.gate))
+    if layer.experts is None:
+        return out
+    return out + _routed(layer, layer.experts, config, rows, observe)
+
+
+def _routed(
+    layer: DecoderLayer,
+    experts: ExpertLayerWeights,
+    config: ModelConfig,
+    rows: Tensor,
+    observe: Observer | None,
+) -> Tensor:
+    assert config.moe is not None
+    assert layer.weights.router is not None
+    logits = F.linear(rows, layer.weights.router)
+    chosen, weights = reference.route(
+        logits, top_k=config.moe.top_k, renormalise=config.moe.norm_topk_prob
+    )
+    shares = torch.zeros_like(logits).scatter_(1, chosen, weights)
+    if observe is not None:
+        observe(EXPERT_GATE_UP, rows)
+        observe.routed(shares)
+    out = torch.zeros_like(rows)
+    for expert in range(config.moe.num_experts):
+        (own,) = torch.where(shares[:, expert] != 0)
+        units = reference.swiglu(
+            F.linear(rows[own] if observe is None else rows, experts.gate_up[expert])
+        )
+        if observe is not None:
+            observe(EXPERT_DOWN, units, expert)
+            units = units[own]
+        result = F.linear(units, experts.down[expert])
+        out.index_add_(0, own, result * shares[own, expert, None])
+    return out
+
+
+def last_hidden(
+    model: Model, tokens: Tensor, *, advance: Callable[[], None] | None = None
+) -> Tensor:
+    """Return the hidden states [S, T, H] behind the last layer, taking all layers of `model`."""
+    hidden = embedded(model, tokens)
+    for layer in model.layers:
+        hidden = layer_output(layer, model.config, hidden)
+        if advance is not None:
+            advance()
+    return hidden
+
+
+def _tensor(matrix: object) -> Tensor:
+    assert isinstance(matrix, Tensor)
+    return matrix

@@ -1,0 +1,159 @@
+"""A checkpoint read layer by layer, for computing with more weights than memory holds.
+
+Owns the pairing of a layer's attention half with its routed experts, and the names by which their
+matrices are known in a checkpoint. Computes nothing. Called by the rest of deploy.quantisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.checkpoint import Checkpoint
+from models.config import ModelConfig, load_model_config
+from models.families import FAMILIES, expert_name, layer_name
+from models.weights import (
+    ExpertLayerWeights,
+    LayerWeights,
+    stream_attention_weights,
+    stream_expert_weights,
+    take,
+)
+from topspin.precision import Part
+
+# What a matrix multiplies: the names of its inputs in a layer.
+QKV, OUT, GATE_UP, DOWN = "qkv", "o", "gate_up", "down"
+EXPERT_GATE_UP, EXPERT_DOWN = "expert_gate_up", "expert_down"
+
+
+class DecoderLayer(NamedTuple):
+    """One layer in fp32: experts' gate_up [E, 2F, H] and down [E, H, F], None if it is dense."""
+
+    idx: int
+    weights: LayerWeights
+    experts: ExpertLayerWeights | None
+
+
+class Matrix(NamedTuple):
+    """A matrix of a layer: `modules` are its (name in the published layout, rows), in order.
+
+    `source` names its input; `expert` is None but for routed experts.
+    """
+
+    part: Part
+    source: str
+    weight: Tensor
+    modules: tuple[tuple[str, int], ...]
+    expert: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A checkpoint of which embed [V, H], lm_head [V, H] and final_norm [H] are in memory, fp32."""
+
+    path: Path
+    config: ModelConfig
+    embed: Tensor
+    lm_head: Tensor
+    final_norm: Tensor
+    layers: Iterator[DecoderLayer]
+
+
+def open_model(path: Path) -> Model:
+    """Open the checkpoint at `path`; its layers can be taken once, and are read as they are.
+
+    Quantised matrices are dequantised. Raises ConfigError for a model that Topspin does not serve,
+    CheckpointError for tensors that are missing or of another shape.
+    """
+    config = load_model_config(path)
+    attention = stream_attention_weights(Checkpoint(path), config, dtype=torch.float32)
+    assert isinstance(attention.lm_head, Tensor)
+    return Model(
+        path=path,
+        config=config,
+        embed=attention.embed,
+        lm_head=attention.lm_head,
+        final_norm=attention.final_norm,
+        layers=_layers(path, config, take(attention.layers)),
+    )
+
+
+def _layers(
+    path: Path, config: ModelConfig, halves: Iterator[LayerWeights]
+) -> Iterator[DecoderLayer]:
+    everyone = [range(config.moe.num_experts if config.moe else 0)] * len(config.moe_layers)
+    streams = stream_expert_weights(Checkpoint(path), config, dtype=torch.float32, experts=everyone)
+    for idx, weights in enumerate(halves):
+        experts = None
+        if config.layers[idx].is_moe:
+            stream = next(streams)
+            gate_up = _stacked(stream.gate_up, len(everyone[0]))
+            experts = ExpertLayerWeights(
+                gate_up=gate_up, down=_stacked(stream.down, len(everyone[0]))
+            )
+        yield DecoderLayer(idx, weights, experts)
+
+
+def _stacked(matrices: object, count: int) -> Tensor:
+    """Return `count` matrices [O, I] as [count, O, I], each read into its place."""
+    out: Tensor | None = None
+    for idx, matrix in enumerate(matrices):  # type: ignore[call-overload]
+        out = matrix.new_empty(count, *matrix.shape) if out is None else out
+        out[idx] = matrix
+    assert out is not None
+    return out
+
+
+def matrices(layer: DecoderLayer, config: ModelConfig) -> Iterator[Matrix]:
+    """Yield the matrices of a layer that may be quantised, as views of its weights."""
+    weights, idx = layer.weights, layer.idx
+
+    def named(names: list[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+        return tuple((layer_name(idx, name), rows) for name, rows in names)
+
+    q, kv, hidden = config.q_size, config.kv_size, config.hidden_size
+    qkv = [("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)]
+    yield Matrix("attention", QKV, _numbers(weights.qkv), named(qkv))
+    yield Matrix("attention", OUT, _numbers(weights.o), named([("self_attn.o_proj", hidden)]))
+    mlp = weights.dense or weights.shared
+    if mlp is not None:
+        block = "mlp" if weights.dense else f"{block_name(config)}.shared_expert"
+        gate_up = _numbers(mlp.gate_up)
+        halves = [(f"{block}.{name}_proj", len(gate_up) // 2) for name in ("gate", "up")]
+        yield Matrix("mlp", GATE_UP, gate_up, named(halves))
+        yield Matrix("mlp", DOWN, _numbers(mlp.down), named([(f"{block}.down_proj", hidden)]))
+    if layer.experts is not None:
+        yield from _expert_matrices(layer.experts, idx, config)
+
+
+def _expert_matrices(
+    experts: ExpertLayerWeights, idx: int, config: ModelConfig
+) -> Iterator[Matrix]:
+    family, block = FAMILIES[config.family], block_name(config)
+    width = experts.down.shape[-1]
+    for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+
+        def name(projection: str, expert: int = expert) -> str:
+            found = expert_name(idx, block=block, expert_id=expert, projection=projection)
+            return found.removesuffix(".weight")
+
+        halves = ((name(family.expert_gate), width), (name(family.expert_up), width))
+        yield Matrix("experts", EXPERT_GATE_UP, gate_up, halves, expert)
+        whole = ((name(family.expert_down), config.hidden_size),)
+        yield Matrix("experts", EXPERT_DOWN, down, whole, expert)
+
+
+def block_name(config: ModelConfig) -> str:
+    """Return the published name of the MoE block inside a layer."""
+    return FAMILIES[config.family].moe_blocks[0]
+
+
+def _numbers(matrix: object) -> Tensor:
+    """Return a matrix that was read without rules of precision, and so as numbers."""
+    assert isinstance(matrix, Tensor)
+    return matrix

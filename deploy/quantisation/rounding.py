@@ -1,0 +1,135 @@
+"""Quantises the matrices of a layer, each in the format that the rules give it.
+
+Owns the choice between rounding to the nearest and compensated rounding, and doing many experts at
+once. A layer's weights become the numbers of the codes, so that what follows sees their errors.
+Knows no file. Called by deploy.quantisation's writing and sensitivity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from deploy.quantisation.compensated import compensated, inverse_factor
+from deploy.quantisation.grids import Coded, check_size, rounded
+from deploy.quantisation.inputs import LayerInputs
+from deploy.quantisation.layers import EXPERT_GATE_UP, DecoderLayer, Matrix, matrices
+from models.config import ModelConfig
+from topspin.precision import UNQUANTISED, Format, Rules, format_of
+
+Method = Literal["nearest", "compensated"]
+METHODS: Final[tuple[Method, ...]] = ("compensated", "nearest")
+# Numbers that are rounded at once, in fp32 and some copies.
+_NUMBERS_AT_ONCE: Final = 1 << 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How to quantise: int4 `compensated` (else as int8 and fp8, to the nearest), inputs per group
+    of int4 and int8, whether int4 is `symmetric`, and the `dtype` of scales."""
+
+    method: Method = "compensated"
+    group: int = 32
+    symmetric: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+def quantised(
+    layer: DecoderLayer,
+    config: ModelConfig,
+    rules: Rules,
+    rounding: Rounding,
+    inputs: LayerInputs | None,
+) -> Iterator[tuple[str, Coded]]:
+    """Yield the modules (published names) of a layer that the rules quantise, with their codes.
+
+    Their weights in `layer` are replaced meanwhile. `inputs`, with Hessians, are needed for
+    compensated rounding only. Raises ConfigError for inputs that groups do not divide.
+    """
+
+    def format_(matrix: Matrix) -> Format:
+        return format_of(rules, matrix.part, layer.idx, matrix.expert)
+
+    wanted = [each for each in matrices(layer, config) if format_(each) != UNQUANTISED]
+    wanted.sort(key=lambda each: (each.source, format_(each)))
+    for (_, weight_format), some in groupby(wanted, key=lambda each: (each.source, format_(each))):
+        alike = list(some)
+        check_size(
+            alike[0].weight.shape[1],
+            weight_format,
+            group=rounding.group,
+            name=alike[0].modules[0][0],
+        )
+        for batch in _batches(alike):
+            yield from _round(batch, weight_format, rounding, inputs)
+
+
+def _batches(alike: Sequence[Matrix]) -> Iterator[Sequence[Matrix]]:
+    """Split matrices of one shape into what is rounded at once."""
+    step = max(_NUMBERS_AT_ONCE // alike[0].weight.numel(), 1)
+    for start in range(0, len(alike), step):
+        yield alike[start : start + step]
+
+
+def _round(
+    batch: Sequence[Matrix],
+    weight_format: Format,
+    rounding: Rounding,
+    inputs: LayerInputs | None,
+) -> Iterator[tuple[str, Coded]]:
+    is_compensated = rounding.method == "compensated" and weight_format == "int4"
+    if is_compensated:
+        assert inputs is not None
+        factor = _factors(batch, inputs)
+        coded = compensated(
+            torch.stack([each.weight for each in batch]),
+            factor,
+            weight_format,
+            group=rounding.group,
+            symmetric=rounding.symmetric,
+            dtype=rounding.dtype,
+        )
+    for idx, matrix in enumerate(batch):
+        start = 0
+        for name, num_rows in matrix.modules:
+            rows = slice(start, start + num_rows)
+            start += num_rows
+            if is_compensated:
+                own = part_of(coded, idx, rows)
+            else:
+                own = rounded(
+                    matrix.weight[rows],
+                    weight_format,
+                    group=rounding.group,
+                    symmetric=rounding.symmetric,
+                    dtype=rounding.dtype,
+                )
+            matrix.weight[rows] = own.numbers()
+            yield name, own
+
+
+def part_of(coded: Coded, idx: int, rows: slice) -> Coded:
+    """Return some rows of one of several matrices in an integer format."""
+    assert coded.zeros is not None
+    return replace(
+        coded,
+        codes=coded.codes[idx, rows],
+        scales=coded.scales[idx, rows],
+        zeros=coded.zeros[idx, rows],
+    )
+
+
+def _factors(batch: Sequence[Matrix], inputs: LayerInputs) -> Tensor:
+    """Return the factors [B, I, I] of a batch, [1, I, I] if all have the same input."""
+    is_common = batch[0].source == EXPERT_GATE_UP
+    hessians = []
+    for matrix in batch[:1] if is_common else batch:
+        hessian = inputs.moments(matrix.source, matrix.expert).hessian
+        assert hessian is not None
+        hessians.append(hessian)
+    return inverse_factor(torch.stack(hessians))

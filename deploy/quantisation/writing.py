@@ -1,0 +1,276 @@
+"""Writes a quantised copy of a checkpoint, layer by layer.
+
+Owns the pass over the calibration text, the shards and their index, the copied files, and that the
+directory is complete or absent. Knows no quality. Called by deploy.quantisation.command and by
+benchmarks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deploy.quantisation.forward import embedded, layer_output
+from deploy.quantisation.grids import Coded, check_size, rounded
+from deploy.quantisation.inputs import LayerInputs
+from deploy.quantisation.layers import Matrix, block_name, matrices, open_model
+from deploy.quantisation.rounding import Rounding, quantised
+from deploy.quantisation.scheme import module_tensors, quantisation_config
+from models.checkpoint import Checkpoint
+from models.config import ModelConfig, load_model_config
+from models.families import EMBED, FAMILIES, LM_HEAD
+from topspin.errors import ConfigError
+from topspin.precision import UNQUANTISED, Format, Rules, check_rules, format_of
+
+_SHARD_BYTES: Final = 2 << 30
+_WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
+_DTYPES: Final = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def check_request(path: Path, rules: Rules) -> ModelConfig:
+    """Return the model's configuration.
+
+    Raises ConfigError if it is quantised already, or for rules that name what it does not have or
+    quantise nothing.
+    """
+    config = load_model_config(path)
+    if config.quantisation is not None:
+        raise ConfigError(
+            f"{path}: is quantised already ({config.quantisation.method}); give the checkpoint "
+            "that it was made from"
+        )
+    check_rules(
+        rules,
+        num_layers=config.num_layers,
+        moe_layers=config.moe_layers,
+        num_experts=config.moe.num_experts if config.moe else 0,
+        kernels={},
+    )
+    if all(rule.format == UNQUANTISED for rule in rules):
+        raise ConfigError("no part is to be quantised: give a format other than none to one")
+    return config
+
+
+def scale_dtype(config: ModelConfig) -> torch.dtype:
+    """Return the dtype in which a model's scales are written: its own."""
+    return _DTYPES[config.dtype]
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `path` on a clean exit and is deleted otherwise.
+
+    Raises ConfigError if `path` exists or cannot be written.
+    """
+    if path.exists():
+        raise ConfigError(f"{path}: exists already; choose another -o, or remove it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error}") from error
+    try:
+        yield directory
+        # mkdtemp's directory is private.
+        directory.chmod(0o755)
+        directory.rename(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@torch.inference_mode()
+def write_quantised(
+    source: Path,
+    directory: Path,
+    rules: Rules,
+    rounding: Rounding,
+    *,
+    tokens: Tensor,
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the checkpoint `source`, quantised by `rules`, into `directory`.
+
+    `tokens` i64[S, T] are the calibration text. `advance` is called after each layer. Needs memory
+    for a layer in fp32, its Hessians, the embeddings, and the text's hidden states.
+    """
+    config = check_request(source, rules)
+    dtype = scale_dtype(config)
+    shards = _Shards(directory)
+    formats: dict[str, Format] = {}
+    model = open_model(source)
+    hidden = embedded(model, tokens)
+    for layer in model.layers:
+        of_matrices = [(each, _format(rules, each, layer.idx)) for each in matrices(layer, config)]
+        for matrix, weight_format in of_matrices:
+            formats |= {name: weight_format for name, _ in matrix.modules}
+        inputs = None
+        if rounding.method == "compensated" and "int4" in {each for _, each in of_matrices}:
+            inputs = LayerInputs(with_hessians=True)
+            layer_output(layer, config, hidden, inputs)
+        for name, coded in quantised(layer, config, rules, rounding, inputs):
+            shards.add(name, module_tensors(coded, symmetric=rounding.symmetric, dtype=dtype))
+        hidden = layer_output(layer, config, hidden)
+        advance()
+    formats[LM_HEAD.removesuffix(".weight")] = format_of(rules, "lm_head")
+    if formats["lm_head"] != UNQUANTISED:
+        check_size(config.hidden_size, formats["lm_head"], group=rounding.group, name="lm_head")
+        head = quantised_head(model.lm_head, formats["lm_head"], rounding)
+        shards.add("lm_head", module_tensors(head, symmetric=rounding.symmetric, dtype=dtype))
+    _copy_tensors(source, config, shards, formats)
+    shards.finish()
+    _copy_files(source, directory)
+    _write_config(source, directory, formats, rounding)
+
+
+def quantised_head(head: Tensor, weight_format: Format, rounding: Rounding) -> Coded:
+    """Return an LM head [V, H] in a format, rounded to the nearest."""
+    return rounded(
+        head,
+        weight_format,
+        group=rounding.group,
+        symmetric=rounding.symmetric,
+        dtype=rounding.dtype,
+    )
+
+
+def _format(rules: Rules, matrix: Matrix, layer: int) -> Format:
+    return format_of(rules, matrix.part, layer, matrix.expert)
+
+
+class _Shards:
+    """Collects tensors, and writes a file whenever they are many."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: list[list[str]] = []
+        self._held: dict[str, Tensor] = {}
+        self._held_bytes = 0
+        self._total_bytes = 0
+
+    def add(self, module: str, tensors: dict[str, Tensor]) -> None:
+        """Add the tensors of a module."""
+        for suffix, tensor in tensors.items():
+            self.add_tensor(f"{module}.{suffix}", tensor)
+
+    def add_tensor(self, name: str, tensor: Tensor) -> None:
+        """Add a tensor by its whole name."""
+        # A clone: parts of one tensor share its memory, which safetensors refuses.
+        self._held[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self._held_bytes += tensor.nbytes
+        if self._held_bytes >= _SHARD_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        self._total_bytes += self._held_bytes
+        file = self._directory / f"{len(self._files)}.part"
+        save_file(self._held, file, metadata={"format": "pt"})
+        self._files.append(list(self._held))
+        self._held, self._held_bytes = {}, 0
+
+    def finish(self) -> None:
+        """Write the rest, and the index if there are several files."""
+        if self._held:
+            self._write()
+        count = len(self._files)
+        weight_map: dict[str, str] = {}
+        for idx, names in enumerate(self._files):
+            name = f"model-{idx + 1:05}-of-{count:05}.safetensors"
+            name = "model.safetensors" if count == 1 else name
+            (self._directory / f"{idx}.part").rename(self._directory / name)
+            weight_map |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (self._directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _copy_tensors(
+    source: Path, config: ModelConfig, shards: _Shards, formats: dict[str, Format]
+) -> None:
+    """Copy what is not quantised, MoE blocks by their published names, experts one by one."""
+    with Checkpoint(source) as checkpoint:
+        tied = config.tie_word_embeddings and EMBED not in checkpoint
+        for name in sorted(checkpoint.names):
+            published = _published(name, config)
+            if tied and name == LM_HEAD and formats["lm_head"] != UNQUANTISED:
+                published = EMBED
+            if ".experts." in published and not published.endswith(".weight"):
+                _copy_stacked(checkpoint, name, published, config, shards, formats)
+                continue
+            weight_format = formats.setdefault(published.removesuffix(".weight"), UNQUANTISED)
+            if weight_format == UNQUANTISED:
+                shards.add_tensor(published, checkpoint.read(name))
+    # Only modules of the class Linear have to be named, and no vectors.
+    for module in [each for each in formats if each.endswith(("norm", "embed_tokens", "bias"))]:
+        del formats[module]
+
+
+def _copy_stacked(
+    checkpoint: Checkpoint,
+    name: str,
+    published: str,
+    config: ModelConfig,
+    shards: _Shards,
+    formats: dict[str, Format],
+) -> None:
+    """Copy those of a layer's stacked experts that are not quantised."""
+    family = FAMILIES[config.family]
+    block, _, projection = published.rpartition(".")
+    count, num_rows, num_in = checkpoint.shape(name)
+    projections = [family.expert_down]
+    if projection == "gate_up_proj":
+        projections, num_rows = [family.expert_gate, family.expert_up], num_rows // 2
+    for expert in range(count):
+        for idx, own in enumerate(projections):
+            module = f"{block}.{expert}.{own}"
+            if formats[module] == UNQUANTISED:
+                rows = range(idx * num_rows, (idx + 1) * num_rows)
+                out = torch.empty(num_rows, num_in, dtype=scale_dtype(config))
+                checkpoint.read_into(name, out, index=expert, rows=rows)
+                shards.add_tensor(f"{module}.weight", out)
+
+
+def _published(name: str, config: ModelConfig) -> str:
+    """Return a tensor's name with the published name of the MoE block."""
+    if config.moe is None:
+        return name
+    for block in FAMILIES[config.family].moe_blocks[1:]:
+        for inside in ("gate.", "experts.", "shared_expert"):
+            name = name.replace(f".{block}.{inside}", f".{block_name(config)}.{inside}")
+    return name
+
+
+def _copy_files(source: Path, directory: Path) -> None:
+    """Copy the tokenizer, its template, the generation's defaults, and all else but weights."""
+    for file in sorted(source.iterdir()):
+        is_ours = file.name in ("config.json", "topspin_manifest.json")
+        if file.is_file() and not is_ours and not any(file.match(each) for each in _WEIGHTS):
+            shutil.copyfile(file, directory / file.name)
+
+
+def _write_config(
+    source: Path, directory: Path, formats: dict[str, Format], rounding: Rounding
+) -> None:
+    raw: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if formats["lm_head"] != UNQUANTISED:
+        raw["tie_word_embeddings"] = False
+    raw["quantization_config"] = quantisation_config(
+        formats, group=rounding.group, symmetric=rounding.symmetric
+    )
+    text = json.dumps(raw, indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
