@@ -6,7 +6,6 @@ Owns the flags and what is printed. Loaded by topspin.cli when it is run.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.quantisation import text
@@ -26,14 +25,8 @@ from topspin.plan_file import read_plan
 from topspin.precision import Rules
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    result = argparse.ArgumentParser(
-        prog="topspin quantize",
-        description="Write a checkpoint with quantised matrices, in the form of "
-        "compressed-tensors, and measure its quality.",
-        allow_abbrev=False,
-    )
+def add_arguments(result: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
     result.add_argument("model", metavar="MODEL", help="the checkpoint: a directory or a name")
     what = result.add_mutually_exclusive_group(required=True)
     what.add_argument("--bits", metavar="SPEC", help=BITS_HELP)
@@ -74,12 +67,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="another text, to measure with",
     )
-    return result
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status. Raises ConfigError and QualityMissed."""
-    args = parser().parse_args(argv)
     if args.max_kl is not None and not args.max_kl >= 0:
         raise ConfigError(f"--max-kl {args.max_kl}: must be 0 or more")
     source = resolve_model(args.model)

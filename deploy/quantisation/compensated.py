@@ -29,7 +29,8 @@ def inverse_factor(hessian: Tensor) -> Tensor:
     extra = torch.where(diagonal > 0, _DAMPING * mean, mean)
     damped = hessian + torch.diag_embed(extra)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor
 
 
 def compensated(

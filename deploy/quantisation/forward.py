@@ -81,7 +81,7 @@ def divergences(
     Each is a model, its last hidden states [S, T, H], and a head [V, H] or None for the model's.
     """
     found = []
-    rows = [each[1].flatten(0, -2).split(_ROWS_OF_LOGITS) for each in (plain, other)]
+    rows = [torch.split(each[1].flatten(0, -2), _ROWS_OF_LOGITS) for each in (plain, other)]
     for ours, theirs in zip(*rows, strict=True):
         expected = log_probabilities(plain[0], ours, plain[2])
         given = log_probabilities(other[0], theirs, other[2])
@@ -95,7 +95,7 @@ def perplexity(model: Model, hidden: Tensor, tokens: Tensor, head: Tensor | None
     losses = [
         F.nll_loss(log_probabilities(model, some, head), ids, reduction="sum").item()
         for some, ids in zip(
-            rows.split(_ROWS_OF_LOGITS), wanted.split(_ROWS_OF_LOGITS), strict=True
+            torch.split(rows, _ROWS_OF_LOGITS), torch.split(wanted, _ROWS_OF_LOGITS), strict=True
         )
     ]
     return float(torch.tensor(sum(losses) / len(wanted), dtype=torch.float64).exp())
@@ -110,7 +110,7 @@ def _attention(
     if observe is not None:
         observe(QKV, rows)
     sizes = (config.q_size, config.kv_size, config.kv_size)
-    projected = F.linear(rows, _tensor(weights.qkv), weights.qkv_bias).split(sizes, dim=-1)
+    projected = torch.split(F.linear(rows, _tensor(weights.qkv), weights.qkv_bias), sizes, dim=-1)
     q, k, v = _normed_heads(weights, config, projected)
     cos, sin = _rotations(config, length)
     reference.rotate(q, k, cos.repeat(num_seqs, 1), sin.repeat(num_seqs, 1))

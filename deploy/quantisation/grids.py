@@ -116,7 +116,7 @@ def rounded(
     if weight_format == "fp8":
         return _fp8(weight, dtype)
     symmetric = symmetric or weight_format == "int8"
-    groups = weight.unflatten(-1, (-1, group))
+    groups = weight.reshape(*weight.shape[:-1], -1, group)
     steps, zeros = steps_of(groups, weight_format, symmetric=symmetric, dtype=dtype)
     top = (1 << BITS[weight_format]) - 1
     codes = (groups / steps[..., None] + zeros[..., None]).round_().clamp_(0, top)
@@ -128,7 +128,8 @@ def rounded(
 def _fp8(weight: Tensor, dtype: torch.dtype) -> Coded:
     num_out, num_in = weight.shape[-2:]
     padded = F.pad(weight, (0, -num_in % BLOCK, 0, -num_out % BLOCK))
-    blocks = padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+    rows, columns = (size // BLOCK for size in padded.shape[-2:])
+    blocks = padded.view(*padded.shape[:-2], rows, BLOCK, columns, BLOCK)
     scales = (blocks.abs().amax((-3, -1)) / FP8_MAX).to(dtype).float()
     scales = torch.where(scales > 0, scales, 1.0)
     quotients = (weight / widened(scales, weight.shape)).clamp_(-FP8_MAX, FP8_MAX)

@@ -6,7 +6,7 @@ matrices are known in a checkpoint. Computes nothing. Called by the rest of depl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -99,10 +99,11 @@ def _layers(
         yield DecoderLayer(idx, weights, experts)
 
 
-def _stacked(matrices: object, count: int) -> Tensor:
+def _stacked(matrices: Iterable[object], count: int) -> Tensor:
     """Return `count` matrices [O, I] as [count, O, I], each read into its place."""
     out: Tensor | None = None
-    for idx, matrix in enumerate(matrices):  # type: ignore[call-overload]
+    for idx, each in enumerate(matrices):
+        matrix = _numbers(each)
         out = matrix.new_empty(count, *matrix.shape) if out is None else out
         out[idx] = matrix
     assert out is not None

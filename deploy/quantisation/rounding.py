@@ -102,15 +102,20 @@ def _round(
             if is_compensated:
                 own = part_of(coded, idx, rows)
             else:
-                own = rounded(
-                    matrix.weight[rows],
-                    weight_format,
-                    group=rounding.group,
-                    symmetric=rounding.symmetric,
-                    dtype=rounding.dtype,
-                )
+                own = nearest(matrix.weight[rows], weight_format, rounding)
             matrix.weight[rows] = own.numbers()
             yield name, own
+
+
+def nearest(weight: Tensor, weight_format: Format, rounding: Rounding) -> Coded:
+    """Return a matrix [O, I] in a format, rounded to the nearest."""
+    return rounded(
+        weight,
+        weight_format,
+        group=rounding.group,
+        symmetric=rounding.symmetric,
+        dtype=rounding.dtype,
+    )
 
 
 def part_of(coded: Coded, idx: int, rows: slice) -> Coded:

@@ -129,4 +129,4 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     padded = F.pad(codes, (0, -codes.shape[1] % (32 // bits)))
     if bits == 4:
         padded = padded[:, 0::2] | padded[:, 1::2] << 4
-    return padded.contiguous().view(torch.int32)
+    return padded.reshape(-1).view(torch.int32).view(len(codes), -1)

@@ -36,6 +36,7 @@ def parse_bits(text: str) -> Rules:
     Raises ConfigError naming what cannot be read.
     """
     rules: list[PrecisionRule] = []
+    head = PrecisionRule(format="none", part="lm_head")
     for item in _COMMA_OUTSIDE.split(text):
         found = _ITEM.match(item.strip())
         if found is None:
@@ -44,13 +45,18 @@ def parse_bits(text: str) -> Rules:
         if name not in _FORMATS:
             raise ConfigError(f"--bits {text}: {name!r} is no format; choose {', '.join(_FORMATS)}")
         if wanted is None:
-            parts = [part for part in _PARTS if part != "lm_head"]
-        else:
-            parts = [part for part in _PARTS if part == wanted]
+            rules.append(PrecisionRule(format=_FORMATS[name]))
+            continue
+        parts: list[Part] = [part for part in _PARTS if part == wanted]
         if not parts:
             raise ConfigError(f"--bits {text}: {wanted!r} is no part; choose {', '.join(_PARTS)}")
         layers = None if found["layers"] is None else _layers(found["layers"], text)
-        rules += [PrecisionRule(format=_FORMATS[name], part=part, layers=layers) for part in parts]
+        rule = PrecisionRule(format=_FORMATS[name], part=parts[0], layers=layers)
+        if rule.part == "lm_head":
+            head = rule
+        else:
+            rules.append(rule)
+    rules.append(head)
     return tuple(rules)
 
 

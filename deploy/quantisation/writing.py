@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deploy.quantisation.forward import embedded, layer_output
-from deploy.quantisation.grids import Coded, check_size, rounded
+from deploy.quantisation.grids import check_size
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import Matrix, block_name, matrices, open_model
-from deploy.quantisation.rounding import Rounding, quantised
+from deploy.quantisation.rounding import Rounding, nearest, quantised
 from deploy.quantisation.scheme import module_tensors, quantisation_config
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
@@ -129,23 +129,12 @@ def write_quantised(
     formats[LM_HEAD.removesuffix(".weight")] = format_of(rules, "lm_head")
     if formats["lm_head"] != UNQUANTISED:
         check_size(config.hidden_size, formats["lm_head"], group=rounding.group, name="lm_head")
-        head = quantised_head(model.lm_head, formats["lm_head"], rounding)
+        head = nearest(model.lm_head, formats["lm_head"], rounding)
         shards.add("lm_head", module_tensors(head, symmetric=rounding.symmetric, dtype=dtype))
     _copy_tensors(source, config, shards, formats)
     shards.finish()
     _copy_files(source, directory)
     _write_config(source, directory, formats, rounding)
-
-
-def quantised_head(head: Tensor, weight_format: Format, rounding: Rounding) -> Coded:
-    """Return an LM head [V, H] in a format, rounded to the nearest."""
-    return rounded(
-        head,
-        weight_format,
-        group=rounding.group,
-        symmetric=rounding.symmetric,
-        dtype=rounding.dtype,
-    )
 
 
 def _format(rules: Rules, matrix: Matrix, layer: int) -> Format:

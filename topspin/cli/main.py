@@ -1,4 +1,4 @@
-"""The `topspin` command: serve, pull, chat, plan, collect-env.
+"""The `topspin` command: serve, pull, chat, plan, quantize and others.
 
 Owns the commands, the check that the installation is sound, and the messages and exit statuses for
 errors (2: the request is invalid, 1: it failed). Loads a command's module only when that command is
@@ -35,6 +35,7 @@ BENCHMARKS = (
     "placement",
     "quantization",
     "retrieval",
+    "sensitivity",
     "serve",
     "spec",
     "startup",
@@ -172,7 +173,20 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    command = importlib.import_module("deploy.profiling.command")
+    _add_of("deploy.profiling.command", parser)
+
+
+def _add_quantize(parser: argparse.ArgumentParser) -> None:
+    _add_of("deploy.quantisation.command", parser)
+
+
+def _add_sensitivity(parser: argparse.ArgumentParser) -> None:
+    _add_of("deploy.quantisation.sensitivity_command", parser)
+
+
+def _add_of(name: str, parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a command whose module `name` imports torch."""
+    command = importlib.import_module(name)
     add: Callable[[argparse.ArgumentParser], None] = command.add_arguments
     add(parser)
     parser.set_defaults(run=command.run)
@@ -214,6 +228,8 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "bench": ("Measure a part of Topspin; prints a table and writes JSON.", _add_bench),
     "plan": ("Plan an engine for a cluster, a model and a workload.", _add_plan),
     "profile": ("Measure this device for topspin plan.", _add_profile),
+    "quantize": ("Write a quantised checkpoint and measure its quality.", _add_quantize),
+    "sensitivity": ("Predict what each layer loses in each precision.", _add_sensitivity),
     "trace": ("Show what every node of a running server did lately.", _add_trace),
     "collect-env": ("Print versions and machine facts for a bug report.", _add_collect_env),
 }

@@ -27,7 +27,7 @@ SIZES = {
     "qwen3_moe": {},
     "olmoe": {"intermediate_size": 64},
 }
-MIXED = "experts=4,experts[1]=8,attention=8,attention[0]=fp8,mlp=4,lm_head=8"
+MIXED = "experts=8,experts[0]=4,attention=8,attention[0]=fp8,mlp=4,lm_head=8"
 DENSE = "mlp=4,mlp[1]=8,attention=8,attention[0]=fp8,lm_head=8"
 
 

@@ -1,0 +1,207 @@
+"""How much each layer's part loses in each format: an indicator, and the divergence it predicts.
+
+Owns the indicator of LLM-PQ (Zhao et al., 2024) on real grids, measuring single parts, and the
+prediction of the others. Knows no file of results. Called by
+deploy.quantisation.sensitivity_command and by benchmarks.
+
+The indicator of a part is the sum over its matrices and their numbers of s^2 / 12 * Var(x): the
+variance that rounding to a grid of step s adds to the outputs for inputs x. An expert's counts as
+often as its output does: times the mean square of its routing weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deploy.quantisation.forward import divergences, embedded, layer_output
+from deploy.quantisation.grids import check_size, rounding_variance
+from deploy.quantisation.inputs import LayerInputs, Moments
+from deploy.quantisation.layers import DecoderLayer, Model, matrices, open_model
+from deploy.quantisation.rounding import Rounding, nearest, quantised
+from kernels.reference import rms_norm
+from models.config import ModelConfig
+from topspin.precision import LM_HEAD_FORMATS, Format, Part, PrecisionRule
+
+FORMATS: Final[tuple[Format, ...]] = ("int8", "int4", "fp8")
+# A divergence below this is the rounding of fp32.
+_LEAST_KL: Final = 1e-9
+_LEAST_INDICATOR: Final = 1e-30
+
+
+class Single(NamedTuple):
+    """One part of one layer (None: the LM head) in one format."""
+
+    layer: int | None
+    part: Part
+    format: Format
+
+
+class Found(NamedTuple):
+    """Indicators of all singles, and mean KL in nats per token of those that were measured."""
+
+    indicators: Mapping[Single, float]
+    measured: Mapping[Single, float]
+
+
+@torch.inference_mode()
+def find(
+    path: Path,
+    *,
+    calibration: Tensor,
+    held_out: Tensor,
+    measured: Collection[tuple[int, Part]],
+    rounding: Rounding,
+    formats: Sequence[Format] = FORMATS,
+    advance: Callable[[], None] = lambda: None,
+) -> Found:
+    """Take the layers of the checkpoint at `path` once, and return what was found.
+
+    Each layer's part in `measured` is quantised alone, in each format, and its hidden states go on
+    beside the original's: memory is that of a layer and of all these hidden states of `held_out`.
+    Both texts are i64[S, T]. Raises ConfigError for inputs that groups do not divide.
+    """
+    model = open_model(path)
+    config = model.config
+    plain, calibrated = embedded(model, held_out), embedded(model, calibration)
+    streams: dict[Single, Tensor] = {}
+    indicators: dict[Single, float] = {}
+    for layer in model.layers:
+        own = [part for at, part in measured if at == layer.idx]
+        inputs = LayerInputs(with_hessians=bool(own))
+        calibrated = layer_output(layer, config, calibrated, inputs)
+        indicators |= _indicators(layer, config, inputs, rounding, formats)
+        for single, hidden in streams.items():
+            streams[single] = layer_output(layer, config, hidden)
+        for part in own:
+            for weight_format in formats:
+                single = Single(layer.idx, part, weight_format)
+                with _alone(layer, config, single, rounding, inputs):
+                    streams[single] = layer_output(layer, config, plain)
+        plain = layer_output(layer, config, plain)
+        advance()
+    divergence = {
+        single: divergences((model, plain, None), (model, hidden, None)).mean().item()
+        for single, hidden in streams.items()
+    }
+    for single, indicator, kl in _of_head(model, plain, calibrated, rounding, formats):
+        indicators[single], divergence[single] = indicator, kl
+    return Found(indicators, divergence)
+
+
+def predicted(found: Found, known: Collection[tuple[int, Part]]) -> dict[Single, float]:
+    """Return the mean KL that each single adds, by those measured in the `known` layers' parts.
+
+    The divergence per unit of the indicator is interpolated over layers, as a logarithm, for each
+    part and format. What was measured stays, and the LM head always is.
+    """
+    ratios: dict[tuple[Part, Format], dict[int, float]] = defaultdict(dict)
+    for single, kl in found.measured.items():
+        if single.layer is not None and (single.layer, single.part) in known:
+            ratio = max(kl, _LEAST_KL) / max(found.indicators[single], _LEAST_INDICATOR)
+            ratios[single.part, single.format][single.layer] = math.log(ratio)
+    result = {}
+    for single, indicator in found.indicators.items():
+        if single.layer is None or (single.layer, single.part) in known:
+            result[single] = max(found.measured[single], 0.0)
+            continue
+        own = ratios[single.part, single.format]
+        at = sorted(own)
+        log_ratio = np.interp(single.layer, at, [own[each] for each in at])
+        result[single] = indicator * math.exp(float(log_ratio))
+    return result
+
+
+def parts_of(config: ModelConfig) -> dict[Part, tuple[int, ...]]:
+    """Return the layers that have each part, without the LM head."""
+    layers = tuple(range(config.num_layers))
+    has_shared = config.moe is not None and config.moe.shared_intermediate_size is not None
+    found: dict[Part, tuple[int, ...]] = {
+        "attention": layers,
+        "mlp": tuple(each for each in layers if has_shared or each not in config.moe_layers),
+        "experts": config.moe_layers,
+    }
+    return {part: own for part, own in found.items() if own}
+
+
+def sampled(config: ModelConfig, per_part: int) -> frozenset[tuple[int, Part]]:
+    """Return `per_part` layers of each part, evenly from its first to its last."""
+    return frozenset(
+        (layers[int(place)], part)
+        for part, layers in parts_of(config).items()
+        for place in np.linspace(0, len(layers) - 1, min(per_part, len(layers))).round()
+    )
+
+
+def _indicators(
+    layer: DecoderLayer,
+    config: ModelConfig,
+    inputs: LayerInputs,
+    rounding: Rounding,
+    formats: Sequence[Format],
+) -> dict[Single, float]:
+    result: dict[Single, float] = defaultdict(float)
+    for matrix in matrices(layer, config):
+        moments = inputs.moments(matrix.source, matrix.expert)
+        share = 1.0
+        if matrix.expert is not None:
+            assert inputs.shares is not None
+            share = inputs.shares[matrix.expert].item()
+        for weight_format in formats:
+            name = matrix.modules[0][0]
+            omega = indicator(matrix.weight, moments, weight_format, rounding, name=name)
+            result[Single(layer.idx, matrix.part, weight_format)] += share * omega
+    return result
+
+
+def indicator(
+    weight: Tensor, moments: Moments, weight_format: Format, rounding: Rounding, *, name: str
+) -> float:
+    """Return the indicator of one matrix [O, I], `name` in messages, and its inputs."""
+    check_size(weight.shape[1], weight_format, group=rounding.group, name=name)
+    coded = nearest(weight, weight_format, rounding)
+    return float((rounding_variance(coded) * moments.variance).sum())
+
+
+@contextmanager
+def _alone(
+    layer: DecoderLayer,
+    config: ModelConfig,
+    single: Single,
+    rounding: Rounding,
+    inputs: LayerInputs,
+) -> Iterator[None]:
+    """Quantise one part of a layer while the block runs."""
+    own = [each.weight for each in matrices(layer, config) if each.part == single.part]
+    kept = [weight.clone() for weight in own]
+    rules = (PrecisionRule(format=single.format, part=single.part),)
+    for _ in quantised(layer, config, rules, rounding, inputs):
+        pass
+    yield
+    for weight, before in zip(own, kept, strict=True):
+        weight.copy_(before)
+
+
+def _of_head(
+    model: Model, hidden: Tensor, calibrated: Tensor, rounding: Rounding, formats: Sequence[Format]
+) -> Iterator[tuple[Single, float, float]]:
+    """Yield the LM head in each format that it can have, its indicator and measured KL."""
+    inputs = LayerInputs(with_hessians=False)
+    normed = rms_norm(calibrated, model.final_norm, eps=model.config.rms_norm_eps)
+    inputs("lm_head", normed.flatten(0, -2))
+    for weight_format in formats:
+        if weight_format not in LM_HEAD_FORMATS:
+            continue
+        head, moments = model.lm_head, inputs.moments("lm_head")
+        omega = indicator(head, moments, weight_format, rounding, name="lm_head")
+        coded = nearest(head, weight_format, rounding).numbers()
+        kl = divergences((model, hidden, None), (model, hidden, coded)).mean().item()
+        yield Single(None, "lm_head", weight_format), omega, kl

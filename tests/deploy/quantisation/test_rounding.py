@@ -1,0 +1,54 @@
+"""Grids and rounding against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deploy.quantisation.compensated import compensated, inverse_factor
+from deploy.quantisation.grids import rounded, rounding_variance
+from topspin.precision import Format
+
+
+def matrix(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("weight_format", ["int4", "int8", "fp8"])
+def test_the_variance_of_rounding_is_that_of_its_errors(weight_format: Format) -> None:
+    weight = matrix(256, 256)
+    coded = rounded(weight, weight_format, group=32, symmetric=False, dtype=torch.float32)
+
+    errors = (coded.numbers() - weight).square()
+
+    assert rounding_variance(coded).mean() == pytest.approx(errors.mean().item(), rel=0.2)
+
+
+def test_compensated_outputs_are_nearer() -> None:
+    mixing = matrix(64, 64, seed=1)
+    rows = matrix(512, 64, seed=2) @ mixing
+    weight = matrix(2, 48, 64)
+    options = {"group": 32, "symmetric": False, "dtype": torch.bfloat16}
+
+    factor = inverse_factor((rows.T @ rows)[None])
+    ours = compensated(weight, factor, "int4", **options).numbers()  # type: ignore[arg-type]
+    plain = rounded(weight, "int4", **options).numbers()  # type: ignore[arg-type]
+
+    def error(other: torch.Tensor) -> float:
+        return (rows @ (other - weight).mT).square().mean().item()
+
+    assert error(ours) < 0.7 * error(plain)
+
+
+def test_inputs_that_are_always_zero() -> None:
+    rows = matrix(16, 64)
+    rows[:, 5] = 0
+    weight = matrix(1, 32, 64)
+    factor = inverse_factor((rows.T @ rows)[None])
+
+    coded = compensated(
+        weight, factor, "int4", group=32, symmetric=True, dtype=torch.bfloat16
+    ).numbers()
+
+    assert torch.isfinite(coded).all()
+    assert (coded - weight).abs().max() < 3
