@@ -109,7 +109,7 @@ def _attention(
     rows = normed.flatten(0, 1)
     if observe is not None:
         observe(QKV, rows)
-    sizes = (config.q_size, config.kv_size, config.kv_size)
+    sizes = [config.q_size, config.kv_size, config.kv_size]
     projected = torch.split(F.linear(rows, _tensor(weights.qkv), weights.qkv_bias), sizes, dim=-1)
     q, k, v = _normed_heads(weights, config, projected)
     cos, sin = _rotations(config, length)
