@@ -6,22 +6,35 @@ import argparse
 from pathlib import Path
 
 from attention_nodes.model_runner import ModelRunner
+from attention_nodes.relay import Relay
 from attention_nodes.worker import AttentionWorker, MakeDrafter, text_drafter
 from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.hello import Identity
-from m2n_comm.net import AttentionNet, wait_policy
-from m2n_comm.open import connect_attention
+from m2n_comm.host.stage_link import StageLink
+from m2n_comm.net import AttentionNet, stage_shape, wait_policy
+from m2n_comm.open import connect_attention, connect_stage
 from m2n_comm.waits import Waits
 from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
 from topspin.logs import start_logging
 from topspin.messages import Welcome
 from topspin.node_life import NodeLife, run_node
+from topspin.plan import NodeConfig
 from topspin.process import follow_parent
 
 # Experts accept once they have loaded, which may take long; the scheduler ends the wait if one of
 # them is lost (Inbox.check).
 CONNECT_TIMEOUT_S = 3600.0
+
+
+def waits_of(config: NodeConfig, life: NodeLife) -> Waits:
+    """Return how a node waits for its peers."""
+    return Waits(
+        timeout_s=CONNECT_TIMEOUT_S,
+        policy=wait_policy(config),
+        check=life.check,
+        resume=life.progress.beat,
+    )
 
 
 def connect_worker(
@@ -46,16 +59,35 @@ def connect_worker(
             ),
             topology.experts,
             welcome.table,
-            Waits(
-                timeout_s=CONNECT_TIMEOUT_S,
-                policy=wait_policy(config),
-                check=life.check,
-                resume=life.progress.beat,
-            ),
+            waits_of(config, life),
             runtime=open_runtime(node.device) if node.place.is_device else None,
             max_rows=node.max_num_batched_tokens,
             link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
         )
+
+    def relay(welcome: Welcome, runner: ModelRunner, life: NodeLife) -> Relay:
+        config, topology = welcome.config, welcome.topology
+        links: list[StageLink] = []
+        for stage, each in enumerate(config.stages):
+            if each.of != index:
+                continue
+            peer = topology.stages[stage]
+            assert peer is not None, "an attention node serves with all its stages"
+            link = connect_stage(
+                Identity(
+                    role="attention",
+                    index=index,
+                    incarnation=life.incarnation,
+                    shape=stage_shape(config, runner.hidden_size, each),
+                    generation=topology.generation,
+                ),
+                stage,
+                peer,
+                waits_of(config, life),
+                link=LinkEmulation(latency_us=config.link.latency_us, gbps=config.link.gbps),
+            )
+            links.append(link)
+        return Relay(links)
 
     worker = AttentionWorker(
         control,
@@ -63,6 +95,7 @@ def connect_worker(
         model_path=model_path,
         open_net=connect,
         make_drafter=make_drafter,
+        open_relay=relay,
     )
     worker.introduce()
     worker.serve()

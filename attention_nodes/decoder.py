@@ -9,7 +9,7 @@ Dimensions: T tokens, H hidden, N query heads, G kv heads, D head size, V vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,8 +50,8 @@ class Layer:
     shared_gate: LinearWeight | None
 
 
-class Decoder:
-    """One runner's layers. Its only state between calls is the KV cache `kv`.
+class Layers:
+    """One node's layers. Its only state between calls is the KV cache `kv` of these layers.
 
     `codes` are those of its keys by layer, where sequences may attend to a selection of them.
     `watch`, if set, is shown each layer's attention; such a step is not recorded. `experts` are
@@ -61,13 +61,14 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: AttentionWeights,
+        weights: list[LayerWeights] | Iterator[LayerWeights],
         ops: Ops,
         kv_cache: KvCache,
         *,
         precision: Rules = (),
+        first: int = 0,
     ) -> None:
-        """Pack `weights`, layer by layer; each original is dropped as soon as it is packed."""
+        """Pack `weights`, those of layer `first` first; each original is dropped once packed."""
         self.config = config
         self.ops = ops
         self.kv = kv_cache
@@ -75,13 +76,11 @@ class Decoder:
         self.watch: Watch | None = None
         self.experts: LocalExperts | None = None
         self._scale = config.head_dim**-0.5
-        self._embed = weights.embed
-        self._final_norm = weights.final_norm
-        self._lm_head = ops.pack_linear(weights.lm_head, format_of(precision, "lm_head"))
+        self._first = first
         moe_idx = {layer: idx for idx, layer in enumerate(config.moe_layers)}
         self.layers = [
             self._pack(idx, moe_idx.get(idx), layer, precision)
-            for idx, layer in enumerate(take(weights.layers))
+            for idx, layer in enumerate(take(weights), start=first)
         ]
 
     def _pack(
@@ -130,13 +129,9 @@ class Decoder:
             max_query_len=num_rows,
             max_context_len=num_rows,
         )
-        query = self._embed.new_zeros(num_rows, config.num_heads, config.head_dim)
+        query = self.layers[0].input_norm.new_zeros(num_rows, config.num_heads, config.head_dim)
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         self.ops.paged_attention(query, keys, values, meta, scale=1.0)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the initial residual stream [T, H] of tokens i64[T]."""
-        return self.ops.embed(tokens, self._embed)
 
     def attention_half(
         self, layer: Layer, residual: Tensor, delta: Tensor | None, inputs: MicroBatchInputs
@@ -150,7 +145,8 @@ class Decoder:
             normed = ops.rms_norm(residual, layer.input_norm, eps=eps)
         else:
             normed = ops.add_rms_norm(delta, residual, layer.input_norm, eps=eps)
-        keys, values = self.kv.keys[layer.idx], self.kv.values[layer.idx]
+        place = layer.idx - self._first
+        keys, values = self.kv.keys[place], self.kv.values[place]
         q, k, v = self._project(layer, normed)
         has_head_norms = self.config.qk_norm == "head"
         q_norm, k_norm = (layer.q_norm, layer.k_norm) if has_head_norms else (None, None)
@@ -232,6 +228,29 @@ class Decoder:
         if layer.shared_gate is not None:
             self.ops.sigmoid_gate(out, self.ops.linear(normed, layer.shared_gate))
         return out
+
+
+class Decoder(Layers):
+    """A model's two ends and its layers, or the first of them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: AttentionWeights,
+        ops: Ops,
+        kv_cache: KvCache,
+        *,
+        precision: Rules = (),
+    ) -> None:
+        """Pack `weights`; see Layers."""
+        self._embed = weights.embed
+        self._final_norm = weights.final_norm
+        self._lm_head = ops.pack_linear(weights.lm_head, format_of(precision, "lm_head"))
+        super().__init__(config, weights.layers, ops, kv_cache, precision=precision)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the initial residual stream [T, H] of tokens i64[T]."""
+        return self.ops.embed(tokens, self._embed)
 
     def logits(self, residual: Tensor, out: Tensor | None = None) -> Tensor:
         """Return fp32 logits [R, V], `out` if given, of finished residual rows [R, H]."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention_nodes.decoder import Decoder
 from attention_nodes.rally import Flight, rally
+from attention_nodes.relay import Relay
 from attention_nodes.step_inputs import Slices, StepInputs
 from kernels.runtime import Event
 from m2n_comm.net import AttentionNet
@@ -101,15 +102,20 @@ def run_layers(
     trace: Stamps | None,
     beat: Beat | None,
     meanwhile: Callable[[], bool] | None = None,
+    relay: Relay | None = None,
 ) -> Tensor:
     """Run a step's micro-batches through all layers; return the final rows [T, H].
 
-    `combined` fp32 [>= T, H] is the buffer for the sums of the experts' answers.
+    `combined` fp32 [>= T, H] is the buffer for the sums of the experts' answers. `relay` has the
+    rows pass through the layers that the decoder lacks.
     """
     residual = decoder.embed(inputs.tokens)
     flights = []
     for part in inputs.parts:
         rows = slice(part.start, part.start + part.num_tokens)
         flights.append(Flight(inputs=part, residual=residual[rows], combined=combined[rows]))
-    rally(decoder, net, flights, trace, beat=beat, meanwhile=meanwhile)
+    leave = None if relay is None else relay.leave
+    rally(decoder, net, flights, trace, beat=beat, meanwhile=meanwhile, leave=leave)
+    if relay is not None:
+        relay.take_back(flights)
     return residual

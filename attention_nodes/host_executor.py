@@ -16,6 +16,7 @@ from torch import Tensor
 from attention_nodes.decoder import Decoder
 from attention_nodes.executor import Ran, Receipt, run_layers
 from attention_nodes.recorded_steps import Key, key_of, recorded_steps
+from attention_nodes.relay import Relay
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.scores import score
 from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
@@ -47,6 +48,8 @@ class HostExecutor:
         max_tokens: int,
         recordings: bool = False,
     ) -> None:
+        """`relay`, once set, passes rows on to stages; such steps are not recorded."""
+        self.relay: Relay | None = None
         self._decoder = decoder
         self._rotary = rotary
         self._stream = runtime.current_stream()
@@ -85,6 +88,8 @@ class HostExecutor:
     def _key(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Key | None:
         if self._steps is None or not (net is None or net.is_graph_safe):
             return None
+        if self.relay is not None:
+            return None
         if self._decoder.watch is not None or any(each.scored for each in micro_batches):
             return None
         return key_of(micro_batches)
@@ -109,6 +114,7 @@ class HostExecutor:
             trace=trace,
             beat=beat,
             meanwhile=meanwhile,
+            relay=self.relay,
         )
         rallied = self._stream.record(timed=True)
         if trace is not None:

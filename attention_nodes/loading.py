@@ -33,7 +33,7 @@ from kernels.expert_layers import rows_to_warm_up
 from kernels.runtime import open_runtime
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
-from models.config import load_model_config
+from models.config import ModelConfig, load_model_config
 from models.unused_tensors import describe_unused, unused_tensors
 from models.weights import stream_attention_weights
 from spec_decode.draft import Drafter
@@ -70,7 +70,8 @@ def load_runner(
     model = load_model_config(path, config.model.hf_overrides)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     block_size = config.kv_cache.block_size
-    layers = kv_cache.layer_specs(model, dtype, config.kv_cache)
+    own = held_layers(config, model)
+    layers = kv_cache.layer_specs(model, dtype, config.kv_cache)[own.start : own.stop]
     block_bytes = kv_cache.bytes_per_block(layers, block_size=block_size)
     num_assigned = spilled_blocks(config, layers)
     code_bytes = bytes_beside(model, config, layers)
@@ -89,7 +90,12 @@ def load_runner(
     checkpoint = Checkpoint(path)
     with fitting(runtime, "the weights of attention"):
         weights = stream_attention_weights(
-            checkpoint, model, dtype=dtype, device=runtime.device, precision=config.precision
+            checkpoint,
+            model,
+            dtype=dtype,
+            device=runtime.device,
+            precision=config.precision,
+            layers=own,
         )
         slow = config.node.slow
         make = Decoder if slow == 1 else partial(SlowDecoder, slow=slow)
@@ -106,7 +112,7 @@ def load_runner(
                 per_expert=config.execution.deterministic,
             )
     unused = unused_tensors(checkpoint.names, model, read=checkpoint.tensors_read)
-    if unused:
+    if unused and len(own) == model.num_layers:
         _log.warning("%s: config.json leaves unused %s", path, describe_unused(unused))
     if config.attention.kv_cache_bytes is None or runtime.is_asynchronous:
         dry = ModelRunner(model, decoder, cache.num_blocks, without_spill(config), runtime)
@@ -149,6 +155,11 @@ def load_runner(
         runtime.prepare_capture()
     release_freed_memory()
     return runner
+
+
+def held_layers(config: NodeConfig, model: ModelConfig) -> range:
+    """Return the decoder layers of a node."""
+    return range(*(config.node.layers or (0, model.num_layers)))
 
 
 def _rehearse(

@@ -29,6 +29,7 @@ from attention_nodes.host_executor import HostExecutor
 from attention_nodes.launched import LaunchedStep, check_of
 from attention_nodes.long_contexts import LongContexts
 from attention_nodes.plan_chain import PlanChain
+from attention_nodes.relay import Relay
 from attention_nodes.retrieval import KeyIndex
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampled, Sampler
@@ -36,7 +37,7 @@ from attention_nodes.scores import report
 from attention_nodes.sequences import IntArray, Limits, SequenceTable
 from attention_nodes.step_inputs import Slices, slice_up
 from kernels.runtime import HostRuntime, Runtime
-from m2n_comm.net import AttentionNet, NetShape, NetTimes
+from m2n_comm.net import NO_TIMES, AttentionNet, NetShape, NetTimes
 from models.config import ModelConfig
 from spec_decode.draft import Draft, Drafter
 from topspin.logs import about
@@ -112,6 +113,7 @@ class ModelRunner:
         )
         self._executor = self._make_executor(config)
         self._launched: deque[LaunchedStep] = deque()
+        self._relay: Relay | None = None
         self.trace = ring_of(config)
         self._finished_s: float | None = None
 
@@ -237,6 +239,16 @@ class ModelRunner:
         layers = set(range(len(self._model.moe_layers)))
         return set() if net is None else layers - net.local
 
+    @property
+    def hidden_size(self) -> int:
+        """Return the numbers in a row of the residual stream."""
+        return self._model.hidden_size
+
+    def use_relay(self, relay: Relay | None) -> None:
+        """Have rows pass through stages; None: until then no step may be launched, or no more."""
+        assert isinstance(self._executor, HostExecutor), "a plan has no stages of such nodes"
+        self._relay = self._executor.relay = relay
+
     def net_shape(self, config: NodeConfig) -> NetShape:
         """Return the shape of the net between this node and each expert node."""
         assert self._model.moe is not None
@@ -317,6 +329,8 @@ class ModelRunner:
         if net is not None:
             net.trace = trace
             net.begin(plan.ticket)
+        if self._relay is not None:
+            self._relay.begin(plan.ticket)
         placed = self._executor.place(micro_batches, net)
         if trace is not None:
             trace.stamp(Kind.STEP_BEGAN)
@@ -343,7 +357,7 @@ class ModelRunner:
             prepared_s=prepared,
             began=began,
             rallied=ran.rallied,
-            times=net.times() if net is not None else NetTimes(0.0, 0.0, None),
+            times=self._times(net),
             num_drawn=len(drawn),
             scored=tuple(chain.from_iterable(slices.scored for slices in micro_batches)),
             ended=tuple(chain.from_iterable(slices.ended for slices in micro_batches)),
@@ -374,6 +388,10 @@ class ModelRunner:
             named = about(request_id=self._table.request_of(seq_id))
             _log.warning("attention: a request failed: %s", reason, extra=named)
         return result
+
+    def _times(self, net: AttentionNet | None) -> NetTimes:
+        times = NO_TIMES if net is None else net.times()
+        return times if self._relay is None else self._relay.add_times(times)
 
     def _stamp(self, kind: Kind, ticket: StepTicket) -> None:
         if self.trace is not None:

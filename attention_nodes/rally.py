@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention_nodes.decoder import Decoder, Layer
+from attention_nodes.decoder import Layer, Layers
 from attention_nodes.step_inputs import MicroBatchInputs
 from kernels.contracts import Routing
 from m2n_comm.net import AttentionNet
@@ -39,23 +39,32 @@ class Flight:
     delta: Tensor | None = None
 
 
+Passage = Callable[[int, Flight], None]
+"""Takes a micro-batch's index and its flight where its rows come from, or go to, another node."""
+
+
 def rally(
-    decoder: Decoder,
+    decoder: Layers,
     net: AttentionNet | None,
     flights: list[Flight],
     trace: Stamps | None = None,
     *,
     beat: Beat | None = None,
     meanwhile: Callable[[], bool] | None = None,
+    arrive: Passage | None = None,
+    leave: Passage | None = None,
 ) -> None:
     """Run all layers over all micro-batches; the residuals are complete afterwards.
 
     `net` may be None if no layer needs expert nodes. `trace` gets a stamp per hop;
     `beat` is called whenever a micro-batch enters a layer. `meanwhile` is called before each wait
-    for experts, does work that is not the step's, and says whether there was some.
+    for experts, does work that is not the step's, and says whether there was some. `arrive` fills a
+    micro-batch's residual before its first layer; `leave` is called when it is complete.
     """
     for layer in decoder.layers:
         for micro_batch, flight in enumerate(flights):
+            if arrive is not None and layer is decoder.layers[0]:
+                arrive(micro_batch, flight)
             if flight.in_air is not None and meanwhile is not None:
                 has_worked = meanwhile()
                 if has_worked and trace is not None:
@@ -77,10 +86,12 @@ def rally(
         take_back(net, micro_batch, flight)
         if flight.delta is not None:
             flight.residual += flight.delta
+        if leave is not None:
+            leave(micro_batch, flight)
 
 
 def send_out(
-    decoder: Decoder,
+    decoder: Layers,
     net: AttentionNet | None,
     micro_batch: int,
     flight: Flight,
@@ -103,7 +114,7 @@ def send_out(
 
 
 def run_experts(
-    decoder: Decoder,
+    decoder: Layers,
     micro_batch: int,
     flight: Flight,
     layer: Layer,
@@ -129,7 +140,7 @@ def run_experts(
     return delta
 
 
-def _route(decoder: Decoder, layer: Layer, normed: Tensor) -> Routing:
+def _route(decoder: Layers, layer: Layer, normed: Tensor) -> Routing:
     """Choose the experts of rows [T, H]; T is 0 where only other attention nodes have rows."""
     if len(normed):
         return decoder.route(layer, normed)
@@ -140,7 +151,7 @@ def _route(decoder: Decoder, layer: Layer, normed: Tensor) -> Routing:
 
 
 def run_local(
-    decoder: Decoder, micro_batch: int, layer: Layer, normed: Tensor, trace: Stamps | None
+    decoder: Layers, micro_batch: int, layer: Layer, normed: Tensor, trace: Stamps | None
 ) -> Tensor | None:
     """Run the part computed on this node: a dense layer's MLP or the shared expert."""
     local = decoder.local_mlp(layer, normed) if len(normed) else None

@@ -10,24 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
-from attention_nodes.decoder import Decoder, Layer
+from attention_nodes.decoder import Decoder, Layer, Layers
 from attention_nodes.step_inputs import MicroBatchInputs
 from kernels.contracts import Routing
 from kernels.cpu.compiled.slowdown import Slowdown
 
 
-class SlowDecoder(Decoder):
+class SlowLayers(Layers):
     """Takes `slow` times as long; nothing else differs."""
 
     def __init__(self, *arguments: Any, slow: float, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._slowdown = Slowdown(slow)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        self._slowdown.begin()
-        residual = super().embed(tokens)
-        self._slowdown.end()
-        return residual
 
     def attention_half(
         self, layer: Layer, residual: Tensor, delta: Tensor | None, inputs: MicroBatchInputs
@@ -56,6 +50,16 @@ class SlowDecoder(Decoder):
         local = super().local_mlp(layer, normed)
         self._slowdown.end()
         return local
+
+
+class SlowDecoder(SlowLayers, Decoder):
+    """The same for a model's two ends too."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        self._slowdown.begin()
+        residual = super().embed(tokens)
+        self._slowdown.end()
+        return residual
 
     def logits(self, residual: Tensor, out: Tensor | None = None) -> Tensor:
         self._slowdown.begin()

@@ -20,6 +20,7 @@ from attention_nodes.grammars import Grammars
 from attention_nodes.launched import check_of
 from attention_nodes.loading import OpenDryNet, load_runner
 from attention_nodes.model_runner import MAX_LAUNCHED, ModelRunner
+from attention_nodes.relay import Relay
 from m2n_comm.net import AttentionNet
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
@@ -44,6 +45,7 @@ from topspin.plan import NodeConfig
 COMPILE_POLL_S = 0.001
 
 OpenNet = Callable[[Welcome, ModelRunner, NodeLife], AttentionNet]
+OpenRelay = Callable[[Welcome, ModelRunner, NodeLife], Relay]
 DryNet = Callable[[Welcome], OpenDryNet | None]
 MakeDrafter = Callable[[NodeConfig, Path], Drafter | None]
 """Returns what drafts for a node of the model in a directory; None: nothing does."""
@@ -73,7 +75,11 @@ class AttentionWorker:
         dry_net: DryNet = lambda welcome: None,
         make_drafter: MakeDrafter = text_drafter,
         can_reform: bool = True,
+        open_relay: OpenRelay | None = None,
     ) -> None:
+        """`open_relay` connects to the node's stages, if it has some."""
+        self._open_relay = open_relay
+        self._relay: Relay | None = None
         self._life = NodeLife(control, role="attention", index=index, can_reform=can_reform)
         self._net: AttentionNet | None = None
         self._runner: ModelRunner | None = None
@@ -132,6 +138,10 @@ class AttentionWorker:
         runner = self.runner
         if any(peer is not None for peer in welcome.topology.experts):
             self._net = self._open_net(welcome, runner, self._life)
+        if any(stage.of == self._index for stage in welcome.config.stages):
+            assert self._open_relay is not None, "a plan has no stages of such nodes"
+            self._relay = self._open_relay(welcome, runner, self._life)
+            runner.use_relay(self._relay)
         if not self._has_recorded:  # later nets: while they serve, size by size
             runner.record_steps(self._net, welcome.config, check=self._life.check)
             self._has_recorded = True
@@ -139,10 +149,14 @@ class AttentionWorker:
 
     def disband(self) -> None:
         net, self._net = self._net, None
+        relay, self._relay = self._relay, None
         self._is_formed = False
         try:
             if net is not None:
                 net.close()  # ends a device's waits
+            if relay is not None:
+                self.runner.use_relay(None)
+                relay.close()
         finally:
             self.runner.discard()
             self._life.progress.end()

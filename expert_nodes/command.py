@@ -48,6 +48,7 @@ def accept_attention(
         ),
         runtime=experts.runtime if config.node.place.is_device else None,
         reuse=config.restart,
+        senders=experts.senders(config),
     )
 
 

@@ -22,12 +22,13 @@ from kernels.cpu.compiled.slowdown import Slowdown
 from kernels.dispatch import Ops
 from kernels.expert_layers import LayerExperts
 from kernels.runtime import HostRuntime, Runtime
-from m2n_comm.net import ExpertBatch, NetShape
+from m2n_comm.net import ExpertBatch, NetShape, Senders
 from models.config import ModelConfig
 from models.expert_reader import ExpertReader
 from models.weights import ExpertStream, ExpertWeights, take
 from topspin.plan import NodeConfig
 from topspin.precision import UNQUANTISED, Format, Rules
+from topspin.stages import senders
 from topspin.trace import Ring
 
 
@@ -94,6 +95,16 @@ class Experts:
             hidden_size=self._config.hidden_size,
             top_k=self._top_k,
             num_layers=self.num_layers,
+        )
+
+    def senders(self, config: NodeConfig) -> Senders:
+        """Return who sends attention nodes' rows of each MoE layer; (): they do themselves."""
+        if not config.stages:
+            return ()
+        return senders(
+            config.stages,
+            num_attention=config.num_attention - len(config.stages),
+            layers=self._config.moe_layers,
         )
 
     def compute(self, batch: ExpertBatch) -> Tensor:

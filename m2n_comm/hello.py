@@ -114,7 +114,8 @@ class Identity:
     """A node's identity for its peers, and the shape of the frames that it exchanges with them.
 
     `incarnation` identifies this run of the process; `generation` is the engine's, which may
-    form pairs again while its processes run.
+    form pairs again while its processes run. `participant` is the attention node of tickets for
+    which it sends (topspin.stages); None: itself.
     """
 
     role: NodeRole
@@ -123,6 +124,7 @@ class Identity:
     shape: NetShape
     generation: int = 1
     revision: str = __version__
+    participant: int | None = None
 
     @property
     def name(self) -> str:

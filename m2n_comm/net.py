@@ -17,22 +17,23 @@ A micro-batch has at most one uncombined dispatch. On an expert node:
 Both leave out the layers in `local`: by the ticket's table attention nodes compute these
 themselves, and nobody sends for them.
 
-Rules: every participant sends every expert node one frame per (micro-batch, layer), possibly of 0
-rows, in one or more parts of at most `window_rows` rows; a token goes at most once to an expert
-node, with the slots and weights of its choices there; the expert node returns one weighted partial
-sum per row, or (NetShape.per_expert_answers) one row per choice; the attention side adds the rows
-of a token in fp32. Every wait for a peer ends `deadline_s` after it began: that limits a peer's
-computing between two frames, about a layer, not a step. Only the first answer of a step that
-follows one of other attention nodes may take longer, since the experts serve that step first; the
-scheduler watches it. A frame that is late, stale, or of the wrong shape raises a TransportError,
-and a failed net stays failed (its memory is not used again).
+Rules: every participant, or its stage that has the layer (topspin.stages), sends every expert node
+one frame per (micro-batch, layer), possibly of 0 rows, in one or more parts of at most
+`window_rows` rows; a token goes at most once to an expert node, with the slots and weights of its
+choices there; the expert node returns one weighted partial sum per row, or
+(NetShape.per_expert_answers) one row per choice; the attention side adds the rows of a token in
+fp32. Every wait for a peer ends `deadline_s` after it began: that limits a peer's computing between
+two frames, about a layer, not a step. Only the first answer of a step that follows one of other
+attention nodes may take longer, since the experts serve that step first; the scheduler watches it.
+A frame that is late, stale, or of the wrong shape raises a TransportError, and a failed net stays
+failed (its memory is not used again).
 
 Threads: a net belongs to the one busy thread of its node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -43,6 +44,7 @@ from topspin.config import MAX_MICRO_BATCHES
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
 from topspin.plan import NodeConfig
+from topspin.stages import Stage
 from topspin.trace import Stamps
 
 _COMPRESSED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -100,6 +102,24 @@ class NetShape:
         )
 
 
+def stage_shape(config: NodeConfig, hidden_size: int, stage: Stage) -> NetShape:
+    """Return the shape of the pair of an attention node and a stage: rows travel as they are.
+
+    A micro-batch is one frame. A wait for the stage's rows ends when each of its layers has had the
+    link's deadline.
+    """
+    limits = config.attention
+    return NetShape(
+        hidden_size=hidden_size,
+        top_k=1,
+        num_layers=1,
+        payload=getattr(torch, config.model.dtype),
+        window_rows=limits.max_num_batched_tokens,
+        num_micro_batches=config.micro_batches or MAX_MICRO_BATCHES,
+        deadline_s=config.link.deadline_s * (stage.end - stage.first),
+    )
+
+
 def payload_dtype(config: NodeConfig) -> torch.dtype:
     """Return the dtype of uncompressed rows that --m2n-payload asks for."""
     return torch.float32 if config.link.payload == "fp32" else torch.bfloat16
@@ -108,6 +128,10 @@ def payload_dtype(config: NodeConfig) -> torch.dtype:
 def wait_policy(config: NodeConfig) -> WaitPolicy:
     """Return how a node waits within a step."""
     return config.node.wait
+
+
+Senders = Sequence[tuple[int, ...]]
+"""By MoE layer, the index of the peer that sends the rows of each participant; (): itself."""
 
 
 class ExpertBatch(NamedTuple):
@@ -146,6 +170,10 @@ class NetTimes(NamedTuple):
     link_s: float | None
     experts_s: tuple[float, ...] = ()
     """`expert_s` of each expert node; empty: not measured."""
+
+
+NO_TIMES = NetTimes(0.0, 0.0, None)
+"""Of a node without a net."""
 
 
 class AttentionNet(Protocol):

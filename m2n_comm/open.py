@@ -39,8 +39,9 @@ from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.lines import Lines
 from m2n_comm.host.memory_order import check_platform
 from m2n_comm.host.shm import ShmForming
+from m2n_comm.host.stage_link import StageLink
 from m2n_comm.host.tcp import TcpForming
-from m2n_comm.net import AttentionNet, ExpertNet
+from m2n_comm.net import AttentionNet, ExpertNet, Senders
 from m2n_comm.nixl.agent import load_nixl
 from m2n_comm.nixl.forming import NixlForming
 from m2n_comm.waits import Waits
@@ -109,6 +110,7 @@ class ExpertListener:
         *,
         runtime: Runtime | None = None,
         reuse: bool = False,
+        senders: Senders = (),
     ) -> ExpertNet:
         """Wait for all attention nodes (None: an absent one) and return the expert side.
 
@@ -119,7 +121,7 @@ class ExpertListener:
         mapped.
         """
         with contextlib.ExitStack() as undo:
-            net = self._accept(me, attention_incarnations, table, waits, runtime, undo)
+            net = self._accept(me, attention_incarnations, table, waits, runtime, undo, senders)
             undo.pop_all()
         if not reuse:
             self.close()
@@ -133,16 +135,11 @@ class ExpertListener:
         waits: Waits,
         runtime: Runtime | None,
         undo: contextlib.ExitStack,
+        senders: Senders,
     ) -> ExpertNet:
         deadline_s = time.monotonic() + waits.timeout_s
         present = {peer: each for peer, each in enumerate(incarnations) if each is not None}
-        reception = Reception(
-            self._sock,
-            expected={peer: me.hello(peer, each) for peer, each in present.items()},
-            trusted=same_user if self._is_unix else _anyone,
-            deadline_s=deadline_s,
-            check=waits.check,
-        )
+        reception = self._reception(me, present, waits, deadline_s)
         if self._transport == "cuda_ipc":
             ipc = IpcForming(me, waits, _device(runtime))
             undo.callback(ipc.close)
@@ -150,12 +147,7 @@ class ExpertListener:
             pairs = ipc.finish()
             undo.callback(pairs.close)
             return IpcExpertNet(me, table=table, pairs=pairs)
-        one_host = self._is_unix or is_loopback(self._sock.getsockname()[0])
-        forming = _forming(self._transport, me, waits, deadline_s, one_host=one_host)
-        undo.callback(forming.close)
-        met = _receive(reception, forming, undo)
-        lines = forming.finish()
-        undo.callback(lines.close)
+        met, lines = self._lines(me, reception, waits, deadline_s, undo)
         net = ExpertSide(
             me,
             attention_incarnations=incarnations,
@@ -165,10 +157,61 @@ class ExpertListener:
             ],
             table=table,
             wait=waits.policy,
+            senders=senders,
         )
         if runtime is None:
             return net
         return StagedExpertNet(net, runtime, shape=me.shape, num_attention=len(incarnations))
+
+    def accept_head(
+        self, me: Identity, attention: int, incarnation: int, waits: Waits
+    ) -> StageLink:
+        """Wait for the attention node of a stage and return the stage's end; goes on listening.
+
+        Raises as accept().
+        """
+        deadline_s = time.monotonic() + waits.timeout_s
+        with contextlib.ExitStack() as undo:
+            reception = self._reception(me, {attention: incarnation}, waits, deadline_s)
+            met, lines = self._lines(me, reception, waits, deadline_s, undo)
+            link = StageLink(
+                me,
+                peer=attention,
+                incarnation=incarnation,
+                lines=lines,
+                link=met[attention].hello.link,
+                wait=waits.policy,
+            )
+            undo.pop_all()
+        return link
+
+    def _reception(
+        self, me: Identity, present: dict[int, int], waits: Waits, deadline_s: float
+    ) -> Reception:
+        return Reception(
+            self._sock,
+            expected={peer: me.hello(peer, each) for peer, each in present.items()},
+            trusted=same_user if self._is_unix else _anyone,
+            deadline_s=deadline_s,
+            check=waits.check,
+        )
+
+    def _lines(
+        self,
+        me: Identity,
+        reception: Reception,
+        waits: Waits,
+        deadline_s: float,
+        undo: contextlib.ExitStack,
+    ) -> tuple[Mapping[int, Meeting], Lines]:
+        """Meet all peers; return the lines to them, which `undo` closes."""
+        one_host = self._is_unix or is_loopback(self._sock.getsockname()[0])
+        forming = _forming(self._transport, me, waits, deadline_s, one_host=one_host)
+        undo.callback(forming.close)
+        met = _receive(reception, forming, undo)
+        lines = forming.finish()
+        undo.callback(lines.close)
+        return met, lines
 
     @property
     def _is_unix(self) -> bool:
@@ -271,6 +314,41 @@ def connect_attention(
                 net = StagedNet(net, runtime, shape=me.shape, max_rows=max_rows)
         undo.pop_all()
     return net
+
+
+def connect_stage(
+    me: Identity,
+    stage: int,
+    peer: ExpertPeer,
+    waits: Waits,
+    *,
+    link: LinkEmulation | None = None,
+) -> StageLink:
+    """Connect attention node `me` to one of its stages; raises as connect_attention()."""
+    deadline_s = time.monotonic() + waits.timeout_s
+    one_host = is_on_this_host(peer.address)
+    hello = me.hello(stage, peer.incarnation, link=link, checksum=not one_host)
+
+    def dial(expert: int) -> socket.socket:
+        return connect(peer.address, expert=expert, deadline_s=deadline_s)
+
+    with contextlib.ExitStack() as undo:
+        transport = transport_of(peer.address)
+        forming = _forming(transport, me, waits, deadline_s, one_host=one_host)
+        undo.callback(forming.close)
+        _call({stage: hello}, dial, forming, undo, waits=waits, deadline_s=deadline_s)
+        lines = forming.finish()
+        undo.callback(lines.close)
+        found = StageLink(
+            me,
+            peer=stage,
+            incarnation=peer.incarnation,
+            lines=lines,
+            link=link,
+            wait=waits.policy,
+        )
+        undo.pop_all()
+    return found
 
 
 def _receive(

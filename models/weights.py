@@ -140,8 +140,9 @@ def stream_attention_weights(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     precision: Rules = (),
+    layers: range | None = None,
 ) -> AttentionWeights:
-    """Read as load_attention_weights, but each layer only when it is taken.
+    """Read as load_attention_weights, but each layer only when it is taken (None: all of them).
 
     Projections to which `precision` gives a format stay coded, where the checkpoint has codes.
     """
@@ -152,12 +153,26 @@ def stream_attention_weights(
         embed=embed,
         lm_head=lm_head,
         final_norm=reader.read(FINAL_NORM, config.hidden_size),
-        layers=_stream_layers(reader),
+        layers=_stream_layers(reader, layers or range(config.num_layers)),
     )
 
 
-def _stream_layers(reader: _Reader) -> Iterator[LayerWeights]:
-    for layer_idx in range(reader.config.num_layers):
+def stream_layers(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    layers: range,
+    device: torch.device | str = "cpu",
+    precision: Rules = (),
+) -> Iterator[LayerWeights]:
+    """Read the attention role's part of some layers as stream_attention_weights() does."""
+    reader = _Reader(checkpoint, config, dtype=dtype, device=device, precision=precision)
+    return _stream_layers(reader, layers)
+
+
+def _stream_layers(reader: _Reader, layers: range) -> Iterator[LayerWeights]:
+    for layer_idx in layers:
         yield _load_layer(reader, layer_idx)
     reader.checkpoint.close()
 

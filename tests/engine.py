@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from attention_nodes.command import connect_worker
+from attention_nodes.stages.command import run_worker as run_stage_worker
 from draft_nodes.command import run_worker as run_draft_worker
 from draft_nodes.drafter import make_drafter
 from expert_nodes.command import run_worker
@@ -279,6 +280,24 @@ class Engine:
         for index in range(num_attention):
             if f"attention {index}" not in self._external:
                 self._start(f"attention {index}", lambda index=index: self._run_attention(index))
+        for index in range(len(self.config.stages)):
+            if f"stage {index}" not in self._external:
+                self._start(f"stage {index}", lambda index=index: self._run_stage(index))
+
+    def _run_stage(self, index: int) -> int:
+        transport = self.config.link.transport
+        assert transport in get_args(Between)
+        between = cast(Between, transport)
+        return run_node(
+            "stage",
+            index,
+            self._control_of(f"stage {index}", self._address),
+            logger=logging.getLogger("stage"),
+            body=lambda control: run_stage_worker(
+                control, index=index, model_path=self._path, transport=between
+            ),
+            heartbeat=self._heartbeat,
+        )
 
     def _run_expert(self, index: int) -> int:
         def body(control: ControlClient) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 from attention_nodes import command
+from attention_nodes.stages import command as stage_command
 from m2n_comm.host.faults import Fault, FaultInjector
 from m2n_comm.open import ExpertListener, connect_attention
 
@@ -44,17 +45,24 @@ class OnDemand(FaultInjector):
 
 @contextmanager
 def faulty_nets(injector_of: Callable[[str, int], OnDemand | None]) -> Iterator[None]:
-    """Attach `injector_of(role, index)` to every net that a node opens inside the context."""
+    """Attach `injector_of(role, index)` to every net that a node opens inside the context.
+
+    The index of a stage is its number as a sender of rows: attention nodes come first.
+    """
     connect, accept = connect_attention, ExpertListener.accept
 
     def faulty_connect(*args: Any, **kwargs: Any) -> Any:
         return _attach(connect(*args, **kwargs), injector_of("attention", args[0].index))
+
+    def faulty_stage(*args: Any, **kwargs: Any) -> Any:
+        return _attach(connect(*args, **kwargs), injector_of("stage", args[0].index))
 
     def faulty_accept(*args: Any, **kwargs: Any) -> Any:
         return _attach(accept(*args, **kwargs), injector_of("expert", args[1].index))
 
     with (
         mock.patch.object(command, "connect_attention", faulty_connect),
+        mock.patch.object(stage_command, "connect_attention", faulty_stage),
         mock.patch.object(ExpertListener, "accept", faulty_accept),
     ):
         yield

@@ -22,9 +22,13 @@ def changed(struct: Changed, fields: Mapping[str, object]) -> Changed:
 
 
 def one_of_each(plan: EnginePlan, *, num_experts: int) -> EnginePlan:
-    """Return the plan of its first attention node and its first expert node with all experts."""
+    """Return the plan of its first attention node, with all layers, and its first expert node.
+
+    That one has all experts.
+    """
+    attention = msgspec.structs.replace(plan.attention[0], layers=None)
     expert = msgspec.structs.replace(plan.experts[0], experts=num_experts)
-    return msgspec.structs.replace(plan, nodes=(plan.attention[0], expert))
+    return msgspec.structs.replace(plan, nodes=(attention, expert))
 
 
 def with_nodes(plan: EnginePlan, role: str | None = None, **fields: object) -> EnginePlan:

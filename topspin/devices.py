@@ -17,7 +17,7 @@ CPU: Final = "cpu"
 CUDA: Final = "cuda"
 TRITON: Final = "triton"
 
-NodeRole = Literal["attention", "expert", "draft"]
+NodeRole = Literal["attention", "stage", "expert", "draft"]
 KernelName = Literal["cpu", "triton", "reference", "deterministic"]
 
 

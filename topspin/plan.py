@@ -44,6 +44,7 @@ from topspin.precision import PrecisionRule
 from topspin.retrieval import SpillSpec
 from topspin.settings import check_ranges
 from topspin.speculation import Speculation
+from topspin.stages import Stage, check_stages, stages_of
 
 LOCALHOST = "localhost"
 # A plan travels as JSON, which has no infinity.
@@ -62,8 +63,9 @@ class NodeSpec(Section, frozen=True, kw_only=True, tag_field="role", omit_defaul
     shares all cores of the host), `num_threads` None: as many threads as its cores. `wait`: how it
     waits within a step. `slow` k emulates a device that takes k times as long: the node sleeps for
     k - 1 times its own computing, on the CPU only. Not served yet, and refused unless left out:
-    another `host`, an `address` of its own, a `key`, a device group (`tp`), a range of `layers`, a
-    single one of the `phases`.
+    another `host`, an `address` of its own, a `key`, a device group (`tp`), a single one of the
+    `phases`. `layers`: those from the first number to before the second (topspin.stages); None:
+    all.
     """
 
     role: ClassVar[NodeRole]
@@ -104,6 +106,18 @@ class AttentionNode(NodeSpec, frozen=True, kw_only=True, tag="attention"):
     max_num_batched_tokens: Count
     kv_cache_bytes: Annotated[int, Meta(ge=1, le=2**50)] | None = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+
+
+class StageNode(NodeSpec, frozen=True, kw_only=True, tag="stage"):
+    """Computes `layers` of attention node `of`, whose own layers come before, and keeps their keys.
+
+    Embeddings, LM head, sampling and the sequences' tokens stay on the attention node.
+    """
+
+    role: ClassVar[NodeRole] = "stage"
+
+    of: Index
+    kv_cache_bytes: Annotated[int, Meta(ge=1, le=2**50)]
 
 
 class ExpertNode(NodeSpec, frozen=True, kw_only=True, tag="expert"):
@@ -157,9 +171,11 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     nodes of the engine are one process on one device. `speculation` None: off; `draft_address` is
     the address of an attention node's draft node. `micro_batches`: the number in every step; None:
     it varies. `local_layers`: decoder layers whose routed experts attention nodes hold too.
+    `num_attention`: the nodes that send rows to each expert node, stages too. `stages` are those
+    of the engine; `of` is the attention node of a stage.
     """
 
-    node: AttentionNode | ExpertNode | DraftNode
+    node: AttentionNode | StageNode | ExpertNode | DraftNode
     model: PlannedModel
     precision: tuple[PrecisionRule, ...]
     kv_cache: KvCacheSpec
@@ -175,11 +191,22 @@ class NodeConfig(Section, frozen=True, kw_only=True):
     restart: bool = False
     trace: TraceSection = TraceSection()
     local_layers: tuple[int, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    of: AttentionNode | None = None
 
     @property
     def attention(self) -> AttentionNode:
-        """Return the node's spec, for attention nodes."""
+        """Return the spec of an attention node; a stage has the limits of its attention node."""
+        if isinstance(self.node, StageNode):
+            assert self.of is not None
+            return msgspec.structs.replace(self.of, kv_cache_bytes=self.node.kv_cache_bytes)
         assert isinstance(self.node, AttentionNode), f"{self.node} is no attention node"
+        return self.node
+
+    @property
+    def stage(self) -> StageNode:
+        """Return the node's spec, for stages."""
+        assert isinstance(self.node, StageNode), f"{self.node} is no stage"
         return self.node
 
     @property
@@ -199,7 +226,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     model: PlannedModel
     precision: tuple[PrecisionRule, ...] = ()
     kv_cache: KvCacheSpec = KvCacheSpec()
-    nodes: tuple[AttentionNode | ExpertNode | DraftNode, ...]
+    nodes: tuple[AttentionNode | StageNode | ExpertNode | DraftNode, ...]
     links: tuple[LinkSpec, ...]
     execution: ExecutionPolicy = ExecutionPolicy()
     scheduling: SchedulingPolicy = SchedulingPolicy()
@@ -214,6 +241,11 @@ class EnginePlan(Section, frozen=True, kw_only=True):
     def attention(self) -> list[AttentionNode]:
         """Return the attention nodes by index."""
         return [node for node in self.nodes if isinstance(node, AttentionNode)]
+
+    @property
+    def stages(self) -> list[StageNode]:
+        """Return the stages by index; none: attention nodes compute all layers."""
+        return [node for node in self.nodes if isinstance(node, StageNode)]
 
     @property
     def experts(self) -> list[ExpertNode]:
@@ -243,8 +275,9 @@ class EnginePlan(Section, frozen=True, kw_only=True):
 
     def for_node(self, role: NodeRole = "attention", index: int = 0) -> NodeConfig:
         """Return the part that node `index` of `role` gets."""
-        nodes: dict[NodeRole, Sequence[AttentionNode | ExpertNode | DraftNode]] = {
+        nodes: dict[NodeRole, Sequence[AttentionNode | StageNode | ExpertNode | DraftNode]] = {
             "attention": self.attention,
+            "stage": self.stages,
             "expert": self.experts,
             "draft": self.drafts,
         }
@@ -262,7 +295,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             kv_cache=self.kv_cache,
             link=msgspec.structs.replace(self.link, window_rows=window),
             execution=self.execution,
-            num_attention=len(self.attention),
+            num_attention=len(self.attention) + len(self.stages),
             num_experts=len(self.experts),
             batch_rows=rows,
             shares_device=self.shares_device,
@@ -272,6 +305,8 @@ class EnginePlan(Section, frozen=True, kw_only=True):
             restart=self.failover.restart,
             trace=self.trace,
             local_layers=() if self.local_experts is None else self.local_experts.layers,
+            stages=stages_of(self.stages),
+            of=self.attention[own.of] if isinstance(own, StageNode) else None,
         )
 
     def check(self) -> None:
@@ -280,11 +315,13 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         for idx, node in enumerate(self.nodes):
             _check_node(node, where=f"nodes[{idx}] ({node})")
         _check_indices("attention", self.attention)
+        _check_indices("stage", self.stages)
         _check_indices("expert", self.experts)
         _check_indices("draft", self.drafts)
         self._check_drafts()
         if not self.attention:
             raise ConfigError("nodes: an engine needs an attention node")
+        check_stages(self)
         if len(self.links) != 1:
             raise ConfigError(
                 f"links: {len(self.links)} of them; one link joins all attention and expert nodes"
@@ -293,7 +330,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         self._check_cores()
         self._check_threads()
         check_transport(
-            [node.place for node in self.attention],
+            [node.place for node in (*self.attention, *self.stages)],
             [node.place for node in self.experts],
             self.link.transport,
         )
@@ -308,7 +345,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         kept.check()
         if kept.spill is not None:
             self._check_spill(kept.spill)
-        for node in self.attention:
+        for node in (*self.attention, *self.stages):
             if kept.fp8_setting is not None and node.kernels == "triton":
                 raise ConfigError(
                     f"{kept.fp8_setting}: {node} has the kernels triton; only those for the CPU "
@@ -397,7 +434,7 @@ class EnginePlan(Section, frozen=True, kw_only=True):
 
     def _check_kernels(self) -> None:
         """Check that all nodes whose sums show add in a fixed order, or none."""
-        for node in (*self.attention, *self.experts):
+        for node in (*self.attention, *self.stages, *self.experts):
             if (node.kernels == "deterministic") != self.execution.deterministic:
                 raise ConfigError(
                     f"{node}: kernels {node.kernels} with execution.deterministic "
@@ -446,7 +483,6 @@ def _check_node(node: NodeSpec, *, where: str) -> None:
         "address": (None, "nodes of one host find each other by themselves"),
         "key": (None, "nodes of one host need no keys"),
         "tp": (1, "a node is one device"),
-        "layers": (None, "a node serves all layers"),
         "phases": ("both", "a node serves prefill and decode"),
     }
     for name, (only, reason) in neutral.items():

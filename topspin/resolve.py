@@ -64,6 +64,7 @@ from topspin.precision import (
 from topspin.retrieval import policy_of
 from topspin.settings import check_ranges
 from topspin.speculation import cached_tokens
+from topspin.stages import check_ends
 
 Policy = TypeVar("Policy", bound=Section)
 
@@ -153,13 +154,13 @@ def _precision(asked: ModelSection, model: ModelFacts, nodes: Nodes) -> Rules:
 
 def check_precision(plan: EnginePlan, model: ModelFacts) -> None:
     """Raise ConfigError if a rule does not fit the checkpoint, or a node's kernels."""
-    for node in (*plan.attention, *plan.experts):
+    for node in (*plan.attention, *plan.stages, *plan.experts):
         check_rules(
             plan.precision,
             num_layers=model.num_layers,
             moe_layers=model.moe_layers,
             num_experts=model.num_experts,
-            kernels={node.role: node.kernels},
+            kernels={node.role if node.role == "expert" else "attention": node.kernels},
         )
     if plan.local_experts is None:
         return
@@ -204,6 +205,7 @@ def check_model(plan: EnginePlan, model: ModelFacts) -> None:
             f"nodes: expert nodes hold {' + '.join(map(str, held))} experts per layer of the "
             f"model's {model.num_experts}"
         )
+    check_ends(plan, model.num_layers)
     check_precision(plan, model)
     plan.kv_cache.check_layers(model.windows or (None,) * model.num_layers)
 

@@ -122,7 +122,7 @@ class AttentionSide:
         present = {expert for expert, each in enumerate(expert_incarnations) if each is not None}
         self._everyone = tuple(sorted(present))
         self._rules: AttentionRules[_Flight, RouteMap] = AttentionRules(
-            me.index,
+            me.index if me.participant is None else me.participant,
             shape,
             num_experts=len(self._experts),
             make_route=route_map,

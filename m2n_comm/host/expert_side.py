@@ -45,7 +45,7 @@ from m2n_comm.host.wire import (
     read_header,
     write_header,
 )
-from m2n_comm.net import ExpertBatch, NetShape
+from m2n_comm.net import ExpertBatch, NetShape, Senders
 from m2n_comm.payload import unpack_rows
 from m2n_comm.rules import ExpertRules
 from m2n_comm.waits import Hop, WaitPolicy, late
@@ -118,6 +118,7 @@ class ExpertSide:
         table: ExpertTable,
         links: Sequence[LinkEmulation | None] = (),
         wait: WaitPolicy = "block",
+        senders: Senders = (),
     ) -> None:
         """Serve the attention nodes with these incarnations (None: an absent one)."""
         shape = me.shape
@@ -140,10 +141,12 @@ class ExpertSide:
             peer: array("Q", bytes(8 * shape.num_micro_batches)) for peer in self._attention
         }
         self._step_words, self._batch_times = array("Q", (0, 0)), array("q", (0, 0, 0))
-        # By micro-batch, the addresses of the participants' records.
-        self._places = [
-            array("Q", bytes(8 * len(self._attention))) for _ in range(shape.num_micro_batches)
-        ]
+        self._senders = senders or (tuple(range(len(attention_incarnations))),) * shape.num_layers
+        # By who sends for whom and by micro-batch, the addresses of the participants' records.
+        self._places = {
+            each: [array("Q", bytes(8 * len(each))) for _ in range(shape.num_micro_batches)]
+            for each in self._senders
+        }
         self._join = _Join(shape, len(attention_incarnations))
         self._micro_batch = 0
         self._pending: tuple[int, ...] = ()
@@ -229,10 +232,11 @@ class ExpertSide:
         words = self._step_words
         words[hops.STEP // 8], words[hops.VERSION // 8] = ticket.step, ticket.table_version
         if self._records is not None:
-            for micro_batch in range(ticket.num_micro_batches):
-                for position, peer in enumerate(ticket.participants):
-                    address = self._records[peer][micro_batch].address
-                    self._places[micro_batch][position] = address
+            for sends_for, places in self._places.items():
+                for micro_batch in range(ticket.num_micro_batches):
+                    for position, index in enumerate(ticket.participants):
+                        address = self._records[sends_for[index]][micro_batch].address
+                        places[micro_batch][position] = address
         if self.trace is not None:
             self.trace.step = ticket.step
             self.trace.stamp(Kind.STEP_BEGAN)
@@ -247,7 +251,7 @@ class ExpertSide:
 
         Raises TransportError: PeerLost, DeadlineExceeded, StaleFrame, FrameError.
         """
-        self._pending = self._rules.check_gather(micro_batch).participants
+        self._pending = self._peers(self._rules.check_gather(micro_batch), layer)
         self._micro_batch = micro_batch
         if is_recording():
             return self._recorded(micro_batch, layer)
@@ -344,10 +348,11 @@ class ExpertSide:
         for position in range(num_peers):
             first = position * bucket
             wait = partial(self._await_recorded, layer, micro_batch, position)
-            place = self._place(micro_batch, position)
+            place = self._place(layer, micro_batch, position)
             launch_alone(hops.await_frame, (place,), wait)
             if self.trace is not None:
-                self.trace.stamp(Kind.GATHERED, layer, micro_batch, ticket.participants[position])
+                peer = self._peers(ticket, layer)[position]
+                self.trace.stamp(Kind.GATHERED, layer, micro_batch, peer)
             arguments = (
                 place,
                 layer,
@@ -387,7 +392,7 @@ class ExpertSide:
         for position, bucket in enumerate(batch.row_counts):
             at = partial_rows.data_ptr() + first * partial_rows.stride(0) * partial_rows.itemsize
             first += bucket
-            place = self._place(batch.micro_batch, position)
+            place = self._place(batch.layer, batch.micro_batch, position)
             is_last = position == len(batch.row_counts) - 1
             arguments = (place, at, self._batch_times.buffer_info()[0], int(is_last))
             finish = partial(self._finish_answer, batch.layer, batch.micro_batch, position)
@@ -397,29 +402,34 @@ class ExpertSide:
         if self.trace is not None:
             self.trace.stamp(Kind.REPLIED, batch.layer, batch.micro_batch)
 
-    def _place(self, micro_batch: int, position: int) -> int:
+    def _peers(self, ticket: StepTicket, layer: int) -> tuple[int, ...]:
+        """Return who sends the rows of the ticket's participants in a layer."""
+        sends_for = self._senders[layer]
+        return tuple(sends_for[index] for index in ticket.participants)
+
+    def _place(self, layer: int, micro_batch: int, position: int) -> int:
         """Return the address of the word with the record of the ticket's participant."""
-        places = self._places[micro_batch]
+        places = self._places[self._senders[layer]][micro_batch]
         return places.buffer_info()[0] + places.itemsize * position
 
-    def _participant(self, position: int) -> int:
+    def _peer(self, layer: int, position: int) -> int:
         ticket = self._rules.ticket
         assert ticket is not None
-        return ticket.participants[position]
+        return self._peers(ticket, layer)[position]
 
     def _await_recorded(self, layer: int, micro_batch: int, position: int) -> None:
         """Wait for a request for longer than hops.await_frame does, or see what is wrong."""
         with self._rules:
             assert self._rules.ticket is not None
             assert self._records is not None
-            pending = self._rules.ticket.participants[position:]
+            pending = self._peers(self._rules.ticket, layer)[position:]
             self.lines.receive(self._hop(pending[0], micro_batch, layer), pending)
             self._records[pending[0]][micro_batch].words[ARRIVED_NS] = time.monotonic_ns()
 
     def _refuse_recorded(self, layer: int, micro_batch: int, position: int) -> None:
         """Raise the error of a request that does not fit the ticket."""
         with self._rules:
-            ticket, peer = self._rules.ticket, self._participant(position)
+            ticket, peer = self._rules.ticket, self._peer(layer, position)
             assert ticket is not None
             header = read_header(self.lines.inbox(peer, micro_batch).header)
             self._sequences[peer][micro_batch] += 1
@@ -437,7 +447,7 @@ class ExpertSide:
     def _finish_answer(self, layer: int, micro_batch: int, position: int) -> None:
         """Publish an answer that hops.send_answer has written, over lines without a port."""
         with self._rules:
-            peer = self._participant(position)
+            peer = self._peer(layer, position)
             assert self._records is not None
             rows = self._records[peer][micro_batch].words[ROWS]
             sequence = self._sequences[peer][micro_batch]

@@ -88,7 +88,7 @@ class NodeLines:
     def __init__(
         self, layout: PairLayout, role: NodeRole, pairs: Mapping[int, PairWindows]
     ) -> None:
-        self.peer_role = other_role(role)
+        self.peer_role: str = other_role(role)
         self.registered_bytes = layout.total_bytes * len(pairs)
         requests = {peer: pair.requests for peer, pair in pairs.items()}
         answers = {peer: pair.answers for peer, pair in pairs.items()}

@@ -32,6 +32,7 @@ STANDSTILL_S = 1.5
 def places(plan: EnginePlan) -> list[Member]:
     """Return the places of the engine's nodes."""
     attention = [Member("attention", node.index) for node in plan.attention]
+    attention += [Member("stage", node.index) for node in plan.stages]
     return attention + [Member("expert", node.index) for node in plan.experts]
 
 

@@ -50,7 +50,7 @@ def shares_cores(plan: EnginePlan, expert_addresses: Sequence[str], num_cores: i
     has cores; and always in one process, where the experts run while the attention node waits. A
     GPU shares nothing with a CPU; GPU nodes share if both roles use a common device.
     """
-    nodes = [*plan.attention, *plan.experts]
+    nodes = [*plan.attention, *plan.stages, *plan.experts]
     if any(node.place.is_gpu for node in nodes):
         devices = {node.device for node in plan.attention if node.place.is_gpu}
         return not devices.isdisjoint(node.device for node in plan.experts)

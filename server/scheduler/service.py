@@ -30,6 +30,7 @@ from server.scheduler.nodes.failover import POLL_S as RECOVERY_POLL_S
 from server.scheduler.nodes.failover import Failover
 from server.scheduler.nodes.faults import FailStop, Faults
 from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.nodes.side import NodeSide
 from server.scheduler.planning.journal import Note
@@ -123,13 +124,15 @@ class Service:
         self._note = note
         tracer = Tracer(plan.trace)
         self._drafts = DraftSide([node.index for node in plan.drafts], revision=__version__)
+        stages = [node.of for node in plan.stages]
         self._nodes = NodeSide(
-            Roster(places(plan), revision=__version__),
+            Roster(places(plan), revision=__version__, stages=stages),
             self._drafts,
             send=channel.send,
             tracer=tracer,
             log=self._log,
             experts_follow_tickets=not plan.is_one_process,
+            replicas=Replicas(stages),
         )
         self.formation = Formation(first_table(plan, facts))
         self.balancer = ExpertBalancer(self.formation, plan.balance)
@@ -261,8 +264,11 @@ class Service:
         if self._policy is None:
             return
         is_watched = self._nodes.experts_follow_tickets
-        experts = [node for node in self._faults.nodes if node.role == "expert" and is_watched]
-        verdict = self._watermark.judge(self._policy.oldest_step(), experts, self._clock())
+        watched = [node for node in self._faults.nodes if node.role == "expert" and is_watched]
+        head = self._policy.oldest_step()
+        for index in () if head is None else head.unanswered:
+            watched += self._nodes.replicas.stages(index)
+        verdict = self._watermark.judge(head, watched, self._clock())
         if verdict is None:
             return
         member, reason, _ = verdict
@@ -334,7 +340,7 @@ class Service:
         roster, formation = self._nodes.roster, self.formation
         topology = roster.topology(roster.places, formation.table, generation=formation.generation)
         for member in roster.places:
-            assert member.role in ("attention", "expert")
+            assert member.role in ("attention", "stage", "expert")
             config = self._plan.for_node(member.role, member.index)
             if not self._nodes.tell(member, Welcome(config=config, topology=topology)):
                 raise NodeLost(f"{member} cannot be sent Welcome")

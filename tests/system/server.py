@@ -28,6 +28,7 @@ READY = re.compile(r"ready at (http://\S+)")
 READY_TIMEOUT_S = 300.0
 ROLES = {
     "attention_nodes": "attention",
+    "attention_nodes.stages": "stage",
     "draft_nodes.beside_attention": "attention",
     "draft_nodes": "draft",
     "expert_nodes": "expert",

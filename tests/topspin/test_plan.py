@@ -227,7 +227,7 @@ REFUSED: list[tuple[EnginePlan, str]] = [
         r"nodes\[2\] \(draft 0\): address 'ipc:x': nodes of one host find each other",
     ),
     (changed(tp=2), r"nodes\[0\] \(attention 0\): tp 2: a node is one device .*leave it at 1"),
-    (changed(layers=(0, 4)), r".*: layers \(0, 4\): a node serves all layers .*leave it at null"),
+    (changed(layers=(0, 4)), r"attention 0: layers \[0, 4\]: no stage computes the others"),
     (changed(phases="decode"), r".*: phases 'decode': a node serves prefill and .*at both"),
     (changed(host="node7"), r".*: host 'node7': all nodes run on this host .*at localhost"),
     (changed(address="tcp:h:1"), r".*: address 'tcp:h:1': nodes of one host find each other"),

@@ -111,9 +111,9 @@ def _node_commands(context: LaunchContext) -> list[RoleCommand]:
         return [local, *_draft_commands(plan, common)]
     watched = ("--failover",) if plan.failover.restart else ()
     commands = _draft_commands(plan, common)
-    for node in (*plan.experts, *plan.attention):
-        own = ("--transport", plan.link.transport) if node.role == "expert" else ()
-        module = f"{node.role}_nodes"
+    for node in (*plan.experts, *plan.attention, *plan.stages):
+        own = () if node.role == "attention" else ("--transport", plan.link.transport)
+        module = "attention_nodes.stages" if node.role == "stage" else f"{node.role}_nodes"
         if node.role == "attention" and plan.speculation and plan.speculation.model:
             module = "draft_nodes.beside_attention"
         argv = module_argv(module, *common, "--index", str(node.index), *own, *watched)
@@ -315,6 +315,8 @@ class EngineStart:
             {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}
         ).decode()
         nodes = f"{len(plan.attention)} attention + {len(plan.experts)} expert nodes"
+        if plan.stages:
+            nodes = nodes.replace(" +", f" + {len(plan.stages)} stage +")
         if plan.drafts:
             nodes = nodes.replace(" +", f" + {len(plan.drafts)} draft +")
         devices = dict.fromkeys(node.device for node in plan.nodes)

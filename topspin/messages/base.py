@@ -16,7 +16,7 @@ from topspin.errors import ProtocolError
 
 PROTOCOL_VERSION = 7
 
-Role = Literal["attention", "expert", "draft", "gateway"]
+Role = Literal["attention", "stage", "expert", "draft", "gateway"]
 FinishReason = Literal["stop", "length", "abort"]
 ProgressState = Literal["working", "waiting", "done"]
 

@@ -16,8 +16,8 @@ class Hello(Message, frozen=True, kw_only=True):
     """A worker or gateway introduces itself.
 
     `fingerprint` names the checkpoint (empty for gateways), `data_address` the address at which an
-    expert node accepts attention nodes ("unix:@NAME", "tcp:HOST:PORT", either of them behind
-    "nixl:", "local"; empty otherwise). `incarnation` is unique to this run of the process.
+    expert node or a stage accepts attention nodes ("unix:@NAME", "tcp:HOST:PORT", either of them
+    behind "nixl:", "local"; empty otherwise). `incarnation` is unique to this run of the process.
     """
 
     role: Role
@@ -31,7 +31,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class ExpertPeer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An expert node's address and its process's incarnation."""
+    """The address of an expert node, or a stage, and its process's incarnation."""
 
     address: str
     incarnation: int
@@ -41,12 +41,14 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The engine's nodes in one generation, by index; None: that node is absent.
 
     Pairs, steps and results belong to a generation. An absent expert node holds no experts
-    in `table`.
+    in `table`. `attention_incarnations` are followed by those of `stages`, which send rows to
+    expert nodes too.
     """
 
     table: ExpertTable
     experts: tuple[ExpertPeer | None, ...]
     attention_incarnations: tuple[int | None, ...]
+    stages: tuple[ExpertPeer | None, ...] = ()
     generation: int = 1
 
 

@@ -19,7 +19,7 @@ from server.scheduler.nodes.side import Log, NodeSide
 from server.scheduler.planning.outbox import Delivery
 from server.scheduler.planning.policy import Policy
 from topspin.errors import NodeLost, TopspinError
-from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Welcome
+from topspin.messages import Halt, Halted, Loaded, Message, Ready, Reform, Refused, Welcome
 from topspin.plan import EnginePlan
 
 # How often a loop that waits for nodes checks its deadlines.
@@ -77,6 +77,7 @@ class Failover:
             restart_deadline_s=plan.failover.restart_deadline_s,
             needs_all=plan.is_one_process,
             may_be_local=may_be_local,
+            replicas=nodes.replicas,
         )
         self._form_after_s = 0.0
         self._reason = ""
@@ -104,14 +105,18 @@ class Failover:
     # Events.
 
     def lose(self, member: Member, error: TopspinError) -> None:
-        """Continue without a node that is gone or must count as dead."""
+        """Continue without a node that is gone or must count as dead, and its replica."""
         if self._plan.is_one_process:
             lost = self._roster.members
         else:
-            lost = [member]
+            lost = [
+                each for each in self._nodes.replicas.together(member) if self._roster.has(each)
+            ]
         self._log.warning("lost %s: %s", member, error)
         taking_part = [node for node in lost if node in self._recovery.nodes]
         for node in lost:
+            if node != member and not self._plan.is_one_process:
+                self._tell(node, Refused(reason=f"{member}, of its replica, is lost"))
             pid = self._roster.pid(node)
             self._roster.leave(node)
             self._recovery.lose(node)

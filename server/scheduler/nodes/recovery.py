@@ -20,6 +20,7 @@ from enum import Enum
 import msgspec
 
 from server.scheduler.nodes.formation import Formation
+from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member
 from topspin.expert_table import ExpertTable
 
@@ -50,6 +51,7 @@ class Recovery:
         restart_deadline_s: float,
         needs_all: bool,
         may_be_local: tuple[int, ...] = (),
+        replicas: Replicas | None = None,
     ) -> None:
         """Start in SERVING, with every node in its place.
 
@@ -61,6 +63,9 @@ class Recovery:
         self._restart_deadline_s = restart_deadline_s
         self._needs_all = needs_all
         self._may_be_local = may_be_local
+        self._replicas = replicas or Replicas()
+        # Those that have loaded, of a replica that is not complete.
+        self._incomplete: set[Member] = set()
         self.stage = Stage.SERVING
         self._places = frozenset(places)
         self.nodes = set(self._places)
@@ -90,6 +95,7 @@ class Recovery:
         self.nodes.discard(member)
         self._late.discard(member)
         self._awaited.discard(member)
+        self._incomplete.discard(member)
 
     def drain(self, now: float) -> None:
         """Plan no more steps, so that a new generation can begin without losing one."""
@@ -109,12 +115,17 @@ class Recovery:
     def loaded(self, member: Member, now: float) -> None:
         """Add a node that has loaded late: at once, or after a forming that is in progress.
 
-        While the others serve, they are drained first.
+        While the others serve, they are drained first. Nodes of a replica are added together.
         """
-        if self.stage is Stage.FORMING:
-            self._late.add(member)
+        self._incomplete.add(member)
+        together = self._replicas.together(member)
+        if not self._incomplete.issuperset(together):
             return
-        self.nodes.add(member)
+        self._incomplete.difference_update(together)
+        if self.stage is Stage.FORMING:
+            self._late.update(together)
+            return
+        self.nodes.update(together)
         if self.stage is Stage.SERVING:
             self.drain(now)
 

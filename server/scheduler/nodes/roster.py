@@ -40,6 +40,15 @@ class _Joined:
     ready: Ready | None = None
 
 
+def _peers(hellos: Iterable[Hello | None]) -> tuple[ExpertPeer | None, ...]:
+    return tuple(
+        None
+        if hello is None
+        else ExpertPeer(address=hello.data_address, incarnation=hello.incarnation)
+        for hello in hellos
+    )
+
+
 class Roster:
     """The list of the engine's nodes.
 
@@ -47,9 +56,15 @@ class Roster:
     (the first node's); each place is taken once.
     """
 
-    def __init__(self, places: Sequence[Member], *, revision: str) -> None:
-        """`places` are the engine's nodes, by role and ascending."""
+    def __init__(
+        self, places: Sequence[Member], *, revision: str, stages: Sequence[int] = ()
+    ) -> None:
+        """`places` are the engine's nodes, by role and ascending.
+
+        `stages` are the attention nodes of its stages, by index.
+        """
         self._places = list(places)
+        self._stages = tuple(stages)
         self._revision = revision
         self._nodes: dict[Member, _Joined] = {}
         self._member_of: dict[bytes, Member] = {}
@@ -106,7 +121,7 @@ class Roster:
         node = self._nodes[member]
         if node.ready is not None:
             raise ProtocolError(f"{member} reports ready twice")
-        if member.role == "attention" and message.num_blocks < 1:
+        if member.role in ("attention", "stage") and message.num_blocks < 1:
             raise ConfigError(f"{member} has no KV-cache blocks")
         node.ready = message
         self._num_blocks[member] = message.num_blocks
@@ -132,20 +147,15 @@ class Roster:
     def topology(self, nodes: Iterable[Member], table: ExpertTable, *, generation: int) -> Topology:
         """Return the topology of `generation` with `nodes`, all of which have joined."""
         hellos = {node: self._nodes[node].hello for node in nodes}
-        experts = [hellos.get(place) for place in self._places if place.role == "expert"]
-        attention = [hellos.get(place) for place in self._places if place.role == "attention"]
+        senders = [place for place in self._places if place.role in ("attention", "stage")]
         return Topology(
             generation=generation,
             table=table,
-            experts=tuple(
-                None
-                if hello is None
-                else ExpertPeer(address=hello.data_address, incarnation=hello.incarnation)
-                for hello in experts
-            ),
+            experts=_peers(hellos.get(each) for each in self._places if each.role == "expert"),
             attention_incarnations=tuple(
-                None if hello is None else hello.incarnation for hello in attention
+                None if hello is None else hello.incarnation for hello in map(hellos.get, senders)
             ),
+            stages=_peers(hellos.get(each) for each in senders if each.role == "stage"),
         )
 
     def has(self, member: Member) -> bool:
@@ -189,16 +199,27 @@ class Roster:
         return self._nodes[member].peer
 
     def num_blocks(self) -> list[int]:
-        """Return each attention node's cache size in blocks, once all are ready."""
-        assert self.is_ready
-        nodes = [self._nodes[place] for place in self._places if place.role == "attention"]
-        return [node.ready.num_blocks for node in nodes if node.ready is not None]
+        """Return each attention node's cache size in blocks, once all are ready.
+
+        A sequence has the same blocks on all stages, so the smallest cache counts.
+        """
+        return [min(each.num_blocks for each in replica) for replica in self._ready()]
 
     def num_frames(self) -> list[int]:
         """Return how many of them each can have in memory at once."""
+        return [min(each.num_frames for each in replica) for replica in self._ready()]
+
+    def _ready(self) -> list[list[Ready]]:
+        """Return what each attention node and its stages have said."""
         assert self.is_ready
-        nodes = [self._nodes[place] for place in self._places if place.role == "attention"]
-        return [node.ready.num_frames for node in nodes if node.ready is not None]
+        said = {place: self._nodes[place].ready for place in self._places}
+        found: list[list[Ready]] = []
+        for place in self._places:
+            if place.role != "attention":
+                continue
+            own = [Member("stage", idx) for idx, of in enumerate(self._stages) if of == place.index]
+            found.append([ready for each in (place, *own) if (ready := said[each]) is not None])
+        return found
 
     def expert_addresses(self) -> list[str]:
         """Return the addresses at which expert nodes accept attention nodes."""

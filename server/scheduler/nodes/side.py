@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 
 from server.scheduler.nodes.drafts import DraftSide
+from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member, Roster
 from server.scheduler.planning.plans import Step
 from server.scheduler.traces import Ask, Tracer
@@ -63,8 +64,10 @@ class NodeSide:
         tracer: Tracer,
         log: Log,
         experts_follow_tickets: bool,
+        replicas: Replicas | None = None,
     ) -> None:
         """Without `experts_follow_tickets` the attention nodes' combine() runs the experts."""
+        self.replicas = replicas or Replicas()
         self.roster = roster
         self.drafts = drafts
         self.experts_follow_tickets = experts_follow_tickets
@@ -112,7 +115,7 @@ class NodeSide:
                     self.tell(member, message)
 
     def send_step(self, step: Step) -> Member | None:
-        """Send the ticket to every expert node and each plan to its attention node.
+        """Send the ticket to every expert node, each plan to its attention node and its stages.
 
         Ends at the first node that cannot be sent its part, and returns it.
         """
@@ -121,9 +124,9 @@ class NodeSide:
                 if member.role == "expert" and not self.tell(member, step.ticket):
                     return member
         for index, plan in step.plans.items():
-            member = Member("attention", index)
-            if not self.tell(member, plan):
-                return member
+            for member in self.replicas.together(Member("attention", index)):
+                if not self.tell(member, plan):
+                    return member
             self._tracer.stamp(Kind.PLAN_SENT, step.ticket.step, index)
         return None
 

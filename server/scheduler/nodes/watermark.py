@@ -67,11 +67,11 @@ class Watermark:
         self._said[member] = _Said(message.step, message.state, now, since_s)
 
     def judge(
-        self, head: StepUnderWay | None, experts: Iterable[Member], now: float
+        self, head: StepUnderWay | None, others: Iterable[Member], now: float
     ) -> Verdict | None:
         """Return the verdict on step `head`, if it has made no progress for too long.
 
-        `experts` are the expert nodes that take part in it.
+        `others` take part in it and answer by no result: expert nodes, stages.
         """
         if self._judged_s is not None and now - self._judged_s > MAX_GAP_S:
             self._back_s = now
@@ -80,7 +80,7 @@ class Watermark:
             return None
         waiting_s: list[float] = []
         is_working = False
-        for member in [*(Member("attention", index) for index in head.unanswered), *experts]:
+        for member in [*(Member("attention", index) for index in head.unanswered), *others]:
             said = self._said.get(member)
             if said is not None and _is_done(said, head.step):
                 continue

@@ -9,6 +9,7 @@ import pytest
 
 from server.scheduler.nodes.formation import Formation
 from server.scheduler.nodes.recovery import Recovery, Stage, table_without
+from server.scheduler.nodes.replicas import Replicas
 from server.scheduler.nodes.roster import Member
 from topspin.expert_table import ExpertTable, uniform_table
 
@@ -217,3 +218,53 @@ def test_a_table_that_says_the_same_keeps_its_version() -> None:
     assert table_without(UNIFORM, set(), current=UNIFORM) is UNIFORM
     dense = ExpertTable(1, 0, ())
     assert table_without(dense, set(), current=dense) is dense
+
+
+def test_a_replica_comes_back_when_all_its_nodes_have_loaded() -> None:
+    """Attention 0 has the stages 0 and 1, of which one loads while the others form."""
+    stages = [Member("stage", 0), Member("stage", 1)]
+    formation = Formation(UNIFORM)
+    recovery = Recovery(
+        formation,
+        places={*EVERYONE, *stages},
+        halt_deadline_s=2.0,
+        restart_deadline_s=10.0,
+        needs_all=False,
+        replicas=Replicas([0, 0]),
+    )
+    world = World(recovery, formation)
+    for member in (A0, *stages):
+        recovery.lose(member)
+    halt_all(world, 1.0)
+    assert recovery.try_form(1.1)
+    assert recovery.awaited == [A1, E0, E1]
+    recovery.loaded(stages[0], 1.2)
+    recovery.loaded(A0, 1.3)
+    for member in (A1, E0, E1):
+        recovery.ready(member, formation.generation, 1.4)
+    assert recovery.stage is Stage.SERVING
+    assert not recovery.take_late()
+    recovery.loaded(stages[1], 1.5)
+    assert recovery.stage is Stage.DRAINING
+    assert not recovery.absent
+
+
+def test_a_node_that_is_lost_again_keeps_its_replica_out() -> None:
+    stage = Member("stage", 0)
+    formation = Formation(UNIFORM)
+    recovery = Recovery(
+        formation,
+        places={*EVERYONE, stage},
+        halt_deadline_s=2.0,
+        restart_deadline_s=10.0,
+        needs_all=False,
+        replicas=Replicas([1]),
+    )
+    for member in (A1, stage):
+        recovery.lose(member)
+    recovery.loaded(A1, 1.0)
+    recovery.lose(A1)
+    recovery.loaded(stage, 1.1)
+    assert recovery.nodes == {A0, E0, E1}
+    recovery.loaded(A1, 1.2)
+    assert recovery.nodes == {*EVERYONE, stage}

@@ -1,0 +1,163 @@
+"""Executes a stage's part of each step: its layers, over the rows that its attention node sends.
+
+Owns the stage's copy of the sequences, which follows the same plans as the attention node's: block
+tables and lengths are equal, token values are not known here. Knows no embeddings, no sampling
+and no sockets. Called by worker.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from attention_nodes import kv_cache
+from attention_nodes.decoder import Layers
+from attention_nodes.loading import held_layers
+from attention_nodes.plan_chain import PlanChain
+from attention_nodes.rally import Flight, rally
+from attention_nodes.relay import Link
+from attention_nodes.rotary import RotaryTable
+from attention_nodes.sampler import Sampled
+from attention_nodes.sequences import Limits, SequenceTable
+from attention_nodes.slow_decoder import SlowLayers
+from attention_nodes.step_inputs import host_inputs
+from kernels.dispatch import select_ops
+from kernels.runtime import HostRuntime
+from m2n_comm.net import NO_TIMES, AttentionNet, NetShape
+from models.checkpoint import Checkpoint
+from models.config import ModelConfig, load_model_config
+from models.weights import stream_layers
+from topspin.messages import StepPlan
+from topspin.plan import NodeConfig
+from topspin.precision import formats
+from topspin.process import release_freed_memory
+from topspin.progress import Beat
+from topspin.trace import Kind
+from topspin.trace_node import ring_of
+
+
+class StageRunner:
+    """Executes StepPlans, one after the other, as ModelRunner does for the layers before.
+
+    Invariant: nothing of a failed step is kept (a stage stops serving after one).
+    """
+
+    def __init__(self, model: ModelConfig, layers: Layers, config: NodeConfig) -> None:
+        self._model = model
+        self._layers = layers
+        self._dtype: torch.dtype = getattr(torch, config.model.dtype)
+        self.num_blocks = layers.kv.num_blocks
+        table = SequenceTable(
+            Limits(
+                max_len=config.model.max_model_len,
+                block_size=config.kv_cache.block_size,
+                num_blocks=self.num_blocks,
+                vocab_size=model.vocab_size,
+            )
+        )
+        max_tokens = config.attention.max_num_batched_tokens
+        self._table = table
+        self._plans = PlanChain(
+            table, None, None, max_tokens=max_tokens, trims=False, ended=lambda seq_id: None
+        )
+        self._rotary = RotaryTable(model, max_len=config.model.max_model_len)
+        self._residual = torch.empty(max_tokens, model.hidden_size, dtype=self._dtype)
+        self._combined = torch.empty(max_tokens, model.hidden_size)
+        self._runtime = HostRuntime()
+        self.trace = ring_of(config)
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the numbers in a row of the residual stream."""
+        return self._model.hidden_size
+
+    def net_shape(self, config: NodeConfig) -> NetShape:
+        """Return the shape of the net between this node and each expert node."""
+        assert self._model.moe is not None
+        return NetShape.from_config(
+            config,
+            hidden_size=self._model.hidden_size,
+            top_k=self._model.moe.top_k,
+            num_layers=len(self._model.moe_layers),
+        )
+
+    def run(
+        self,
+        plan: StepPlan,
+        net: AttentionNet | None,
+        link: Link,
+        *,
+        of: int,
+        beat: Beat | None = None,
+    ) -> None:
+        """Run one step's layers for attention node `of`; `beat` as in rally().
+
+        Raises ProtocolError for a plan that contradicts the node's state, TransportError if the
+        rows or the experts' answers do not come.
+        """
+        trace = self._runtime.stamps_of(self.trace)
+        if trace is not None:
+            trace.step = plan.ticket.step
+            trace.stamp(Kind.PLAN_RECEIVED)
+        self._plans.follow(plan, of)
+        micro_batches, _ = self._plans.slice_up(
+            plan, {}, may_wait=False, stamp=lambda kind: None, beat=beat
+        )
+        # Each gets a place for the token that the attention node samples, which is never needed.
+        self._table.reserve(Sampled.of(micro_batches).rows)
+        if net is not None:
+            net.trace = trace
+            net.begin(plan.ticket)
+        link.begin(plan.ticket)
+        flights = []
+        for part in host_inputs(micro_batches, self._rotary).parts:
+            rows = slice(part.start, part.start + part.num_tokens)
+            flights.append(
+                Flight(inputs=part, residual=self._residual[rows], combined=self._combined[rows])
+            )
+        if trace is not None:
+            trace.stamp(Kind.STEP_BEGAN)
+
+        def arrive(micro_batch: int, flight: Flight) -> None:
+            if len(flight.residual):
+                link.receive(micro_batch, flight.residual)
+
+        def leave(micro_batch: int, flight: Flight) -> None:
+            if len(flight.residual):
+                link.send(micro_batch, flight.residual, NO_TIMES if net is None else net.times())
+
+        rally(self._layers, net, flights, trace, beat=beat, arrive=arrive, leave=leave)
+        if trace is not None:
+            trace.stamp(Kind.RALLIED)
+
+
+def load_stage(path: Path, config: NodeConfig) -> StageRunner:
+    """Read the stage's layers from `path` and allocate the cache of their keys.
+
+    Raises ConfigError and CheckpointError as loading.load_runner().
+    """
+    if config.node.num_threads is not None:
+        torch.set_num_threads(config.node.num_threads)
+    model = load_model_config(path, config.model.hf_overrides)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    own = held_layers(config, model)
+    cache = kv_cache.allocate(
+        kv_cache.layer_specs(model, dtype, config.kv_cache)[own.start : own.stop],
+        block_size=config.kv_cache.block_size,
+        size_bytes=config.stage.kv_cache_bytes,
+        max_len=config.model.max_model_len,
+    )
+    ops = select_ops(
+        config.node.kernels, dtype, formats(config.precision, "attention"), config.node.device
+    )
+    weights = stream_layers(
+        Checkpoint(path), model, dtype=dtype, layers=own, precision=config.precision
+    )
+    slow = config.node.slow
+    make = Layers if slow == 1 else partial(SlowLayers, slow=slow)
+    layers = make(model, weights, ops, cache, precision=config.precision, first=own.start)
+    layers.warm_up()
+    release_freed_memory()
+    return StageRunner(model, layers, config)

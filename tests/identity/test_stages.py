@@ -1,0 +1,177 @@
+"""Layers cut over several processes: the tokens of transformers, and of an uncut engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.engine import Engine, engine_config
+from tests.faults import OnDemand, faulty_nets
+from tests.identity.conftest import NUM_TOKENS, CaseOf
+from tests.identity.test_deterministic import ask, run, settings_of
+from topspin.config import BalanceSection, FailoverSection
+from topspin.plan import AttentionNode, EnginePlan, StageNode
+
+slow = pytest.mark.slow
+
+
+def staged(plan: EnginePlan, *ends: int, cache_bytes: Sequence[int] = ()) -> EnginePlan:
+    """Return `plan` with the layers of each attention node cut at `ends`.
+
+    Stages have caches of `cache_bytes`; (): as their attention node.
+    """
+    attention: list[AttentionNode] = []
+    stages: list[StageNode] = []
+    ranges = list(pairwise((0, *ends)))
+    for node in plan.attention:
+        attention.append(msgspec.structs.replace(node, layers=ranges[0]))
+        for idx, layers in enumerate(ranges[1:]):
+            size_bytes = cache_bytes[idx] if cache_bytes else node.kv_cache_bytes
+            assert size_bytes is not None
+            stages.append(
+                StageNode(
+                    index=len(stages),
+                    device=node.device,
+                    kernels=node.kernels,
+                    wait=node.wait,
+                    num_threads=node.num_threads,
+                    of=node.index,
+                    layers=layers,
+                    kv_cache_bytes=size_bytes,
+                )
+            )
+    plan = msgspec.structs.replace(plan, nodes=(*attention, *stages, *plan.experts))
+    plan.check()
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("variant", "ends", "settings"),
+    [
+        ("mixtral", (1, 2), {"transport": "shm", "micro_batches": 1}),
+        # A dense layer, a shared expert; three unequal stages of two nodes each.
+        pytest.param(
+            "qwen2_moe",
+            (1, 3, 4),
+            {"transport": "tcp", "micro_batches": 3, "attention_nodes": 2, "expert_nodes": 2},
+            marks=slow,
+        ),
+        pytest.param(
+            "qwen2_moe_sparse_step",
+            (3, 4),
+            {"transport": "shm", "micro_batches": 2, "expert_nodes": 3},
+            marks=slow,
+        ),
+        pytest.param(
+            "olmoe",
+            (1, 2),
+            {"transport": "tcp", "micro_batches": 4, "kernels": "reference"},
+            marks=slow,
+        ),
+        pytest.param(
+            "qwen3_moe_unnormalised",
+            (1, 2, 3),
+            {"transport": "shm", "micro_batches": None, "link_latency_us": 50.0},
+            marks=slow,
+        ),
+        pytest.param("llama", (1, 2), {"transport": "shm", "micro_batches": 2}, marks=slow),
+    ],
+)
+def test_every_cut_gives_the_tokens_of_transformers(
+    case_of: CaseOf, variant: str, ends: tuple[int, ...], settings: dict[str, Any]
+) -> None:
+    case = case_of(variant)
+    plan = staged(engine_config(case.path, **settings), *ends)
+    with Engine(plan) as engine:
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+
+
+@pytest.mark.parametrize(
+    ("ends", "settings", "dtype"),
+    [
+        ((1, 4), {"transport": "shm", "micro_batches": 2, "attention_nodes": 2}, "bfloat16"),
+        pytest.param((3, 4), {"transport": "tcp", "micro_batches": 4}, "float32", marks=slow),
+        pytest.param(
+            (1, 2, 4),
+            {"transport": "shm", "micro_batches": 3, "attention_nodes": 2, "expert_nodes": 2},
+            "float32",
+            marks=slow,
+        ),
+    ],
+)
+def test_the_bits_are_those_of_an_engine_without_stages(
+    case_of: CaseOf, ends: tuple[int, ...], settings: dict[str, Any], dtype: str
+) -> None:
+    """In chunks, with cached prefixes, and preempted by the smallest cache."""
+    case = case_of("qwen2_moe")
+    wanted = run(case, dtype=dtype)
+    settings = settings | {"dtype": dtype, "max_num_batched_tokens": 19}
+    plan = settings_of(case, **settings)
+    # 26 blocks of 4 tokens of 32 numbers, keys and values, and ever more: the longest has 22.
+    token_bytes = 2 * 32 * getattr(torch, dtype).itemsize
+    sizes = [
+        (26 + 7 * idx) * 4 * token_bytes * (high - low)
+        for idx, (low, high) in enumerate(pairwise(ends[:]))
+    ]
+    with Engine(staged(plan, *ends, cache_bytes=sizes)) as engine:
+        assert ask(engine, case.prompts) == wanted
+        assert ask(engine, case.prompts[:1]) == wanted[:1]
+        stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 0
+
+
+def test_the_smallest_cache_counts(case_of: CaseOf) -> None:
+    case = case_of("mixtral")
+    whole = engine_config(case.path, transport="shm", kv_cache_bytes=2**20)
+    with Engine(whole) as engine:
+        num_blocks = engine.stats().num_blocks
+    # Half of the layers each, with as many bytes and a quarter of them.
+    with Engine(staged(whole, 1, 2, cache_bytes=[2**18])) as engine:
+        assert engine.stats().num_blocks == num_blocks // 2
+
+
+@pytest.mark.parametrize(
+    ("role", "sender", "num_attention"),
+    [
+        ("stage", 1, 1),
+        pytest.param("stage", 3, 2, marks=slow),
+        pytest.param("attention", 1, 2, marks=slow),
+        pytest.param("attention", 0, 1, marks=slow),
+        pytest.param("expert", 1, 2, marks=slow),
+    ],
+)
+def test_streams_go_on_after_the_loss_of_any_node(
+    case_of: CaseOf, role: str, sender: int, num_attention: int
+) -> None:
+    case = case_of("mixtral")
+    injector = OnDemand()
+    plan = engine_config(
+        case.path,
+        transport="shm",
+        attention_nodes=num_attention,
+        expert_nodes=2,
+        micro_batches=2,
+        balance=BalanceSection(interval_s=0.0),
+        failover=FailoverSection(restart=True, restart_deadline_s=60.0),
+    )
+
+    def injector_of(net_role: str, index: int) -> OnDemand | None:
+        return injector if (net_role, index) == (role, sender) else None
+
+    with faulty_nets(injector_of), Engine(staged(plan, 1, 2)) as engine:
+        ids = [engine.add(prompt, max_tokens=NUM_TOKENS) for prompt in case.prompts]
+        engine.collect(until=lambda: all(len(engine.requests[each].tokens) >= 4 for each in ids))
+        injector.fault = RuntimeError("a crash")
+        engine.collect()
+        assert [engine.requests[each].failed for each in ids] == [None] * len(ids)
+        assert [engine.requests[each].tokens for each in ids] == case.tokens
+        assert engine.stats().num_replays > 0
+        engine.collect(until=lambda: engine.state.state == "ready" and not engine.details[-1])
+        assert engine.generate(case.prompts, max_tokens=NUM_TOKENS) == case.tokens
+    assert injector.num_injected == 1

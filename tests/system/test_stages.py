@@ -1,0 +1,55 @@
+"""Stages as real processes of `topspin serve --plan`: streams go on whatever process is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.engine import engine_config
+from tests.identity.test_stages import staged
+from tests.system import chaos
+from tests.system.chaos import Streams, check_identical, wait_until, wait_until_whole
+from tests.system.server import Server
+from topspin.config import FailoverSection
+
+NUM_TOKENS = 60
+MIN_MARGIN = 5e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "num_attention"), [("shm", 1), ("tcp", 2)])
+def test_streams_survive_the_end_of_each_process(
+    tmp_path: Path, transport: str, num_attention: int
+) -> None:
+    path = make_checkpoint(tmp_path, "qwen2_moe")
+    prompts = [[5, 9, 200, 31, 77], list(range(40, 70)), [(7 * i) % 250 for i in range(150)]]
+    result = oracle_generate(path, prompts, NUM_TOKENS)
+    assert min(result.margins) >= MIN_MARGIN, min(result.margins)
+    plan = engine_config(
+        path,
+        transport=transport,  # type: ignore[arg-type]
+        attention_nodes=num_attention,
+        expert_nodes=2,
+        micro_batches=2,
+        # A step takes about 20 ms, so that a loss falls into the middle of one.
+        link_latency_us=2000.0,
+        failover=FailoverSection(restart=True),
+    )
+    plan = msgspec.structs.replace(plan, model=msgspec.structs.replace(plan.model, path=str(path)))
+    with Server(path, tmp_path, plan=staged(plan, 1, 3, 4)) as server:
+        for role in ("stage 0", "attention 0", "stage 1"):
+            seen = len(server.output)
+            streams = Streams(server.url, prompts, NUM_TOKENS)
+            streams.wait_for_events(12)
+            chaos.kill(server, role)
+            wait_until(lambda: f"lost {role}" in server.output[seen:], "not noticed")  # noqa: B023
+            check_identical(streams.join(), result.tokens)
+            wait_until_whole(server)
+        streams = Streams(server.url, prompts, NUM_TOKENS)
+        streams.wait_for_events(12)
+        chaos.stop_and_continue(server, "stage 1")
+        check_identical(streams.join(), result.tokens)
+        wait_until_whole(server)
