@@ -14,7 +14,7 @@ SEVERAL_HOSTS: Final = False
 TENSOR_PARALLEL: Final = False
 """A node that is a group of devices."""
 STAGES: Final = False
-"""Attention nodes that serve a range of layers each."""
+"""Layer ranges: the engine runs plans with them, the search makes none yet."""
 LOCAL_LAYERS: Final = True
 """Attention nodes that hold the routed experts of chosen layers."""
 SLOW_NODES: Final = True
