@@ -152,6 +152,7 @@ def test_the_same_bits(
             assert ask(engine, case.prompts[:3]) == remote[:3]
 
 
+@slow
 def test_on_a_device(case_of: CaseOf) -> None:
     """Triton's kernels, interpreted where there is no GPU; some layers are local."""
     case = case_of(VARIANT)

@@ -11,8 +11,16 @@ from deploy.quantisation.forward import last_hidden, log_probabilities
 from deploy.quantisation.layers import open_model
 from tests.checkpoints import VARIANTS, make_checkpoint, oracle_model
 
+BY_DEFAULT = ("llama_bias", "mixtral_sliding_window", "qwen2_moe", "olmoe")
 
-@pytest.mark.parametrize("name", VARIANTS)
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow)
+        for name in VARIANTS
+    ],
+)
 @torch.inference_mode()
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     path = make_checkpoint(tmp_path / name, name)

@@ -27,6 +27,7 @@ SIZES = {
     "qwen3_moe": {},
     "olmoe": {"intermediate_size": 64},
 }
+BY_DEFAULT = ("llama_bias", "qwen2_moe")
 MIXED = "experts=8,experts[0]=4,attention=8,attention[0]=fp8,mlp=4,lm_head=8"
 DENSE = "mlp=4,mlp[1]=8,attention=8,attention[0]=fp8,lm_head=8"
 
@@ -67,7 +68,10 @@ def decompressed(coded: Path, plain: Path) -> None:
     (plain / "config.json").write_text(json.dumps(raw), encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in SIZES],
+)
 @torch.inference_mode()
 def test_the_library_and_our_reader_agree(tmp_path: Path, name: str) -> None:
     source = make_checkpoint(tmp_path / "source", name, **SIZES[name])
