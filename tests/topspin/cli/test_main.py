@@ -245,7 +245,10 @@ def test_help_lists_the_commands() -> None:
     done = run("--help")
     assert done.returncode == 0
     listed = re.findall(r"^    (\S+)", done.stdout, flags=re.MULTILINE)
-    assert listed == ["serve", "pull", "chat", "bench", "plan", "trace", "collect-env"]
+    assert listed == [
+        *("serve", "pull", "chat", "bench", "plan", "profile", "quantize", "sensitivity"),
+        *("trace", "collect-env"),
+    ]
 
 
 @pytest.mark.parametrize("arguments", [(), ("--colour",), ("sing",)])
