@@ -9,6 +9,7 @@ a GPU this only enqueues work, so a graph can hold it.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from expert_nodes.versions import Held, SlotCounts, Versions, make_version
 from kernels import deterministic, expert_layers
 from kernels.contracts import ExpertMatrices
 from kernels.contracts import ExpertWeights as PackedExperts
-from kernels.cpu.compiled.slowdown import Slowdown
 from kernels.dispatch import Ops
 from kernels.expert_layers import LayerExperts
 from kernels.runtime import HostRuntime, Runtime
@@ -30,6 +30,9 @@ from topspin.plan import NodeConfig
 from topspin.precision import UNQUANTISED, Format, Rules
 from topspin.stages import senders
 from topspin.trace import Ring
+
+if TYPE_CHECKING:  # a host with a GPU may lack what it is compiled with
+    from kernels.cpu.compiled.slowdown import Slowdown
 
 
 class Experts:

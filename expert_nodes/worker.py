@@ -18,7 +18,6 @@ from expert_nodes.experts import Experts
 from expert_nodes.memory import batch_bytes, lacking
 from expert_nodes.tables import TableChange
 from expert_nodes.ticket_graphs import TicketGraphs
-from kernels.cpu.compiled.slowdown import slowdown_of
 from kernels.dispatch import Ops, select_ops
 from kernels.expert_layers import rows_to_warm_up
 from kernels.runtime import Runtime, open_runtime
@@ -118,7 +117,11 @@ def load_experts(
         # The sizes fit: other processes took memory meanwhile, or it is fragmented.
         raise ConfigError(f"expert node {index}: {error}; use {_WAYS_OUT}") from error
     experts.trace = ring_of(config)
-    experts.slowdown = slowdown_of(config.node.slow)
+    if config.node.slow > 1:
+        # Compiled, with a package that hosts with a GPU may lack.
+        from kernels.cpu.compiled.slowdown import slowdown_of
+
+        experts.slowdown = slowdown_of(config.node.slow)
     release_freed_memory()
     return experts
 

@@ -163,7 +163,9 @@ class FakeListener:
         self.me: Identity | None = None
         self.asked: tuple[object, ...] = ()
 
-    def accept(self, me: Identity, *asked: object, runtime: Runtime | None, reuse: bool) -> str:
+    def accept(
+        self, me: Identity, *asked: object, runtime: Runtime | None, reuse: bool, senders: object
+    ) -> str:
         self.me, self.asked = me, asked
         return "host rows" if runtime is None else "device rows"
 

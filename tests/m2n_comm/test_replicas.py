@@ -58,7 +58,7 @@ def test_nodes_of_unequal_speed_are_done_about_as_soon_as_possible(
     assert min(rows) >= 0
     least = least_peak(count, loads, speeds)
     # Of a row of the slowest node: where rows end is not searched.
-    assert peak(loads, rows, speeds) <= least + 1 / min(speeds)
+    assert peak(loads, rows, speeds) <= (least + 1 / min(speeds)) * (1 + 1e-9)
 
 
 def test_a_fast_node_gets_more_rows() -> None:
