@@ -30,6 +30,7 @@ from topspin.errors import DeadlineExceeded
 from topspin.expert_table import uniform_table
 from topspin.messages import (
     CompileGrammar,
+    ExpertPeer,
     GrammarReady,
     Halt,
     Halted,
@@ -54,7 +55,8 @@ class World:
         self._has_given = False
         self.seen: list[str] = []
         table = uniform_table(num_layers=num_layers, num_experts=8, num_nodes=1)
-        topology = Topology(table=table, experts=(), attention_incarnations=(1,))
+        expert = ExpertPeer(address="nowhere", incarnation=1)
+        topology = Topology(table=table, experts=(expert,), attention_incarnations=(1,))
         self.say(Welcome(config=config, topology=topology))
 
     def say(self, *messages: Message) -> None:
