@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from attention_nodes.model_runner import ModelRunner
@@ -12,29 +11,12 @@ from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
-from m2n_comm.net import AttentionNet, stage_shape, wait_policy
+from m2n_comm.net import AttentionNet, stage_shape, waits_of
 from m2n_comm.open import connect_attention, connect_stage
-from m2n_comm.waits import Waits
-from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
-from topspin.logs import start_logging
+from topspin.channel import ControlClient
 from topspin.messages import Welcome
-from topspin.node_life import NodeLife, run_node
-from topspin.plan import NodeConfig
-from topspin.process import follow_parent
-
-# Experts accept once they have loaded, which may take long; the scheduler ends the wait if one of
-# them is lost (Inbox.check).
-CONNECT_TIMEOUT_S = 3600.0
-
-
-def waits_of(config: NodeConfig, life: NodeLife) -> Waits:
-    """Return how a node waits for its peers."""
-    return Waits(
-        timeout_s=CONNECT_TIMEOUT_S,
-        policy=wait_policy(config),
-        check=life.check,
-        resume=life.progress.beat,
-    )
+from topspin.node_command import run_command
+from topspin.node_life import NodeLife
 
 
 def connect_worker(
@@ -103,22 +85,11 @@ def connect_worker(
 
 def main(make_drafter: MakeDrafter = text_drafter) -> int:
     """Run one attention node; returns its exit status."""
-    follow_parent()
-    parser = argparse.ArgumentParser(prog="python -m attention_nodes", description=__doc__)
-    parser.add_argument("--control", required=True, help="address of the scheduler")
-    parser.add_argument("--index", type=int, required=True, help="which attention node this is")
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument(
-        "--failover", action="store_true", help="leave soon when the scheduler is not heard"
-    )
-    args = parser.parse_args()
-    return run_node(
+    return run_command(
         "attention",
-        args.index,
-        args.control,
-        logger=start_logging("attention"),
-        body=lambda control: connect_worker(
+        "attention_nodes",
+        lambda control, args: connect_worker(
             control, index=args.index, model_path=args.model, make_drafter=make_drafter
         ),
-        heartbeat=FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT,
+        about=__doc__,
     )

@@ -258,7 +258,7 @@ class AbsentExperts:
     """
 
     trace: Stamps | None = None
-    is_graph_safe: Final = False
+    is_graph_safe: bool = False
     epoch: Final = 0
 
     def __init__(self, local: frozenset[int] = frozenset()) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -11,18 +10,12 @@ from expert_nodes.experts import Experts
 from expert_nodes.worker import ExpertWorker
 from m2n_comm.addresses import Between
 from m2n_comm.hello import Identity
-from m2n_comm.net import ExpertNet, wait_policy
+from m2n_comm.net import ExpertNet, waits_of
 from m2n_comm.open import ExpertListener, listen_expert
-from m2n_comm.waits import Waits
-from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
-from topspin.logs import start_logging
+from topspin.channel import ControlClient
 from topspin.messages import Welcome
-from topspin.node_life import NodeLife, run_node
-from topspin.process import follow_parent
-
-# Other nodes connect once their checkpoint is loaded; the scheduler ends the wait if one of them
-# is lost (Inbox.check).
-CONNECT_TIMEOUT_S = 3600.0
+from topspin.node_command import run_command
+from topspin.node_life import NodeLife
 
 
 def accept_attention(
@@ -40,12 +33,7 @@ def accept_attention(
         ),
         topology.attention_incarnations,
         topology.table,
-        Waits(
-            timeout_s=CONNECT_TIMEOUT_S,
-            policy=wait_policy(config),
-            check=life.check,
-            resume=life.progress.beat,
-        ),
+        waits_of(config, life),
         runtime=experts.runtime if config.node.place.is_device else None,
         reuse=config.restart,
         senders=experts.senders(config),
@@ -68,23 +56,12 @@ def run_worker(control: ControlClient, *, index: int, model_path: Path, transpor
 
 def main() -> int:
     """Run one expert node; returns its exit status."""
-    follow_parent()
-    parser = argparse.ArgumentParser(prog="python -m expert_nodes", description=__doc__)
-    parser.add_argument("--control", required=True, help="address of the scheduler")
-    parser.add_argument("--index", type=int, required=True, help="which expert node this is")
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument("--transport", choices=get_args(Between), required=True)
-    parser.add_argument(
-        "--failover", action="store_true", help="leave soon when the scheduler is not heard"
-    )
-    args = parser.parse_args()
-    return run_node(
+    return run_command(
         "expert",
-        args.index,
-        args.control,
-        logger=start_logging("expert"),
-        body=lambda control: run_worker(
+        "expert_nodes",
+        lambda control, args: run_worker(
             control, index=args.index, model_path=args.model, transport=args.transport
         ),
-        heartbeat=FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT,
+        about=__doc__,
+        transports=get_args(Between),
     )

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from attention_nodes.command import waits_of
 from attention_nodes.stages.runner import StageRunner
 from attention_nodes.stages.worker import StageWorker
 from m2n_comm.addresses import Between
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
-from m2n_comm.net import AttentionNet, stage_shape
+from m2n_comm.net import AttentionNet, stage_shape, waits_of
 from m2n_comm.open import ExpertListener, connect_attention, listen_expert
 from m2n_comm.waits import TURN_S
-from topspin.channel import FAILOVER_HEARTBEAT, RELAXED_HEARTBEAT, ControlClient
-from topspin.logs import start_logging
+from topspin.channel import ControlClient
 from topspin.messages import Welcome
-from topspin.node_life import NodeLife, run_node
-from topspin.process import follow_parent
+from topspin.node_command import run_command
+from topspin.node_life import NodeLife
 
 
 def connect_experts(
@@ -91,23 +88,12 @@ def run_worker(control: ControlClient, *, index: int, model_path: Path, transpor
 
 def main() -> int:
     """Run one stage; returns its exit status."""
-    follow_parent()
-    parser = argparse.ArgumentParser(prog="python -m attention_nodes.stages", description=__doc__)
-    parser.add_argument("--control", required=True, help="address of the scheduler")
-    parser.add_argument("--index", type=int, required=True, help="which stage this is")
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument("--transport", choices=get_args(Between), required=True)
-    parser.add_argument(
-        "--failover", action="store_true", help="leave soon when the scheduler is not heard"
-    )
-    args = parser.parse_args()
-    return run_node(
+    return run_command(
         "stage",
-        args.index,
-        args.control,
-        logger=start_logging("stage"),
-        body=lambda control: run_worker(
+        "attention_nodes.stages",
+        lambda control, args: run_worker(
             control, index=args.index, model_path=args.model, transport=args.transport
         ),
-        heartbeat=FAILOVER_HEARTBEAT if args.failover else RELAXED_HEARTBEAT,
+        about=__doc__,
+        transports=get_args(Between),
     )

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Decoder
+from attention_nodes.memory_budget import AbsentExperts
 from attention_nodes.model_runner import ModelRunner
 from deploy.placement.shapes import ModelShape
 from expert_nodes.experts import Experts
 from kernels.dispatch import Ops, select_ops
 from kernels.runtime import open_runtime
-from m2n_comm.net import NetTimes
 from models.config import LayerConfig, ModelConfig
 from models.weights import (
     AttentionWeights,
@@ -46,11 +46,9 @@ from topspin.config import (
 from topspin.cores import Layout
 from topspin.devices import NodeRole
 from topspin.expert_table import ExpertTable, uniform_table
-from topspin.messages import StepTicket
 from topspin.plan import NodeConfig
 from topspin.precision import Format, Rules, formats, rules_of
 from topspin.resolve import ModelFacts, resolve
-from topspin.trace import Stamps
 
 BLOCK_SIZE: Final = 16
 # Weights that one pass over a slice reads at least, of either side.
@@ -297,42 +295,13 @@ def table_of(model: ModelConfig) -> ExpertTable:
     )
 
 
-class NoExperts:
-    """An AttentionNet of a node that is measured alone: answers are whatever the buffer holds.
+class NoExperts(AbsentExperts):
+    """The net of a node that is measured alone: answers are whatever the buffer holds.
 
-    Nothing is sent and nothing waited for, so that a recorded step has attention's work only.
+    Nothing is done for them, so that a recorded step has attention's work only.
     """
 
-    trace: Stamps | None = None
-    is_graph_safe: Final = True
-    epoch: Final = 0
-    local: frozenset[int] = frozenset()
-
-    def set_table(self, table: ExpertTable) -> None:
-        pass
-
-    def begin(self, ticket: StepTicket) -> None:
-        pass
-
-    def dispatch(
-        self,
-        micro_batch: int,
-        layer: int,
-        hidden: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        num_rows: Tensor | None = None,
-    ) -> None:
-        pass
+    is_graph_safe = True
 
     def combine(self, micro_batch: int, layer: int, out: Tensor) -> Tensor:
         return out
-
-    def wait_s(self) -> float:
-        return 0.0
-
-    def times(self) -> NetTimes:
-        return NetTimes(0.0, 0.0, None)
-
-    def close(self) -> None:
-        pass

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import attention_nodes.command
-import expert_nodes.command
 from m2n_comm.hello import Identity
-from m2n_comm.net import ExpertBatch
+from m2n_comm.net import CONNECT_TIMEOUT_S, ExpertBatch
 from m2n_comm.open import connect_attention, listen_expert
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
@@ -111,8 +109,7 @@ def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch)
 
     def connect() -> None:
         me = Identity(role="attention", index=0, incarnation=1, shape=shape)
-        timeout_s = attention_nodes.command.CONNECT_TIMEOUT_S
-        waits = Waits(timeout_s=timeout_s, check=asked.release)
+        waits = Waits(timeout_s=CONNECT_TIMEOUT_S, check=asked.release)
         net = connect_attention(me, [peer], make_table(shape, 1), waits)
         opened.append(net)
         net.close()
@@ -124,7 +121,7 @@ def test_nodes_wait_for_one_that_loads_for_long(monkeypatch: pytest.MonkeyPatch)
     for _ in range(4):  # it reads the clock, and keeps waiting
         assert asked.acquire(timeout=10.0)
     me = Identity(role="expert", index=0, incarnation=2, shape=shape)
-    waits = Waits(timeout_s=expert_nodes.command.CONNECT_TIMEOUT_S)
+    waits = Waits(timeout_s=CONNECT_TIMEOUT_S)
     listener.accept(me, (1,), make_table(shape, 1), waits).close()
     thread.join(10.0)
     listener.close()
