@@ -19,6 +19,3 @@ LOCAL_LAYERS: Final = True
 """Attention nodes that hold the routed experts of chosen layers."""
 SLOW_NODES: Final = True
 """Nodes on a CPU that are slowed down on purpose (`slow`)."""
-
-MAX_NODES: Final = 1024
-"""Of a role (topspin.plan.Index)."""

@@ -1,4 +1,4 @@
-"""The bytes that a node takes, part by part, and how many tokens its cache has room for.
+"""The bytes of a node's weights and of its process.
 
 Owns the sums; the sizes of weights are shapes.py's. Pure arithmetic; checked against the resident
 memory of real nodes by benchmarks.cost_model. Called by the planner.
@@ -6,25 +6,10 @@ memory of real nodes by benchmarks.cost_model. Called by the planner.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from deploy.placement.devices import DeviceProfile
 from deploy.placement.shapes import Kernels, ModelShape, PrecisionOf
-
-
-class NodeMemory(NamedTuple):
-    """Bytes of a node's process, by use."""
-
-    weights: float
-    keys: float
-    buffers: float
-    process: float
-
-    @property
-    def total(self) -> float:
-        """Return their sum."""
-        return sum(self)
 
 
 def attention_weight_bytes(
@@ -65,16 +50,3 @@ def process_bytes(device: DeviceProfile, role: str, *, nodes_on_host: int = 1) -
     """Return the bytes of a node's process beside its data; libraries' pages are shared."""
     own = device.process.attention if role == "attention" else device.process.expert
     return own + device.process.shared / max(1, nodes_on_host)
-
-
-def kv_tokens(free_bytes: float, model: ModelShape, *, itemsize: int | None = None) -> int:
-    """Return the tokens whose keys and values fit into so many bytes; 0 if none do."""
-    return max(0, int(free_bytes // model.kv_bytes_per_token(itemsize)))
-
-
-def kv_capacity(replicas: Sequence[int]) -> int:
-    """Return the tokens that all sequences of an engine may have, given each replica's tokens.
-
-    Sequences are spread evenly over the replicas, so the smallest one limits them all.
-    """
-    return len(replicas) * min(replicas)

@@ -22,6 +22,7 @@ from deploy.placement.answers import (
     refusal_of,
     unit_of,
 )
+from deploy.placement.cost import unmeasured
 from deploy.placement.rating import milliseconds
 from deploy.placement.search import Inputs, Member, Result
 from deploy.placement.workload import asked_load
@@ -83,7 +84,8 @@ class FlipReport(_Part, frozen=True, kw_only=True):
 class Report(_Part, frozen=True, kw_only=True):
     """All that a search says. `load` is asked for, `most_load` the fleet's.
 
-    `load_unit`: requests/s or users. `refusal`: "" with a plan.
+    `load_unit`: requests/s or users. `estimates`: per device of the plan the times that its profile
+    has no table of, so that they are the roofline's. `refusal`: "" with a plan.
     """
 
     objective: str
@@ -98,6 +100,7 @@ class Report(_Part, frozen=True, kw_only=True):
     answers: tuple[str, ...]
     not_served_yet: tuple[str, ...]
     flips: tuple[FlipReport, ...]
+    estimates: tuple[str, ...] = ()
     refusal: str = ""
 
     def with_files(self, files: Sequence[str]) -> Report:
@@ -136,8 +139,29 @@ def report_of(inputs: Inputs, result: Result) -> Report:
             FlipReport(change=each.change, outcome=each.outcome)
             for each in flips_of(inputs, result)
         ),
+        estimates=tuple(_estimates(inputs, result.members)),
         refusal="" if result.members else refusal_of(inputs, result),
     )
+
+
+def _estimates(inputs: Inputs, members: Sequence[Member]) -> list[str]:
+    """Return, by device, what no table of its profile answers for."""
+    found: dict[str, set[str]] = {}
+    for member in members:
+        engine = member.rating.engine
+        assert engine is not None
+        seats = [("attention", seat) for seat, _ in engine.unit.attention]
+        seats += [("expert", seat) for seat, _ in engine.unit.experts]
+        if engine.num_local:
+            seats += [("expert", seat) for seat, _ in engine.unit.attention]
+        for role, seat in seats:
+            profile = seat.device.profile
+            threads = max(1, seat.threads)
+            missing = unmeasured(
+                profile, inputs.model, engine.formats.of, role=role, threads=threads
+            )
+            found.setdefault(f"{profile.name} ({profile.source})", set()).update(missing)
+    return [f"{name}: {', '.join(sorted(each))}" for name, each in found.items() if each]
 
 
 def _engine(inputs: Inputs, member: Member) -> EngineReport:
@@ -196,6 +220,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
         out.print(table)
     for line in (*report.answers, *report.not_served_yet):
         out.print(line)
+    for line in report.estimates:
+        out.print(f"Estimated, not measured, on {line}.")
     for flip in report.flips:
         out.print(f"With {flip.change}: {flip.outcome}.")
 

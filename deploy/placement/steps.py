@@ -1,8 +1,8 @@
 """The seconds of a step of a planned engine, fast enough to be asked for a hundred thousand times.
 
 Owns the assembly of a step from the cost model's parts (deploy.placement.cost): the rows of each
-node, the slowest of them, the link, the pipeline. Its result is layer_hops() and step_s() of that
-module, of which it keeps every part that was asked for once. Called by deploy.placement.rating.
+node, the slowest of them, the link, the pipeline. Keeps every part that was asked for once. Called
+by deploy.placement.rating.
 """
 
 from __future__ import annotations

@@ -66,6 +66,10 @@ def test_a_plan_and_its_report_are_written(place: Path, capsys: pytest.CaptureFi
     assert any("no divergence" in answer for answer in report["answers"])
     lost = {each["kind"]: each["reason"] for each in report["losers"]}
     assert "per hour against" in lost["box: attention on gpu, experts on gpu"]
+    (estimated,) = report["estimates"]
+    assert estimated.startswith(
+        "gpu (literature): attention in none, experts in none, head in none"
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "Do not disaggregate" in capsys.readouterr().out.replace("\n", " ")
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attention_nodes import kv_cache
-from deploy.placement.memory import kv_capacity, kv_tokens
 from deploy.placement.shapes import Matrix, ModelShape, matrix_bytes
 from expert_nodes.memory import measure_expert
 from kernels.cpu.quantised import quantise
@@ -102,10 +101,3 @@ def test_layers_have_their_own_parts() -> None:
     assert shape.weight_bytes("experts", 0, "none") == 2 * 3 * 40 * 80
     assert shape.seen_keys(0, 100.0) == 100.0
     assert shape.seen_keys(1, 100.0) == 8.0
-
-
-def test_the_smallest_replica_limits_the_keys_of_all() -> None:
-    shape = ModelShape.from_config(model())
-    assert kv_tokens(1000.0 * shape.kv_bytes_per_token(), shape) == 1000
-    assert kv_tokens(-1.0, shape) == 0
-    assert kv_capacity([100, 30, 50]) == 90

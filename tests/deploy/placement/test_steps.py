@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.placement.cost import (
-    ExpertHost,
-    Replica,
-    Rows,
-    Setting,
-    layer_hops,
-    step_fixed_s,
-    step_s,
-)
+from deploy.placement.cost import Rows, step_fixed_s, step_s
 from deploy.placement.formats import Formats, LayerFormats
 from deploy.placement.steady import Chunks
 from deploy.placement.steps import NO_LINK, Clock, Engine, EngineSteps
 from deploy.placement.units import Unit, units_of
 from deploy.placement.workload import Lengths
 from tests.deploy.placement import samples
+from tests.deploy.placement.plain_steps import ExpertHost, Replica, Setting, layer_hops
 
 FAST, SLOW = samples.gpu("fast"), samples.gpu("slow", gb_per_s=900, tflops=150)
 HOST = samples.host((FAST, 2), (SLOW, 2), (samples.cpu(cores=4), 1))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from deploy.placement.cost import barrier_s, decode_s, prefill_chunks, prefill_s, step_s
+from deploy.placement.cost import barrier_s, decode_s, prefill_s, step_s
 from topspin.pipeline import HopTimes, layers_s
 
 
@@ -76,8 +76,3 @@ def test_layer_ranges_decode_at_the_simulated_pace(batches: int) -> None:
         longer = staged(stages, batches, tokens) - staged(stages, batches, 1)
         assert decode_s(stages, batches, tokens) == pytest.approx(longer)
         assert prefill_s(stages, batches) == pytest.approx(staged(stages, batches, 1))
-
-
-def test_chunks_cover_a_prompt_once() -> None:
-    assert prefill_chunks(10, 4) == [(4, 0), (4, 4), (2, 8)]
-    assert prefill_chunks(4, 8) == [(4, 0)]
