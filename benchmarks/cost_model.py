@@ -32,7 +32,6 @@ import torch
 
 from benchmarks import report
 from deploy.placement.cost import (
-    HopTimes,
     Rows,
     attention_layer_s,
     experts_layer_s,
@@ -57,6 +56,7 @@ from deploy.profiling.worker import RallyReport
 from models.config import load_model_config
 from models.hub import resolve_model
 from topspin.cores import node_environment
+from topspin.pipeline import HopTimes
 from topspin.precision import UNQUANTISED, Format, rules_of
 
 HELD_OUT = Grid(
