@@ -11,8 +11,8 @@ from kernels.runtime import open_runtime
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
-from m2n_comm.net import AttentionNet, stage_shape, waits_of
-from m2n_comm.open import connect_attention, connect_stage
+from m2n_comm.net import AttentionNet, stage_shape
+from m2n_comm.open import connect_attention, connect_stage, waits_of
 from topspin.channel import ControlClient
 from topspin.messages import Welcome
 from topspin.node_command import run_command

@@ -10,8 +10,8 @@ from expert_nodes.experts import Experts
 from expert_nodes.worker import ExpertWorker
 from m2n_comm.addresses import Between
 from m2n_comm.hello import Identity
-from m2n_comm.net import ExpertNet, waits_of
-from m2n_comm.open import ExpertListener, listen_expert
+from m2n_comm.net import ExpertNet
+from m2n_comm.open import ExpertListener, listen_expert, waits_of
 from topspin.channel import ControlClient
 from topspin.messages import Welcome
 from topspin.node_command import run_command

@@ -217,6 +217,7 @@ class ExpertWorker:
         self._logger = logging.getLogger("expert")
         self._counts_sent_s = time.monotonic()
         self._busy_sent_s = 0.0
+        self._slow = 1.0
 
     @torch.inference_mode()
     def serve(self, data_address: str) -> None:
@@ -228,6 +229,7 @@ class ExpertWorker:
         experts = self._experts = self._load(welcome)
         self._life.inbox.trace = experts.trace
         config = welcome.config
+        self._slow = config.node.slow
         self._graphs = graphs_of(config, experts)
         self._change = TableChange(
             experts, model_path=self._model_path, config=welcome.config, index=self._index
@@ -331,9 +333,12 @@ class ExpertWorker:
             )
 
     def _take_busy_s(self) -> float:
-        """Return the seconds of computing since the last call, as far as the net measures them."""
+        """Return the seconds of computing since the last call, as far as the net measures them.
+
+        A device that is emulated takes `slow` times as long.
+        """
         if self._net is None or isinstance(self._net, InlineNet):
             return 0.0
         busy_s, sent_s = self._net.busy_s, self._busy_sent_s
         self._busy_sent_s = busy_s
-        return busy_s - sent_s
+        return self._slow * (busy_s - sent_s)

@@ -39,18 +39,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from m2n_comm.waits import WaitPolicy, Waits
+from m2n_comm.waits import WaitPolicy
 from topspin.config import MAX_MICRO_BATCHES
 from topspin.expert_table import ExpertTable
 from topspin.messages import StepTicket
-from topspin.node_life import NodeLife
 from topspin.plan import NodeConfig
 from topspin.stages import Stage
 from topspin.trace import Stamps
-
-# Peers are there once their checkpoints are loaded, which may take long; the scheduler ends the
-# wait if one of them is lost (Inbox.check).
-CONNECT_TIMEOUT_S = 3600.0
 
 _COMPRESSED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
@@ -133,16 +128,6 @@ def payload_dtype(config: NodeConfig) -> torch.dtype:
 def wait_policy(config: NodeConfig) -> WaitPolicy:
     """Return how a node waits within a step."""
     return config.node.wait
-
-
-def waits_of(config: NodeConfig, life: NodeLife) -> Waits:
-    """Return how a node waits for its peers, while its net forms and afterwards."""
-    return Waits(
-        timeout_s=CONNECT_TIMEOUT_S,
-        policy=wait_policy(config),
-        check=life.check,
-        resume=life.progress.beat,
-    )
 
 
 Senders = Sequence[tuple[int, ...]]
@@ -277,7 +262,10 @@ class ExpertNet(Protocol):
 
     @property
     def busy_s(self) -> float:
-        """Return the seconds of computing since the net was opened; 0 if the host does none."""
+        """Return for how long the thread has had a core to compute; 0 if the host does nothing.
+
+        Other processes on its cores do not count, nor does a sleep that emulates a slower device.
+        """
 
     def begin(self, ticket: StepTicket) -> None:
         """Open a step."""

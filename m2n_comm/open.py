@@ -41,15 +41,31 @@ from m2n_comm.host.memory_order import check_platform
 from m2n_comm.host.shm import ShmForming
 from m2n_comm.host.stage_link import StageLink
 from m2n_comm.host.tcp import TcpForming
-from m2n_comm.net import AttentionNet, ExpertNet, Senders
+from m2n_comm.net import AttentionNet, ExpertNet, Senders, wait_policy
 from m2n_comm.nixl.agent import load_nixl
 from m2n_comm.nixl.forming import NixlForming
 from m2n_comm.waits import Waits
 from topspin.errors import ConfigError, PeerLost
 from topspin.expert_table import ExpertTable
 from topspin.messages import ExpertPeer
+from topspin.node_life import NodeLife
+from topspin.plan import NodeConfig
+
+# Peers are there once their checkpoints are loaded, which may take long; the scheduler ends the
+# wait if one of them is lost (Inbox.check).
+CONNECT_TIMEOUT_S = 3600.0
 
 Formed = TypeVar("Formed", covariant=True)
+
+
+def waits_of(config: NodeConfig, life: NodeLife) -> Waits:
+    """Return how a node waits for its peers, while its net forms and afterwards."""
+    return Waits(
+        timeout_s=CONNECT_TIMEOUT_S,
+        policy=wait_policy(config),
+        check=life.check,
+        resume=life.progress.beat,
+    )
 
 
 class Forming(Protocol[Formed]):

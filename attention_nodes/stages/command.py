@@ -13,8 +13,8 @@ from m2n_comm.addresses import Between
 from m2n_comm.emulate import LinkEmulation
 from m2n_comm.hello import Identity
 from m2n_comm.host.stage_link import StageLink
-from m2n_comm.net import AttentionNet, stage_shape, waits_of
-from m2n_comm.open import ExpertListener, connect_attention, listen_expert
+from m2n_comm.net import AttentionNet, stage_shape
+from m2n_comm.open import ExpertListener, connect_attention, listen_expert, waits_of
 from m2n_comm.waits import TURN_S
 from topspin.channel import ControlClient
 from topspin.messages import Welcome

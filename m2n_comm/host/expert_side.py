@@ -140,7 +140,7 @@ class ExpertSide:
         self._sequences = {
             peer: array("Q", bytes(8 * shape.num_micro_batches)) for peer in self._attention
         }
-        self._step_words, self._batch_times = array("Q", (0, 0)), array("q", (0, 0, 0))
+        self._step_words, self._batch_times = array("Q", (0, 0)), array("q", (0, 0, 0, 0))
         self._senders = senders or (tuple(range(len(attention_incarnations))),) * shape.num_layers
         # By who sends for whom and by micro-batch, the addresses of the participants' records.
         self._places = {
@@ -154,6 +154,7 @@ class ExpertSide:
         # The headers of frames that native.py does not take, by sender.
         self._headers: dict[int, FrameHeader] = {}
         self._gathered_ns = 0
+        self._began_ns = 0
         self._idle_ns = 0
         self.use(lines)
         self.set_table(table)
@@ -216,7 +217,7 @@ class ExpertSide:
 
     @property
     def busy_s(self) -> float:
-        """Return the seconds from having a batch's rows to its last answer, of all batches."""
+        """Return the seconds for which the thread had a core, from rows to answers of batches."""
         return self._batch_times[hops.BUSY_NS // 8] * 1e-9
 
     def set_table(self, table: ExpertTable) -> None:
@@ -281,7 +282,7 @@ class ExpertSide:
         except BaseException as error:
             self._rules.fail(error)
             raise
-        self._batch_times[hops.BUSY_NS // 8] += time.monotonic_ns() - self._gathered_ns
+        self._batch_times[hops.BUSY_NS // 8] += time.thread_time_ns() - self._began_ns
         part = batch.part + 1
         self._pending = tuple(peer for peer, h in self._headers.items() if h.num_parts > part)
         self._rules.open = None
@@ -489,6 +490,7 @@ class ExpertSide:
             self._row_counts[peer] = rows
         self._gathered_ns = time.monotonic_ns()
         self._idle_ns = self._gathered_ns - started_ns
+        self._began_ns = time.thread_time_ns()
         batch = self._batch(ticket, micro_batch, layer, part)
         if self._headers:
             self._check_slots(batch.slots, layer, micro_batch)

@@ -16,7 +16,14 @@ from typing import Final
 
 from kernels.cpu.compiled.runtime import Kernel, inlined, offsets
 from kernels.cpu.simd.lanes import read_i64, write_i64
-from kernels.cpu.simd.system import exchange_shared, now_ns, read_shared, ring, yield_core
+from kernels.cpu.simd.system import (
+    exchange_shared,
+    now_ns,
+    read_shared,
+    ring,
+    thread_ns,
+    yield_core,
+)
 from kernels.cpu.simd.tasks import leave_undone
 from kernels.frame_header import word
 from m2n_comm.host import native
@@ -41,9 +48,9 @@ NUM_ANSWERS, WAIT_NS, LINK_NS, NUM_LINKS, EXPERT_NS = range(0, 40, 8)
 """An attention node's times since begin(): answers, waits, trips that nobody waited for; from
 EXPERT_NS on each expert node's computing."""
 
-GATHERED_NS, IDLE_NS, BUSY_NS = range(0, 24, 8)
-"""An expert node's times: when the newest batch's rows were there, how long it waited for them; and
-how long it has computed, in all batches."""
+GATHERED_NS, IDLE_NS, BEGAN_NS, BUSY_NS = range(0, 32, 8)
+"""An expert node's times: when the newest batch's rows were there, how long it waited for them; the
+time that its thread had had a core by then, and has had for all batches."""
 
 (
     RECORD, CHOSEN, COLUMNS, NUM_COLUMNS, NUM_ROWS, HIDDEN, WEIGHTS, LAYER, STEP_WORDS,
@@ -189,6 +196,7 @@ def take_rows(block: int) -> None:
     if read_i64(block + IS_FIRST):
         write_i64(batch + IDLE_NS, 0)
     _add(batch + IDLE_NS, arrived_ns - read_i64(record + _WAIT_BEGAN_NS))
+    write_i64(batch + BEGAN_NS, thread_ns())
 
 
 @Kernel
@@ -198,7 +206,7 @@ def send_answer(block: int) -> None:
     computed_ns = now_ns() - read_i64(batch + GATHERED_NS)
     write_answer(record, read_i64(block + PARTIAL), computed_ns, read_i64(batch + IDLE_NS))
     if read_i64(block + IS_LAST):
-        _add(batch + BUSY_NS, computed_ns)
+        _add(batch + BUSY_NS, thread_ns() - read_i64(batch + BEGAN_NS))
     _publish(block, record, read_i64(read_i64(record + _COUNT)))
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from m2n_comm.hello import Identity
-from m2n_comm.net import CONNECT_TIMEOUT_S, ExpertBatch
-from m2n_comm.open import connect_attention, listen_expert
+from m2n_comm.net import ExpertBatch
+from m2n_comm.open import CONNECT_TIMEOUT_S, connect_attention, listen_expert
 from m2n_comm.waits import Waits
 from tests.m2n_comm.harness import (
     TRANSPORTS,
