@@ -217,6 +217,10 @@ class Clock:
     def __init__(self) -> None:
         self.now_ns = time.monotonic_ns()
 
+    def thread_time_ns(self) -> int:
+        """Return the thread's own time, which does not pass with the clock."""
+        return time.thread_time_ns()
+
     def monotonic_ns(self) -> int:
         """Return the time; each reading advances it."""
         self.now_ns += 1000
