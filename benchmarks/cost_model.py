@@ -4,8 +4,8 @@ Three questions, each with the nodes' own code on a model's shapes. T_a and T_e:
 measured, and in the same run, visit by visit in turn, points that are not on their grids; what the
 tables say of these is compared with what they took. Steps: a rally of two processes over the real
 M2N gives the factors of a few loads, and in the same run measures others, which are predicted from
-tables, factors and link. Memory: nodes of `topspin serve` after they
-have loaded, in two formats as predicted from those in a third. Writes
+tables, factors and link. Memory: nodes of `topspin serve` after they have loaded, in three formats,
+predicted from the model's shapes and a process without weights. Writes
 results/cost-model.json and .png. Run as `topspin bench cost-model`.
 """
 
@@ -40,19 +40,20 @@ from deploy.placement.cost import (
     step_s,
 )
 from deploy.placement.devices import DeviceProfile, Rates
-from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes
+from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes, process_bytes
 from deploy.placement.routing import touched_experts
 from deploy.placement.shapes import ModelShape, precision_by
 from deploy.placement.tables import rally_factors
-from deploy.profiling.command import DEFAULT_MODEL, RALLY_ROWS
+from deploy.profiling.command import DEFAULT_MODEL, RALLY_ROWS, process_memory
 from deploy.profiling.forks import fork
+from deploy.profiling.hops import lower_quartile
 from deploy.profiling.parts import Measured, slice_of
 from deploy.profiling.rally import Sample, Schedule, run_rally
 from deploy.profiling.reports import links_of, message_bytes, rallies_of, threads_of
 from deploy.profiling.resident import resident_bytes
 from deploy.profiling.solo import Grid, Sides
 from deploy.profiling.steps import Load
-from deploy.profiling.worker import RallyReport
+from deploy.profiling.worker import Job, RallyReport
 from models.config import load_model_config
 from models.hub import resolve_model
 from topspin.cores import node_environment
@@ -65,10 +66,11 @@ HELD_OUT = Grid(
     chunks=(),
     starts=(),
     touched=(3, 6, 12),
-    pairs=(3, 6, 12, 24, 48),
+    pairs=(5, 7, 10, 14, 24, 48),
 )
 SETTLED_VARIABLE = "TOPSPIN_BENCH_SETTLED"
 START_LIMIT_S = 120.0
+KV_CACHE_BYTES = 256 * 2**20
 
 Compared = dict[str, Any]
 """A point: what it is, and its predicted and measured seconds or bytes."""
@@ -76,7 +78,7 @@ Compared = dict[str, Any]
 
 def anchors() -> Grid:
     """Return the grid of the tables: the profile's, without prompts."""
-    return Grid()._replace(chunks=(), starts=(), rounds=4, budget_s=25.0)
+    return Grid()._replace(chunks=(), starts=(), rounds=8, budget_s=60.0)
 
 
 def device_of(cores: int) -> DeviceProfile:
@@ -173,7 +175,7 @@ def compare_steps(sides: Sides, device: DeviceProfile, *, shares_cores: bool) ->
         for m in (1, 2)
         for r, context in ((2, 500), (8, 128), (8, 600), (24, 250))
     ]
-    samples = run_rally(sides, Schedule([*known, *asked], 3, 4), shares_cores=shares_cores)
+    samples = run_rally(sides, Schedule([*known, *asked], 8, 3), shares_cores=shares_cores)
     reports = [RallyReport("shm", shares_cores, samples[: len(known)])]
     link = links_of(reports, sides.shape)[0]
     device = msgspec.structs.replace(
@@ -188,7 +190,7 @@ def compare_steps(sides: Sides, device: DeviceProfile, *, shares_cores: bool) ->
                 "shares_cores": shares_cores,
                 "point": list(sample.load),
                 "predicted": predicted,
-                "measured": median(sample.steps_s),
+                "measured": lower_quartile(sample.steps_s),
             }
         )
     return found
@@ -221,42 +223,32 @@ def predicted_step_s(
     )
 
 
-def node_memory(path: Path, shape: ModelShape, weight_format: Format) -> list[Compared]:
-    """Return the weights' bytes of real nodes, loaded and idle, and what they have in memory."""
-    precision_of = precision_by(rules_of(weight_format))
-    weights = {
-        "attention_nodes": attention_weight_bytes(shape, precision_of, kernels="cpu"),
-        "expert_nodes": expert_weight_bytes(
-            shape, precision_of, held=shape.num_experts, kernels="cpu"
-        ),
-    }
-    with serving(path, weight_format) as server:
-        return [
-            {
-                "kind": "memory",
-                "format": weight_format,
-                "point": [role],
-                "weights": weights[role],
-                "measured": resident_bytes(pid).proportional,
-            }
-            for role, pid in sorted(node_processes(server.pid))
-        ]
+def compare_memory(
+    path: Path, shape: ModelShape, device: DeviceProfile, weight_format: Format
+) -> list[Compared]:
+    """Return the bytes of real nodes, loaded and idle, predicted and measured.
 
-
-def predict_memory(rows: Sequence[Compared]) -> list[Compared]:
-    """Return the rows of all formats but the first, predicted from those of the first.
-
-    What a role's process takes beside its weights is measured once; a format changes the weights.
+    Predicted: weights, keys, and the process as `topspin profile` finds it. Both nodes map the same
+    libraries: each counts half of them.
     """
-    first = rows[0]["format"]
-    beside = {
-        row["point"][0]: row["measured"] - row["weights"] for row in rows if row["format"] == first
-    }
-    return [
-        {**row, "predicted": row["weights"] + beside[row["point"][0]]}
-        for row in rows
-        if row["format"] != first
-    ]
+    precision_of = precision_by(rules_of(weight_format))
+    expert_bytes = expert_weight_bytes(shape, precision_of, held=shape.num_experts, kernels="cpu")
+    attention_bytes = attention_weight_bytes(shape, precision_of, kernels="cpu") + KV_CACHE_BYTES
+    data = {"attention_nodes": attention_bytes, "expert_nodes": expert_bytes}
+    found = []
+    with serving(path, weight_format) as server:
+        for module, pid in sorted(node_processes(server.pid)):
+            role, memory = module.removesuffix("_nodes"), resident_bytes(pid)
+            found.append(
+                {
+                    "kind": "memory",
+                    "format": weight_format,
+                    "point": [role],
+                    "predicted": data[module] + process_bytes(device, role, nodes_on_host=2),
+                    "measured": memory.own + memory.files / 2,
+                }
+            )
+    return found
 
 
 @contextmanager
@@ -265,10 +257,9 @@ def serving(path: Path, weight_format: Format) -> Iterator[subprocess.Popen[byte
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     flags = ("--port", str(port), "--quantization", weight_format, "--layout", "shared")
-    command = (sys.executable, "-P", "-m", "topspin", "serve", str(path), *flags)
-    server = subprocess.Popen(
-        (*command, "--transport", "shm"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    cache = ("--kv-cache-memory", str(KV_CACHE_BYTES), "--transport", "shm")
+    command = (sys.executable, "-P", "-m", "topspin", "serve", str(path), *flags, *cache)
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + START_LIMIT_S
         while True:
@@ -341,12 +332,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_model_config(path)
     shape = ModelShape.from_config(config)
     cores = len(os.sched_getaffinity(0))
-    rows: list[Compared] = []
+    device, rows = device_of(cores), list[Compared]()
     if "sides" in args.parts or "steps" in args.parts:
         with torch.inference_mode():
             measured = Measured(slice_of(config, shape), "bfloat16", UNQUANTISED)
             sides = Sides(measured, shape, ())
-        device = device_of(cores)
         for threads in sorted({max(1, cores // 2), cores}):
             device, found = compare_sides(sides, device, threads)
             rows += found
@@ -354,8 +344,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for shares_cores in (True, False) if cores > 1 else (True,):
                 rows += compare_steps(sides, device, shares_cores=shares_cores)
     if "memory" in args.parts:
+        job = Job(str(path), "bfloat16", UNQUANTISED, "cpu", "cpu", [cores], Grid())
+        process = process_memory(job, has_experts=True)
+        device = msgspec.structs.replace(device, process=process)
         formats: tuple[Format, ...] = (UNQUANTISED, "int8", "int4")
-        rows += predict_memory([row for each in formats for row in node_memory(path, shape, each)])
+        rows += [row for each in formats for row in compare_memory(path, shape, device, each)]
     kinds = sorted({str(row["kind"]) for row in rows})
     errors = {kind: summary([row for row in rows if row["kind"] == kind]) for kind in kinds}
     for kind, found_errors in errors.items():

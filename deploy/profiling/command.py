@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, get_args
 
 import msgspec
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -28,6 +28,7 @@ from deploy.placement.devices import (
 )
 from deploy.placement.shapes import ModelShape
 from deploy.profiling.reports import links_of, rallies_of, rates_from
+from deploy.profiling.resident import MeasuredRole, Resident
 from deploy.profiling.solo import Grid
 from deploy.profiling.steps import Load
 from deploy.profiling.worker import Job, RallyJob, Report
@@ -161,9 +162,7 @@ def _measure_model(
     assert first is not None
     process = known.process if known else ProcessMemory(attention=0.0, expert=0.0)
     if args.device == CPU:
-        found = run_worker(msgspec.structs.replace(base, resident=True)).resident
-        assert found is not None
-        process = ProcessMemory(attention=found.own, expert=found.own, shared=found.files)
+        process = process_memory(base, has_experts=config.moe is not None)
     fresh = {(each.operation, each.shape, each.format, each.threads) for each in tables}
     kept = known.tables if known else ()
     tables += [t for t in kept if (t.operation, t.shape, t.format, t.threads) not in fresh]
@@ -194,6 +193,26 @@ def _measure_model(
             links=links_of(first.rallies, shape),
         )
     return profile
+
+
+def process_memory(job: Job, *, has_experts: bool) -> ProcessMemory:
+    """Return what nodes of each role take beside their data, by a process of each.
+
+    Without routed experts there are no expert nodes, and the attention node's stands for both.
+    """
+    found: dict[str, Resident] = {}
+    for role in get_args(MeasuredRole):
+        if role == "expert" and not has_experts:
+            found[role] = found["attention"]
+            continue
+        report = run_worker(msgspec.structs.replace(job, resident=role))
+        assert report.resident is not None
+        found[role] = report.resident
+    return ProcessMemory(
+        attention=found["attention"].own,
+        expert=found["expert"].own,
+        shared=max(each.files for each in found.values()),
+    )
 
 
 def rally_jobs(grid: Grid) -> list[RallyJob]:

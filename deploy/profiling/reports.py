@@ -11,6 +11,7 @@ from statistics import median
 from deploy.placement.cost import Rows, attention_layer_s, experts_layer_s, step_s
 from deploy.placement.devices import DeviceProfile, Link, Rally, Rates, Table
 from deploy.placement.shapes import Kernels, ModelShape
+from deploy.profiling.hops import lower_quartile
 from deploy.profiling.rally import Sample
 from deploy.profiling.worker import RallyReport
 from topspin.pipeline import HopTimes
@@ -169,5 +170,5 @@ def _factors(
     return (
         sample.attention_s / attention_s,
         sample.experts_s / experts_s,
-        median(sample.steps_s) / added_s,
+        lower_quartile(sample.steps_s) / added_s,
     )

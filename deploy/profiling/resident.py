@@ -14,10 +14,12 @@ from typing import Literal
 
 import msgspec
 
-from deploy.placement.shapes import ModelShape
-from deploy.profiling.parts import Measured
-from deploy.profiling.solo import Attention, Sides
+from attention_nodes.grammars import Grammars
+from deploy.profiling.parts import Measured, config_of, make_experts, make_runner
+from deploy.profiling.solo import Attention
 from topspin.process import release_freed_memory
+
+MeasuredRole = Literal["attention", "expert"]
 
 
 class Resident(msgspec.Struct, frozen=True):
@@ -42,14 +44,14 @@ def resident_bytes(pid: int | Literal["self"]) -> Resident:
     return Resident(1024 * own, 1024 * max(0, files), 1024 * kilobytes["Pss"])
 
 
-def resident(measured: Measured) -> Resident:
-    """Return the memory of this process after it has been both sides of a tiny model.
+def resident(measured: Measured, role: MeasuredRole, path: Path) -> Resident:
+    """Return the memory of this process after it has been a node of a tiny model.
 
-    It imports what nodes import, and has compiled and recorded a step: what is left beside the data
-    of a real one.
+    It imports what nodes of the role import, and has compiled and recorded a step: what is left
+    beside the data of a real one. `path` is the real model's directory: attention nodes read its
+    tokenizer for grammars.
     """
-    for name in ("attention_nodes.command", "expert_nodes.command"):
-        importlib.import_module(name)
+    importlib.import_module(f"{role}_nodes.command")
     tiny = measured.model
     small = measured._replace(
         model=replace(
@@ -62,12 +64,19 @@ def resident(measured: Measured) -> Resident:
         max_tokens=16,
         num_keys=64,
     )
-    sides = Sides(small, ModelShape.from_config(small.model, dtype=measured.dtype), ())
-    sides.runner.runtime.prepare_capture()
-    visited = Attention(sides.runner, sides.decoder, 3)
-    visited.decode(1, 16)
-    visited.prompt(16, 0)
-    if sides.experts is not None:
-        sides.experts.warm_up()
+    config = config_of(small)
+    if role == "expert":
+        experts = make_experts(small, config)
+        experts.runtime.prepare_capture()
+        experts.warm_up()
+    else:
+        runner, decoder = make_runner(small, config)
+        runner.runtime.prepare_capture()
+        visited = Attention(runner, decoder, 3)
+        visited.decode(1, 16)
+        visited.prompt(16, 0)
+        grammars = Grammars(path, vocab_size=tiny.vocab_size, eos_token_ids=tiny.eos_token_ids)
+        # Waits for the vocabulary.
+        assert grammars.num_words >= 0
     release_freed_memory()
     return resident_bytes("self")

@@ -21,7 +21,7 @@ from deploy.placement.shapes import ModelShape
 from deploy.profiling.forks import fork
 from deploy.profiling.parts import CPU_DEVICE, Measured, slice_of
 from deploy.profiling.rally import Sample, Schedule, run_rally
-from deploy.profiling.resident import Resident, resident
+from deploy.profiling.resident import MeasuredRole, Resident, resident
 from deploy.profiling.solo import Grid, Sides
 from deploy.profiling.steps import Load
 from models.config import load_model_config
@@ -45,7 +45,7 @@ class RallyJob(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to measure. `resident`: only what a node takes beside its data."""
+    """What to measure. `resident`: only what a node of this role takes beside its data."""
 
     path: str
     dtype: Dtype
@@ -55,7 +55,7 @@ class Job(msgspec.Struct, frozen=True):
     threads: list[int]
     grid: Grid
     rallies: list[RallyJob] = []
-    resident: bool = False
+    resident: MeasuredRole | None = None
 
 
 class RallyReport(msgspec.Struct, frozen=True):
@@ -90,8 +90,8 @@ def measure(job: Job, tick: Tick) -> Report:
             [job.grid.most_keys, *(each.num_keys for r in job.rallies for each in r.loads)]
         ),
     )
-    if job.resident:
-        return Report(resident=resident(measured))
+    if job.resident is not None:
+        return Report(resident=resident(measured, job.resident, Path(job.path)))
     widths = sorted({shape.mlp_width(layer) for layer in range(shape.num_layers)} - {0})
     sides = Sides(measured, shape, widths)
     tick(len(job.threads) * sides.num_visits(job.grid))

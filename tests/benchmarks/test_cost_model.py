@@ -20,13 +20,3 @@ def test_held_out_points_are_on_no_grid() -> None:
     for name in ("rows", "keys", "touched", "pairs"):
         assert not set(getattr(grid, name)) & set(getattr(held, name)), name
         assert max(getattr(held, name)) < max(getattr(grid, name)), name
-
-
-def test_memory_in_a_format_is_predicted_from_another() -> None:
-    sizes = {"none": (100, 130), "int8": (50, 82)}
-    rows = [
-        {"format": name, "point": ["expert_nodes"], "weights": weights, "measured": measured}
-        for name, (weights, measured) in sizes.items()
-    ]
-    (found,) = cost_model.predict_memory(rows)
-    assert (found["format"], found["predicted"]) == ("int8", 80)
