@@ -9,6 +9,7 @@ pipelines for networks that the machine lacks.
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass
 
 from topspin.errors import ConfigError
@@ -40,17 +41,22 @@ class LinkEmulation:
 
 
 class LinkShaper:
-    """The sending end of one direction of one pair: frames leave one after the other."""
+    """The sending end of one direction of one pair: frames leave one after the other.
+
+    `address` is that of three i64, which compiled code (m2n_comm.host.hops) reads and writes too:
+    when the link is free, its latency, and its picoseconds per byte.
+    """
 
     def __init__(self, link: LinkEmulation) -> None:
-        self._latency_ns = round(link.latency_us * 1000)
-        self._ns_per_byte = 0.0 if link.gbps is None else 8.0 / link.gbps
-        self._free_ns = 0
+        ps_per_byte = 0 if link.gbps is None else round(8000.0 / link.gbps)
+        self._words = array("q", (0, round(link.latency_us * 1000), ps_per_byte))
+        self.address = self._words.buffer_info()[0]
 
     def deliver_ns(self, size_bytes: int, *, now_ns: int) -> int:
         """Return the delivery time of a frame of `size_bytes` sent now; occupies the link."""
-        self._free_ns = max(now_ns, self._free_ns) + round(size_bytes * self._ns_per_byte)
-        return self._free_ns + self._latency_ns
+        free_ns, latency_ns, ps_per_byte = self._words
+        self._words[0] = max(now_ns, free_ns) + size_bytes * ps_per_byte // 1000
+        return self._words[0] + latency_ns
 
 
 def wait_delivery(deliver_ns: int, *, deadline_s: float, spins: bool = False) -> bool:

@@ -155,8 +155,7 @@ class AttentionSide:
     def _make_records(self) -> dict[int, list[Record]]:
         micro_batches = range(self.shape.num_micro_batches)
         ports = {
-            # An emulated link is Python's.
-            (expert, each): self.lines.port(expert, each) if self._shapers[expert] is None else None
+            (expert, each): self.lines.port(expert, each)
             for expert in self._everyone
             for each in micro_batches
         }
@@ -172,6 +171,7 @@ class AttentionSide:
                     inbox=self.lines.inbox(expert, micro_batch),
                     count=self._sequences[expert],
                     port=ports[expert, micro_batch],
+                    shaper=self._shapers[expert],
                     sends_all=len(self._experts) == 1,
                 )
                 for micro_batch in micro_batches

@@ -172,7 +172,7 @@ class ExpertSide:
     def _make_records(self) -> dict[int, list[Record]]:
         micro_batches = range(self.shape.num_micro_batches)
         ports = {
-            (peer, each): self.lines.port(peer, each) if self._shapers[peer] is None else None
+            (peer, each): self.lines.port(peer, each)
             for peer in self._attention
             for each in micro_batches
         }
@@ -188,6 +188,7 @@ class ExpertSide:
                     inbox=self.lines.inbox(peer, micro_batch),
                     count=self._sequences[peer],
                     port=ports[peer, micro_batch],
+                    shaper=self._shapers[peer],
                 )
                 for micro_batch in micro_batches
             ]
@@ -305,12 +306,17 @@ class ExpertSide:
             now_ns - self._gathered_ns,
             self._idle_ns,
         )
-        shaper = self._shapers[peer]
-        if shaper is not None:
-            deliver_ns = shaper.deliver_ns(HEADER_BYTES + payload_bytes, now_ns=now_ns)
-            self.lines.outbox(peer, micro_batch).words[DELIVER_WORD] = deliver_ns
+        self._delay(peer, micro_batch, payload_bytes)
         sequence = self._sequences[peer][micro_batch]
         self.lines.send(self._hop(peer, micro_batch, batch.layer), rows, sequence)
+
+    def _delay(self, peer: int, micro_batch: int, payload_bytes: int) -> None:
+        """Give the answer in the window its delivery time over the emulated link, if any."""
+        shaper = self._shapers[peer]
+        if shaper is not None:
+            size = HEADER_BYTES + payload_bytes
+            deliver_ns = shaper.deliver_ns(size, now_ns=time.monotonic_ns())
+            self.lines.outbox(peer, micro_batch).words[DELIVER_WORD] = deliver_ns
 
     def _answer_part(
         self, batch: ExpertBatch, peer: int, share: torch.Tensor, request: FrameHeader
@@ -451,6 +457,7 @@ class ExpertSide:
             peer = self._peer(layer, position)
             assert self._records is not None
             rows = self._records[peer][micro_batch].words[ROWS]
+            self._delay(peer, micro_batch, rows * self._layout.answer_row_bytes)
             sequence = self._sequences[peer][micro_batch]
             self.lines.send(self._hop(peer, micro_batch, layer), rows, sequence)
 

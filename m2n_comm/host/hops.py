@@ -34,6 +34,7 @@ from m2n_comm.host.native import (
     write_answer,
     write_request,
 )
+from m2n_comm.host.wire import HEADER_BYTES
 
 YIELD_NS: Final = 2_000_000
 """How long a hop of a step is awaited awake: several times as long as a usual layer takes."""
@@ -78,17 +79,30 @@ _OUT_FLAG, _OUT_IS_AWAKE, _BELL, _IN_FLAG, _IN_IS_AWAKE, _CONSUMED = range(
 )
 _COUNT, _SENT_NS = 8 * native.COUNT, 8 * native.SENT_NS
 _WAIT_BEGAN_NS, _ARRIVED_NS = 8 * native.WAIT_BEGAN_NS, 8 * native.ARRIVED_NS
-_IN_HEADER = 8 * native.IN_HEADER
-_DELIVER, _COMPUTE, _IDLE = (8 * word(name) for name in ("deliver_ns", "compute_ns", "idle_ns"))
+_IN_HEADER, _OUT_HEADER, _SHAPER = (
+    8 * each for each in (native.IN_HEADER, native.OUT_HEADER, native.SHAPER)
+)
+_SIZE, _DELIVER, _COMPUTE, _IDLE = (
+    8 * word(name) for name in ("payload_bytes", "deliver_ns", "compute_ns", "idle_ns")
+)
 
 
 @inlined
 def _publish(block: int, record: int, sequence: int) -> None:
-    """Publish the outbox; ring a reader that sleeps. With an empty port Python does both."""
-    flag = read_i64(record + _OUT_FLAG)
+    """Publish the outbox; ring a reader that sleeps. With an empty port Python does both.
+
+    Over an emulated link the frame gets its delivery time first, as emulate.LinkShaper tells it.
+    """
+    flag, link = read_i64(record + _OUT_FLAG), read_i64(record + _SHAPER)
     if not flag:
         leave_undone(block)
     else:
+        if link:
+            header = read_i64(record + _OUT_HEADER)
+            size = HEADER_BYTES + read_i64(header + _SIZE)
+            free_ns = max(now_ns(), read_i64(link)) + size * read_i64(link + 16) // 1000
+            write_i64(link, free_ns)
+            write_i64(header + _DELIVER, free_ns + read_i64(link + 8))
         exchange_shared(flag, sequence)
         if not read_shared(read_i64(record + _OUT_IS_AWAKE)):
             ring(read_i64(record + _BELL))
@@ -138,10 +152,13 @@ def await_frame(block: int) -> None:
         while found == consumed and arrived_ns - began_ns < YIELD_NS:
             yield_core()
             found, arrived_ns = read_shared(flag), now_ns()
-    is_held_up = read_i64(read_i64(record + _IN_HEADER) + _DELIVER)
-    if found != consumed + 1 or is_held_up:
+    deliver_ns = read_i64(read_i64(record + _IN_HEADER) + _DELIVER)
+    if found != consumed + 1 or deliver_ns - arrived_ns > YIELD_NS:
         leave_undone(block)
         return
+    while arrived_ns < deliver_ns:
+        yield_core()
+        arrived_ns = now_ns()
     write_i64(read_i64(record + _CONSUMED), found)
     write_i64(record + _ARRIVED_NS, arrived_ns)
 

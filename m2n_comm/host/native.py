@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 
 from kernels.cpu.compiled.runtime import compiled
 from kernels.frame_header import NUM_WORDS, word
+from m2n_comm.emulate import LinkShaper
 from m2n_comm.host.lines import Port
 from m2n_comm.host.windows import PairLayout, Window
 from m2n_comm.host.wire import ANSWER, REQUEST, payload_code
@@ -28,8 +29,9 @@ from m2n_comm.net import NetShape
 
 # A record: the header of the newest request, then words that do not change, then (from SENT_NS)
 # times of the newest frames, which hops.py writes. The loops below rely on the order of the header
-# fields that they name. OUT_FLAG to CONSUMED are the port's, 0 without one; SELF is the record's
-# own address, COUNT the address of the number of requests sent or taken.
+# fields that they name. OUT_FLAG to CONSUMED are the port's, 0 without one; SHAPER is the address
+# of an emulated link's words (0: none), SELF the record's own address, COUNT the address of the
+# number of requests sent or taken.
 _SEQUENCE, ROWS, _STEP, _VERSION = map(word, ("sequence", "rows", "step", "table_version"))
 _LAYER, _PART, _NUM_PARTS = map(word, ("layer", "part", "num_parts"))
 _WRITER, _READER = map(word, ("incarnation", "reader_incarnation"))
@@ -38,7 +40,7 @@ _ATTENTION, _EXPERT, _MICRO_BATCH = map(word, ("attention", "expert", "micro_bat
 _HIDDEN_SIZE, _SIZE = map(word, ("hidden_size", "payload_bytes"))
 _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
 (
-    _OUT_HEADER,
+    OUT_HEADER,
     _OUT_SLOTS,
     _OUT_WEIGHTS,
     _OUT_HIDDEN,
@@ -61,20 +63,21 @@ _DELIVER, _COMPUTE, _IDLE = map(word, ("deliver_ns", "compute_ns", "idle_ns"))
     IN_FLAG,
     IN_IS_AWAKE,
     CONSUMED,
+    SHAPER,
     SELF,
     COUNT,
     SENT_NS,
     WAIT_BEGAN_NS,
     ARRIVED_NS,
     _RECORD_WORDS,
-) = range(NUM_WORDS, NUM_WORDS + 29)
+) = range(NUM_WORDS, NUM_WORDS + 30)
 _IS_ANSWER = np.uint64(ANSWER)
 
 
 class Record:
     """The words of one (pair, micro-batch) at one end, and their address."""
 
-    __slots__ = ("_chosen", "_count", "address", "words")
+    __slots__ = ("_chosen", "_count", "_shaper", "address", "words")
 
     def __init__(
         self,
@@ -86,6 +89,7 @@ class Record:
         inbox: Window,
         count: array[int],
         port: Port | None = None,
+        shaper: LinkShaper | None = None,
         sends_all: bool = False,
     ) -> None:
         """`header` is (attention, expert, micro-batch); `incarnations` is (own, peer's).
@@ -104,7 +108,7 @@ class Record:
         words[_NUM_PARTS] = 1
         words[_KIND], words[_PAYLOAD] = REQUEST, payload_code(shape.request_dtype)
         words[_HIDDEN_SIZE] = shape.hidden_size
-        words[_OUT_HEADER], words[IN_HEADER] = outbox.header_at, inbox.header_at
+        words[OUT_HEADER], words[IN_HEADER] = outbox.header_at, inbox.header_at
         words[_OUT_HIDDEN], words[_IN_HIDDEN] = outbox.hidden.data_ptr(), inbox.hidden.data_ptr()
         for window, slots in ((outbox, _OUT_SLOTS), (inbox, _IN_SLOTS)):
             words[slots] = 0 if window.slots is None else window.slots.data_ptr()
@@ -121,9 +125,12 @@ class Record:
         words[_SENDS_ALL] = sends_all
         if port is not None:
             words[OUT_FLAG : CONSUMED + 1] = array("Q", port)
+        if shaper is not None:
+            words[SHAPER] = shaper.address
         words[COUNT] = count.buffer_info()[0] + count.itemsize * header[2]
         self.address = words[SELF] = words.buffer_info()[0]
         self._count = count
+        self._shaper = shaper
 
     @property
     def place(self) -> int:
@@ -255,7 +262,7 @@ def write_request(
     words[_SEQUENCE], words[_STEP], words[_VERSION] = sequence, step, version
     words[_LAYER], words[ROWS] = layer, np.uint64(count)
     words[_SIZE] = words[ROWS] * words[_REQUEST_ROW_BYTES]
-    header = _words(words[_OUT_HEADER])
+    header = _words(words[OUT_HEADER])
     for idx in range(NUM_WORDS):
         header[idx] = words[idx]
     return count
@@ -361,7 +368,7 @@ def write_answer(record: int, partial_at: int, compute_ns: int, idle_ns: int) ->
     partial [R, H] in the payload's dtype, contiguous; 0: the rows are in the window already.
     """
     words = _words(record)
-    header = _words(words[_OUT_HEADER])
+    header = _words(words[OUT_HEADER])
     size = words[ROWS] * words[_ANSWER_ROW_BYTES]
     if partial_at != 0:
         _copy(words[_OUT_HIDDEN], partial_at, size)

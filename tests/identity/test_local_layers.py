@@ -179,10 +179,7 @@ def test_all_on_one_device(case_of: CaseOf, settings: dict[str, Any]) -> None:
 def test_local_steps_are_recorded(
     tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A recording of steps in which rows travel is not replayed for others; nor the reverse.
-
-    With a link that is emulated, which no recording holds, steps are recorded once all are local.
-    """
+    """A recording of steps in which rows travel is not replayed for others; nor the reverse."""
     caplog.set_level("INFO", "recordings")
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64}
     path = make_checkpoint(tmp_path_factory.mktemp("recorded"), "qwen3_moe", **sizes)
@@ -198,9 +195,7 @@ def test_local_steps_are_recorded(
     found = []
     with (
         mock.patch.object(Program, "run", counted),
-        Engine(
-            plan_of(case, when="measured", transport="shm", dtype="bfloat16", link_latency_us=10.0)
-        ) as engine,
+        Engine(plan_of(case, when="measured", transport="shm", dtype="bfloat16")) as engine,
     ):
         engine.service.local_layers = None
         num_layers = len(engine.service.formation.table.slots)
@@ -211,11 +206,10 @@ def test_local_steps_are_recorded(
             before = runs
             tokens = [engine.generate(case.prompts, max_tokens=NUM_TOKENS) for _ in range(2)][1]
             found.append((engine.service.formation.table.local, tokens, runs - before))
-    (_, remote, none), (_, here, some), (mixed, both, few) = found
+    (_, remote, _), (_, here, _), (mixed, both, _) = found
     assert mixed == (1,)
     assert remote == here == both
-    assert none == few == 0
-    assert some > NUM_TOKENS
+    assert all(count > NUM_TOKENS for _, _, count in found)
     assert "not recorded" not in caplog.text
 
 

@@ -17,6 +17,7 @@ from expert_nodes.ticket_graphs import TicketGraphs
 from kernels.cpu.compiled.program import Program
 from kernels.cpu.recorder import CpuRuntime
 from kernels.runtime import Replay
+from m2n_comm.emulate import LinkEmulation
 from m2n_comm.host.attention_side import AttentionSide
 from m2n_comm.host.expert_side import ExpertSide
 from m2n_comm.host.faults import Change, Delay, Drop, Duplicate, Fault, FaultInjector
@@ -125,6 +126,34 @@ def test_replays_give_the_sums_of_their_own_rows(
     assert runs.call_count == NUM_STEPS - 1
     assert all(0 < each.expert_s < 20 for each in waits)
     assert 0 <= sum(each.wait_s for each in waits) < 20  # an answer may be there at once
+    fleet.close()
+
+
+@pytest.mark.parametrize("latency_us", [1_500.0, 4_000.0])
+def test_replays_wait_for_an_emulated_link(latency_us: float, runs: mock.Mock) -> None:
+    """A latency below that which compiled code waits for, and one above it."""
+    shape = bf16_shape()
+    table, fake = make_table(shape, 1), FakeExperts(shape, 7)
+    link = LinkEmulation(latency_us=latency_us, gbps=1.0)
+    fleet = open_fleet(
+        *("shm", 1, 1), shape=shape, table=table, serves=[fake.serve(table, 0)], link=link
+    )
+    node = RecordedNode(shape, (3,))
+    steps_s = []
+
+    def attention(net: AttentionSide, ticket: StepTicket, index: int) -> None:
+        assert net.is_graph_safe
+        began_s = time.monotonic()
+        (rows,) = node.step(net, 10 * ticket.step)
+        steps_s.append(time.monotonic() - began_s)
+        for layer in range(shape.num_layers):
+            expected = fake.expected(table, layer, rows)
+            torch.testing.assert_close(node.sums[0][layer], expected, rtol=1e-2, atol=1e-2)
+
+    assert fleet.run(tickets(m=1), attention) == {}
+    assert runs.call_count == NUM_STEPS - 1
+    payload_s = 3 * shape.hidden_size * shape.payload.itemsize * 8e-9
+    assert min(steps_s) >= 2 * shape.num_layers * (latency_us * 1e-6 + payload_s)
     fleet.close()
 
 
