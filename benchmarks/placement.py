@@ -1,11 +1,12 @@
 """What is it worth to give each expert node a share of the experts by its speed?
 
 Starts one engine per placement of the routed experts over two expert nodes, of which the second is
-an emulated device that takes `--slow` times as long: `uniform` gives both as many, `by speed` as
-many as lets both take equally long. Both get the same prompts, in turns within each round, and the
-decode rate is compared: tokens per second while all streams decode. The expert nodes have a thread
-each and sleep where the emulated device would go on computing, so on two cores they do not delay
-one another; attention, which waits meanwhile, has both. Run as `topspin bench placement`.
+an emulated device that takes `--slow` times as long: `uniform` gives both as many, `planned` as
+many as `topspin plan` gives them, by this machine's profile (`topspin profile`). Both get the same
+prompts, in turns within each round, and the decode rate is compared: tokens per second while all
+streams decode. The expert nodes have a thread each and sleep where the emulated device would go on
+computing, so on two cores they do not delay one another; attention, which waits meanwhile, has
+both. Run as `topspin bench placement --device DEVICE.json`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from benchmarks.disaggregation import run_once
 from benchmarks.load.started_server import StartedServer, ended_by_signals
 from benchmarks.peers import free_port
 from benchmarks.server_arguments import check_positive
-from models.config import load_model_config
+from deploy.placement.cluster import DeviceGroup, HostGroup, HostLink
+from deploy.placement.devices import DeviceProfile, load_profile
+from deploy.placement.formats import stored
+from deploy.placement.rating import Rater
+from deploy.placement.shapes import ModelShape
+from deploy.placement.units import Device, Host, units_of
+from deploy.placement.workload import Lengths, Workload
+from models.config import ModelConfig, load_model_config
 from models.hub import resolve_model
 from topspin.cli.serve import resolve_for
 from topspin.config import (
@@ -47,7 +55,7 @@ from topspin.plan import EnginePlan
 from topspin.plan_file import print_plan
 
 UNIFORM: Final = "uniform"
-BY_SPEED: Final = "by speed"
+PLANNED: Final = "planned"
 _PHASE = re.compile(r"^topspin_step_(\w+)_seconds_(sum|count)(?:\{.*\})? (\S+)$", re.M)
 
 
@@ -74,11 +82,10 @@ def plans(path: Path, args: argparse.Namespace) -> dict[str, EnginePlan]:
     )
     base = resolve_for(asked, model, path)
     attention, first, second = base.nodes
-    speeds = (1.0, 1 / args.slow)
     found = {}
     for name, shares in (
         (UNIFORM, shares_by_speed(model.moe.num_experts, (1.0, 1.0))),
-        (BY_SPEED, shares_by_speed(model.moe.num_experts, speeds)),
+        (PLANNED, planned_shares(load_profile(args.device), model, args)),
     ):
         nodes = (
             replace(attention, num_threads=args.attention_threads),
@@ -88,6 +95,43 @@ def plans(path: Path, args: argparse.Namespace) -> dict[str, EnginePlan]:
         found[name] = replace(base, nodes=nodes)
         found[name].check()
     return found
+
+
+def planned_shares(
+    profile: DeviceProfile, model: ModelConfig, args: argparse.Namespace
+) -> tuple[int, ...]:
+    """Return the experts of both nodes as the planner divides them.
+
+    The host has the attention's cores and, apart from them, one core for each expert node, of which
+    the second is slow.
+    """
+    assert model.moe is not None
+    seats = ((args.attention_threads, 1.0), (1, 1.0), (1, args.slow))
+    memory = int(profile.memory_bytes)
+    devices = tuple(
+        Device(group, profile, 1, memory, 0.0, cores, slow)
+        for group, (cores, slow) in enumerate(seats)
+    )
+    link = HostLink(transport="shm", alpha_us=1.0, gbps=100.0)
+    groups = tuple(DeviceGroup(device=profile.name) for _ in devices)
+    host = Host(HostGroup(name="here", devices=groups, links=(link,)), devices)
+    unit = next(
+        each
+        for each in units_of(host, num_experts=model.moe.num_experts).units
+        if [seat.device.group for seat, _ in each.attention] == [0]
+        and [seat.device.group for seat, _ in each.experts] == [1, 2]
+    )
+    shape = ModelShape.from_config(model)
+    workload = Workload(
+        prompt=Lengths(mean=args.prompt_len),
+        output=Lengths(mean=args.output_len),
+        users=max(int(batch) for batch in args.batches.split(",")),
+    )
+    rater = Rater(shape, workload, context_length=model.context_length)
+    shares = rater.nodes.shares(unit, stored(shape), args.prompt_len)
+    if shares is None:
+        raise SystemExit("the experts do not fit")
+    return shares
 
 
 @contextlib.contextmanager
@@ -133,7 +177,7 @@ def measure(
         if turn == 0:
             before = {name: phases(engine) for name, engine in engines.items()}
             continue
-        row["ratio"] = row[BY_SPEED] / row[UNIFORM]
+        row["ratio"] = row[PLANNED] / row[UNIFORM]
         rounds.append({name: round(value, 3) for name, value in row.items()})
         print(f"{batch} streams: {json.dumps(rounds[-1])}", flush=True)
     ratios = [row["ratio"] for row in rounds]
@@ -162,6 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print a line per round, and write the result."""
     parser = argparse.ArgumentParser(prog="topspin bench placement", description=__doc__)
     parser.add_argument("model", nargs="?", default="smollm2-moe")
+    parser.add_argument(
+        "--device", type=Path, required=True, metavar="FILE", help="this machine's profile"
+    )
     parser.add_argument("--slow", type=float, default=2.0, help="of the second node (%(default)s)")
     parser.add_argument("--batches", default="16,64", help="streams at once (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
@@ -189,11 +236,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for batch, figures in found.items():
         ratio = figures["ratio"]
         print(
-            f"{batch} streams: {BY_SPEED} / {UNIFORM}: {ratio['median']:.3f} "
+            f"{batch} streams: {PLANNED} / {UNIFORM}: {ratio['median']:.3f} "
             f"[{ratio['least']:.3f}..{ratio['greatest']:.3f}]"
         )
     result = {
-        "settings": {**vars(args), "model": Path(args.model).name, "result_dir": None},
+        "settings": {
+            **vars(args),
+            "model": Path(args.model).name,
+            "device": load_profile(args.device).name,
+            "result_dir": None,
+        },
         "experts": {name: [node.experts for node in plan.experts] for name, plan in made.items()},
         "batches": found,
     }

@@ -159,6 +159,61 @@ def disaggregation(result: Result) -> str:
     )
 
 
+def placement(result: Result) -> str:
+    """Lay out the decode rates of uniform and planned shares, by the number of streams."""
+    rows = []
+    for batch, found in result["batches"].items():
+        rates, ratios = found["median_decode_tokens_per_s"], [r["ratio"] for r in found["rounds"]]
+        rows.append([batch, number(rates["uniform"]), number(rates["planned"]), _ratio_of(ratios)])
+    held = {name: " + ".join(map(str, each[1:])) for name, each in result["experts"].items()}
+    heads = [f"{name} ({held[name]} experts), tokens/s" for name in ("uniform", "planned")]
+    return table(["streams", *heads, "ratio"], rows)
+
+
+def local_layers(result: Result) -> str:
+    """Lay out what layers without a hop bring, measured and predicted."""
+    return table(
+        ["layers without a hop", "tokens/s", "predicted", "speed-up", "predicted", "error"],
+        [
+            [
+                str(row["layers_without_hop"]),
+                number(row["tokens_per_s"]),
+                number(row["predicted_tokens_per_s"]),
+                f"{row['speed_up']:.2f}x",
+                f"{row['predicted_speed_up']:.2f}x",
+                f"{row['error']:+.1%}",
+            ]
+            for row in result["rows"]
+        ],
+    )
+
+
+def cost_model(result: Result) -> str:
+    """Lay out the errors of the planner's cost model."""
+    names = {
+        "T_a": "attention half of a layer",
+        "T_e": "experts of a layer",
+        "head": "outside the layers",
+        "step": "whole step",
+        "memory": "memory of a node",
+    }
+    return table(
+        ["", "held-out points", "median error", "p90", "worst"],
+        [
+            [
+                name,
+                str(result["errors"][kind]["points"]),
+                *(f"{result['errors'][kind][f'{at}_percent']:.1f} %" for at in _QUANTILES),
+            ]
+            for kind, name in names.items()
+            if kind in result["errors"]
+        ],
+    )
+
+
+_QUANTILES = ("median", "p90", "worst")
+
+
 def _ratio_of(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.2f}x [{min(ratios):.2f}..{max(ratios):.2f}]"
 
@@ -377,6 +432,7 @@ def measured(result: Result) -> Sequence[Mapping[str, Any]]:
 
 # The name of a result and of its table -> its layout.
 LAYOUTS: dict[str, Layout] = {
+    "cost-model": cost_model,
     "cpu_kernels": cpu_kernels,
     "disaggregation": disaggregation,
     "disaggregation-686m": disaggregation,
@@ -384,6 +440,7 @@ LAYOUTS: dict[str, Layout] = {
     "gpu-decode": gpu_decode,
     "gpu-rooflines": gpu_rooflines,
     "load_client": load_client,
+    "local_layers": local_layers,
     "m2n": m2n,
     "payload": payload,
     "peers-one-user-qwen3-moe-686m": peers,
@@ -394,6 +451,7 @@ LAYOUTS: dict[str, Layout] = {
     "peers-smollm2-moe": peers,
     "peers-smollm2-moe-int4": peers,
     "pingpong": pingpong,
+    "placement": placement,
     "quantization": quantization,
     "retrieval": retrieval,
     "scheduler_overhead": scheduler_overhead,

@@ -20,8 +20,9 @@ class ExpectedStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One kind of step, over all attention nodes, and its times in seconds.
 
     `rows` token rows in `micro_batches`, whose queries attend to `context` keys on average.
-    `attention_s`, `experts_s` and `link_s` (one way) are those of one layer and micro-batch, of
-    the slowest node; `step_s` is the whole step with the head and sampling.
+    `attention_s`, `experts_s` and `link_s` (one way) are those of one micro-batch in the mean of
+    the layers that have them, of the slowest node; `step_s` is the whole step with the head and
+    sampling.
     """
 
     rows: Annotated[int, Meta(ge=1)]

@@ -7,6 +7,7 @@ deploy.placement.rating and .precision.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -14,6 +15,7 @@ from typing import Literal, NamedTuple
 from deploy.placement.cost import Rows
 from deploy.placement.formats import Formats, LayerClass
 from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes, process_bytes
+from deploy.placement.routing import touched
 from deploy.placement.shapes import Kernels
 from deploy.placement.steps import Clock, node_shares
 from deploy.placement.units import Seat, Unit
@@ -23,7 +25,8 @@ USABLE = 0.9
 MAX_SEATS = 4096
 """The most sequences at once on a node."""
 REFERENCE_ROWS = 32
-"""Rows per attention node at which experts are divided between nodes of unequal speed."""
+"""Rows per attention node, if there are so many, at which experts are divided between nodes of
+unequal speed."""
 BUFFERS_PER_TOKEN = 8
 """Arrays of hidden size that a step keeps per token."""
 GIB = 2**30
@@ -56,12 +59,16 @@ def kernels_of(seat: Seat) -> Kernels:
 
 
 class Nodes:
-    """The bytes and shares of nodes, for one model. `max_model_len`: the longest sequence."""
+    """The bytes and shares of nodes, for one model.
 
-    def __init__(self, clock: Clock, max_model_len: int) -> None:
+    `max_model_len`: the longest sequence. `most_rows`: more are never decoded at once.
+    """
+
+    def __init__(self, clock: Clock, max_model_len: int, most_rows: float = math.inf) -> None:
         self.clock = clock
         self.model = clock.model
         self.max_model_len = max_model_len
+        self.most_rows = most_rows
         self._bytes: dict[tuple[object, ...], int] = {}
         self._local: dict[tuple[object, ...], tuple[int, ...]] = {}
 
@@ -78,13 +85,17 @@ class Nodes:
         free: list[float] = []
         if unit.shares_memory:
             device = unit.attention[0][0].device
+            if unit.is_colocated:
+                num_local = len(self.model.moe_layers)
             used = sum(
                 count * self.attention_bytes(seat, formats, tokens, num_local)
                 for seat, count in unit.attention
-            ) + sum(
-                count * self.expert_bytes(seat, formats, each, tokens * unit.num_attention)
-                for (seat, count), each in zip(unit.experts, held, strict=True)
             )
+            if not unit.is_colocated:
+                used += sum(
+                    count * self.expert_bytes(seat, formats, each, tokens * unit.num_attention)
+                    for (seat, count), each in zip(unit.experts, held, strict=True)
+                )
             free = [(device.memory_bytes * USABLE - used) / unit.num_attention]
             free *= len(unit.attention)
             needs, has = used, device.memory_bytes * USABLE
@@ -181,7 +192,7 @@ class Nodes:
         if len(counts) == 1:
             return (-(-total // counts[0]),)
         cls = next(each for each in formats.classes if self.model.layers[each.layer].is_moe)
-        at = REFERENCE_ROWS * unit.num_attention
+        at = min(REFERENCE_ROWS * unit.num_attention, self.most_rows)
         return minmax_shares(
             total,
             counts,
@@ -190,10 +201,18 @@ class Nodes:
         )
 
     def _held_s(self, seat: Seat, cls: LayerClass, rows: float, held: int) -> float:
-        """Return the time of a node that holds so many experts (all chosen alike)."""
+        """Return the time of a node that holds so many experts (all chosen alike).
+
+        A layer waits for the slowest node, and the fewer experts a node has, the more their number
+        that is touched differs from layer to layer: one standard deviation comes on top.
+        """
+        if not held:
+            return 0.0
         model = self.model
         chosen = node_shares(model.num_experts, model.top_k, (held,), 0.0)[0]
-        return self.clock.experts_s(seat, cls, chosen, rows) if held else 0.0
+        is_touched = touched(chosen, rows) / held
+        spread = math.sqrt((1.0 - is_touched) / (is_touched * held))
+        return self.clock.experts_s(seat, cls, chosen, rows) * (1.0 + spread)
 
     def weights(self, unit: Unit, formats: Formats) -> tuple[float, ...]:
         """Return the share of all sequences of a node of each attention group.

@@ -85,7 +85,7 @@ class Rater:
         self.workload = workload
         self.clock = Clock(model, workload)
         self.max_model_len = max_model_len(workload, context_length)
-        self.nodes = Nodes(self.clock, self.max_model_len)
+        self.nodes = Nodes(self.clock, self.max_model_len, workload.users or math.inf)
 
     def rate(self, unit: Unit, formats: Formats) -> Rating:
         """Return the unit with the settings that carry most, or answer soonest at the load."""

@@ -278,6 +278,8 @@ class EngineSteps:
             t_e = max(
                 t_e, self._factor(seat, m, rows).experts * clock.experts_s(seat, cls, chosen, rows)
             )
+        if unit.is_colocated:
+            return HopTimes(t_a + t_e, 0.0, 0.0)
         if unit.layout == "one_process":
             return HopTimes(t_a, t_e, 0.0)
         row_bytes = clock.row_bytes()
@@ -288,6 +290,8 @@ class EngineSteps:
         return HopTimes(t_a, t_e, link_s(self._link, max(sent, taken)))
 
     def _factor(self, seat: Seat, m: int, rows: float) -> RallyFactors:
+        if self.engine.unit.is_colocated:
+            return RallyFactors()
         return rally_factors(
             seat.device.profile,
             shares_cores=self.engine.unit.takes_turns,

@@ -105,6 +105,11 @@ class Unit:
         return sum(count for _, count in self.experts)
 
     @property
+    def is_colocated(self) -> bool:
+        """Say whether a CPU's attention node computes all experts itself, in one recorded step."""
+        return self.layout == "one_process" and not self.attention[0][0].device.is_gpu
+
+    @property
     def takes_turns(self) -> bool:
         """Say whether attention and experts compute in turns on the same cores or device."""
         return self.layout != "apart"

@@ -41,15 +41,17 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
     engine = rating.engine
     assert engine is not None
     unit = engine.unit
+    local = rater.model.moe_layers if unit.is_colocated else engine.local_layers
     dtype: Dtype = "float32" if facts.dtype == "float32" else "bfloat16"
     plan = EnginePlan(
         model=PlannedModel(path=path, dtype=dtype, max_model_len=rater.max_model_len),
         precision=engine.formats.rules(),
         kv_cache=KvCacheSpec(dtype="fp8" if engine.kv_itemsize == 1 else "auto"),
-        nodes=(*_attention(rater, rating), *_experts(rater, rating)),
+        nodes=(*_attention(rater, rating), *(() if unit.is_colocated else _experts(rater, rating))),
         links=(
             LinkSpec(
-                transport=unit.transport,
+                # No row travels where all are colocated, and shm is what that plan says.
+                transport="shm" if unit.is_colocated else unit.transport,
                 payload="fp32" if dtype == "float32" else "bf16",
                 window_rows=_window_rows(unit, engine.batched_tokens),
             ),
@@ -58,9 +60,7 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
             micro_batches=engine.micro_batches if unit.experts else None,
             prefix_caching=facts.shares_prefixes,
         ),
-        local_experts=(
-            LocalExperts(layers=engine.local_layers, when="always") if engine.num_local else None
-        ),
+        local_experts=LocalExperts(layers=local, when="always") if local else None,
         expected=expected_of(rater, rating),
     )
     plan.check()
@@ -193,9 +193,12 @@ def expected_of(rater: Rater, rating: Rating) -> Expected:
     shape = EngineShape(engine.unit.num_attention, engine.batched_tokens)
     chunks = chunks_of(rater.workload, shape, found.running)
     assert chunks is not None
+    num_hops = len(rater.model.moe_layers) - engine.num_local if engine.unit.experts else 0
+    counts = rater.model.num_layers, 0 if engine.unit.is_colocated else num_hops
+    prompt = rater.workload.prompt.average
     return Expected(
-        decode=_step(steps.step(found.running, None), rater.clock.context),
-        prefill=_step(steps.step(found.running, chunks[1]), rater.workload.prompt.average / 2),
+        decode=_step(steps.step(found.running, None), rater.clock.context, *counts),
+        prefill=_step(steps.step(found.running, chunks[1]), prompt / 2, *counts),
         ttft_s=found.ttft_s,
         tpot_s=found.tpot_s,
         tokens_per_s=found.rate * rater.workload.output.average,
@@ -205,13 +208,15 @@ def expected_of(rater: Rater, rating: Rating) -> Expected:
     )
 
 
-def _step(step: Step, context: float) -> ExpectedStep:
+def _step(step: Step, context: float, num_layers: int, num_hops: int) -> ExpectedStep:
+    """Return a step's times with the mean of its layers, and of those whose rows travel."""
+    m = step.micro_batches
     return ExpectedStep(
         rows=max(1, round(step.rows)),
         context=context,
-        micro_batches=step.micro_batches,
-        attention_s=step.hop.t_a,
-        experts_s=step.hop.t_e,
-        link_s=step.hop.t_c,
+        micro_batches=m,
+        attention_s=step.attention_s / (m * num_layers),
+        experts_s=step.experts_s / (m * num_hops) if num_hops else 0.0,
+        link_s=step.link_s / num_hops if num_hops else 0.0,
         step_s=step.step_s,
     )

@@ -14,6 +14,7 @@ from deploy.placement import engine_limits
 from deploy.placement.cluster import HostLink
 from deploy.placement.formats import stored
 from deploy.placement.search import Inputs, search
+from deploy.placement.steps import EngineSteps
 from deploy.placement.units import units_of
 from deploy.placement.write import plan_of
 from tests.deploy.placement import samples
@@ -77,7 +78,10 @@ def test_every_plan_that_is_written_is_read_again(tmp_path: Path, inputs: Inputs
         assert again == plan
         assert print_plan(again) == path.read_text()
         check_model(again, samples.facts(inputs.model))
-        assert sum(node.experts for node in again.experts) == inputs.model.num_experts
+        held = sum(node.experts for node in again.experts)
+        local = again.local_experts
+        is_colocated = local is not None and local.layers == inputs.model.moe_layers
+        assert held == (0 if is_colocated and not again.experts else inputs.model.num_experts)
         assert again.expected is not None
         assert again.expected.kl <= 5e-3
 
@@ -97,6 +101,28 @@ def test_nodes_that_divide_a_cpu_have_cores_of_their_own() -> None:
     assert [node.cores for node in plan.nodes] == [(0,), (1,), (2,), (3,)]
     assert {node.wait for node in plan.nodes} == {"spin"}
     assert [node.experts for node in plan.experts] == [6, 5, 5]
+
+
+def test_a_colocated_cpu_has_no_expert_node() -> None:
+    host = samples.host((samples.cpu(cores=4), 1))
+    inputs = samples.inputs([host], samples.model(2))
+    rater = inputs.rater()
+    unit = next(each for each in units_of(host, num_experts=16).units if each.is_colocated)
+    plan = plan_of(
+        rater,
+        rater.rate(unit, stored(inputs.model)),
+        path="model",
+        facts=samples.facts(inputs.model),
+    )
+    assert [node.num_threads for node in plan.nodes] == [4]
+    assert plan.local_experts == LocalExperts(layers=inputs.model.moe_layers, when="always")
+    assert plan.expected is not None
+    assert plan.expected.decode.experts_s == plan.expected.decode.link_s == 0.0
+    rated = rater.rate(unit, stored(inputs.model)).engine
+    assert rated is not None
+    step = EngineSteps(rated, rater.clock).step(plan.expected.decode.rows, None)
+    layers_s = inputs.model.num_layers * plan.expected.decode.attention_s
+    assert plan.expected.decode.step_s == pytest.approx(step.fixed_s + layers_s, rel=0.01)
 
 
 def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
