@@ -18,6 +18,7 @@ from deploy.placement.shapes import ModelShape
 from deploy.placement.units import Device, Host
 from deploy.placement.workload import read_workload
 from deploy.placement.write import plan_of
+from models.checkpoint import Checkpoint
 from models.config import load_model_config
 from models.facts import facts_of
 from models.hub import resolve_model
@@ -84,7 +85,8 @@ def read_inputs(
     cluster: Path, model: str, workload: Path, *, sensitivity: Path | None = None
 ) -> tuple[Inputs, ModelFacts]:
     """Return what the files say; raises ConfigError naming the file and the field."""
-    config = load_model_config(resolve_model(model))
+    directory = resolve_model(model)
+    config = load_model_config(directory)
     facts = facts_of(config)
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
     shape = ModelShape.from_config(config, dtype=dtype)
@@ -95,7 +97,11 @@ def read_inputs(
             f"--workload {workload}: prompts and outputs of p95 length have {longest:g} tokens, "
             f"the model has {config.context_length} positions"
         )
-    measured = None if sensitivity is None else read_sensitivity(sensitivity, shape)
+    measured = None
+    if sensitivity is not None:
+        has_weights = any(directory.glob("*.safetensors"))
+        fingerprint = Checkpoint(directory).fingerprint() if has_weights else None
+        measured = read_sensitivity(sensitivity, shape, fingerprint=fingerprint)
     found = read_cluster(cluster)
     hosts = hosts_of(found, cluster)
     inputs = Inputs(

@@ -26,6 +26,7 @@ from deploy.placement.cost import unmeasured
 from deploy.placement.rating import milliseconds
 from deploy.placement.search import Inputs, Member, Result
 from deploy.placement.workload import asked_load
+from deploy.placement.write import local_experts_of
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,7 @@ class EngineReport(_Part, frozen=True, kw_only=True):
     precision: str
     experts_per_node: tuple[int, ...]
     local_layers: int
+    local_when: str
     load: float
     most_load: float
     ttft_s: float
@@ -166,6 +168,7 @@ def _estimates(inputs: Inputs, members: Sequence[Member]) -> list[str]:
 
 def _engine(inputs: Inputs, member: Member) -> EngineReport:
     rating = member.rating
+    local = local_experts_of(inputs.rater(), rating)
     engine, point = rating.engine, rating.point
     assert engine is not None
     assert point is not None
@@ -177,7 +180,8 @@ def _engine(inputs: Inputs, member: Member) -> EngineReport:
         max_num_batched_tokens=engine.batched_tokens,
         precision=str(engine.formats),
         experts_per_node=engine.held,
-        local_layers=engine.num_local,
+        local_layers=0 if local is None else len(local.layers),
+        local_when="" if local is None else local.when,
         load=rating.load(inputs.workload),
         most_load=rating.most_load,
         ttft_s=point.ttft_s,

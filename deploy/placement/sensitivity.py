@@ -55,10 +55,19 @@ class Sensitivity:
         return 0.0 if name == UNQUANTISED else self._kl.get((part, layer, name))
 
 
-def read_sensitivity(path: Path, model: ModelShape) -> Sensitivity:
-    """Return the file at `path`; raises ConfigError for one of another model."""
+def read_sensitivity(path: Path, model: ModelShape, *, fingerprint: str | None) -> Sensitivity:
+    """Return the file at `path`; raises ConfigError for one of another model.
+
+    `fingerprint` of the checkpoint that is planned for; None: its weights are not at hand, and only
+    the layers are compared.
+    """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=SensitivityFile)
+        if fingerprint is not None and found.model != fingerprint:
+            raise ConfigError(
+                f"measured on another checkpoint (fingerprint {found.model[:12]}..., --model has "
+                f"{fingerprint[:12]}...); measure this one with topspin sensitivity"
+            )
         return Sensitivity(found.entries, model)
     except OSError as error:
         raise ConfigError(f"--sensitivity {path}: {error.strerror}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
@@ -30,6 +31,9 @@ from topspin.plan import (
 )
 from topspin.resolve import ModelFacts, check_model
 
+CLOSE = 0.1
+"""Steps with and without hops that differ by less may really differ the other way: the cost model's
+error. Then the engine finds out by measuring."""
 KEYS_IN_RESERVE = 1.1
 """Room for keys on a CPU, of what the p95 load needs: sequences differ in length."""
 MAX_WINDOW_ROWS = 2**16 - 1
@@ -41,7 +45,6 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
     engine = rating.engine
     assert engine is not None
     unit = engine.unit
-    local = rater.model.moe_layers if unit.is_colocated else engine.local_layers
     dtype: Dtype = "float32" if facts.dtype == "float32" else "bfloat16"
     plan = EnginePlan(
         model=PlannedModel(path=path, dtype=dtype, max_model_len=rater.max_model_len),
@@ -60,12 +63,29 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
             micro_batches=engine.micro_batches if unit.experts else None,
             prefix_caching=facts.shares_prefixes,
         ),
-        local_experts=LocalExperts(layers=local, when="always") if local else None,
+        local_experts=local_experts_of(rater, rating),
         expected=expected_of(rater, rating),
     )
     plan.check()
     check_model(plan, facts)
     return plan
+
+
+def local_experts_of(rater: Rater, rating: Rating) -> LocalExperts | None:
+    """Return which layers have no hop: always, or, where it is close, as the engine measures."""
+    engine, found = rating.engine, rating.point
+    assert engine is not None
+    assert found is not None
+    if engine.unit.is_colocated:
+        return LocalExperts(layers=rater.model.moe_layers, when="always")
+    if not engine.num_local:
+        return None
+    remote = replace(engine, num_local=0)
+    here_s, there_s = (
+        EngineSteps(each, rater.clock).step_s(found.running, None) for each in (engine, remote)
+    )
+    is_close = there_s < here_s * (1 + CLOSE)
+    return LocalExperts(layers=engine.local_layers, when="measured" if is_close else "always")
 
 
 def _window_rows(unit: Unit, batched_tokens: int) -> int:

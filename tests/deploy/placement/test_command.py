@@ -12,6 +12,7 @@ import yaml
 from deploy.placement.command import main
 from deploy.placement.devices import save_profile
 from deploy.placement.search import ImpossibleError
+from tests.checkpoints import make_checkpoint
 from tests.deploy.placement import samples
 from topspin.cli.main import main as topspin
 from topspin.errors import ConfigError
@@ -180,3 +181,12 @@ def test_a_sensitivity_file_of_another_model_is_refused(
     path = sensitivity_file(place, whole | entry)
     with pytest.raises(ConfigError, match=said):
         main(arguments(place, "--sensitivity", path))
+
+
+def test_a_sensitivity_of_other_weights_is_refused(place: Path, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path / "model", "mixtral")
+    short = {"prompt": {"mean": 20}, "output": {"mean": 20}}
+    flags = arguments(place, "--sensitivity", sensitivity_file(place), workload=WORKLOAD | short)
+    flags[flags.index("--model") + 1] = str(path)
+    with pytest.raises(ConfigError, match="measured on another checkpoint"):
+        main(flags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -125,6 +126,25 @@ def test_a_colocated_cpu_has_no_expert_node() -> None:
     assert plan.expected.decode.step_s == pytest.approx(step.fixed_s + layers_s, rel=0.01)
 
 
+@pytest.mark.parametrize(("alpha_us", "when"), [(1.0, "measured"), (2000.0, "always")])
+def test_layers_are_local_always_where_that_wins_clearly(alpha_us: float, when: str) -> None:
+    link = HostLink(transport="shm", alpha_us=alpha_us, gbps=100)
+    host = samples.host((samples.cpu(cores=4), 2), links=(link,))
+    asked = samples.workload(users=8, arrival_rate=None, targets=samples.Targets())
+    inputs = samples.inputs([host], samples.model(4), asked)
+    rater = inputs.rater()
+    unit = next(
+        each
+        for each in units_of(host, num_experts=16).units
+        if each.num_attention == each.num_experts == 1 and each.layout == "apart"
+    )
+    rating = rater.rate(unit, stored(inputs.model))
+    assert rating.engine is not None
+    rating = rater.at_load(replace(rating, engine=replace(rating.engine, num_local=3)), 1.0)
+    plan = plan_of(rater, rating, path="model", facts=samples.facts(inputs.model))
+    assert plan.local_experts == LocalExperts(layers=inputs.model.moe_layers[:3], when=when)
+
+
 def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
     host = samples.host(
         (samples.gpu("a", memory_gib=1), 2), (samples.cpu(), 1), (samples.gpu("b"), 2)
@@ -186,8 +206,8 @@ def test_a_device_that_is_slowed_down_says_so_in_the_plan_and_holds_less() -> No
 
 
 def test_local_layers_are_in_the_plan() -> None:
-    """A link of 2 ms leaves the experts of all layers but one where the attention is."""
-    slow = HostLink(transport="shm", alpha_us=2000, gbps=10)
+    """A link of 20 ms leaves the experts of all layers but one where the attention is."""
+    slow = HostLink(transport="shm", alpha_us=20_000, gbps=10)
     host = samples.host((samples.cpu(cores=4), 2), links=(slow,))
     asked = samples.workload(targets=samples.Targets(), objective="min_latency")
     inputs = samples.inputs([host], asked=asked)
