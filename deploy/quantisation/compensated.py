@@ -1,7 +1,7 @@
 """Rounding in which later inputs make up for the errors of earlier ones.
 
 Owns the algorithm of GPTQ (Frantar et al., 2023) for several matrices at once, with steps chosen
-when a group is reached. Knows no model. Called by deploy.quantisation.rounding.
+for the outputs when a group is reached. Knows no model. Called by deploy.quantisation.rounding.
 """
 
 from __future__ import annotations
@@ -48,13 +48,21 @@ def compensated(
     rounded to `dtype`.
     """
     rest = weight.clone()
+    # What an input's error costs in the outputs after the inputs behind it have made up for it.
+    importance = factor.diagonal(dim1=-2, dim2=-1).pow(-2)
     top = (1 << BITS[weight_format]) - 1
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     steps, zeros = [], []
     for start in range(0, weight.shape[-1], group):
         end = start + group
         own = rest[..., start:end]
-        step, zero = steps_of(own[..., None, :], weight_format, symmetric=symmetric, dtype=dtype)
+        step, zero = steps_of(
+            own[..., None, :],
+            weight_format,
+            symmetric=symmetric,
+            dtype=dtype,
+            importance=importance[:, None, None, start:end],
+        )
         errors = torch.empty_like(own)
         for idx in range(group):
             at = start + idx

@@ -59,12 +59,17 @@ def check_size(num_in: int, weight_format: Format, *, group: int, name: str) -> 
 
 
 def steps_of(
-    weight: Tensor, weight_format: Format, *, symmetric: bool, dtype: torch.dtype
+    weight: Tensor,
+    weight_format: Format,
+    *,
+    symmetric: bool,
+    dtype: torch.dtype,
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return steps f32[..., G] and zeros f32[..., G] of groups [..., G, group].
 
-    Of some ranges the one with the smallest squared error of rounding is taken; steps are rounded
-    to `dtype`.
+    Of some ranges the one with the smallest sum of squared errors of rounding, each times its
+    `importance` (broadcast over groups; 1 if None), is taken. Steps are rounded to `dtype`.
     """
     bits = BITS[weight_format]
     top = (1 << bits) - 1
@@ -81,7 +86,8 @@ def steps_of(
             zeros = torch.full_like(steps, 1 << (bits - 1))
         else:
             zeros = (-low * share / steps).round().clamp(0, top)
-        error = (nearest(weight, steps, zeros, top) - weight).square().sum(-1)
+        errors = (nearest(weight, steps, zeros, top) - weight).square()
+        error = (errors if importance is None else errors * importance).sum(-1)
         if best is None:
             best = error, steps, zeros
         else:

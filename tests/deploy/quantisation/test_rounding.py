@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deploy.quantisation.compensated import compensated, inverse_factor
-from deploy.quantisation.grids import rounded, rounding_variance
+from deploy.quantisation.grids import nearest, rounded, rounding_variance, steps_of
 from topspin.precision import Format
 
 
@@ -38,6 +38,20 @@ def test_compensated_outputs_are_nearer() -> None:
         return (rows @ (other - weight).mT).square().mean().item()
 
     assert error(ours) < 0.7 * error(plain)
+
+
+def test_steps_suit_the_important_numbers() -> None:
+    groups = matrix(64, 1, 32, seed=4)
+    importance = matrix(32, seed=5).exp()
+    errors = []
+    for each in (importance, None):
+        steps, zeros = steps_of(
+            groups, "int4", symmetric=False, dtype=torch.float32, importance=each
+        )
+        found = nearest(groups, steps, zeros, 15)
+        errors.append(((found - groups).square() * importance).sum(-1))
+    assert (errors[0] <= errors[1]).all()
+    assert errors[0].mean() < 0.99 * errors[1].mean()
 
 
 def test_inputs_that_are_always_zero() -> None:
