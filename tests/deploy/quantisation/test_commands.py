@@ -6,13 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from deploy.quantisation.specification import parse_bits
 from models.checkpoint import Checkpoint
+from models.config import load_model_config
+from models.quantised.precision import checkpoint_rules
 from tests.checkpoints import make_checkpoint
+from tests.topspin.plans import plan
 from topspin.cli.main import main
 from topspin.errors import ConfigError
-from topspin.precision import format_of
+from topspin.expected import Expected, ExpectedStep
+from topspin.plan_file import print_plan
+from topspin.precision import PrecisionRule, format_of
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,43 @@ def test_a_bound_that_is_missed_keeps_nothing(
     assert (out / "tokenizer.json").exists()
     assert main(command) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_the_bound_of_a_plan(
+    tmp_path: Path, source: Path, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = ExpectedStep(
+        rows=1, context=1, micro_batches=1, attention_s=1, experts_s=1, link_s=1, step_s=1
+    )
+    expected = Expected(decode=step, prefill=step, ttft_s=1, tpot_s=1, tokens_per_s=1, max_kl=1e-9)
+    rules = (PrecisionRule(format="int4", part="experts", layers=(1,)),)
+    written = replace(plan(), expected=expected, precision=rules)
+    (tmp_path / "plan.yaml").write_text(print_plan(written))
+    out = tmp_path / "out"
+    command = ["quantize", str(source), "--plan", str(tmp_path / "plan.yaml"), "-o", str(out)]
+
+    assert main([*command, *texts]) == 1
+    assert "1e-09 is allowed" in capsys.readouterr().err
+    assert not out.exists()
+
+    assert main([*command, *texts, "--max-kl", "5"]) == 0
+    config = load_model_config(out)
+    assert checkpoint_rules(out, config)["cpu"] == rules
+
+    (tmp_path / "plan.yaml").write_text(print_plan(plan()))
+    assert main([*command, *texts]) == 2
+    assert "quantises nothing" in capsys.readouterr().err
+
+
+def test_a_quantised_checkpoint_is_refused(
+    tmp_path: Path, source: Path, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["quantize", str(source), "--bits", "experts=4", "-o", str(out), *texts]) == 0
+    again = str(tmp_path / "again")
+    for command in (["quantize", "--bits", "8"], ["sensitivity"]):
+        assert main([*command, str(out), "-o", again, *texts]) == 2
+        assert "is quantised already" in capsys.readouterr().err
 
 
 def test_sensitivity_has_every_part_and_format(

@@ -12,6 +12,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils import match_named_modules
 from safetensors.torch import load_file, save_file
 
+from deploy.quantisation import writing
 from deploy.quantisation.forward import last_hidden, log_probabilities
 from deploy.quantisation.layers import open_model
 from deploy.quantisation.rounding import Rounding
@@ -26,8 +27,10 @@ SIZES = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
     "qwen3_moe": {},
     "olmoe": {"intermediate_size": 64},
+    "mixtral_sliding_window": {"intermediate_size": 64},
 }
-BY_DEFAULT = ("llama_bias", "qwen2_moe")
+BY_DEFAULT = ("llama_bias", "qwen2_moe", "mixtral_sliding_window")
+FILE = "model.safetensors"
 MIXED = "experts=8,experts[0]=4,attention=8,attention[0]=fp8,mlp=4,lm_head=8"
 DENSE = "mlp=4,mlp[1]=8,attention=8,attention[0]=fp8,lm_head=8"
 
@@ -89,6 +92,62 @@ def test_the_library_and_our_reader_agree(tmp_path: Path, name: str) -> None:
     original = oracle_model(source)(tokens()).logits.log_softmax(-1)
     divergence = (original.exp() * (original - found)).sum(-1).mean()
     assert 0 < divergence < 0.5
+
+
+def written(source: Path, coded: Path, bits: str) -> Path:
+    """Write `source`, rounded to the nearest, and return the directory."""
+    with new_directory(coded) as directory:
+        rounding = Rounding(method="nearest", dtype=torch.float32)
+        write_quantised(source, directory, parse_bits(bits), rounding, tokens=tokens())
+    return coded
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_stacked_experts_are_written_one_by_one(tmp_path: Path, name: str) -> None:
+    """`save_original_format=False` writes stacked experts, as transformers 5 does."""
+    plain = make_checkpoint(tmp_path / "plain", name, **SIZES[name])
+    oracle_model(plain).save_pretrained(tmp_path / "fused", save_original_format=False)
+    bits = "attention=8,experts[0]=4"
+
+    ours = load_file(written(tmp_path / "fused", tmp_path / "of_fused", bits) / FILE)
+    expected = load_file(written(plain, tmp_path / "of_plain", bits) / FILE)
+
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[each], expected[each]) for each in ours)
+
+
+def test_many_bytes_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_checkpoint(tmp_path / "source", "qwen3_moe")
+    expected = load_file(written(source, tmp_path / "one", "experts=4") / FILE)
+    monkeypatch.setattr(writing, "_SHARD_BYTES", 100_000)
+    coded = written(source, tmp_path / "several", "experts=4")
+
+    index = json.loads((coded / "model.safetensors.index.json").read_text())
+    files = sorted(each.name for each in coded.glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in expected.values())
+    found = {name: each for file in files for name, each in load_file(coded / file).items()}
+    assert found.keys() == expected.keys() == index["weight_map"].keys()
+    assert all(torch.equal(found[each], expected[each]) for each in found)
+    assert torch.equal(open_model(coded).embed, expected["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("bits", ["experts=4", "experts=4,lm_head=8"])
+def test_a_tied_head_is_untied_only_if_it_is_quantised(tmp_path: Path, bits: str) -> None:
+    name = "mixtral_sliding_window"
+    source = make_checkpoint(tmp_path / "source", name, **SIZES[name])
+    coded = written(source, tmp_path / "coded", bits)
+
+    is_tied = "lm_head" not in bits
+    stored = load_file(coded / FILE)
+    assert json.loads((coded / "config.json").read_text())["tie_word_embeddings"] is is_tied
+    embed = "model.embed_tokens.weight"
+    assert torch.equal(stored[embed], load_file(source / FILE)[embed])
+    assert ("lm_head.weight_packed" in stored) is not is_tied
+    model = open_model(coded)
+    assert torch.equal(model.embed, stored[embed])
+    assert torch.equal(model.lm_head, model.embed) is is_tied
 
 
 def test_a_failed_directory_is_not_kept(tmp_path: Path) -> None:
