@@ -1,11 +1,18 @@
-"""Does the sensitivity of layers tell what quantising them costs, and do mixed bits pay?
+"""Does the sensitivity of layers tell what quantising them costs, and do mixed formats pay?
 
-Measures the divergence (mean KL over deploy/quantisation/held_out.txt) of the model with each
-part of a sample of its layers alone in int4. Beside them stand the indicator, and the divergence
-that `topspin sensitivity` predicts from a few of them: rank correlations (Spearman) of both with
-what was measured, and the mean absolute error of the predicted logarithm (base 2: doublings).
-Then, per rule set of several parts, the sum of the predictions against the measured divergence. Run
-as `topspin bench sensitivity`.
+Three questions, over deploy/quantisation/held_out.txt. The formats are those that `topspin
+quantize` writes; KL is the mean divergence from the model in fp32, in nats per token.
+
+* Ranks: each part of a sample of layers alone in int4, and alone in int8. Spearman's rank
+  correlation of what was measured (KL, and perplexity) with the indicator, and with the KL that
+  `topspin sensitivity` predicts for layers from a few others; the mean absolute error of that
+  prediction's logarithm (base 2: doublings).
+* Sums: of the single parts' KL, measured and predicted, against the KL of all together.
+* Mixed: `--mean-bits` by the prediction against the same format mix laid out without it, as many
+  bytes each: 8 bits for attention, for every second layer, or for one half of the layers. With
+  compensated rounding, and for some to the nearest.
+
+Run as `topspin bench sensitivity`.
 """
 
 from __future__ import annotations
@@ -13,42 +20,62 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from scipy.stats import spearmanr
+from torch import Tensor
 
 from benchmarks import report
+from deploy.placement.sensitivity import Entry, Sensitivity
+from deploy.placement.shapes import ModelShape
 from deploy.quantisation import text
-from deploy.quantisation.forward import divergences, embedded, last_hidden, layer_output
+from deploy.quantisation.forward import embedded, last_hidden, layer_output
 from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import open_model
+from deploy.quantisation.mixing import mean_bits, mixed
 from deploy.quantisation.progress import stages
-from deploy.quantisation.rounding import Rounding, quantised
+from deploy.quantisation.quality import Judged, Outputs, judge
+from deploy.quantisation.rounding import METHODS, Rounding, quantised
 from deploy.quantisation.sensitivity import Single, find, parts_of, predicted, sampled
 from deploy.quantisation.specification import parse_bits
-from models.config import load_model_config
+from deploy.quantisation.writing import scale_dtype
+from models.config import ModelConfig, load_model_config
 from models.hub import DEFAULT_MODEL, resolve_model
-from topspin.precision import Rules, format_of
+from topspin.precision import UNQUANTISED, Format, Rules, format_of
 
-MIXED = ("experts=4", "attention=4", "4,attention=none", "4")
+FORMATS: tuple[Format, ...] = ("int4", "int8")
+Row = Mapping[str, Any]
 
 
-@torch.inference_mode()
-def measured_kl(path: Path, rules: Rules, rounding: Rounding, tokens: Mapping[str, Any]) -> float:
-    """Return the mean KL of the model quantised by `rules`, without writing it."""
-    plain, other = open_model(path), open_model(path)
-    expected = last_hidden(plain, tokens["held_out"])
-    found, calibrated = embedded(other, tokens["held_out"]), embedded(other, tokens["calibration"])
-    for layer in other.layers:
-        inputs = LayerInputs(with_hessians=True)
-        layer_output(layer, other.config, calibrated, inputs)
-        for _ in quantised(layer, other.config, rules, rounding, inputs):
-            pass
-        calibrated = layer_output(layer, other.config, calibrated)
-        found = layer_output(layer, other.config, found)
-    return divergences((plain, expected, None), (other, found, None)).mean().item()
+class Judge:
+    """Quantises a model by rules, without writing it, and compares it with the original."""
+
+    def __init__(self, path: Path, calibration: Tensor, held_out: Tensor) -> None:
+        self._path, self._calibration, self._held_out = path, calibration, held_out
+        self._model = open_model(path)
+        self._plain = Outputs(last_hidden(self._model, held_out), self._model.lm_head)
+
+    @torch.inference_mode()
+    def __call__(self, rules: Rules, rounding: Rounding) -> Judged:
+        """Return the quality of the model that `topspin quantize` would write."""
+        other = open_model(self._path)
+        is_compensated = rounding.method == "compensated"
+        hidden = embedded(other, self._held_out)
+        calibrated = embedded(other, self._calibration)
+        for layer in other.layers:
+            inputs = LayerInputs(with_hessians=True)
+            if is_compensated:
+                layer_output(layer, other.config, calibrated, inputs)
+            for _ in quantised(layer, other.config, rules, rounding, inputs):
+                pass
+            if is_compensated:
+                calibrated = layer_output(layer, other.config, calibrated)
+            hidden = layer_output(layer, other.config, hidden)
+        found = {"": Outputs(hidden, other.lm_head)}
+        return judge(self._model, self._plain, found, self._held_out)[""]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,77 +84,147 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL")
     parser.add_argument("--layers", type=int, default=15, help="of each part (%(default)s)")
     parser.add_argument("--known", type=int, default=6, help="to predict from (%(default)s)")
+    parser.add_argument("--group-size", type=int, default=32, help="(%(default)s)")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args(argv)
     path = resolve_model(args.model)
     config = load_model_config(path)
-    tokens = {
-        "calibration": text.tokens_of(path, text.CALIBRATION),
-        "held_out": text.tokens_of(path, text.HELD_OUT),
-    }
-    rounding = Rounding()
+    calibration = text.tokens_of(path, text.CALIBRATION)
+    held_out = text.tokens_of(path, text.HELD_OUT)
+    rounding = Rounding(group=args.group_size, dtype=scale_dtype(config))
     few, many = sampled(config, args.known), sampled(config, args.layers)
     with stages() as begin:
         found = find(
             path,
-            **tokens,
+            calibration=calibration,
+            held_out=held_out,
             measured=few | many,
             rounding=rounding,
-            formats=("int4",),
+            formats=FORMATS,
             advance=begin("sensitivity", config.num_layers),
         )
-    guessed = predicted(found, few)
-    rows = []
-    for single, kl in found.measured.items():
-        if single.layer is not None:
-            rows.append(
-                {
-                    **single._asdict(),
-                    "kl": kl,
-                    "predicted_kl": guessed[single],
-                    "indicator": found.indicators[single],
-                    "is_known": (single.layer, single.part) in few,
-                }
-            )
-    ranks = correlations(rows)
-    print("  ".join(f"{name} {value:.3f}" for name, value in ranks.items()))
-    mixed = []
-    for bits in MIXED:
-        rules = parse_bits(bits)
-        total = sum(
-            guessed[Single(layer, part, "int4")]
-            for part, layers in parts_of(config).items()
-            for layer in layers
-            if format_of(rules, part, layer) == "int4"
-        )
-        kl = measured_kl(path, rules, rounding, tokens)
-        mixed.append({"bits": bits, "predicted_kl": total, "kl": kl})
-        print(f"{bits}: KL {kl:.4g}, predicted {total:.4g}", flush=True)
+    guessed, singles = predicted(found, few), predicted(found, few | many)
+    rows = [
+        {
+            **single._asdict(),
+            **judged._asdict(),
+            "predicted_kl": guessed[single],
+            "indicator": found.indicators[single],
+            "is_known": (single.layer, single.part) in few,
+        }
+        for single, judged in found.measured.items()
+        if single.layer is not None
+    ]
+    ranks = [correlations(rows, each) for each in FORMATS]
+    for rank in ranks:
+        print("  ".join(f"{name} {_shown(value)}" for name, value in rank.items()), flush=True)
+    judged_by = Judge(path, calibration, held_out)
+    shape = ModelShape.from_config(config)
+    entries = (Entry(**each._asdict(), indicator=0.0, kl=kl) for each, kl in guessed.items())
+    sensitivity = Sensitivity(tuple(entries), shape)
+    sums, layouts = [], []
+    for name, rules, methods in cases(config, shape, sensitivity, rounding):
+        for method in methods:
+            judged = judged_by(rules, replace(rounding, method=method))
+            layout = {
+                "name": name,
+                "rounding": method,
+                "mean_bits": mean_bits(rules, shape, group=rounding.group, symmetric=False),
+                **judged._asdict(),
+            }
+            layouts.append(layout)
+            print("  ".join(f"{key} {_shown(each)}" for key, each in layout.items()), flush=True)
+            if method == rounding.method:
+                total, guess = (_sum(each, config, rules) for each in (singles, guessed))
+                sums.append({"name": name, "sum_kl": total, "predicted_kl": guess, "kl": judged.kl})
     if not args.no_write:
-        settings = {"model": Path(args.model).name, "positions": tokens["held_out"].numel()}
-        result = {"settings": settings, "ranks": ranks, "mixed": mixed, "rows": rows}
+        settings = {
+            "model": Path(args.model).name,
+            "group_size": args.group_size,
+            "measured_layers": args.layers,
+            "known_layers": args.known,
+            "positions": held_out.numel(),
+            "calibration_positions": calibration.numel(),
+        }
+        result = {
+            "settings": settings,
+            "ranks": ranks,
+            "sums": sums,
+            "layouts": layouts,
+            "rows": rows,
+        }
         print(f"written: {report.write('sensitivity', result).name}")
     return 0
 
 
-def correlations(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return Spearman's rank correlations with the measured KL, and the error of predictions."""
+def cases(
+    config: ModelConfig, shape: ModelShape, sensitivity: Sensitivity, rounding: Rounding
+) -> list[tuple[str, Rules, Sequence[Any]]]:
+    """Return (name, rules, ways of rounding) of what is compared, equal bytes in turn."""
+    layers, once = range(config.num_layers), METHODS[:1]
+    half = config.num_layers // 2
+
+    def eight(chosen: Sequence[int]) -> Rules:
+        spec = ",".join(map(str, chosen))
+        return parse_bits("4," + ",".join(f"{part}[{spec}]=8" for part in parts_of(config)))
+
+    of_attention, even = parse_bits("4,attention=8"), eight(layers[::2])
+
+    def mixed_as(rules: Rules) -> Rules:
+        bits = mean_bits(rules, shape, group=rounding.group, symmetric=False)
+        formats = mixed(shape, sensitivity, bits, group=rounding.group, symmetric=False)
+        print(f"{bits:.3f} bits: {formats}", flush=True)
+        return formats.rules()
+
+    return [
+        ("all int8", parse_bits("8"), once),
+        ("all int4", parse_bits("4"), METHODS),
+        ("attention int8", of_attention, METHODS),
+        ("mixed, as many bytes", mixed_as(of_attention), METHODS),
+        ("even layers int8", even, METHODS),
+        ("odd layers int8", eight(layers[1::2]), once),
+        ("first layers int8", eight(layers[:half]), once),
+        ("last layers int8", eight(layers[half:]), once),
+        ("mixed, as many bytes", mixed_as(even), METHODS),
+    ]
+
+
+def _sum(kls: Mapping[Single, float], config: ModelConfig, rules: Rules) -> float:
+    """Return the sum of the single parts' divergences that rules quantise."""
+    total = 0.0
+    for part, layers in parts_of(config).items():
+        for layer in layers:
+            name = format_of(rules, part, layer, 0 if part == "experts" else None)
+            total += 0.0 if name == UNQUANTISED else kls[Single(layer, part, name)]
+    return total
+
+
+def correlations(rows: Sequence[Row], weight_format: Format) -> dict[str, str | float]:
+    """Return a format's rank correlations and the error of its predictions.
+
+    Predictions are those of layers that were not known. A rank correlation of equal values is NaN.
+    """
+    rows = [row for row in rows if row["format"] == weight_format]
     unknown = [row for row in rows if not row["is_known"]]
     doublings = [abs(math.log2(row["predicted_kl"] / row["kl"])) for row in unknown]
-    result = {
-        "spearman_indicator": _spearman(rows, "indicator"),
-        "spearman_predicted_unknown": _spearman(unknown, "predicted_kl"),
-        "mean_doublings_unknown": sum(doublings) / max(len(doublings), 1),
-    }
+    result: dict[str, str | float] = {"format": weight_format}
+    for measure in ("kl", "perplexity"):
+        result[f"indicator_{measure}"] = _spearman(rows, "indicator", measure)
+        result[f"predicted_{measure}"] = _spearman(unknown, "predicted_kl", measure)
     for part in sorted({row["part"] for row in rows}):
         own = [row for row in rows if row["part"] == part]
-        result[f"spearman_indicator_{part}"] = _spearman(own, "indicator")
+        result[f"indicator_kl_of_{part}"] = _spearman(own, "indicator", "kl")
+    result["mean_doublings"] = sum(doublings) / max(len(doublings), 1)
     return result
 
 
-def _spearman(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    found = spearmanr([row[name] for row in rows], [row["kl"] for row in rows])
+def _spearman(rows: Sequence[Row], name: str, measure: str) -> float:
+    found = spearmanr([row[name] for row in rows], [row[measure] for row in rows])
     return float(found.statistic)
+
+
+def _shown(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 if __name__ == "__main__":

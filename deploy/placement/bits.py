@@ -4,7 +4,7 @@ Owns the problem and three ways to solve it: every assignment (small ones), a mi
 (scipy's HiGHS), and an allocator after QSync (arXiv 2407.02327): everything in its fastest format
 first, then the most sensitive restored while that costs nothing. Quality is a bound here, where
 LLM-PQ (arXiv 2403.01136) has it as a penalty with a weight. Pure: knows no device and no model.
-Called by deploy.placement.formats.
+Called by deploy.placement.precision and deploy.quantisation.mixing.
 """
 
 from __future__ import annotations
@@ -163,6 +163,27 @@ def solve(problem: Problem, *, gap: float = GAP) -> Choice | None:
     found = program.choice(result.x)
     # A solver's tolerances are not the bound's.
     return restored(problem, found) if evaluate(problem, found).fits else allocate(problem)
+
+
+def least_divergence(items: Sequence[Item], num_bytes: float) -> Choice | None:
+    """Return the choice of the least divergence in `num_bytes` together, whatever its times.
+
+    None: the smallest options need more.
+    """
+    # Solvers have absolute tolerances, so numbers near 1 it is.
+    unit = max((option.kl for item in items for option in item.options), default=0.0) or 1.0
+    by_kl = tuple(
+        item._replace(
+            options=tuple(
+                option._replace(decode_s=option.kl / unit, prefill_s=0.0) for option in item.options
+            )
+        )
+        for item in items
+    )
+    everywhere = dict.fromkeys((item.part for item in items), 1.0)
+    phase = Phase(1.0, 1, 0.0, True)
+    budget = Budget(num_bytes, everywhere)
+    return solve(Problem(by_kl, (budget,), math.inf, phase, phase))
 
 
 class _Program:

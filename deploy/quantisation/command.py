@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from deploy.placement.sensitivity import read_sensitivity
+from deploy.placement.shapes import ModelShape
 from deploy.quantisation import text
+from deploy.quantisation.mixing import mixed
 from deploy.quantisation.progress import stages
 from deploy.quantisation.quality import check_bound, compare
 from deploy.quantisation.rounding import METHODS, Rounding
@@ -19,6 +22,8 @@ from deploy.quantisation.writing import (
     scale_dtype,
     write_quantised,
 )
+from models.checkpoint import Checkpoint
+from models.config import load_model_config
 from models.hub import resolve_model
 from topspin.errors import ConfigError
 from topspin.plan_file import read_plan
@@ -31,6 +36,18 @@ def add_arguments(result: argparse.ArgumentParser) -> None:
     what = result.add_mutually_exclusive_group(required=True)
     what.add_argument("--bits", metavar="SPEC", help=BITS_HELP)
     what.add_argument("--plan", metavar="PLAN", help="the precision of a plan, and its bound")
+    what.add_argument(
+        "--mean-bits",
+        type=float,
+        metavar="X",
+        help="int4, int8 and none by --sensitivity, with X bits per number, scales included",
+    )
+    result.add_argument(
+        "--sensitivity",
+        type=Path,
+        metavar="FILE.json",
+        help="for --mean-bits: what `topspin sensitivity` wrote, with the same --group-size",
+    )
     result.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
     result.add_argument(
         "--max-kl",
@@ -73,8 +90,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns its exit status. Raises ConfigError and QualityMissed."""
     if args.max_kl is not None and not args.max_kl >= 0:
         raise ConfigError(f"--max-kl {args.max_kl}: must be 0 or more")
+    if (args.mean_bits is None) != (args.sensitivity is None):
+        raise ConfigError("--mean-bits and --sensitivity go together")
     source = resolve_model(args.model)
-    rules, max_kl = _request(args)
+    rules, max_kl = _request(args, source)
     config = check_request(source, rules)
     rounding = Rounding(
         method=args.rounding,
@@ -108,8 +127,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _request(args: argparse.Namespace) -> tuple[Rules, float | None]:
+def _request(args: argparse.Namespace, source: Path) -> tuple[Rules, float | None]:
     """Return the rules and the bound that were asked for."""
+    if args.mean_bits is not None:
+        shape = ModelShape.from_config(load_model_config(source))
+        formats = mixed(
+            shape,
+            read_sensitivity(args.sensitivity, shape, fingerprint=Checkpoint(source).fingerprint()),
+            args.mean_bits,
+            group=args.group_size,
+            symmetric=args.symmetric,
+        )
+        print(f"{formats}: predicted KL {formats.kl:.4g}", flush=True)
+        return formats.rules(), args.max_kl
     if args.plan is None:
         return parse_bits(args.bits), args.max_kl
     plan = read_plan(args.plan)

@@ -11,7 +11,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +31,6 @@ from kernels import reference
 from models.config import ModelConfig
 from models.rope import inverse_frequencies
 from models.weights import ExpertLayerWeights, LayerWeights
-
-_ROWS_OF_LOGITS: Final = 64
 
 
 class Observer(Protocol):
@@ -71,34 +69,6 @@ def log_probabilities(model: Model, hidden: Tensor, head: Tensor | None = None) 
     """
     normed = reference.rms_norm(hidden, model.final_norm, eps=model.config.rms_norm_eps)
     return F.linear(normed, model.lm_head if head is None else head).log_softmax(-1)
-
-
-def divergences(
-    plain: tuple[Model, Tensor, Tensor | None], other: tuple[Model, Tensor, Tensor | None]
-) -> Tensor:
-    """Return the KL divergence f32[R] of the second's distributions from the first's, in nats.
-
-    Each is a model, its last hidden states [S, T, H], and a head [V, H] or None for the model's.
-    """
-    found = []
-    rows = [torch.split(each[1].flatten(0, -2), _ROWS_OF_LOGITS) for each in (plain, other)]
-    for ours, theirs in zip(*rows, strict=True):
-        expected = log_probabilities(plain[0], ours, plain[2])
-        given = log_probabilities(other[0], theirs, other[2])
-        found.append((expected.exp() * (expected - given)).sum(-1))
-    return torch.cat(found)
-
-
-def perplexity(model: Model, hidden: Tensor, tokens: Tensor, head: Tensor | None = None) -> float:
-    """Return the perplexity of tokens i64[S, T] by their last hidden states [S, T, H]."""
-    rows, wanted = hidden[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-    losses = [
-        F.nll_loss(log_probabilities(model, some, head), ids, reduction="sum").item()
-        for some, ids in zip(
-            torch.split(rows, _ROWS_OF_LOGITS), torch.split(wanted, _ROWS_OF_LOGITS), strict=True
-        )
-    ]
-    return float(torch.tensor(sum(losses) / len(wanted), dtype=torch.float64).exp())
 
 
 def _attention(

@@ -1,21 +1,25 @@
-"""How far a quantised checkpoint is from its original, over a text.
+"""How far a quantised model is from its original, over a text.
 
-Owns the comparison of both, layer by layer, and its bound. Called by deploy.quantisation.command
-and by benchmarks.
+Owns the two measures, the comparison of checkpoints, layer by layer, and its bound. Called by
+deploy.quantisation's command and sensitivity, and by benchmarks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from deploy.quantisation.forward import divergences, last_hidden, perplexity
-from deploy.quantisation.layers import open_model
+from deploy.quantisation.forward import last_hidden, log_probabilities
+from deploy.quantisation.layers import Model, open_model
 from topspin.errors import TopspinError
+
+_ROWS_AT_ONCE: Final = 64
+Name = TypeVar("Name", bound=Hashable)
 
 
 class QualityMissed(TopspinError):
@@ -31,6 +35,48 @@ class Quality(NamedTuple):
     positions: int
 
 
+class Judged(NamedTuple):
+    """Mean KL divergence from the original in nats per token, and perplexity."""
+
+    kl: float
+    perplexity: float
+
+
+class Outputs(NamedTuple):
+    """A model's last hidden states [S, T, H], and the head [V, H] behind them."""
+
+    hidden: Tensor
+    head: Tensor
+
+
+def judge(
+    model: Model, plain: Outputs, others: Mapping[Name, Outputs], tokens: Tensor
+) -> dict[Name, Judged]:
+    """Compare the distributions of others with the plain ones, over tokens i64[S, T].
+
+    All are behind the final norm of `model`.
+    """
+    following = tokens.roll(-1, dims=1)
+    following[:, -1] = -1
+    wanted = following.flatten()
+    kls, losses = dict.fromkeys(others, 0.0), dict.fromkeys(others, 0.0)
+    for start in range(0, len(wanted), _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        (counted,) = torch.where(wanted[rows] >= 0)
+        ids = wanted[rows][counted]
+        expected = log_probabilities(model, plain.hidden.flatten(0, 1)[rows], plain.head)
+        shares = expected.exp()
+        for name, other in others.items():
+            given = log_probabilities(model, other.hidden.flatten(0, 1)[rows], other.head)
+            kls[name] += (shares * (expected - given)).sum().item()
+            losses[name] -= given[counted, ids].sum().item()
+    predicted = tokens.numel() - len(tokens)
+    return {
+        name: Judged(kls[name] / tokens.numel(), math.exp(losses[name] / predicted))
+        for name in others
+    }
+
+
 @torch.inference_mode()
 def compare(
     original: Path, coded: Path, tokens: Tensor, *, advance: Callable[[], None] = lambda: None
@@ -42,10 +88,12 @@ def compare(
     plain, other = open_model(original), open_model(coded)
     expected = last_hidden(plain, tokens, advance=advance)
     found = last_hidden(other, tokens, advance=advance)
+    before, after = Outputs(expected, plain.lm_head), Outputs(found, other.lm_head)
+    both = judge(plain, before, {"before": before, "after": after}, tokens)
     return Quality(
-        kl=divergences((plain, expected, None), (other, found, None)).mean().item(),
-        original_perplexity=perplexity(plain, expected, tokens),
-        perplexity=perplexity(other, found, tokens),
+        kl=both["after"].kl,
+        original_perplexity=both["before"].perplexity,
+        perplexity=both["after"].perplexity,
         positions=tokens.numel(),
     )
 

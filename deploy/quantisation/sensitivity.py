@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deploy.quantisation.forward import divergences, embedded, layer_output
+from deploy.quantisation.forward import embedded, layer_output
 from deploy.quantisation.grids import check_size, rounding_variance
 from deploy.quantisation.inputs import LayerInputs, Moments
 from deploy.quantisation.layers import DecoderLayer, Model, matrices, open_model
+from deploy.quantisation.quality import Judged, Outputs, judge
 from deploy.quantisation.rounding import Rounding, nearest, quantised
 from kernels.reference import rms_norm
 from models.config import ModelConfig
@@ -46,10 +47,10 @@ class Single(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Indicators of all singles, and mean KL in nats per token of those that were measured."""
+    """Indicators of all singles, and the quality of the model with one of those measured."""
 
     indicators: Mapping[Single, float]
-    measured: Mapping[Single, float]
+    measured: Mapping[Single, Judged]
 
 
 @torch.inference_mode()
@@ -88,13 +89,10 @@ def find(
                     streams[single] = layer_output(layer, config, plain)
         plain = layer_output(layer, config, plain)
         advance()
-    divergence = {
-        single: divergences((model, plain, None), (model, hidden, None)).mean().item()
-        for single, hidden in streams.items()
-    }
-    for single, indicator, kl in _of_head(model, plain, calibrated, rounding, formats):
-        indicators[single], divergence[single] = indicator, kl
-    return Found(indicators, divergence)
+    outputs = {single: Outputs(hidden, model.lm_head) for single, hidden in streams.items()}
+    for single, indicator, head in _of_head(model, calibrated, rounding, formats):
+        indicators[single], outputs[single] = indicator, Outputs(plain, head)
+    return Found(indicators, judge(model, Outputs(plain, model.lm_head), outputs, held_out))
 
 
 def predicted(found: Found, known: Collection[tuple[int, Part]]) -> dict[Single, float]:
@@ -104,14 +102,14 @@ def predicted(found: Found, known: Collection[tuple[int, Part]]) -> dict[Single,
     part and format. What was measured stays, and the LM head always is.
     """
     ratios: dict[tuple[Part, Format], dict[int, float]] = defaultdict(dict)
-    for single, kl in found.measured.items():
+    for single, judged in found.measured.items():
         if single.layer is not None and (single.layer, single.part) in known:
-            ratio = max(kl, _LEAST_KL) / max(found.indicators[single], _LEAST_INDICATOR)
+            ratio = max(judged.kl, _LEAST_KL) / max(found.indicators[single], _LEAST_INDICATOR)
             ratios[single.part, single.format][single.layer] = math.log(ratio)
     result = {}
     for single, indicator in found.indicators.items():
         if single.layer is None or (single.layer, single.part) in known:
-            result[single] = max(found.measured[single], 0.0)
+            result[single] = max(found.measured[single].kl, 0.0)
             continue
         own = ratios[single.part, single.format]
         at = sorted(own)
@@ -191,9 +189,9 @@ def _alone(
 
 
 def _of_head(
-    model: Model, hidden: Tensor, calibrated: Tensor, rounding: Rounding, formats: Sequence[Format]
-) -> Iterator[tuple[Single, float, float]]:
-    """Yield the LM head in each format that it can have, its indicator and measured KL."""
+    model: Model, calibrated: Tensor, rounding: Rounding, formats: Sequence[Format]
+) -> Iterator[tuple[Single, float, Tensor]]:
+    """Yield the LM head in each format that it can have: its indicator, and its numbers."""
     inputs = LayerInputs(with_hessians=False)
     normed = rms_norm(calibrated, model.final_norm, eps=model.config.rms_norm_eps)
     inputs("lm_head", normed.flatten(0, -2))
@@ -202,6 +200,8 @@ def _of_head(
             continue
         head, moments = model.lm_head, inputs.moments("lm_head")
         omega = indicator(head, moments, weight_format, rounding, name="lm_head")
-        coded = nearest(head, weight_format, rounding).numbers()
-        kl = divergences((model, hidden, None), (model, hidden, coded)).mean().item()
-        yield Single(None, "lm_head", weight_format), omega, kl
+        yield (
+            Single(None, "lm_head", weight_format),
+            omega,
+            nearest(head, weight_format, rounding).numbers(),
+        )

@@ -14,6 +14,7 @@ from deploy.placement.bits import (
     all_choices,
     allocate,
     evaluate,
+    least_divergence,
     restored,
     solve,
 )
@@ -70,6 +71,27 @@ def test_the_program_finds_what_trying_everything_finds(problem: Problem) -> Non
     value = evaluate(problem, found)
     assert value.fits
     assert abs(value.objective_s - best) <= 1e-9 * best
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), amount)
+def test_the_least_divergence_in_so_many_bytes(problem: Problem, room: float) -> None:
+    num_bytes = room * 3e6
+    all_of = [
+        [item.options[idx] for item, idx in zip(problem.items, choice, strict=True)]
+        for choice in all_choices(problem)
+    ]
+    best = min(
+        (sum(o.kl for o in each) for each in all_of if sum(o.num_bytes for o in each) <= num_bytes),
+        default=None,
+    )
+    found = least_divergence(problem.items, num_bytes)
+    assert (found is None) == (best is None)
+    if found is None or best is None:
+        return
+    chosen = [item.options[idx] for item, idx in zip(problem.items, found, strict=True)]
+    assert sum(each.num_bytes for each in chosen) <= num_bytes * (1 + 1e-9)
+    assert sum(each.kl for each in chosen) <= best * (1 + 1e-3) + 1e-12
 
 
 @settings(max_examples=60, deadline=None)

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file
 
+from deploy.placement.shapes import ModelShape
+from deploy.quantisation.mixing import mean_bits
 from deploy.quantisation.specification import parse_bits
 from models.checkpoint import Checkpoint
 from models.config import load_model_config
@@ -109,6 +113,54 @@ def test_sensitivity_has_every_part_and_format(
         ours = singles[layer, part, "int4"], singles[layer, part, "int8"]
         assert ours[0]["kl"] > ours[1]["kl"] > 0
         assert ours[0]["indicator"] > 100 * ours[1]["indicator"] > 0
+
+
+def test_a_mean_of_bits_is_kept_by_what_is_least_sensitive(
+    tmp_path: Path, source: Path, texts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kls = {"attention": (0.5, 0.01), "experts": (0.02, 0.4)}
+    entries = [
+        {"layer": layer, "part": part, "format": name, "indicator": 1.0, "kl": kl * share}
+        for part, own in kls.items()
+        for layer, kl in enumerate(own)
+        for name, share in (("int4", 1.0), ("int8", 0.01))
+    ]
+    found = {"model": Checkpoint(source).fingerprint(), "positions": 9, "entries": entries}
+    (tmp_path / "found.json").write_text(json.dumps(found))
+    out, flags = tmp_path / "out", ["--sensitivity", str(tmp_path / "found.json")]
+    command = ["quantize", str(source), "-o", str(out), *texts, *flags]
+
+    # Three quarters of the numbers are the experts'.
+    assert main([*command, "--mean-bits", "6.7"]) == 0
+
+    assert "predicted KL 0.039" in capsys.readouterr().out
+    rules = checkpoint_rules(out, load_model_config(out))["cpu"]
+    formats = {(part, at): format_of(rules, part, at, 0) for part in kls for at in (0, 1)}
+    assert formats == {
+        ("attention", 0): "int8",
+        ("attention", 1): "int4",
+        ("experts", 0): "int4",
+        ("experts", 1): "int8",
+    }
+    shape = ModelShape.from_config(load_model_config(source))
+    bits = mean_bits(rules, shape, group=32, symmetric=False)
+    assert bits <= 6.7
+    matrices = [
+        tensor
+        for name, tensor in load_file(out / "model.safetensors").items()
+        if name.endswith(("packed", "scale", "point"))
+    ]
+    # The tiny model's scales have 32 bits, a written checkpoint's usually 16.
+    stored = sum(each.nbytes / (2 if each.dtype == torch.float32 else 1) for each in matrices)
+    numbers = sum(
+        shape.numbers("attention", at) + 8 * shape.numbers("experts", at) for at in (0, 1)
+    )
+    assert stored * 8 / numbers == pytest.approx(bits)
+
+    assert main([*command[:3], str(tmp_path / "less"), *command[4:], "--mean-bits", "4.5"]) == 2
+    assert "4.625 are the least" in capsys.readouterr().err
+    assert main([*command[:-2], "--mean-bits", "5"]) == 2
+    assert "go together" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
