@@ -109,7 +109,9 @@ def front_of(offers: Sequence[Offer]) -> list[Offer]:
 
 def class_of(unit: Unit) -> str:
     """Return what kind of engine a unit is: its host, and which device types serve which role."""
-    attention = " + ".join(sorted({seat.device.name for seat, _ in unit.attention}))
+    attention = " + ".join(sorted({seat.device.name for seat, _ in unit.holders}))
+    if unit.stages:
+        attention = f"{attention} by layer ranges"
     experts = " + ".join(sorted({seat.device.name for seat, _ in unit.experts}))
     host = unit.host.spec.name
     if unit.layout == "one_process":

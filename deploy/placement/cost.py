@@ -22,10 +22,9 @@ __all__ = [
     "Rows",
     "attention_layer_s",
     "barrier_s",
-    "decode_s",
+    "chain_s",
     "experts_layer_s",
     "link_s",
-    "prefill_s",
     "step_fixed_s",
     "step_s",
     "unmeasured",
@@ -250,20 +249,36 @@ def barrier_s(moments: Sequence[tuple[float, float]]) -> float:
     return total_s
 
 
-def prefill_s(stages_s: Sequence[float], num_micro_batches: int) -> float:
-    """Return the seconds in which prompts pass layer ranges: filled once, paced by the slowest."""
-    return sum(stages_s) + (num_micro_batches - 1) * max(stages_s)
+def chain_s(
+    layers: Sequence[HopTimes], ends: Sequence[int], *, num_micro_batches: int, pass_s: float
+) -> float:
+    """Return how long a step's layers take where they are cut over several devices at `ends`.
 
+    topspin.pipeline.layers_s() with a device of its own for each range. Micro-batches leave a range
+    in their order, once it has sent out its last layer's last rows, and go to the next by way of
+    the first device: `pass_s` each time.
 
-def decode_s(stages_s: Sequence[float], num_micro_batches: int, num_tokens: int) -> float:
-    """Return the seconds in which `num_tokens` tokens of all sequences pass layer ranges.
-
-    The first token is the prefill's. A sequence's next token waits for its last one, so a round
-    takes the whole way through, or all micro-batches at the slowest stage. (LLM-PQ, arXiv
-    2403.01136, counts (N - 1)(n - 1) max t, a sum that is short by up to N / (N - 1).)
+    One step is under way at a time, and its micro-batches are served layer by layer, so stages do
+    not overlap as LLM-PQ's do: of its objective, (n - 1) max(sum_j t_j, N_dec max_j t_j) for n
+    tokens (corrected; arXiv 2403.01136 has (n - 1) N_dec max_j t_j), it is the case N_dec = 1, in
+    both phases.
     """
-    round_s = max(sum(stages_s), num_micro_batches * max(stages_s))
-    return (num_tokens - 1) * round_s
+    experts_s, begin = 0.0, 0
+    ready = [0.0] * num_micro_batches
+    for idx, end in enumerate(ends):
+        attention_s = 0.0
+        if idx:
+            ready = [each + (pass_s if idx == 1 else 2 * pass_s) for each in ready]
+        for t_a, t_e, t_c in layers[begin:end]:
+            for micro_batch, ready_s in enumerate(ready):
+                attention_s = max(attention_s, ready_s) + t_a
+                ready[micro_batch] = attention_s
+                if t_e or t_c:
+                    experts_s = max(experts_s, attention_s + t_c) + t_e
+                    ready[micro_batch] = experts_s + t_c
+        ready = [max(each, attention_s) for each in ready]
+        begin = end
+    return max(ready) + (pass_s if len(ends) > 1 else 0.0)
 
 
 def unmeasured(

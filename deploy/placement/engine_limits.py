@@ -13,8 +13,8 @@ SEVERAL_HOSTS: Final = False
 """Nodes of one engine on different hosts."""
 TENSOR_PARALLEL: Final = False
 """A node that is a group of devices."""
-STAGES: Final = False
-"""Layer ranges: the engine runs plans with them, the search makes none yet."""
+STAGES: Final = True
+"""Layer ranges of an attention node on several devices (topspin.stages: CPUs only)."""
 LOCAL_LAYERS: Final = True
 """Attention nodes that hold the routed experts of chosen layers."""
 SLOW_NODES: Final = True

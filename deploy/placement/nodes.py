@@ -15,8 +15,9 @@ from typing import Literal, NamedTuple
 from deploy.placement.cost import Rows
 from deploy.placement.formats import Formats, LayerClass
 from deploy.placement.memory import attention_weight_bytes, expert_weight_bytes, process_bytes
+from deploy.placement.ranges import MAX_CUTS, Chain, Ends, all_cuts, num_cuts, some_cuts
 from deploy.placement.routing import touched
-from deploy.placement.shapes import Kernels
+from deploy.placement.shapes import Kernels, ModelShape
 from deploy.placement.steps import Clock, node_shares
 from deploy.placement.units import Seat, Unit
 
@@ -27,6 +28,8 @@ MAX_SEATS = 4096
 REFERENCE_ROWS = 32
 """Rows per attention node, if there are so many, at which experts are divided between nodes of
 unequal speed."""
+PREFILL_ROWS = 512
+"""Rows of a prompt, beside REFERENCE_ROWS that decode, for which layers are cut."""
 BUFFERS_PER_TOKEN = 8
 """Arrays of hidden size that a step keeps per token."""
 GIB = 2**30
@@ -71,6 +74,8 @@ class Nodes:
         self.most_rows = most_rows
         self._bytes: dict[tuple[object, ...], int] = {}
         self._local: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._layers: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._cuts: dict[tuple[object, ...], tuple[Ends, ...]] = {}
 
     def room(
         self,
@@ -80,8 +85,14 @@ class Nodes:
         tokens: int,
         kv_itemsize: int | None,
         num_local: int = 0,
+        ends: Ends = (),
     ) -> Room:
-        """Return the tokens that attention nodes have room for beside weights and buffers."""
+        """Return the tokens that attention nodes have room for beside weights and buffers.
+
+        Of a node whose layers are cut at `ends`, the least of its ranges.
+        """
+        if ends:
+            return self._room_of_ranges(unit, formats, tokens, kv_itemsize, ends)
         free: list[float] = []
         if unit.shares_memory:
             device = unit.attention[0][0].device
@@ -116,6 +127,89 @@ class Nodes:
             )
             return Room(None, Binding("memory", text, needs + own, has))
         return Room(tuple(int(each // per_token) for each in free))
+
+    def _room_of_ranges(
+        self, unit: Unit, formats: Formats, tokens: int, kv_itemsize: int | None, ends: Ends
+    ) -> Room:
+        rooms: list[int] = []
+        closest: Binding | None = None
+        for place, (seat, begin, end) in enumerate(zip(unit.chain, (0, *ends), ends, strict=False)):
+            size = self.range_bytes(seat, formats, tokens, place=place)
+            size += sum(self.layer_bytes(seat, formats)[begin:end])
+            per_token = (end - begin) * self.model.kv_layer_bytes(kv_itemsize)
+            has = seat.device.memory_bytes * USABLE
+            needs = size + per_token * self.max_model_len
+            if needs > has and (closest is None or needs - has > closest.needs - closest.has):
+                text = (
+                    f"layers {begin} to {end - 1} on {seat.device.name} need {needs / GIB:.1f} GiB "
+                    f"with the keys of one sequence of {self.max_model_len} tokens, the node has "
+                    f"{has / GIB:.1f}"
+                )
+                closest = Binding("memory", text, needs, has)
+            rooms.append(int((has - size) // per_token))
+        return Room((min(rooms),)) if closest is None else Room(None, closest)
+
+    def cuts(self, unit: Unit, formats: Formats, tokens: int) -> tuple[Ends, ...]:
+        """Return the ends of layer ranges to try; ((),): the unit's layers are not cut.
+
+        Empty: there are more devices than layers. What fits in no way is given cut evenly.
+        """
+        if not unit.stages:
+            return ((),)
+        num_layers, parts = self.model.num_layers, len(unit.chain)
+        if tries_all_cuts(self.model, unit):
+            return tuple(all_cuts(num_layers, parts))
+        key = (unit.chain, formats.key, tokens)
+        if key not in self._cuts:
+            free = [
+                seat.device.memory_bytes * USABLE
+                - self.range_bytes(seat, formats, tokens, place=place)
+                for place, seat in enumerate(unit.chain)
+            ]
+            chain = Chain(
+                [self._request_s(seat, formats) for seat in unit.chain],
+                [self.layer_bytes(seat, formats) for seat in unit.chain],
+                free,
+                float(self.model.kv_layer_bytes()),
+            )
+            even = tuple(num_layers * (idx + 1) // parts for idx in range(parts))
+            self._cuts[key] = tuple(some_cuts(chain, self.max_model_len)) or (even,)
+        return self._cuts[key]
+
+    def _request_s(self, seat: Seat, formats: Formats) -> list[float]:
+        """Return each layer's seconds for the tokens of one request, of both phases."""
+        prompt, output = self.clock.prompt, self.clock.output
+        decode, prefill = Rows(REFERENCE_ROWS, self.clock.context), Rows(0, 0, PREFILL_ROWS)
+        by_class = [
+            (output - 1) / decode.total * self.clock.attention_s(seat, cls, decode)
+            + prompt / prefill.total * self.clock.attention_s(seat, cls, prefill)
+            for cls in formats.classes
+        ]
+        return [by_class[idx] for idx in formats.class_of]
+
+    def layer_bytes(self, seat: Seat, formats: Formats) -> tuple[int, ...]:
+        """Return the bytes of each layer on an attention node or a stage, without keys."""
+        key = (kernels_of(seat), formats.key)
+        if key not in self._layers:
+            self._layers[key] = tuple(
+                attention_weight_bytes(
+                    self.model,
+                    formats.of,
+                    kernels=kernels_of(seat),
+                    layers=(layer,),
+                    with_ends=False,
+                )
+                for layer in range(self.model.num_layers)
+            )
+        return self._layers[key]
+
+    def range_bytes(self, seat: Seat, formats: Formats, tokens: int, *, place: int) -> float:
+        """Return the bytes beside the layers and keys of the range at `place` of a chain."""
+        process = process_bytes(seat.device.profile, "attention")
+        if place:
+            return self._buffers(tokens) + process
+        whole = self.attention_bytes(seat, formats, tokens)
+        return whole - sum(self.layer_bytes(seat, formats))
 
     def attention_bytes(
         self, seat: Seat, formats: Formats, tokens: int, num_local: int = 0
@@ -237,6 +331,11 @@ class Nodes:
         has = sum(count * seat.device.memory_bytes * USABLE for seat, count in unit.experts)
         text = f"experts need {needs / GIB:.1f} GiB, their nodes have {has / GIB:.1f}"
         return Binding("memory", text, needs, has)
+
+
+def tries_all_cuts(model: ModelShape, unit: Unit) -> bool:
+    """Say whether all cuts of a unit's layers are tried."""
+    return not unit.stages or num_cuts(model.num_layers, len(unit.chain)) <= MAX_CUTS
 
 
 def minmax_shares(

@@ -65,7 +65,7 @@ class Precisions:
             return (self.stored,)
         key = (
             unit.layout,
-            tuple(seat for seat, _ in unit.attention),
+            tuple(seat for seat, _ in unit.holders),
             tuple(seat for seat, _ in unit.experts),
         )
         if key not in self._known:
@@ -177,7 +177,7 @@ class Precisions:
     def _formats_of(self, unit: Unit, part: Part, layer: int | None) -> list[Format]:
         """Return the formats that all devices of a part compute with, and that were measured."""
         assert self._sensitivity is not None
-        seats = unit.experts if part == "experts" else unit.attention
+        seats = unit.experts if part == "experts" else unit.holders
         found: list[Format] = [UNQUANTISED]
         for name in ("int8", "int4", "fp8"):
             kernels = ("triton" if seat.device.is_gpu else "cpu" for seat, _ in seats)
@@ -206,7 +206,7 @@ class Precisions:
 
         def half_s(formats: LayerFormats) -> float:
             cls = LayerClass(layer, 1, formats)
-            return max(clock.attention_s(seat, cls, at) for seat, _ in unit.attention)
+            return max(clock.attention_s(seat, cls, at) for seat, _ in unit.holders)
 
         if part == "attention":
             return half_s(LayerFormats(attention=name))
@@ -234,7 +234,9 @@ class Precisions:
             )
             shares["experts"] = float(model.num_experts)
             return (Budget(room - fixed * unit.num_attention, shares),)
-        room = min(seat.device.memory_bytes for seat, _ in unit.attention) * USABLE
+        rooms = [seat.device.memory_bytes * USABLE for seat, _ in unit.holders]
+        # Ranges of layers share the weights.
+        room = sum(rooms) if unit.stages else min(rooms)
         budgets = [Budget(room - fixed, {"attention": 1.0, "mlp": 1.0, "lm_head": 1.0})]
         if unit.experts:
             room = min(seat.device.memory_bytes for seat, _ in unit.experts) * USABLE

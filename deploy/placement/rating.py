@@ -112,32 +112,55 @@ class Rater:
             yield Rating(unit, formats, self.nodes.experts_misfit(unit, formats))
             return
         weights = self.nodes.weights(unit, formats)
+        cuts = self.nodes.cuts(unit, formats, budgets[0])
+        if not cuts:
+            parts, num_layers = len(unit.chain), self.model.num_layers
+            text = f"{parts} devices for {num_layers} layers"
+            yield Rating(unit, formats, Binding("memory", text, parts, num_layers))
+            return
         start = 0
         for itemsize in (None, 1) if self._may_have_fp8(unit) else (None,):
             for tokens in budgets:
-                room = self.nodes.room(unit, formats, held, tokens, itemsize)
-                if room.tokens is None:
-                    assert room.missing is not None
-                    yield Rating(unit, formats, room.missing)
+                rooms = [self.nodes.room(unit, formats, held, tokens, itemsize, 0, e) for e in cuts]
+                missing = [room.missing for room in rooms if room.missing is not None]
+                if len(missing) == len(cuts):
+                    yield Rating(
+                        unit, formats, min(missing, key=lambda each: each.needs / each.has)
+                    )
                     break
-                for num_local in self._local_options(unit, formats, room.tokens):
-                    left = self.nodes.room(unit, formats, held, tokens, itemsize, num_local)
-                    if left.tokens is None:
+                for ends, room in zip(cuts, rooms, strict=True):
+                    if room.tokens is None:
                         continue
-                    for m in _micro_batches(unit):
-                        engine = Engine(
-                            unit, formats, held, weights, m, tokens, itemsize, num_local
-                        )
-                        rating = self.at_most(engine, left.tokens, start=start)
-                        if rating.point is not None:
-                            start = bisect_left(running_grid(), rating.point.running)
-                        yield rating
+                    plain = Engine(unit, formats, held, weights, 1, tokens, itemsize, 0, ends)
+                    for engine, left in self._with_local(plain, room.tokens):
+                        for m in _micro_batches(unit):
+                            tried = dataclasses.replace(engine, micro_batches=m)
+                            rating = self.at_most(tried, left, start=start)
+                            if rating.point is not None:
+                                start = bisect_left(running_grid(), rating.point.running)
+                            yield rating
+
+    def _with_local(
+        self, plain: Engine, room: tuple[int, ...]
+    ) -> Iterator[tuple[Engine, tuple[int, ...]]]:
+        """Yield an engine with each of the numbers of local layers, and its room for keys."""
+        for num_local in self._local_options(plain.unit, plain.formats, room):
+            engine = dataclasses.replace(plain, num_local=num_local)
+            left = self.nodes.room(
+                *(plain.unit, plain.formats, plain.held, plain.batched_tokens, plain.kv_itemsize),
+                num_local,
+                plain.ends,
+            )
+            if left.tokens is not None:
+                yield engine, left.tokens
 
     def _local_options(
         self, unit: Unit, formats: Formats, room: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Return the numbers of local layers to try: none, and all that fit."""
         if not engine_limits.LOCAL_LAYERS or unit.layout == "one_process" or not unit.experts:
+            return (0,)
+        if unit.stages:  # topspin.stages: they hold no routed experts
             return (0,)
         most = self.nodes.most_local(unit, formats, room)
         return (0, most) if most else (0,)

@@ -34,7 +34,10 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(_Part, frozen=True, kw_only=True):
-    """An engine of the fleet. `binding`: what keeps it from carrying more than `most_load`."""
+    """An engine of the fleet. `binding`: what keeps it from carrying more than `most_load`.
+
+    `layer_ends`: the layer before which each range ends, by its device; empty: layers are not cut.
+    """
 
     copies: int
     engine: str
@@ -45,6 +48,7 @@ class EngineReport(_Part, frozen=True, kw_only=True):
     experts_per_node: tuple[int, ...]
     local_layers: int
     local_when: str
+    layer_ends: tuple[int, ...]
     load: float
     most_load: float
     ttft_s: float
@@ -153,6 +157,7 @@ def _estimates(inputs: Inputs, members: Sequence[Member]) -> list[str]:
         engine = member.rating.engine
         assert engine is not None
         seats = [("attention", seat) for seat, _ in engine.unit.attention]
+        seats += [("stage", seat) for seat in engine.unit.stages]
         seats += [("expert", seat) for seat, _ in engine.unit.experts]
         if engine.num_local:
             seats += [("expert", seat) for seat, _ in engine.unit.attention]
@@ -182,6 +187,7 @@ def _engine(inputs: Inputs, member: Member) -> EngineReport:
         experts_per_node=engine.held,
         local_layers=0 if local is None else len(local.layers),
         local_when="" if local is None else local.when,
+        layer_ends=engine.ends,
         load=rating.load(inputs.workload),
         most_load=rating.most_load,
         ttft_s=point.ttft_s,
@@ -236,7 +242,7 @@ def _engines(report: Report) -> Table:
         table.add_column(name)
     for each in report.engines:
         table.add_row(
-            each.engine,
+            each.engine + _ranges(each.layer_ends),
             str(each.copies),
             str(each.micro_batches),
             str(each.max_num_seqs),
@@ -250,6 +256,14 @@ def _engines(report: Report) -> Table:
             each.binding,
         )
     return table
+
+
+def _ranges(ends: Sequence[int]) -> str:
+    """Return layer ranges for people: the layers of each device."""
+    if not ends:
+        return ""
+    ranges = (f"{a}-{b - 1}" for a, b in zip((0, *ends), ends, strict=False))
+    return f" (layers {', '.join(ranges)})"
 
 
 def _front(report: Report) -> Table:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from deploy.placement.bits import num_choices
 from deploy.placement.cluster import HostLink
 from deploy.placement.fleet import Fleet, FleetHost, Rated, cheapest, largest
+from deploy.placement.nodes import tries_all_cuts
 from deploy.placement.precision import EXHAUSTIVE, Precisions
 from deploy.placement.rating import Rater, Rating
 from deploy.placement.sensitivity import Sensitivity
@@ -98,6 +99,7 @@ def search(inputs: Inputs) -> Result:
             if inputs.only is not None and str(unit) not in inputs.only:
                 continue
             formats = precisions.of(unit)
+            is_exact = is_exact and tries_all_cuts(inputs.model, unit)
             if precisions.may_quantise:
                 is_exact = is_exact and num_choices(precisions.problem(unit)) <= EXHAUSTIVE
             tried = [rater.rate(unit, each) for each in formats]

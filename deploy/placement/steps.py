@@ -8,6 +8,7 @@ by deploy.placement.rating.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +19,19 @@ from deploy.placement.cost import (
     Rows,
     attention_layer_s,
     barrier_s,
+    chain_s,
     experts_layer_s,
     link_s,
     step_fixed_s,
 )
 from deploy.placement.devices import Link
 from deploy.placement.formats import Formats, LayerClass
+from deploy.placement.ranges import Ends
 from deploy.placement.routing import rows_reached, shares_of_nodes, touched
 from deploy.placement.shapes import ModelShape
 from deploy.placement.steady import Chunks
 from deploy.placement.tables import RallyFactors, rally_factors
-from deploy.placement.units import Seat, Unit
+from deploy.placement.units import Seat, Seats, Unit
 from deploy.placement.workload import Workload
 from topspin.pipeline import HopTimes, layers_s, pipeline_s
 from topspin.precision import Format
@@ -43,7 +46,8 @@ class Engine:
 
     `held[i]`: the experts of a node on unit.experts[i]; `weights[i]`: the share of all sequences
     that a node on unit.attention[i] has. `kv_itemsize` None: keys have the model's dtype. The first
-    `num_local` MoE layers keep their routed experts on the attention nodes, always.
+    `num_local` MoE layers keep their routed experts on the attention nodes, always. `ends`: where
+    the layer ranges of unit.chain end (deploy.placement.ranges); (): layers are not cut.
     """
 
     unit: Unit
@@ -54,6 +58,7 @@ class Engine:
     batched_tokens: int
     kv_itemsize: int | None = None
     num_local: int = 0
+    ends: Ends = ()
 
     @property
     def local_layers(self) -> tuple[int, ...]:
@@ -82,6 +87,7 @@ class Clock:
         self.model = model
         self.skew = workload.expert_skew
         prompt, output = workload.prompt, workload.output
+        self.prompt, self.output = prompt.average, output.average
         # Long answers are met more often among those that run.
         self.context = prompt.average + output.average * output.squared / 2
         variance = prompt.average**2 * (prompt.squared - 1)
@@ -184,8 +190,10 @@ class EngineSteps:
         self._shares = Counter(shares)
         self._known: dict[tuple[float, Chunks | None], float] = {}
         local = frozenset(engine.local_layers)
+        # Without ranges every layer is on all attention nodes.
+        self._holders = [((seat, 1),) for seat in unit.chain] if engine.ends else [unit.attention]
         kinds = [
-            (engine.formats.classes[idx], layer in local)
+            (engine.formats.classes[idx], layer in local, bisect_right(engine.ends[:-1], layer))
             for layer, idx in enumerate(engine.formats.class_of)
         ]
         self._kinds = Counter(kinds)
@@ -225,8 +233,8 @@ class EngineSteps:
         rows = running if chunks is None else running + chunks.replicas * chunks.tokens
         widest = max(each.total for each in per_node)
         hops = [
-            self._hop(cls, per_node, rows / m, widest, m, is_local=is_local)
-            for cls, is_local in self._kinds
+            self._hop(cls, self._holders[part], per_node, rows / m, widest, m, is_local=is_local)
+            for cls, is_local, part in self._kinds
         ]
         shares = [
             sum(count * hop[side] for count, hop in zip(self._kinds.values(), hops, strict=True))
@@ -234,14 +242,19 @@ class EngineSteps:
         ]
         rallied = max(
             self._factor(seat, m, own.total).step
-            for (seat, _), own in zip(engine.unit.attention, per_node, strict=True)
+            for holders in self._holders
+            for (seat, _), own in zip(holders, per_node, strict=True)
         )
-        whole_s = rallied * (fixed_s + self._layers_s(hops, m))
+        pass_s = link_s(self._link, widest * clock.model.hidden_size * clock.model.itemsize)
+        whole_s = rallied * (fixed_s + self._layers_s(hops, m, pass_s))
         slowest = max(hops, key=lambda hop: hop.t_a + hop.t_e + 2 * hop.t_c)
         return Step(m, rows, slowest, whole_s, m * shares[0], m * shares[1], shares[2], fixed_s)
 
-    def _layers_s(self, hops: Sequence[HopTimes], m: int) -> float:
-        turns = self.engine.unit.takes_turns
+    def _layers_s(self, hops: Sequence[HopTimes], m: int, pass_s: float) -> float:
+        turns, ends = self.engine.unit.takes_turns, self.engine.ends
+        if ends:
+            layers = [hops[idx] for idx in self._kind_of]
+            return chain_s(layers, ends, num_micro_batches=m, pass_s=pass_s)
         if len(hops) == 1:
             return pipeline_s(
                 hops[0], num_micro_batches=m, num_layers=len(self._kind_of), shares_cores=turns
@@ -252,6 +265,7 @@ class EngineSteps:
     def _hop(
         self,
         cls: LayerClass,
+        holders: Seats,
         per_node: Sequence[Rows],
         rows: float,
         widest: float,
@@ -262,7 +276,7 @@ class EngineSteps:
         """Return a layer's times, of the slowest node of each role."""
         unit, clock = self.engine.unit, self.clock
         t_a = 0.0
-        for (seat, count), own in zip(unit.attention, per_node, strict=True):
+        for (seat, count), own in zip(holders, per_node, strict=True):
             mean_s = clock.attention_s(seat, cls, own)
             if count > 1 and own.decode and clock.variation:
                 spread = clock.variation / math.sqrt(max(1.0, own.decode))

@@ -13,10 +13,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from deploy.placement import engine_limits
-from deploy.placement.cluster import HostGroup, HostLink
+from deploy.placement.cluster import HostGroup, HostLink, LinkTransport
 from deploy.placement.devices import DeviceProfile
 from topspin.config import Transport
 from topspin.devices import CPU, CUDA, Place, check_transport
@@ -27,6 +27,12 @@ MAX_UNITS = 3000
 """Of a host; a larger number of ways leaves out engines with several device types per role."""
 MOST_NODES = 64
 """Of a role, of one engine: beyond them copies of the engine are planned."""
+MOST_RANGES = 4
+"""The most devices over which the layers of an attention node are cut."""
+MAX_CHAINS = 48
+"""Of a host; more ways to cut the attention over its devices are left out, the longest first."""
+STAGE_TRANSPORTS: tuple[LinkTransport, ...] = ("shm", "tcp")
+"""What passes rows on from one layer range to the next."""
 CPU_PARTS = 4
 """The most nodes that divide a CPU's cores."""
 
@@ -82,7 +88,8 @@ class Unit:
 
     `one_process`: a device that serves both roles without a link. `turns`: two processes that
     share a CPU's cores. `apart`: every node has a seat of its own. `used[g]` devices of group g.
-    `shares_memory`: all seats are parts of one device's memory.
+    `shares_memory`: all seats are parts of one device's memory. `stages`: the seats of the later
+    layers of the one attention node there is then, in their order (topspin.stages).
     """
 
     host: Host
@@ -93,6 +100,17 @@ class Unit:
     link: HostLink | None
     used: tuple[int, ...]
     shares_memory: bool = False
+    stages: tuple[Seat, ...] = ()
+
+    @property
+    def chain(self) -> tuple[Seat, ...]:
+        """Return the seats of the first attention node's layers; one, if they are not cut."""
+        return (self.attention[0][0], *self.stages)
+
+    @property
+    def holders(self) -> Seats:
+        """Return all seats that hold layers of an attention node."""
+        return (*self.attention, *((seat, 1) for seat in self.stages))
 
     @property
     def num_attention(self) -> int:
@@ -125,11 +143,15 @@ class Unit:
     def __str__(self) -> str:
         if self.layout == "one_process":
             return f"{_names(self.attention)} in one process"
+        attention = _names(self.attention)
+        if self.stages:
+            names = ", ".join(seat.device.name for seat in self.chain)
+            attention = f"{names} by layer ranges"
         if not self.experts:
-            return f"{_names(self.attention)}"
+            return attention
         if self.layout == "turns":
-            return f"attention and experts in turns on {_names(self.attention)}"
-        return f"attention on {_names(self.attention)}, experts on {_names(self.experts)}"
+            return f"attention and experts in turns on {attention}"
+        return f"attention on {attention}, experts on {_names(self.experts)}"
 
 
 class Units(NamedTuple):
@@ -143,7 +165,9 @@ def units_of(host: Host, *, num_experts: int) -> Units:
     """Return the units of a host for a model with `num_experts` per MoE layer (0: dense)."""
     found = list(_on_one_device(host, num_experts))
     apart, is_complete = _apart(host, num_experts)
-    return Units((*found, *apart), is_complete)
+    cut = list(itertools.islice(_cut(host, num_experts), MAX_CHAINS + 1))
+    is_complete = is_complete and len(cut) <= MAX_CHAINS
+    return Units((*found, *apart, *cut[:MAX_CHAINS]), is_complete)
 
 
 def _on_one_device(host: Host, num_experts: int) -> Iterator[Unit]:
@@ -210,6 +234,45 @@ def _apart(host: Host, num_experts: int) -> tuple[list[Unit], bool]:
         if link is not None:
             found.append(_unit(host, devices, attention, experts, link))
     return found, is_complete
+
+
+def _cut(host: Host, num_experts: int) -> Iterator[Unit]:
+    """Yield the units whose one attention node is cut by layers over CPUs, short chains first.
+
+    topspin.stages says what the engine runs: CPUs, which pass rows on over shm or tcp.
+    """
+    if not engine_limits.STAGES:
+        return
+    devices = [d for d in host.devices if d.slow == 1 or engine_limits.SLOW_NODES]
+    cpus = [device for device in devices if not device.is_gpu]
+    for length in range(2, MOST_RANGES + 1):
+        for chain in itertools.product(cpus, repeat=length):
+            left = [min(device.count - chain.count(device), MOST_NODES) for device in devices]
+            if min(left) < 0:
+                continue
+            ways: Iterator[tuple[int, ...]] = iter([(0,) * len(left)])
+            if num_experts:
+                ways = itertools.product(*([0, *_steps(count)] for count in left))
+            for experts in ways:
+                if bool(num_experts) != bool(any(experts)) or sum(experts) > num_experts:
+                    continue
+                link = _link(host, chain, _of(devices, experts), STAGE_TRANSPORTS)
+                if link is None:
+                    continue
+                used = [chain.count(device) for device in host.devices]
+                for device, count in zip(devices, experts, strict=True):
+                    used[host.devices.index(device)] += count
+                head, *others = (Seat(device, device.cores) for device in chain)
+                yield Unit(
+                    host,
+                    "apart",
+                    ((head, 1),),
+                    _seats(devices, experts),
+                    link.transport,
+                    link,
+                    tuple(used),
+                    stages=tuple(others),
+                )
 
 
 def _all_pairs(counts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -305,9 +368,16 @@ def place_of(device: Device, number: int = 0) -> Place:
     return Place(CPU, "cpu")
 
 
-def _link(host: Host, attention: Sequence[Device], experts: Sequence[Device]) -> HostLink | None:
-    """Return the first of the host's links that can join such nodes."""
+def _link(
+    host: Host,
+    attention: Sequence[Device],
+    experts: Sequence[Device],
+    transports: Sequence[LinkTransport] = get_args(LinkTransport),
+) -> HostLink | None:
+    """Return the first of the host's links, of `transports`, that can join such nodes."""
     for link in host.spec.links:
+        if link.transport not in transports:
+            continue
         try:
             check_transport(
                 [place_of(device, idx) for idx, device in enumerate(attention)],

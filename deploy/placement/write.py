@@ -28,6 +28,7 @@ from topspin.plan import (
     ExpertNode,
     LinkSpec,
     PlannedModel,
+    StageNode,
 )
 from topspin.resolve import ModelFacts, check_model
 
@@ -37,7 +38,7 @@ error. Then the engine finds out by measuring."""
 KEYS_IN_RESERVE = 1.1
 """Room for keys on a CPU, of what the p95 load needs: sequences differ in length."""
 MAX_WINDOW_ROWS = 2**16 - 1
-Node = TypeVar("Node", AttentionNode, ExpertNode)
+Node = TypeVar("Node", AttentionNode, StageNode, ExpertNode)
 
 
 def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> EnginePlan:
@@ -50,7 +51,11 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
         model=PlannedModel(path=path, dtype=dtype, max_model_len=rater.max_model_len),
         precision=engine.formats.rules(),
         kv_cache=KvCacheSpec(dtype="fp8" if engine.kv_itemsize == 1 else "auto"),
-        nodes=(*_attention(rater, rating), *(() if unit.is_colocated else _experts(rater, rating))),
+        nodes=(
+            *_attention(rater, rating),
+            *_stages(rater, rating),
+            *(() if unit.is_colocated else _experts(rater, rating)),
+        ),
         links=(
             LinkSpec(
                 # No row travels where all are colocated, and shm is what that plan says.
@@ -97,6 +102,7 @@ def _window_rows(unit: Unit, batched_tokens: int) -> int:
 def _attention(rater: Rater, rating: Rating) -> Iterator[AttentionNode]:
     engine = rating.engine
     assert engine is not None
+    own_layers = engine.ends[0] if engine.ends else rater.model.num_layers
     for index, (seat, place) in enumerate(_placed(engine.unit, "attention")):
         group = [each for each, _ in engine.unit.attention].index(seat)
         node = AttentionNode(
@@ -106,15 +112,42 @@ def _attention(rater: Rater, rating: Rating) -> Iterator[AttentionNode]:
             wait="spin" if place.cores else "block",
             num_threads=seat.threads or None,
             cores=place.cores,
+            layers=(0, engine.ends[0]) if engine.ends else None,
             max_num_seqs=rating.seats,
             max_num_batched_tokens=engine.batched_tokens,
-            kv_cache_bytes=None if seat.device.is_gpu else _cache_bytes(rater, rating, group),
+            kv_cache_bytes=(
+                None
+                if seat.device.is_gpu
+                else _cache_bytes(rater, rating, group, num_layers=own_layers)
+            ),
         )
         yield _slowed(node, seat)
 
 
-def _cache_bytes(rater: Rater, rating: Rating, group: int) -> int:
-    """Return the cache of a node on a CPU: its share of the keys at the p95, in whole blocks."""
+def _stages(rater: Rater, rating: Rating) -> Iterator[StageNode]:
+    engine = rating.engine
+    assert engine is not None
+    for index, (seat, place) in enumerate(_placed(engine.unit, "stage")):
+        layers = (engine.ends[index], engine.ends[index + 1])
+        node = StageNode(
+            index=index,
+            device=place.device,
+            kernels=place_of(seat.device).kernels,
+            wait="spin" if place.cores else "block",
+            num_threads=seat.threads or None,
+            cores=place.cores,
+            layers=layers,
+            of=0,
+            kv_cache_bytes=_cache_bytes(rater, rating, 0, num_layers=layers[1] - layers[0]),
+        )
+        yield _slowed(node, seat)
+
+
+def _cache_bytes(rater: Rater, rating: Rating, group: int, *, num_layers: int) -> int:
+    """Return a CPU's cache of so many layers: its share of the keys at the p95, in whole blocks.
+
+    All layers have as many blocks, on whatever node: the fewest are what the engine has.
+    """
     engine, found = rating.engine, rating.point
     assert engine is not None
     assert found is not None
@@ -123,7 +156,7 @@ def _cache_bytes(rater: Rater, rating: Rating, group: int) -> int:
     block = KvCacheSpec().block_size
     needed = max(tokens, float(rater.max_model_len + block))
     blocks = math.ceil(min(needed, max(rating.room[group], rater.max_model_len + block)) / block)
-    return blocks * block * rater.model.kv_bytes_per_token(engine.kv_itemsize)
+    return blocks * block * num_layers * rater.model.kv_layer_bytes(engine.kv_itemsize)
 
 
 def _experts(rater: Rater, rating: Rating) -> Iterator[ExpertNode]:
@@ -166,7 +199,7 @@ class _Placed:
 
 
 def _placed(unit: Unit, role: str) -> Iterator[tuple[Seat, _Placed]]:
-    """Yield each node's seat and place, attention nodes before expert nodes on like devices.
+    """Yield each node's seat and place: on like devices attention, then stages, then experts.
 
     GPUs and cores are counted in the order of the cluster file.
     """
@@ -174,7 +207,11 @@ def _placed(unit: Unit, role: str) -> Iterator[tuple[Seat, _Placed]]:
     cores: dict[int, int] = {}
     num_cpus = sum(device.count for device in unit.host.devices if not device.is_gpu)
     shared = unit.layout != "apart"
-    roles: tuple[tuple[str, Seats], ...] = (("attention", unit.attention), ("expert", unit.experts))
+    roles: tuple[tuple[str, Seats], ...] = (
+        ("attention", unit.attention),
+        ("stage", tuple((seat, 1) for seat in unit.stages)),
+        ("expert", unit.experts),
+    )
     for name, seats in roles:
         for seat, count in seats:
             for _ in range(count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Iterator
@@ -33,15 +34,24 @@ def every_setting(rater: Rater, unit: Unit, formats: Formats) -> Iterator[Rating
         return
     weights = rater.nodes.weights(unit, formats)
     alone = unit.layout == "one_process" or not unit.experts
-    for tokens, m in itertools.product(budgets, (1,) if alone else (1, 2, 3, 4)):
-        room = rater.nodes.room(unit, formats, held, tokens, None)
+    num_layers, num_ranges = rater.model.num_layers, 1 + len(unit.stages)
+    cuts: list[tuple[int, ...]] = [()]
+    if unit.stages:
+        cuts = [
+            (*sorted(inner), num_layers)
+            for inner in itertools.combinations(range(1, num_layers), num_ranges - 1)
+        ]
+    ways = itertools.product(budgets, (1,) if alone else (1, 2, 3, 4), cuts)
+    for tokens, m, ends in ways:
+        room = rater.nodes.room(unit, formats, held, tokens, None, 0, ends)
         if room.tokens is None:
             continue
-        for local in (0,) if alone else (0, rater.nodes.most_local(unit, formats, room.tokens)):
-            left = rater.nodes.room(unit, formats, held, tokens, None, local)
+        is_plain = alone or ends
+        for local in (0,) if is_plain else (0, rater.nodes.most_local(unit, formats, room.tokens)):
+            left = rater.nodes.room(unit, formats, held, tokens, None, local, ends)
             if left.tokens is None:
                 continue
-            engine = Engine(unit, formats, held, weights, m, tokens, None, local)
+            engine = Engine(unit, formats, held, weights, m, tokens, None, local, ends)
             trial = Trial(rater, engine, left.tokens)
             good = [n for n in running_grid() if n < 5000 and trial.point(float(n)) is not None]
             if good:
@@ -102,8 +112,12 @@ def small_inputs(draw: st.DrawFn) -> Inputs:
     hosts = []
     for name in ("a", "b")[: draw(st.integers(1, 2))]:
         if draw(st.booleans()):
-            profile = samples.cpu(f"cpu-{name}", cores=draw(st.sampled_from((1, 2, 3))))
-            devices = [(profile, 1)]
+            profile = samples.cpu(
+                f"cpu-{name}",
+                cores=draw(st.sampled_from((1, 2, 3))),
+                memory_gib=draw(st.sampled_from((0.16, 64.0))),
+            )
+            devices = [(profile, draw(st.integers(1, 2)))]
         else:
             devices = [
                 (
@@ -162,6 +176,25 @@ def check_against_everything(inputs: Inputs) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_experts", [0, 8])
+@pytest.mark.parametrize("small_gib", [0.16, 0.19, 0.25])
+@pytest.mark.parametrize("objective", ["min_price", "max_throughput"])
+def test_layer_ranges_are_searched_exactly(
+    num_experts: int, small_gib: float, objective: Objective
+) -> None:
+    """Unequal CPUs: whether to cut, in which order and where."""
+    small, big = samples.cpu("small", memory_gib=small_gib), samples.cpu("big", memory_gib=0.21)
+    devices = [(small, 1), (big, 1)]
+    if num_experts:
+        # It has room for the experts, or for nothing else.
+        devices.append((samples.gpu(memory_gib=0.27), 1))
+    shape = samples.model(4, num_experts=num_experts)
+    targets = Targets(tpot_s=0.05)
+    asked = samples.workload(objective=objective, arrival_rate=4.0, targets=targets)
+    check_against_everything(samples.inputs([samples.host(*devices)], shape, asked))
+
+
+@pytest.mark.slow
 def test_a_small_cluster_with_precision_is_searched_exactly() -> None:
     shape = samples.model(1, num_experts=8)
     hosts = [
@@ -210,6 +243,68 @@ def test_the_least_latency_is_that_of_the_faster_device() -> None:
     assert "fast" in str(search(samples.inputs(hosts, asked=asked)).members[0].rating.unit)
     dear = samples.workload(objective="min_latency", max_price_per_hour=1.0)
     assert "slow" in str(search(samples.inputs(hosts, asked=dear)).members[0].rating.unit)
+
+
+def dense_on(*memory_gib: float) -> Inputs:
+    """Return a dense model of some 0.9 GB in twelve layers, for CPUs of so much memory."""
+    devices = [
+        (samples.cpu(f"cpu{idx}", memory_gib=each), 1) for idx, each in enumerate(memory_gib)
+    ]
+    asked = samples.workload(users=8, targets=Targets(), objective="max_throughput")
+    return samples.inputs(
+        [samples.host(*devices)], samples.model(12, num_experts=0, hidden=2048), asked
+    )
+
+
+def test_a_model_that_fits_only_cut_is_cut_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither CPU holds the weights; together they do, with more layers on the larger one."""
+    inputs = dense_on(0.7, 0.95)
+    found = search(inputs)
+    rating = found.members[0].rating
+    assert rating.engine is not None
+    assert [seat.device.name for seat in rating.unit.chain] in (["cpu0", "cpu1"], ["cpu1", "cpu0"])
+    (cut, end) = rating.engine.ends
+    held = {"cpu0": 0, "cpu1": 0}
+    for seat, layers in zip(rating.unit.chain, (cut, end - cut), strict=True):
+        held[seat.device.name] = layers
+    assert held["cpu0"] < held["cpu1"]
+    assert found.is_exact
+    monkeypatch.setattr(engine_limits, "STAGES", False)
+    assert not search(inputs).members
+    monkeypatch.setattr(engine_limits, "STAGES", True)
+    refused = search(dense_on(0.4, 0.5))
+    reasons = [each.binding.text for each in refused.ratings if each.unit.stages]
+    assert not refused.members
+    assert all("GiB with the keys of one sequence" in each for each in reasons)
+
+
+def test_the_faster_of_two_devices_gets_the_layers_it_has_room_for() -> None:
+    """With little to keep, the slowed one has no more layers than it must."""
+    inputs = dense_on(0.7, 0.7)
+    host = inputs.hosts[0]
+    slowed = dataclasses.replace(host.devices[1], slow=4.0)
+    host = dataclasses.replace(host, devices=(host.devices[0], slowed))
+    inputs = dataclasses.replace(
+        inputs, hosts=(host,), workload=samples.workload(objective="min_latency", targets=Targets())
+    )
+    rating = search(inputs).members[0].rating
+    assert rating.engine is not None
+    cut, end = rating.engine.ends
+    layers = dict(
+        zip([seat.device.slow for seat in rating.unit.chain], (cut, end - cut), strict=True)
+    )
+    assert layers[1.0] > layers[4.0]
+    one_more = cut + 1 if rating.unit.chain[0].device.slow == 1 else cut - 1
+    nodes, tokens = inputs.rater().nodes, rating.engine.batched_tokens
+    assert nodes.room(rating.unit, rating.formats, (), tokens, None, 0, (cut, end)).tokens
+    assert not nodes.room(rating.unit, rating.formats, (), tokens, None, 0, (one_more, end)).tokens
+
+
+def test_beyond_sixteen_cuts_the_search_says_that_it_left_some_out() -> None:
+    inputs = dense_on(2.0, 2.0)
+    assert search(inputs).is_exact
+    deeper = dataclasses.replace(inputs, model=samples.model(18, num_experts=0, hidden=2048))
+    assert not search(deeper).is_exact
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.placement.cost import Rows, step_fixed_s, step_s
+from deploy.placement.cost import Rows, chain_s, link_s, step_fixed_s, step_s
 from deploy.placement.formats import Formats, LayerFormats
 from deploy.placement.steady import Chunks
 from deploy.placement.steps import NO_LINK, Clock, Engine, EngineSteps
@@ -78,6 +78,35 @@ def test_a_step_is_that_of_the_cost_model(
         expected = step_s(hops, fixed_s=fixed_s, micro_batches=m, shares_cores=unit.takes_turns)
         found = EngineSteps(engine, clock).step_s(running, chunks)
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_layer_ranges_have_the_cost_models_times(m: int) -> None:
+    """Each layer is that of its own device; the head and sampling are the first one's."""
+    fast, slow = samples.cpu("fast", cores=8), samples.cpu("slow", cores=1)
+    host = samples.host((fast, 1), (slow, 1), (FAST, 1))
+    unit = next(
+        each
+        for each in units_of(host, num_experts=SHAPE.num_experts).units
+        if str(each) == "attention on fast, slow by layer ranges, experts on 1 fast"
+    )
+    assert unit.link is not None
+    clock = Clock(SHAPE, samples.workload(output=Lengths(mean=60), prompt=Lengths(mean=300)))
+    engine = Engine(unit, MIXED, (16,), (1.0,), m, 512, None, 0, (3, 4))
+    rows = Rows(12.0 / m, clock.context)
+    hosts = [ExpertHost(FAST, 16)]
+    link, setting = unit.link.link, Setting(micro_batches=m)
+    by_device = [
+        layer_hops(SHAPE, MIXED.of, [Replica(each, rows, cores)], hosts, link, setting)
+        for each, cores in ((fast, 8), (slow, 1))
+    ]
+    hops = [*by_device[0][:3], by_device[1][3]]
+    assert by_device[1][0].t_a > 1.5 * by_device[0][0].t_a
+    pass_s = link_s(link, 12.0 / m * SHAPE.hidden_size * SHAPE.itemsize)
+    expected = step_fixed_s(fast, SHAPE, MIXED.head, 12.0, threads=8)
+    expected += chain_s(hops, (3, 4), num_micro_batches=m, pass_s=pass_s)
+    found = EngineSteps(engine, clock).step_s(12.0, None)
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_more_replicas_wait_for_the_one_with_the_longest_contexts() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
-from deploy.placement.cost import barrier_s, decode_s, prefill_s, step_s
+from deploy.placement.cost import barrier_s, chain_s, step_s
 from topspin.pipeline import HopTimes, layers_s
 
 
@@ -54,25 +55,69 @@ def test_a_step_on_shared_cores_adds_both_sides_up() -> None:
     assert found == pytest.approx(1.5 * (1.0 + 2 + 3 + 1 + 4))
 
 
-def staged(stages: list[float], batches: int, tokens: int) -> float:
-    """Simulate micro-batches that pass layer ranges, each token after its last one's end."""
-    free = [0.0] * len(stages)
-    ready = [0.0] * batches
-    for _ in range(tokens):
-        for batch in range(batches):
-            at = ready[batch]
-            for idx, stage_s in enumerate(stages):
-                free[idx] = at = max(at, free[idx]) + stage_s
-            ready[batch] = at
-    return max(ready)
+def ranged(layers: list[HopTimes], ends: tuple[int, ...], m: int, pass_s: float) -> float:
+    """Simulate attention_nodes.rally on a device per range, and the expert side, as programs.
+
+    A device takes micro-batches in at its first layer and lets them leave after its last one.
+    """
+    known: dict[tuple[object, ...], float] = {("in", 0, mb): 0.0 for mb in range(m)}
+
+    def device(idx: int, begin: int, end: int) -> Iterator[tuple[object, ...]]:
+        now = 0.0
+        for layer in range(begin, end):
+            for mb in range(m):
+                key = ("in", idx, mb) if layer == begin else ("answer", layer - 1, mb)
+                yield key
+                now = max(now, known[key]) + layers[layer].t_a
+                hops = layers[layer].t_e or layers[layer].t_c
+                known["sent" if hops else "answer", layer, mb] = now
+        is_last = idx == len(ends) - 1
+        for mb in range(m):
+            yield ("answer", end - 1, mb)
+            now = max(now, known["answer", end - 1, mb])
+            # By way of the first device, which is the first end or the last one of some passes.
+            passes = (0 if idx == 0 else 1) + (0 if is_last else 1)
+            known["in", idx + 1, mb] = now + passes * pass_s
+
+    def experts() -> Iterator[tuple[object, ...]]:
+        now = 0.0
+        for layer, (_, t_e, t_c) in enumerate(layers):
+            for mb in range(m if t_e or t_c else 0):
+                yield ("sent", layer, mb)
+                now = max(now, known["sent", layer, mb] + t_c) + t_e
+                known["answer", layer, mb] = now + t_c
+
+    waiting = [(each, next(each)) for each in (experts(),)]
+    ranges = zip((0, *ends[:-1]), ends, strict=True)
+    programs = [device(idx, begin, end) for idx, (begin, end) in enumerate(ranges)]
+    waiting += [(each, next(each)) for each in programs]
+    while waiting:
+        program, key = waiting.pop(0)
+        while key is not None and key in known:
+            key = next(program, None)  # type: ignore[assignment]
+        if key is not None:
+            waiting.append((program, key))
+    return max(known["in", len(ends), mb] for mb in range(m))
 
 
-@pytest.mark.parametrize("batches", [1, 2, 4, 8])
-def test_layer_ranges_decode_at_the_simulated_pace(batches: int) -> None:
-    rng = random.Random(batches)
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("ends", [(7,), (3, 7), (1, 2, 7), (2, 4, 6, 7)])
+def test_layer_ranges_take_the_simulated_time(ends: tuple[int, ...], m: int) -> None:
+    rng = random.Random(m)
     for _ in range(20):
-        stages = [0.1 + rng.random() for _ in range(4)]
-        tokens = 40
-        longer = staged(stages, batches, tokens) - staged(stages, batches, 1)
-        assert decode_s(stages, batches, tokens) == pytest.approx(longer)
-        assert prefill_s(stages, batches) == pytest.approx(staged(stages, batches, 1))
+        layers = [
+            HopTimes(rng.random(), 0.0, 0.0)
+            if layer and rng.random() < 0.3
+            else HopTimes(rng.random(), rng.random(), 0.2 * rng.random())
+            for layer in range(7)
+        ]
+        found = chain_s(layers, ends, num_micro_batches=m, pass_s=0.1)
+        assert found == pytest.approx(ranged(layers, ends, m, 0.1))
+        if len(ends) == 1:
+            assert found == pytest.approx(layers_s(layers, num_micro_batches=m, shares_cores=False))
+
+
+def test_a_micro_batch_alone_takes_the_sum_of_its_ranges() -> None:
+    """LLM-PQ's corrected objective, for the one micro-batch that the ranges have at a time."""
+    layers = [HopTimes(1.0, 0.0, 0.0)] * 3 + [HopTimes(4.0, 0.0, 0.0)] * 2
+    assert chain_s(layers, (3, 5), num_micro_batches=1, pass_s=0.0) == max(3 + 8, 1 * 8)

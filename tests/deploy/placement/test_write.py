@@ -22,7 +22,7 @@ from tests.deploy.placement import samples
 from tests.topspin.plans import plan as default_plan
 from topspin.errors import ConfigError
 from topspin.local_experts import LocalExperts
-from topspin.plan import EnginePlan
+from topspin.plan import AttentionNode, EnginePlan, StageNode
 from topspin.plan_file import print_plan, read_plan
 from topspin.resolve import check_model
 
@@ -39,7 +39,7 @@ def planned(inputs: Inputs) -> list[EnginePlan]:
 @st.composite
 def clusters(draw: st.DrawFn) -> Inputs:
     """Return a host of GPUs, CPUs or both, and a model with or without experts."""
-    kinds = draw(st.sampled_from(("cpu", "gpu", "both", "two gpus", "two cpus")))
+    kinds = draw(st.sampled_from(("cpu", "gpu", "both", "two gpus", "two cpus", "unequal cpus")))
     cores = draw(st.sampled_from((1, 2, 3, 8)))
     memory_gib = draw(st.sampled_from((0.6, 2.0, 40.0)))
     devices = {
@@ -54,6 +54,11 @@ def clusters(draw: st.DrawFn) -> Inputs:
             (samples.gpu("b", gb_per_s=900, price=0.5), 1),
         ],
         "two cpus": [(samples.cpu(cores=cores), 2)],
+        "unequal cpus": [
+            (samples.cpu("a", cores=cores, memory_gib=0.19), 1),
+            (samples.cpu("b", cores=cores, memory_gib=0.25), 1),
+            (samples.cpu("c", cores=cores), 1),
+        ],
     }[kinds]
     shape = samples.model(draw(st.integers(1, 3)), num_experts=draw(st.sampled_from((0, 7, 16))))
     asked = samples.workload(
@@ -166,7 +171,6 @@ def test_gpus_are_counted_in_the_order_of_the_cluster_file() -> None:
     [
         ("SEVERAL_HOSTS", "host", "elsewhere"),
         ("TENSOR_PARALLEL", "tp", 2),
-        ("STAGES", "layers", (0, 1)),
         ("SLOW_NODES", "slow", 2.0),
     ],
 )
@@ -180,6 +184,37 @@ def test_the_limits_are_those_of_the_engine(limit: str, field: str, value: objec
     else:
         with pytest.raises(ConfigError, match=field):
             changed.check()
+
+
+def test_layer_ranges_are_in_the_plan(tmp_path: Path) -> None:
+    """Two CPUs, each with its own cores and the keys of its own layers, in equal numbers."""
+    assert engine_limits.STAGES
+    host = samples.host(
+        (samples.cpu("a", cores=4, memory_gib=0.19), 1),
+        (samples.cpu("b", cores=2, memory_gib=0.4), 1),
+        (samples.gpu(), 1),
+    )
+    inputs = samples.inputs([host], samples.model(6))
+    unit = next(
+        each
+        for each in units_of(host, num_experts=inputs.model.num_experts).units
+        if str(each) == "attention on b, a by layer ranges, experts on 1 gpu"
+    )
+    rating = inputs.rater().rate(unit, stored(inputs.model))
+    assert rating.engine is not None
+    cut, end = rating.engine.ends
+    plan = plan_of(inputs.rater(), rating, path="model", facts=samples.facts(inputs.model))
+    attention, stage, _ = plan.nodes
+    assert isinstance(attention, AttentionNode)
+    assert isinstance(stage, StageNode)
+    assert (attention.layers, stage.layers, stage.of, end) == ((0, cut), (cut, 6), 0, 6)
+    assert (attention.cores, stage.cores) == ((4, 5), (0, 1, 2, 3))
+    assert attention.kv_cache_bytes is not None
+    assert attention.kv_cache_bytes * (6 - cut) == stage.kv_cache_bytes * cut
+    assert plan.link.transport == "shm"
+    path = tmp_path / "plan.yaml"
+    path.write_text(print_plan(plan))
+    assert read_plan(str(path)) == plan
 
 
 def test_a_device_that_is_slowed_down_says_so_in_the_plan_and_holds_less() -> None:
