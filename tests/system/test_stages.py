@@ -6,14 +6,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 
+from deploy.placement.devices import save_profile
 from tests.checkpoints import make_checkpoint, oracle_generate
+from tests.deploy.placement import samples
 from tests.engine import engine_config
 from tests.identity.test_stages import staged
 from tests.system import chaos
 from tests.system.chaos import Streams, check_identical, wait_until, wait_until_whole
 from tests.system.server import Server
+from topspin.cli.main import main as topspin
 from topspin.config import FailoverSection
+from topspin.plan_file import read_plan
 
 NUM_TOKENS = 60
 MIN_MARGIN = 5e-4
@@ -53,3 +58,36 @@ def test_streams_survive_the_end_of_each_process(
         chaos.stop_and_continue(server, "stage 1")
         check_identical(streams.join(), result.tokens)
         wait_until_whole(server)
+
+
+@pytest.mark.slow
+def test_a_planned_cut_is_served(tmp_path: Path) -> None:
+    """`topspin plan` cuts a model that fits no single CPU; the plan gives the oracle's tokens."""
+    path = make_checkpoint(tmp_path, "llama")
+    prompts = [[5, 9, 200, 31, 77], list(range(40, 70))]
+    result = oracle_generate(path, prompts, NUM_TOKENS)
+    assert min(result.margins) >= MIN_MARGIN, min(result.margins)
+    save_profile(samples.cpu(cores=1), tmp_path / "cpu.json")
+    host = {
+        "name": "box",
+        "devices": [{"device": "cpu.json", "count": 2, "memory": "921KiB"}],
+        "links": [{"transport": "shm", "alpha_us": 20, "gbps": 100}],
+    }
+    asked = {
+        "prompt": {"mean": 60, "p95": 100},
+        "output": {"mean": 40, "p95": 60},
+        "users": 2,
+        "max_model_len": 256,
+    }
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump({"hosts": [host]}))
+    (tmp_path / "workload.yaml").write_text(yaml.safe_dump(asked))
+    files = ["--cluster", str(tmp_path / "cluster.yaml"), "--model", str(path)]
+    files += ["--workload", str(tmp_path / "workload.yaml"), "-o", str(tmp_path / "plan.yaml")]
+    assert topspin(["plan", *files]) == 0
+    plan = read_plan(str(tmp_path / "plan.yaml"))
+    assert [node.layers for node in plan.nodes] == [(0, 1), (1, 2)]
+    # The cores of this machine are not counted here: nodes share them.
+    nodes = [msgspec.structs.replace(node, cores=(), wait="block") for node in plan.nodes]
+    plan = msgspec.structs.replace(plan, nodes=tuple(nodes))
+    with Server(path, tmp_path, plan=plan) as server:
+        check_identical(Streams(server.url, prompts, NUM_TOKENS).join(), result.tokens)
