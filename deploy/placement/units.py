@@ -166,7 +166,10 @@ def units_of(host: Host, *, num_experts: int) -> Units:
     found = list(_on_one_device(host, num_experts))
     apart, is_complete = _apart(host, num_experts)
     cut = list(itertools.islice(_cut(host, num_experts), MAX_CHAINS + 1))
-    is_complete = is_complete and len(cut) <= MAX_CHAINS
+    if cut:
+        # Expert nodes beside a cut are counted in the wider steps of _steps().
+        in_ones = not num_experts or all(len(_steps(d.count)) == d.count for d in host.devices)
+        is_complete = is_complete and in_ones and len(cut) <= MAX_CHAINS
     return Units((*found, *apart, *cut[:MAX_CHAINS]), is_complete)
 
 

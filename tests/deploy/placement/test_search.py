@@ -300,11 +300,15 @@ def test_the_faster_of_two_devices_gets_the_layers_it_has_room_for() -> None:
     assert not nodes.room(rating.unit, rating.formats, (), tokens, None, 0, (one_more, end)).tokens
 
 
-def test_beyond_sixteen_cuts_the_search_says_that_it_left_some_out() -> None:
+def test_the_search_says_where_it_left_cuts_out() -> None:
     inputs = dense_on(2.0, 2.0)
     assert search(inputs).is_exact
     deeper = dataclasses.replace(inputs, model=samples.model(18, num_experts=0, hidden=2048))
     assert not search(deeper).is_exact
+    # Of six GPUs beside a cut, five as expert nodes are not tried.
+    for num_gpus in (5, 6):
+        host = samples.host((samples.cpu(cores=1), 2), (samples.gpu(), num_gpus))
+        assert units_of(host, num_experts=16).is_complete == (num_gpus == 5)
 
 
 @pytest.mark.slow
