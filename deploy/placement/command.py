@@ -18,7 +18,7 @@ from deploy.placement.shapes import ModelShape
 from deploy.placement.units import Device, Host
 from deploy.placement.workload import read_workload
 from deploy.placement.write import plan_of
-from models.checkpoint import Checkpoint
+from models.checkpoint_index import read_index
 from models.config import load_model_config
 from models.facts import facts_of
 from models.hub import resolve_model
@@ -100,7 +100,7 @@ def read_inputs(
     measured = None
     if sensitivity is not None:
         has_weights = any(directory.glob("*.safetensors"))
-        fingerprint = Checkpoint(directory).fingerprint() if has_weights else None
+        fingerprint = read_index(directory).fingerprint if has_weights else None
         measured = read_sensitivity(sensitivity, shape, fingerprint=fingerprint)
     found = read_cluster(cluster)
     hosts = hosts_of(found, cluster)

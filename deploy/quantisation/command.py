@@ -22,7 +22,7 @@ from deploy.quantisation.writing import (
     scale_dtype,
     write_quantised,
 )
-from models.checkpoint import Checkpoint
+from models.checkpoint_index import read_index
 from models.config import load_model_config
 from models.hub import resolve_model
 from topspin.errors import ConfigError
@@ -133,7 +133,7 @@ def _request(args: argparse.Namespace, source: Path) -> tuple[Rules, float | Non
         shape = ModelShape.from_config(load_model_config(source))
         formats = mixed(
             shape,
-            read_sensitivity(args.sensitivity, shape, fingerprint=Checkpoint(source).fingerprint()),
+            read_sensitivity(args.sensitivity, shape, fingerprint=read_index(source).fingerprint),
             args.mean_bits,
             group=args.group_size,
             symmetric=args.symmetric,
