@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from deploy.placement.cluster import Cluster, profile_of, read_cluster
+from deploy.placement.drafts import Decision, decide
 from deploy.placement.picture import draw
 from deploy.placement.report import print_report, report_of
 from deploy.placement.search import ImpossibleError, Inputs, Result, search
 from deploy.placement.sensitivity import read_sensitivity
 from deploy.placement.shapes import ModelShape
 from deploy.placement.units import Device, Host
-from deploy.placement.workload import read_workload
+from deploy.placement.workload import Drafts, read_workload
 from deploy.placement.write import plan_of
 from models.checkpoint_index import read_index
 from models.config import load_model_config
@@ -68,11 +70,12 @@ def run(asked: argparse.Namespace) -> int:
         asked.cluster, asked.model, asked.workload, sensitivity=asked.sensitivity
     )
     result = search(inputs)
-    report = report_of(inputs, result)
+    drafts = decide(inputs, result)
+    report = report_of(inputs, result, drafts)
     if not result.members:
         print_report(report)
         raise ImpossibleError(report.refusal)
-    texts = plan_texts(inputs, result, model=asked.model, facts=facts)
+    texts = plan_texts(inputs, result, model=asked.model, facts=facts, drafts=drafts)
     if asked.picture is not None:
         draw(report, asked.picture)
     report = report.with_files(write_plans(asked.output, texts))
@@ -105,9 +108,26 @@ def read_inputs(
     found = read_cluster(cluster)
     hosts = hosts_of(found, cluster)
     inputs = Inputs(
-        hosts, shape, config.context_length, asked, measured, between_hosts=found.between_hosts
+        hosts,
+        shape,
+        config.context_length,
+        asked,
+        measured,
+        between_hosts=found.between_hosts,
+        draft=None if asked.speculation is None else _draft_of(asked.speculation, shape, dtype),
     )
     return inputs, facts
+
+
+def _draft_of(asked: Drafts, target: ModelShape, dtype: str) -> ModelShape:
+    """Return the draft model, which computes in the target's dtype; raises ConfigError."""
+    config = load_model_config(resolve_model(asked.draft_model))
+    if config.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"speculation.draft_model {asked.draft_model}: has a vocabulary of {config.vocab_size} "
+            f"tokens, the model one of {target.vocab_size}"
+        )
+    return ModelShape.from_config(config, dtype=dtype)
 
 
 def hosts_of(cluster: Cluster, path: Path) -> tuple[Host, ...]:
@@ -145,12 +165,19 @@ def hosts_of(cluster: Cluster, path: Path) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
-def plan_texts(inputs: Inputs, result: Result, *, model: str, facts: ModelFacts) -> list[str]:
+def plan_texts(
+    inputs: Inputs,
+    result: Result,
+    *,
+    model: str,
+    facts: ModelFacts,
+    drafts: Sequence[Decision] = (),
+) -> list[str]:
     """Return the plan of each engine of the fleet as YAML."""
     rater = inputs.rater()
     return [
-        print_plan(plan_of(rater, member.rating, path=model, facts=facts))
-        for member in result.members
+        print_plan(plan_of(rater, member.rating, path=model, facts=facts, drafts=decision))
+        for member, decision in zip_longest(result.members, drafts)
     ]
 
 

@@ -23,6 +23,7 @@ from deploy.placement.answers import (
     unit_of,
 )
 from deploy.placement.cost import unmeasured
+from deploy.placement.drafts import Decision
 from deploy.placement.rating import milliseconds
 from deploy.placement.search import Inputs, Member, Result
 from deploy.placement.workload import asked_load
@@ -92,6 +93,7 @@ class Report(_Part, frozen=True, kw_only=True):
 
     `load_unit`: requests/s or users. `estimates`: per device of the plan the times that its profile
     has no table of, so that they are the roofline's. `refusal`: "" with a plan.
+    `drafts`: what was decided about them, by engine; empty: the workload asks for none.
     """
 
     objective: str
@@ -108,6 +110,7 @@ class Report(_Part, frozen=True, kw_only=True):
     flips: tuple[FlipReport, ...]
     estimates: tuple[str, ...] = ()
     refusal: str = ""
+    drafts: tuple[str, ...] = ()
 
     def with_files(self, files: Sequence[str]) -> Report:
         """Return the report with the plans' files, one per engine."""
@@ -122,14 +125,14 @@ class Report(_Part, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
-def report_of(inputs: Inputs, result: Result) -> Report:
+def report_of(inputs: Inputs, result: Result, drafts: Sequence[Decision] = ()) -> Report:
     """Return the report of a search."""
     rater = inputs.rater()
     offers = offers_of(inputs, rater, result.ratings)
     return Report(
         objective=inputs.workload.objective,
         load_unit=unit_of(inputs),
-        price_per_hour=result.price,
+        price_per_hour=result.price + sum(each.price for each in drafts),
         load=asked_load(inputs.workload),
         most_load=result.load,
         is_exact=result.is_exact,
@@ -147,6 +150,10 @@ def report_of(inputs: Inputs, result: Result) -> Report:
         ),
         estimates=tuple(_estimates(inputs, result.members)),
         refusal="" if result.members else refusal_of(inputs, result),
+        drafts=tuple(
+            f"{member.rating.unit}: {each.text}"
+            for member, each in zip(result.members, drafts, strict=False)
+        ),
     )
 
 
@@ -228,7 +235,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
         for each in report.losers:
             table.add_row(each.kind, each.engine, each.reason)
         out.print(table)
-    for line in (*report.answers, *report.not_served_yet):
+    for line in (*report.drafts, *report.answers, *report.not_served_yet):
         out.print(line)
     for line in report.estimates:
         out.print(f"Estimated, not measured, on {line}.")

@@ -68,7 +68,8 @@ class Result:
 class Inputs:
     """What a search is about. `context_length`: the model's longest sequence.
 
-    `only`: the names of the units to which a repeated search is limited; None: all.
+    `only`: the names of the units to which a repeated search is limited; None: all. `draft`: the
+    model of the workload's `speculation`, which the search itself knows nothing of.
     """
 
     hosts: tuple[Host, ...]
@@ -78,6 +79,7 @@ class Inputs:
     sensitivity: Sensitivity | None = None
     between_hosts: HostLink | None = None
     only: frozenset[str] | None = None
+    draft: ModelShape | None = None
 
     def rater(self) -> Rater:
         """Return what prices engines of this model under this workload."""

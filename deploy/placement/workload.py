@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from deploy.placement.documents import Fields, read_document
 from topspin.errors import ConfigError
+from topspin.speculation import MAX_TOKENS
 
 Tokens = Annotated[float, Meta(ge=1, le=2**24)]
 Positive = Annotated[float, Meta(gt=0, le=1e9)]
@@ -90,6 +91,17 @@ class Targets(Fields, frozen=True, kw_only=True):
     percentile: Literal["p50", "p95"] = "p95"
 
 
+class Drafts(Fields, frozen=True, kw_only=True):
+    """Drafts that may be made (deploy.placement.drafts): by which model, and how many at most.
+
+    `acceptance`: the probability that a drafted token is accepted, if those before it are.
+    """
+
+    draft_model: Annotated[str, Meta(min_length=1)]
+    acceptance: Annotated[float, Meta(ge=0, le=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+
+
 class Workload(Fields, frozen=True, kw_only=True):
     """`arrival_rate` requests per second (Poisson), or `users` who each wait for their answer.
 
@@ -101,7 +113,7 @@ class Workload(Fields, frozen=True, kw_only=True):
     `expert_skew`: the exponent of Zipf's law for how often experts are chosen (0: alike).
     `fp8_kv_cache`: keys may be kept in 8 bits, which no sensitivity file has the cost of.
     `max_model_len` None: a power of two that holds twice a prompt and an output of p95 length, at
-    most the model's limit.
+    most the model's limit. `speculation` None: no drafts.
     """
 
     prompt: Lengths
@@ -115,6 +127,7 @@ class Workload(Fields, frozen=True, kw_only=True):
     max_model_len: Annotated[int, Meta(ge=1, le=2**24)] | None = None
     expert_skew: Annotated[float, Meta(ge=0, le=4)] = 0.0
     fp8_kv_cache: bool = False
+    speculation: Drafts | None = None
 
     def __post_init__(self) -> None:
         if (self.arrival_rate is None) == (self.users is None):

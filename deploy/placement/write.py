@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from deploy.placement.drafts import Decision, Maker
 from deploy.placement.rating import Rater, Rating
 from deploy.placement.steady import Shape as EngineShape
 from deploy.placement.steady import chunks_of, high_running
@@ -24,6 +25,7 @@ from topspin.kv_cache_spec import KvCacheSpec
 from topspin.local_experts import LocalExperts
 from topspin.plan import (
     AttentionNode,
+    DraftNode,
     EnginePlan,
     ExpertNode,
     LinkSpec,
@@ -38,12 +40,17 @@ error. Then the engine finds out by measuring."""
 KEYS_IN_RESERVE = 1.1
 """Room for keys on a CPU, of what the p95 load needs: sequences differ in length."""
 MAX_WINDOW_ROWS = 2**16 - 1
-Node = TypeVar("Node", AttentionNode, StageNode, ExpertNode)
+Node = TypeVar("Node", AttentionNode, StageNode, ExpertNode, DraftNode)
 
 
-def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> EnginePlan:
+def plan_of(
+    rater: Rater, rating: Rating, *, path: str, facts: ModelFacts, drafts: Decision | None = None
+) -> EnginePlan:
     """Return the plan of a rated engine; raises ConfigError if the engine could not run it."""
     engine = rating.engine
+    maker = drafts.choice.maker if drafts is not None and drafts.choice is not None else None
+    if maker is not None:
+        rating = replace(rating, room=maker.room)
     assert engine is not None
     unit = engine.unit
     dtype: Dtype = "float32" if facts.dtype == "float32" else "bfloat16"
@@ -55,6 +62,7 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
             *_attention(rater, rating),
             *_stages(rater, rating),
             *(() if unit.is_colocated else _experts(rater, rating)),
+            *(() if maker is None else _draft(unit, maker)),
         ),
         links=(
             LinkSpec(
@@ -69,7 +77,8 @@ def plan_of(rater: Rater, rating: Rating, *, path: str, facts: ModelFacts) -> En
             prefix_caching=facts.shares_prefixes,
         ),
         local_experts=local_experts_of(rater, rating),
-        expected=expected_of(rater, rating),
+        speculation=None if drafts is None else drafts.speculation,
+        expected=expected_of(rater, rating, devices=None if maker is None else maker.unit),
     )
     plan.check()
     check_model(plan, facts)
@@ -184,6 +193,30 @@ def _experts(rater: Rater, rating: Rating) -> Iterator[ExpertNode]:
         yield _slowed(node, seat)
 
 
+def _draft(unit: Unit, maker: Maker) -> Iterator[DraftNode]:
+    """Yield the node on the first device of its kind that the engine leaves over."""
+    if maker.seat is None:
+        return
+    device, threads = maker.seat
+    number = unit.used[device.group]
+    cores: tuple[int, ...] = ()
+    if not device.is_gpu and sum(each.count for each in unit.host.devices if not each.is_gpu) > 1:
+        low = _first_core(unit, device) + number * device.cores
+        cores = tuple(range(low, low + device.cores))
+    first = _first_gpu(unit, device) if device.is_gpu else 0
+    place = place_of(device, first + number)
+    node = DraftNode(
+        index=0,
+        device=place.device,
+        kernels=place.kernels,
+        wait="block",
+        num_threads=threads or None,
+        cores=cores,
+        kv_cache_tokens=maker.cached_tokens,
+    )
+    yield _slowed(node, maker.seat)
+
+
 def _slowed(node: Node, seat: Seat) -> Node:
     """Return the node with its device's `slow`, if that says anything."""
     slow = seat.device.slow
@@ -241,8 +274,11 @@ def _first_core(unit: Unit, device: Device) -> int:
     return sum(each.count * each.cores for each in unit.host.devices[: device.group])
 
 
-def expected_of(rater: Rater, rating: Rating) -> Expected:
-    """Return the figures of an engine at its load."""
+def expected_of(rater: Rater, rating: Rating, *, devices: Unit | None = None) -> Expected:
+    """Return the figures of an engine at its load, without drafts but for the price of `devices`.
+
+    These are the unit's and the draft node's; None: the unit's.
+    """
     engine, found = rating.engine, rating.point
     assert engine is not None
     assert found is not None
@@ -259,7 +295,7 @@ def expected_of(rater: Rater, rating: Rating) -> Expected:
         ttft_s=found.ttft_s,
         tpot_s=found.tpot_s,
         tokens_per_s=found.rate * rater.workload.output.average,
-        price=price_of(engine.unit, 1),
+        price=price_of(engine.unit if devices is None else devices, 1),
         kl=engine.formats.kl,
         max_kl=rater.workload.max_kl,
     )

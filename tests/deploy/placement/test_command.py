@@ -36,6 +36,8 @@ WORKLOAD: dict[str, Any] = {
     "targets": {"ttft_s": 2.0, "tpot_s": 0.05},
 }
 
+DRAFTS: dict[str, Any] = {"draft_model": MODEL, "acceptance": 0.8, "max_tokens": 4}
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
@@ -75,6 +77,27 @@ def test_a_plan_and_its_report_are_written(place: Path, capsys: pytest.CaptureFi
     assert "Do not disaggregate" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.parametrize(("hidden", "is_taken"), [(256, True), (2048, False)])
+def test_drafts_are_decided_and_reported(
+    place: Path, capsys: pytest.CaptureFixture[str], hidden: int, is_taken: bool
+) -> None:
+    """A small draft model pays; one as large as the model does not."""
+    config = json.loads((MODELS / "qwen3-30b-a3b" / "config.json").read_text())
+    config |= {"hidden_size": hidden, "num_hidden_layers": 2 if is_taken else 48}
+    draft = place / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps(config))
+    asked = {"speculation": DRAFTS | {"draft_model": str(draft)}, "users": 1}
+    workload = {k: v for k, v in (WORKLOAD | asked).items() if k != "arrival_rate"}
+    assert main(arguments(place, workload=workload)) == 0
+    plan = read_plan(str(place / "plan.yaml"))
+    assert (plan.speculation is not None) == is_taken
+    (said,) = json.loads((place / "plan.json").read_text())["drafts"]
+    assert (": taken, serially" in said) == is_taken
+    assert ("drafts refused: " in said) != is_taken
+    assert said[:60] in capsys.readouterr().out.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -111,6 +134,16 @@ def test_a_model_that_does_not_fit_is_refused_with_its_size(place: Path) -> None
         ({}, {"targets": {"tpot_s": 0}}, "targets.tpot_s"),
         ({}, {"prompt": {"mean": 500, "p95": 50000}}, "the model has 40960 positions"),
         ({}, {"max_model_len": 100}, "max_model_len 100"),
+        ({}, {"speculation": DRAFTS | {"acceptance": 1.5}}, r"speculation.acceptance"),
+        ({}, {"speculation": DRAFTS | {"max_tokens": 0}}, r"speculation.max_tokens"),
+        ({}, {"speculation": DRAFTS | {"draft_model": ""}}, r"speculation.draft_model"),
+        ({}, {"speculation": DRAFTS | {"width": 2}}, "unknown field `width`"),
+        ({}, {"speculation": {"draft_model": MODEL}}, "missing required field `acceptance`"),
+        (
+            {},
+            {"speculation": DRAFTS | {"draft_model": str(MODELS / "mixtral-8x7b")}},
+            "speculation.draft_model .* has a vocabulary of 32000 tokens, the model one of 151936",
+        ),
     ],
 )
 def test_files_with_mistakes_are_refused_by_the_field(
