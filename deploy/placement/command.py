@@ -121,7 +121,10 @@ def read_inputs(
 
 def _draft_of(asked: Drafts, target: ModelShape, dtype: str) -> ModelShape:
     """Return the draft model, which computes in the target's dtype; raises ConfigError."""
-    config = load_model_config(resolve_model(asked.draft_model))
+    directory = Path(asked.draft_model)
+    if not (directory / "config.json").is_file():  # nodes take a directory, no hub id
+        raise ConfigError(f"speculation.draft_model {directory}: no directory with a config.json")
+    config = load_model_config(directory)
     if config.vocab_size != target.vocab_size:
         raise ConfigError(
             f"speculation.draft_model {asked.draft_model}: has a vocabulary of {config.vocab_size} "

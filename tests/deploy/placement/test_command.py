@@ -137,6 +137,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_size(place: Path) -> None
         ({}, {"speculation": DRAFTS | {"acceptance": 1.5}}, r"speculation.acceptance"),
         ({}, {"speculation": DRAFTS | {"max_tokens": 0}}, r"speculation.max_tokens"),
         ({}, {"speculation": DRAFTS | {"draft_model": ""}}, r"speculation.draft_model"),
+        ({}, {"speculation": DRAFTS | {"draft_model": "a/b"}}, "draft_model a/b: no directory"),
         ({}, {"speculation": DRAFTS | {"width": 2}}, "unknown field `width`"),
         ({}, {"speculation": {"draft_model": MODEL}}, "missing required field `acceptance`"),
         (

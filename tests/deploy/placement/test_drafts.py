@@ -197,18 +197,23 @@ def test_a_draft_node_on_a_cpu_has_the_cores_that_are_left(tmp_path: Path) -> No
 
 
 def test_serial_drafts_on_a_cpu_take_from_the_room_for_keys() -> None:
-    inputs = inputs_of(samples.host((samples.cpu(cores=4), 1)), acceptance=0.9)
+    """The draft model's weights and keys fit beside the target's keys where memory is scarce."""
+    inputs = inputs_of(samples.host((samples.cpu(cores=4, memory_gib=11), 1)), acceptance=0.9)
     member = member_of(inputs, "1 cpu in one process")
     found = decided(inputs, member)
     assert found.choice is not None
+    assert found.choice.maker.seat is None
     draft = inputs.draft
     assert draft is not None
-    assert found.choice.maker.seat is None
-    (left,), (room,) = found.choice.maker.room, member.rating.room
+    (room,) = member.rating.room
     own, theirs = TARGET.kv_bytes_per_token(), draft.kv_bytes_per_token()
     weights = sum(draft.weight_bytes("attention", each, UNQUANTISED) for each in range(2))
-    assert left * (own + theirs) + weights < room * own
-    assert planned(inputs, member, found).speculation is not None
+    (plain,) = planned(inputs, member, Decision("")).attention
+    (node,) = planned(inputs, member, found).attention
+    assert plain.kv_cache_bytes is not None
+    assert node.kv_cache_bytes is not None
+    assert node.kv_cache_bytes < plain.kv_cache_bytes
+    assert node.kv_cache_bytes / own * (own + theirs) + weights < room * own
 
 
 @pytest.mark.parametrize(
