@@ -120,6 +120,7 @@ def test_seeded_draws_are_those_of_plain_decoding(
         assert accepted(engine.stats()) > 0
 
 
+@slow
 def test_few_blocks_preemptions_and_prompts_in_pieces(case_of: CaseOf) -> None:
     """The draft's cache has no room for all, and requests are begun again."""
     case = case_of(VARIANT)

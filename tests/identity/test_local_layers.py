@@ -129,8 +129,9 @@ def test_switched_while_requests_run(
 
 @pytest.mark.parametrize(
     ("dtype", "attention_nodes", "micro_batches"),
-    [("bfloat16", 2, 2), pytest.param("float32", 1, 3, marks=slow)],
+    [("bfloat16", 2, 2), ("float32", 1, 3)],
 )
+@slow
 def test_the_same_bits(
     case_of: CaseOf, dtype: str, attention_nodes: int, micro_batches: int
 ) -> None:

@@ -211,7 +211,8 @@ def test_layers_choose_whether_they_retrieve_and_how_they_are_kept(
         assert engine.stats().kv.num_selected_rows == NUM_TOKENS - 1, "one layer's"
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("reference", marks=pytest.mark.slow), "cpu"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_only_the_best_segments_are_searched(tmp_path: Any, oracle: Oracle, kernels: Any) -> None:
     path = make_checkpoint(tmp_path, "qwen3_moe", max_position_embeddings=4096)
     prompts = prompts_of((3 * SEGMENT_KEYS + 200, 2 * SEGMENT_KEYS - 4))

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Barrier
 
 import httpx
+import pytest
 
 from tests.system.conftest import Tiny
 from tests.system.server import Server
@@ -67,6 +68,7 @@ def answers_until_accepted(server: Server, tiny: Tiny, count: int) -> None:
         assert time.monotonic() < deadline_s, server.output
 
 
+@pytest.mark.slow
 def test_a_draft_node_that_is_frozen_and_then_killed_is_only_missed(
     tiny: Tiny, tmp_path: Path
 ) -> None:

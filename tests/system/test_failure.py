@@ -90,7 +90,7 @@ def run_streams(
         pytest.param("expert 0", "shm", marks=slow),
         pytest.param("attention 0", "shm", marks=slow),
         pytest.param("scheduler", "shm", marks=slow),
-        ("expert 0", "tcp"),
+        pytest.param("expert 0", "tcp", marks=slow),
         ("local", "local"),
     ],
 )

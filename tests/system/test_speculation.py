@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.system.conftest import Tiny
 from tests.system.server import Server
@@ -36,6 +37,7 @@ def accepted(server: Server) -> float:
     return float(found.group(1))
 
 
+@pytest.mark.slow
 def test_stop_strings_lengths_and_logprobs_are_those_of_plain_decoding(
     tiny: Tiny, tmp_path: Path
 ) -> None:
