@@ -2,11 +2,12 @@
 
 Starts one engine per placement of the routed experts over two expert nodes, of which the second is
 an emulated device that takes `--slow` times as long: `uniform` gives both as many, `planned` as
-many as `topspin plan` gives them, by this machine's profile (`topspin profile`). Both get the same
-prompts, in turns within each round, and the decode rate is compared: tokens per second while all
-streams decode. The expert nodes have a thread each and sleep where the emulated device would go on
-computing, so on two cores they do not delay one another; attention, which waits meanwhile, has
-both. Run as `topspin bench placement --device DEVICE.json`.
+many as `topspin plan` gives the nodes of this layout, by the machine's profile (`topspin profile`);
+whether another layout were better is not asked. Both get the same prompts, in turns within each
+round, and the decode rate is compared: tokens per second while all streams decode. The expert nodes
+have a thread each and sleep where the emulated device would go on computing, so on two cores they
+do not delay one another; attention, which waits meanwhile, has both. Run as
+`topspin bench placement --device DEVICE.json`.
 """
 
 from __future__ import annotations

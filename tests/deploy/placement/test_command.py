@@ -217,7 +217,7 @@ def test_a_sensitivity_file_of_another_model_is_refused(
         main(arguments(place, "--sensitivity", path))
 
 
-def test_a_sensitivity_of_other_weights_is_refused(place: Path, tmp_path: Path) -> None:
+def test_a_sensitivity_of_another_checkpoint_is_refused(place: Path, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", "mixtral")
     short = {"prompt": {"mean": 20}, "output": {"mean": 20}}
     flags = arguments(place, "--sensitivity", sensitivity_file(place), workload=WORKLOAD | short)
