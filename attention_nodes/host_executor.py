@@ -48,13 +48,17 @@ class HostExecutor:
         max_tokens: int,
         recordings: bool = False,
     ) -> None:
-        """`relay`, once set, passes rows on to stages; such steps are not recorded."""
+        """`relay`, once set, passes rows on to stages."""
         self.relay: Relay | None = None
         self._decoder = decoder
         self._rotary = rotary
         self._stream = runtime.current_stream()
         self._combined = torch.empty(max_tokens, decoder.config.hidden_size)
-        self._steps = recorded_steps(decoder, runtime, rotary) if recordings else None
+        self._steps = (
+            recorded_steps(decoder, runtime, rotary, vocab_size=decoder.config.vocab_size)
+            if recordings
+            else None
+        )
         # Its only stamp is when the layers of the last recorded step ended.
         self._clock = Ring(1)
         stamps = runtime.stamps_of(self._clock)
@@ -87,8 +91,6 @@ class HostExecutor:
 
     def _key(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Key | None:
         if self._steps is None or not (net is None or net.is_graph_safe):
-            return None
-        if self.relay is not None:
             return None
         if self._decoder.watch is not None or any(each.scored for each in micro_batches):
             return None
@@ -133,7 +135,13 @@ class HostExecutor:
     ) -> Ran:
         def body(inputs: StepInputs, logits: Tensor) -> None:
             residual = run_layers(
-                self._decoder, net, inputs, self._combined, trace=trace, beat=None
+                self._decoder,
+                net,
+                inputs,
+                self._combined,
+                trace=trace,
+                beat=None,
+                relay=self.relay,
             )
             self._stamps.stamp(Kind.RALLIED)
             if trace is not None:
@@ -143,7 +151,8 @@ class HostExecutor:
         if beat is not None:
             beat()
         assert self._steps is not None
-        logits = self._steps.run(key, inputs, body, None if net is None else (net, net.epoch))
+        state = (None if net is None else (net, net.epoch), self.relay)
+        logits = self._steps.run(key, inputs, body, state)
         (rallied,) = read_stamps(self._clock.dump())
         return Ran(logits, host_event(rallied.t_ns), [])
 

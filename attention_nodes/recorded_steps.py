@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_nodes.decoder import Decoder
+from attention_nodes.decoder import Layers
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.step_inputs import Indexed, StepInputs, host_meta
 from kernels.contracts import AttentionMeta
@@ -82,7 +82,7 @@ class _Recorded(NamedTuple):
 
 
 class RecordedSteps:
-    """The recorded steps of one model."""
+    """The recorded steps of one model, or of some of its layers."""
 
     def __init__(
         self, runtime: Runtime, rotary: RotaryTable, renew: Renew, *, vocab_size: int
@@ -136,17 +136,22 @@ class RecordedSteps:
         self._recorded.clear()
 
 
-def recorded_steps(decoder: Decoder, runtime: Runtime, rotary: RotaryTable) -> RecordedSteps | None:
-    """Return the recorded steps of a model; None: its kernels are not recorded."""
-    if decoder.ops.name != "cpu":
+def recorded_steps(
+    layers: Layers, runtime: Runtime, rotary: RotaryTable, *, vocab_size: int
+) -> RecordedSteps | None:
+    """Return the recorded steps of a model, or of some of its layers, which have no logits.
+
+    Those have a `vocab_size` of 0. None: the kernels are not recorded.
+    """
+    if layers.ops.name != "cpu":
         return None
     from kernels.cpu.attention import renew
     from kernels.cpu.compiled.attention import HeadShape
 
-    config = decoder.config
+    config = layers.config
     if not HeadShape(config.num_heads, config.num_kv_heads, config.head_dim).fits:
         # renew() needs rows that are attended to one by one.
         repeat = config.num_heads // config.num_kv_heads
         _log.info("steps are not recorded: %d heads of %d share a key", repeat, config.head_dim)
         return None
-    return RecordedSteps(runtime, rotary, renew, vocab_size=config.vocab_size)
+    return RecordedSteps(runtime, rotary, renew, vocab_size=vocab_size)

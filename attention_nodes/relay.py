@@ -1,18 +1,21 @@
 """The way of a step's rows through an attention node's stages, and back to it.
 
 Owns the order: as each micro-batch is through the node's own layers it goes to the first stage,
-from each stage, by way of this node, to the next, and from the last one back. Knows no layers, no
-sockets (m2n_comm.host.stage_link) and no plan. Called by executor.py and model_runner.py.
+from each stage, by way of this node, to the next, and from the last one back. In a recorded step
+all this is Python, between ops. Knows no layers, no sockets (m2n_comm.host.stage_link) and no plan.
+Called by executor.py and model_runner.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from attention_nodes.rally import Flight
+from kernels.cpu.compiled.python_calls import call_again
 from m2n_comm.net import NO_TIMES, NetTimes
 from topspin.messages import StepTicket
 
@@ -49,10 +52,13 @@ class Relay:
     def leave(self, micro_batch: int, flight: Flight) -> None:
         """Send a micro-batch that is through the node's own layers."""
         if len(flight.residual):
-            self._links[0].send(micro_batch, flight.residual)
+            call_again(partial(self._links[0].send, micro_batch, flight.residual))
 
     def take_back(self, flights: Sequence[Flight]) -> None:
         """Pass all micro-batches on, until the last stage has returned the residuals, complete."""
+        call_again(partial(self._take_back, flights))
+
+    def _take_back(self, flights: Sequence[Flight]) -> None:
         for place, link in enumerate(self._links):
             for micro_batch, flight in enumerate(flights):
                 if not len(flight.residual):

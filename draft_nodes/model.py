@@ -86,7 +86,11 @@ class DraftModel:
         self._layout = layout
         self._runtime = runtime
         self._rotary = RotaryTable(self.config, max_len=self.max_length)
-        self._steps = recorded_steps(decoder, runtime, self._rotary) if recordings else None
+        self._steps = (
+            recorded_steps(decoder, runtime, self._rotary, vocab_size=decoder.config.vocab_size)
+            if recordings
+            else None
+        )
         self._slowdown = slowdown_of(slow)
 
     @classmethod

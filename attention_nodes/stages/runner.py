@@ -1,30 +1,35 @@
 """Executes a stage's part of each step: its layers, over the rows that its attention node sends.
 
 Owns the stage's copy of the sequences, which follows the same plans as the attention node's: block
-tables and lengths are equal, token values are not known here. Knows no embeddings, no sampling
-and no sockets. Called by worker.py.
+tables and lengths are equal, token values are not known here. Steps of few rows are recorded
+(recorded_steps.py); the way of rows in and out is Python between their ops. Knows no embeddings, no
+sampling and no sockets. Called by worker.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from attention_nodes import kv_cache
 from attention_nodes.decoder import Layers
 from attention_nodes.loading import held_layers
 from attention_nodes.plan_chain import PlanChain
 from attention_nodes.rally import Flight, rally
+from attention_nodes.recorded_steps import Key, key_of, recorded_steps
 from attention_nodes.relay import Link
 from attention_nodes.rotary import RotaryTable
 from attention_nodes.sampler import Sampled
 from attention_nodes.sequences import Limits, SequenceTable
 from attention_nodes.slow_decoder import SlowLayers
-from attention_nodes.step_inputs import host_inputs
+from attention_nodes.step_inputs import Slices, StepInputs, host_inputs
+from kernels.cpu.compiled.python_calls import call_again
 from kernels.dispatch import select_ops
-from kernels.runtime import HostRuntime
+from kernels.runtime import Runtime, open_runtime
 from m2n_comm.net import NO_TIMES, AttentionNet, NetShape
 from models.checkpoint import Checkpoint
 from models.config import ModelConfig, load_model_config
@@ -34,7 +39,7 @@ from topspin.plan import NodeConfig
 from topspin.precision import formats
 from topspin.process import release_freed_memory
 from topspin.progress import Beat
-from topspin.trace import Kind
+from topspin.trace import Kind, Stamps
 from topspin.trace_node import ring_of
 
 
@@ -44,7 +49,9 @@ class StageRunner:
     Invariant: nothing of a failed step is kept (a stage stops serving after one).
     """
 
-    def __init__(self, model: ModelConfig, layers: Layers, config: NodeConfig) -> None:
+    def __init__(
+        self, model: ModelConfig, layers: Layers, config: NodeConfig, runtime: Runtime
+    ) -> None:
         self._model = model
         self._layers = layers
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -65,7 +72,12 @@ class StageRunner:
         self._rotary = RotaryTable(model, max_len=config.model.max_model_len)
         self._residual = torch.empty(max_tokens, model.hidden_size, dtype=self._dtype)
         self._combined = torch.empty(max_tokens, model.hidden_size)
-        self._runtime = HostRuntime()
+        self._runtime = runtime
+        self._steps = (
+            recorded_steps(layers, runtime, self._rotary, vocab_size=0)
+            if config.execution.recordings
+            else None
+        )
         self.trace = ring_of(config)
 
     @property
@@ -111,26 +123,62 @@ class StageRunner:
             net.trace = trace
             net.begin(plan.ticket)
         link.begin(plan.ticket)
+        key = self._key(micro_batches, net)
+        inputs = None
+        if self._steps is not None and key is not None:
+            inputs = self._steps.take(key, micro_batches)
+        if inputs is None:
+            inputs = host_inputs(micro_batches, self._rotary)
+        if trace is not None:
+            trace.stamp(Kind.STEP_BEGAN)
+        run_layers = partial(self._run_layers, net=net, link=link, trace=trace)
+        if self._steps is None or key is None:
+            run_layers(inputs, beat=beat)
+            return
+        if beat is not None:
+            beat()
+        state = (None if net is None else (net, net.epoch), link)
+        self._steps.run(key, inputs, lambda inputs, logits: run_layers(inputs, beat=None), state)
+
+    def _key(self, micro_batches: Sequence[Slices], net: AttentionNet | None) -> Key | None:
+        if self._steps is None or not (net is None or net.is_graph_safe):
+            return None
+        return key_of(micro_batches)
+
+    def _run_layers(
+        self,
+        inputs: StepInputs,
+        *,
+        net: AttentionNet | None,
+        link: Link,
+        trace: Stamps | None,
+        beat: Beat | None,
+    ) -> None:
+        def arrive(micro_batch: int, flight: Flight) -> None:
+            if len(flight.residual):
+                call_again(partial(link.receive, micro_batch, flight.residual))
+
+        def leave(micro_batch: int, flight: Flight) -> None:
+            if len(flight.residual):
+                call_again(partial(send, micro_batch, flight.residual))
+
+        def send(micro_batch: int, rows: Tensor) -> None:
+            link.send(micro_batch, rows, NO_TIMES if net is None else net.times())
+
         flights = []
-        for part in host_inputs(micro_batches, self._rotary).parts:
+        for part in inputs.parts:
             rows = slice(part.start, part.start + part.num_tokens)
             flights.append(
                 Flight(inputs=part, residual=self._residual[rows], combined=self._combined[rows])
             )
-        if trace is not None:
-            trace.stamp(Kind.STEP_BEGAN)
-
-        def arrive(micro_batch: int, flight: Flight) -> None:
-            if len(flight.residual):
-                link.receive(micro_batch, flight.residual)
-
-        def leave(micro_batch: int, flight: Flight) -> None:
-            if len(flight.residual):
-                link.send(micro_batch, flight.residual, NO_TIMES if net is None else net.times())
-
         rally(self._layers, net, flights, trace, beat=beat, arrive=arrive, leave=leave)
         if trace is not None:
             trace.stamp(Kind.RALLIED)
+
+    def forget(self) -> None:
+        """Drop all recordings: their net and link are not used again."""
+        if self._steps is not None:
+            self._steps.clear()
 
 
 def load_stage(path: Path, config: NodeConfig) -> StageRunner:
@@ -140,6 +188,7 @@ def load_stage(path: Path, config: NodeConfig) -> StageRunner:
     """
     if config.node.num_threads is not None:
         torch.set_num_threads(config.node.num_threads)
+    runtime = open_runtime(config.node.device, config.node.kernels)
     model = load_model_config(path, config.model.hf_overrides)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     own = held_layers(config, model)
@@ -159,5 +208,7 @@ def load_stage(path: Path, config: NodeConfig) -> StageRunner:
     make = Layers if slow == 1 else partial(SlowLayers, slow=slow)
     layers = make(model, weights, ops, cache, precision=config.precision, first=own.start)
     layers.warm_up()
+    if config.execution.recordings:
+        runtime.prepare_capture()
     release_freed_memory()
-    return StageRunner(model, layers, config)
+    return StageRunner(model, layers, config, runtime)

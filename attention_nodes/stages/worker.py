@@ -83,6 +83,8 @@ class StageWorker:
         finally:
             if link is not None:
                 link.close()
+            if self._runner is not None:
+                self._runner.forget()
             self._life.progress.end()
 
     def wait_s(self) -> float | None:

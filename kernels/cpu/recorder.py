@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.cpu.compiled import rows
 from kernels.cpu.compiled.program import Op, Program, Team
+from kernels.cpu.compiled.python_calls import call_python
 from kernels.cpu.compiled.runtime import Kernel, float_word, is_recording, recording
 from kernels.cpu.compiled.stamps import RecordedRing, stamp
 from kernels.runtime import HostRuntime, Replay
@@ -73,7 +74,7 @@ class CpuRuntime(HostRuntime):
 
     def prepare_capture(self) -> None:
         self._threads()
-        for kernel in (*_KERNELS, stamp):
+        for kernel in (*_KERNELS, stamp, call_python):
             kernel.address  # noqa: B018, compiles it
 
     def _threads(self) -> Team:

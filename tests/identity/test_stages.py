@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from tests.engine import Engine, engine_config
+from kernels.cpu.compiled.matmul import block_width
+from kernels.cpu.compiled.program import Program
+from tests.checkpoints import make_checkpoint
+from tests.engine import Collected, Engine, engine_config
 from tests.faults import OnDemand, faulty_nets
 from tests.identity.conftest import NUM_TOKENS, CaseOf
 from tests.identity.test_deterministic import ask, run, settings_of
+from tests.identity.test_expert_tables import only_copies, random_tables
+from tests.identity.test_grammars import asked
+from tests.identity.test_recordings import PROMPTS, SIZES
 from topspin.config import BalanceSection, FailoverSection
 from topspin.plan import AttentionNode, EnginePlan, StageNode
 
@@ -124,6 +133,104 @@ def test_the_bits_are_those_of_an_engine_without_stages(
         stats = engine.stats()
     assert stats.num_preemptions > 0
     assert stats.prefix_cache_hits > 0
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Return, by node, how often a program has run."""
+    if not block_width():
+        pytest.skip("this processor leaves bf16 products to oneDNN")
+    counts: Counter[str] = Counter()
+    run = Program.run
+
+    def counted(program: Program) -> None:
+        counts[threading.current_thread().name] += 1
+        run(program)
+
+    monkeypatch.setattr(Program, "run", counted)
+    return counts
+
+
+def send(engine: Engine) -> list[Collected]:
+    """Ask for seeded, biased and grammar-constrained continuations with log-probabilities."""
+    prompts = [*PROMPTS, [1, 2]]
+    ids = [
+        engine.add(prompt, **{**each, "logprobs": 4})
+        for prompt, each in zip(prompts, asked(), strict=True)
+    ]
+    return [engine.requests[each] for each in ids]
+
+
+@pytest.mark.parametrize(
+    ("variant", "ends", "settings"),
+    [
+        # A dense layer and shared experts.
+        ("qwen2_moe", (1, 3, 4), {"transport": "shm", "micro_batches": 2, "num_threads": 2}),
+        ("qwen3_moe", (1, 2), {"transport": "tcp", "micro_batches": 1}),
+        ("llama", (1, 2), {"transport": "shm", "micro_batches": 1}),
+    ],
+)
+def test_recorded_steps_have_the_bits_of_an_engine_without_stages(
+    tmp_path: Path,
+    variant: str,
+    ends: tuple[int, ...],
+    settings: dict[str, Any],
+    replays: Counter[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "recordings")
+    sizes = {name: size for name, size in SIZES.items() if variant != "llama" or "moe" not in name}
+    path = make_checkpoint(tmp_path, variant, **sizes)
+    answers = []
+    for plan in (
+        # The same link: in bf16 a shared expert's sum with an answer depends on how that came.
+        engine_config(path, dtype="bfloat16", recordings=False, **settings),
+        staged(engine_config(path, dtype="bfloat16", window_rows=64, **settings), *ends),
+    ):
+        with Engine(plan) as engine:
+            for _ in range(2):
+                requests = send(engine)
+                engine.collect()
+                assert [each.failed for each in requests] == [None] * len(requests)
+                answers.append([(each.tokens, each.logprobs) for each in requests])
+        if not plan.stages:
+            assert not replays
+    assert answers[2:] == answers[:2]
+    for node in (*plan.attention, *plan.stages, *(plan.experts if variant != "llama" else ())):
+        assert replays[str(node)] > 50, node
+    assert "not recorded" not in caplog.text
+
+
+def test_steps_are_recorded_anew_when_tables_change_under_load(
+    tmp_path: Path, replays: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """On one expert node, so that its sums do not depend on the table."""
+    caplog.set_level("INFO", "recordings")
+    path = make_checkpoint(tmp_path, "mixtral", hidden_size=64, intermediate_size=64)
+    with Engine(engine_config(path, dtype="bfloat16", recordings=False)) as engine:
+        wanted = engine.generate(PROMPTS, max_tokens=48, temperature=1.0)
+    plan = engine_config(
+        path, dtype="bfloat16", transport="shm", window_rows=64, balance=only_copies(0)
+    )
+    tables = random_tables((8,), seed=3)
+    with Engine(staged(plan, 1, 2)) as engine:
+        balancer = engine.service.balancer
+        for _ in range(3):
+            ids = [engine.add(each, max_tokens=48, temperature=1.0) for each in PROMPTS]
+            requests = [engine.requests[each] for each in ids]
+
+            def change_on(requests: list[Collected] = requests) -> bool:
+                num_tokens = min(len(each.tokens) for each in requests)
+                if num_tokens % 12 == 5 and not balancer.is_changing:
+                    balancer.ask(next(tables))
+                return all(each.ended for each in requests)
+
+            engine.collect(until=change_on)
+            assert [each.tokens for each in requests] == wanted
+        assert engine.stats().expert_table_version > 4
+    assert replays["attention 0"] > 50
+    assert replays["stage 0"] > 50
+    assert "not recorded" not in caplog.text
 
 
 def test_the_smallest_cache_counts(case_of: CaseOf) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import ops
+from kernels.cpu.compiled.python_calls import call_again, call_python
 from kernels.cpu.recorder import CpuRuntime
 from kernels.recordings import Recordings
 from topspin.trace import Kind, Ring, read_stamps
@@ -132,3 +133,29 @@ def test_replays_stamp_the_flight_recorder() -> None:
     times = [stamp.t_ns for stamp in stamps]
     assert times == sorted(times)
     assert runtime.stamps_of(None) is None
+
+
+@torch.inference_mode()
+def test_python_is_called_again_at_its_place_of_every_replay() -> None:
+    """What it does is no op, whether a recording could hold that or not."""
+    runtime = CpuRuntime()
+    recordings: Recordings[str] = Recordings(runtime)
+    numbers, doubled, ones = torch.zeros(3), torch.zeros(3), torch.ones(3)
+    turns: list[float] = []
+
+    def between() -> None:
+        turns.append(numbers[0].item())
+        numbers.mul_(2)
+
+    def body() -> None:
+        numbers.add_(ones)
+        call_again(between)
+        doubled.copy_(numbers)
+
+    for turn in range(4):
+        numbers.fill_(turn)
+        recordings.run("step", body, None)
+        assert doubled.tolist() == [2 * (turn + 1)] * 3
+    assert turns == [1, 2, 3, 4]
+    (program,) = runtime.programs
+    assert program.kernels.count(call_python) == 1
