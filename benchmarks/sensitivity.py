@@ -66,7 +66,7 @@ class Judge:
         hidden = embedded(other, self._held_out)
         calibrated = embedded(other, self._calibration)
         for layer in other.layers:
-            inputs = LayerInputs(with_hessians=True)
+            inputs = LayerInputs()
             if is_compensated:
                 layer_output(layer, other.config, calibrated, inputs)
             for _ in quantised(layer, other.config, rules, rounding, inputs):

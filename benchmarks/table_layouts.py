@@ -211,6 +211,43 @@ def cost_model(result: Result) -> str:
     )
 
 
+def sensitivity(result: Result) -> str:
+    """Lay out the divergence of mixed and uniform formats, and how well it was predicted."""
+    layouts = table(
+        ["formats", "bits per number", "rounding", "KL, nats per token", "perplexity"],
+        [
+            [
+                each["name"],
+                f"{each['mean_bits']:.2f}",
+                each["rounding"],
+                f"{each['kl']:.4f}",
+                f"{each['perplexity']:.2f}",
+            ]
+            for each in result["layouts"]
+        ],
+    )
+    kinds = {
+        "indicator_kl": "indicator and KL",
+        "indicator_perplexity": "indicator and perplexity",
+        "predicted_kl": "prediction and KL, of layers not measured",
+    }
+    ranks = table(
+        ["Spearman's rank correlation", *(each["format"] for each in result["ranks"])],
+        [
+            [name, *(f"{each[kind]:.2f}" for each in result["ranks"])]
+            for kind, name in kinds.items()
+        ],
+    )
+    sums = table(
+        ["formats", "KL", "sum of single parts", "of predictions"],
+        [
+            [each["name"], *(f"{each[kind]:.4f}" for kind in ("kl", "sum_kl", "predicted_kl"))]
+            for each in result["sums"]
+        ],
+    )
+    return f"{layouts}\n\n{ranks}\n\n{sums}"
+
+
 _QUANTILES = ("median", "p90", "worst")
 
 
@@ -455,6 +492,7 @@ LAYOUTS: dict[str, Layout] = {
     "quantization": quantization,
     "retrieval": retrieval,
     "scheduler_overhead": scheduler_overhead,
+    "sensitivity": sensitivity,
     "spec": spec,
     "startup": startup,
     "vs_transformers": vs_transformers,

@@ -42,9 +42,6 @@ class Observer(Protocol):
         An expert sees all rows, not only those that are routed to it.
         """
 
-    def routed(self, weights: Tensor) -> None:
-        """Take the weight [R, E] with which each expert's output counts; 0: not routed to it."""
-
 
 def embedded(model: Model, tokens: Tensor) -> Tensor:
     """Return the hidden states [S, T, H] of tokens i64[S, T] before the first layer."""
@@ -167,7 +164,6 @@ def _routed(
     shares = torch.zeros_like(logits).scatter_(1, chosen, weights)
     if observe is not None:
         observe(EXPERT_GATE_UP, rows)
-        observe.routed(shares)
     out = torch.zeros_like(rows)
     for expert in range(config.moe.num_experts):
         (own,) = torch.where(shares[:, expert] != 0)

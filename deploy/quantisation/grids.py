@@ -146,16 +146,3 @@ def widened(scales: Tensor, shape: torch.Size) -> Tensor:
     """Return the scales of blocks as one per number of a matrix of `shape`."""
     wide = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
     return wide[..., : shape[-2], : shape[-1]]
-
-
-def rounding_variance(coded: Coded) -> Tensor:
-    """Return s^2 / 12 for each number [..., O, I], s being the grid's step there.
-
-    That is the variance of an error that is uniform in a step. Integers have their group's step.
-    Steps of fp8 double with each power of two: 2 ** (floor(log2 |code|) - 3), at least 2 ** -9.
-    """
-    if coded.zeros is not None:
-        return coded.scales.square().div(12).repeat_interleave(coded.group, -1)
-    exponents = torch.frexp(coded.codes.float()).exponent - 1
-    steps = torch.exp2((exponents.clamp(min=-6) - 3).float())
-    return (steps * widened(coded.scales, coded.codes.shape)).square() / 12

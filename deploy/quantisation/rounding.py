@@ -48,7 +48,7 @@ def quantised(
 ) -> Iterator[tuple[str, Coded]]:
     """Yield the modules (published names) of a layer that the rules quantise, with their codes.
 
-    Their weights in `layer` are replaced meanwhile. `inputs`, with Hessians, are needed for
+    Their weights in `layer` are replaced meanwhile. `inputs` are needed for
     compensated rounding only. Raises ConfigError for inputs that groups do not divide.
     """
 
@@ -132,9 +132,5 @@ def part_of(coded: Coded, idx: int, rows: slice) -> Coded:
 def _factors(batch: Sequence[Matrix], inputs: LayerInputs) -> Tensor:
     """Return the factors [B, I, I] of a batch, [1, I, I] if all have the same input."""
     is_common = batch[0].source == EXPERT_GATE_UP
-    hessians = []
-    for matrix in batch[:1] if is_common else batch:
-        hessian = inputs.moments(matrix.source, matrix.expert).hessian
-        assert hessian is not None
-        hessians.append(hessian)
-    return inverse_factor(torch.stack(hessians))
+    some = batch[:1] if is_common else batch
+    return inverse_factor(torch.stack([inputs.hessian(each.source, each.expert) for each in some]))

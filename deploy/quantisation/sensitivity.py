@@ -1,12 +1,13 @@
 """How much each layer's part loses in each format: an indicator, and the divergence it predicts.
 
-Owns the indicator of LLM-PQ (Zhao et al., 2024) on real grids, measuring single parts, and the
-prediction of the others. Knows no file of results. Called by
-deploy.quantisation.sensitivity_command and by benchmarks.
+Owns the indicator, measuring single parts, and the prediction of the others. Knows no file of
+results. Called by deploy.quantisation.sensitivity_command and by benchmarks.
 
-The indicator of a part is the sum over its matrices and their numbers of s^2 / 12 * Var(x): the
-variance that rounding to a grid of step s adds to the outputs for inputs x. An expert's counts as
-often as its output does: times the mean square of its routing weight.
+The indicator of a part is what quantising it alone changes behind its layer: the mean over tokens
+of |h' - h|^2 / |h|^2, h [H] being the hidden state. LLM-PQ (Zhao et al., 2024, section 4) sums
+s^2 / 12 * Var(x) over the part's numbers instead, which needs no second pass through the layer, but
+counts the same error of a large hidden state, which later layers hardly see, as much as of a small
+one.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deploy.quantisation.forward import embedded, layer_output
-from deploy.quantisation.grids import check_size, rounding_variance
-from deploy.quantisation.inputs import LayerInputs, Moments
+from deploy.quantisation.inputs import LayerInputs
 from deploy.quantisation.layers import DecoderLayer, Model, matrices, open_model
 from deploy.quantisation.quality import Judged, Outputs, judge
 from deploy.quantisation.rounding import Rounding, nearest, quantised
@@ -66,8 +67,9 @@ def find(
 ) -> Found:
     """Take the layers of the checkpoint at `path` once, and return what was found.
 
-    Each layer's part in `measured` is quantised alone, in each format, and its hidden states go on
-    beside the original's: memory is that of a layer and of all these hidden states of `held_out`.
+    Each layer's part is quantised alone, in each format. If it is in `measured`, its hidden states
+    go on beside the original's: memory is that of a layer and of all these hidden states of
+    `held_out`.
     Both texts are i64[S, T]. Raises ConfigError for inputs that groups do not divide.
     """
     model = open_model(path)
@@ -76,22 +78,27 @@ def find(
     streams: dict[Single, Tensor] = {}
     indicators: dict[Single, float] = {}
     for layer in model.layers:
-        own = [part for at, part in measured if at == layer.idx]
-        inputs = LayerInputs(with_hessians=bool(own))
+        inputs = LayerInputs()
         calibrated = layer_output(layer, config, calibrated, inputs)
-        indicators |= _indicators(layer, config, inputs, rounding, formats)
         for single, hidden in streams.items():
             streams[single] = layer_output(layer, config, hidden)
-        for part in own:
-            for weight_format in formats:
+        output = layer_output(layer, config, plain)
+        for part, layers in parts_of(config).items():
+            for weight_format in formats if layer.idx in layers else ():
                 single = Single(layer.idx, part, weight_format)
                 with _alone(layer, config, single, rounding, inputs):
-                    streams[single] = layer_output(layer, config, plain)
-        plain = layer_output(layer, config, plain)
+                    changed = layer_output(layer, config, plain)
+                indicators[single] = _relative_error(changed, output)
+                if (layer.idx, part) in measured:
+                    streams[single] = changed
+        plain = output
         advance()
     outputs = {single: Outputs(hidden, model.lm_head) for single, hidden in streams.items()}
-    for single, indicator, head in _of_head(model, calibrated, rounding, formats):
-        indicators[single], outputs[single] = indicator, Outputs(plain, head)
+    normed = rms_norm(plain, model.final_norm, eps=config.rms_norm_eps)
+    for single, head in _heads(model, rounding, formats):
+        logits = F.linear(normed, model.lm_head)
+        indicators[single] = _relative_error(F.linear(normed, head), logits)
+        outputs[single] = Outputs(plain, head)
     return Found(indicators, judge(model, Outputs(plain, model.lm_head), outputs, held_out))
 
 
@@ -139,34 +146,10 @@ def sampled(config: ModelConfig, per_part: int) -> frozenset[tuple[int, Part]]:
     )
 
 
-def _indicators(
-    layer: DecoderLayer,
-    config: ModelConfig,
-    inputs: LayerInputs,
-    rounding: Rounding,
-    formats: Sequence[Format],
-) -> dict[Single, float]:
-    result: dict[Single, float] = defaultdict(float)
-    for matrix in matrices(layer, config):
-        moments = inputs.moments(matrix.source, matrix.expert)
-        share = 1.0
-        if matrix.expert is not None:
-            assert inputs.shares is not None
-            share = inputs.shares[matrix.expert].item()
-        for weight_format in formats:
-            name = matrix.modules[0][0]
-            omega = indicator(matrix.weight, moments, weight_format, rounding, name=name)
-            result[Single(layer.idx, matrix.part, weight_format)] += share * omega
-    return result
-
-
-def indicator(
-    weight: Tensor, moments: Moments, weight_format: Format, rounding: Rounding, *, name: str
-) -> float:
-    """Return the indicator of one matrix [O, I], `name` in messages, and its inputs."""
-    check_size(weight.shape[1], weight_format, group=rounding.group, name=name)
-    coded = nearest(weight, weight_format, rounding)
-    return float((rounding_variance(coded) * moments.variance).sum())
+def _relative_error(changed: Tensor, plain: Tensor) -> float:
+    """Return the mean over rows [..., N] of |changed - plain|^2 / |plain|^2."""
+    errors = (changed - plain).square().sum(-1) / plain.square().sum(-1)
+    return float(errors.mean())
 
 
 @contextmanager
@@ -188,20 +171,11 @@ def _alone(
         weight.copy_(before)
 
 
-def _of_head(
-    model: Model, calibrated: Tensor, rounding: Rounding, formats: Sequence[Format]
-) -> Iterator[tuple[Single, float, Tensor]]:
-    """Yield the LM head in each format that it can have: its indicator, and its numbers."""
-    inputs = LayerInputs(with_hessians=False)
-    normed = rms_norm(calibrated, model.final_norm, eps=model.config.rms_norm_eps)
-    inputs("lm_head", normed.flatten(0, -2))
+def _heads(
+    model: Model, rounding: Rounding, formats: Sequence[Format]
+) -> Iterator[tuple[Single, Tensor]]:
+    """Yield the LM head in each format that it can have, as numbers."""
     for weight_format in formats:
-        if weight_format not in LM_HEAD_FORMATS:
-            continue
-        head, moments = model.lm_head, inputs.moments("lm_head")
-        omega = indicator(head, moments, weight_format, rounding, name="lm_head")
-        yield (
-            Single(None, "lm_head", weight_format),
-            omega,
-            nearest(head, weight_format, rounding).numbers(),
-        )
+        if weight_format in LM_HEAD_FORMATS:
+            coded = nearest(model.lm_head, weight_format, rounding)
+            yield Single(None, "lm_head", weight_format), coded.numbers()

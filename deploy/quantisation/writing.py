@@ -120,7 +120,7 @@ def write_quantised(
             formats |= {name: weight_format for name, _ in matrix.modules}
         inputs = None
         if rounding.method == "compensated" and "int4" in {each for _, each in of_matrices}:
-            inputs = LayerInputs(with_hessians=True)
+            inputs = LayerInputs()
             layer_output(layer, config, hidden, inputs)
         for name, coded in quantised(layer, config, rules, rounding, inputs):
             shards.add(name, module_tensors(coded, symmetric=rounding.symmetric, dtype=dtype))

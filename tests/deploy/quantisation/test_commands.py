@@ -112,7 +112,7 @@ def test_sensitivity_has_every_part_and_format(
     for layer, part, _ in wanted:
         ours = singles[layer, part, "int4"], singles[layer, part, "int8"]
         assert ours[0]["kl"] > ours[1]["kl"] > 0
-        assert ours[0]["indicator"] > 100 * ours[1]["indicator"] > 0
+        assert ours[0]["indicator"] > ours[1]["indicator"] > 0
 
 
 def test_a_mean_of_bits_is_kept_by_what_is_least_sensitive(
