@@ -258,6 +258,11 @@ class EnginePlan(Section, frozen=True, kw_only=True):
         return [node for node in self.nodes if isinstance(node, DraftNode)]
 
     @property
+    def key_groups(self) -> set[str]:
+        """Return the groups of processes that have keys of their own (topspin.keys)."""
+        return {"scheduler", "gateway", *(node.key or node.role for node in self.nodes)}
+
+    @property
     def link(self) -> LinkSpec:
         """Return the link between attention and expert nodes."""
         return self.links[0]

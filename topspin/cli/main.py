@@ -185,11 +185,15 @@ def _add_sensitivity(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_of(name: str, parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a command whose module `name` imports torch."""
+    """Add the flags of a command whose module `name` is loaded only now."""
     command = importlib.import_module(name)
     add: Callable[[argparse.ArgumentParser], None] = command.add_arguments
     add(parser)
     parser.set_defaults(run=command.run)
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    _add_of("topspin.cli.keys", parser)
 
 
 def _add_trace(parser: argparse.ArgumentParser) -> None:
@@ -230,6 +234,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "profile": ("Measure this device for topspin plan.", _add_profile),
     "quantize": ("Write a quantised checkpoint and measure its quality.", _add_quantize),
     "sensitivity": ("Predict what each layer loses in each precision.", _add_sensitivity),
+    "keys": ("Make the key files of an engine on several hosts, or rotate them.", _add_keys),
     "trace": ("Show what every node of a running server did lately.", _add_trace),
     "collect-env": ("Print versions and machine facts for a bug report.", _add_collect_env),
 }

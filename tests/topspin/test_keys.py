@@ -1,0 +1,128 @@
+"""Key files: made, checked, rotated, and read again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from topspin.cli.keys import make, rotate
+from topspin.errors import ConfigError
+from topspin.keys import KeyDirectory, public_of_secret, read_keys
+
+GROUPS = ("scheduler", "gateway", "expert")
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make(tmp_path / "keys", GROUPS)
+    return tmp_path / "keys"
+
+
+def test_each_group_has_its_own_secret_and_all_public_keys(keys: Path) -> None:
+    found = {group: read_keys(keys / group, group) for group in GROUPS}
+    publics = {public_of_secret(each.secret): group for group, each in found.items()}
+    assert len(publics) == len(GROUPS)
+    for group, each in found.items():
+        assert each.accepted == publics
+        assert publics[each.public_of("expert")] == "expert"
+        assert each.secret.hex() not in repr(each)
+        assert sorted(path.name for path in (keys / group).iterdir()) == sorted(
+            [f"{group}.secret", *(f"{other}.public" for other in GROUPS)]
+        )
+
+
+def test_secrets_are_not_for_all_users(keys: Path) -> None:
+    secret = keys / "expert" / "expert.secret"
+    assert secret.stat().st_mode & 0o007 == 0
+    secret.chmod(0o440)  # as Kubernetes mounts it, for a group
+    read_keys(keys / "expert", "expert")
+    for mode in (0o444, 0o442):
+        secret.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"expert\.secret: its mode is {mode:04o}"):
+            read_keys(keys / "expert", "expert")
+
+
+def test_public_keys_that_anybody_may_change_are_refused(keys: Path) -> None:
+    (keys / "expert" / "gateway.public").chmod(0o646)
+    with pytest.raises(ConfigError, match=r"gateway\.public: its mode is 0646"):
+        read_keys(keys / "expert", "expert")
+
+
+@pytest.mark.parametrize("text", [b"", b"ab\n", b"\xff\xfe", b"0" * 63, b"0" * 10_000])
+def test_damaged_files_are_named_without_their_content(keys: Path, text: bytes) -> None:
+    file = keys / "expert" / "expert.secret"
+    file.chmod(0o640)
+    file.write_bytes(text)
+    with pytest.raises(ConfigError, match=r"expert\.secret: not one key of 64 hex") as caught:
+        read_keys(keys / "expert", "expert")
+    assert not text or text.decode("latin1") not in str(caught.value)
+
+
+def test_what_is_missing_is_named(keys: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no attention\.secret"):
+        read_keys(keys / "expert", "attention")
+    with pytest.raises(ConfigError, match="no public key of 'draft'"):
+        read_keys(keys / "expert", "expert").public_of("draft")
+    with pytest.raises(ConfigError, match="none: No such file"):
+        read_keys(tmp_path / "none", "expert")
+    for name in ("../expert", "Expert", "", "a" * 33):
+        with pytest.raises(ConfigError, match="key group"):
+            read_keys(keys / "expert", name)
+
+
+def test_a_key_of_two_groups_is_refused(keys: Path) -> None:
+    folder = keys / "expert"
+    other = folder / "gateway.public"
+    other.chmod(0o640)
+    other.write_bytes((folder / "scheduler.public").read_bytes())
+    with pytest.raises(ConfigError, match=r"scheduler\.public: a key of gateway too"):
+        read_keys(folder, "expert")
+
+
+def test_a_rotation_never_leaves_two_processes_without_a_common_key(keys: Path) -> None:
+    """After each step, some folders are still those of before: all must know all."""
+    gateway = KeyDirectory(keys / "gateway", "gateway")
+    before = {group: read_keys(keys / group, group) for group in GROUPS}
+    old = before["gateway"]
+    for step in ("add", "switch", "retire"):
+        rotate(keys, step)
+        now = {group: read_keys(keys / group, group) for group in GROUPS}
+        for one in (*before.values(), *now.values()):
+            for other in (*before.values(), *now.values()):
+                assert other.accepted[public_of_secret(one.secret)] == one.group
+        assert gateway.read() == now["gateway"]
+        before = now
+    assert before["gateway"].secret != old.secret
+    assert public_of_secret(old.secret) not in before["expert"].accepted
+    assert list(before["expert"].accepted.values()) == sorted(GROUPS)
+    rotate(keys, "add")
+
+
+def test_steps_of_a_rotation_have_an_order(keys: Path) -> None:
+    for step, due in (("switch", "add"), ("retire", "add"), ("add", None), ("add", "switch")):
+        if due is None:
+            rotate(keys, step)
+            continue
+        with pytest.raises(ConfigError, match=f"next step of the rotation is {due}, not {step}"):
+            rotate(keys, step)
+
+
+def test_keys_are_not_made_twice(keys: Path) -> None:
+    with pytest.raises(ConfigError, match="exists already"):
+        make(keys, ["draft", "expert"])
+    assert not (keys / "draft").exists()
+
+
+def test_a_file_that_cannot_be_used_changes_nothing(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = KeyDirectory(keys / "expert", "expert")
+    known = directory.read()
+    os.replace(keys / "expert" / "gateway.public", keys / "gateway.public")
+    (keys / "expert" / "gateway.public").write_text("half a ke")
+    assert directory.read() == known
+    assert "gateway.public: not keys" in caplog.text
+    os.replace(keys / "gateway.public", keys / "expert" / "gateway.public")
+    assert directory.read() == known
