@@ -4,26 +4,42 @@ Owns connection settings (size caps, heartbeats, high-water marks) and turns wha
 into three events: a message came, a peer is gone, a peer sent something malformed. Knows the
 messages' encoding (topspin.messages) but none of their meaning. A closed connection is noticed at
 once and a silent one by libzmq's heartbeat, whose thread keeps answering while a node computes; a
-hung node is found by the scheduler's deadlines, not here. Over ipc the scheduler takes connections
-of its own user only. Peers do not check whose socket they connect to: a stranger would have to bind
-the address before the scheduler, whose start then fails and ends the engine.
+hung node is found by the scheduler's deadlines, not here.
+
+Over ipc the scheduler takes connections of its own user only, and peers do not check whose socket
+they connect to: a stranger would have to bind the address before the scheduler, whose start then
+fails and ends the engine. Over tcp beyond loopback both ends prove themselves by CURVE, which also
+encrypts (topspin.secure_channel).
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from topspin.errors import PeerLost, ProtocolError
+from topspin.errors import ConfigError, PeerLost, ProtocolError
 from topspin.messages import AnyMessage, Message, Refused, decode, encode
+from topspin.secure_channel import Gatekeeper, check_protected, secure_client
+
+if TYPE_CHECKING:  # engines of one host have no keys, and may lack the package that reads them
+    from topspin.keys import KeyDirectory
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 HIGH_WATER_MARK = 100_000
 LINGER_MS = 1000
+# How soon a listening end uses a key that has been replaced.
+KEY_CHECK_S = 1.0
+_CLOSED = zmq.EVENT_DISCONNECTED
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class Heartbeat(NamedTuple):
@@ -81,6 +97,13 @@ def _configure(socket: zmq.Socket[Any], heartbeat: Heartbeat = RELAXED_HEARTBEAT
     socket.setsockopt(zmq.LINGER, LINGER_MS)
 
 
+def _loss(report: list[bytes]) -> str:
+    """Return the text of a loss that a monitor reports."""
+    if parse_monitor_message(report)["event"] & _REFUSED:
+        return "the scheduler closed the control connection in the handshake: keys or users differ"
+    return "the scheduler closed the control connection"
+
+
 class ControlServer:
     """The scheduler's end: one address, many peers.
 
@@ -88,7 +111,19 @@ class ControlServer:
     messages.
     """
 
-    def __init__(self, address: str, *, heartbeat: Heartbeat = RELAXED_HEARTBEAT) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        heartbeat: Heartbeat = RELAXED_HEARTBEAT,
+        keys: KeyDirectory | None = None,
+    ) -> None:
+        """Listen on `address`; with `keys`, only peers of its groups are heard.
+
+        Raises ConfigError for an address that others can reach without keys, or that cannot be
+        listened on.
+        """
+        check_protected(address, keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket, heartbeat)
@@ -96,8 +131,15 @@ class ControlServer:
         if address.startswith("ipc:"):
             # An abstract socket has no file permissions; the kernel vouches for the user.
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.bind(address)
+        self._monitor = self._socket.get_monitor_socket(_CLOSED)
+        self._gatekeeper: Gatekeeper | None = None
+        self._group_of: dict[bytes, str] = {}
+        self._keys_checked_s = 0.0
+        try:
+            self._listen(address, keys)
+        except ConfigError:
+            self.close()
+            raise
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -105,8 +147,25 @@ class ControlServer:
         self._fd_of_peer: dict[bytes, int] = {}
         self._unclaimed_closed_fds: set[int] = set()
 
+    def _listen(self, address: str, keys: KeyDirectory | None) -> None:
+        if keys is not None:
+            self._gatekeeper = Gatekeeper(self._context, self._socket, address, keys)
+            return
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(f"control address {address}: {error.strerror}") from error
+
     def poll(self, timeout_s: float | None) -> list[Event]:
-        """Wait for events until `timeout_s` from now (None: for ever); [] if none came."""
+        """Wait for events until `timeout_s` from now (None: for ever); [] if none came.
+
+        With keys it may return [] earlier.
+        """
+        if self._gatekeeper is not None:
+            timeout_s = KEY_CHECK_S if timeout_s is None else min(timeout_s, KEY_CHECK_S)
+            if time.monotonic() >= self._keys_checked_s + KEY_CHECK_S:
+                self._gatekeeper.renew()
+                self._keys_checked_s = time.monotonic()
         self._poller.poll(None if timeout_s is None else max(0, round(timeout_s * 1000)))
         events: list[Event] = []
         gone: list[PeerGone] = []
@@ -115,7 +174,12 @@ class ControlServer:
         self._collect_gone(gone)
         for peer in gone:
             self._fd_of_peer.pop(peer.peer, None)
+            self._group_of.pop(peer.peer, None)
         return events + gone
+
+    def may_be(self, peer: bytes, group: str) -> bool:
+        """Say whether `peer` has a key of `group`; without keys all peers may be anything."""
+        return self._gatekeeper is None or self._group_of.get(peer) == group
 
     def _next_message(self, gone: list[PeerGone]) -> Event | None:
         try:
@@ -124,6 +188,8 @@ class ControlServer:
             return None
         peer = frames[0].bytes
         if peer not in self._fd_of_peer:
+            if self._gatekeeper is not None:
+                self._group_of[peer] = self._gatekeeper.group_of(frames[-1])
             self._register(peer, int(frames[-1].get(zmq.SRCFD)), gone)
         if len(frames) != 2:
             return Malformed(peer, f"{len(frames) - 1} frames instead of one")
@@ -178,17 +244,33 @@ class ControlServer:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
         self._context.term()
 
 
 class ControlClient:
     """A node's end: one connection to the scheduler, for the whole life of the process."""
 
-    def __init__(self, address: str, *, heartbeat: Heartbeat = RELAXED_HEARTBEAT) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        heartbeat: Heartbeat = RELAXED_HEARTBEAT,
+        keys: KeyDirectory | None = None,
+        server: str = "scheduler",
+    ) -> None:
+        """Connect to `address`; with `keys`, only to a process of the group `server`.
+
+        Raises ConfigError for an address that others can reach without keys.
+        """
+        check_protected(address, keys)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket, heartbeat)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if keys is not None:
+            secure_client(self._socket, keys.read(), server)
+        self._monitor = self._socket.get_monitor_socket(_CLOSED | _REFUSED)
         self._socket.connect(address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -209,7 +291,7 @@ class ControlClient:
                 if not ready:
                     return None
                 if self._socket not in ready:
-                    raise PeerLost("the scheduler closed the control connection") from None
+                    raise PeerLost(_loss(self._monitor.recv_multipart())) from None
                 continue
             if data:  # an empty frame is the scheduler's probe
                 return decode(data)
@@ -229,11 +311,15 @@ class ControlClient:
 class AsyncControlClient:
     """The gateway's end, for asyncio; the same promises as ControlClient."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, keys: KeyDirectory | None = None) -> None:
+        """Connect as ControlClient does."""
+        check_protected(address, keys)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _configure(self._socket)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if keys is not None:
+            secure_client(self._socket, keys.read(), "scheduler")
+        self._monitor = self._socket.get_monitor_socket(_CLOSED | _REFUSED)
         self._socket.connect(address)
         self._poller = zmq.asyncio.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -246,7 +332,7 @@ class AsyncControlClient:
             ready = dict(await self._poller.poll())
             self._is_lost = self._is_lost or self._monitor in ready
             if self._socket not in ready:
-                raise PeerLost("the scheduler closed the control connection")
+                raise PeerLost(_loss(await self._monitor.recv_multipart()))
             data = await self._socket.recv()
             if not data:  # an empty frame is the scheduler's probe
                 continue
